@@ -1,0 +1,1 @@
+"""Draft models: they turn committed text and tree nodes into ranked children."""

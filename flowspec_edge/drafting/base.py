@@ -1,0 +1,36 @@
+"""The protocol of every drafter.
+
+A drafter holds a model and its cache for one session.  It knows the committed text, the target's
+features where the target has computed them, and the tree nodes it has expanded below the current
+root.  It does not know which nodes were sent, verified or pruned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from flowspec_edge.messages import Payload, Tap
+from flowspec_edge.sampling import Rank, Sampling
+from flowspec_edge.tree.requests import DraftRequest, Expansion
+
+
+class Drafter(Protocol):
+    """One draft model, one session at a time."""
+
+    def reset(self, sampling: Sampling, rank: Rank, tau: float) -> None:
+        """Forget everything; rank the children of the coming session like this."""
+
+    def commit(self, tokens: Sequence[int], features: Payload | None) -> None:
+        """Append committed tokens; row i of ``features`` [n, H] *predicted* token i.
+
+        ``features`` are the target's post-norm hidden states.  The very first token of a session
+        has no predictor: it comes alone, with ``features=None``.  Cheap: the work is done by the
+        next :meth:`expand`.
+        """
+
+    def expand(self, request: DraftRequest) -> Expansion:
+        """One forward pass: everything committed since the last one, and the request's nodes."""
+
+    def tap(self, message: Tap) -> None:
+        """Hidden states of an inner layer, for drafters that asked for them (others ignore)."""

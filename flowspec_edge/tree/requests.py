@@ -1,0 +1,58 @@
+"""What a strategy asks of a drafter, and what it gets back.
+
+Shared words of ``strategies`` and ``drafting``, which do not import one another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class DraftNode:
+    """One tree node to expand: its identity, its parent's, its token and absolute position.
+
+    ``id`` is unique within a session and a child's id is larger than its parent's.  The root's
+    token is the newest committed one; its parent is -1.
+    """
+
+    id: int
+    parent: int
+    token: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """One forward pass of the drafter: expand ``nodes``, ``children`` best children each.
+
+    ``root`` is the id of the current root.  A node other than the root may be asked for only
+    after its parent (the root, or a node expanded by an earlier request that still lies below
+    the root).  Expanding a node again replaces what the drafter remembered of it.
+    """
+
+    root: int
+    nodes: tuple[DraftNode, ...]
+    children: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Expansion:
+    """The children of each node of a request, best first.
+
+    tokens [n, k] int32; scores [n, k] float64, log confidences (at most 0) of each child alone.
+    """
+
+    tokens: NDArray[np.int32]
+    scores: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """One token that became part of the text, and the number of the row that predicted it."""
+
+    token: int
+    source: int
