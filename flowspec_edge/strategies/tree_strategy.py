@@ -22,6 +22,7 @@ class TreeStrategy(Strategy):
     order: Order = "score"
     tree: DraftTree
     growth: Growth | None = None
+    _asked: Growth | None = None  # whose pass is being computed
 
     def start(self, token: int, position: int) -> None:
         self._prunes: list[Prune] = []
@@ -29,11 +30,12 @@ class TreeStrategy(Strategy):
         self._restart(token, position)
 
     def next_draft(self) -> DraftRequest | None:
+        self._asked = self.growth
         return self.growth.request() if self.growth else None
 
     def drafted(self, request: DraftRequest, expansion: Expansion) -> None:
-        if self.growth is not None and request.root == self.tree.root.id:
-            self.growth.absorb(expansion)
+        if self._asked is not None and self._asked is self.growth:
+            self._asked.absorb(expansion)
 
     def controls(self) -> list[Prune | Cancel]:
         prunes, self._prunes = self._prunes, []

@@ -1,0 +1,240 @@
+"""D0's side of one request: prompt, strategy, drafter, lm_head and the books, in small steps.
+
+Knows in which order D0 does things and what a result is made of.  Does not know sockets or how
+time passes: a driver asks for messages to send and for the next piece of work, runs it when and
+as long as it likes, and hands in what arrives.  Both drivers use this very object.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowspec_edge.drafting.base import Drafter
+from flowspec_edge.errors import ProtocolError, UsageError
+from flowspec_edge.messages import Cancel, Credit, Open, Output, Payload, Prune, Segment, Tap
+from flowspec_edge.runtime.request import FinishReason, Request, Result, Stats
+from flowspec_edge.sampling import choose
+from flowspec_edge.strategies.base import Strategy
+from flowspec_edge.tree.ledger import Ledger
+from flowspec_edge.tree.requests import Commit, DraftRequest
+
+Head = Callable[[Payload], NDArray[np.float32]]  # post-norm hidden [n, H] -> logits [n, V]
+
+TENTATIVE_ROWS = 1024  # cache rows for drafts, beside the text's own
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Work for D0: lm_head on an output's rows, the walk, and what follows from it."""
+
+    output: Output
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Work for D0: one pass of the drafter."""
+
+    request: DraftRequest
+
+
+Task = Verify | Draft
+
+
+class Coordinator:
+    """One request from prompt to result."""
+
+    def __init__(self, request: Request, make: Callable[[Ledger], Strategy], drafter: Drafter | None,
+                 head: Head, stages: int, clock: Callable[[], float], session: int = 1,
+                 epoch: int = 0, window: int = 1) -> None:
+        """``window``: segments that may be at V1 at a time; ``clock`` is in seconds."""
+        if not request.prompt:
+            raise UsageError("the prompt is empty; give at least one token")
+        if request.max_new_tokens < 1:
+            raise UsageError(f"max-new-tokens must be at least 1, not {request.max_new_tokens}")
+        self.request = request
+        self.ledger = Ledger(session, epoch)
+        self.strategy = make(self.ledger)
+        self._drafter = drafter if self.strategy.drafts else None
+        self._head = head
+        self._clock = clock
+        self._credits = window
+        self._max_in_flight = stages + 1
+        self._prompt = deque(request.prompt)
+        self._prompt_left = len(request.prompt)  # rows of it that have not come back
+        self._outputs: deque[Output] = deque()
+        self._hidden: dict[int, tuple[Payload, int]] = {}  # number -> where its hidden state lies
+        self._tokens: list[int] = []
+        self._streamed = 0
+        self.finish_reason: FinishReason | None = None
+        self._started_at = clock()
+        self._first_at = self._ended_at = self._started_at
+        if self._drafter:
+            self._drafter.reset(request.sampling, request.params.rank, request.params.tau)
+
+    # ---- what the driver sends -------------------------------------------------------------
+
+    def open_message(self) -> Open:
+        """To be seen by every stage before the first segment."""
+        capacity = len(self.request.prompt) + self.request.max_new_tokens + TENTATIVE_ROWS
+        return Open(self.ledger.session, self.ledger.epoch, capacity)
+
+    def take_messages(self) -> list[Segment | Prune | Cancel]:
+        """Everything that may be sent now: control messages, then segments if V1 has room."""
+        messages: list[Segment | Prune | Cancel] = []
+        if not self._prompt_left:
+            messages += self.strategy.controls()
+        while self._credits and self.ledger.in_flight < self._max_in_flight and not self.finished:
+            segment = self._next_segment()
+            if segment is None:
+                break
+            self._credits -= 1
+            messages.append(segment)
+        return messages
+
+    def _next_segment(self) -> Segment | None:
+        if self._prompt:
+            return self._next_chunk()
+        return None if self._prompt_left else self.strategy.next_segment()
+
+    def _next_chunk(self) -> Segment:
+        """Chunked prefill (paper, III-A): a slice of the prompt, a chain that is text already."""
+        position = len(self.request.prompt) - len(self._prompt)
+        parent = -1
+        for _ in range(min(self.request.params.prefill_chunk, len(self._prompt))):
+            parent = self.ledger.add(self._prompt.popleft(), position, parent, committed=True)
+            position += 1
+        return self.ledger.seal()
+
+    # ---- what the driver hands in ----------------------------------------------------------
+
+    def receive(self, message: Output | Credit | Tap) -> None:
+        """An arrival; cheap, the work is done by tasks.  Anything stale is ignored."""
+        if (message.session, message.epoch) != (self.ledger.session, self.ledger.epoch):
+            return
+        match message:
+            case Credit():
+                self._credits += 1
+            case Output():
+                self._outputs.append(message)
+            case Tap():
+                if self._drafter:
+                    self._drafter.tap(message)
+
+    # ---- what D0 computes ------------------------------------------------------------------
+
+    def next_task(self) -> Task | None:
+        """The most urgent work: what has arrived before what may come."""
+        if self.finished:
+            return None
+        if self._outputs:
+            return Verify(self._outputs.popleft())
+        if self._prompt_left or self._drafter is None:
+            return None
+        request = self.strategy.next_draft()
+        return Draft(request) if request else None
+
+    def complete(self, task: Task) -> None:
+        """Do the work and let the strategy decide on it."""
+        if isinstance(task, Verify):
+            self._verify(task.output)
+        elif self._drafter is not None:
+            self.strategy.drafted(task.request, self._drafter.expand(task.request))
+
+    def _verify(self, output: Output) -> None:
+        try:
+            numbers, positions = self.ledger.returned(output.run)
+        except KeyError:
+            raise ProtocolError(f"an output came back for segment {output.run}, which is not in flight") from None
+        at = np.searchsorted(numbers, output.numbers)
+        if (at >= len(numbers)).any() or (numbers[at] != output.numbers).any():
+            raise ProtocolError(f"the output of segment {output.run} has rows that were not sent in it")
+        if self._prompt_left:
+            self._verify_prompt(output, positions[at])
+            return
+        successors = choose(self._head(output.hidden), positions[at], self.request.sampling)
+        for row, number in enumerate(output.numbers.tolist()):
+            self._hidden[number] = (output.hidden, row)
+        commits = self.strategy.verified(output.run, output.numbers.tolist(), successors.tolist())
+        self._commit(commits)
+
+    def _verify_prompt(self, output: Output, positions: NDArray[np.int32]) -> None:
+        """Prompt rows: their features go to the drafter, the last one gives the first token."""
+        self._prompt_left -= len(output.numbers)
+        if self._drafter:
+            prompt = self.request.prompt
+            if positions[0] == 0:
+                self._drafter.commit(prompt[:1], None)
+            following = [prompt[p + 1] for p in positions.tolist() if p + 1 < len(prompt)]
+            if following:
+                rows = output.hidden.array[: len(following)]
+                self._drafter.commit(following, Payload(output.hidden.dtype, rows))
+        if self._prompt_left:
+            return
+        last = Payload(output.hidden.dtype, output.hidden.array[-1:])
+        token = int(choose(self._head(last), positions[-1:], self.request.sampling)[0])
+        self._hidden[int(output.numbers[-1])] = (last, 0)
+        self.ledger.skip_prune()
+        self._first_at = self._clock()
+        self.strategy.start(token, len(self.request.prompt))
+        self._commit([Commit(token, int(output.numbers[-1]))])
+
+    def _commit(self, commits: list[Commit]) -> None:
+        """Make tokens text, exactly up to the end of sequence or the limit."""
+        if not commits:
+            return
+        if self._drafter:
+            rows = [self._hidden[c.source] for c in commits]
+            features = np.stack([payload.array[row] for payload, row in rows])
+            self._drafter.commit([c.token for c in commits], Payload(rows[0][0].dtype, features))
+        newest = commits[-1].source  # older sources can predict nothing any more
+        self._hidden = {n: v for n, v in self._hidden.items() if n >= newest}
+        for commit in commits:
+            if commit.token in self.request.stop_ids:
+                self.finish_reason = "stop"
+                break
+            self._tokens.append(commit.token)
+            if len(self._tokens) == self.request.max_new_tokens:
+                self.finish_reason = "length"
+                break
+        self._ended_at = self._clock()
+
+    # ---- what comes of it ------------------------------------------------------------------
+
+    @property
+    def finished(self) -> bool:
+        """Whether the text is complete."""
+        return self.finish_reason is not None
+
+    def new_tokens(self) -> list[int]:
+        """Tokens committed since the last call."""
+        new = self._tokens[self._streamed :]
+        self._streamed = len(self._tokens)
+        return new
+
+    def result(self, slot_s: float, bytes_sent: int, stages: tuple[dict[str, float], ...] = ()) -> Result:
+        """The result; ``slot_s`` is the time of one segment in the slowest stage.
+
+        The first token comes with the prompt, so decoding is what follows it: tokens/s, turns and
+        rounds count the tokens after the first, for every strategy alike.
+        """
+        assert self.finish_reason is not None
+        decode = self._ended_at - self._first_at
+        generated = max(0, len(self._tokens) - 1) if decode > 0 else 0
+        counters = self.strategy.counters
+        turns = decode / slot_s if slot_s > 0 else 0.0
+        stats = Stats(
+            turns=turns, rounds=counters.rounds,
+            alt=generated / turns if turns else 0.0,
+            alr=generated / counters.rounds if counters.rounds else 0.0,
+            tokens_per_second=generated / decode if decode > 0 else 0.0,
+            ttft_s=self._first_at - self._started_at,
+            drafted=counters.drafted, verified=counters.verified,
+            accepted=min(counters.accepted, generated),
+            bytes=bytes_sent, decode_s=decode, slot_s=slot_s, stages=stages,
+        )
+        return Result(list(self._tokens), self.finish_reason, stats)
