@@ -1,0 +1,119 @@
+"""A model on disk: which parts a directory holds, and the few facts its config.json files state.
+
+Knows the layout ``DIR/target``, ``DIR/eagle2``, ``DIR/draft-lm`` and which files each part needs.
+Loads no weights and imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from flowspec_edge.errors import UsageError
+from flowspec_edge.resources import resource_dir
+
+DEMO = "demo"
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+_TOKENIZER = ("tokenizer.json", "tokenizer.model")
+
+
+@dataclass(frozen=True)
+class ModelDir:
+    """A directory whose ``target`` part is known to be there; the draft parts are optional."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def target(self) -> Path:
+        return self.path / "target"
+
+    @property
+    def eagle2(self) -> Path | None:
+        return self._optional("eagle2")
+
+    @property
+    def draft_lm(self) -> Path | None:
+        return self._optional("draft-lm")
+
+    def _optional(self, part: str) -> Path | None:
+        path = self.path / part
+        return path if (path / "config.json").is_file() else None
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The target's config.json."""
+        return _read_json(self.target / "config.json")
+
+    @property
+    def layers(self) -> int:
+        return int(self.config["num_hidden_layers"])
+
+    @property
+    def hidden_width(self) -> int:
+        return int(self.config["hidden_size"])
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens of prompt and answer together that the target was made for."""
+        return int(self.config["max_position_embeddings"])
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """The ids that end a text: generation_config.json's, else config.json's."""
+        generation = self.target / "generation_config.json"
+        ids = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+        if ids is None:
+            ids = self.config.get("eos_token_id")
+        if ids is None:
+            return frozenset()
+        return frozenset(ids if isinstance(ids, list) else [ids])
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+
+
+def resolve_model(name_or_path: str | Path | None = None) -> ModelDir:
+    """A model by name (one that comes with the package) or by directory; the demo by default.
+
+    Raises :class:`UsageError` when there is no such directory or a file of its target is missing.
+    """
+    name = str(name_or_path or DEMO)
+    path = resource_dir("models") / name if name in shipped_models() else Path(name)
+    if not path.is_dir():
+        known = ", ".join(shipped_models()) or "none"
+        raise UsageError(f"no model {name!r}: neither a directory nor one that comes with the package ({known})")
+    model = ModelDir(path)
+    needed = [("config.json",), _WEIGHTS, _TOKENIZER]
+    for names in needed:
+        if not any((model.target / file).is_file() for file in names):
+            raise UsageError(f"{model.target} is incomplete: {' or '.join(names)} is missing")
+    for key in ("num_hidden_layers", "hidden_size", "max_position_embeddings"):
+        if not isinstance(model.config.get(key), int):
+            raise UsageError(f"{model.target / 'config.json'} has no {key}")
+    return model
+
+
+def shipped_models() -> list[str]:
+    """The models that come with the package."""
+    return sorted(path.parent.parent.name for path in resource_dir("models").glob("*/target/config.json"))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise UsageError(f"{path} must hold a JSON object")
+    return data
