@@ -1,0 +1,102 @@
+"""The ledger's books against what a row must see: its ancestors and the committed text."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowspec_edge.messages import unpack_bits
+from flowspec_edge.tree.ledger import Ledger
+
+
+def test_a_prompt_is_a_chain_of_committed_rows() -> None:
+    ledger = Ledger()
+    parent = -1
+    for position in range(3):
+        parent = ledger.add(50 + position, position, parent, committed=True)
+    segment = ledger.seal()
+    assert segment.numbers.tolist() == [0, 1, 2]
+    assert unpack_bits(segment.bits, 3).tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    assert segment.committed.tolist() == []
+    following = ledger.seal()
+    assert following.committed.tolist() == [0, 1, 2]
+    assert following.base == 3
+    assert len(following.numbers) == 0
+    assert following.stop == 3
+
+
+@given(st.data())
+def test_bits_name_exactly_the_uncommitted_ancestors(data: st.DataObject) -> None:
+    ledger = Ledger(session=3, epoch=1)
+    ledger.add(0, 0, committed=True)
+    ledger.seal()
+    path: dict[int, list[int]] = {0: [0]}  # number -> itself and its ancestors
+    committed = [0]
+    announced: set[int] = set()
+    for _ in range(data.draw(st.integers(1, 12))):
+        if data.draw(st.booleans()):
+            # Commit a child chain of the newest committed number, if there is one.
+            candidates = [n for n in path if n > committed[-1] and path[n][-2] == committed[-1]]
+            if candidates:
+                chosen = data.draw(st.sampled_from(candidates))
+                ledger.commit(chosen)
+                committed.append(chosen)
+                path = {n: p for n, p in path.items() if chosen in p}
+            continue
+        rows = []
+        for _ in range(data.draw(st.integers(0, 4))):
+            parent = data.draw(st.sampled_from([committed[-1], *[n for n in path if n > committed[-1]]]))
+            number = ledger.add(1, len(path[parent]), parent)
+            path[number] = [*path[parent], number]
+            rows.append(number)
+        segment = ledger.seal()
+        announced |= set(segment.committed.tolist())
+        assert announced == set(committed)
+        assert segment.base == committed[-1] + 1
+        bits = unpack_bits(segment.bits, ledger.next_number - segment.base)
+        for row, number in enumerate(rows):
+            seen = {segment.base + j for j in np.flatnonzero(bits[row]).tolist()}
+            assert seen | set(committed) >= set(path[number])
+            assert seen == {n for n in path[number] if n >= segment.base}
+
+
+def test_prunes_cover_everything_decided_since_the_last_one() -> None:
+    ledger = Ledger()
+    ledger.add(1, 0, committed=True)
+    ledger.seal()
+    ledger.skip_prune()
+    root = ledger.add(2, 1, committed=True)
+    a, b = ledger.add(3, 2, root), ledger.add(4, 2, root)
+    c = ledger.add(5, 3, a)
+    ledger.seal()
+    ledger.commit(a)
+    first = ledger.prune([a, c])
+    assert (first.start, first.stop) == (1, 5)
+    assert first.keep.tolist() == [root, a, c]
+    assert b not in first.keep
+    second = ledger.prune([c])
+    assert (second.start, second.stop, second.keep.tolist()) == (a + 1, 5, [c])
+    assert second.sequence == first.sequence + 1
+
+
+def test_commits_must_rise_and_be_sent() -> None:
+    ledger = Ledger()
+    with pytest.raises(ValueError, match="cannot commit"):
+        ledger.commit(0)
+    ledger.add(1, 0, committed=True)
+    ledger.seal()
+    with pytest.raises(ValueError, match="cannot commit"):
+        ledger.commit(0)
+
+
+def test_a_run_returns_once() -> None:
+    ledger = Ledger()
+    ledger.add(1, 0)
+    run = ledger.seal().run
+    assert ledger.in_flight == 1
+    numbers, positions = ledger.returned(run)
+    assert (numbers.tolist(), positions.tolist(), ledger.in_flight) == ([0], [0], 0)
+    with pytest.raises(KeyError):
+        ledger.returned(run)
