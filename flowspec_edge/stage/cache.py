@@ -1,0 +1,96 @@
+"""The key/value cache of one stage: preallocated, one slot a row, ordered by number.
+
+Knows slots and numbers.  Does not know which numbers are committed, wanted or dead.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.messages import Int32
+
+
+class KVCache:
+    """Keys and values of up to ``capacity`` rows for layers [lo, hi).
+
+    A forward pass writes its rows behind the last slot with :meth:`update`, layer by layer; they
+    become part of the cache with :meth:`append`, or are simply overwritten if the pass is given
+    up.  transformers' layers take this object as ``past_key_values``.
+    """
+
+    def __init__(self, layers: tuple[int, int], kv_heads: int, head_dim: int, capacity: int,
+                 dtype: torch.dtype, device: torch.device) -> None:
+        self.capacity = capacity
+        self._first_layer = layers[0]
+        # [layer, key or value, 1, kv head, slot, head_dim]: one index moves a slot in all layers
+        self._store = torch.empty(layers[1] - layers[0], 2, 1, kv_heads, capacity, head_dim,
+                                  dtype=dtype, device=device)
+        self._numbers = np.empty(capacity, dtype=np.int32)
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def numbers(self) -> Int32:
+        """[len] int32, increasing: the number in each slot (a view, valid until the next change)."""
+        return self._numbers[: self._length]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for keys and values."""
+        return self._store.numel() * self._store.element_size()
+
+    def rows(self) -> Tensor:
+        """Keys and values held: [layers, 2, 1, kv_heads, len, head_dim], a view."""
+        return self._store[..., : self._length, :]
+
+    def reserve(self, rows: int) -> None:
+        """Check that ``rows`` more fit; FlowspecError otherwise."""
+        if self._length + rows > self.capacity:
+            raise FlowspecError(f"KV cache is full: {self._length} rows held, {rows} more to come, "
+                                f"capacity {self.capacity}: shorten the request or raise the capacity")
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: object) -> tuple[Tensor, Tensor]:
+        """Write new rows [1, kv_heads, n, head_dim] behind the last slot of one layer.
+
+        Returns all keys and all values of the layer, new rows included: [1, kv_heads, len + n,
+        head_dim].  Layers call this; the name and the arguments are transformers'.
+        """
+        end = self._length + keys.shape[2]
+        store = self._store[layer_idx - self._first_layer]
+        store[0, :, :, self._length : end].copy_(keys)
+        store[1, :, :, self._length : end].copy_(values)
+        return store[0, :, :, :end], store[1, :, :, :end]
+
+    def append(self, numbers: Int32) -> None:
+        """Take in the rows that every layer has just written; larger numbers than all held."""
+        end = self._length + len(numbers)
+        self._numbers[self._length : end] = numbers
+        self._length = end
+
+    def keep(self, mask: NDArray[np.bool_]) -> int:
+        """Drop the slots where ``mask`` [len] is False, closing the holes; returns how many.
+
+        Only rows behind the first hole move.
+        """
+        holes = np.flatnonzero(~mask)
+        if not len(holes):
+            return 0
+        first = int(holes[0])
+        source = first + np.flatnonzero(mask[first:])
+        length = first + len(source)
+        if len(source):
+            self._numbers[first:length] = self._numbers[source]
+            moved = self._store.index_select(4, torch.from_numpy(source).to(self._store.device))
+            self._store[..., first:length, :] = moved
+        dropped, self._length = self._length - length, length
+        return dropped
+
+    def clear(self) -> None:
+        """Forget all rows; the memory stays."""
+        self._length = 0

@@ -1,0 +1,294 @@
+"""The state machine of one stage: messages in, messages out, for one session at a time.
+
+Knows when a row is stale, dead, orphaned or cancelled, and keeps the cache true to that.  Does
+not know sockets, clocks, trees or the other stages; a worker or a simulation drives it:
+
+    admitted = engine.admit(segment)          # None: stale, nothing to do
+    taps, result = engine.compute(admitted)   # a Segment for the next stage, or an Output
+
+Prunes, cancels and even a new Open may come at any moment, also between the layers of a running
+``compute`` (from its ``poll`` callback).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowspec_edge.errors import FlowspecError, ProtocolError
+from flowspec_edge.messages import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Close,
+    Open,
+    Output,
+    Payload,
+    Prune,
+    Segment,
+    Tap,
+)
+from flowspec_edge.stage import forward, rows
+from flowspec_edge.stage.cache import KVCache
+from flowspec_edge.stage.prunes import Prunes, dead
+from flowspec_edge.stage.shard import Shard
+from flowspec_edge.tensors import from_torch, wire_name
+
+Poll = Callable[[], None]
+
+_COUNTERS = (
+    "segments",  # computed, empty ones included
+    "rows",  # that went through the layers
+    "pruned_rows",  # taken out of segments, before or after the layers
+    "pruned_cached",  # dropped from the cache: pruned, or not committed
+    "orphan_rows",  # whose ancestor had been dropped here
+    "cancelled",  # segments that came out empty because of a Cancel
+    "dropped_stale",  # messages of another session, an older epoch, or a run seen before
+)
+
+
+@dataclass(eq=False)
+class _Session:
+    session: int
+    epoch: int
+    cache: KVCache
+    base: int = 0  # every cached number below it is committed
+    run: int | None = None  # the newest admitted
+    prunes: Prunes = field(default_factory=Prunes)
+    cancelled: set[int] = field(default_factory=set)
+    computing: bool = False
+    deferred: list[Prune] = field(default_factory=list)  # came while computing; not yet in the cache
+
+
+class StageEngine:
+    """Runs one shard.  ``counters`` are those of the session, for Heartbeats."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+        self.counters: dict[str, float] = dict.fromkeys(_COUNTERS, 0)
+        self._session: _Session | None = None
+        self._wire = wire_name(shard.dtype)
+
+    @property
+    def cache(self) -> KVCache | None:
+        """The open session's cache."""
+        return self._session.cache if self._session else None
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes preallocated for the open session."""
+        return self._session.cache.nbytes if self._session else 0
+
+    # -- control messages ------------------------------------------------------------------
+
+    def open(self, message: Open) -> None:
+        """Start a session, or restart it with a higher epoch; whatever was open is given up.
+
+        ProtocolError for another protocol version, FlowspecError if the cache does not fit.
+        """
+        if message.version != PROTOCOL_VERSION:
+            raise ProtocolError(f"D0 speaks protocol version {message.version}, this stage "
+                                f"{PROTOCOL_VERSION}: install the same release on all devices")
+        old = self._session
+        if old and old.session == message.session and message.epoch <= old.epoch:
+            self.counters["dropped_stale"] += 1
+            return
+        self._session = None
+        cache = self._cache(message.capacity, old.cache if old else None)
+        self._session = _Session(message.session, message.epoch, cache)
+        self.counters = dict.fromkeys(_COUNTERS, 0)
+
+    def close(self, message: Close) -> None:
+        """End the session and free its cache."""
+        if self._session and self._session.session == message.session:
+            self._session = None
+        else:
+            self.counters["dropped_stale"] += 1
+
+    def prune(self, message: Prune) -> None:
+        """Give up the rows that ``message`` no longer wants: held, running, or yet to come."""
+        state = self._current(message)
+        if state is None:
+            return
+        state.prunes.add(message)
+        if state.computing:
+            state.deferred.append(message)
+        else:
+            self._drop_cached(state, ~dead(message, state.cache.numbers))
+
+    def cancel(self, message: Cancel) -> None:
+        """Let these runs come out empty, if they have not come out yet."""
+        state = self._current(message)
+        if state is not None:
+            state.cancelled.update(message.runs)
+
+    # -- data messages ---------------------------------------------------------------------
+
+    def admit(self, segment: Segment) -> Segment | None:
+        """Check ``segment``, apply its commits and take out the rows that are dead by now.
+
+        None if it is stale.  What is admitted must be computed before the next is admitted.
+        ProtocolError if it contradicts the protocol or what this stage holds.
+        """
+        state = self._current(segment)
+        if state is None:
+            return None
+        if state.run is not None and segment.run <= state.run:
+            self.counters["dropped_stale"] += 1
+            return None
+        self._check(state, segment)
+        self._commit(state, segment)
+        state.run = segment.run
+        state.cancelled = {run for run in state.cancelled if run >= segment.run}
+        state.prunes.arrived(segment.first)
+        undecided = segment.numbers >= segment.base
+        alive = undecided | np.isin(segment.numbers, segment.committed)
+        return self._take(segment, alive & ~state.prunes.dead(segment.numbers))
+
+    @torch.inference_mode()
+    def compute(self, admitted: Segment, poll: Poll | None = None) -> tuple[list[Tap], Segment | Output]:
+        """Run the layers over an admitted segment; ``poll`` is called before each layer.
+
+        Returns the taps asked for of this stage's layers, and the Segment for the next stage or,
+        from the last one, the Output.  Rows that died meanwhile are taken out; a run that was
+        cancelled, or whose session is gone, comes out empty.  FlowspecError if the cache is full.
+        """
+        state = self._session
+        if state is None or (state.session, state.epoch) != (admitted.session, admitted.epoch):
+            return [], self._result(admitted, None)
+        self.counters["segments"] += 1
+        segment = self._take(admitted, ~state.prunes.dead(admitted.numbers))
+        mask, orphans = rows.visible(segment, state.cache.numbers)
+        if orphans.any():
+            self.counters["orphan_rows"] += int(orphans.sum())
+            segment = rows.take(segment, ~orphans)
+            mask, _ = rows.visible(segment, state.cache.numbers)
+        state.cache.reserve(len(segment.numbers))
+        state.computing = True
+        try:
+            taps, hidden = self._run(state, segment, mask, poll)
+        finally:
+            state.computing = False
+        if hidden is not None:
+            state.cache.append(segment.numbers)
+        self._settle(state)
+        if hidden is None:
+            return [], self._result(segment, None)
+        self.counters["rows"] += len(segment.numbers)
+        return self._emit(state, segment, taps, hidden)
+
+    # -- inside ----------------------------------------------------------------------------
+
+    def _run(self, state: _Session, segment: Segment, mask: rows.Bool, poll: Poll | None
+             ) -> tuple[list[tuple[int, Tensor]], Tensor | None]:
+        """Taps (layer, inputs) and what leaves the shard; None if the run was given up."""
+        if self._given_up(state, segment):
+            return [], None
+        if not len(segment.numbers):
+            return [], torch.empty(0, self.shard.hidden_size, dtype=self.shard.dtype)
+        taps: list[tuple[int, Tensor]] = []
+        hidden = forward.inputs(self.shard, segment)
+        for i, hidden in forward.layers(self.shard, state.cache, hidden, segment.positions, mask):
+            if i == self.shard.layers[1]:
+                break
+            if i in segment.taps:
+                taps.append((i, hidden))
+            if poll is not None:
+                poll()
+                if self._given_up(state, segment):
+                    return [], None
+        return taps, forward.outputs(self.shard, hidden)
+
+    def _given_up(self, state: _Session, segment: Segment) -> bool:
+        if self._session is not state:
+            return True
+        if segment.run in state.cancelled:
+            self.counters["cancelled"] += 1
+            return True
+        return False
+
+    def _settle(self, state: _Session) -> None:
+        """Apply the prunes that came while the cache was in use."""
+        deferred, state.deferred = state.deferred, []
+        if self._session is state:
+            for message in deferred:
+                self._drop_cached(state, ~dead(message, state.cache.numbers))
+
+    def _emit(self, state: _Session, segment: Segment, taps: list[tuple[int, Tensor]],
+              hidden: Tensor) -> tuple[list[Tap], Segment | Output]:
+        alive = ~state.prunes.dead(segment.numbers)
+        self.counters["pruned_rows"] += int((~alive).sum())
+        messages = [
+            Tap(segment.session, segment.epoch, segment.run, layer, segment.numbers[alive],
+                _payload(inputs, alive))
+            for layer, inputs in taps
+        ]
+        return messages, self._result(rows.take(segment, alive), _payload(hidden, alive))
+
+    def _result(self, segment: Segment, hidden: Payload | None) -> Segment | Output:
+        """The message that leaves the stage; without ``hidden`` it has no rows."""
+        if hidden is None:
+            segment = rows.take(segment, np.zeros(len(segment.numbers), dtype=bool))
+            hidden = from_torch(torch.empty(0, self.shard.hidden_size, dtype=self.shard.dtype))
+        if self.shard.norm is not None:
+            return Output(segment.session, segment.epoch, segment.run, segment.numbers, hidden)
+        return replace(segment, tokens=None, hidden=hidden)
+
+    def _take(self, segment: Segment, alive: rows.Bool) -> Segment:
+        self.counters["pruned_rows"] += int((~alive).sum())
+        return rows.take(segment, alive)
+
+    def _current(self, message: Prune | Cancel | Segment) -> _Session | None:
+        """The open session if ``message`` belongs to it; otherwise counts it as stale."""
+        state = self._session
+        if state and (state.session, state.epoch) == (message.session, message.epoch):
+            return state
+        self.counters["dropped_stale"] += 1
+        return None
+
+    def _check(self, state: _Session, segment: Segment) -> None:
+        vocabulary = None if self.shard.embed is None else int(self.shard.config.vocab_size)
+        rows.check(segment, self.shard.hidden_size, self._wire, vocabulary)
+        name = f"segment {segment.run} of session {segment.session}"
+        if state.run is not None and segment.run != state.run + 1:
+            raise ProtocolError(f"{name} came after segment {state.run}: one is lost")
+        if segment.base < state.base:
+            raise ProtocolError(f"{name}: base {segment.base} is behind {state.base}")
+        held = state.cache.numbers
+        if len(held) and len(segment.numbers) and segment.numbers[0] <= held[-1]:
+            raise ProtocolError(f"{name}: number {segment.numbers[0]} is not above {held[-1]}, held already")
+        known = np.isin(segment.committed, held) | np.isin(segment.committed, segment.numbers)
+        if not known.all():
+            raise ProtocolError(f"{name}: committed number {segment.committed[~known][0]} is not here")
+
+    def _commit(self, state: _Session, segment: Segment) -> None:
+        """Everything below the new base that was not committed is dead."""
+        held = state.cache.numbers
+        decided = (held >= state.base) & (held < segment.base)
+        self._drop_cached(state, ~decided | np.isin(held, segment.committed))
+        state.base = segment.base
+
+    def _drop_cached(self, state: _Session, keep: rows.Bool) -> None:
+        self.counters["pruned_cached"] += state.cache.keep(keep)
+
+    def _cache(self, capacity: int, old: KVCache | None) -> KVCache:
+        """An empty cache; the old one's memory where the size is the same."""
+        if capacity < 1:
+            raise ProtocolError(f"a session cannot have a capacity of {capacity} rows")
+        if old is not None and old.capacity == capacity:
+            old.clear()
+            return old
+        shard = self.shard
+        try:
+            return KVCache(shard.layers, shard.kv_heads, shard.head_dim, capacity, shard.dtype, shard.device)
+        except RuntimeError as error:
+            raise FlowspecError(f"no memory for a KV cache of {capacity} rows: "
+                                f"lower the limits of the session ({error})") from error
+
+
+def _payload(hidden: Tensor, alive: rows.Bool) -> Payload:
+    payload = from_torch(hidden)
+    return payload if alive.all() else rows.take_payload(payload, alive)

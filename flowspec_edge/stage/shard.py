@@ -1,0 +1,195 @@
+"""One stage's part of a model: a run of decoder layers, with the embeddings or the final norm.
+
+Knows how a decoder-only model of transformers is put together and loads only what the stage
+needs.  Does not know sessions, caches or messages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.stage import attention
+from flowspec_edge.stage.checkpoint import Checkpoint, digest
+from flowspec_edge.tensors import parse_dtype
+
+# Families whose forward is: embed, then layers with one full-attention mask, then norm, with
+# nothing between them.  A family belongs here once tests/stage compares it with transformers.
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """The modules of stage ``index`` of ``stages``, ready to run on ``device`` in ``dtype``.
+
+    layers   [lo, hi) of the whole model; ``modules[i]`` is layer lo + i
+    embed    token embeddings, on the first stage only
+    norm     the final norm, on the last stage only
+    digest   fingerprint of the stored tensors, whatever dtype they were loaded in
+    """
+
+    index: int
+    stages: int
+    layers: tuple[int, int]
+    config: Any
+    modules: tuple[nn.Module, ...]
+    rotary: nn.Module
+    embed: nn.Module | None
+    norm: nn.Module | None
+    dtype: torch.dtype
+    device: torch.device
+    digest: str
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.config.hidden_size)
+
+    @property
+    def kv_heads(self) -> int:
+        return int(self.config.num_key_value_heads)
+
+    @property
+    def kv_groups(self) -> int:
+        """Query heads per key/value head."""
+        return int(self.config.num_attention_heads) // self.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return int(getattr(self.config, "head_dim", None)
+                   or self.config.hidden_size // self.config.num_attention_heads)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights."""
+        held = [*self.modules, *(m for m in (self.embed, self.norm) if m is not None)]
+        return sum(p.numel() * p.element_size() for m in held for p in m.parameters())
+
+
+def split_layers(layers: int, stages: int, allow_empty: bool = False) -> list[tuple[int, int]]:
+    """Cut ``layers`` into ``stages`` runs [lo, hi) of equal length, the first ones one longer.
+
+    More stages than layers is a UsageError unless ``allow_empty``: an empty stage passes hidden
+    states on.
+    """
+    if stages < 1:
+        raise UsageError(f"stages must be at least 1, not {stages}")
+    if stages > layers and not allow_empty:
+        raise UsageError(f"{stages} stages are more than the model's {layers} layers: "
+                         f"use at most {layers}")
+    size, longer = divmod(layers, stages)
+    bounds = [i * size + min(i, longer) for i in range(stages + 1)]
+    return list(zip(bounds, bounds[1:], strict=False))
+
+
+def load_config(model_dir: Path | str) -> Any:
+    """transformers' configuration of the model in ``model_dir``.
+
+    UsageError if there is none or if stages cannot run its architecture.
+    """
+    path = Path(model_dir) / "config.json"
+    if not path.is_file():
+        raise UsageError(f"no model at {model_dir}: config.json is missing")
+    try:
+        config = AutoConfig.from_pretrained(model_dir)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = str(error).split("\n", 1)[0]
+        raise UsageError(f"{path} is not a model configuration: {reason}") from error
+    if config.model_type not in ARCHITECTURES:
+        raise UsageError(f"{path}: stages cannot run {config.model_type!r} models, "
+                         f"only {', '.join(ARCHITECTURES)}")
+    if _sliding(config):
+        raise UsageError(f"{path}: sliding-window attention is not supported")
+    return config
+
+
+def load_shard(model_dir: Path | str, index: int, stages: int, dtype: str,
+               device: torch.device | str = "cpu", allow_empty: bool = False) -> Shard:
+    """Load stage ``index`` (from 0) of ``stages``: its own tensors and nothing else.
+
+    dtype    "fp32", "bf16" or "fp16"
+
+    UsageError for a model or split that cannot work, FlowspecError that names the file or
+    tensor for a missing, misshapen or truncated one.
+    """
+    torch_dtype = parse_dtype(dtype)
+    config = load_config(model_dir)
+    ranges = split_layers(config.num_hidden_layers, stages, allow_empty)
+    if not 0 <= index < stages:
+        raise UsageError(f"no stage {index} of {stages}: stages count from 0")
+    lo, hi = ranges[index]
+    attention.register()
+    # On the meta device the whole model costs no memory; building all of it keeps layer indexes
+    # (and whatever a family derives from them) as they are.
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    core = whole.model
+    parts: dict[str, nn.Module] = {f"model.layers.{i}": core.layers[i] for i in range(lo, hi)}
+    if index == 0:
+        parts["model.embed_tokens"] = core.embed_tokens
+    if index == stages - 1:
+        parts["model.norm"] = core.norm
+    fingerprint = _fill(parts, Checkpoint(model_dir), torch_dtype, torch.device(device))
+    rotary = type(core.rotary_emb)(config=config).to(device)  # computed from the config alone
+    return Shard(
+        index=index, stages=stages, layers=(lo, hi), config=config,
+        modules=tuple(parts[f"model.layers.{i}"] for i in range(lo, hi)), rotary=rotary,
+        embed=parts.get("model.embed_tokens"), norm=parts.get("model.norm"),
+        dtype=torch_dtype, device=torch.device(device), digest=fingerprint,
+    )
+
+
+def load_embedding(model_dir: Path | str, dtype: str, device: torch.device | str = "cpu") -> Tensor:
+    """The token embeddings [V, H]."""
+    return _load_matrix(model_dir, "model.embed_tokens.weight", dtype, device)
+
+
+def load_lm_head(model_dir: Path | str, dtype: str, device: torch.device | str = "cpu") -> Tensor:
+    """The output matrix [V, H]; the embeddings where the model ties the two."""
+    name = "lm_head.weight"
+    if load_config(model_dir).tie_word_embeddings and name not in Checkpoint(model_dir):
+        name = "model.embed_tokens.weight"
+    return _load_matrix(model_dir, name, dtype, device)
+
+
+def _load_matrix(model_dir: Path | str, name: str, dtype: str, device: torch.device | str) -> Tensor:
+    torch_dtype, config = parse_dtype(dtype), load_config(model_dir)
+    tensor = Checkpoint(model_dir).tensors([name])[name]
+    _check_shape(model_dir, name, tensor, torch.Size((config.vocab_size, config.hidden_size)))
+    return tensor.to(device=device, dtype=torch_dtype, copy=True)
+
+
+def _fill(parts: dict[str, nn.Module], checkpoint: Checkpoint, dtype: torch.dtype,
+          device: torch.device) -> str:
+    """Give every meta parameter of ``parts`` its stored values; returns their digest."""
+    stored: dict[str, Tensor] = {}
+    for prefix, module in parts.items():
+        wanted = module.state_dict()
+        tensors = checkpoint.tensors([f"{prefix}.{key}" for key in wanted])
+        stored.update(tensors)
+        for key, meta in wanted.items():
+            _check_shape(checkpoint.directory, f"{prefix}.{key}", tensors[f"{prefix}.{key}"], meta.shape)
+        # A copy, so that weights live in memory and not in pages that the kernel may drop.
+        values = {key: tensors[f"{prefix}.{key}"].to(device=device, dtype=dtype, copy=True)
+                  for key in wanted}
+        module.load_state_dict(values, strict=True, assign=True)
+        module.requires_grad_(False).eval()
+    return digest(stored)
+
+
+def _check_shape(model_dir: Path | str, name: str, tensor: Tensor, shape: torch.Size) -> None:
+    if tensor.shape != shape:
+        raise FlowspecError(f"{model_dir}: tensor {name} has shape {list(tensor.shape)}, "
+                            f"config.json asks for {list(shape)}")
+
+
+def _sliding(config: Any) -> bool:
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return any(kind != "full_attention" for kind in kinds)
+    return getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)

@@ -1,0 +1,81 @@
+"""Payloads to torch tensors and back, without a copy on the CPU.
+
+Knows the element types that may travel and their torch names.  Does not know messages or models.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flowspec_edge.errors import ProtocolError, UsageError
+from flowspec_edge.messages import Payload
+
+DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
+}
+_WIRE: dict[str, tuple[torch.dtype, type[np.generic]]] = {
+    "float32": (torch.float32, np.float32),
+    "float16": (torch.float16, np.float16),
+    "bfloat16": (torch.bfloat16, np.uint16),
+}
+_WIRE_NAMES = {dtype: name for name, (dtype, _) in _WIRE.items()}
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """The torch dtype called "fp32", "fp16" or "bf16" on the command line; UsageError otherwise."""
+    try:
+        return DTYPES[name]
+    except KeyError:
+        raise UsageError(f"no dtype {name!r}: use one of {', '.join(DTYPES)}") from None
+
+
+def wire_name(dtype: torch.dtype) -> str:
+    """The name a Payload gives to ``dtype``: "float32", "float16" or "bfloat16"."""
+    return _WIRE_NAMES[dtype]
+
+
+def to_torch(payload: Payload, device: torch.device | str = "cpu") -> Tensor:
+    """The payload's tensor on ``device``; on the CPU it shares the payload's memory.
+
+    The array may be read-only (a received frame), so the tensor must not be written to.
+    ProtocolError if the array is not what ``payload.dtype`` says.
+    """
+    try:
+        dtype, element = _WIRE[payload.dtype]
+    except KeyError:
+        raise ProtocolError(f"payload of unknown dtype {payload.dtype!r}") from None
+    if payload.array.dtype != element:
+        raise ProtocolError(f"payload says {payload.dtype} but holds {payload.array.dtype}")
+    tensor = torch.from_numpy(_writable(payload.array))
+    if tensor.dtype != dtype:
+        tensor = tensor.view(dtype)
+    return tensor.to(device)
+
+
+def from_torch(tensor: Tensor) -> Payload:
+    """A payload of a float32, float16 or bfloat16 tensor; a contiguous CPU tensor is shared."""
+    name = wire_name(tensor.dtype)
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    return Payload(name, tensor.numpy())
+
+
+class _Unlocked:
+    """The array interface of an array, with its read-only flag taken off."""
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        self.array = array  # keeps the memory alive
+        interface = dict(array.__array_interface__)
+        interface["data"] = (interface["data"][0], False)
+        self.__array_interface__ = interface
+
+
+def _writable(array: NDArray[Any]) -> NDArray[Any]:
+    """``array`` itself, or a view that torch takes without its warning about read-only memory."""
+    return array if array.flags.writeable else np.asarray(_Unlocked(array))
