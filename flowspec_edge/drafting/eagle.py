@@ -1,0 +1,149 @@
+"""The EAGLE-1/2 draft head: one decoder layer that continues the target's features.
+
+Knows the head's arithmetic and how its rows pair features with tokens.  Does not know the target:
+lm_head and embedding are tensors that the caller hands over.
+
+Row i pairs feature f_i (the target's post-norm hidden state of token i) with token i + 1 and
+stands at position i.  Its output approximates f_{i+1}, so lm_head on it ranks the children of
+token i + 1.  A tree row takes its parent's *output* in place of the feature that the target has
+not computed yet; the text's rows always have true features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+
+from flowspec_edge.drafting.tree_cache import CacheShape
+from flowspec_edge.drafting.tree_drafter import TreeDrafter
+from flowspec_edge.errors import ProtocolError
+from flowspec_edge.messages import Payload
+from flowspec_edge.sampling import Rank, Sampling
+from flowspec_edge.tree.requests import DraftNode
+
+
+class KeyValues(Protocol):
+    """The one method of transformers' caches that its attention class calls."""
+
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Take the rows' keys and values; return those that the mask's columns stand for."""
+
+
+class EagleLayer(nn.Module):
+    """A Llama decoder layer without the norm in front of the attention."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.self_attn: nn.Module = LlamaAttention(config, layer_idx=0)
+        if getattr(config, "qkv_bias", False):  # heads of Qwen2: biases on these three only
+            for name in ("q_proj", "k_proj", "v_proj"):
+                plain = getattr(self.self_attn, name)
+                setattr(self.self_attn, name, nn.Linear(plain.in_features, plain.out_features))
+        self.mlp = LlamaMLP(config)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class EagleHead(nn.Module):
+    """fc([embedding of token i + 1; f_i]), one layer, no final norm."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        config._attn_implementation = "sdpa"
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
+        self.layers = nn.ModuleList([EagleLayer(config)])
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+
+    def forward(self, features: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor,
+                cache: KeyValues) -> Tensor:
+        """One pass over n rows of each of B sequences.
+
+        features   [B, n, H]     f_i, true or approximated
+        tokens     [B, n]        token i + 1, int64
+        positions  [B, n]        i
+        mask       [B, 1, n, m]  bool: True where a row attends to one of the cache's m rows
+        returns    [B, n, H]     the approximation of f_{i+1}
+        """
+        x = self.fc(torch.cat((self.embed_tokens(tokens), features), dim=-1))
+        rotary = self.rotary_emb(x, position_ids=positions)
+        layer = cast(EagleLayer, self.layers[0])
+        attended, _ = layer.self_attn(
+            x, position_embeddings=rotary, attention_mask=mask, past_key_values=cache
+        )
+        x = x + attended
+        out: Tensor = x + layer.mlp(layer.post_attention_layernorm(x))
+        return out
+
+
+class EagleDrafter(TreeDrafter):
+    """Drafts with an EAGLE-1/2 head.
+
+    ``lm_head`` is the target's, [V, H], of the head's dtype and on its device; ``head`` already
+    has its embedding (:func:`flowspec_edge.drafting.load.load_drafter` puts both together).
+    """
+
+    def __init__(self, head: EagleHead, lm_head: Tensor) -> None:
+        self._head = head.eval().requires_grad_(False)
+        self._features: list[Tensor] = []
+        config, weight = head.config, head.fc.weight
+        shape = CacheShape(
+            layers=1,
+            kv_heads=config.num_key_value_heads or config.num_attention_heads,
+            head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
+            dtype=weight.dtype, device=weight.device,
+        )
+        super().__init__(shape, lambda outputs: F.linear(outputs, lm_head))
+
+    def reset(self, sampling: Sampling, rank: Rank, tau: float) -> None:
+        super().reset(sampling, rank, tau)
+        self._features.clear()
+
+    def commit(self, tokens: Sequence[int], features: Payload | None) -> None:
+        if features is None:
+            if self._text_length or len(tokens) != 1:
+                raise ProtocolError("only the first token of a text comes without its feature")
+            self._text_length = 1
+            return
+        if len(features.array) != len(tokens) or not self._text_length:
+            raise ProtocolError(
+                f"{len(tokens)} committed tokens need as many features after the text's first "
+                f"token, not {len(features.array)} after {self._text_length}"
+            )
+        self._features.append(self._tensor(features))
+        self._queue.extend(tokens)
+        self._text_length += len(tokens)
+
+    def _rows(self, text: list[int], nodes: list[DraftNode], mask: Tensor) -> Tensor:
+        features = [*self._features, *(self._outputs[node.parent][None] for node in nodes)]
+        self._features.clear()
+        start = self._cache.committed - len(text)
+        device = mask.device
+        tokens = torch.tensor([[*text, *(node.token for node in nodes)]], device=device)
+        # Text rows stand at 0, 1, ...: row i holds token i + 1.  So a node's row is one below it.
+        positions = [*range(start, start + len(text)), *(node.position - 1 for node in nodes)]
+        out: Tensor = self._head(
+            torch.cat(features)[None], tokens, torch.tensor([positions], device=device),
+            mask[None, None], self._cache,
+        )
+        return out[0]
+
+    def _tensor(self, payload: Payload) -> Tensor:
+        weight = self._head.fc.weight
+        if payload.dtype == "bfloat16":
+            raw = torch.tensor(payload.array.view(np.int16)).view(torch.bfloat16)
+        else:
+            raw = torch.tensor(payload.array)
+        return raw.to(device=weight.device, dtype=weight.dtype)

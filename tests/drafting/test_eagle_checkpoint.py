@@ -1,0 +1,174 @@
+"""Reading and writing EAGLE-1/2 checkpoints, and every way in which one can be wrong."""
+
+import json
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from flowspec_edge.drafting.eagle_checkpoint import load_head, save_head
+from flowspec_edge.drafting.load import load_drafter
+from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.messages import Payload
+from flowspec_edge.tree.requests import DraftNode, DraftRequest
+
+H, V = 32, 53
+EMBEDDING = torch.randn(V, H, generator=torch.Generator().manual_seed(1))
+
+
+def published(directory, **config):
+    """A checkpoint as others publish them, written without our code."""
+    raw = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": H, "vocab_size": V,
+           "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4,
+           "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_scaling": None,
+           "max_position_embeddings": 2048, "pad_token_id": 0, "torch_dtype": "float16", **config}
+    shapes = {"fc.weight": (H, 2 * H), "fc.bias": (H,), "layers.0.self_attn.q_proj.weight": (H, H),
+              "layers.0.self_attn.k_proj.weight": (16, H), "layers.0.self_attn.v_proj.weight": (16, H),
+              "layers.0.self_attn.o_proj.weight": (H, H), "layers.0.mlp.gate_proj.weight": (40, H),
+              "layers.0.mlp.up_proj.weight": (40, H), "layers.0.mlp.down_proj.weight": (H, 40),
+              "layers.0.post_attention_layernorm.weight": (H,), "embed_tokens.weight": (V, H)}
+    generator = torch.Generator().manual_seed(0)
+    weights = {n: torch.randn(s, generator=generator) * 0.2 for n, s in shapes.items()}
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(raw))
+    return weights
+
+
+def run(head):
+    """Logit-free probe: the output of three causal rows."""
+    class Keep:
+        def update(self, k, v, layer, *_):
+            return k, v
+
+    x = torch.linspace(-1, 1, 3 * H).reshape(1, 3, H)
+    causal = torch.ones(1, 1, 3, 3).tril().bool()
+    with torch.no_grad():
+        return head(x, torch.tensor([[1, 2, 3]]), torch.arange(3)[None], causal, Keep())
+
+
+def test_bin_and_safetensors_are_the_same_head(tmp_path):
+    for name in ("safe", "bin"):
+        weights = published(tmp_path / name)
+        if name == "safe":
+            safetensors.torch.save_file(weights, tmp_path / name / "model.safetensors")
+        else:
+            torch.save(weights, tmp_path / name / "pytorch_model.bin")
+    a, b = (load_head(tmp_path / n, None, torch.float32) for n in ("safe", "bin"))
+    assert torch.equal(run(a), run(b))
+    assert a.fc.bias is not None  # config.json does not say: then there is one
+
+
+@pytest.mark.parametrize("with_embedding", [True, False])
+def test_round_trip(tmp_path, with_embedding):
+    safetensors.torch.save_file(published(tmp_path), tmp_path / "model.safetensors")
+    head = load_head(tmp_path, None, torch.float32)
+    save_head(head, tmp_path / "again", torch.float32, with_embedding)
+    stored = safetensors.torch.load_file(tmp_path / "again" / "model.safetensors")
+    assert ("embed_tokens.weight" in stored) == with_embedding
+    again = load_head(tmp_path / "again", head.embed_tokens.weight.detach(), torch.float32)
+    assert torch.equal(run(head), run(again))
+    assert json.loads((tmp_path / "again/config.json").read_text())["bias"] is True
+
+
+def test_the_targets_embedding_stands_in_for_a_missing_one(tmp_path):
+    weights = published(tmp_path)
+    del weights["embed_tokens.weight"]
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+    head = load_head(tmp_path, EMBEDDING, torch.float32)
+    assert torch.equal(head.embed_tokens.weight, EMBEDDING)
+    with pytest.raises(FlowspecError, match=r"embed_tokens\.weight is missing"):
+        load_head(tmp_path, None, torch.float32)
+
+
+def test_config_says_whether_biases_exist(tmp_path):
+    weights = published(tmp_path, bias=False, qkv_bias=True, model_type="qwen2")
+    del weights["fc.bias"]
+    for name, rows in (("q", H), ("k", 16), ("v", 16)):
+        weights[f"layers.0.self_attn.{name}_proj.bias"] = torch.ones(rows)
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+    head = load_head(tmp_path, None, torch.float16)
+    assert head.fc.bias is None
+    assert head.layers[0].self_attn.k_proj.bias.dtype == torch.float16
+    del weights["layers.0.self_attn.v_proj.bias"]
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(FlowspecError, match=r"v_proj\.bias is missing"):
+        load_head(tmp_path, None, torch.float32)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"fc.weight": None}, "tensor fc.weight is missing"),
+    ({"fc.bias": None}, "tensor fc.bias is missing"),
+    ({"layers.0.input_layernorm.weight": (H,)}, "tensor layers.0.input_layernorm.weight does not belong"),
+    ({"layers.0.mlp.up_proj.weight": (41, H)}, r"up_proj.weight has shape \[41, 32\].*\[40, 32\]"),
+])
+def test_wrong_tensors_are_named(tmp_path, change, message):
+    weights = published(tmp_path)
+    for name, shape in change.items():
+        weights.pop(name, None)
+        if shape:
+            weights[name] = torch.zeros(shape)
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(FlowspecError, match=message) as caught:
+        load_head(tmp_path, None, torch.float32)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x40\x00\x00\x00\x00\x00\x00\x00{", b"junk" * 100])
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_damaged_files_are_one_line(tmp_path, name, content):
+    published(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(FlowspecError, match=name) as caught:
+        load_head(tmp_path, None, torch.float32)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pickle_that_runs_code_is_refused(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return print, ("ran",)
+
+    published(tmp_path)
+    torch.save({"fc.weight": Evil()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(FlowspecError, match="cannot be read as weights"):
+        load_head(tmp_path, None, torch.float32)
+
+
+def test_missing_files_and_other_targets(tmp_path):
+    with pytest.raises(UsageError, match=r"config\.json is missing"):
+        load_head(tmp_path / "nowhere", None, torch.float32)
+    weights = published(tmp_path)
+    with pytest.raises(UsageError, match=r"neither model.safetensors nor pytorch_model.bin"):
+        load_head(tmp_path, None, torch.float32)
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(FlowspecError, match="the head's width is 32, the target's 64"):
+        load_head(tmp_path, torch.zeros(V, 64), torch.float32)
+    with pytest.raises(FlowspecError, match="vocabulary has 53 tokens, the target's 99"):
+        load_drafter("eagle2", tmp_path, torch.zeros(99, H), torch.zeros(99, H), torch.float32)
+    published(tmp_path, num_hidden_layers=2)
+    with pytest.raises(FlowspecError, match="one layer, not 2"):
+        load_head(tmp_path, None, torch.float32)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(FlowspecError, match="not readable as JSON"):
+        load_head(tmp_path, None, torch.float32)
+
+
+def test_load_drafter_knows_both_kinds(tmp_path):
+    safetensors.torch.save_file(published(tmp_path / "eagle"), tmp_path / "eagle" / "model.safetensors")
+    lm = LlamaForCausalLM(LlamaConfig(vocab_size=V, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                      num_attention_heads=2, num_key_value_heads=1))
+    lm.save_pretrained(tmp_path / "lm")
+    for kind, name in (("eagle2", "eagle"), ("lm", "lm")):
+        drafter = load_drafter(kind, tmp_path / name, torch.randn(V, H), EMBEDDING, torch.float32)
+        drafter.commit([4], None)
+        drafter.commit([5], Payload("float32", np.ones((1, H), np.float32)))
+        got = drafter.expand(DraftRequest(0, (DraftNode(0, -1, 5, 1),), 3))
+        assert got.tokens.shape == got.scores.shape == (1, 3)
+    with pytest.raises(UsageError, match="unknown kind of draft model 'medusa'"):
+        load_drafter("medusa", tmp_path, torch.randn(V, H), EMBEDDING, torch.float32)
+    with pytest.raises(UsageError, match="no draft model"):
+        load_drafter("lm", tmp_path / "none", torch.randn(V, H), EMBEDDING, torch.float32)
+    with pytest.raises(FlowspecError, match="draft model's vocabulary has 53 tokens, the target's 60"):
+        load_drafter("lm", tmp_path / "lm", torch.randn(60, H), EMBEDDING, torch.float32)
