@@ -37,7 +37,7 @@ class ModelShape(Strict):
 
     layers: Count
     hidden_width: Count
-    bytes_per_value: Positive  # of a hidden state on the wire
+    bytes_per_value: Count  # of a hidden state on the wire
 
 
 class StageCurve(Strict):
@@ -117,17 +117,9 @@ class Profile(Strict):
         """How long a stage of ``layers`` layers (a fraction is allowed) computes ``rows`` rows."""
         return self.stage.milliseconds(rows) * 1e-3 * (layers / self.stage.layers)
 
-    def layers_per_stage(self, stages: int) -> float:
-        """An even share of the profile's model, however many layers the model that runs has."""
-        return self.model.layers / stages
-
     def link_seconds(self, size: int) -> tuple[float, float]:
         """``size`` bytes over one link: (time the sender's link is occupied, latency after that)."""
         return size * 8 / (self.link.mbps * 1e6), self.link.latency_ms * 1e-3
-
-    def hidden_bytes(self, rows: int) -> int:
-        """Bytes of the hidden states of ``rows`` rows of the profile's model."""
-        return round(rows * self.model.hidden_width * self.model.bytes_per_value)
 
 
 def profile_names() -> list[str]:

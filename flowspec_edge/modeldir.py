@@ -90,7 +90,7 @@ def resolve_model(name_or_path: str | Path | None = None) -> ModelDir:
     path = resource_dir("models") / name if name in shipped_models() else Path(name)
     if not path.is_dir():
         known = ", ".join(shipped_models()) or "none"
-        raise UsageError(f"no model {name!r}: neither a directory nor one that comes with the package ({known})")
+        raise UsageError(f"no model {name!r}: not a directory, and with the package come only: {known}")
     model = ModelDir(path)
     needed = [("config.json",), _WEIGHTS, _TOKENIZER]
     for names in needed:

@@ -20,26 +20,17 @@ class Tokenizer:
     def __init__(self, model: ModelDir) -> None:
         from transformers import AutoTokenizer  # slow to import
 
-        self._model = model
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(model.target, local_files_only=True)
         except (OSError, ValueError) as error:
             first = str(error).strip().splitlines()[0]
             raise UsageError(f"the tokenizer in {model.target} cannot be loaded: {first}") from error
 
-    def encode(self, text: str, room: int = 0) -> list[int]:
-        """Token ids of ``text``, special tokens added as the model wants.
-
-        Raises :class:`UsageError` for an empty text, or when it and ``room`` tokens more are over
-        the model's limit.
-        """
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``, special tokens added as the model wants; UsageError if it is empty."""
         ids: list[int] = list(self._tokenizer(text, verbose=False)["input_ids"]) if text else []
         if not ids:
-            raise UsageError("the prompt is empty")
-        limit = self._model.max_positions
-        if len(ids) + room > limit:
-            raise UsageError(f"the prompt has {len(ids)} tokens; with {room} to generate that is over the "
-                             f"model's limit of {limit}")
+            raise UsageError("the prompt is empty; give some text to continue")
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -1,0 +1,1 @@
+"""Measuring: methods on prompt sets, tables, and micro-benchmarks of single parts."""

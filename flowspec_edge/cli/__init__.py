@@ -1,0 +1,1 @@
+"""The command line: thin.  Reads arguments, calls the rest, prints."""

@@ -1,0 +1,44 @@
+# Everything a developer needs; nothing but python3 (3.10 or newer) and make must be there before.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+# One thread a process: the tests run many small models in several processes at once.
+TEST_ENV := OMP_NUM_THREADS=1 TRANSFORMERS_VERBOSITY=error
+
+.PHONY: setup demo test check bench soak clean
+.DEFAULT_GOAL := setup
+
+setup: $(READY)
+
+# torch first and alone: whatever build of that version this machine's pip is set up to give is kept.
+$(READY): pyproject.toml deploy/constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed" if sys.version_info < (3, 10) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --constraint deploy/constraints.txt torch==2.13.0
+	PIP_CONSTRAINT=$(CURDIR)/deploy/constraints.txt $(PIP) install --quiet --editable '.[dev]'
+	touch $(READY)
+
+demo: $(READY)
+	$(BIN)/flowspec demo
+
+check: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/python -m pytest --quiet tests/test_layout.py
+	$(BIN)/hadolint Dockerfile.jetson
+
+test: check
+	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not soak'
+
+soak: $(READY)
+	$(TEST_ENV) $(BIN)/python -m pytest -m soak
+
+bench: $(READY)
+	for file in flowspec_edge/bench/micro_*.py; do \
+		$(BIN)/python -m flowspec_edge.bench.$$(basename $$file .py) || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

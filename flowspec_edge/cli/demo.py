@@ -1,0 +1,78 @@
+"""``flowspec demo``: the whole thing in under a minute, on one machine."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from flowspec_edge.cli.clusters import open_cluster
+from flowspec_edge.cli.options import StagesOption
+from flowspec_edge.errors import FlowspecError
+
+_STRATEGIES = ("flowspec", "chunk_pp", "autoregressive")
+_PROFILE = "paper-7b"
+
+
+def demo(
+    stages: StagesOption = 4,
+    prompts: Annotated[int, typer.Option("--prompts", min=1, help="Held-out prompts to compare on.")] = 4,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=2, help="Tokens a prompt.")] = 96,
+) -> None:
+    """Stream an answer over real processes, then compare FlowSpec with the baselines.
+
+    D0 and the stages run as processes on this machine for the first part; the table after it is in
+    virtual time, under the profile of the paper's testbed.
+
+    Example:
+
+      flowspec demo
+    """
+    from dataclasses import replace
+
+    from rich.console import Console
+
+    from flowspec_edge.bench.prompts import load_prompts
+    from flowspec_edge.bench.runner import Difference, Row, run
+    from flowspec_edge.bench.table import table, title
+    from flowspec_edge.cli.measuring import plain_decoding, progress, requests_for
+    from flowspec_edge.config import load_profile
+    from flowspec_edge.modeldir import resolve_model
+    from flowspec_edge.sampling import Sampling
+    from flowspec_edge.strategies.params import Params
+    from flowspec_edge.text import TextStream, Tokenizer
+
+    console = Console(highlight=False)
+    model, profile = resolve_model(), load_profile(_PROFILE)
+    texts = load_prompts(model.path / "prompts.jsonl", prompts)
+    tokenizer = Tokenizer(model)
+    requests = requests_for(tokenizer, model, texts, max_new_tokens, Sampling(), Params())
+    plain = plain_decoding(model, "fp32")
+
+    def write(text: str, style: str = "") -> None:
+        console.print(text, style=style, markup=False, end="", soft_wrap=True)
+
+    console.print(f"[bold]FlowSpec over {stages + 1} processes:[/bold] D0, V1…V{stages}, ZeroMQ on loopback")
+    write(texts[0].text, "dim")
+    with open_cluster("wall", model, stages, None, "fp32") as cluster:
+        stream = TextStream(tokenizer.decode, write)
+        cluster.generate(replace(requests[0], strategy="flowspec"), stream.push)
+        stream.close()
+        write("\n\n")
+        local: tuple[list[Row], list[Difference]] = run(cluster, plain, requests[:1], _STRATEGIES)
+    with open_cluster("virtual", model, stages, profile, "fp32") as cluster, \
+            progress(len(requests) * (1 + len(_STRATEGIES))) as advance:
+        virtual = run(cluster, plain, requests, _STRATEGIES, advance)
+
+    on_testbed, here = title("virtual", profile.name, stages, 0), title("wall", None, stages, 0)
+    console.print(table(virtual[0], f"{on_testbed}, {len(requests)} held-out prompts"))
+    console.print(table(local[0], f"{here}, the text above"))
+    console.print("On one machine all devices share its cores: that table shows that it works, not how fast.")
+    differences = [*local[1], *virtual[1]]
+    if differences:
+        for difference in differences:
+            print(f"flowspec: not identical: {difference}", file=sys.stderr)
+        raise FlowspecError("the tokens are not those of plain decoding; see above")
+    total = sum(row.tokens for row in (*local[0], *virtual[0]))
+    console.print(f"All {total} tokens are identical to plain decoding with the unsharded model.")

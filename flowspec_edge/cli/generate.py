@@ -1,0 +1,115 @@
+"""``flowspec generate``: continue one text."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flowspec_edge.cli.clusters import open_cluster
+from flowspec_edge.cli.options import (
+    ClockOption,
+    DtypeOption,
+    MaxNewTokensOption,
+    ModelOption,
+    ProfileOption,
+    StagesOption,
+    with_dataclasses,
+)
+from flowspec_edge.config import load_profile
+from flowspec_edge.errors import UsageError
+from flowspec_edge.modeldir import DEMO, resolve_model
+from flowspec_edge.runtime.request import Request, Result
+from flowspec_edge.sampling import Sampling
+from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.registry import strategy_class
+
+_EXAMPLES = """
+Examples:
+
+  flowspec generate "def fibonacci(n):"
+
+  flowspec generate --prompt-file draft.py --temperature 1 --seed 7
+
+  flowspec generate "import os" --strategy chunk_pp --clock virtual --json
+"""
+
+
+@with_dataclasses(sampling=Sampling, params=Params)
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The text to continue.", show_default=False)] = None,
+    prompt_file: Annotated[str | None, typer.Option(
+        "--prompt-file", help="Read the text from a file; - is standard input.", metavar="F")] = None,
+    model: ModelOption = DEMO,
+    strategy: Annotated[str, typer.Option("--strategy", help="See: flowspec strategies.")] = "flowspec",
+    stages: StagesOption = 4,
+    dtype: DtypeOption = "fp32",
+    max_new_tokens: MaxNewTokensOption = 128,
+    clock: ClockOption = "wall",
+    profile: ProfileOption = "paper-7b",
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object, not the text.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="A live line per stage, on stderr.")] = False,
+    *,
+    sampling: Sampling,
+    params: Params,
+) -> None:
+    """Continue a text over a pipeline of stages, streaming it as it is accepted."""
+    text = _read_prompt(prompt, prompt_file)
+    chosen = strategy_class(strategy)
+    found = resolve_model(model)
+    charged = load_profile(profile) if clock == "virtual" else None
+    if verbose:
+        logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+
+    from flowspec_edge.text import TextStream, Tokenizer
+
+    tokenizer = Tokenizer(found)
+    request = Request(tokenizer.encode(text), chosen.name, max_new_tokens, sampling, params, found.stop_ids)
+    stream = None if as_json else TextStream(tokenizer.decode, _write)
+    with open_cluster(clock, found, stages, charged, dtype) as cluster:
+        result = cluster.generate(request, stream.push if stream else None)
+    if stream is None:
+        print(json.dumps(result.as_json(tokenizer.decode(result.tokens))))
+        return
+    stream.close()
+    _write("\n")
+    where = f"virtual time, {charged.name}" if charged else "wall clock"
+    print(summary(result, f"{strategy}, {stages} stages, {where}"), file=sys.stderr)
+
+
+generate.__doc__ = f"{generate.__doc__}\n{_EXAMPLES}"
+
+
+def summary(result: Result, how: str) -> str:
+    """One line of figures for a person."""
+    stats = result.stats
+    return (f"[{how}: {len(result.tokens)} tokens ({result.finish_reason}), "
+            f"{stats.tokens_per_second:.2f} tokens/s, {stats.alt:.2f} a turn, {stats.alr:.2f} a round, "
+            f"first token after {stats.ttft_s:.2f} s]")
+
+
+def _read_prompt(prompt: str | None, prompt_file: str | None) -> str:
+    if (prompt is None) == (prompt_file is None):
+        raise UsageError("give a prompt or --prompt-file, and not both")
+    if prompt_file is None:
+        text = prompt or ""
+    else:
+        try:
+            data = sys.stdin.buffer.read() if prompt_file == "-" else Path(prompt_file).read_bytes()
+            text = data.decode("utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot read {prompt_file}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{prompt_file} is not UTF-8 text: byte {error.start}") from error
+    if not text:
+        raise UsageError("the prompt is empty; give some text to continue")
+    return text
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

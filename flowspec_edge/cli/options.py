@@ -1,0 +1,89 @@
+"""Options that several commands share, and options made from dataclasses.
+
+Knows how ``Sampling`` and ``Params`` look on a command line: every field of theirs becomes an
+option, with the field's default.  Does not know what the commands do with them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import typer
+
+from flowspec_edge.sampling import Sampling
+from flowspec_edge.strategies.params import Params
+
+Clock = Literal["wall", "virtual"]
+Dtype = Literal["fp32", "bf16", "fp16"]
+
+ModelOption = Annotated[
+    str, typer.Option("--model", help="A model that comes with the package, or a directory with target/ "
+                                      "and eagle2/.", metavar="DIR")]
+StagesOption = Annotated[int, typer.Option("--stages", min=1, help="Verification devices V1…VN.")]
+DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Element type of weights and caches.")]
+MaxNewTokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1, help="At most so many tokens.")]
+ClockOption = Annotated[
+    Clock, typer.Option("--clock", help="wall: one process per device.  virtual: time made up by a profile.")]
+ProfileOption = Annotated[
+    str, typer.Option("--profile", help="What virtual time charges: a profile's name or a TOML file.",
+                      metavar="NAME")]
+JsonOption = Annotated[
+    Path | None, typer.Option("--json", help="Write the figures here, as JSON.", metavar="OUT")]
+
+_HELP = {
+    "temperature": "0 takes the likeliest token.",
+    "top_k": "Sample from the k likeliest tokens; 0 keeps all.",
+    "top_p": "Sample from the smallest set of tokens with this mass.",
+    "seed": "Seed of the noise; the same seed gives the same text with every strategy.",
+    "tree_size": "Nodes of the initial tree (L).",
+    "width": "Children per expanded node, and nodes expanded per level (k).",
+    "segment": "Longest segment (l).",
+    "depth": "Levels of the initial tree (d0).",
+    "expand_depth": "Levels of a context-aware expansion (d_exp).",
+    "expand_size": "Nodes of a context-aware expansion (L_exp).",
+    "extend_depth": "Levels of a score-aware expansion.",
+    "extend_size": "Nodes of a score-aware expansion.",
+    "prefill_chunk": "Prompt tokens per segment.",
+    "rank": "How drafted children are ranked when sampling: by the draft's confidence, or with the noise "
+            "the target will be sampled with.",
+    "tau": "Softness of the noise ranking.",
+}
+_PANELS = {Sampling: "Sampling", Params: "Strategy"}
+
+
+def with_dataclasses(**groups: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Replace each named parameter of a command by one option per field of its dataclass."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        given_own = inspect.signature(command, eval_str=True).parameters.values()
+        own = [parameter for parameter in given_own if parameter.name not in groups]
+        options = [option for group in groups.values() for option in _options(group)]
+
+        @wraps(command)
+        def run(**given: Any) -> Any:
+            built = {name: group(**{f.name: given.pop(f.name) for f in fields(group)})
+                     for name, group in groups.items()}
+            return command(**given, **built)
+
+        run.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in (*own, *options)}
+        return run
+
+    return decorate
+
+
+def _options(group: type[Any]) -> list[inspect.Parameter]:
+    hints = get_type_hints(group)
+    return [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default,
+            annotation=Annotated[hints[field.name], typer.Option(
+                f"--{field.name.replace('_', '-')}", help=_HELP.get(field.name),
+                rich_help_panel=_PANELS.get(group))])
+        for field in fields(group)
+    ]
