@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, cast
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -31,6 +30,7 @@ from flowspec_edge.drafting.tree_drafter import TreeDrafter
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Payload
 from flowspec_edge.sampling import Rank, Sampling
+from flowspec_edge.tensors import to_torch
 from flowspec_edge.tree.requests import DraftNode
 
 
@@ -122,7 +122,8 @@ class EagleDrafter(TreeDrafter):
                 f"{len(tokens)} committed tokens need as many features after the text's first "
                 f"token, not {len(features.array)} after {self._text_length}"
             )
-        self._features.append(self._tensor(features))
+        weight = self._head.fc.weight
+        self._features.append(to_torch(features).to(weight.device, weight.dtype))
         self._queue.extend(tokens)
         self._text_length += len(tokens)
 
@@ -139,11 +140,3 @@ class EagleDrafter(TreeDrafter):
             mask[None, None], self._cache,
         )
         return out[0]
-
-    def _tensor(self, payload: Payload) -> Tensor:
-        weight = self._head.fc.weight
-        if payload.dtype == "bfloat16":
-            raw = torch.tensor(payload.array.view(np.int16)).view(torch.bfloat16)
-        else:
-            raw = torch.tensor(payload.array)
-        return raw.to(device=weight.device, dtype=weight.dtype)

@@ -1,4 +1,4 @@
-"""From a directory to a drafter: the one place that knows the kinds of draft models by name."""
+"""From a model directory to a drafter: the one place that knows the kinds of draft models by name."""
 
 from __future__ import annotations
 
@@ -8,44 +8,57 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.eagle import EagleDrafter
 from flowspec_edge.drafting.eagle_checkpoint import load_head
 from flowspec_edge.drafting.lm import LMDrafter
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.tensors import parse_dtype
 
-KINDS = ("eagle2", "lm")
+PARTS = {"eagle2": "eagle2", "lm": "draft-lm"}  # kind -> where in a model directory it lies
 
 
-def load_drafter(kind: str, model_dir: Path, lm_head: Tensor, embedding: Tensor,
-                 dtype: torch.dtype) -> Drafter:
-    """Load the draft model of ``model_dir`` for a target with these weights.
+def load_drafter(kind: str, model_dir: Path, lm_head: Tensor, embedding: Tensor, dtype: str) -> Drafter:
+    """Load one draft model of ``model_dir`` for the target whose weights these are.
 
     kind       "eagle2" (an EAGLE-1/2 head) or "lm" (a causal LM that transformers can load)
     lm_head    [V, H], the target's; the drafter works on its device
     embedding  [V, H], the target's; used when an EAGLE head brings none of its own
-    dtype      of the draft model's weights, cache and arithmetic
+    dtype      "fp32", "fp16" or "bf16": of the draft model's weights, cache and arithmetic
 
     Raises UsageError for an unknown kind or a missing directory, FlowspecError for bad weights.
     """
+    if kind not in PARTS:
+        raise UsageError(f"unknown kind of draft model {kind!r}; there is: {', '.join(PARTS)}")
+    path, torch_dtype = model_dir / PARTS[kind], parse_dtype(dtype)
+    drafter: Drafter
     if kind == "eagle2":
-        head = load_head(model_dir, embedding, dtype).to(lm_head.device)
-        if head.config.vocab_size != len(lm_head):
-            raise FlowspecError(f"{model_dir}: the head's vocabulary has {head.config.vocab_size} "
-                                f"tokens, the target's {len(lm_head)}")
-        return EagleDrafter(head, lm_head.to(dtype))
-    if kind == "lm":
-        if not (model_dir / "config.json").is_file():
-            raise UsageError(f"no draft model at {model_dir}: config.json is missing")
-        try:
-            model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
-            model.to(lm_head.device)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise FlowspecError(f"{model_dir}: the draft model cannot be loaded: "
-                                f"{str(error).splitlines()[0]}") from error
-        if model.config.vocab_size != len(lm_head):
-            raise FlowspecError(f"{model_dir}: the draft model's vocabulary has "
-                                f"{model.config.vocab_size} tokens, the target's {len(lm_head)}")
-        return LMDrafter(model)
-    raise UsageError(f"unknown kind of draft model {kind!r}; there is: {', '.join(KINDS)}")
+        head = load_head(path, embedding, torch_dtype).to(lm_head.device)
+        vocabulary = head.config.vocab_size
+        drafter = EagleDrafter(head, lm_head.to(torch_dtype))
+    else:
+        model = _load_lm(path, torch_dtype, lm_head.device)
+        vocabulary = model.config.vocab_size
+        drafter = LMDrafter(model)
+    if vocabulary != len(lm_head):
+        raise FlowspecError(f"{path}: the draft model's vocabulary has {vocabulary} tokens, "
+                            f"the target's {len(lm_head)}; they must share one tokenizer")
+    return drafter
+
+
+def _load_lm(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    if not (path / "config.json").is_file():
+        raise UsageError(f"no draft model at {path}: config.json is missing")
+    logging.disable_progress_bar()  # a bar for a model of a few megabytes is noise on the terminal
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:  # transformers and safetensors raise many kinds for one fact
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise FlowspecError(f"{path}: the draft model cannot be loaded: {first}") from error
+    if report["missing_keys"]:  # transformers would go on with random weights
+        raise FlowspecError(f"{path}: tensor {min(report['missing_keys'])} is missing from the draft model")
+    return model.to(device)

@@ -145,8 +145,6 @@ def test_missing_files_and_other_targets(tmp_path):
     safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(FlowspecError, match="the head's width is 32, the target's 64"):
         load_head(tmp_path, torch.zeros(V, 64), torch.float32)
-    with pytest.raises(FlowspecError, match="vocabulary has 53 tokens, the target's 99"):
-        load_drafter("eagle2", tmp_path, torch.zeros(99, H), torch.zeros(99, H), torch.float32)
     published(tmp_path, num_hidden_layers=2)
     with pytest.raises(FlowspecError, match="one layer, not 2"):
         load_head(tmp_path, None, torch.float32)
@@ -156,19 +154,30 @@ def test_missing_files_and_other_targets(tmp_path):
 
 
 def test_load_drafter_knows_both_kinds(tmp_path):
-    safetensors.torch.save_file(published(tmp_path / "eagle"), tmp_path / "eagle" / "model.safetensors")
+    published_head = published(tmp_path / "eagle2")
+    safetensors.torch.save_file(published_head, tmp_path / "eagle2" / "model.safetensors")
     lm = LlamaForCausalLM(LlamaConfig(vocab_size=V, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                                       num_attention_heads=2, num_key_value_heads=1))
-    lm.save_pretrained(tmp_path / "lm")
-    for kind, name in (("eagle2", "eagle"), ("lm", "lm")):
-        drafter = load_drafter(kind, tmp_path / name, torch.randn(V, H), EMBEDDING, torch.float32)
+    lm.save_pretrained(tmp_path / "draft-lm")
+    for kind in ("eagle2", "lm"):
+        drafter = load_drafter(kind, tmp_path, torch.randn(V, H), EMBEDDING, "fp32")
         drafter.commit([4], None)
         drafter.commit([5], Payload("float32", np.ones((1, H), np.float32)))
         got = drafter.expand(DraftRequest(0, (DraftNode(0, -1, 5, 1),), 3))
         assert got.tokens.shape == got.scores.shape == (1, 3)
+        with pytest.raises(FlowspecError, match=r"vocabulary has 53 tokens, the target's 60"):
+            load_drafter(kind, tmp_path, torch.randn(60, H), torch.randn(60, H)[:V], "fp32")
+        with pytest.raises(UsageError, match="missing"):
+            load_drafter(kind, tmp_path / "none", torch.randn(V, H), EMBEDDING, "fp32")
     with pytest.raises(UsageError, match="unknown kind of draft model 'medusa'"):
-        load_drafter("medusa", tmp_path, torch.randn(V, H), EMBEDDING, torch.float32)
-    with pytest.raises(UsageError, match="no draft model"):
-        load_drafter("lm", tmp_path / "none", torch.randn(V, H), EMBEDDING, torch.float32)
-    with pytest.raises(FlowspecError, match="draft model's vocabulary has 53 tokens, the target's 60"):
-        load_drafter("lm", tmp_path / "lm", torch.randn(60, H), EMBEDDING, torch.float32)
+        load_drafter("medusa", tmp_path, torch.randn(V, H), EMBEDDING, "fp32")
+    path = tmp_path / "draft-lm" / "model.safetensors"
+    weights = safetensors.torch.load_file(path)
+    del weights["model.norm.weight"]
+    safetensors.torch.save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(FlowspecError, match=r"tensor model\.norm\.weight is missing"):
+        load_drafter("lm", tmp_path, torch.randn(V, H), EMBEDDING, "fp32")
+    path.write_bytes(b"junk")
+    with pytest.raises(FlowspecError, match="cannot be loaded") as caught:
+        load_drafter("lm", tmp_path, torch.randn(V, H), EMBEDDING, "fp32")
+    assert "\n" not in str(caught.value)
