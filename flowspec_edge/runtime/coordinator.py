@@ -70,6 +70,7 @@ class Coordinator:
         self._hidden: dict[int, tuple[Payload, int]] = {}  # number -> where its hidden state lies
         self._tokens: list[int] = []
         self._streamed = 0
+        self._rounds = 0
         self.finish_reason: FinishReason | None = None
         self._started_at = clock()
         self._first_at = self._ended_at = self._started_at
@@ -159,6 +160,7 @@ class Coordinator:
         successors = choose(self._head(output.hidden), positions[at], self.request.sampling)
         for row, number in enumerate(output.numbers.tolist()):
             self._hidden[number] = (output.hidden, row)
+        self._rounds = self.strategy.counters.rounds
         commits = self.strategy.verified(output.run, output.numbers.tolist(), successors.tolist())
         self._commit(commits)
 
@@ -226,11 +228,13 @@ class Coordinator:
         decode = self._ended_at - self._first_at
         generated = max(0, len(self._tokens) - 1) if decode > 0 else 0
         counters = self.strategy.counters
+        # The end of the text ends the round that was running before the last acceptance.
+        rounds = self._rounds + 1 if generated else 0
         turns = decode / slot_s if slot_s > 0 else 0.0
         stats = Stats(
-            turns=turns, rounds=counters.rounds,
+            turns=turns, rounds=rounds,
             alt=generated / turns if turns else 0.0,
-            alr=generated / counters.rounds if counters.rounds else 0.0,
+            alr=generated / rounds if rounds else 0.0,
             tokens_per_second=generated / decode if decode > 0 else 0.0,
             ttft_s=self._first_at - self._started_at,
             drafted=counters.drafted, verified=counters.verified,
