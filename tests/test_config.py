@@ -1,0 +1,100 @@
+"""Profiles: the curves against numpy and by hand, and what a faulty file says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowspec_edge.config import Profile, StageCurve, load_profile, profile_names
+from flowspec_edge.errors import UsageError
+from flowspec_edge.resources import resource_dir
+
+
+def test_paper_7b_is_the_testbed_of_the_paper() -> None:
+    profile = load_profile("paper-7b")
+    per_stage = profile.model.layers / 4
+    assert (profile.kind, per_stage) == ("testbed", 8)
+    for rows, ms in [(0, 0), (1, 80), (16, 80), (17, 80.65), (32, 90.4), (80, 121.6), (216, 210)]:
+        assert profile.stage_seconds(rows, per_stage) == pytest.approx(ms / 1e3)
+    assert profile.stage_seconds(16, 4) == pytest.approx(0.040)  # eight stages: half the layers each
+    assert profile.stage_seconds(16, 32 / 14) == pytest.approx(0.080 * 4 / 14)
+    assert (profile.draft.pass_ms, profile.lm_head.ms, profile.model.hidden_width) == (15, 5, 4096)
+
+
+def test_a_link_is_occupied_by_bits_and_late_by_its_latency() -> None:
+    occupied, latency = load_profile("paper-7b").link_seconds(16 * 4096 * 2)
+    assert occupied == pytest.approx(16 * 4096 * 2 * 8 / 1e9)
+    assert latency == pytest.approx(0.0002)
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 30)), min_size=2, max_size=6), st.integers(1, 600))
+def test_curve_is_numpys_interpolation_and_goes_on_with_the_last_slope(steps: list[tuple[int, int]],
+                                                                       rows: int) -> None:
+    x = np.cumsum([dx for dx, _ in steps]).astype(float)
+    y = 1.0 + np.cumsum([dy for _, dy in steps])
+    curve = StageCurve(layers=1, rows=x.tolist(), ms=y.tolist())
+    slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
+    expected = np.interp(rows, x, y) if rows <= x[-1] else y[-1] + slope * (rows - x[-1])
+    assert curve.milliseconds(rows) == pytest.approx(float(expected))
+
+
+def test_a_curve_of_one_corner_is_flat() -> None:
+    assert StageCurve(layers=1, rows=[16], ms=[7.0]).milliseconds(500) == 7.0
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_every_shipped_profile_says_where_it_comes_from(name: str) -> None:
+    profile = load_profile(name)
+    assert profile.name == name
+    assert profile.source.strip()
+    assert "\n" not in profile.summary
+
+
+def faulty(tmp_path: Path, old: str, new: str) -> Path:
+    text = (resource_dir("profiles") / "paper-7b.toml").read_text(encoding="utf-8")
+    assert old in text
+    path = tmp_path / "mine.toml"
+    path.write_text(text.replace(old, new), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(("old", "new", "says"), [
+    ("[link]", "[link]\nbandwidth = 3", "unknown key 'link.bandwidth'"),
+    ("pass_ms = 15.0", "", "missing key 'draft.pass_ms'"),
+    ("[lm_head]", "[head]", "missing key 'lm_head'; unknown key 'head'"),
+    ("mbps = 1000", "mbps = 0", "link.mbps: input should be greater than 0"),
+    ("mbps = 1000", 'mbps = "1000"', "link.mbps: input should be a valid number"),
+    ("rows = [16, 116]", "rows = [116, 16]", "stage: rows must increase"),
+    ("rows = [16, 116]", "rows = [16]", "stage: rows and ms must be equally long, not 1 and 2"),
+    ('kind = "testbed"', 'kind = "cloud"', "kind: input should be 'testbed' or 'device'"),
+    ("[model]", "[model", "is not valid TOML"),
+])
+def test_a_faulty_profile_is_one_line_with_file_and_key(tmp_path: Path, old: str, new: str, says: str) -> None:
+    path = faulty(tmp_path, old, new)
+    with pytest.raises(UsageError, match=re.escape(says)) as caught:
+        load_profile(str(path))
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_profile_of_ones_own(tmp_path: Path) -> None:
+    profile = load_profile(str(faulty(tmp_path, "pass_ms = 15.0", "pass_ms = 1.5\n[host]\nbookkeeping_ms = 0.5")))
+    assert (profile.draft.pass_ms, profile.host.bookkeeping_ms) == (1.5, 0.5)
+
+
+def test_unknown_names_and_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no profile 'nano'; there are orin-nano-8gb, paper-7b"):
+        load_profile("nano")
+    with pytest.raises(UsageError, match=r"cannot read .*absent\.toml: No such file"):
+        load_profile(str(tmp_path / "absent.toml"))
+
+
+def test_profiles_cannot_be_changed() -> None:
+    profile: Profile = load_profile("paper-7b")
+    with pytest.raises(ValueError, match="frozen"):
+        profile.name = "other"  # type: ignore[misc]
