@@ -30,6 +30,9 @@ def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attent
     """query [1, heads, n, d], key and value [1, kv_heads, m, d], mask from :func:`fold_mask`;
     returns [1, n, heads, d]."""
     _, heads, n, d = query.shape
-    folded = query.reshape(1, key.shape[1], -1, d)  # head h is row block h % groups of its kv head
+    kv_heads = key.shape[1]
+    # Query head h attends to key head h // groups; it becomes row block h % groups of that head.
+    folded = query.reshape(1, kv_heads, -1, d)
     out = F.scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
-    return out.reshape(1, heads, n, d).transpose(1, 2), None
+    out = out.view(1, kv_heads, -1, n, d).permute(0, 3, 1, 2, 4)  # [1, n, kv_heads, groups, d]
+    return out.reshape(1, n, heads, d), None

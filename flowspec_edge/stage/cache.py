@@ -26,9 +26,12 @@ class KVCache:
                  dtype: torch.dtype, device: torch.device) -> None:
         self.capacity = capacity
         self._first_layer = layers[0]
-        # [layer, key or value, 1, kv head, slot, head_dim]: one index moves a slot in all layers
-        self._store = torch.empty(layers[1] - layers[0], 2, 1, kv_heads, capacity, head_dim,
+        # [layer, key or value, slot, kv head, head_dim]: a row's heads side by side, as the layers
+        # produce them, so that writing, reading and moving rows touches memory in order.
+        self._store = torch.empty(layers[1] - layers[0], 2, capacity, kv_heads, head_dim,
                                   dtype=dtype, device=device)
+        self._views = [(layer[0].transpose(0, 1)[None], layer[1].transpose(0, 1)[None])
+                       for layer in self._store]  # each [1, kv_heads, capacity, head_dim]
         self._numbers = np.empty(capacity, dtype=np.int32)
         self._length = 0
 
@@ -46,8 +49,8 @@ class KVCache:
         return self._store.numel() * self._store.element_size()
 
     def rows(self) -> Tensor:
-        """Keys and values held: [layers, 2, 1, kv_heads, len, head_dim], a view."""
-        return self._store[..., : self._length, :]
+        """Keys and values held: [layers, 2, len, kv_heads, head_dim], a view."""
+        return self._store[:, :, : self._length]
 
     def reserve(self, rows: int) -> None:
         """Check that ``rows`` more fit; FlowspecError otherwise."""
@@ -61,11 +64,11 @@ class KVCache:
         Returns all keys and all values of the layer, new rows included: [1, kv_heads, len + n,
         head_dim].  Layers call this; the name and the arguments are transformers'.
         """
-        end = self._length + keys.shape[2]
-        store = self._store[layer_idx - self._first_layer]
-        store[0, :, :, self._length : end].copy_(keys)
-        store[1, :, :, self._length : end].copy_(values)
-        return store[0, :, :, :end], store[1, :, :, :end]
+        held, n = self._length, keys.shape[2]
+        key_slots, value_slots = self._views[layer_idx - self._first_layer]
+        key_slots.narrow(2, held, n).copy_(keys)
+        value_slots.narrow(2, held, n).copy_(values)
+        return key_slots.narrow(2, 0, held + n), value_slots.narrow(2, 0, held + n)
 
     def append(self, numbers: Int32) -> None:
         """Take in the rows that every layer has just written; larger numbers than all held."""
@@ -73,21 +76,21 @@ class KVCache:
         self._numbers[self._length : end] = numbers
         self._length = end
 
+    @torch.inference_mode()
     def keep(self, mask: NDArray[np.bool_]) -> int:
         """Drop the slots where ``mask`` [len] is False, closing the holes; returns how many.
 
         Only rows behind the first hole move.
         """
-        holes = np.flatnonzero(~mask)
-        if not len(holes):
+        if mask.all():
             return 0
-        first = int(holes[0])
+        first = int(mask.argmin())
         source = first + np.flatnonzero(mask[first:])
         length = first + len(source)
         if len(source):
             self._numbers[first:length] = self._numbers[source]
-            moved = self._store.index_select(4, torch.from_numpy(source).to(self._store.device))
-            self._store[..., first:length, :] = moved
+            moved = self._store.index_select(2, torch.from_numpy(source).to(self._store.device))
+            self._store[:, :, first:length] = moved
         dropped, self._length = self._length - length, length
         return dropped
 

@@ -144,9 +144,9 @@ class StageEngine:
         state.run = segment.run
         state.cancelled = {run for run in state.cancelled if run >= segment.run}
         state.prunes.arrived(segment.first)
-        undecided = segment.numbers >= segment.base
-        alive = undecided | np.isin(segment.numbers, segment.committed)
-        return self._take(segment, alive & ~state.prunes.dead(segment.numbers))
+        gone = state.prunes.dead(segment.numbers)
+        gone |= (segment.numbers < segment.base) & ~rows.member(segment.numbers, segment.committed)
+        return self._without(segment, gone)
 
     @torch.inference_mode()
     def compute(self, admitted: Segment, poll: Poll | None = None) -> tuple[list[Tap], Segment | Output]:
@@ -160,7 +160,7 @@ class StageEngine:
         if state is None or (state.session, state.epoch) != (admitted.session, admitted.epoch):
             return [], self._result(admitted, None)
         self.counters["segments"] += 1
-        segment = self._take(admitted, ~state.prunes.dead(admitted.numbers))
+        segment = self._without(admitted, state.prunes.dead(admitted.numbers))
         mask, orphans = rows.visible(segment, state.cache.numbers)
         if orphans.any():
             self.counters["orphan_rows"] += int(orphans.sum())
@@ -219,14 +219,13 @@ class StageEngine:
 
     def _emit(self, state: _Session, segment: Segment, taps: list[tuple[int, Tensor]],
               hidden: Tensor) -> tuple[list[Tap], Segment | Output]:
-        alive = ~state.prunes.dead(segment.numbers)
-        self.counters["pruned_rows"] += int((~alive).sum())
+        gone = state.prunes.dead(segment.numbers)
+        alive = self._without(segment, gone)
         messages = [
-            Tap(segment.session, segment.epoch, segment.run, layer, segment.numbers[alive],
-                _payload(inputs, alive))
+            Tap(segment.session, segment.epoch, segment.run, layer, alive.numbers, _payload(inputs, gone))
             for layer, inputs in taps
         ]
-        return messages, self._result(rows.take(segment, alive), _payload(hidden, alive))
+        return messages, self._result(alive, _payload(hidden, gone))
 
     def _result(self, segment: Segment, hidden: Payload | None) -> Segment | Output:
         """The message that leaves the stage; without ``hidden`` it has no rows."""
@@ -237,9 +236,11 @@ class StageEngine:
             return Output(segment.session, segment.epoch, segment.run, segment.numbers, hidden)
         return replace(segment, tokens=None, hidden=hidden)
 
-    def _take(self, segment: Segment, alive: rows.Bool) -> Segment:
-        self.counters["pruned_rows"] += int((~alive).sum())
-        return rows.take(segment, alive)
+    def _without(self, segment: Segment, gone: rows.Bool) -> Segment:
+        if not gone.any():
+            return segment
+        self.counters["pruned_rows"] += int(gone.sum())
+        return rows.take(segment, ~gone)
 
     def _current(self, message: Prune | Cancel | Segment) -> _Session | None:
         """The open session if ``message`` belongs to it; otherwise counts it as stale."""
@@ -260,15 +261,15 @@ class StageEngine:
         held = state.cache.numbers
         if len(held) and len(segment.numbers) and segment.numbers[0] <= held[-1]:
             raise ProtocolError(f"{name}: number {segment.numbers[0]} is not above {held[-1]}, held already")
-        known = np.isin(segment.committed, held) | np.isin(segment.committed, segment.numbers)
+        known = rows.member(segment.committed, held) | rows.member(segment.committed, segment.numbers)
         if not known.all():
             raise ProtocolError(f"{name}: committed number {segment.committed[~known][0]} is not here")
 
     def _commit(self, state: _Session, segment: Segment) -> None:
         """Everything below the new base that was not committed is dead."""
         held = state.cache.numbers
-        decided = (held >= state.base) & (held < segment.base)
-        self._drop_cached(state, ~decided | np.isin(held, segment.committed))
+        keep = (held < state.base) | (held >= segment.base) | rows.member(held, segment.committed)
+        self._drop_cached(state, keep)
         state.base = segment.base
 
     def _drop_cached(self, state: _Session, keep: rows.Bool) -> None:
@@ -289,6 +290,6 @@ class StageEngine:
                                 f"lower the limits of the session ({error})") from error
 
 
-def _payload(hidden: Tensor, alive: rows.Bool) -> Payload:
+def _payload(hidden: Tensor, gone: rows.Bool) -> Payload:
     payload = from_torch(hidden)
-    return payload if alive.all() else rows.take_payload(payload, alive)
+    return rows.take_payload(payload, ~gone) if gone.any() else payload

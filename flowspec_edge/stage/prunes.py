@@ -9,12 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowspec_edge.messages import Int32, Prune
+from flowspec_edge.stage.rows import member
 
 
 def dead(prune: Prune, numbers: Int32) -> NDArray[np.bool_]:
     """Which of ``numbers`` [n] this prune gives up: bool [n]."""
     concerned = (numbers >= prune.start) & (numbers < prune.stop)
-    return concerned & ~np.isin(numbers, prune.keep)
+    return concerned & ~member(numbers, prune.keep)
 
 
 class Prunes:

@@ -17,44 +17,53 @@ from flowspec_edge.messages import Int32, Payload, Segment, unpack_bits
 Bool = NDArray[np.bool_]
 
 
+def member(numbers: Int32, of: Int32) -> Bool:
+    """Which of ``numbers`` are in ``of``, which increases: bool like ``numbers``."""
+    if not len(of) or not len(numbers):
+        return np.zeros(len(numbers), dtype=bool)
+    slots = of.searchsorted(numbers)
+    slots[slots == len(of)] = 0
+    return of[slots] == numbers
+
+
 def check(segment: Segment, hidden_size: int, dtype: str, vocabulary: int | None) -> None:
     """ProtocolError unless the segment's fields fit one another and the stage.
 
     dtype       the wire name that hidden states must have
     vocabulary  the number of token ids on the first stage; None on stages that take hidden states
     """
-    n, numbers = len(segment.numbers), segment.numbers
-    _require(segment, numbers.shape == (n,) and segment.positions.shape == (n,),
-             f"{n} numbers but positions of shape {segment.positions.shape}")
-    _require(segment, segment.bits.ndim == 2 and len(segment.bits) == n and segment.bits.dtype == np.uint8,
-             f"{n} rows but bits of shape {segment.bits.shape} and type {segment.bits.dtype}")
-    _require(segment, _increasing(numbers), "numbers do not increase")
-    _require(segment, _increasing(segment.committed), "committed numbers do not increase")
-    _require(segment, not len(segment.committed) or segment.committed[-1] < segment.base,
-             f"a committed number is not below base {segment.base}")
+    n, numbers, bits = len(segment.numbers), segment.numbers, segment.bits
+    if numbers.shape != (n,) or segment.positions.shape != (n,):
+        raise _wrong(segment, f"{n} numbers but positions of shape {segment.positions.shape}")
+    if bits.ndim != 2 or len(bits) != n or bits.dtype != np.uint8:
+        raise _wrong(segment, f"{n} rows but bits of shape {bits.shape} and type {bits.dtype}")
+    if not _increasing(numbers):
+        raise _wrong(segment, "numbers do not increase")
+    if not _increasing(segment.committed):
+        raise _wrong(segment, "committed numbers do not increase")
+    if len(segment.committed) and segment.committed[-1] >= segment.base:
+        raise _wrong(segment, f"committed number {segment.committed[-1]} is not below base {segment.base}")
     if not n:
         return
-    _require(segment, segment.first <= numbers[0] and numbers[-1] < segment.stop,
-             f"numbers {numbers[0]} to {numbers[-1]} leave [{segment.first}, {segment.stop})")
-    _require(segment, segment.positions.min() >= 0, "a position is negative")
-    if vocabulary is not None:
-        tokens = segment.tokens
-        _require(segment, tokens is not None and tokens.shape == (n,), "the first stage needs a token a row")
-        assert tokens is not None
-        _require(segment, tokens.min() >= 0 and tokens.max() < vocabulary,
-                 f"a token id is outside the vocabulary of {vocabulary}")
-        return
-    hidden = segment.hidden
-    _require(segment, hidden is not None, "this stage needs hidden states")
-    assert hidden is not None
-    _require(segment, hidden.array.shape == (n, hidden_size) and hidden.dtype == dtype,
-             f"hidden states are {hidden.dtype} {hidden.array.shape}, expected {dtype} {(n, hidden_size)}")
+    if numbers[0] < segment.first or numbers[-1] >= segment.stop:
+        raise _wrong(segment, f"numbers {numbers[0]} to {numbers[-1]} leave [{segment.first}, {segment.stop})")
+    if segment.positions.min() < 0:
+        raise _wrong(segment, "a position is negative")
+    tokens, hidden = segment.tokens, segment.hidden
+    if vocabulary is None:
+        if hidden is None:
+            raise _wrong(segment, "this stage needs hidden states")
+        if hidden.array.shape != (n, hidden_size) or hidden.dtype != dtype:
+            raise _wrong(segment, f"hidden states are {hidden.dtype} {hidden.array.shape}, "
+                                  f"expected {dtype} {(n, hidden_size)}")
+    elif tokens is None or tokens.shape != (n,):
+        raise _wrong(segment, "the first stage needs one token a row")
+    elif tokens.min() < 0 or tokens.max() >= vocabulary:
+        raise _wrong(segment, f"a token id is outside the vocabulary of {vocabulary}")
 
 
 def take(segment: Segment, keep: Bool) -> Segment:
     """The segment with only the rows where ``keep`` [n] is True; all else as it was."""
-    if keep.all():
-        return segment
     return replace(
         segment, numbers=segment.numbers[keep], positions=segment.positions[keep],
         bits=segment.bits[keep],
@@ -77,31 +86,34 @@ def visible(segment: Segment, cached: Int32) -> tuple[Bool, Bool]:
     was dropped here, so it is dead and so are they.  ProtocolError if a row does not see itself
     or sees a later one.
     """
-    n, m, base = len(segment.numbers), len(cached), segment.base
-    columns = np.concatenate([cached, segment.numbers])
-    decided = int(np.searchsorted(columns, base))
+    n, m, numbers = len(segment.numbers), len(cached), segment.numbers
+    columns = np.concatenate([cached, numbers])
+    decided = int(columns.searchsorted(segment.base))
     width = 8 * segment.bits.shape[1]
     bits = unpack_bits(segment.bits, width)
-    offsets = columns[decided:] - base
-    within = int(np.searchsorted(offsets, width))
+    offsets = columns[decided:] - segment.base
+    within = int(offsets.searchsorted(width))
     mask = np.zeros((n, m + n), dtype=bool)
     mask[:, :decided] = True
     mask[:, decided : decided + within] = bits[:, offsets[:within]]
-    orphans = mask[:, decided:].sum(axis=1) < bits.sum(axis=1)
-    own = segment.numbers[:, None]
-    text = segment.numbers < base  # rows that are themselves committed: causal among the text
-    if text.any():
-        mask[text] &= columns <= own[text]
+    orphans = np.zeros(n, dtype=bool)
+    if np.count_nonzero(bits) != np.count_nonzero(mask[:, decided:]):
+        orphans = bits.sum(axis=1) > mask[:, decided:].sum(axis=1)
+    if n and numbers[0] < segment.base:  # rows that are text themselves: causal among the text
+        text = numbers < segment.base
+        mask[text] &= columns <= numbers[text, None]
         orphans &= ~text
-    _require(segment, bool(np.diagonal(mask, m).all()), "a row does not see itself")
-    _require(segment, not (mask & (columns > own)).any(), "a row sees a later one")
+    own = mask[:, m:]
+    if not own.diagonal().all():
+        raise _wrong(segment, "a row does not see itself")
+    if (own & (numbers > numbers[:, None])).any():
+        raise _wrong(segment, "a row sees a later one")
     return mask, orphans
 
 
 def _increasing(numbers: NDArray[Any]) -> bool:
-    return bool((numbers[1:] > numbers[:-1]).all())
+    return len(numbers) < 2 or bool((numbers[1:] > numbers[:-1]).all())
 
 
-def _require(segment: Segment, condition: Any, complaint: str) -> None:
-    if not condition:
-        raise ProtocolError(f"segment {segment.run} of session {segment.session}: {complaint}")
+def _wrong(segment: Segment, complaint: str) -> ProtocolError:
+    return ProtocolError(f"segment {segment.run} of session {segment.session}: {complaint}")
