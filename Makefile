@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # One thread a process: the tests run many small models in several processes at once.
-TEST_ENV := OMP_NUM_THREADS=1 TRANSFORMERS_VERBOSITY=error
+TEST_ENV := OMP_NUM_THREADS=1 TRANSFORMERS_VERBOSITY=error TQDM_DISABLE=1
 
 .PHONY: setup demo test check bench soak clean
 .DEFAULT_GOAL := setup

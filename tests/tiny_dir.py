@@ -21,6 +21,7 @@ def tiny_model_dir(path: Path, layers: int = 4, hidden: int = 64, vocab: int = 3
     tiny_llama(path / "draft-lm", layers=1, hidden=32, vocab=vocab, seed=seed + 1)
     config = LlamaConfig.from_pretrained(path / "target")
     config.num_hidden_layers = 1
+    config.bias = True  # the published convention
     with torch.random.fork_rng():
         torch.manual_seed(seed + 2)
         save_head(EagleHead(config), path / "eagle2", torch.float32)

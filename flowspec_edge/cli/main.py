@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader has gone; give the interpreter's own flush at exit nothing to fail on.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 1
     except (KeyboardInterrupt, typer.Abort):
         return _INTERRUPTED
 

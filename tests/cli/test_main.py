@@ -1,0 +1,87 @@
+"""The command as a process: help, lists, signals, closed pipes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_dir import tiny_model_dir
+
+from flowspec_edge.cli.main import main
+from flowspec_edge.config import profile_names
+from flowspec_edge.strategies.registry import STRATEGIES
+
+COMMAND = (sys.executable, "-m", "flowspec_edge.cli.main")
+
+
+@pytest.mark.parametrize("command", [
+    [], ["demo"], ["generate"], ["strategies"], ["profiles"], ["bench"], ["bench", "run"], ["models"],
+    ["models", "list"], ["models", "train-demo"],
+])
+def test_every_command_explains_itself(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--help"]) == 0
+    assert "Usage:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["demo"], ["generate"], ["bench", "run"], ["models", "train-demo"]])
+def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "Example" in out
+    assert f"flowspec {' '.join(command)}" in out.split("Example")[1]
+
+
+def test_lists_have_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["strategies"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(STRATEGIES)
+    assert all(cls.summary in line for cls, line in zip(STRATEGIES.values(), lines, strict=True))
+    assert main(["profiles"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == profile_names()
+    assert main(["models", "list"]) == 0
+    assert capsys.readouterr().out.strip()
+
+
+def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fly"]) == 2
+    assert capsys.readouterr().err == "flowspec: error: No such command 'fly'.\n"
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """A command that streams for longer than any test lasts."""
+    model = tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2, hidden=32)
+    return (*COMMAND, "generate", "x = ", "--model", str(model), "--clock", "virtual", "--stages", "1",
+            "--strategy", "autoregressive", "--max-new-tokens", "2000", "--temperature", "1")
+
+
+def test_interrupting_ends_quietly_with_130(endless: tuple[str, ...]) -> None:
+    with subprocess.Popen(endless, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate()
+    assert process.returncode == 130
+    assert err == b""
+
+
+def test_a_reader_that_goes_away_ends_it_quietly(endless: tuple[str, ...]) -> None:
+    with subprocess.Popen(endless, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
+
+
+def test_a_list_into_a_closed_pipe_is_quiet() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as pipe:
+        done = subprocess.run([*COMMAND, "profiles"], stdout=pipe, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (1, b"")
