@@ -1,0 +1,200 @@
+"""Stages compute what transformers computes: plain texts, trees, chunks, families, dtypes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from stagekit import Book, Oracle, assert_cache, assert_rows, engines, random_tokens, through
+from tiny import tiny_llama, tiny_model
+
+from flowspec_edge.messages import Cancel
+from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.shard import load_lm_head
+from flowspec_edge.tensors import to_torch
+
+VOCAB = 97
+TEXT = random_tokens(24, VOCAB, seed=1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("llama"), layers=8, hidden=32, heads=4, kv_heads=2, vocab=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def oracle(model: Path) -> Oracle:
+    return Oracle(model)
+
+
+def grow(book: Book, tree: list[int], nodes: int, vocab: int, rng: np.random.Generator) -> list[int]:
+    """Add ``nodes`` rows, each below a random one of ``tree`` or of those added before."""
+    added: list[int] = []
+    for _ in range(nodes):
+        added.append(book.add(int(rng.integers(1, vocab)), int(rng.choice([*tree, *added]))))
+    return added
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8, 11])
+def test_text_equals_transformers(model: Path, oracle: Oracle, stages: int) -> None:
+    _, output = through(engines(model, stages), Book().text(TEXT))
+    expected = oracle.forward(TEXT)
+    hidden = to_torch(output.hidden)
+    torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
+    head = load_lm_head(model, "fp32")
+    logits = hidden @ head.T
+    with torch.inference_mode():
+        theirs = oracle.model(torch.tensor([TEXT])).logits[0]
+    torch.testing.assert_close(logits, theirs, atol=1e-4, rtol=1e-4)
+    assert torch.equal(logits.argmax(-1), theirs.argmax(-1))
+
+
+@pytest.mark.parametrize(("dtype", "torch_dtype", "atol"),
+                         [("bf16", torch.bfloat16, 0.15), ("fp16", torch.float16, 0.02)])
+def test_half_precision_is_close(model: Path, oracle: Oracle, dtype: str, torch_dtype: torch.dtype,
+                                 atol: float) -> None:
+    _, output = through(engines(model, 3, dtype), Book().text(TEXT))
+    hidden = to_torch(output.hidden)
+    assert hidden.dtype == torch_dtype
+    difference = (hidden.float() - oracle.forward(TEXT)).abs()
+    theirs = (Oracle(model, torch_dtype).forward(TEXT).float() - oracle.forward(TEXT)).abs()
+    assert difference.mean() < atol
+    assert difference.mean() < 2 * theirs.mean()  # no worse than transformers in the same dtype
+
+
+@pytest.mark.parametrize(("family", "extra"), [
+    ("mistral", {"sliding_window": None}), ("qwen2", {}), ("qwen3", {}),
+    ("llama", {"num_key_value_heads": 4}), ("llama", {"num_key_value_heads": 1}),
+    ("llama", {"attention_bias": True, "tie_word_embeddings": True}),
+    ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0,
+                                   "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                                   "original_max_position_embeddings": 64}}),
+])
+def test_families(tmp_path: Path, family: str, extra: dict[str, object]) -> None:
+    path = tiny_model(family, tmp_path, layers=3, hidden=32, vocab=50, **extra)
+    book, oracle, chain = Book(), Oracle(path), engines(path, 2)
+    text = random_tokens(12, 50, seed=3)
+    assert_rows(through(chain, book.text(text))[1], book, oracle)
+    grow(book, book.committed[-1:], 9, 50, np.random.default_rng(0))
+    assert_rows(through(chain, book.ledger.seal())[1], book, oracle)
+
+
+@pytest.mark.parametrize("chunks", [[24], [1] * 24, [5, 1, 0, 17, 1], [0, 23, 1]])
+def test_chunked_prefill(model: Path, oracle: Oracle, chunks: list[int]) -> None:
+    book, chain, start = Book(), engines(model, 3), 0
+    for size in chunks:
+        _, output = through(chain, book.text(TEXT[start : start + size]))
+        assert output.numbers.tolist() == list(range(start, start + size))
+        assert_rows(output, book, oracle)
+        start += size
+    for engine in chain:
+        assert_cache(engine, book, oracle)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_trees_equal_their_paths(model: Path, oracle: Oracle, seed: int) -> None:
+    """Random trees cut into segments of random length, one token included, over several commits."""
+    rng = np.random.default_rng(seed)
+    book, chain = Book(), engines(model, 1 + seed)
+    through(chain, book.text(TEXT))
+    for _ in range(4):
+        root = book.committed[-1]
+        nodes: list[int] = []
+        for size in rng.choice([0, 1, 1, 2, 5, 9], size=3).tolist():
+            nodes += grow(book, [root, *nodes], size, VOCAB, rng)
+            _, output = through(chain, book.ledger.seal())
+            assert len(output.numbers) == size
+            assert_rows(output, book, oracle)
+        children = [n for n in nodes if len(book.paths[n]) == len(book.paths[root]) + 1]
+        if children:
+            book.commit(children[-1])
+        else:
+            through(chain, book.text([7]))
+
+
+def test_one_row_keeps_its_mask(model: Path, oracle: Oracle) -> None:
+    """A lone row must not see the branches beside its own."""
+    book, chain = Book(), engines(model, 2)
+    through(chain, book.text(TEXT[:5]))
+    root = book.committed[-1]
+    left, right = book.add(3, root), book.add(4, root)
+    through(chain, book.ledger.seal())
+    for parent in (left, right, left):
+        book.add(11, parent)
+        _, output = through(chain, book.ledger.seal())
+        assert_rows(output, book, oracle)
+
+
+def test_a_committed_row_in_the_segment_that_commits_it(model: Path, oracle: Oracle) -> None:
+    """Legal by the visibility rule: the base may lie above rows of the very segment."""
+    book, chain = Book(), engines(model, 2)
+    segment = book.text(TEXT[:6])
+    early = replace(segment, base=6, committed=np.arange(6, dtype=np.int32), bits=np.zeros((6, 1), np.uint8))
+    assert_rows(through(chain, early)[1], book, oracle)
+
+
+def test_taps_are_the_inputs_of_layers(model: Path, oracle: Oracle) -> None:
+    book, chain = Book(), engines(model, 3)
+    taps, _ = through(chain, replace(book.text(TEXT), taps=(0, 2, 5, 7)))
+    assert [tap.layer for tap in taps] == [0, 2, 5, 7]
+    for tap in taps:
+        assert tap.numbers.tolist() == list(range(len(TEXT)))
+        for number, row in zip(tap.numbers.tolist(), to_torch(tap.hidden), strict=True):
+            expected = oracle.truth(book.paths[number]).layer_inputs[tap.layer]
+            torch.testing.assert_close(row, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("polls", [0, 1, 3])
+def test_cancel_at_any_layer(model: Path, oracle: Oracle, polls: int) -> None:
+    """A cancelled run comes out empty, still brings its commits, and leaves no trace."""
+    book = Book()
+    chain = engines(model, 2)
+    through(chain, book.text(TEXT[:6]))
+    root = book.committed[-1]
+    child = book.add(5, root)
+    through(chain, book.ledger.seal())
+    book.commit(child)
+    book.add(6, child)
+    doomed = book.ledger.seal()
+    calls = 0
+
+    def poll() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == polls:
+            chain[0].cancel(Cancel(1, 0, (doomed.run,)))
+
+    if polls == 0:
+        chain[0].cancel(Cancel(1, 0, (doomed.run,)))
+    admitted = chain[0].admit(doomed)
+    assert admitted is not None
+    _, passed_on = chain[0].compute(admitted, poll)
+    assert calls == polls
+    assert passed_on.numbers.size == 0
+    assert chain[0].counters["cancelled"] == 1
+    _, output = through(chain[1:], passed_on)
+    assert output.numbers.size == 0
+    book.add(8, child)
+    assert_rows(through(chain, book.ledger.seal())[1], book, oracle)
+    for engine in chain:
+        assert engine.cache is not None
+        assert engine.cache.numbers.tolist() == [0, 1, 2, 3, 4, 5, child, child + 2]
+        assert_cache(engine, book, oracle)
+
+
+def test_children_of_a_cancelled_run_are_orphans(model: Path) -> None:
+    book, chain = Book(), engines(model, 1)
+    through(chain, book.text(TEXT[:6]))
+    engine: StageEngine = chain[0]
+    parent = book.add(5, book.committed[-1])
+    doomed = book.ledger.seal()
+    engine.cancel(Cancel(1, 0, (doomed.run,)))
+    through(chain, doomed)
+    book.add(6, parent)
+    other = book.add(7, book.committed[-1])
+    _, output = through(chain, book.ledger.seal())
+    assert output.numbers.tolist() == [other]
+    assert engine.counters["orphan_rows"] == 1

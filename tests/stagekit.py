@@ -1,0 +1,137 @@
+"""What the tests of stages share: a text with its draft tree, a chain of engines, an oracle.
+
+The oracle is transformers: the plain forward pass of a row's root-to-row path, one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from flowspec_edge.messages import Open, Output, Prune, Segment, Tap
+from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.shard import load_shard
+from flowspec_edge.tensors import to_torch
+from flowspec_edge.tree.ledger import Ledger
+
+
+class Book:
+    """D0's view: numbers through a Ledger, and for every number the text it stands for."""
+
+    def __init__(self, session: int = 1, epoch: int = 0) -> None:
+        self.ledger = Ledger(session, epoch)
+        self.paths: dict[int, tuple[int, ...]] = {}  # number -> tokens from the start, its own last
+        self.committed: list[int] = []
+        self.given_up: set[int] = set()  # although they might still have become text
+
+    def add(self, token: int, parent: int | None, committed: bool = False) -> int:
+        """A row below ``parent`` (None: the first of the text)."""
+        path = self.paths[parent] if parent is not None else ()
+        number = self.ledger.add(token, len(path), -1 if parent is None else parent, committed)
+        self.paths[number] = (*path, token)
+        if committed:
+            self.committed.append(number)
+        return number
+
+    def text(self, tokens: Iterable[int]) -> Segment:
+        """A segment of tokens that are text already, after what is committed."""
+        for token in tokens:
+            self.add(token, self.committed[-1] if self.committed else None, committed=True)
+        return self.ledger.seal()
+
+    def commit(self, number: int) -> None:
+        self.ledger.commit(number)
+        self.committed.append(number)
+
+    def live(self) -> set[int]:
+        """Numbers given out that may still become text, from the base upwards."""
+        root = self.paths[self.committed[-1]]
+        return {n for n, path in self.paths.items()
+                if n >= self.ledger.base and path[: len(root)] == root and n not in self.given_up}
+
+    def prune(self) -> Prune:
+        """The hint that only committed and live numbers are wanted."""
+        return self.ledger.prune(self.live())
+
+
+@dataclass
+class Truth:
+    """What transformers computes for the last token of a path."""
+
+    hidden: Tensor  # [H], after the final norm
+    layer_inputs: list[Tensor]  # [H] each
+    keys_values: Tensor  # [layers, 2, kv_heads, head_dim]
+
+
+class Oracle:
+    """transformers' model of a checkpoint."""
+
+    def __init__(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+        self.truth = lru_cache(maxsize=4096)(self._truth)
+
+    @torch.inference_mode()
+    def forward(self, tokens: Iterable[int]) -> Tensor:
+        """Post-norm hidden states of a whole text: [n, H]."""
+        ids = torch.tensor([list(tokens)])
+        return torch.as_tensor(self.model.model(ids, use_cache=False).last_hidden_state[0])
+
+    @torch.inference_mode()
+    def _truth(self, path: tuple[int, ...]) -> Truth:
+        cache = DynamicCache(config=self.model.config)
+        out = self.model.model(torch.tensor([list(path)]), past_key_values=cache, use_cache=True,
+                               output_hidden_states=True)
+        pairs = [torch.stack([layer.keys[0, :, -1], layer.values[0, :, -1]]) for layer in cache.layers]
+        return Truth(out.last_hidden_state[0, -1], [h[0, -1] for h in out.hidden_states[:-1]],
+                     torch.stack(pairs))
+
+
+def engines(path: Path, stages: int, dtype: str = "fp32", capacity: int = 256) -> list[StageEngine]:
+    """A chain of opened stages for session 1, epoch 0; empty ones where layers run out."""
+    chain = [StageEngine(load_shard(path, i, stages, dtype, allow_empty=True)) for i in range(stages)]
+    for engine in chain:
+        engine.open(Open(session=1, epoch=0, capacity=capacity))
+    return chain
+
+
+def through(chain: list[StageEngine], segment: Segment) -> tuple[list[Tap], Output]:
+    """Pass a segment down the chain; taps of all stages, and the output."""
+    taps: list[Tap] = []
+    message: Segment | Output = segment
+    for engine in chain:
+        assert isinstance(message, Segment)
+        admitted = engine.admit(message)
+        assert admitted is not None
+        more, message = engine.compute(admitted)
+        taps += more
+    assert isinstance(message, Output)
+    return taps, message
+
+
+def assert_rows(output: Output, book: Book, oracle: Oracle, atol: float = 1e-4) -> None:
+    """Every row of ``output`` is what the oracle computes for its path."""
+    hidden = to_torch(output.hidden)
+    assert hidden.shape[0] == len(output.numbers)
+    for number, row in zip(output.numbers.tolist(), hidden, strict=True):
+        torch.testing.assert_close(row, oracle.truth(book.paths[number]).hidden, atol=atol, rtol=1e-4)
+
+
+def assert_cache(engine: StageEngine, book: Book, oracle: Oracle, atol: float = 1e-4) -> None:
+    """Every cached row holds the keys and values that the oracle has at the end of its path."""
+    assert engine.cache is not None
+    lo, hi = engine.shard.layers
+    held = engine.cache.rows()  # [layers, 2, len, kv_heads, head_dim]
+    for slot, number in enumerate(engine.cache.numbers.tolist()):
+        truth = oracle.truth(book.paths[number]).keys_values[lo:hi]
+        torch.testing.assert_close(held[:, :, slot], truth, atol=atol, rtol=1e-4)
+
+
+def random_tokens(n: int, vocab: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(1, vocab, size=n).tolist()
