@@ -32,7 +32,10 @@ def test_a_link_is_occupied_by_bits_and_late_by_its_latency() -> None:
     assert latency == pytest.approx(0.0002)
 
 
-@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 30)), min_size=2, max_size=6), st.integers(1, 600))
+STEPS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 30)), min_size=2, max_size=6)
+
+
+@given(STEPS, st.integers(1, 600))
 def test_curve_is_numpys_interpolation_and_goes_on_with_the_last_slope(steps: list[tuple[int, int]],
                                                                        rows: int) -> None:
     x = np.cumsum([dx for dx, _ in steps]).astype(float)
@@ -74,7 +77,8 @@ def faulty(tmp_path: Path, old: str, new: str) -> Path:
     ('kind = "testbed"', 'kind = "cloud"', "kind: input should be 'testbed' or 'device'"),
     ("[model]", "[model", "is not valid TOML"),
 ])
-def test_a_faulty_profile_is_one_line_with_file_and_key(tmp_path: Path, old: str, new: str, says: str) -> None:
+def test_a_faulty_profile_is_one_line_with_file_and_key(tmp_path: Path, old: str, new: str,
+                                                        says: str) -> None:
     path = faulty(tmp_path, old, new)
     with pytest.raises(UsageError, match=re.escape(says)) as caught:
         load_profile(str(path))
@@ -83,7 +87,8 @@ def test_a_faulty_profile_is_one_line_with_file_and_key(tmp_path: Path, old: str
 
 
 def test_a_profile_of_ones_own(tmp_path: Path) -> None:
-    profile = load_profile(str(faulty(tmp_path, "pass_ms = 15.0", "pass_ms = 1.5\n[host]\nbookkeeping_ms = 0.5")))
+    path = faulty(tmp_path, "pass_ms = 15.0", "pass_ms = 1.5\n[host]\nbookkeeping_ms = 0.5")
+    profile = load_profile(str(path))
     assert (profile.draft.pass_ms, profile.host.bookkeeping_ms) == (1.5, 0.5)
 
 

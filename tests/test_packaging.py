@@ -14,10 +14,11 @@ import json, sys
 import flowspec_edge.resources as r
 from flowspec_edge.config import load_profile, profile_names
 from flowspec_edge.modeldir import shipped_models
-files = {k: sorted(p.relative_to(r.resource_dir(k)).as_posix() for p in r.resource_dir(k).rglob("*") if p.is_file())
-         for k in r.KINDS}
+def files(root):
+    return sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file())
 print(json.dumps({"file": r.__file__, "profiles": [load_profile(n).name for n in profile_names()],
-                  "models": shipped_models(), "files": files}))
+                  "models": shipped_models(),
+                  "files": {k: files(r.resource_dir(k)) for k in r.KINDS}}))
 """
 
 
@@ -32,7 +33,8 @@ def test_an_installed_wheel_finds_its_profiles_models_and_templates(tmp_path: Pa
     wheels, site, elsewhere = tmp_path / "wheels", tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
-    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels), str(ROOT), cwd=tmp_path)
+    build = ("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels), str(ROOT))
+    run(*pip, *build, cwd=tmp_path)
     (wheel,) = wheels.glob("*.whl")
     run(*pip, "install", "--no-deps", "--no-index", "--target", str(site), str(wheel), cwd=tmp_path)
     found = json.loads(run(sys.executable, "-c", ASK, cwd=elsewhere, PYTHONPATH=str(site)))

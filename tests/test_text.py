@@ -58,5 +58,5 @@ def test_encode_and_decode_are_the_targets(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="the prompt is empty"):
         tokenizer.encode("")
     (tmp_path / "target" / "tokenizer.json").write_text("not json")
-    with pytest.raises(UsageError, match="the tokenizer in .* cannot be loaded"):
+    with pytest.raises(UsageError, match=r"the tokenizer in .* cannot be loaded"):
         Tokenizer(resolve_model(tmp_path))

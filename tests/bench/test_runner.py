@@ -72,7 +72,8 @@ class Erring:
         self.cluster.close()
 
 
-def test_rows_are_means_and_ratios_of_sums(model: Path, cluster: VirtualCluster, requests: list[Request]) -> None:
+def test_rows_are_means_and_ratios_of_sums(model: Path, cluster: VirtualCluster,
+                                           requests: list[Request]) -> None:
     seen: list[str] = []
     rows, differences = run(cluster, Plain(model), requests, STRATEGIES, seen.append)
     assert differences == []
@@ -95,8 +96,9 @@ def test_one_request_is_the_clusters_own_figures(model: Path, cluster: VirtualCl
                                                  requests: list[Request]) -> None:
     (row,), _ = run(cluster, Plain(model), requests[:1], ["flowspec"])
     stats = cluster.generate(requests[0]).stats
-    assert (row.turns, row.rounds, row.tokens_per_second) == (stats.turns, stats.rounds, stats.tokens_per_second)
-    assert (row.alt, row.alr) == pytest.approx((stats.alt, stats.alr))
+    assert (row.turns, row.rounds) == (stats.turns, stats.rounds)
+    assert (row.tokens_per_second, row.alt, row.alr) == pytest.approx(
+        (stats.tokens_per_second, stats.alt, stats.alr))
 
 
 def test_without_chunk_pp_there_is_no_speedup(model: Path, cluster: VirtualCluster,
@@ -115,7 +117,8 @@ def test_a_difference_is_found_and_placed(model: Path, cluster: VirtualCluster, 
     assert str(difference).startswith(f"chunk_pp, prompt 1: token {position} is ")
 
 
-def test_the_table_says_what_the_figures_are(model: Path, cluster: VirtualCluster, requests: list[Request]) -> None:
+def test_the_table_says_what_the_figures_are(model: Path, cluster: VirtualCluster,
+                                             requests: list[Request]) -> None:
     rows, _ = run(Erring(cluster, "flowspec", "wrong"), Plain(model), requests, STRATEGIES)
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(table(rows, title("virtual", "paper-7b", 2, 0.0)))

@@ -11,7 +11,11 @@ from tiny_dir import tiny_model_dir
 
 from flowspec_edge.cli.main import main
 
-PROMPTS = [{"prompt": "import os\n"}, {"question_id": 81, "turns": ["def f(x):", "and then"]}, {"prompt": "never"}]
+PROMPTS = [
+    {"prompt": "import os\n"},
+    {"question_id": 81, "turns": ["def f(x):", "and then"]},
+    {"prompt": "never"},
+]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +74,7 @@ def test_over_processes_there_is_no_profile(model: Path, prompts: Path, tmp_path
     (["--strategies", ","], "--strategies names none"),
     (["--prompts", "/nowhere.jsonl"], "cannot read /nowhere.jsonl"),
     (["--json", "/nowhere/at/all.json"], "cannot write /nowhere/at/all.json"),
-    (["--max-new-tokens", "2047"], and 2047 more are asked for, but the model stops at 2048),
+    (["--max-new-tokens", "2047"], "and 2047 more are asked for, but the model stops at 2048"),
 ])
 def test_bad_input_is_one_line_and_exit_code_2(model: Path, prompts: Path, arguments: list[str], says: str,
                                                capsys: pytest.CaptureFixture[str]) -> None:
