@@ -5,89 +5,150 @@ message is for.
 
 Frames of one message, in order:
 
-1. the header: msgpack of ``[type name, {field: value}]``; an array's value is its dtype and shape,
-   so nothing about an array is guessed;
-2. the index frame, in messages that have small arrays: their bytes, back to back;
-3. the payload, where there is one: its bytes, untouched.
+1. the header: msgpack of ``[type, layout, dims, index, scalar, scalar, ...]``.  The layout names
+   the element type of every array field ("int32 int32 int32 - uint8 float16": the fourth is
+   absent), the dims give every dimension's size, so nothing about an array is guessed; the index
+   is the bytes of all arrays but the payload, some hundred, back to back;
+2. the payload, where there is one: its bytes, untouched.
 
-Small arrays share a frame because a frame costs about as much as copying 100 KB.  Nothing is
-unpickled.  Whatever bytes come in, :func:`decode` returns a message or raises ProtocolError; the
-arrays of a decoded message are read-only, and large ones are views on the frames.
+The form is made for speed: a hop should cost little more than its bytes (``bench.micro_hop``), and
+on a small board every extra frame and every Python call shows.  Nothing is unpickled.  Whatever
+bytes come in, :func:`decode` returns a message or raises ProtocolError; the arrays of a decoded
+message are read-only views on the frames.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from itertools import product
+from operator import itemgetter
+from typing import Any, NamedTuple, cast
 
 import msgpack
+import numpy as np
 
 from flowspec_edge import messages as m
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.transport.fields import (
-    MAX_ROWS,
+    ABSENT,
     Array,
-    Buffer,
+    ArrayField,
     Counters,
     Dense,
-    Field,
     Int,
     Ints,
-    Reader,
     Real,
+    Scalar,
     Subset,
     Text,
-    Writer,
+    short,
 )
 
-MAX_HEADER_BYTES = 64 * 1024
-MAX_FRAMES = 3
+Buffer = bytes | memoryview  # of bytes: len() is its size
 
-_SESSION: dict[str, Field] = {"session": Int(), "epoch": Int()}
-_PEER: dict[str, Field] = {"instance": Text(), "stage": Int()}
+MAX_HEADER_BYTES = 4 * 1024 * 1024  # the index of the longest prompt chunk fits
+MAX_FRAMES = 2
+MAX_DIM = 65_536  # of any dimension of an array, and of lists in the header
 
-# Fields in the order in which their bytes follow one another: within a message, equally named
-# dimensions have equal sizes.
-_FIELDS: dict[type, dict[str, Field]] = {
-    m.Open: {**_SESSION, "capacity": Int(low=1), "version": Int()},
-    m.Close: {"session": Int()},
-    m.Segment: {
-        **_SESSION, "run": Int(), "first": Int(), "stop": Int(), "base": Int(),
-        "numbers": Array("int32", ("n",)), "positions": Array("int32", ("n",)),
-        "committed": Array("int32", ("c",)), "tokens": Array("int32", ("n",), optional=True),
-        "bits": Array("uint8", ("n", "w")), "hidden": Dense(unless="tokens"), "taps": Ints(),
-    },
-    m.Output: {**_SESSION, "run": Int(), "numbers": Array("int32", ("n",)), "hidden": Dense(),
-               "stage_seconds": Real()},
-    m.Tap: {**_SESSION, "run": Int(), "layer": Int(), "numbers": Array("int32", ("n",)), "hidden": Dense()},
-    m.Prune: {**_SESSION, "sequence": Int(), "start": Int(), "stop": Int(), "keep": Subset()},
-    m.Cancel: {**_SESSION, "runs": Ints()},
-    m.Credit: {**_SESSION, "run": Int()},
-    m.Hello: {**_PEER, "stages": Int(low=1), "layers": Ints(length=2), "digest": Text(), "version": Int()},
-    m.Heartbeat: {**_PEER, "counters": Counters()},
-    m.Failed: {**_PEER, "cause": Text()},
-    m.Shutdown: {"reason": Text()},
+Pick = Callable[[tuple[int, ...]], tuple[int, ...]]
+
+_SESSION: dict[str, Scalar] = {"session": Int(), "epoch": Int()}
+_PEER: dict[str, Scalar] = {"instance": Text(), "stage": Int()}
+_ROWS = Array("int32", ("n",))
+
+# Of each message the scalar fields and the array fields, in the order in which they are sent.
+_FIELDS: dict[type, tuple[dict[str, Scalar], dict[str, ArrayField]]] = {
+    m.Open: ({**_SESSION, "capacity": Int(low=1), "version": Int()}, {}),
+    m.Close: ({"session": Int()}, {}),
+    m.Segment: (
+        {**_SESSION, "run": Int(), "first": Int(), "stop": Int(), "base": Int(), "taps": Ints()},
+        {"numbers": _ROWS, "positions": _ROWS, "committed": Array("int32", ("c",)),
+         "tokens": Array("int32", ("n",), optional=True), "bits": Array("uint8", ("n", "w")),
+         "hidden": Dense(optional=True)},
+    ),
+    m.Output: ({**_SESSION, "run": Int(), "stage_seconds": Real()}, {"numbers": _ROWS, "hidden": Dense()}),
+    m.Tap: ({**_SESSION, "run": Int(), "layer": Int()}, {"numbers": _ROWS, "hidden": Dense()}),
+    m.Prune: ({**_SESSION, "sequence": Int(), "start": Int(), "stop": Int()}, {"keep": Subset()}),
+    m.Cancel: ({**_SESSION, "runs": Ints()}, {}),
+    m.Credit: ({**_SESSION, "run": Int()}, {}),
+    m.Hello: (
+        {**_PEER, "stages": Int(low=1), "layers": Ints(length=2), "digest": Text(), "version": Int()}, {},
+    ),
+    m.Heartbeat: ({**_PEER, "counters": Counters()}, {}),
+    m.Failed: ({**_PEER, "cause": Text()}, {}),
+    m.Shutdown: ({"reason": Text()}, {}),
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """The wire form of one message type; ``items`` and ``index`` are what :func:`decode` looks at."""
+
+class _Slot(NamedTuple):
+    """One array field in one layout."""
+
+    name: str
+    field: ArrayField
+    code: str
+    dtype: np.dtype[Any] | None  # None: absent
+    shape: Pick  # out of the dims
+    dense: bool  # in a frame of its own
+
+
+class _Layout(NamedTuple):
+    """The array fields of a message when each has one certain form.
+
+    ``sources`` says where each dimension's size is found: (number of the slot, axis).
+    """
+
+    slots: tuple[_Slot, ...]
+    sources: tuple[tuple[int, int], ...]
+    frames: int
+
+
+class _Form(NamedTuple):
+    """The wire form of one message type."""
 
     type: type
-    fields: dict[str, Field]
-    index: bool  # whether there is an index frame
+    scalars: tuple[tuple[str, Scalar], ...]
+    arrays: tuple[tuple[str, ArrayField], ...]
+    layouts: dict[str, _Layout]
 
 
-def _form(kind: type) -> _Form:
-    specs = _FIELDS[kind]
-    missing = {f.name for f in fields(kind)} ^ specs.keys()
-    assert not missing, f"{kind.__name__}: wire form and dataclass differ in {missing}"
-    return _Form(kind, specs, any(isinstance(spec, Array | Subset) for spec in specs.values()))
+def _form(kind: type, scalars: dict[str, Scalar], arrays: dict[str, ArrayField]) -> _Form:
+    differing = {f.name for f in fields(kind)} ^ (scalars.keys() | arrays.keys())
+    assert not differing, f"{kind.__name__}: wire form and dataclass differ in {differing}"
+    # Of optional arrays (a segment's tokens and hidden states) exactly one is there.
+    absent = max(0, sum(ABSENT in field.codes for field in arrays.values()) - 1)
+    layouts = {
+        " ".join(codes): _layout(arrays, codes)
+        for codes in product(*(field.codes for field in arrays.values())) if codes.count(ABSENT) == absent
+    }
+    return _Form(kind, tuple(scalars.items()), tuple(arrays.items()), layouts)
 
 
-_FORMS = {kind.__name__: _form(kind) for kind in _FIELDS}
+def _layout(arrays: dict[str, ArrayField], codes: tuple[str, ...]) -> _Layout:
+    present = [field.dims if code != ABSENT else ()
+               for field, code in zip(arrays.values(), codes, strict=True)]
+    sources: dict[str, tuple[int, int]] = {}
+    for number, dims in enumerate(present):
+        for axis, dim in enumerate(dims):
+            sources.setdefault(dim, (number, axis))
+    order = list(sources)
+    slots = tuple(
+        _Slot(name, field, code, field.codes[code], _pick([order.index(dim) for dim in dims]),
+              isinstance(field, Dense) and code != ABSENT)
+        for (name, field), code, dims in zip(arrays.items(), codes, present, strict=True))
+    return _Layout(slots, tuple(sources.values()), 1 + sum(slot.dense for slot in slots))
+
+
+def _pick(positions: list[int]) -> Pick:
+    """Of a tuple, the tuple of the elements at ``positions``."""
+    if len(positions) > 1:
+        return itemgetter(*positions)
+    first = positions[0] if positions else 0
+    return itemgetter(slice(first, first + len(positions)))
+
+
+_FORMS = {kind.__name__: _form(kind, *specs) for kind, specs in _FIELDS.items()}
 
 
 def encode(message: m.Message) -> list[Buffer]:
@@ -96,60 +157,102 @@ def encode(message: m.Message) -> list[Buffer]:
     Raises ProtocolError if an array does not have the dtype or shape that ``messages`` promises.
     """
     name = type(message).__name__
-    writer = Writer(message)
-    header: dict[str, Any] = {}
     form = _FORMS[name]
-    for key, spec in form.fields.items():
-        try:
-            header[key] = spec.pack(getattr(message, key), writer)
-        except ProtocolError as error:
-            raise ProtocolError(f"cannot send {name}.{key}: {error}") from None
-    frames: list[Buffer] = [cast(bytes, msgpack.packb([name, header]))]
-    if form.index:
-        frames.append(b"".join(writer.index))
-    return frames + writer.tensors
+    key = ""
+    try:
+        packed = [field.pack(getattr(message, key), message) for key, field in form.arrays]
+    except ProtocolError as error:
+        raise ProtocolError(f"cannot send {name}: {error}") from None
+    key = " ".join([code for code, _ in packed])
+    layout = form.layouts.get(key)
+    if layout is None:
+        raise ProtocolError(f"cannot send {name}: its arrays cannot be {key!r}")
+    arrays: list[Any] = [array for _, array in packed]
+    dims = _dims(name, layout, arrays)
+    index: list[bytes] = []
+    payload: list[Buffer] = []
+    for slot, array in zip(layout.slots, arrays):  # noqa: B905 -- strict= is slow
+        if slot.dense:
+            payload.append(array.data.cast("B") if array.size else b"")
+        elif slot.dtype is not None:
+            index.append(array.tobytes())
+    header = [name, key, dims, b"".join(index)]
+    header += [field.pack(getattr(message, key)) for key, field in form.scalars]
+    return [cast(bytes, msgpack.packb(header)), *payload]
+
+
+def _dims(name: str, layout: _Layout, arrays: list[Any]) -> tuple[int, ...]:
+    """The sizes of a message's dimensions; ProtocolError if its arrays do not agree on them."""
+    try:
+        dims = tuple([arrays[number].shape[axis] for number, axis in layout.sources])
+        for slot, array in zip(layout.slots, arrays):  # noqa: B905 -- strict= is slow
+            if slot.dtype is not None and array.shape != slot.shape(dims):
+                raise ProtocolError(f"cannot send {name}.{slot.name}: its shape is {list(array.shape)}, "
+                                    f"the fields before it ask for {list(slot.shape(dims))}")
+    except IndexError:
+        raise ProtocolError(f"cannot send {name}: an array has too few dimensions") from None
+    if dims and max(dims) > MAX_DIM:
+        raise ProtocolError(f"cannot send {name}: a dimension is {max(dims)}, at most {MAX_DIM} is allowed")
+    return dims
 
 
 def decode(frames: Sequence[Buffer]) -> m.Message:
     """The message in ``frames``; raises ProtocolError for anything that :func:`encode` cannot make."""
-    name, header = _header(frames[0] if frames else b"")
-    form = _FORMS[name]
-    if header.keys() != form.fields.keys():
-        raise ProtocolError(f"{name}: {_difference(header.keys(), form.fields.keys())}")
-    if form.index and len(frames) < 2:
-        raise ProtocolError(f"{name}: index frame missing")
-    used = 2 if form.index else 1
-    reader = Reader(frames[1] if form.index else b"", list(frames[used:]))
-    values = reader.values
-    for key, spec in form.fields.items():
-        try:
-            values[key] = spec.unpack(header[key], reader)
-        except ProtocolError as error:
-            raise ProtocolError(f"{name}.{key}: {error}") from None
-    if reader.offset != len(reader.index):
-        raise ProtocolError(f"{name}: {len(reader.index) - reader.offset} bytes too many in the index frame")
-    if reader.tensors:
-        raise ProtocolError(f"{name}: {len(reader.tensors)} frames too many")
+    form, layout, dims, index, scalars = _header(frames)
+    values: dict[str, Any] = {}
+    key = ""
+    try:
+        for (key, field), scalar in zip(form.scalars, scalars):  # noqa: B905 -- as _header checked
+            values[key] = field.unpack(scalar)
+        offset = 0
+        for key, array_field, code, dtype, shape, dense in layout.slots:
+            array = None
+            if dense:
+                array = _payload(frames[1], dtype, shape(dims))
+            elif dtype is not None:
+                array = np.ndarray(shape(dims), dtype, index, offset)
+                offset += array.nbytes
+            values[key] = array_field.unpack(code, array, values)
+        if offset != len(index):
+            raise ProtocolError(f"the small arrays have {offset} bytes, {len(index)} were sent")
+    except ProtocolError as error:
+        raise ProtocolError(f"{form.type.__name__}.{key}: {error}") from None
+    except TypeError:  # what numpy says to a buffer that is too small
+        raise ProtocolError(f"{form.type.__name__}.{key}: needs more bytes than were sent") from None
     return cast(m.Message, form.type(**values))
 
 
-def _header(frame: Buffer) -> tuple[str, dict[str, Any]]:
-    if len(frame) > MAX_HEADER_BYTES:
-        raise ProtocolError(f"header of {len(frame)} bytes; at most {MAX_HEADER_BYTES} are allowed")
+def _payload(frame: Buffer, dtype: np.dtype[Any] | None, shape: tuple[int, ...]) -> Any:
+    array = np.ndarray(shape, dtype, frame)
+    if array.nbytes != len(frame):
+        raise ProtocolError(f"{list(shape)} of {dtype} has {array.nbytes} bytes, its frame {len(frame)}")
+    if type(frame) is not bytes:
+        array.flags.writeable = False
+    return array
+
+
+def _header(frames: Sequence[Buffer]) -> tuple[_Form, _Layout, tuple[int, ...], bytes, list[Any]]:
+    """The message's form, its layout, its dims, the index and the scalars."""
+    if not frames or len(frames[0]) > MAX_HEADER_BYTES:
+        raise ProtocolError(f"no header of at most {MAX_HEADER_BYTES} bytes; is the peer a flowspec device?")
     try:
-        parts = msgpack.unpackb(frame, raw=False, strict_map_key=True, max_ext_len=0,
-                                max_array_len=MAX_ROWS, max_map_len=MAX_ROWS)
+        name, code, dims, index, *scalars = msgpack.unpackb(frames[0], max_ext_len=0, max_array_len=MAX_DIM)
     except (ValueError, TypeError, msgpack.UnpackException):
-        raise ProtocolError("header is not valid msgpack; is the peer a flowspec device?") from None
-    if type(parts) is not list or len(parts) != 2 or type(parts[0]) is not str or type(parts[1]) is not dict:
-        raise ProtocolError("header is not [type, fields]; is the peer a flowspec device?")
-    if parts[0] not in _FORMS:
-        raise ProtocolError(f"unknown message type {parts[0][:40]!r}; do all devices run the same release?")
-    return parts[0], parts[1]
-
-
-def _difference(got: Any, expected: Any) -> str:
-    missing, unknown = sorted(expected - got), sorted(str(key)[:40] for key in got - expected)
-    what = [f"missing field {missing[0]!r}"] if missing else []
-    what += [f"unknown field {unknown[0]!r}"] if unknown else []
-    return " and ".join(what) + "; do all devices run the same release?"
+        raise ProtocolError("the header is not ours; is the peer a flowspec device?") from None
+    form = _FORMS.get(name) if type(name) is str else None
+    if form is None:
+        raise ProtocolError(f"unknown message type {short(name)}; do all devices run the same release?")
+    layout = form.layouts.get(code) if type(code) is str else None
+    if layout is None:
+        raise ProtocolError(f"{name}: its arrays cannot be {short(code)}")
+    if len(frames) != layout.frames:
+        raise ProtocolError(f"{name}: expected {layout.frames} frames, got {len(frames)}")
+    if len(scalars) != len(form.scalars):
+        raise ProtocolError(f"{name}: expected {len(form.scalars)} scalar fields, got {len(scalars)}; "
+                            "do all devices run the same release?")
+    if type(index) is not bytes or type(dims) is not list or len(dims) != len(layout.sources):
+        raise ProtocolError(f"{name}: expected bytes and {len(layout.sources)} dimensions, got {short(dims)}")
+    for size in dims:
+        if type(size) is not int or not 0 <= size <= MAX_DIM:
+            raise ProtocolError(f"{name}: a dimension must be 0 to {MAX_DIM}, not {short(size)}")
+    return form, layout, tuple(dims), index, scalars

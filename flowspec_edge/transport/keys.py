@@ -1,0 +1,77 @@
+"""CURVE key pairs and their files.
+
+Knows the format of a key file.  Does not know who may talk to whom.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from flowspec_edge.errors import FlowspecError, UsageError
+
+_Z85 = set(b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """A device's keys, Z85 text of 40 bytes each."""
+
+    public: bytes
+    secret: bytes
+
+    def __repr__(self) -> str:
+        return f"KeyPair(public={self.public!r})"  # the secret must not reach a log
+
+
+def generate() -> KeyPair:
+    """A new key pair."""
+    return KeyPair(*zmq.curve_keypair())
+
+
+def save(keys: KeyPair, path: Path) -> None:
+    """Write ``keys`` to a new file that only its owner can read; UsageError if it exists."""
+    text = json.dumps({"public": keys.public.decode(), "secret": keys.secret.decode()})
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise UsageError(f"{path} exists already; a key is not overwritten, remove it first") from None
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    with os.fdopen(fd, "w", encoding="ascii") as file:
+        file.write(text + "\n")
+
+
+def load(path: Path) -> KeyPair:
+    """Read a key file.
+
+    UsageError if there is none or if others may read it, FlowspecError if it is damaged or its
+    halves do not belong together.
+    """
+    try:
+        if path.stat().st_mode & 0o027:  # group may read: systemd's credentials are 0440
+            raise UsageError(f"others can read the secret key {path}: chmod 600 {path}")
+        data = json.loads(path.read_text(encoding="ascii"))
+        keys = KeyPair(parse_public(data["public"]), parse_public(data["secret"]))
+        matching = zmq.curve_public(keys.secret) == keys.public
+    except OSError as error:
+        raise UsageError(f"cannot read the key file {path}: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, UsageError) as error:
+        if isinstance(error, UsageError) and "chmod" in str(error):
+            raise
+        raise FlowspecError(f"{path} is not a key file; make a new one") from error
+    if not matching:
+        raise FlowspecError(f"{path}: the two keys do not belong together; make new ones")
+    return keys
+
+
+def parse_public(text: str) -> bytes:
+    """A public key as 40 bytes of Z85; UsageError if ``text`` is none."""
+    key = text.encode("ascii", "replace")
+    if len(key) != 40 or not set(key) <= _Z85:
+        raise UsageError(f"{text[:50]!r} is not a CURVE key: 40 characters of Z85 are expected")
+    return key
