@@ -38,8 +38,9 @@ def stage_forward(hidden: int = 192, layers: int = 8, heads: int = 6, kv_heads: 
     """(what, value, unit): both medians in milliseconds, and the stage's over transformers'."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=8 * hidden // 3, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, initializer_range=0.1,
+        vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=8 * hidden // 3,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        initializer_range=0.1,
     )
     model = LlamaForCausalLM(config).eval()
     with tempfile.TemporaryDirectory() as directory:

@@ -29,7 +29,7 @@ def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attent
             scaling: float | None = None, **_: Any) -> tuple[Tensor, None]:
     """query [1, heads, n, d], key and value [1, kv_heads, m, d], mask from :func:`fold_mask`;
     returns [1, n, heads, d]."""
-    _, heads, n, d = query.shape
+    heads, n, d = query.shape[1:]
     kv_heads = key.shape[1]
     # Query head h attends to key head h // groups; it becomes row block h % groups of that head.
     folded = query.reshape(1, kv_heads, -1, d)

@@ -170,11 +170,11 @@ class StageEngine:
         state.computing = True
         try:
             taps, hidden = self._run(state, segment, mask, poll)
+            if hidden is not None:
+                state.cache.append(segment.numbers)
         finally:
             state.computing = False
-        if hidden is not None:
-            state.cache.append(segment.numbers)
-        self._settle(state)
+            self._settle(state)
         if hidden is None:
             return [], self._result(segment, None)
         self.counters["rows"] += len(segment.numbers)
@@ -190,17 +190,17 @@ class StageEngine:
         if not len(segment.numbers):
             return [], torch.empty(0, self.shard.hidden_size, dtype=self.shard.dtype)
         taps: list[tuple[int, Tensor]] = []
-        hidden = forward.inputs(self.shard, segment)
-        for i, hidden in forward.layers(self.shard, state.cache, hidden, segment.positions, mask):
-            if i == self.shard.layers[1]:
-                break
-            if i in segment.taps:
-                taps.append((i, hidden))
+
+        def enter(layer: int, inputs: Tensor) -> bool:
+            if layer in segment.taps:
+                taps.append((layer, inputs))
             if poll is not None:
                 poll()
-                if self._given_up(state, segment):
-                    return [], None
-        return taps, forward.outputs(self.shard, hidden)
+            return not self._given_up(state, segment)
+
+        hidden = forward.layers(self.shard, state.cache, forward.inputs(self.shard, segment),
+                                segment.positions, mask, enter)
+        return ([], None) if hidden is None else (taps, forward.outputs(self.shard, hidden))
 
     def _given_up(self, state: _Session, segment: Segment) -> bool:
         if self._session is not state:

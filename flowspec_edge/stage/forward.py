@@ -5,7 +5,7 @@ Knows tensors, the shard and its cache.  Does not know sessions, prunes or why a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -30,13 +30,14 @@ def inputs(shard: Shard, segment: Segment) -> Tensor:
     return embedded
 
 
-def layers(shard: Shard, cache: KVCache, hidden: Tensor, positions: Int32,
-           mask: NDArray[np.bool_]) -> Iterator[tuple[int, Tensor]]:
-    """Run the layers one at a time: yields (i, the inputs [n, H] of layer i) before each layer,
-    and at the end (hi, the outputs of the last).
+def layers(shard: Shard, cache: KVCache, hidden: Tensor, positions: Int32, mask: NDArray[np.bool_],
+           enter: Callable[[int, Tensor], bool]) -> Tensor | None:
+    """Run ``hidden`` [n, H] through the shard's layers: [n, H].
 
     positions  [n] int32, absolute
     mask       [n, len(cache) + n] bool, True where a row sees a column
+    enter      called before each layer with its index and inputs [n, H]; False gives the pass up,
+               and the result is None
 
     Keys and values are written behind the cache's last slot; the caller appends them.
     """
@@ -47,12 +48,12 @@ def layers(shard: Shard, cache: KVCache, hidden: Tensor, positions: Int32,
     additive.masked_fill_(torch.from_numpy(~mask).to(shard.device), float("-inf"))
     folded = fold_mask(additive, shard.kv_groups)
     rotation = shard.rotary(x, position_ids=ids)
-    lo, hi = shard.layers
-    for i, layer in zip(range(lo, hi), shard.modules, strict=True):
-        yield i, x[0]
+    for i, layer in enumerate(shard.modules, start=shard.layers[0]):
+        if not enter(i, x[0]):
+            return None
         x = layer(x, attention_mask=folded, position_ids=ids, past_key_values=cache,
                   use_cache=True, position_embeddings=rotation)
-    yield hi, x[0]
+    return x[0]
 
 
 def outputs(shard: Shard, hidden: Tensor) -> Tensor:

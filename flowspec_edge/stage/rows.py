@@ -46,7 +46,8 @@ def check(segment: Segment, hidden_size: int, dtype: str, vocabulary: int | None
     if not n:
         return
     if numbers[0] < segment.first or numbers[-1] >= segment.stop:
-        raise _wrong(segment, f"numbers {numbers[0]} to {numbers[-1]} leave [{segment.first}, {segment.stop})")
+        raise _wrong(segment, f"numbers {numbers[0]} to {numbers[-1]} "
+                              f"leave [{segment.first}, {segment.stop})")
     if segment.positions.min() < 0:
         raise _wrong(segment, "a position is negative")
     tokens, hidden = segment.tokens, segment.hidden

@@ -7,6 +7,7 @@ needs.  Does not know sessions, caches or messages.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def split_layers(layers: int, stages: int, allow_empty: bool = False) -> list[tu
                          f"use at most {layers}")
     size, longer = divmod(layers, stages)
     bounds = [i * size + min(i, longer) for i in range(stages + 1)]
-    return list(zip(bounds, bounds[1:], strict=False))
+    return list(pairwise(bounds))
 
 
 def load_config(model_dir: Path | str) -> Any:
