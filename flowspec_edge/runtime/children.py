@@ -1,0 +1,98 @@
+"""Worker processes on this machine: starting, watching and ending them.
+
+Knows processes, exit codes and what they wrote to stderr.  Does not know what workers do.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import flowspec_edge
+from flowspec_edge.runtime.workerconfig import WorkerConfig
+
+_GRACE_S = 2.0  # between asking a process to end and killing it
+
+
+class Children:
+    """One process a stage; ``directory`` holds their configurations, keys and stderr files."""
+
+    def __init__(self) -> None:
+        self._temporary = TemporaryDirectory(prefix="flowspec-")
+        self.directory = Path(self._temporary.name)
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, V1's first."""
+        return [process.pid for process in self._processes]
+
+    def start(self, configs: Sequence[WorkerConfig], verbose: bool = False) -> None:
+        """Start a worker for each of ``configs``."""
+        package = str(Path(flowspec_edge.__file__).parent.parent)
+        path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+        for config in configs:
+            file = self.directory / f"v{config.stage}.toml"
+            file.write_text(config.dump(), encoding="utf-8")
+            command = [sys.executable, "-m", "flowspec_edge.runtime.worker", "--config", str(file)]
+            with self._stderr(config.stage).open("wb") as stderr:
+                self._processes.append(subprocess.Popen(
+                    [*command, "--verbose"] if verbose else command, stdin=subprocess.DEVNULL, stderr=stderr,
+                    pass_fds=[config.listen_fd] if config.listen_fd >= 0 else [],
+                    start_new_session=True,  # Ctrl-C is for D0, which then ends them in order
+                    env={**os.environ, "PYTHONPATH": path}))
+
+    def exited(self) -> str | None:
+        """The first process that has ended, and why: "V2 was killed by ..."; None while all run."""
+        for stage, process in enumerate(self._processes, start=1):
+            code = process.poll()
+            if code is not None:
+                return f"V{stage} {self._cause(stage, code)}"
+        return None
+
+    def exited_within(self, timeout: float) -> str | None:
+        """The same, when something else says that one must be ending just now."""
+        deadline = time.monotonic() + timeout
+        while (cause := self.exited()) is None and self._processes and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return cause
+
+    def end(self) -> None:
+        """End and reap all of them, within about two seconds; safe to call twice."""
+        running = [process for process in self._processes if process.poll() is None]
+        for process in running:
+            process.terminate()
+        deadline = time.monotonic() + _GRACE_S
+        for process in running:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()  # works on a stopped process, too
+                process.wait()
+        self._temporary.cleanup()
+
+    def wait(self, timeout: float) -> None:
+        """Give processes that were asked to end up to ``timeout`` seconds for it."""
+        deadline = time.monotonic() + timeout
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                return
+
+    def _cause(self, stage: int, code: int) -> str:
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        lines = self._stderr(stage).read_text(encoding="utf-8", errors="replace").split("\n")
+        said = [line.strip() for line in lines if line.strip()]
+        last = said[-1].removeprefix("flowspec worker: ") if said else "it left no word"
+        return f"ended with exit code {code}: {last}"
+
+    def _stderr(self, stage: int) -> Path:
+        return self.directory / f"v{stage}.stderr"

@@ -1,0 +1,94 @@
+"""Who is in the cluster, and who still answers.
+
+Knows what the stages tell about themselves (Hello, Heartbeat, Failed) and how long silence may
+last.  Does not know sockets, processes or requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from flowspec_edge.errors import PeerLost, ProtocolError
+from flowspec_edge.messages import PROTOCOL_VERSION, Failed, Heartbeat, Hello
+from flowspec_edge.runtime.live import LiveLines
+
+
+@dataclass
+class _Member:
+    stage: int
+    hello: Hello | None = None
+    seen_at: float = 0.0
+    counters: dict[str, float] = field(default_factory=dict)
+
+
+class Members:
+    """The stages V1…VN by instance id, in order."""
+
+    def __init__(self, instances: Sequence[str], dead_after: float) -> None:
+        """``dead_after``: seconds of silence that end a request."""
+        self.instances = tuple(instances)
+        self._dead_after = dead_after
+        self._members = {instance: _Member(stage) for stage, instance in enumerate(instances, start=1)}
+        self._lines = LiveLines()
+
+    def heard(self, sender: str, message: Hello | Heartbeat | Failed, now: float) -> None:
+        """A word from ``sender``; strangers, such as the former life of a stage, are ignored.
+
+        PeerLost if the stage says that it failed, ProtocolError if it is not what it should be.
+        """
+        member = self._members.get(sender)
+        if member is None:
+            return
+        if message.stage != member.stage:
+            raise ProtocolError(f"{sender} says it is V{message.stage}, but it is set up as V{member.stage}")
+        member.seen_at = now
+        match message:
+            case Hello():
+                self._welcome(message)
+                member.hello = message
+            case Heartbeat():
+                member.counters = message.counters
+                self._lines.show(message)
+            case Failed():
+                raise PeerLost(f"V{message.stage} failed: {message.cause}")
+
+    def missing(self) -> list[str]:
+        """The stages that have not said Hello: "V1", …"""
+        return [f"V{member.stage}" for member in self._members.values() if member.hello is None]
+
+    def expect_from(self, now: float) -> None:
+        """Start to count silence now: while no request ran, nobody listened."""
+        for member in self._members.values():
+            member.seen_at = max(member.seen_at, now)
+
+    def check(self, now: float) -> None:
+        """PeerLost if a stage has been silent for too long."""
+        for member in self._members.values():
+            if now - member.seen_at > self._dead_after:
+                raise PeerLost(f"V{member.stage} has been silent for {self._dead_after:g} s: "
+                               "see whether the device is up, reachable and not out of memory")
+
+    def counters(self) -> tuple[dict[str, float], ...]:
+        """What each stage last reported."""
+        return tuple(dict(member.counters) for member in self._members.values())
+
+    def all_closed(self, session: int) -> bool:
+        """Whether every stage has given its last report on ``session``."""
+        return all(member.counters.get("closed") == session for member in self._members.values())
+
+    def _welcome(self, hello: Hello) -> None:
+        if hello.version != PROTOCOL_VERSION:
+            raise ProtocolError(f"V{hello.stage} speaks protocol version {hello.version}, "
+                                f"D0 {PROTOCOL_VERSION}: install the same release on all devices")
+        if hello.stages != len(self._members):
+            raise ProtocolError(f"V{hello.stage} is set up as one of {hello.stages} stages, "
+                                f"D0 knows {len(self._members)}")
+        for other in self._members.values():
+            if other.hello is None or other.stage not in (hello.stage - 1, hello.stage + 1):
+                continue
+            first, second = sorted((hello, other.hello), key=lambda h: h.stage)
+            if first.layers[1] != second.layers[0]:
+                raise ProtocolError(f"V{first.stage} ends at layer {first.layers[1]}, "
+                                    f"but V{second.stage} starts at {second.layers[0]}: "
+                                    "do both have the same model?")

@@ -1,0 +1,253 @@
+"""A cluster of processes over ZeroMQ: D0 here, the stages as children or on other hosts.
+
+Knows how D0 drives a request in real time: what it sends over which link, and when a silence or
+an exit ends the request.  Does not know what the coordinator decides.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import cast
+
+from flowspec_edge.errors import FlowspecError, PeerLost, ProtocolError
+from flowspec_edge.messages import (
+    Cancel,
+    Close,
+    Credit,
+    Failed,
+    Heartbeat,
+    Hello,
+    Open,
+    Output,
+    Prune,
+    Segment,
+    Shutdown,
+    Tap,
+)
+from flowspec_edge.runtime.children import Children
+from flowspec_edge.runtime.coordinator import Coordinator
+from flowspec_edge.runtime.device0 import DraftDevice
+from flowspec_edge.runtime.local import Addresses, LocalPlan
+from flowspec_edge.runtime.members import Members
+from flowspec_edge.runtime.request import OnTokens, Request, Result
+from flowspec_edge.runtime.workerconfig import Dtype
+from flowspec_edge.stage.shard import load_config, split_layers
+from flowspec_edge.tensors import parse_dtype
+from flowspec_edge.transport import keys
+from flowspec_edge.transport.zmq_links import ZmqTransport
+
+_CHECK_S = 0.1  # how often exits and silences are looked for
+_LAST_REPORT_S = 2.0  # how long the stages' final counters are waited for
+_EXIT_S = 0.5  # how much later than its links a process that dies may be seen to exit
+_SHUTDOWN_S = 1.0  # how long a stage may take to end after Shutdown
+
+
+class ProcessCluster:
+    """Stages as processes; implements ``runtime.request.Cluster``.  One request at a time."""
+
+    clock = "wall"
+
+    def __init__(self, model_dir: Path, stages: int, dtype: str = "fp32", *, threads: int | None = None,
+                 encrypted: bool = False, dead_after: float = 5.0, start_within: float = 180.0,
+                 addresses: Addresses | None = None) -> None:
+        """Start the stages, or meet those at ``addresses``, and wait until all have their shards.
+
+        threads       of torch in each stage; None shares the machine's cores among them
+        encrypted     CURVE on every link, with keys made for this cluster
+        dead_after    seconds of silence after which a stage counts as lost
+        start_within  seconds for all stages to say Hello
+
+        UsageError if the model cannot be cut into so many stages, before anything is started;
+        PeerLost if a stage does not come up.
+        """
+        target = Path(model_dir) / "target"
+        parse_dtype(dtype)
+        split_layers(load_config(target).num_hidden_layers, stages)
+        self._outbox: deque[Segment] = deque()
+        self._session = 0
+        self._check_at = 0.0
+        with ExitStack() as undo:
+            self._children = Children()
+            undo.callback(self._children.end)
+            plan = None if addresses else LocalPlan(stages, self._children.directory, encrypted)
+            if plan:
+                undo.callback(plan.close)
+                addresses = plan.addresses
+            assert addresses is not None
+            self._transport = ZmqTransport(keys.load(addresses.key_file) if addresses.key_file else None)
+            undo.callback(self._transport.close)
+            allowed = addresses.worker_keys
+            self._hub = self._transport.hub(addresses.control, "D0 control", allowed)
+            self._output = self._transport.pull(addresses.output, "D0 data in", allowed[-1:])
+            self._first = self._transport.push(addresses.first, "D0 data out", allowed[:1])
+            self._members = Members(addresses.instances, dead_after)
+            if plan:
+                self._children.start(plan.configs(self._hub.endpoint, self._output.endpoint, target,
+                                                  cast(Dtype, dtype), threads))
+                plan.close()
+            self._device0 = DraftDevice(Path(model_dir), dtype)  # while the stages load theirs
+            self._gather(start_within)
+            undo.pop_all()
+        self._closed = False
+
+    @property
+    def pids(self) -> list[int]:
+        """The stages' process ids, V1's first; none if they run elsewhere."""
+        return self._children.pids
+
+    # ---- a request -----------------------------------------------------------------------------
+
+    def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
+        """Run one request to its end.
+
+        UsageError if it cannot fit; PeerLost, which ends the cluster, if a stage is lost.
+        """
+        if self._closed:
+            raise FlowspecError("the cluster is closed; start a new one")
+        self._session = max(self._session + 1, int(time.time() * 1e3))  # above those of a former D0
+        c = self._device0.coordinator(request, len(self._members.instances), time.monotonic, self._session)
+        before = self._own_bytes()
+        try:
+            self._collect(None)  # heartbeats since the last request
+            self._members.expect_from(time.monotonic())
+            self._tell_all(c.open_message())
+            while not c.finished:
+                self._step(c, on_tokens)
+            self._end_session()
+        except FlowspecError:
+            self.close()
+            raise
+        except BaseException:  # Ctrl-C, or a fault of ours: the stages can go on
+            self._outbox.clear()
+            with suppress(PeerLost):
+                self._tell_all(Close(self._session))
+            raise
+        stages = self._members.counters()
+        total = self._own_bytes() - before + sum(int(counters.get("bytes_out", 0)) for counters in stages)
+        return c.result(max(counters.get("slot_s", 0.0) for counters in stages), total, stages)
+
+    def _step(self, c: Coordinator, on_tokens: OnTokens | None) -> None:
+        """D0's loop: send what may be sent, do the most urgent work, take what has come."""
+        for message in c.take_messages():
+            if isinstance(message, Segment):
+                self._outbox.append(message)
+            else:
+                self._tell_all(message)
+        self._flush()
+        task = c.next_task()
+        if task is not None:
+            c.complete(task)
+        if not self._collect(c) and task is None:
+            self._sleep()
+        if on_tokens and (new := c.new_tokens()):
+            on_tokens(new)
+        self._check()
+
+    # ---- messages ------------------------------------------------------------------------------
+
+    def _collect(self, c: Coordinator | None) -> bool:
+        """Take everything that has arrived; whether anything has."""
+        found = False
+        while (output := self._output.receive()) is not None:
+            found = True
+            if not isinstance(output, Output):
+                raise ProtocolError(f"{self._output.name}: a {type(output).__name__} is no output")
+            if c is not None:
+                c.receive(output)
+        while (item := self._hub.receive()) is not None:
+            found = True
+            sender, message = item
+            match message:
+                case Hello() | Heartbeat() | Failed():
+                    self._members.heard(sender, message, time.monotonic())
+                case Credit() | Tap():
+                    if c is not None:
+                        c.receive(message)
+                case _:
+                    raise ProtocolError(f"{self._hub.name}: {sender} sent a {type(message).__name__}")
+        return found
+
+    def _flush(self) -> None:
+        while self._outbox and self._first.send(self._outbox[0]):
+            self._outbox.popleft()
+
+    def _tell_all(self, message: Open | Close | Prune | Cancel | Shutdown) -> None:
+        for stage, instance in enumerate(self._members.instances, start=1):
+            try:
+                taken = self._hub.send(instance, message)
+            except PeerLost as error:
+                self._blame_exit(within=_EXIT_S)
+                raise PeerLost(f"V{stage} has left the control channel; start the cluster again") from error
+            if not taken:
+                raise PeerLost(f"V{stage} takes no control messages any more; start the cluster again")
+
+    def _sleep(self) -> None:
+        due = max(0.0, self._check_at - time.monotonic())
+        self._transport.wait([self._output, self._hub], [self._first] if self._outbox else [], due)
+
+    def _end_session(self) -> None:
+        """Close it, and wait a moment for every stage's last counters."""
+        self._outbox.clear()
+        self._tell_all(Close(self._session))
+        deadline = time.monotonic() + _LAST_REPORT_S
+        while not self._members.all_closed(self._session) and time.monotonic() < deadline:
+            self._sleep()
+            self._collect(None)
+            self._check()
+
+    # ---- life and death ------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """PeerLost if a stage has exited, fallen silent or lost its link."""
+        now = time.monotonic()
+        if now < self._check_at:
+            return
+        self._check_at = now + _CHECK_S
+        self._blame_exit()
+        self._members.check(now)
+        if self._first.breaks():
+            self._blame_exit(within=_EXIT_S)
+            raise PeerLost(f"{self._first.name}: the connection to V1 broke, segments may be lost; "
+                           "start the cluster again")
+
+    def _blame_exit(self, within: float = 0.0) -> None:
+        cause = self._children.exited_within(within)
+        if cause is not None:
+            raise PeerLost(f"{cause}; start the cluster again")
+
+    def _gather(self, within: float) -> None:
+        """Wait until every stage has said Hello."""
+        deadline = time.monotonic() + within
+        while missing := self._members.missing():
+            if time.monotonic() > deadline:
+                raise PeerLost(f"no Hello from {', '.join(missing)} within {within:g} s: see whether they "
+                               f"run, can reach D0 at {self._hub.endpoint} and hold the right keys")
+            self._members.expect_from(time.monotonic())
+            self._check()
+            self._sleep()
+            self._collect(None)
+
+    def close(self) -> None:
+        """End every process and socket; safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        for instance in self._members.instances:
+            with suppress(PeerLost):
+                self._hub.send(instance, Shutdown("D0 closed the cluster"))
+        self._children.wait(_SHUTDOWN_S)
+        self._children.end()
+        self._transport.close()
+
+    def __enter__(self) -> ProcessCluster:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _own_bytes(self) -> int:
+        """Bytes that D0 has sent, and those that came to it over the control channel."""
+        return self._first.bytes_out + self._hub.bytes_out + self._hub.bytes_in

@@ -1,0 +1,328 @@
+"""A verification device's process: one shard, one loop.
+
+Knows in which order a stage does things, what it reports to D0 and when it must end by itself.
+Does not know sockets (``transport``), the meaning of a segment (``stage``) or the tree.
+
+    python -m flowspec_edge.runtime.worker --config FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from types import FrameType
+from typing import Protocol
+
+from flowspec_edge.errors import FlowspecError, PeerLost, ProtocolError
+from flowspec_edge.messages import (
+    Cancel,
+    Close,
+    Credit,
+    Failed,
+    Heartbeat,
+    Hello,
+    Message,
+    Open,
+    Output,
+    Prune,
+    Segment,
+    Shutdown,
+    Tap,
+)
+from flowspec_edge.runtime.workerconfig import WorkerConfig
+from flowspec_edge.transport import keys
+from flowspec_edge.transport.base import ClientLink, Link, Transport
+from flowspec_edge.transport.zmq_links import ZmqTransport
+
+log = logging.getLogger(__name__)
+
+_CHECK_S = 0.25  # how often the links and the parent are looked at
+
+
+class Engine(Protocol):
+    """What a worker runs: ``stage.engine.StageEngine``."""
+
+    counters: dict[str, float]
+
+    def open(self, message: Open) -> None: ...
+
+    def close(self, message: Close) -> None: ...
+
+    def prune(self, message: Prune) -> None: ...
+
+    def cancel(self, message: Cancel) -> None: ...
+
+    def admit(self, segment: Segment) -> Segment | None: ...
+
+    def compute(self, admitted: Segment, poll: Poll | None = None) -> tuple[list[Tap], Segment | Output]: ...
+
+
+class Poll(Protocol):
+    """What an engine calls between layers."""
+
+    def __call__(self) -> None: ...
+
+
+class Stopped(Exception):
+    """D0, or the system, asked the process to end."""
+
+
+@dataclass
+class Links:
+    """A stage's connections."""
+
+    transport: Transport
+    control: ClientLink  # to and from D0
+    previous: Link  # segments come in
+    next: ClientLink  # segments or outputs go out
+
+
+def connect(config: WorkerConfig, transport: Transport) -> Links:
+    """Make the stage's links."""
+    name = f"V{config.stage}"
+    control_key, next_key, previous_key = (
+        [keys.parse_public(key)] if config.key_file else []
+        for key in (config.control_key, config.next_key, config.previous_key))
+    return Links(
+        transport,
+        transport.control(config.control, f"{name} control", config.instance, control_key),
+        transport.pull(config.listen, f"{name} data in", previous_key, config.listen_fd),
+        transport.push(config.next, f"{name} data out", next_key),
+    )
+
+
+class Worker:
+    """The loop of one stage; :meth:`run` returns when D0 says so."""
+
+    def __init__(self, config: WorkerConfig, links: Links, engine: Engine, hello: Hello) -> None:
+        self._config = config
+        self._links = links
+        self._engine = engine
+        self._hello = hello
+        self._opened = (-1, -1)  # newest session and epoch
+        self._open = False
+        self._beat_at = 0.0
+        self._check_at = 0.0
+        self._broken_at: float | None = None  # when the link to the next stage was seen to have broken
+        self._greeted = 0  # breaks of the control link that D0 has been greeted after
+        self._start_counting()
+
+    def run(self) -> None:
+        """Serve until Shutdown; raises FlowspecError when the stage cannot go on."""
+        self._greet()
+        try:
+            while True:
+                self._tick()
+                segment = self._next_segment()
+                if segment is not None:
+                    self._work(segment)
+        except Stopped:
+            return
+
+    # ---- data ----------------------------------------------------------------------------------
+
+    def _next_segment(self) -> Segment | None:
+        message = self._links.previous.receive()
+        if message is None:
+            self._sleep()
+            return None
+        if not isinstance(message, Segment):
+            raise ProtocolError(f"{self._links.previous.name}: a {type(message).__name__} is no segment")
+        # The two channels are not ordered: a session's first segment may overtake its Open.
+        deadline = time.monotonic() + self._config.open_within_s
+        while (message.session, message.epoch) > self._opened:
+            if time.monotonic() > deadline:
+                raise ProtocolError(f"a segment of session {message.session} came, but in "
+                                    f"{self._config.open_within_s:g} s no Open for it")
+            self._sleep(data=False)
+            self._tick()
+        return message
+
+    def _work(self, segment: Segment) -> None:
+        start = time.perf_counter()
+        admitted = self._engine.admit(segment)
+        if admitted is None:
+            return
+        taps, result = self._engine.compute(admitted, self._tick)
+        seconds = time.perf_counter() - start
+        self._compute_s += seconds
+        self._tokens += len(segment.committed)
+        if len(admitted.numbers):
+            self._slots.append(seconds)
+        for tap in taps:
+            self._send(self._links.control, tap)
+        self._send(self._links.next, result)
+        if self._config.stage == 1:
+            self._send(self._links.control, Credit(segment.session, segment.epoch, segment.run))
+
+    def _send(self, link: ClientLink, message: Message) -> None:
+        """Hand ``message`` over, living on while the peer has no room."""
+        while not link.send(message):
+            self._sleep(data=False, room=link)
+            self._tick()
+
+    def _sleep(self, data: bool = True, room: Link | None = None) -> None:
+        """Until something comes, or the next heartbeat or check is due."""
+        start = time.monotonic()
+        incoming = [self._links.control, self._links.previous] if data else [self._links.control]
+        due = max(0.0, min(self._beat_at, self._check_at) - start)
+        self._links.transport.wait(incoming, [room] if room else [], due)
+        if self._open:
+            self._wait_s += time.monotonic() - start
+
+    # ---- control -------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        """What cannot wait for the end of a segment; called between layers, too."""
+        while (message := self._links.control.receive()) is not None:
+            self._obey(message)
+        now = time.monotonic()
+        if now >= self._check_at:
+            self._check_at = now + _CHECK_S
+            self._check()
+        if now >= self._beat_at:
+            self._beat()
+
+    def _obey(self, message: Message) -> None:
+        match message:
+            case Prune():
+                self._engine.prune(message)
+            case Cancel():
+                self._engine.cancel(message)
+            case Open():
+                self._engine.open(message)
+                self._opened = max(self._opened, (message.session, message.epoch))
+                self._open = True
+                self._start_counting()
+            case Close():
+                self._engine.close(message)
+                if message.session == self._opened[0]:
+                    self._open = False
+                    self._beat(closed=message.session)
+            case Shutdown():
+                log.info("V%d ends: %s", self._config.stage, message.reason)
+                raise Stopped
+            case _:
+                raise ProtocolError(f"{self._links.control.name}: D0 sent a {type(message).__name__}")
+
+    def _check(self) -> None:
+        """Nobody may be left waiting for somebody who is gone."""
+        config, links = self._config, self._links
+        if config.parent and os.getppid() != config.parent:
+            raise PeerLost("the process that started this stage is gone")
+        for link, peer in ((links.control, "D0"), (links.next, "the next device")):
+            if link.lost_for() > config.lost_after_s:
+                raise PeerLost(f"{link.name}: no connection to {peer} for {config.lost_after_s:g} s")
+        if links.control.breaks() > self._greeted and not links.control.lost_for():
+            self._greet()  # D0 is back, or another one
+        if not self._open or links.next.breaks() == self._breaks:
+            self._broken_at = None
+        elif self._broken_at is None:
+            self._broken_at = time.monotonic()
+        elif time.monotonic() - self._broken_at > config.broken_after_s:
+            raise PeerLost(f"{links.next.name}: the connection broke during a session; messages may be lost")
+
+    # ---- reports -------------------------------------------------------------------------------
+
+    def _greet(self) -> None:
+        self._greeted = self._links.control.breaks()
+        self._links.control.send(self._hello)
+
+    def _start_counting(self) -> None:
+        self._compute_s = self._wait_s = 0.0
+        self._tokens = 0
+        self._slots: deque[float] = deque(maxlen=1024)  # seconds of the newest segments with rows
+        self._bytes_before = (self._links.previous.bytes_in, self._links.next.bytes_out)
+        self._breaks = self._links.next.breaks()
+
+    def _beat(self, closed: int | None = None) -> None:
+        """A heartbeat; dropped if D0 has no room, for the next one says it all."""
+        self._beat_at = time.monotonic() + self._config.heartbeat_s
+        bytes_in, bytes_out = self._bytes_before
+        counters = {
+            **self._engine.counters, "compute_s": self._compute_s, "wait_s": self._wait_s,
+            "slot_s": median(self._slots) if self._slots else 0.0, "tokens": self._tokens,
+            "bytes_in": self._links.previous.bytes_in - bytes_in,
+            "bytes_out": self._links.next.bytes_out - bytes_out,
+        }
+        if closed is not None:
+            counters["closed"] = closed
+        self._links.control.send(Heartbeat(self._config.instance, self._config.stage, counters))
+
+
+def run_worker(config: WorkerConfig) -> None:
+    """Load the shard and serve until Shutdown or SIGTERM.
+
+    Whatever goes wrong is told to D0 (Failed), then raised.
+    """
+    transport = ZmqTransport(keys.load(Path(config.key_file)) if config.key_file else None)
+    try:
+        links = connect(config, transport)
+        try:
+            Worker(config, links, *_load(config)).run()
+        except Stopped:
+            return
+        except Exception as error:
+            links.control.send(Failed(config.instance, config.stage, one_line(error)))
+            raise
+    finally:
+        transport.close()
+
+
+def _load(config: WorkerConfig) -> tuple[Engine, Hello]:
+    """Load the shard; the engine that runs it, and how the stage introduces itself."""
+    import torch  # here, so that a wrong configuration is told at once
+
+    from flowspec_edge.stage.engine import StageEngine
+    from flowspec_edge.stage.shard import load_shard
+
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    shard = load_shard(config.model, config.stage - 1, config.stages, config.dtype, config.device)
+    hello = Hello(config.instance, config.stage, config.stages, shard.layers, shard.digest)
+    return StageEngine(shard), hello
+
+
+def one_line(error: BaseException) -> str:
+    """An error as one line; an unexpected one with its type."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, FlowspecError) else f"{type(error).__name__}: {text}"
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough; the way out must not be cut short
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise Stopped
+
+
+def main() -> int:
+    """The command line; an error is one line on stderr and a non-zero exit."""
+    parser = argparse.ArgumentParser(description="One verification device of a flowspec cluster.")
+    parser.add_argument("--config", type=Path, required=True, help="a worker's TOML file")
+    parser.add_argument("--verbose", action="store_true", help="log what happens")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING)
+    signal.signal(signal.SIGTERM, _on_signal)
+    signal.signal(signal.SIGINT, _on_signal)
+    try:
+        run_worker(WorkerConfig.load(arguments.config))
+    except Stopped:
+        return 0
+    except Exception as error:
+        if not isinstance(error, FlowspecError):
+            log.exception("V: unexpected error")
+        print(f"flowspec worker: {one_line(error)}", file=sys.stderr)
+        return error.exit_code if isinstance(error, FlowspecError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

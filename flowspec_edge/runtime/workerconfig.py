@@ -1,0 +1,56 @@
+"""What a stage process is told when it starts: one flat TOML file.
+
+Knows the keys and writes them as well as it reads them.  Does not know what they are used for.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from flowspec_edge.config import Strict, load_toml
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Dtype = Literal["fp32", "bf16", "fp16"]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class WorkerConfig(Strict):
+    """One stage V``stage`` of ``stages``; addresses are ZeroMQ endpoints such as tcp://host:port."""
+
+    instance: Text  # the identity on the control channel; unique in the cluster
+    stage: Annotated[int, Field(ge=1)]
+    stages: Annotated[int, Field(ge=1)]
+    model: Text  # directory of the target model
+    dtype: Dtype = "fp32"
+    device: Text = "cpu"
+    threads: Annotated[int, Field(ge=0)] = 0  # of torch; 0 leaves its default
+    control: Text  # where D0's control channel listens
+    listen: Text  # where this stage takes segments
+    next: Text  # where its results go: the next stage, or from the last one D0
+    listen_fd: Annotated[int, Field(ge=-1)] = -1  # a listening socket for ``listen``, inherited
+    heartbeat_s: Seconds = 0.5
+    lost_after_s: Seconds = 15.0  # without D0 or the next stage for so long, the stage gives up
+    # A broken link to the next stage is reported only after so long: if that stage is dead, D0
+    # finds out sooner, and names it.
+    broken_after_s: Seconds = 8.0
+    open_within_s: Seconds = 10.0  # how long a segment may be ahead of its session's Open
+    parent: Annotated[int, Field(ge=0)] = 0  # process that this one must not outlive; 0: none
+    key_file: str = ""  # empty: no encryption, and the keys below are not used
+    control_key: str = ""  # public keys, Z85
+    next_key: str = ""
+    previous_key: str = ""
+
+    @classmethod
+    def load(cls, path: Path) -> WorkerConfig:
+        """Read ``path``; UsageError names the file and the key at fault."""
+        return load_toml(path, cls)
+
+    def dump(self) -> str:
+        """The TOML that :meth:`load` reads."""
+        # A JSON string or number is one of TOML too.
+        return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n"
+                       for key, value in self.model_dump().items())
