@@ -88,11 +88,11 @@ def choose(logits: NDArray[np.floating], positions: NDArray[np.integer], samplin
     positions  [n]     the row's own position; its successor is drawn with the noise of position + 1
     """
     if sampling.greedy or not len(logits):
-        return logits.argmax(axis=-1).astype(np.int32) if len(logits) else np.empty(0, np.int32)
+        return np.asarray(logits.argmax(axis=-1), dtype=np.int32) if len(logits) else np.empty(0, np.int32)
     scores = log_probs(logits, sampling)
     for i, position in enumerate(positions):
         scores[i] += gumbel(sampling.seed, int(position) + 1, scores.shape[-1])
-    return scores.argmax(axis=-1).astype(np.int32)
+    return np.asarray(scores.argmax(axis=-1), dtype=np.int32)
 
 
 def rank_children(logits: NDArray[np.floating], positions: NDArray[np.integer], k: int,

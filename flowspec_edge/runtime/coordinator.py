@@ -49,7 +49,7 @@ class Coordinator:
     """One request from prompt to result."""
 
     def __init__(self, request: Request, make: Callable[[Ledger], Strategy], drafter: Drafter | None,
-                 head: Head, stages: int, clock: Callable[[], float], session: int = 1,
+                 head: Head, clock: Callable[[], float], session: int = 1,
                  epoch: int = 0, window: int = 1) -> None:
         """``window``: segments that may be at V1 at a time; ``clock`` is in seconds."""
         if not request.prompt:
@@ -63,7 +63,6 @@ class Coordinator:
         self._head = head
         self._clock = clock
         self._credits = window
-        self._max_in_flight = stages + 1
         self._prompt = deque(request.prompt)
         self._prompt_left = len(request.prompt)  # rows of it that have not come back
         self._outputs: deque[Output] = deque()
@@ -89,10 +88,7 @@ class Coordinator:
         messages: list[Segment | Prune | Cancel] = []
         if not self._prompt_left:
             messages += self.strategy.controls()
-        while self._credits and self.ledger.in_flight < self._max_in_flight and not self.finished:
-            segment = self._next_segment()
-            if segment is None:
-                break
+        while self._credits and not self.finished and (segment := self._next_segment()):
             self._credits -= 1
             messages.append(segment)
         return messages
@@ -100,7 +96,9 @@ class Coordinator:
     def _next_segment(self) -> Segment | None:
         if self._prompt:
             return self._next_chunk()
-        return None if self._prompt_left else self.strategy.next_segment()
+        if self._prompt_left or self.ledger.in_flight >= self.strategy.max_in_flight:
+            return None
+        return self.strategy.next_segment()
 
     def _next_chunk(self) -> Segment:
         """Chunked prefill (paper, III-A): a slice of the prompt, a chain that is text already."""
@@ -150,7 +148,7 @@ class Coordinator:
         try:
             numbers, positions = self.ledger.returned(output.run)
         except KeyError:
-            raise ProtocolError(f"an output came back for segment {output.run}, which is not in flight") from None
+            raise ProtocolError(f"output of segment {output.run}, which is not in flight") from None
         at = np.searchsorted(numbers, output.numbers)
         if (at >= len(numbers)).any() or (numbers[at] != output.numbers).any():
             raise ProtocolError(f"the output of segment {output.run} has rows that were not sent in it")

@@ -55,7 +55,7 @@ class DraftDevice:
             raise UsageError(f"the prompt has a token id outside the vocabulary of {vocabulary}")
         drafter = self._load_drafter() if chosen.drafts else None
         return Coordinator(request, lambda ledger: chosen(request.params, ledger, stages), drafter,
-                           self.head, stages, clock, session, epoch)
+                           self.head, clock, session, epoch)
 
     def _load_drafter(self) -> Drafter:
         if self._drafter is None:

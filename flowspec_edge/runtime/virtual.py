@@ -12,6 +12,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from flowspec_edge.config import Profile
@@ -184,10 +185,10 @@ class VirtualRun:
             size = wire_bytes(message, self._profile)
             if isinstance(message, Segment):
                 following = self._stages[index + 1]
-                self._data[index + 1].send(size, lambda: following.receive(message))
+                self._data[index + 1].send(size, partial(following.receive, message))
             else:
                 link = self._data[-1] if isinstance(message, Output) else self._back
-                link.send(size, lambda: self._arrived(message))
+                link.send(size, partial(self._arrived, message))
 
         return forward
 
@@ -198,7 +199,7 @@ class VirtualRun:
             if index == 0:
                 ledger = self._c.ledger
                 credit = Credit(ledger.session, ledger.epoch, run)
-                self._back.send(wire_bytes(credit, self._profile), lambda: self._arrived(credit))
+                self._back.send(wire_bytes(credit, self._profile), partial(self._arrived, credit))
 
         return finished
 
@@ -211,10 +212,10 @@ class VirtualRun:
         for message in self._c.take_messages():
             size = wire_bytes(message, self._profile)
             if isinstance(message, Segment):
-                self._data[0].send(size, lambda m=message: self._stages[0].receive(m))
+                self._data[0].send(size, partial(self._stages[0].receive, message))
                 continue
             for link, stage in zip(self._control, self._stages, strict=True):
-                link.send(size, lambda m=message, s=stage: s.receive(m))
+                link.send(size, partial(stage.receive, message))
         if self._busy:
             return
         task = self._c.next_task()

@@ -19,7 +19,6 @@ class Autoregressive(Strategy):
     def start(self, token: int, position: int) -> None:
         self._root: tuple[int, int] | None = (token, position)
         self._position = position
-        self.counters.rounds += 1
 
     def next_segment(self) -> Segment | None:
         if self._root is None:

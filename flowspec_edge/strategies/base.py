@@ -31,7 +31,7 @@ class Counters:
     drafted: int = 0  # draft tokens sent into the pipeline
     verified: int = 0  # rows that came back from it
     accepted: int = 0  # draft tokens that became text
-    rounds: int = 0  # misses, the one that the end of the text cuts off included
+    rounds: int = 0  # rounds that ended in a miss
 
 
 class Strategy(ABC):
@@ -47,6 +47,15 @@ class Strategy(ABC):
         self.ledger = ledger
         self.stages = stages
         self.counters = Counters()
+
+    @property
+    def max_in_flight(self) -> int:
+        """Segments that may be between D0 and D0.
+
+        One a stage: when all stages hold one, the next output is due in the very moment the first
+        stage falls free, and a segment cut after it is worth more than one cut before it.
+        """
+        return self.stages
 
     @abstractmethod
     def start(self, token: int, position: int) -> None:

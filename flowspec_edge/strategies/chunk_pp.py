@@ -24,6 +24,11 @@ class ChunkPP(TreeStrategy):
     summary = "the tree in N+1 equal chunks, accepted when all are back (FlowSpec's baseline)"
     order = "layer"
 
+    @property
+    def max_in_flight(self) -> int:
+        """All chunks of a round: nothing is learned from the first before the last is back."""
+        return self.stages + 1
+
     def begin_round(self) -> None:
         p = self.params
         self.growth = Growth(self.tree, [self.tree.root], p.depth, p.width, p.tree_size)
@@ -38,8 +43,8 @@ class ChunkPP(TreeStrategy):
             nodes = self.tree.take(self.tree.size)
             # The root counts as one row of the N + 1 equal chunks and leads the first of them.
             size = math.ceil((len(nodes) + 1) / (self.stages + 1))
-            cuts = [0, *range(size - 1, len(nodes), size), len(nodes)]
-            self._chunks = deque(nodes[a:b] for a, b in zip(cuts, cuts[1:], strict=False) if b > a or a == 0)
+            self._chunks = deque([nodes[: size - 1]])
+            self._chunks.extend(nodes[i : i + size] for i in range(size - 1, len(nodes), size))
         if not self._chunks:
             return None
         self._outstanding += 1

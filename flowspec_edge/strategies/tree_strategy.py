@@ -48,7 +48,6 @@ class TreeStrategy(Strategy):
     def _restart(self, token: int, position: int) -> None:
         self.tree = DraftTree(token, position, self.order, self._next_id)
         self.growth = None
-        self.counters.rounds += 1
         self.begin_round()
 
     def _send(self, nodes: Sequence[Node], root: bool) -> Segment:
@@ -82,6 +81,7 @@ class TreeStrategy(Strategy):
                 self.ledger.commit(node.number)
         self.counters.accepted += len(path)
         if missed >= 0:
+            self.counters.rounds += 1
             last = path[-1] if path else self.tree.root
             commits.append(Commit(missed, last.number))
             self._next_id = self.tree.next_id

@@ -46,10 +46,11 @@ class DraftTree:
     def __init__(self, token: int, position: int, order: Order = "score", first_id: int = 0) -> None:
         self._next_id = first_id + 1
         self._order = order
-        self._queue: list[tuple[float, float, int, Node]] = []
+        self._queue: list[tuple[tuple[int, int], float, int, Node]] = []
         self.sent: dict[int, Node] = {}  # by number: alive, sent (verified or not)
         self.root = Node(first_id, None, token, position, 0.0)
         self.size = 0  # living nodes, root not counted
+        self.generation = 0  # expansions begun; in layer order an older one goes first
 
     @property
     def next_id(self) -> int:
@@ -71,12 +72,14 @@ class DraftTree:
             self._push(node)
         elif node.number < 0 and node.score != score:
             node.score = score
-            self._push(node)
+            if self._order == "score":
+                self._push(node)
         return node
 
     def _push(self, node: Node) -> None:
-        # Falling score, then rising depth, then age: a parent never comes after its child.
-        rank = float(node.position) if self._order == "layer" else 0.0
+        # Falling score, then age: a parent never comes after its child.  In layer order whole
+        # expansions queue up, each layer by layer.
+        rank = (self.generation, node.position) if self._order == "layer" else (0, 0)
         heapq.heappush(self._queue, (rank, -node.score, node.id, node))
 
     def take(self, limit: int) -> list[Node]:
@@ -89,8 +92,8 @@ class DraftTree:
         chosen: set[int] = set()
         while self._queue and len(taken) < limit:
             _, score, _, node = self._queue[0]
-            if not node.alive or node.number >= 0 or node.id in chosen or -score != node.score:
-                heapq.heappop(self._queue)  # dead, sent, or queued again under a newer score
+            if not node.alive or node.number >= 0 or node.id in chosen or self._outdated(node, -score):
+                heapq.heappop(self._queue)
                 continue
             chain: list[Node] = []
             step: Node | None = node
@@ -104,6 +107,10 @@ class DraftTree:
             if len(chain) <= room:
                 heapq.heappop(self._queue)
         return taken
+
+    def _outdated(self, node: Node, score: float) -> bool:
+        """Whether ``node`` was queued again under a newer score."""
+        return self._order == "score" and score != node.score
 
     def mark_sent(self, node: Node, number: int) -> None:
         """``node`` went into the pipeline under ``number``."""

@@ -26,6 +26,7 @@ class Growth:
         self._width = width
         self._keep = keep
         self._first_new = tree.next_id
+        tree.generation += 1
         self._kept: list[tuple[float, int, Node]] = []  # min-heap: the worst kept node first
         self.passes = 0
 

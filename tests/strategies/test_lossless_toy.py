@@ -139,11 +139,12 @@ def toy_head(hidden: Payload) -> np.ndarray:
     return logits
 
 
-def drive(name: str, stages: int, prompt: list[int], limit: int, params: Params, choice: st.DataObject) -> Coordinator:
+def drive(name: str, stages: int, prompt: list[int], limit: int, params: Params,
+          choice: st.DataObject) -> Coordinator:
     now = [0.0]
     request = Request(prompt, name, limit, params=params, stop_ids=frozenset({STOP}))
     c = Coordinator(request, lambda ledger: STRATEGIES[name](params, ledger, stages), ToyDrafter(),
-                    toy_head, stages, lambda: now[0])
+                    toy_head, lambda: now[0])
     pipeline = [ToyStage() for _ in range(stages)]
     undelivered: list[tuple[int, Prune]] = []
     outputs: deque[Output] = deque()

@@ -44,12 +44,14 @@ def falling(paths: list[Path], steps: list[float]) -> dict[Path, float]:
     return scores
 
 
-paths_strategy = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=5).map(tuple), min_size=1, max_size=30)
-steps_strategy = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0, 2.0]), min_size=3, max_size=7)
+some_paths = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=5).map(tuple), min_size=1, max_size=30)
+some_steps = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0, 2.0]), min_size=3, max_size=7)
 
 
-@given(paths_strategy, steps_strategy, st.integers(1, 9))
-def test_takes_in_score_order_and_never_a_child_first(paths: list[Path], steps: list[float], limit: int) -> None:
+@given(some_paths, some_steps, st.integers(1, 9))
+def test_takes_in_score_order_and_never_a_child_first(
+    paths: list[Path], steps: list[float], limit: int
+) -> None:
     scores = falling(paths, steps)
     tree, nodes = build(paths, scores)
     order: list[Path] = []
@@ -68,8 +70,10 @@ def test_takes_in_score_order_and_never_a_child_first(paths: list[Path], steps: 
         seen.add(path)
 
 
-@given(paths_strategy, steps_strategy, st.data())
-def test_walk_and_cut_agree_with_sets_of_paths(paths: list[Path], steps: list[float], data: st.DataObject) -> None:
+@given(some_paths, some_steps, st.data())
+def test_walk_and_cut_agree_with_sets_of_paths(
+    paths: list[Path], steps: list[float], data: st.DataObject
+) -> None:
     tree, nodes = build(paths, falling(paths, steps))
     sent = tree.take(data.draw(st.integers(0, len(nodes))))
     for number, node in enumerate(sent):
@@ -101,9 +105,11 @@ def test_walk_and_cut_agree_with_sets_of_paths(paths: list[Path], steps: list[fl
     assert set(tree.sent) == alive_sent
 
 
-@given(paths_strategy, steps_strategy, st.data())
+@given(some_paths, some_steps, st.data())
 @settings(max_examples=60)
-def test_rescoring_unsent_nodes_keeps_parents_first(paths: list[Path], steps: list[float], data: st.DataObject) -> None:
+def test_rescoring_unsent_nodes_keeps_parents_first(
+    paths: list[Path], steps: list[float], data: st.DataObject
+) -> None:
     tree, nodes = build(paths, falling(paths, steps))
     sent = {id(n) for n in tree.take(data.draw(st.integers(0, 5)))}
     for number, node in enumerate(n for n in nodes.values() if id(n) in sent):

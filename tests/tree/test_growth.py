@@ -60,7 +60,8 @@ def grow(tree: DraftTree, growth: Growth, width: int, seed: int) -> None:
                 path.append(step.token)
                 step = step.parent
             answers.append(child_scores(tuple(reversed(path)), width, seed))
-        growth.absorb(Expansion(np.array([a[0] for a in answers], np.int32), np.array([a[1] for a in answers])))
+        tokens, scores = zip(*answers, strict=True)
+        growth.absorb(Expansion(np.array(tokens, np.int32), np.array(scores)))
 
 
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 40), st.integers(0, 10_000))
