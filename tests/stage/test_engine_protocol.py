@@ -128,6 +128,41 @@ def test_a_prune_between_layers_thins_what_is_passed_on(model: Path, oracle: Ora
         assert_cache(engine, book, oracle)
 
 
+def test_a_prune_between_admit_and_compute(engine: StageEngine, oracle: Oracle) -> None:
+    book = Book()
+    through([engine], book.text(TEXT))
+    book.ledger.skip_prune()
+    good, bad = (book.add(token, book.committed[-1]) for token in (5, 6))
+    admitted = engine.admit(book.ledger.seal())
+    assert admitted is not None
+    book.given_up.add(bad)
+    engine.prune(book.prune())
+    _, output = engine.compute(admitted)
+    assert isinstance(output, Output)
+    assert output.numbers.tolist() == [good]
+    assert_rows(output, book, oracle)
+    assert held(engine) == [*range(8), good]
+    assert engine.counters["rows"] == len(TEXT) + 1  # the dead row cost nothing
+
+
+def test_rows_below_the_base_are_decided(engine: StageEngine, oracle: Oracle) -> None:
+    """A segment may commit one of its own rows and so condemn another."""
+    book = Book()
+    through([engine], book.text(TEXT))
+    root = book.committed[-1]
+    dead, chosen = book.add(5, root), book.add(6, root)
+    below = book.add(7, chosen)
+    segment = book.ledger.seal()
+    base = chosen + 1
+    _, output = through([engine], replace(
+        segment, base=base, committed=np.array([*range(8), chosen], I32),
+        bits=np.array([[0], [0], [1 << (below - base)]], np.uint8)))
+    assert dead not in output.numbers
+    assert output.numbers.tolist() == [chosen, below]
+    assert_rows(output, book, oracle)
+    assert held(engine) == [*range(8), chosen, below]
+
+
 def test_a_failing_poll_leaves_the_stage_usable(engine: StageEngine, oracle: Oracle) -> None:
     book = Book()
     segment = book.text(TEXT)
