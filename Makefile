@@ -5,9 +5,6 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-# One thread a process: the tests run many small models in several processes at once.
-TEST_ENV := OMP_NUM_THREADS=1 TRANSFORMERS_VERBOSITY=error TQDM_DISABLE=1
-
 .PHONY: setup demo test check bench soak clean
 .DEFAULT_GOAL := setup
 
@@ -31,10 +28,10 @@ check: $(READY)
 	$(BIN)/hadolint Dockerfile.jetson
 
 test: check
-	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not soak'
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not soak'
 
 soak: $(READY)
-	$(TEST_ENV) $(BIN)/python -m pytest -m soak
+	$(BIN)/python -m pytest -m soak
 
 bench: $(READY)
 	for file in flowspec_edge/bench/micro_*.py; do \

@@ -63,7 +63,8 @@ def generate(
     found = resolve_model(model)
     charged = load_profile(profile) if clock == "virtual" else None
     if verbose:
-        logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+        logging.basicConfig(format="%(message)s")  # to stderr
+        logging.getLogger("flowspec_edge").setLevel(logging.INFO)
 
     from flowspec_edge.text import TextStream, Tokenizer
 
