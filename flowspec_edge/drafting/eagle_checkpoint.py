@@ -48,6 +48,7 @@ def save_head(head: EagleHead, directory: Path, dtype: torch.dtype, with_embeddi
     """Write config.json and model.safetensors in ``dtype``."""
     directory.mkdir(parents=True, exist_ok=True)
     config = head.config.to_dict()
+    config.pop("_name_or_path", None)  # says where the target's files lay on this machine
     config.update(architectures=["LlamaForCausalLM"], bias=head.fc.bias is not None,
                   torch_dtype=str(dtype).removeprefix("torch."))
     weights = {

@@ -15,7 +15,9 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +28,8 @@ from flowspec_edge.errors import FlowspecError
 
 EOS = "<|endoftext|>"
 HELD_OUT_ONE_IN = 50
-_MIN_BYTES, _MAX_BYTES = 400, 400_000
+_MIN_BYTES, _MAX_BYTES = 400, 400_000  # of a file
+_MIN_CORPUS = 5_000_000  # characters; less is no training text but an accident
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,7 @@ class Source:
 SOURCES = (
     Source("stdlib", "PSF-2.0", ("site-packages", "test", "lib2to3", "idlelib", "pydoc_data",
                                  "encodings", "dist-packages", "__pycache__", "ensurepip")),
-    Source("torch", "BSD-3-Clause", ("testing", "__pycache__")),
     Source("transformers", "Apache-2.0", ("__pycache__",)),
-    Source("numpy", "BSD-3-Clause", ("tests", "__pycache__")),
-    Source("huggingface_hub", "Apache-2.0", ("__pycache__",)),
-    Source("networkx", "BSD-3-Clause", ("tests", "__pycache__")),
-    Source("rich", "MIT", ("__pycache__",)),
 )
 
 
@@ -110,14 +108,17 @@ class TokenizedCorpus:
     held_out: NDArray[np.uint16]
     held_out_bytes: int
     tokenizer: Tokenizer
-    summary: dict[str, object]
+    summary: dict[str, Any]
 
 
-def prepare(work: Path, vocab_size: int, seed: int) -> TokenizedCorpus:
-    """Collect, train the tokenizer, tokenize; read everything back if ``work`` has it already."""
+def prepare(work: Path, vocab_size: int, seed: int, limit: int | None = None) -> TokenizedCorpus:
+    """Collect, train the tokenizer, tokenize; read everything back if ``work`` has it already.
+
+    ``limit``: stop collecting after so many characters of training text, for trying things out.
+    """
     meta_path = work / "corpus.json"
     if not meta_path.exists():
-        _build(work, vocab_size, seed, meta_path)
+        _build(work, vocab_size, seed, meta_path, limit)
     summary = json.loads(meta_path.read_text())
     return TokenizedCorpus(
         np.load(work / "train.npy", mmap_mode="r"),
@@ -128,12 +129,24 @@ def prepare(work: Path, vocab_size: int, seed: int) -> TokenizedCorpus:
     )
 
 
-def _build(work: Path, vocab_size: int, seed: int, meta_path: Path) -> None:
+def _version(source: str) -> str:
+    return sys.version.split()[0] if source == "stdlib" else metadata.version(source)
+
+
+def _build(work: Path, vocab_size: int, seed: int, meta_path: Path, limit: int | None) -> None:
     work.mkdir(parents=True, exist_ok=True)
-    docs = list(track(documents(), description="reading source files"))
-    train = [d for d in docs if not is_held_out(d.group)]
-    held = [d for d in docs if is_held_out(d.group)]
-    if sum(len(d.text) for d in train) < 5_000_000 or not held:
+    train: list[Document] = []
+    held: list[Document] = []
+    size = 0
+    for document in track(documents(), description="reading source files"):
+        if is_held_out(document.group):
+            held.append(document)
+        else:
+            train.append(document)
+            size += len(document.text)
+        if limit is not None and size >= limit and held:
+            break
+    if size < min(_MIN_CORPUS, limit or _MIN_CORPUS) or not held:
         raise FlowspecError(
             "too little text to train on: the standard library's .py files were not found under "
             f"{sysconfig.get_path('stdlib')}; use a Python that ships its source"
@@ -148,7 +161,7 @@ def _build(work: Path, vocab_size: int, seed: int, meta_path: Path) -> None:
     for d in train:
         by_source[d.source] = by_source.get(d.source, 0) + len(d.text.encode())
     meta = {
-        "python": sys.version.split()[0],
+        "versions": {source: _version(source) for source in by_source},
         "train_files": len(train),
         "train_bytes": sum(by_source.values()),
         "train_bytes_by_source": by_source,

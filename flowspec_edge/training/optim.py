@@ -39,16 +39,15 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            by_shape: dict[torch.Size, list[nn.Parameter]] = {}
+            by_shape: dict[torch.Size, list[tuple[nn.Parameter, Tensor]]] = {}
             for p in group["params"]:
                 if p.grad is not None:
-                    by_shape.setdefault(p.shape, []).append(p)
-            for shape, params in by_shape.items():
-                updates = []
-                for p in params:
                     buffer = self.state[p].setdefault("momentum", torch.zeros_like(p))
                     buffer.lerp_(p.grad, 1 - group["momentum"])
-                    updates.append(torch.lerp(p.grad, buffer, group["momentum"]))
+                    update = torch.lerp(p.grad, buffer, group["momentum"])
+                    by_shape.setdefault(p.shape, []).append((p, update))
+            for shape, pairs in by_shape.items():
+                params, updates = zip(*pairs, strict=True)
                 lr = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
                 for p, update in zip(params, orthogonalise(torch.stack(updates)), strict=True):
                     p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-lr)

@@ -1,10 +1,12 @@
 """The language models of the demonstration: a Llama target, and a smaller draft of its kind.
 
-Knows transformers' LlamaForCausalLM and how to measure it in bits per byte.
+Knows transformers' LlamaForCausalLM, how to train it on text or on a teacher's distributions, and
+how to measure it in bits per byte.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from flowspec_edge.training.corpus import EOS, TokenizedCorpus
-from flowspec_edge.training.loop import Run, device, train, windows
+from flowspec_edge.training.loop import Pace, Run, compiled, device, micro_batches, train, windows
 from flowspec_edge.training.optim import Optimiser
 
 MAX_POSITIONS = 2048
@@ -52,42 +54,48 @@ def llama_config(recipe: LMRecipe, vocab_size: int) -> LlamaConfig:
     )
 
 
-def train_lm(name: str, recipe: LMRecipe, corpus: TokenizedCorpus, work: Path, seed: int) -> LlamaForCausalLM:
-    """Train one model on next-token cross-entropy; resumes from ``work/NAME.pt``."""
+def train_lm(name: str, recipe: LMRecipe, corpus: TokenizedCorpus, work: Path, seed: int,
+             pace: Pace, teacher: LlamaForCausalLM | None = None) -> LlamaForCausalLM:
+    """Train one model; resumes from ``work/NAME.pt``.
+
+    Without a teacher the loss is next-token cross-entropy; with one, the cross-entropy to the
+    teacher's distributions on the same text, since a draft is to foresee the target and not the text.
+    """
     torch.manual_seed(seed)
     dev = device()
     model = LlamaForCausalLM(llama_config(recipe, corpus.tokenizer.get_vocab_size())).to(dev)
-    tokens = torch.from_numpy(np.asarray(corpus.train))
+    tokens = torch.from_numpy(np.array(corpus.train))
+    if teacher is not None:
+        teacher = teacher.to(dev).eval().requires_grad_(False)
 
     def micro_loss(rows: Tensor) -> Tensor:
-        logits = model(input_ids=rows[:, :-1], use_cache=False).logits
-        return F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
+        logits = model(input_ids=rows[:, :-1], use_cache=False).logits.float()
+        if teacher is None:
+            return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        with torch.no_grad():
+            wanted = teacher(input_ids=rows[:, :-1], use_cache=False).logits.float().softmax(-1)
+        return (logits.logsumexp(-1) - (wanted * logits).sum(-1)).mean()
 
-    compiled = _compile(micro_loss)
+    step_loss = compiled(micro_loss, pace.compile)
 
     def loss(step: int, total: int) -> float:
         window = recipe.window * (2 if step >= _LONG_FROM * total else 1)
-        rows = windows(tokens, window, step, recipe.tokens_per_step // window, seed)
-        parts = rows.to(dev).split(max(1, recipe.micro_batch // window))
+        rows = windows(tokens, window, step, recipe.tokens_per_step // window, seed).to(dev)
         value = 0.0
-        for part in parts:
+        for share, (part,) in micro_batches(recipe.micro_batch // window, rows):
             with torch.autocast(dev.type, torch.bfloat16, enabled=dev.type == "cuda"):
-                part_loss = compiled(part) * (len(part) / len(rows))
+                part_loss = step_loss(part) * share
             part_loss.backward()
             value += part_loss.item()
         return value
 
+    def report() -> str:
+        return f"held out {bits_per_byte(model, corpus, limit=60_000):.4f} bits per byte"
+
     optimiser = Optimiser(model, recipe.muon_lr, recipe.adam_lr, recipe.decay_from)
-    report = lambda: f"held out {bits_per_byte(model, corpus, limit=60_000):.4f} bits per byte"  # noqa: E731
-    train(Run(name, model, optimiser, recipe.steps, work / f"{name}.pt", loss, report))
+    train(Run(name, model, optimiser, recipe.steps, work / f"{name}.pt", loss, report,
+              pace.checkpoint_every_s))
     return model
-
-
-def _compile(function):  # type: ignore[no-untyped-def]
-    """torch.compile where a compiler is at hand (a third faster on CPU), else the function."""
-    import shutil
-
-    return torch.compile(function) if shutil.which("g++") else function
 
 
 @torch.no_grad()
@@ -96,19 +104,19 @@ def bits_per_byte(model: LlamaForCausalLM, corpus: TokenizedCorpus, limit: int |
     """Held-out cost: sum of -log2 p over all tokens / UTF-8 bytes, end-of-text marks included.
 
     Each token sees between ``context / 2`` and ``context`` tokens before it, except at the start.
+    ``limit``: measure about so many tokens only, in pieces of ``context / 2`` spread evenly, whose
+    first tokens see less; a quick figure that lies a little high.
     """
     ids = torch.from_numpy(np.asarray(corpus.held_out).astype(np.int64))
-    share = 1.0 if limit is None else min(1.0, limit / len(ids))
-    if limit is not None:  # an even sample of the text, not its first files only
-        chunk = context // 2
-        starts = np.linspace(0, len(ids) - chunk - 1, max(1, limit // chunk)).astype(int)
-        pieces = [(ids[s : s + chunk + 1], 0) for s in starts]
-        share = len(pieces) * chunk / len(ids)
+    half = context // 2
+    share = 1.0
+    if limit is None or limit >= len(ids):
+        starts = range(half, len(ids) - 1 - half, half)
+        pieces = [(ids[: context + 1], 0), *((ids[s : s + context + 1], half) for s in starts)]
     else:
-        half = context // 2
-        pieces = [(ids[0 : context + 1], 0)] + [
-            (ids[s : s + context + 1], half) for s in range(half, len(ids) - half - 1, half)
-        ]
+        chosen = np.linspace(0, len(ids) - half - 1, max(1, limit // half)).astype(int)
+        pieces = [(ids[s : s + half + 1], 0) for s in chosen]
+        share = len(pieces) * half / len(ids)
     nats = 0.0
     was_training = model.training
     model.eval()
@@ -122,9 +130,15 @@ def bits_per_byte(model: LlamaForCausalLM, corpus: TokenizedCorpus, limit: int |
 
 def save_lm(model: LlamaForCausalLM, corpus: TokenizedCorpus, out: Path) -> None:
     """Write model (float16 safetensors) and tokenizer as transformers expects them."""
-    model.eval().to("cpu").to(torch.float16).save_pretrained(out)
+    copy.deepcopy(model).eval().to("cpu", torch.float16).save_pretrained(out)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=corpus.tokenizer, eos_token=EOS, bos_token=EOS, pad_token=EOS,
         model_max_length=MAX_POSITIONS, clean_up_tokenization_spaces=False,
     )
     tokenizer.save_pretrained(out)
+
+
+def load_lm(path: Path) -> LlamaForCausalLM:
+    """What :func:`save_lm` wrote, in float32 and frozen."""
+    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,120 @@
+"""``flowspec models train-demo``: from Python source on this machine to a finished model directory.
+
+Knows the order of the parts and what is finished already.  Does not know how any part is trained.
+
+Finished parts lie in OUT, in the layout of ``modeldir``; everything that a resumed run needs lies in
+the work directory.  A part appears in OUT under its name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers.utils import logging
+
+from flowspec_edge.drafting.eagle_checkpoint import load_head, save_head
+from flowspec_edge.errors import UsageError
+from flowspec_edge.training.card import write_card
+from flowspec_edge.training.corpus import TokenizedCorpus, prepare
+from flowspec_edge.training.eagle import agreement, greedy_text, train_head
+from flowspec_edge.training.recipes import DEMO, QUICK, DemoRecipe
+from flowspec_edge.training.target import bits_per_byte, load_lm, save_lm, train_lm
+
+_SAMPLE_PROMPT = "def read_lines(path"
+
+
+def train_demo(out: Path, work: Path | None = None, quick: bool = False) -> None:
+    """Train whatever of the demonstration model is not in ``out`` yet.
+
+    work   checkpoints and the tokenized text; OUT/.work by default.  Resumes what it finds there.
+    quick  a few steps of tiny models, to try the recipe
+
+    Raises UsageError when ``work`` or ``out`` belongs to another recipe.
+    """
+    recipe = QUICK if quick else DEMO
+    console = Console(soft_wrap=True)
+    logging.disable_progress_bar()  # transformers' own, for files that are written in no time
+    work = work or out / ".work"
+    _claim(out, work, recipe)
+    if all((out / name).exists() for name in ("target", "eagle2", "draft-lm", "card.toml")):
+        console.print(f"{out} is complete; delete a part to have it made again")
+        return
+    corpus = prepare(work, recipe.vocabulary, recipe.seed, recipe.corpus_limit)
+
+    def target_part(directory: Path) -> None:
+        model = train_lm("target", recipe.target, corpus, work, recipe.seed, recipe.pace)
+        save_lm(model, corpus, directory)
+
+    def eagle_part(directory: Path) -> None:
+        target = load_lm(out / "target")  # as it is shipped: rounded to float16
+        save_head(train_head(recipe.eagle, target, corpus, work, recipe.seed, recipe.pace), directory,
+                  torch.float16)
+
+    def draft_part(directory: Path) -> None:
+        teacher = load_lm(out / "target")
+        model = train_lm("draft-lm", recipe.draft_lm, corpus, work, recipe.seed, recipe.pace, teacher)
+        save_lm(model, corpus, directory)
+
+    for name, part in (("target", target_part), ("eagle2", eagle_part), ("draft-lm", draft_part)):
+        _make(console, out / name, part)
+    console.print("measuring on held-out text")
+    write_card(out, recipe, corpus, _figures(out, corpus))
+    console.print(f"{out} is complete: {(out / 'README.md')} tells what came out")
+
+
+def _claim(out: Path, work: Path, recipe: DemoRecipe) -> None:
+    """Bind the directories to the recipe, so that no two recipes mix."""
+    work.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
+    wanted = asdict(recipe)
+    del wanted["pace"]
+    path = work / "recipe.json"
+    if not path.exists():
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(wanted, indent=1))
+        os.replace(partial, path)
+    elif json.loads(path.read_text()) != wanted:
+        raise UsageError(f"{work} holds the work of another recipe; give another --work, or delete it")
+    card = out / "card.toml"
+    if card.exists() and f'recipe = "{recipe.name}"' not in card.read_text(encoding="utf-8").splitlines():
+        raise UsageError(f"{out} holds a model of another recipe; give another --out")
+
+
+def _make(console: Console, path: Path, part: Callable[[Path], None]) -> None:
+    if path.is_dir():
+        console.print(f"{path} is finished already; going on")
+        return
+    partial = path.with_name(f".partial-{path.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    part(partial)
+    for file in partial.rglob("*"):
+        file.chmod(0o644)  # safetensors leaves its files to their owner alone
+    os.replace(partial, path)
+    console.print(f"{path} is finished")
+
+
+def _figures(out: Path, corpus: TokenizedCorpus) -> dict[str, Any]:
+    """What the card tells of the finished parts."""
+    target, draft = load_lm(out / "target"), load_lm(out / "draft-lm")
+    head = load_head(out / "eagle2", None, torch.float32)
+    prompt = torch.tensor([corpus.tokenizer.encode(_SAMPLE_PROMPT).ids])
+    return {
+        "bits_per_byte": bits_per_byte(target, corpus),
+        "draft_bits_per_byte": bits_per_byte(draft, corpus),
+        "agreement_greedy": agreement(head, target, corpus, greedy=True),
+        "agreement_text": agreement(head, target, corpus),
+        "sample": corpus.tokenizer.decode(greedy_text(target, prompt, 160)[0].tolist()),
+        "parameters": {
+            "target": sum(p.numel() for p in target.parameters()),
+            "eagle2": sum(p.numel() for p in head.parameters() if p.requires_grad),
+            "draft-lm": sum(p.numel() for p in draft.parameters()),
+        },
+    }

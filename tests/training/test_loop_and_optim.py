@@ -1,0 +1,93 @@
+"""Batches, checkpoints and the optimiser, against what they promise."""
+
+import pytest
+import torch
+from torch import nn
+
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.training.loop import Run, micro_batches, train, windows
+from flowspec_edge.training.optim import Optimiser, orthogonalise
+
+
+def test_an_epoch_shows_every_window_once():
+    tokens = torch.arange(1001)
+    per_epoch = 100 // 7
+    for epoch in range(2):
+        rows = torch.cat([windows(tokens, 10, epoch * per_epoch + s, 7, seed=3) for s in range(per_epoch)])
+        assert rows.shape == (per_epoch * 7, 11)
+        assert len(set(rows[:, 0].tolist())) == len(rows)
+        assert torch.equal(rows, rows[:, :1] + torch.arange(11))  # neighbours in the text
+    assert not torch.equal(windows(tokens, 10, 0, 7, seed=3), windows(tokens, 10, per_epoch, 7, seed=3))
+
+
+def test_micro_batches_share_out_everything():
+    a, b = torch.arange(10), torch.arange(20).reshape(10, 2)
+    parts = list(micro_batches(4, a, b))
+    assert sum(share for share, _ in parts) == pytest.approx(1)
+    assert torch.equal(torch.cat([p[0] for _, p in parts]), a)
+    assert torch.equal(torch.cat([p[1] for _, p in parts]), b)
+
+
+@pytest.mark.parametrize("shape", [(3, 24, 24), (2, 16, 40), (2, 40, 16)])
+def test_orthogonalise_keeps_the_singular_vectors_and_levels_the_values(shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    y = orthogonalise(x)
+    u, s, vh = torch.linalg.svd(x, full_matrices=False)
+    inner = u.mT @ y @ vh.mT  # diagonal where y has x's singular vectors
+    values = inner.diagonal(dim1=-2, dim2=-1)
+    assert (inner - torch.diag_embed(values)).abs().max() < 1e-3
+    # Five steps of the quintic bring all but vanishing values into this band.
+    assert values[s > 0.05 * s.max()].min() > 0.6
+    assert values.max() < 1.3
+
+
+def make_run(path, steps):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimiser = Optimiser(model, muon_lr=0.02, adam_lr=1e-2, decay_from=0.5, warmup=3)
+
+    def loss(step, total):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(16, 6, generator=generator)
+        value = (model(x) - x[:, :2]).square().mean()
+        value.backward()
+        return value.item()
+
+    return Run("toy", model, optimiser, steps, path, loss, lambda: "", checkpoint_every_s=0.0)
+
+
+def test_a_run_that_broke_off_ends_with_the_same_weights(tmp_path):
+    whole = make_run(tmp_path / "whole.pt", 12)
+    train(whole)
+    broken = make_run(tmp_path / "broken.pt", 12)
+    inner = broken.loss
+
+    def fails_once(step, total):
+        if step == 7:
+            raise KeyboardInterrupt
+        return inner(step, total)
+
+    broken.loss = fails_once
+    with pytest.raises(KeyboardInterrupt):
+        train(broken)
+    again = make_run(tmp_path / "broken.pt", 12)
+    train(again)
+    for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_training_lowers_the_loss_and_the_rate_ends_at_zero(tmp_path):
+    run = make_run(tmp_path / "run.pt", 60)
+    first = run.loss(0, 60)
+    train(run)
+    assert run.loss(0, 60) < 0.2 * first
+    before = [p.clone() for p in run.model.parameters()]
+    run.optimiser.step(60, 60)
+    assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
+
+
+def test_a_foreign_checkpoint_is_named(tmp_path):
+    path = tmp_path / "run.pt"
+    path.write_bytes(b"junk")
+    with pytest.raises(FlowspecError, match=r"run\.pt is not a checkpoint of this recipe; delete it"):
+        train(make_run(path, 3))
