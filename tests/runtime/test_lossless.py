@@ -1,0 +1,151 @@
+"""Every strategy gives the tokens of plain decoding: virtual time, real models, every stage count.
+
+The reference is transformers' unsharded model: its own ``generate`` for greedy text, the
+shared-noise rule on its logits for sampled text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from flowspec_edge.config import load_profile
+from flowspec_edge.resources import resource_dir
+from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.runtime.request import Request
+from flowspec_edge.runtime.virtual import VirtualCluster
+from flowspec_edge.sampling import Sampling, log_probs
+from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.registry import STRATEGIES
+
+STAGES = (1, 2, 3, 4, 8)
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "T=1": Sampling(temperature=1.0, seed=11),
+    "top-p": Sampling(temperature=1.0, top_p=0.9, seed=12),
+}
+PROMPTS = 50
+
+
+@lru_cache(maxsize=4)
+def cluster(model: Path, stages: int) -> VirtualCluster:
+    return VirtualCluster(model, stages, load_profile("paper-7b"))
+
+
+@lru_cache(maxsize=4)
+def plain(model: Path) -> PlainDecoder:
+    return PlainDecoder(model)
+
+
+@lru_cache(maxsize=1)
+def prompts(model: Path) -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(model / "target")
+    lines = (resource_dir("models") / "demo" / "prompts.jsonl").read_text().splitlines()
+    return [tokenizer.encode(json.loads(line)["prompt"]) for line in lines[:PROMPTS]]
+
+
+def same_tokens(model: Path, stages: int, request: Request) -> None:
+    expected, reason = plain(model).generate(list(request.prompt), request.max_new_tokens, request.sampling,
+                                             request.stop_ids)
+    result = cluster(model, stages).generate(request)
+    first = next((i for i, (a, b) in enumerate(zip(result.tokens, expected, strict=False)) if a != b), None)
+    assert result.tokens == expected, f"{request.strategy}, {stages} stages: token {first} differs"
+    assert result.finish_reason == reason
+
+
+@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_tiny_model(tiny_model: Path, name: str, stages: int) -> None:
+    """A random model: nearly every draft is wrong, so rounds, prunes and restarts abound."""
+    for i, sampling in enumerate(SAMPLINGS.values()):
+        prompt = np.random.default_rng(i).integers(1, 97, 5 + 40 * i).tolist()
+        params = Params(segment=(1, 3, 16)[i], width=4, tree_size=20, depth=3, prefill_chunk=16)
+        same_tokens(tiny_model, stages, Request(prompt, name, 14, sampling, params))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_fifty_prompts(demo_model: Path, name: str) -> None:
+    """Fifty held-out prompts, each at another stage count and sampling; `make soak` runs them all."""
+    for i, prompt in enumerate(prompts(demo_model)):
+        sampling = list(SAMPLINGS.values())[i % 3]
+        same_tokens(demo_model, STAGES[i % 5], Request(prompt, name, 12, sampling))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", SAMPLINGS)
+@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_fifty_prompts_everywhere(demo_model: Path, name: str, stages: int, kind: str) -> None:
+    for prompt in prompts(demo_model):
+        same_tokens(demo_model, stages, Request(prompt, name, 40, SAMPLINGS[kind]))
+
+
+@pytest.mark.parametrize("rank", ["draft", "noise"])
+def test_either_ranking_gives_the_same_text(demo_model: Path, rank: str) -> None:
+    request = Request(prompts(demo_model)[0], "flowspec", 24, Sampling(1.0, seed=3), Params(rank=rank))  # type: ignore[arg-type]
+    same_tokens(demo_model, 4, request)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_greedy_text_is_that_of_generate(demo_model: Path, name: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(demo_model / "target", dtype=torch.float32)
+    for prompt in prompts(demo_model)[:3]:
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=32)
+        expected = out[0, len(prompt):].tolist()
+        stop = frozenset({model.generation_config.eos_token_id})
+        result = cluster(demo_model, 4).generate(Request(prompt, name, 32, stop_ids=stop))
+        ended = [model.generation_config.eos_token_id] if result.finish_reason == "stop" else []
+        assert result.tokens + ended == expected
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_limits_are_exact(tiny_model: Path, name: str, limit: int) -> None:
+    same_tokens(tiny_model, 2, Request([5, 6, 7], name, limit))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_text_ends_before_the_end_of_sequence(demo_model: Path, name: str) -> None:
+    """Any token can be named the end; the one that plain decoding meets seventh is."""
+    prompt = prompts(demo_model)[1]
+    tokens, _ = plain(demo_model).generate(prompt, 20, Sampling())
+    stop = frozenset({tokens[6]})
+    same_tokens(demo_model, 3, Request(prompt, name, 20, stop_ids=stop))
+    result = cluster(demo_model, 3).generate(Request(prompt, name, 20, stop_ids=stop))
+    assert result.finish_reason == "stop"
+    assert result.tokens == tokens[: tokens.index(tokens[6])]
+
+
+@pytest.mark.parametrize("name", ["autoregressive", "flowspec"])
+def test_sampled_texts_follow_the_target(small_vocabulary_model: Path, name: str) -> None:
+    """Chi-square over texts of two tokens against probabilities worked out with transformers."""
+    model = AutoModelForCausalLM.from_pretrained(small_vocabulary_model / "target", dtype=torch.float64)
+    prompt, s = [3, 1, 4], Sampling(1.0)
+    with torch.inference_mode():
+        first = np.exp(log_probs(model(torch.tensor([prompt])).logits[0, -1:].numpy(), s))[0]
+        second = [np.exp(log_probs(model(torch.tensor([[*prompt, t]])).logits[0, -1:].numpy(), s))[0]
+                  for t in range(8)]
+    expected = {(a, b): first[a] * second[a][b] for a in range(8) for b in range(8)}
+    draws = 600
+    counts = Counter(
+        tuple(cluster(small_vocabulary_model, 2).generate(
+            Request(prompt, name, 2, Sampling(1.0, seed=seed), Params(width=3, tree_size=8, depth=2))).tokens)
+        for seed in range(draws)
+    )
+    # Rare texts are counted together, so that every cell expects at least five.
+    rare = [text for text, p in expected.items() if draws * p < 5]
+    cells = [(counts[text], draws * p) for text, p in expected.items() if text not in rare]
+    cells.append((sum(counts[t] for t in rare), sum(draws * expected[t] for t in rare) or 1e-9))
+    statistic = sum((seen - e) ** 2 / e for seen, e in cells)
+    freedom = len(cells) - 1
+    assert freedom >= 2
+    # Wilson and Hilferty's approximation of the upper 1e-6 point (z = 4.753).
+    assert statistic < freedom * (1 - 2 / (9 * freedom) + 4.753 * (2 / (9 * freedom)) ** 0.5) ** 3
