@@ -26,7 +26,6 @@ from flowspec_edge.cli.options import (
 from flowspec_edge.config import load_profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.modeldir import DEMO, resolve_model
-from flowspec_edge.resources import resource_dir
 from flowspec_edge.sampling import Sampling
 from flowspec_edge.strategies.params import Params
 
@@ -72,13 +71,13 @@ def run(
     from flowspec_edge.bench.runner import Report
     from flowspec_edge.bench.runner import run as run_all
     from flowspec_edge.bench.table import table, title
-    from flowspec_edge.cli.measuring import plain_decoding, progress, requests_for
+    from flowspec_edge.cli.measuring import demo_prompts, plain_decoding, progress, requests_for
     from flowspec_edge.text import Tokenizer
 
     names = _parse_strategies(strategies)
     found = resolve_model(model)
     charged = load_profile(profile) if clock == "virtual" else None
-    path = prompts or resource_dir("models") / DEMO / "prompts.jsonl"
+    path = prompts or demo_prompts()
     texts = load_prompts(path, limit)
     if out is not None and not out.resolve().parent.is_dir():
         raise UsageError(f"cannot write {out}: there is no directory {out.resolve().parent}")

@@ -8,14 +8,16 @@ from typing import Annotated
 import typer
 
 from flowspec_edge.cli.clusters import open_cluster
-from flowspec_edge.cli.options import StagesOption
+from flowspec_edge.cli.options import ModelOption, StagesOption
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.modeldir import DEMO, resolve_model
 
 _STRATEGIES = ("flowspec", "chunk_pp", "autoregressive")
 _PROFILE = "paper-7b"
 
 
 def demo(
+    model: ModelOption = DEMO,
     stages: StagesOption = 4,
     prompts: Annotated[int, typer.Option("--prompts", min=1, help="Held-out prompts to compare on.")] = 4,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=2, help="Tokens a prompt.")] = 96,
@@ -36,32 +38,31 @@ def demo(
     from flowspec_edge.bench.prompts import load_prompts
     from flowspec_edge.bench.runner import Difference, Row, run
     from flowspec_edge.bench.table import table, title
-    from flowspec_edge.cli.measuring import plain_decoding, progress, requests_for
+    from flowspec_edge.cli.measuring import demo_prompts, plain_decoding, progress, requests_for
     from flowspec_edge.config import load_profile
-    from flowspec_edge.modeldir import resolve_model
     from flowspec_edge.sampling import Sampling
     from flowspec_edge.strategies.params import Params
     from flowspec_edge.text import TextStream, Tokenizer
 
     console = Console(highlight=False)
-    model, profile = resolve_model(), load_profile(_PROFILE)
-    texts = load_prompts(model.path / "prompts.jsonl", prompts)
-    tokenizer = Tokenizer(model)
-    requests = requests_for(tokenizer, model, texts, max_new_tokens, Sampling(), Params())
-    plain = plain_decoding(model, "fp32")
+    found, profile = resolve_model(model), load_profile(_PROFILE)
+    texts = load_prompts(demo_prompts(), prompts)
+    tokenizer = Tokenizer(found)
+    requests = requests_for(tokenizer, found, texts, max_new_tokens, Sampling(), Params())
+    plain = plain_decoding(found, "fp32")
 
     def write(text: str, style: str = "") -> None:
         console.print(text, style=style, markup=False, end="", soft_wrap=True)
 
     console.print(f"[bold]FlowSpec over {stages + 1} processes:[/bold] D0, V1…V{stages}, ZeroMQ on loopback")
     write(texts[0].text, "dim")
-    with open_cluster("wall", model, stages, None, "fp32") as cluster:
+    with open_cluster("wall", found, stages, None, "fp32") as cluster:
         stream = TextStream(tokenizer.decode, write)
         cluster.generate(replace(requests[0], strategy="flowspec"), stream.push)
         stream.close()
         write("\n\n")
         local: tuple[list[Row], list[Difference]] = run(cluster, plain, requests[:1], _STRATEGIES)
-    with open_cluster("virtual", model, stages, profile, "fp32") as cluster, \
+    with open_cluster("virtual", found, stages, profile, "fp32") as cluster, \
             progress(len(requests) * (1 + len(_STRATEGIES))) as advance:
         virtual = run(cluster, plain, requests, _STRATEGIES, advance)
 

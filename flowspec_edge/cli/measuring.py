@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from flowspec_edge.bench.prompts import Prompt
 from flowspec_edge.bench.runner import Plain
 from flowspec_edge.cli.options import Dtype
 from flowspec_edge.errors import UsageError
-from flowspec_edge.modeldir import ModelDir
+from flowspec_edge.modeldir import DEMO, ModelDir
+from flowspec_edge.resources import resource_dir
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.sampling import Sampling
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.text import Tokenizer
+
+
+def demo_prompts() -> Path:
+    """The held-out prompts that come with the demonstration model."""
+    return resource_dir("models") / DEMO / "prompts.jsonl"
 
 
 def requests_for(tokenizer: Tokenizer, model: ModelDir, prompts: Sequence[Prompt], max_new_tokens: int,
