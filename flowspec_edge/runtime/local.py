@@ -70,7 +70,8 @@ class LocalPlan:
         return [
             WorkerConfig(
                 instance=self.addresses.instances[i], stage=i + 1, stages=stages,
-                model=str(model), dtype=dtype, threads=shared, control=control, listen=self._listen[i], next=following[i],
+                model=str(model), dtype=dtype, threads=shared,
+                control=control, listen=self._listen[i], next=following[i],
                 listen_fd=self._doors[i].fileno(), parent=os.getpid(), **self._key_settings(i + 1),
             )
             for i in range(stages)

@@ -231,11 +231,11 @@ class ProcessCluster:
             self._collect(None)
 
     def close(self) -> None:
-        """End every process and socket; safe to call twice."""
+        """End every process and socket of ours; safe to call twice."""
         if self._closed:
             return
         self._closed = True
-        for instance in self._members.instances:
+        for instance in self._members.instances if self.pids else ():  # others' stages stay up
             with suppress(PeerLost):
                 self._hub.send(instance, Shutdown("D0 closed the cluster"))
         self._children.wait(_SHUTDOWN_S)

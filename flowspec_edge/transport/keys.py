@@ -14,7 +14,7 @@ import zmq
 
 from flowspec_edge.errors import FlowspecError, UsageError
 
-_Z85 = set(b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#")
+_Z85 = frozenset(b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,24 +54,31 @@ def load(path: Path) -> KeyPair:
     """
     try:
         if path.stat().st_mode & 0o027:  # group may read: systemd's credentials are 0440
-            raise UsageError(f"others can read the secret key {path}: chmod 600 {path}")
-        data = json.loads(path.read_text(encoding="ascii"))
-        keys = KeyPair(parse_public(data["public"]), parse_public(data["secret"]))
-        matching = zmq.curve_public(keys.secret) == keys.public
+            raise UsageError(f"others can read or change the secret key {path}: chmod 600 {path}")
+        data = json.loads(path.read_bytes())
     except OSError as error:
         raise UsageError(f"cannot read the key file {path}: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError, UsageError) as error:
-        if isinstance(error, UsageError) and "chmod" in str(error):
-            raise
-        raise FlowspecError(f"{path} is not a key file; make a new one") from error
-    if not matching:
+    except ValueError:
+        data = None
+    found = [_z85(data.get(half)) for half in ("public", "secret")] if isinstance(data, dict) else []
+    if len(found) != 2 or None in found:
+        raise FlowspecError(f"{path} is not a key file; make a new one")
+    keys = KeyPair(*(key for key in found if key))
+    if zmq.curve_public(keys.secret) != keys.public:
         raise FlowspecError(f"{path}: the two keys do not belong together; make new ones")
     return keys
 
 
 def parse_public(text: str) -> bytes:
     """A public key as 40 bytes of Z85; UsageError if ``text`` is none."""
-    key = text.encode("ascii", "replace")
-    if len(key) != 40 or not set(key) <= _Z85:
+    key = _z85(text)
+    if key is None:
         raise UsageError(f"{text[:50]!r} is not a CURVE key: 40 characters of Z85 are expected")
     return key
+
+
+def _z85(text: object) -> bytes | None:
+    if not isinstance(text, str) or len(text) != 40:
+        return None
+    key = text.encode("ascii", "replace")
+    return key if set(key) <= _Z85 else None

@@ -322,7 +322,10 @@ def _receive(socket: zmq.Socket[bytes], timeout: float, most: int = MAX_FRAMES) 
     # Asking first is cheaper than the exception for an empty queue.
     if not zmq.zmq_poll([(socket, _POLLIN)], max(0, round(timeout * 1e3))):
         return None
-    frames = [socket.recv(_NOBLOCK)]
+    try:
+        frames = [socket.recv(_NOBLOCK)]
+    except zmq.Again:  # a peer in the middle of its handshake can look like a message
+        return None
     while socket.get(_RCVMORE):
         frame = socket.recv(_NOBLOCK)
         if len(frames) <= most:

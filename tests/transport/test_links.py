@@ -1,0 +1,244 @@
+"""What every transport promises, over real sockets (plain and CURVE) and in memory."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import zmq
+
+from flowspec_edge.errors import FlowspecError, PeerLost, ProtocolError, UsageError
+from flowspec_edge.messages import Cancel, Close, Credit, Failed, Hello, Message, Output, Payload
+from flowspec_edge.transport import keys
+from flowspec_edge.transport.base import Hub, Link, Transport
+from flowspec_edge.transport.memory import MemoryTransport
+from flowspec_edge.transport.zmq_links import Tuning, ZmqTransport
+
+PATIENCE = 20.0  # seconds; only a failing test waits so long
+SERVER, CLIENT, STRANGER = keys.generate(), keys.generate(), keys.generate()
+
+
+@dataclass
+class Network:
+    """Two devices: one binds, one connects."""
+
+    server: Transport
+    client: Transport
+    endpoints: Iterator[str]
+    to_server: list[bytes] = field(default_factory=list)
+    to_client: list[bytes] = field(default_factory=list)
+
+    def data(self) -> tuple[Link, Link]:
+        receiver = self.server.pull(next(self.endpoints), "data in", self.to_client)
+        return receiver, self.client.push(where(receiver), "data out", self.to_server)
+
+    def control(self, *identities: str) -> tuple[Hub, list[Link]]:
+        hub = self.server.hub(next(self.endpoints), "D0 control", self.to_client)
+        return hub, [self.client.control(where(hub), f"{name} control", name, self.to_server)
+                     for name in identities]
+
+
+def where(end: Link | Hub) -> str:
+    """The address of a bound end: what the system chose, or in memory the only one there is."""
+    return str(getattr(end, "endpoint", "memory:0"))
+
+
+@pytest.fixture(params=["zmq", "curve", "memory"])
+def network(request: pytest.FixtureRequest) -> Iterator[Network]:
+    tuning = Tuning(data_queue=2, linger_ms=200)
+    match request.param:
+        case "memory":
+            both = MemoryTransport(data_queue=2)
+            made = Network(both, both, itertools.repeat("memory:0"))
+        case "zmq":
+            made = Network(ZmqTransport(tuning=tuning), ZmqTransport(tuning=tuning),
+                           itertools.repeat("tcp://127.0.0.1:*"))
+        case _:
+            made = Network(ZmqTransport(SERVER, tuning), ZmqTransport(CLIENT, tuning),
+                           itertools.repeat("tcp://127.0.0.1:*"), [SERVER.public], [CLIENT.public])
+    yield made
+    made.client.close()
+    made.server.close()
+
+
+def output(rows: int = 3, width: int = 5) -> Output:
+    hidden = np.arange(rows * width, dtype=np.float32).reshape(rows, width)
+    return Output(1, 0, 4, np.arange(rows, dtype=np.int32), Payload("float32", hidden), 0.5)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.005)
+
+
+def received(link: Link) -> Message:
+    message = link.receive(PATIENCE)
+    assert message is not None
+    return message
+
+
+def test_messages_arrive_whole_in_order_and_counted(network: Network) -> None:
+    receiver, sender = network.data()
+    for run in range(2):
+        assert sender.send(Credit(1, 0, run), PATIENCE)
+    assert [received(receiver), received(receiver)] == [Credit(1, 0, 0), Credit(1, 0, 1)]
+    large = output(256, 1024)  # above the size that is sent without a copy
+    assert sender.send(large, PATIENCE)
+    got = received(receiver)
+    assert isinstance(got, Output)
+    np.testing.assert_array_equal(got.hidden.array, large.hidden.array)
+    assert not got.hidden.array.flags.writeable
+    assert receiver.bytes_in == sender.bytes_out > large.hidden.array.nbytes
+
+
+def test_an_empty_link_gives_nothing(network: Network) -> None:
+    receiver, _ = network.data()
+    assert receiver.receive() is None
+    assert receiver.receive(0.01) is None
+
+
+def test_a_full_link_says_so_and_loses_nothing(network: Network) -> None:
+    receiver, sender = network.data()
+    big = output(512, 2048)  # 4 MB: the kernel's buffers cannot hide many
+    sent = 0
+    while sender.send(big, 0.5):
+        sent += 1
+        assert sent < 50, "the link takes messages without bound"
+    for _ in range(sent):
+        received(receiver)
+    assert receiver.receive(0.05) is None
+    assert sender.send(big, PATIENCE)
+    received(receiver)
+
+
+def test_nothing_is_taken_for_a_peer_that_is_not_there() -> None:
+    transport = ZmqTransport(tuning=Tuning(linger_ms=0))
+    link = transport.push("tcp://127.0.0.1:1", "out")
+    assert not link.send(Close(1), 0.05)
+    assert link.lost_for() > 0
+    transport.close()
+
+
+def test_wait_returns_for_a_message_and_for_room(network: Network) -> None:
+    receiver, sender = network.data()
+    assert sender.send(Close(1), PATIENCE)
+    start = time.monotonic()
+    network.server.wait([receiver], [], PATIENCE)
+    assert received(receiver) == Close(1)
+    network.client.wait([], [sender], PATIENCE)
+    assert sender.send(Close(2))
+    assert time.monotonic() - start < PATIENCE
+    assert received(receiver) == Close(2)
+    network.server.wait([receiver], [], 0.01)  # nothing: the timeout ends it
+
+
+def test_the_hub_tells_its_peers_apart(network: Network) -> None:
+    hub, (v1, v2) = network.control("v1-a", "v2-a")
+    assert v2.send(Failed("v2-a", 2, "no memory"), PATIENCE)
+    assert v1.send(Hello("v1-a", 1, 2, (0, 2), "d"), PATIENCE)
+    came = dict(item for item in (hub.receive(PATIENCE), hub.receive(PATIENCE)) if item)
+    assert came["v2-a"] == Failed("v2-a", 2, "no memory")
+    assert came["v1-a"] == Hello("v1-a", 1, 2, (0, 2), "d")
+    assert hub.send("v2-a", Cancel(1, 0, (7,)))
+    assert received(v2) == Cancel(1, 0, (7,))
+    assert v1.receive() is None
+    with pytest.raises(PeerLost, match="v9 is not connected"):
+        hub.send("v9", Close(1))
+
+
+def test_a_connection_that_breaks_is_noticed(network: Network) -> None:
+    receiver, sender = network.data()
+    assert sender.send(Close(1), PATIENCE)
+    received(receiver)
+    until(lambda: sender.lost_for() == 0.0)
+    assert sender.breaks() == 0
+    receiver.close()
+    until(lambda: sender.lost_for() > 0.0)
+    assert sender.breaks() == 1
+
+
+def test_an_address_that_is_taken_is_an_error(network: Network) -> None:
+    receiver, _ = network.data()
+    with pytest.raises(UsageError, match="cannot listen on"):
+        network.server.pull(where(receiver), "again", network.to_client)
+
+
+# ---- what only sockets can do ------------------------------------------------------------------
+
+
+@pytest.fixture
+def plain() -> Iterator[ZmqTransport]:
+    transport = ZmqTransport(tuning=Tuning(linger_ms=0))
+    yield transport
+    transport.close()
+
+
+def test_bytes_that_are_no_message_are_protocol_errors(plain: ZmqTransport) -> None:
+    link, hub = plain.pull("tcp://127.0.0.1:*", "V2 data in"), plain.hub("tcp://127.0.0.1:*", "D0 control")
+    with zmq.Context() as context, context.socket(zmq.PUSH) as push, context.socket(zmq.DEALER) as dealer:
+        push.connect(link.endpoint)
+        dealer.routing_id = b"scanner"
+        dealer.connect(hub.endpoint)
+        push.send_multipart([b"GET / HTTP/1.1", b"", b"x", b"y", b"z"])
+        push.send(b"")
+        dealer.send(b"\x93\x01")
+        for _ in range(2):
+            with pytest.raises(ProtocolError, match=r"^V2 data in: "):
+                link.receive(PATIENCE)
+        with pytest.raises(ProtocolError, match=r"^D0 control, from 'scanner': "):
+            hub.receive(PATIENCE)
+
+
+def test_a_restarted_peer_takes_over_its_identity(plain: ZmqTransport) -> None:
+    hub = plain.hub("tcp://127.0.0.1:*", "D0 control")
+    for life in range(2):  # the first one is not closed: it vanished
+        link = plain.control(hub.endpoint, f"life {life}", "v1")
+        assert link.send(Credit(1, 0, life), PATIENCE)
+        assert hub.receive(PATIENCE) == ("v1", Credit(1, 0, life))
+    assert hub.send("v1", Close(5))
+    assert link.receive(PATIENCE) == Close(5)
+
+
+@pytest.mark.parametrize("pair", [STRANGER, None])
+def test_a_key_that_is_not_on_the_list_is_refused_and_told(pair: keys.KeyPair | None) -> None:
+    server = ZmqTransport(SERVER, Tuning(linger_ms=0))
+    client = ZmqTransport(pair, Tuning(linger_ms=0))
+    receiver = server.pull("tcp://127.0.0.1:*", "data in", [CLIENT.public])
+    sender = client.push(receiver.endpoint, "V1 data out", [SERVER.public] if pair else [])
+
+    with pytest.raises(FlowspecError, match="V1 data out: .* refuses this device's key"):
+        until(lambda: sender.lost_for() < 0)
+    assert not sender.send(Close(1))
+    assert receiver.receive() is None
+    client.close()
+    server.close()
+
+
+def test_each_socket_has_its_own_list() -> None:
+    server, client = ZmqTransport(SERVER, Tuning(linger_ms=0)), ZmqTransport(CLIENT, Tuning(linger_ms=0))
+    mine = server.pull("tcp://127.0.0.1:*", "mine", [CLIENT.public])
+    others = server.pull("tcp://127.0.0.1:*", "others", [STRANGER.public])
+    wrong = client.push(others.endpoint, "wrong", [SERVER.public])
+    right = client.push(mine.endpoint, "right", [SERVER.public])
+    assert right.send(Close(1), PATIENCE)
+    assert mine.receive(PATIENCE) == Close(1)
+    with pytest.raises(FlowspecError, match="refuses"):
+        until(lambda: wrong.lost_for() < 0)
+    client.close()
+    server.close()
+
+
+def test_a_false_server_gets_nothing() -> None:
+    server, client = ZmqTransport(STRANGER, Tuning(linger_ms=0)), ZmqTransport(CLIENT, Tuning(linger_ms=0))
+    receiver = server.pull("tcp://127.0.0.1:*", "data in", [CLIENT.public])
+    sender = client.push(receiver.endpoint, "out", [SERVER.public])
+    assert not sender.send(Close(1), 0.5)
+    assert receiver.receive() is None
+    client.close()
+    server.close()
