@@ -17,8 +17,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flowspec_edge.errors import ProtocolError
-
 _FIRST_CAPACITY = 256
 
 
@@ -67,19 +65,14 @@ class TreeCache:
         self._parent = {node: self._parent[node] for node in self._parent if node in kept}
         self._slot = {node: self._slot[node] for node in self._slot if node in kept}
 
-    def begin(self, new_text: int, root: int, nodes: Sequence[tuple[int, int]]) -> Tensor:
+    def begin(self, new_text: int, nodes: Sequence[tuple[int, int]]) -> Tensor:
         """Make room for one forward pass and say what its rows may see.
 
         new_text  rows of the text that the pass appends; they come first in the pass
-        root      the node whose row is the last of the text
-        nodes     (id, parent) of the tree rows that follow; a parent is ``root`` or in the cache
+        nodes     (id, parent) of the tree rows that follow; a parent is in the cache, or the root,
+                  whose row is the last of the text
         returns   bool [new_text + len(nodes), slots in use]: True where a row attends
-
-        Raises ProtocolError for a node whose parent has no row.
         """
-        for node, parent in nodes:
-            if parent != root and parent not in self._slot:
-                raise ProtocolError(f"draft node {node} was asked for before its parent {parent}")
         start, end = self.committed, self.committed + new_text
         survivors = len(self._slot)
         self._grow(end + survivors + len(nodes))

@@ -58,7 +58,7 @@ class TreeDrafter(ABC):
         nodes = [node for node in request.nodes if node.id != self._root]
         text, self._queue = self._queue, []
         if text or nodes:
-            mask = self._cache.begin(len(text), self._root, [(n.id, n.parent) for n in nodes])
+            mask = self._cache.begin(len(text), [(n.id, n.parent) for n in nodes])
             outputs = self._rows(text, nodes, mask)
             if text:
                 self._outputs[self._root] = outputs[len(text) - 1].clone()  # lets a prompt's rows go
@@ -80,13 +80,14 @@ class TreeDrafter(ABC):
     def _check(self, request: DraftRequest) -> None:
         for node in request.nodes:
             if node.id != self._root:
-                continue
-            if node.position != self._text_length - 1:
+                if node.parent not in self._outputs:
+                    raise ProtocolError(f"draft node {node.id} was asked for before its parent {node.parent}")
+            elif node.position != self._text_length - 1:
                 raise ProtocolError(
                     f"the root stands at position {node.position}, but the drafter was given a text "
                     f"of {self._text_length} tokens: tokens must be committed before they are drafted on"
                 )
-            if not self._queue and self._root not in self._outputs:
+            elif not self._queue and self._root not in self._outputs:
                 raise ProtocolError("nothing has been committed that the draft model could go on from")
 
     def _rank(self, request: DraftRequest) -> Expansion:

@@ -276,5 +276,7 @@ def test_misuse_is_named():
     s.expand([s.root.id])
     with pytest.raises(ProtocolError, match="before its parent 77"):
         s.drafter.expand(DraftRequest(s.root.id, (DraftNode(80, 77, 1, 5),), 2))
+    with pytest.raises(ProtocolError, match="before its parent 81"):  # 81 becomes root, unexpanded
+        s.drafter.expand(DraftRequest(81, (DraftNode(82, 81, 1, 6),), 2))
     with pytest.raises(ProtocolError, match="root stands at position 9"):
         s.drafter.expand(DraftRequest(s.root.id, (DraftNode(s.root.id, -1, 1, 9),), 2))

@@ -29,22 +29,21 @@ def start(out, work):
 
 
 def finish(out, work):
-    process = start(out, work)
-    text, _ = process.communicate(timeout=300)
+    with start(out, work) as process:
+        text = process.stdout.read()
     assert process.returncode == 0, text
     return text
 
 
 def kill_after(out, work, line):
-    process = start(out, work)
-    seen = []
-    for text in process.stdout:
-        seen.append(text)
-        if line in text:
-            process.send_signal(signal.SIGKILL)
-            break
-    process.stdout.read()
-    assert process.wait() == -signal.SIGKILL, "".join(seen)
+    with start(out, work) as process:
+        seen = []
+        for text in process.stdout:
+            seen.append(text)
+            if line in text:
+                process.kill()
+                break
+    assert process.returncode == -signal.SIGKILL, "".join(seen)
 
 
 @pytest.fixture(scope="module")
