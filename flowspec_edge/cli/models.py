@@ -48,5 +48,6 @@ def train_demo(
 
 def _describe(model: ModelDir) -> str:
     parts = [name for name, path in (("eagle2", model.eagle2), ("draft-lm", model.draft_lm)) if path]
-    return (f"{model.config['model_type']}, {model.layers} layers of width {model.hidden_width}, "
+    family = model.config.get("model_type", "unknown family")
+    return (f"{family}, {model.layers} layers of width {model.hidden_width}, "
             f"{model.size / 1e6:.1f} MB, drafts: {', '.join(parts) or 'none'}")
