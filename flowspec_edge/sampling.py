@@ -81,7 +81,8 @@ def log_probs(logits: NDArray[np.floating], sampling: Sampling) -> NDArray[np.fl
     return x
 
 
-def choose(logits: NDArray[np.floating], positions: NDArray[np.integer], sampling: Sampling) -> NDArray[np.int32]:
+def choose(logits: NDArray[np.floating], positions: NDArray[np.integer], sampling: Sampling
+           ) -> NDArray[np.int32]:
     """The next token after each row: int32 [n].
 
     logits     [n, V]  the target's, at rows that stand at ``positions``

@@ -232,9 +232,11 @@ class VirtualRun:
             self._pump()
 
     def _cost(self, task: Task) -> float:
+        p = self._profile
         if isinstance(task, Verify):
-            return self._profile.lm_head.ms / 1e3 if len(task.output.numbers) else 0.0
-        return self._profile.draft.pass_ms / 1e3
+            rows = len(task.output.numbers)
+            return (p.host.bookkeeping_ms + (p.lm_head.ms if rows else 0.0)) / 1e3
+        return p.draft.pass_ms / 1e3
 
 
 class VirtualCluster:
