@@ -106,7 +106,7 @@ def test_random_bytes_are_protocol_errors(frames: list[bytes]) -> None:
         decode(frames)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(messages, st.data())
 def test_damaged_frames_are_messages_or_protocol_errors(message: m.Message, data: st.DataObject) -> None:
     frames = frames_of(message)
@@ -135,7 +135,7 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=3), max_leaves=6)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(messages, values, st.data())
 def test_any_value_anywhere_in_the_header_is_a_message_or_a_protocol_error(message: m.Message, value: Any,
                                                                 data: st.DataObject) -> None:

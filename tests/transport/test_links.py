@@ -212,7 +212,7 @@ def test_a_key_that_is_not_on_the_list_is_refused_and_told(pair: keys.KeyPair | 
     receiver = server.pull("tcp://127.0.0.1:*", "data in", [CLIENT.public])
     sender = client.push(receiver.endpoint, "V1 data out", [SERVER.public] if pair else [])
 
-    with pytest.raises(FlowspecError, match="V1 data out: .* refuses this device's key"):
+    with pytest.raises(FlowspecError, match=r"V1 data out: .* refuses this device's key"):
         until(lambda: sender.lost_for() < 0)
     assert not sender.send(Close(1))
     assert receiver.receive() is None

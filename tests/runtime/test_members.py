@@ -1,0 +1,91 @@
+"""Who counts as a member, as silent and as wrong; and the live line."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+from flowspec_edge.errors import PeerLost, ProtocolError
+from flowspec_edge.messages import Failed, Heartbeat, Hello
+from flowspec_edge.runtime.live import LiveLines, line
+from flowspec_edge.runtime.members import Members
+
+V1, V2 = Hello("v1", 1, 2, (0, 3), "d"), Hello("v2", 2, 2, (3, 5), "e")
+
+
+@pytest.fixture
+def members() -> Members:
+    return Members(["v1", "v2"], dead_after=5.0)
+
+
+def test_everybody_is_missing_until_he_has_said_hello(members: Members) -> None:
+    assert members.missing() == ["V1", "V2"]
+    members.heard("v2", V2, 0.0)
+    assert members.missing() == ["V1"]
+    members.heard("v1", V1, 0.0)
+    assert members.missing() == []
+
+
+def test_silence_is_counted_from_the_last_word_or_the_request(members: Members) -> None:
+    members.heard("v1", V1, 10.0)
+    members.heard("v2", V2, 12.0)
+    members.check(15.0)
+    with pytest.raises(PeerLost, match="V1 has been silent for 5 s"):
+        members.check(15.1)
+    members.expect_from(100.0)
+    members.check(105.0)
+    members.heard("v1", Heartbeat("v1", 1, {}), 106.0)
+    with pytest.raises(PeerLost, match="V2"):
+        members.check(106.0)
+
+
+def test_a_stranger_is_not_listened_to(members: Members) -> None:
+    members.heard("v1-of-yesterday", Failed("v1", 1, "old news"), 0.0)
+
+
+def test_a_stage_that_failed_is_quoted(members: Members) -> None:
+    with pytest.raises(PeerLost, match="V2 failed: no memory"):
+        members.heard("v2", Failed("v2", 2, "no memory"), 0.0)
+
+
+@pytest.mark.parametrize(("hello", "text"), [
+    (replace(V2, version=99), "speaks protocol version 99"),
+    (replace(V2, stages=3), "one of 3 stages"),
+    (replace(V2, layers=(4, 5)), "V1 ends at layer 3, but V2 starts at 4"),
+    (replace(V2, stage=1), "it is set up as V2"),
+])
+def test_a_stage_that_does_not_fit_is_refused(members: Members, hello: Hello, text: str) -> None:
+    members.heard("v1", V1, 0.0)
+    with pytest.raises(ProtocolError, match=text):
+        members.heard("v2", hello, 0.0)
+
+
+def test_a_session_is_over_when_all_have_closed_it(members: Members) -> None:
+    members.heard("v1", Heartbeat("v1", 1, {"closed": 7.0, "rows": 3.0}), 0.0)
+    assert not members.all_closed(7)
+    members.heard("v2", Heartbeat("v2", 2, {"closed": 7.0}), 0.0)
+    assert members.all_closed(7)
+    assert not members.all_closed(8)
+    assert members.counters()[0]["rows"] == 3
+
+
+COUNTERS = {"compute_s": 0.061, "wait_s": 0.012, "bytes_in": 1.2e6, "bytes_out": 950.0,
+            "rows": 412.0, "tokens": 31.0}
+
+
+def test_a_live_line_reads_like_this() -> None:
+    assert line(2, COUNTERS) == ("V2  compute     61 ms  wait     12 ms  in   1.2 MB  out    950 B"
+                                 "  rows   412  tokens    31")
+
+
+def test_lines_show_what_was_added(caplog: pytest.LogCaptureFixture) -> None:
+    lines = LiveLines()
+    with caplog.at_level(logging.INFO, "flowspec_edge.runtime.live"):
+        lines.show(Heartbeat("v1", 1, COUNTERS))
+        lines.show(Heartbeat("v1", 1, {**COUNTERS, "compute_s": 0.1, "rows": 420.0}))
+        lines.show(Heartbeat("v1", 1, {**COUNTERS, "compute_s": 0.1, "rows": 420.0}))  # nothing new
+        lines.show(Heartbeat("v1", 1, {"compute_s": 0.01, "rows": 5.0}))  # another session
+    rows = [int(record.message.split("rows")[1].split()[0]) for record in caplog.records]
+    assert rows == [412, 8, 5]

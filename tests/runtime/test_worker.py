@@ -1,0 +1,324 @@
+"""A stage's loop over in-memory links: order of messages, reports, and when it gives up.
+
+Where it matters when something arrives, the engine is one whose ``compute`` can be held open;
+elsewhere it is the real one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+from tiny import tiny_llama
+
+from flowspec_edge.errors import FlowspecError, PeerLost, ProtocolError, UsageError
+from flowspec_edge.messages import (
+    Cancel,
+    Close,
+    Credit,
+    Failed,
+    Heartbeat,
+    Hello,
+    Message,
+    Open,
+    Output,
+    Payload,
+    Prune,
+    Segment,
+    Shutdown,
+    Tap,
+)
+from flowspec_edge.runtime.worker import Engine, Worker, connect, one_line
+from flowspec_edge.runtime.workerconfig import WorkerConfig
+from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.shard import load_shard
+from flowspec_edge.transport.memory import MemoryTransport
+
+PATIENCE = 30.0  # seconds; only a failing test waits so long
+T = TypeVar("T", bound=Message)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("model"), layers=2, hidden=32)
+
+
+def segment(run: int, rows: int = 1, session: int = 1, first: int | None = None) -> Segment:
+    """Rows of a chain that is committed as it is sent, as a prompt is."""
+    start = run * rows if first is None else first
+    numbers = np.arange(start, start + rows, dtype=np.int32)
+    bits = np.packbits(np.tri(rows, dtype=np.uint8), axis=1, bitorder="little")
+    return Segment(session=session, epoch=0, run=run, first=start, stop=start + rows, numbers=numbers,
+                   positions=numbers, base=start, bits=bits, tokens=numbers % 50,
+                   committed=np.arange(start - rows, start, dtype=np.int32) if run else np.empty(0, np.int32))
+
+
+class HeldEngine:
+    """``compute`` polls until the run is cancelled, like a pass with any number of layers."""
+
+    def __init__(self) -> None:
+        self.counters: dict[str, float] = {}
+        self.calls: list[Message] = []
+        self.started = threading.Event()
+
+    def open(self, message: Open) -> None:
+        self.calls.append(message)
+
+    def close(self, message: Close) -> None:
+        self.calls.append(message)
+
+    def prune(self, message: Prune) -> None:
+        self.calls.append(message)
+
+    def cancel(self, message: Cancel) -> None:
+        self.calls.append(message)
+
+    def admit(self, segment: Segment) -> Segment | None:
+        return segment
+
+    def compute(self, admitted: Segment, poll: Callable[[], None] | None = None
+                ) -> tuple[list[Tap], Segment | Output]:
+        assert poll is not None
+        self.started.set()
+        while not any(isinstance(call, Cancel) and admitted.run in call.runs for call in self.calls):
+            poll()
+        empty = Payload("float32", np.empty((0, 4), np.float32))
+        return [], Output(admitted.session, admitted.epoch, admitted.run, np.empty(0, np.int32), empty)
+
+
+@dataclass
+class Stage:
+    """A worker in a thread, and D0's ends of its links."""
+
+    engine: Engine
+    network: MemoryTransport
+    changes: dict[str, object] = field(default_factory=dict)
+    error: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        settings = {"instance": "v1", "stage": 1, "stages": 1, "model": "m", "control": "d0", "listen": "v1",
+                    "next": "out", "heartbeat_s": 0.02, **self.changes}
+        config = WorkerConfig.model_validate(settings)
+        self.hub = self.network.hub("d0", "D0 control")
+        self.output = self.network.pull("out", "D0 data in")
+        links = connect(config, self.network)
+        self.first = self.network.push("v1", "D0 data out")
+        self.worker = Worker(config, links, self.engine, Hello("v1", 1, 1, (0, 2), "digest"))
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.worker.run()
+        except BaseException as error:
+            self.error = error
+
+    def tell(self, message: Message) -> None:
+        assert self.hub.send("v1", message)
+
+    def give(self, message: Segment) -> None:
+        assert self.first.send(message, PATIENCE)
+
+    def hear(self, kind: type[T], where: Callable[[T], bool] = lambda message: True) -> T:
+        """The next message of ``kind`` over control; others are passed over."""
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            item = self.hub.receive(PATIENCE)
+            if item is not None and isinstance(item[1], kind) and where(item[1]):
+                return item[1]
+        raise AssertionError(f"no {kind.__name__} came")
+
+    def result(self) -> Output:
+        message = self.output.receive(PATIENCE)
+        assert isinstance(message, Output)
+        return message
+
+    def ended(self) -> BaseException | None:
+        self.thread.join(PATIENCE)
+        assert not self.thread.is_alive()
+        return self.error
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Stage]]:
+    stages: list[Stage] = []
+
+    def make(engine: Engine, data_queue: int = 8, **changes: object) -> Stage:
+        stages.append(Stage(engine, MemoryTransport(data_queue=data_queue), changes))
+        return stages[-1]
+
+    yield make
+    for stage in stages:
+        if stage.thread.is_alive():
+            stage.tell(Cancel(1, 0, tuple(range(100))))
+            stage.tell(Shutdown("the test is over"))
+            stage.ended()
+
+
+@pytest.fixture
+def real(model: Path) -> StageEngine:
+    return StageEngine(load_shard(model, 0, 1, "fp32"))
+
+
+Start = Callable[..., Stage]
+
+
+def test_a_stage_greets_computes_and_reports(start: Start, real: StageEngine) -> None:
+    stage = start(real)
+    assert stage.hear(Hello) == Hello("v1", 1, 1, (0, 2), "digest")
+    stage.tell(Open(1, 0, 64))
+    for run in range(3):
+        stage.give(segment(run, rows=2))
+        output = stage.result()
+        assert output.numbers.tolist() == [2 * run, 2 * run + 1]
+        assert stage.hear(Credit) == Credit(1, 0, run)
+    stage.tell(Close(1))
+    last = stage.hear(Heartbeat, lambda beat: beat.counters.get("closed") == 1).counters
+    assert (last["segments"], last["rows"], last["tokens"]) == (3, 6, 4)
+    assert last["bytes_in"] == stage.first.bytes_out
+    assert last["bytes_out"] == stage.output.bytes_in
+    assert last["compute_s"] > 0
+    assert 0 < last["slot_s"] <= last["compute_s"]
+    stage.tell(Shutdown("done"))
+    assert stage.ended() is None
+
+
+def test_counters_start_again_with_a_session(start: Start, real: StageEngine) -> None:
+    stage = start(real)
+    for session in (1, 2):
+        stage.tell(Open(session, 0, 64))
+        stage.give(segment(0, rows=2, session=session))
+        stage.result()
+        stage.tell(Close(session))
+        last = stage.hear(Heartbeat, lambda beat, s=session: beat.counters.get("closed") == s).counters
+        assert (last["segments"], last["rows"]) == (1, 2)
+        assert last["bytes_in"] == stage.first.bytes_out / session
+
+
+def test_a_segment_that_overtook_its_open_waits_for_it(start: Start, real: StageEngine) -> None:
+    stage = start(real)
+    stage.tell(Open(1, 0, 64))
+    stage.give(segment(0, session=2))
+    stage.hear(Heartbeat)
+    assert stage.output.receive() is None
+    stage.tell(Open(2, 0, 64))
+    assert stage.result().session == 2
+
+
+def test_a_segment_whose_open_never_comes_is_an_error(start: Start, real: StageEngine) -> None:
+    stage = start(real, open_within_s=0.1)
+    stage.give(segment(0, session=7))
+    error = stage.ended()
+    assert isinstance(error, ProtocolError)
+    assert "segment of session 7" in str(error)
+
+
+def test_a_stale_segment_is_dropped_without_a_word(start: Start, real: StageEngine) -> None:
+    stage = start(real)
+    stage.tell(Open(5, 0, 64))
+    stage.give(segment(0, session=4))
+    stage.hear(Heartbeat, lambda beat: beat.counters["dropped_stale"] == 1)
+    stage.give(segment(0, session=5))
+    assert stage.result().session == 5
+
+
+def test_control_is_obeyed_and_life_shown_in_the_middle_of_a_segment(start: Start) -> None:
+    engine = HeldEngine()
+    stage = start(engine)
+    stage.tell(Open(1, 0, 64))
+    stage.give(segment(0))
+    assert engine.started.wait(PATIENCE)
+    for _ in range(3):
+        stage.hear(Heartbeat)
+    prune = Prune(1, 0, 0, 0, 1, np.array([0], np.int32))
+    stage.tell(prune)
+    stage.tell(Cancel(1, 0, (0,)))
+    assert stage.result().run == 0
+    assert [type(call) for call in engine.calls] == [Open, Prune, Cancel]
+
+
+def test_a_stage_can_be_ended_in_the_middle_of_a_segment(start: Start) -> None:
+    engine = HeldEngine()
+    stage = start(engine)
+    stage.tell(Open(1, 0, 64))
+    stage.give(segment(0))
+    assert engine.started.wait(PATIENCE)
+    stage.tell(Shutdown("now"))
+    assert stage.ended() is None
+
+
+def test_a_stage_that_cannot_pass_its_results_on_lives_on(start: Start, real: StageEngine) -> None:
+    stage = start(real, data_queue=1)
+    stage.tell(Open(1, 0, 64))
+    for run in range(3):
+        stage.give(segment(run))
+    stage.hear(Credit, lambda credit: credit.run == 0)
+    for _ in range(3):  # the second result has no room
+        stage.hear(Heartbeat, lambda beat: beat.counters["segments"] == 2)
+    assert [stage.result().run for _ in range(3)] == [0, 1, 2]
+
+
+def test_what_is_not_a_segment_does_not_belong_on_the_data_link(start: Start, real: StageEngine) -> None:
+    stage = start(real)
+    assert stage.first.send(Close(1))
+    error = stage.ended()
+    assert isinstance(error, ProtocolError)
+    assert "a Close is no segment" in str(error)
+
+
+def test_what_a_stage_says_is_not_what_it_obeys(start: Start, real: StageEngine) -> None:
+    stage = start(real)
+    stage.tell(Failed("v1", 1, "?"))
+    assert isinstance(stage.ended(), ProtocolError)
+
+
+def test_a_stage_without_d0_ends(start: Start, real: StageEngine) -> None:
+    stage = start(real, lost_after_s=0.1)
+    stage.hear(Hello)
+    stage.hub.close()
+    error = stage.ended()
+    assert isinstance(error, PeerLost)
+    assert "no connection to D0" in str(error)
+
+
+def test_a_stage_without_a_next_one_ends(start: Start, real: StageEngine) -> None:
+    stage = start(real, broken_after_s=0.1)
+    stage.tell(Open(1, 0, 64))
+    stage.give(segment(0))
+    stage.result()
+    stage.output.close()
+    error = stage.ended()
+    assert isinstance(error, PeerLost)
+    assert "the connection broke during a session" in str(error)
+
+
+def test_a_stage_does_not_outlive_its_parent(start: Start, real: StageEngine) -> None:
+    stage = start(real, parent=1 << 22)  # above any process id of this machine's
+    assert isinstance(stage.ended(), PeerLost)
+
+
+@pytest.mark.parametrize(("text", "fault"), [
+    ('stage = 1', "missing key"), ('nonsense = 1', "unknown key 'nonsense'"), ("stage = ", "not valid TOML"),
+])
+def test_a_bad_configuration_names_the_key(tmp_path: Path, text: str, fault: str) -> None:
+    (tmp_path / "w.toml").write_text(text)
+    with pytest.raises(UsageError, match=fault):
+        WorkerConfig.load(tmp_path / "w.toml")
+
+
+def test_a_configuration_survives_its_file(tmp_path: Path) -> None:
+    config = WorkerConfig(instance='v"1\\', stage=1, stages=2, model="/ä/b c", control="a", listen="b",
+                          next="c", lost_after_s=2.5, control_key="<>{}%$#@")
+    (tmp_path / "w.toml").write_text(config.dump(), encoding="utf-8")
+    assert WorkerConfig.load(tmp_path / "w.toml") == config
+
+
+def test_errors_become_one_line() -> None:
+    assert one_line(FlowspecError("what\nwhere")) == "what where"
+    assert one_line(KeyError("k")) == "KeyError: 'k'"
