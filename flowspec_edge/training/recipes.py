@@ -31,7 +31,7 @@ DEMO = DemoRecipe(
     vocabulary=4096,
     seed=0,
     target=LMRecipe(width=192, layers=8, heads=6, kv_heads=2, intermediate=512, steps=980),
-    eagle=EagleRecipe(steps=980),
+    eagle=EagleRecipe(steps=900),
     draft_lm=LMRecipe(width=96, layers=2, heads=3, kv_heads=1, intermediate=256, steps=250, window=256),
 )
 
