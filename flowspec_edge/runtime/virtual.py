@@ -16,14 +16,13 @@ from functools import partial
 from pathlib import Path
 
 from flowspec_edge.config import Profile
-from flowspec_edge.messages import Cancel, Credit, Open, Output, Payload, Prune, Segment, Tap
+from flowspec_edge.messages import Cancel, Credit, Message, Open, Output, Payload, Prune, Segment, Tap
 from flowspec_edge.runtime.coordinator import Coordinator, Task, Verify
 from flowspec_edge.runtime.device0 import DraftDevice
 from flowspec_edge.runtime.request import OnTokens, Request, Result
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.shard import load_shard
-
-_HEADER_BYTES = 160  # a msgpack header and frame lengths, as measured on the codec
+from flowspec_edge.transport.codec import encode
 
 
 class Clock:
@@ -65,25 +64,14 @@ class Link:
         self.clock.at(self.free_at + latency, deliver)
 
 
-def wire_bytes(message: Segment | Output | Tap | Prune | Cancel | Credit, profile: Profile) -> int:
-    """What a message would weigh with the profile's hidden width and element size."""
-    size = _HEADER_BYTES
-    match message:
-        case Segment():
-            size += message.numbers.nbytes + message.positions.nbytes + message.bits.nbytes
-            size += message.committed.nbytes
-            size += message.tokens.nbytes if message.tokens is not None else 0
-            size += _hidden_bytes(message.hidden, profile)
-        case Output() | Tap():
-            size += message.numbers.nbytes + _hidden_bytes(message.hidden, profile)
-        case Prune():
-            size += message.keep.nbytes
+def wire_bytes(message: Message, profile: Profile) -> int:
+    """What a message weighs on the wire with the profile's hidden width and element size."""
+    size = sum(len(frame) for frame in encode(message))
+    hidden: Payload | None = getattr(message, "hidden", None)
+    if hidden is not None:
+        values = len(hidden.array) * profile.model.hidden_width
+        size += round(values * profile.model.bytes_per_value) - hidden.array.nbytes
     return size
-
-
-def _hidden_bytes(hidden: Payload | None, profile: Profile) -> int:
-    rows = 0 if hidden is None else len(hidden.array)
-    return rows * profile.model.hidden_width * profile.model.bytes_per_value
 
 
 @dataclass
