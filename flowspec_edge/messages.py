@@ -100,7 +100,6 @@ class Output:
     run: int
     numbers: Int32
     hidden: Payload
-    stage_seconds: float = 0.0  # VN's compute time for this segment, for the live line
 
 
 @dataclass(frozen=True, slots=True, eq=False)

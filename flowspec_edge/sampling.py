@@ -31,8 +31,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature <= 100.0:
-            raise UsageError(f"temperature must be between 0 and 100, not {self.temperature}")
+        if self.temperature != 0.0 and not 0.001 <= self.temperature <= 100.0:
+            raise UsageError(f"temperature must be 0 (greedy) or 0.001 to 100, not {self.temperature}")
         if self.top_k < 0:
             raise UsageError(f"top-k must be 0 (off) or positive, not {self.top_k}")
         if not 0.0 < self.top_p <= 1.0:
@@ -45,7 +45,7 @@ class Sampling:
         return self.temperature == 0.0
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def gumbel(seed: int, position: int, vocabulary: int) -> NDArray[np.float64]:
     """Gumbel(0, 1) noise for every token at one absolute position: float64 [vocabulary].
 

@@ -22,7 +22,7 @@ class Tokenizer:
 
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(model.target, local_files_only=True)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # tokenizers raises bare Exceptions for a file it cannot read
             first = str(error).strip().splitlines()[0]
             raise UsageError(f"the tokenizer in {model.target} cannot be loaded: {first}") from error
 

@@ -21,7 +21,7 @@ from flowspec_edge.tree.ledger import Ledger
 from flowspec_edge.tree.requests import DraftRequest, Expansion
 
 _VOCABULARY = 4096
-_LIMIT_MS = 1.0  # what issue and design ask for, at L 80, k 10
+_LIMIT_MS = 1.0  # wanted at L 80, k 10
 
 
 class _Text:

@@ -24,7 +24,7 @@ from flowspec_edge.cli.options import (
     with_dataclasses,
 )
 from flowspec_edge.config import load_profile
-from flowspec_edge.errors import UsageError
+from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.modeldir import DEMO, resolve_model
 from flowspec_edge.sampling import Sampling
 from flowspec_edge.strategies.params import Params
@@ -76,11 +76,12 @@ def run(
 
     names = _parse_strategies(strategies)
     found = resolve_model(model)
-    charged = load_profile(profile) if clock == "virtual" else None
+    described = load_profile(profile)  # also when time is real: a wrong name is worth an error
+    charged = described if clock == "virtual" else None
     path = prompts or demo_prompts()
     texts = load_prompts(path, limit)
-    if out is not None and not out.resolve().parent.is_dir():
-        raise UsageError(f"cannot write {out}: there is no directory {out.resolve().parent}")
+    if out is not None:
+        _check_writable(out)
     requests = requests_for(Tokenizer(found), found, texts, max_new_tokens, sampling, params)
     with (open_cluster(clock, found, stages, charged, dtype) as cluster,
           progress(len(requests) * (1 + len(names))) as advance):
@@ -94,10 +95,20 @@ def run(
         settings = _settings(found.name, path, len(texts), stages, dtype, max_new_tokens, sampling, params)
         report = Report(profile_name, clock, rows, differences, settings)
         out.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
+    if differences:
+        raise FlowspecError("not every text is that of plain decoding; see above")
 
 
 run.__doc__ = f"{run.__doc__}\n{_EXAMPLES}"
 app.command("run")(run)
+
+
+def _check_writable(path: Path) -> None:
+    """Find out before the work is done, and leave the file as it is."""
+    try:
+        path.open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _parse_strategies(text: str) -> list[str]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from flowspec_edge.bench.prompts import Prompt
 from flowspec_edge.cli.clusters import open_cluster
+from flowspec_edge.cli.measuring import requests_for
 from flowspec_edge.cli.options import (
     ClockOption,
     DtypeOption,
@@ -23,7 +26,7 @@ from flowspec_edge.cli.options import (
 from flowspec_edge.config import load_profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.modeldir import DEMO, resolve_model
-from flowspec_edge.runtime.request import Request, Result
+from flowspec_edge.runtime.request import Result
 from flowspec_edge.sampling import Sampling
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import strategy_class
@@ -61,7 +64,8 @@ def generate(
     text = _read_prompt(prompt, prompt_file)
     chosen = strategy_class(strategy)
     found = resolve_model(model)
-    charged = load_profile(profile) if clock == "virtual" else None
+    described = load_profile(profile)  # also when time is real: a wrong name is worth an error
+    charged = described if clock == "virtual" else None
     if verbose:
         logging.basicConfig(format="%(message)s")  # to stderr
         logging.getLogger("flowspec_edge").setLevel(logging.INFO)
@@ -69,7 +73,8 @@ def generate(
     from flowspec_edge.text import TextStream, Tokenizer
 
     tokenizer = Tokenizer(found)
-    request = Request(tokenizer.encode(text), chosen.name, max_new_tokens, sampling, params, found.stop_ids)
+    [fitting] = requests_for(tokenizer, found, [Prompt("", "", text)], max_new_tokens, sampling, params)
+    request = replace(fitting, strategy=chosen.name)
     stream = None if as_json else TextStream(tokenizer.decode, _write)
     with open_cluster(clock, found, stages, charged, dtype) as cluster:
         result = cluster.generate(request, stream.push if stream else None)

@@ -30,7 +30,8 @@ def requests_for(tokenizer: Tokenizer, model: ModelDir, prompts: Sequence[Prompt
     for prompt in prompts:
         ids = tokenizer.encode(prompt.text)
         if len(ids) + max_new_tokens > model.max_positions:
-            raise UsageError(f"prompt {prompt.id} has {len(ids)} tokens and {max_new_tokens} more are asked "
+            name = f"prompt {prompt.id}" if prompt.id else "the prompt"
+            raise UsageError(f"{name} has {len(ids)} tokens and {max_new_tokens} more are asked "
                              f"for, but the model stops at {model.max_positions}; lower --max-new-tokens")
         requests.append(Request(ids, max_new_tokens=max_new_tokens, sampling=sampling, params=params,
                                 stop_ids=model.stop_ids))

@@ -27,7 +27,7 @@ def list_models() -> None:
 def train_demo(
     out: Annotated[Path, typer.Option("--out", help="Where the finished model goes.", metavar="DIR")],
     work: Annotated[Path | None, typer.Option(
-        "--work", help="Where checkpoints go; the same directory resumes.  Default: OUT/.work.",
+        "--work", help="Where checkpoints go; the same directory resumes.  Default: OUT.work.",
         metavar="DIR")] = None,
     quick: Annotated[bool, typer.Option(
         "--quick", help="A few steps of tiny models, to try the recipe.")] = False,

@@ -43,7 +43,8 @@ class Children:
             command = [sys.executable, "-m", "flowspec_edge.runtime.worker", "--config", str(file)]
             with self._stderr(config.stage).open("wb") as stderr:
                 self._processes.append(subprocess.Popen(
-                    [*command, "--verbose"] if verbose else command, stdin=subprocess.DEVNULL, stderr=stderr,
+                    [*command, "--verbose"] if verbose else command, stdin=subprocess.DEVNULL,
+                    stdout=stderr, stderr=stderr,  # our own stdout is for the answer alone
                     pass_fds=[config.listen_fd] if config.listen_fd >= 0 else [],
                     start_new_session=True,  # Ctrl-C is for D0, which then ends them in order
                     env={**os.environ, "PYTHONPATH": path}))

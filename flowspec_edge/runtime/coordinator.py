@@ -20,12 +20,20 @@ from flowspec_edge.messages import Cancel, Credit, Open, Output, Payload, Prune,
 from flowspec_edge.runtime.request import FinishReason, Request, Result, Stats
 from flowspec_edge.sampling import choose
 from flowspec_edge.strategies.base import Strategy
+from flowspec_edge.strategies.params import Params
 from flowspec_edge.tree.ledger import Ledger
 from flowspec_edge.tree.requests import Commit, DraftRequest
 
 Head = Callable[[Payload], NDArray[np.float32]]  # post-norm hidden [n, H] -> logits [n, V]
 
-TENTATIVE_ROWS = 1024  # cache rows for drafts, beside the text's own
+
+def tentative_rows(params: Params, stages: int) -> int:
+    """Cache rows for drafts beside the text's own: living trees, and dead rows not yet pruned.
+
+    Two whole trees and all that can be in flight, twice over, for prunes that are late.
+    """
+    tree = params.tree_size + params.expand_size + params.extend_size
+    return max(1024, 2 * (2 * tree + (stages + 2) * max(params.segment, params.tree_size)))
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,7 @@ class Coordinator:
         self.request = request
         self.ledger = Ledger(session, epoch)
         self.strategy = make(self.ledger)
-        self._drafter = drafter if self.strategy.drafts else None
+        self._drafter = drafter
         self._head = head
         self._clock = clock
         self._credits = window
@@ -69,6 +77,7 @@ class Coordinator:
         self._hidden: dict[int, tuple[Payload, int]] = {}  # number -> where its hidden state lies
         self._tokens: list[int] = []
         self._streamed = 0
+        self._accepted = 0
         self._rounds = 0
         self.finish_reason: FinishReason | None = None
         self._started_at = clock()
@@ -80,7 +89,8 @@ class Coordinator:
 
     def open_message(self) -> Open:
         """To be seen by every stage before the first segment."""
-        capacity = len(self.request.prompt) + self.request.max_new_tokens + TENTATIVE_ROWS
+        capacity = len(self.request.prompt) + self.request.max_new_tokens
+        capacity += tentative_rows(self.request.params, self.strategy.stages)
         return Open(self.ledger.session, self.ledger.epoch, capacity)
 
     def take_messages(self) -> list[Segment | Prune | Cancel]:
@@ -198,6 +208,7 @@ class Coordinator:
                 self.finish_reason = "stop"
                 break
             self._tokens.append(commit.token)
+            self._accepted += commit.drafted
             if len(self._tokens) == self.request.max_new_tokens:
                 self.finish_reason = "length"
                 break
@@ -236,7 +247,7 @@ class Coordinator:
             tokens_per_second=generated / decode if decode > 0 else 0.0,
             ttft_s=self._first_at - self._started_at,
             drafted=counters.drafted, verified=counters.verified,
-            accepted=min(counters.accepted, generated),
+            accepted=self._accepted,
             bytes=bytes_sent, decode_s=decode, slot_s=slot_s, stages=stages,
         )
         return Result(list(self._tokens), self.finish_reason, stats)

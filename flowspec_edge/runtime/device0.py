@@ -24,14 +24,14 @@ from flowspec_edge.tensors import to_torch
 
 
 class DraftDevice:
-    """What D0 holds for all requests; the drafter is loaded when a strategy first wants it."""
+    """What D0 holds for all requests; a drafter is loaded when a strategy first wants it."""
 
     def __init__(self, model_dir: Path, dtype: str = "fp32") -> None:
         self._model_dir = model_dir
         self._dtype = dtype
         self._lm_head = load_lm_head(model_dir / "target", dtype)
         self._limit = int(load_config(model_dir / "target").max_position_embeddings)
-        self._drafter: Drafter | None = None
+        self._drafters: dict[str, Drafter] = {}
 
     def head(self, hidden: Payload) -> NDArray[np.float32]:
         """lm_head: post-norm hidden states [n, H] to logits, float32 [n, V]."""
@@ -53,12 +53,12 @@ class DraftDevice:
         vocabulary = self._lm_head.shape[0]
         if not all(0 <= token < vocabulary for token in request.prompt):
             raise UsageError(f"the prompt has a token id outside the vocabulary of {vocabulary}")
-        drafter = self._load_drafter() if chosen.drafts else None
+        drafter = self._drafter(chosen.drafter) if chosen.drafter else None
         return Coordinator(request, lambda ledger: chosen(request.params, ledger, stages), drafter,
                            self.head, clock, session, epoch)
 
-    def _load_drafter(self) -> Drafter:
-        if self._drafter is None:
+    def _drafter(self, kind: str) -> Drafter:
+        if kind not in self._drafters:
             embedding = load_embedding(self._model_dir / "target", self._dtype)
-            self._drafter = load_drafter("eagle2", self._model_dir, self._lm_head, embedding, self._dtype)
-        return self._drafter
+            self._drafters[kind] = load_drafter(kind, self._model_dir, self._lm_head, embedding, self._dtype)
+        return self._drafters[kind]

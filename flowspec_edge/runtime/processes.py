@@ -35,6 +35,7 @@ from flowspec_edge.runtime.members import Members
 from flowspec_edge.runtime.request import OnTokens, Request, Result
 from flowspec_edge.runtime.workerconfig import Dtype
 from flowspec_edge.stage.shard import load_config, split_layers
+from flowspec_edge.strategies.params import Params
 from flowspec_edge.tensors import parse_dtype
 from flowspec_edge.transport import keys
 from flowspec_edge.transport.zmq_links import ZmqTransport
@@ -42,6 +43,7 @@ from flowspec_edge.transport.zmq_links import ZmqTransport
 _CHECK_S = 0.1  # how often exits and silences are looked for
 _LAST_REPORT_S = 2.0  # how long the stages' final counters are waited for
 _EXIT_S = 0.5  # how much later than its links a process that dies may be seen to exit
+_WARM_UP_SEGMENTS = 6
 _SHUTDOWN_S = 1.0  # how long a stage may take to end after Shutdown
 
 
@@ -69,6 +71,8 @@ class ProcessCluster:
         self._outbox: deque[Segment] = deque()
         self._session = 0
         self._check_at = 0.0
+        self._slot_s = 0.0
+        self._closed = False
         with ExitStack() as undo:
             self._children = Children()
             undo.callback(self._children.end)
@@ -90,8 +94,8 @@ class ProcessCluster:
                 plan.close()
             self._device0 = DraftDevice(Path(model_dir), dtype)  # while the stages load theirs
             self._gather(start_within)
+            self._warm_up()
             undo.pop_all()
-        self._closed = False
 
     @property
     def pids(self) -> list[int]:
@@ -127,7 +131,17 @@ class ProcessCluster:
             raise
         stages = self._members.counters()
         total = self._own_bytes() - before + sum(int(counters.get("bytes_out", 0)) for counters in stages)
-        return c.result(max(counters.get("slot_s", 0.0) for counters in stages), total, stages)
+        return c.result(self._slot_s or _slowest(stages), total, stages)
+
+    def _warm_up(self) -> None:
+        """Run full segments through the pipeline: how long one takes in the slowest stage is a slot.
+
+        So that a turn means the same for every strategy, however long its own segments are.
+        """
+        rows = Params().segment
+        prompt = [0] * (rows * _WARM_UP_SEGMENTS)
+        request = Request(prompt, "autoregressive", 1, params=Params(prefill_chunk=rows))
+        self._slot_s = self.generate(request).stats.slot_s
 
     def _step(self, c: Coordinator, on_tokens: OnTokens | None) -> None:
         """D0's loop: send what may be sent, do the most urgent work, take what has come."""
@@ -140,10 +154,10 @@ class ProcessCluster:
         task = c.next_task()
         if task is not None:
             c.complete(task)
+        if on_tokens and (new := c.new_tokens()):
+            on_tokens(new)  # may block; what came meanwhile is read before anybody counts as silent
         if not self._collect(c) and task is None:
             self._sleep()
-        if on_tokens and (new := c.new_tokens()):
-            on_tokens(new)
         self._check()
 
     # ---- messages ------------------------------------------------------------------------------
@@ -251,3 +265,8 @@ class ProcessCluster:
     def _own_bytes(self) -> int:
         """Bytes that D0 has sent, and those that came to it over the control channel."""
         return self._first.bytes_out + self._hub.bytes_out + self._hub.bytes_in
+
+
+def _slowest(stages: tuple[dict[str, float], ...]) -> float:
+    """Seconds that the slowest stage takes for a segment."""
+    return max(counters.get("slot_s", 0.0) for counters in stages)

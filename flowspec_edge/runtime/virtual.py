@@ -196,7 +196,9 @@ class VirtualRun:
         self._pump()
 
     def _pump(self) -> None:
-        """D0: send what may be sent, then start the most urgent work if idle."""
+        """D0, when it is not busy: send what may be sent, then start the most urgent work."""
+        if self._busy:
+            return
         for message in self._c.take_messages():
             size = wire_bytes(message, self._profile)
             if isinstance(message, Segment):
@@ -204,8 +206,6 @@ class VirtualRun:
                 continue
             for link, stage in zip(self._control, self._stages, strict=True):
                 link.send(size, partial(stage.receive, message))
-        if self._busy:
-            return
         task = self._c.next_task()
         if task is not None:
             self._busy = True

@@ -219,7 +219,8 @@ class Worker:
         if config.parent and os.getppid() != config.parent:
             raise PeerLost("the process that started this stage is gone")
         for link, peer in ((links.control, "D0"), (links.next, "the next device")):
-            if link.lost_for() > config.lost_after_s:
+            # A stage that nobody here started waits for its peers as long as no session is open.
+            if (config.parent or self._open) and link.lost_for() > config.lost_after_s:
                 raise PeerLost(f"{link.name}: no connection to {peer} for {config.lost_after_s:g} s")
         if links.control.breaks() > self._greeted and not links.control.lost_for():
             self._greet()  # D0 is back, or another one

@@ -14,7 +14,7 @@ class Autoregressive(Strategy):
 
     name = "autoregressive"
     summary = "plain pipeline decoding: one token at a time, no draft"
-    drafts = False
+    drafter = None
 
     def start(self, token: int, position: int) -> None:
         self._root: tuple[int, int] | None = (token, position)

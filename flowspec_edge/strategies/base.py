@@ -7,8 +7,9 @@ newest knowledge; it never waits and is never waited for.
 
 How the systems to come fit in: PipeDec's ``next_segment`` is one tree layer; PipeInfer's
 ``controls`` returns Cancels and its runs are micro-trees; PEARL sends a chain of gamma and drafts
-the next one meanwhile; SPD sends one token and asks for taps; a tensor-parallel baseline sends the
-whole tree as one segment to an executor of another ``topology``.
+the next one meanwhile; SPD sends one token and asks for taps; all of them name the draft model they want in
+``drafter``.  A tensor-parallel baseline sends the whole tree as one segment; that other devices
+compute it together is the cluster's affair.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ class Counters:
 
     drafted: int = 0  # draft tokens sent into the pipeline
     verified: int = 0  # rows that came back from it
-    accepted: int = 0  # draft tokens that became text
     rounds: int = 0  # rounds that ended in a miss
 
 
@@ -39,8 +39,7 @@ class Strategy(ABC):
 
     name: ClassVar[str]
     summary: ClassVar[str]
-    drafts: ClassVar[bool] = True  # whether it needs a drafter at all
-    topology: ClassVar[str] = "pipeline"
+    drafter: ClassVar[str | None] = "eagle2"  # the kind of draft model it wants, if any
 
     def __init__(self, params: Params, ledger: Ledger, stages: int) -> None:
         self.params = params

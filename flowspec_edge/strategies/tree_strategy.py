@@ -76,10 +76,9 @@ class TreeStrategy(Strategy):
         commits = []
         for node in path:
             assert node.parent is not None
-            commits.append(Commit(node.token, node.parent.number))
+            commits.append(Commit(node.token, node.parent.number, drafted=True))
             if node.number >= 0:
                 self.ledger.commit(node.number)
-        self.counters.accepted += len(path)
         if missed >= 0:
             self.counters.rounds += 1
             last = path[-1] if path else self.tree.root

@@ -34,7 +34,7 @@ _SAMPLE_PROMPT = "def read_lines(path"
 def train_demo(out: Path, work: Path | None = None, quick: bool = False) -> None:
     """Train whatever of the demonstration model is not in ``out`` yet.
 
-    work   checkpoints and the tokenized text; OUT/.work by default.  Resumes what it finds there.
+    work   checkpoints and the tokenized text; OUT.work beside OUT by default.  Resumes what it finds there.
     quick  a few steps of tiny models, to try the recipe
 
     Raises UsageError when ``work`` or ``out`` belongs to another recipe.
@@ -42,7 +42,7 @@ def train_demo(out: Path, work: Path | None = None, quick: bool = False) -> None
     recipe = QUICK if quick else DEMO
     console = Console(soft_wrap=True)
     logging.disable_progress_bar()  # transformers' own, for files that are written in no time
-    work = work or out / ".work"
+    work = work or out.with_name(out.name + ".work")
     _claim(out, work, recipe)
     if all((out / name).exists() for name in ("target", "eagle2", "draft-lm", "card.toml")):
         console.print(f"{out} is complete; delete a part to have it made again")

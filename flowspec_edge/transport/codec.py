@@ -38,7 +38,6 @@ from flowspec_edge.transport.fields import (
     Dense,
     Int,
     Ints,
-    Real,
     Scalar,
     Subset,
     Text,
@@ -67,7 +66,7 @@ _FIELDS: dict[type, tuple[dict[str, Scalar], dict[str, ArrayField]]] = {
          "tokens": Array("int32", ("n",), optional=True), "bits": Array("uint8", ("n", "w")),
          "hidden": Dense(optional=True)},
     ),
-    m.Output: ({**_SESSION, "run": Int(), "stage_seconds": Real()}, {"numbers": _ROWS, "hidden": Dense()}),
+    m.Output: ({**_SESSION, "run": Int()}, {"numbers": _ROWS, "hidden": Dense()}),
     m.Tap: ({**_SESSION, "run": Int(), "layer": Int()}, {"numbers": _ROWS, "hidden": Dense()}),
     m.Prune: ({**_SESSION, "sequence": Int(), "start": Int(), "stop": Int()}, {"keep": Subset()}),
     m.Cancel: ({**_SESSION, "runs": Ints()}, {}),
@@ -79,7 +78,6 @@ _FIELDS: dict[type, tuple[dict[str, Scalar], dict[str, ArrayField]]] = {
     m.Failed: ({**_PEER, "cause": Text()}, {}),
     m.Shutdown: ({"reason": Text()}, {}),
 }
-
 
 
 class _Slot(NamedTuple):
@@ -94,13 +92,10 @@ class _Slot(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """The array fields of a message when each has one certain form.
-
-    ``sources`` says where each dimension's size is found: (number of the slot, axis).
-    """
+    """The array fields of a message when each has one certain form."""
 
     slots: tuple[_Slot, ...]
-    sources: tuple[tuple[int, int], ...]
+    dims: tuple[str, ...]  # in the order in which the slots first name them
     frames: int
 
 
@@ -128,16 +123,12 @@ def _form(kind: type, scalars: dict[str, Scalar], arrays: dict[str, ArrayField])
 def _layout(arrays: dict[str, ArrayField], codes: tuple[str, ...]) -> _Layout:
     present = [field.dims if code != ABSENT else ()
                for field, code in zip(arrays.values(), codes, strict=True)]
-    sources: dict[str, tuple[int, int]] = {}
-    for number, dims in enumerate(present):
-        for axis, dim in enumerate(dims):
-            sources.setdefault(dim, (number, axis))
-    order = list(sources)
+    order = list(dict.fromkeys(dim for dims in present for dim in dims))
     slots = tuple(
         _Slot(name, field, code, field.codes[code], _pick([order.index(dim) for dim in dims]),
               isinstance(field, Dense) and code != ABSENT)
         for (name, field), code, dims in zip(arrays.items(), codes, present, strict=True))
-    return _Layout(slots, tuple(sources.values()), 1 + sum(slot.dense for slot in slots))
+    return _Layout(slots, tuple(order), 1 + sum(slot.dense for slot in slots))
 
 
 def _pick(positions: list[int]) -> Pick:
@@ -158,42 +149,39 @@ def encode(message: m.Message) -> list[Buffer]:
     """
     name = type(message).__name__
     form = _FORMS[name]
-    key = ""
-    try:
-        packed = [field.pack(getattr(message, key), message) for key, field in form.arrays]
-    except ProtocolError as error:
-        raise ProtocolError(f"cannot send {name}: {error}") from None
-    key = " ".join([code for code, _ in packed])
-    layout = form.layouts.get(key)
-    if layout is None:
-        raise ProtocolError(f"cannot send {name}: its arrays cannot be {key!r}")
-    arrays: list[Any] = [array for _, array in packed]
-    dims = _dims(name, layout, arrays)
+    codes: list[str] = []
+    dims: dict[str, int] = {}
     index: list[bytes] = []
     payload: list[Buffer] = []
-    for slot, array in zip(layout.slots, arrays):  # noqa: B905 -- strict= is slow
-        if slot.dense:
-            payload.append(array.data.cast("B") if array.size else b"")
-        elif slot.dtype is not None:
-            index.append(array.tobytes())
-    header = [name, key, dims, b"".join(index)]
-    header += [field.pack(getattr(message, key)) for key, field in form.scalars]
+    key = ""
+    try:
+        for key, field in form.arrays:
+            code, array = field.pack(getattr(message, key), message)
+            codes.append(code)
+            if array is None:
+                continue
+            _agree(dims, field.dims, array.shape)
+            if isinstance(field, Dense):
+                payload.append(array.data.cast("B") if array.size else b"")
+            else:
+                index.append(array.tobytes())
+    except ProtocolError as error:
+        raise ProtocolError(f"cannot send {name}.{key}: {error}") from None
+    layout = " ".join(codes)
+    if layout not in form.layouts:
+        raise ProtocolError(f"cannot send {name}: its arrays cannot be {layout!r}")
+    header = [name, layout, [*dims.values()], b"".join(index)]
+    header += [scalar.pack(getattr(message, key)) for key, scalar in form.scalars]
     return [cast(bytes, msgpack.packb(header)), *payload]
 
 
-def _dims(name: str, layout: _Layout, arrays: list[Any]) -> tuple[int, ...]:
-    """The sizes of a message's dimensions; ProtocolError if its arrays do not agree on them."""
-    try:
-        dims = tuple([arrays[number].shape[axis] for number, axis in layout.sources])
-        for slot, array in zip(layout.slots, arrays):  # noqa: B905 -- strict= is slow
-            if slot.dtype is not None and array.shape != slot.shape(dims):
-                raise ProtocolError(f"cannot send {name}.{slot.name}: its shape is {list(array.shape)}, "
-                                    f"the fields before it ask for {list(slot.shape(dims))}")
-    except IndexError:
-        raise ProtocolError(f"cannot send {name}: an array has too few dimensions") from None
-    if dims and max(dims) > MAX_DIM:
-        raise ProtocolError(f"cannot send {name}: a dimension is {max(dims)}, at most {MAX_DIM} is allowed")
-    return dims
+def _agree(dims: dict[str, int], names: tuple[str, ...], shape: tuple[int, ...]) -> None:
+    """Enter an array's sizes in ``dims``; ProtocolError if arrays before it had others."""
+    if len(names) != len(shape):
+        raise ProtocolError(f"expected {len(names)} dimensions, got {len(shape)}")
+    for name, size in zip(names, shape):  # noqa: B905 -- just checked, and strict= is slow
+        if dims.setdefault(name, size) != size or size > MAX_DIM:
+            raise ProtocolError(f"its {name} is {size}, but {min(dims[name], MAX_DIM)} is what fits")
 
 
 def decode(frames: Sequence[Buffer]) -> m.Message:
@@ -250,8 +238,8 @@ def _header(frames: Sequence[Buffer]) -> tuple[_Form, _Layout, tuple[int, ...], 
     if len(scalars) != len(form.scalars):
         raise ProtocolError(f"{name}: expected {len(form.scalars)} scalar fields, got {len(scalars)}; "
                             "do all devices run the same release?")
-    if type(index) is not bytes or type(dims) is not list or len(dims) != len(layout.sources):
-        raise ProtocolError(f"{name}: expected bytes and {len(layout.sources)} dimensions, got {short(dims)}")
+    if type(index) is not bytes or type(dims) is not list or len(dims) != len(layout.dims):
+        raise ProtocolError(f"{name}: expected bytes and {len(layout.dims)} dimensions, got {short(dims)}")
     for size in dims:
         if type(size) is not int or not 0 <= size <= MAX_DIM:
             raise ProtocolError(f"{name}: a dimension must be 0 to {MAX_DIM}, not {short(size)}")

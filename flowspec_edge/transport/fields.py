@@ -54,19 +54,6 @@ class Int:
 
 
 @dataclass(frozen=True, slots=True)
-class Real:
-    """A double."""
-
-    def pack(self, value: Any) -> float:
-        return float(value)
-
-    def unpack(self, value: Any) -> float:
-        if type(value) is not float:
-            raise ProtocolError(f"expected a float, got {short(value)}")
-        return value
-
-
-@dataclass(frozen=True, slots=True)
 class Text:
     """At most MAX_TEXT characters; longer ones are cut when sent (a cause may be any length)."""
 

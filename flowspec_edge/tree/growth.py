@@ -28,7 +28,6 @@ class Growth:
         self._first_new = tree.next_id
         tree.generation += 1
         self._kept: list[tuple[float, int, Node]] = []  # min-heap: the worst kept node first
-        self.passes = 0
 
     @property
     def done(self) -> bool:
@@ -48,7 +47,6 @@ class Growth:
 
     def absorb(self, expansion: Expansion) -> None:
         """Add the children that the pass found, and choose the next level's nodes."""
-        self.passes += 1
         self._levels -= 1
         parents = self._frontier
         cumulative = expansion.scores + np.array([[n.score] for n in parents])

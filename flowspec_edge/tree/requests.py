@@ -52,7 +52,11 @@ class Expansion:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """One token that became part of the text, and the number of the row that predicted it."""
+    """One token that became part of the text.
+
+    ``source`` is the number of the row that predicted it, ``drafted`` whether the tree held it.
+    """
 
     token: int
     source: int
+    drafted: bool = False

@@ -205,13 +205,13 @@ def test_each_fault_has_its_line(frames: list[bytes], text: str) -> None:
 
 @pytest.mark.parametrize(("message", "text"), [
     (segment(numbers=np.arange(2)), "expected int32, got int64"),
-    (segment(positions=np.arange(3, dtype=np.int32)), "cannot send Segment.positions: its shape is [3]"),
-    (segment(bits=np.zeros(2, np.uint8)), "too few dimensions"),
+    (segment(positions=np.arange(3, dtype=np.int32)), "cannot send Segment.positions: its n is 3, but 2 is what fits"),
+    (segment(bits=np.zeros(2, np.uint8)), "cannot send Segment.bits: expected 2 dimensions, got 1"),
     (segment(hidden=HIDDEN), "cannot send Segment: its arrays cannot be"),
     (segment(tokens=None), "cannot send Segment: its arrays cannot be"),
     (segment(tokens=None, hidden=m.Payload("bfloat16", HIDDEN.array)), "cannot be held in float16"),
     (m.Prune(1, 0, 0, 4, 9, np.array([8, 4], np.int32)), "expected increasing numbers"),
-    (segment(committed=np.zeros(MAX_DIM + 1, np.int32)), "at most 65536 is allowed"),
+    (segment(committed=np.zeros(MAX_DIM + 1, np.int32)), "its c is 65537, but 65536 is what fits"),
 ])
 def test_a_wrong_message_is_not_sent(message: m.Message, text: str) -> None:
     with pytest.raises(ProtocolError) as caught:
