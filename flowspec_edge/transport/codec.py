@@ -20,6 +20,7 @@ message are read-only views on the frames.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from itertools import product
 from operator import itemgetter
@@ -30,6 +31,7 @@ import numpy as np
 
 from flowspec_edge import messages as m
 from flowspec_edge.errors import ProtocolError
+from flowspec_edge.transport import compiled
 from flowspec_edge.transport.fields import (
     ABSENT,
     Array,
@@ -106,6 +108,8 @@ class _Form(NamedTuple):
     scalars: tuple[tuple[str, Scalar], ...]
     arrays: tuple[tuple[str, ArrayField], ...]
     layouts: dict[str, _Layout]
+    variable: tuple[tuple[str, ArrayField], ...]  # arrays that have more than one form
+    encoders: dict[tuple[str, ...], compiled.Encoder]  # by the codes of the variable arrays
 
 
 def _form(kind: type, scalars: dict[str, Scalar], arrays: dict[str, ArrayField]) -> _Form:
@@ -117,7 +121,14 @@ def _form(kind: type, scalars: dict[str, Scalar], arrays: dict[str, ArrayField])
         " ".join(codes): _layout(arrays, codes)
         for codes in product(*(field.codes for field in arrays.values())) if codes.count(ABSENT) == absent
     }
-    return _Form(kind, tuple(scalars.items()), tuple(arrays.items()), layouts)
+    variable = tuple((name, field) for name, field in arrays.items() if len(field.codes) > 1)
+    encoders = {}
+    for codes in map(str.split, layouts) if compiled.compilable(arrays) else ():
+        chosen = dict(zip(arrays, codes, strict=True))
+        key = tuple(chosen[name] for name, _ in variable)
+        encoders[key] = compiled.encoder(kind, scalars, arrays, chosen, MAX_DIM)
+        _DECODERS[kind.__name__, " ".join(codes)] = compiled.decoder(kind, scalars, arrays, chosen, MAX_DIM)
+    return _Form(kind, tuple(scalars.items()), tuple(arrays.items()), layouts, variable, encoders)
 
 
 def _layout(arrays: dict[str, ArrayField], codes: tuple[str, ...]) -> _Layout:
@@ -139,6 +150,7 @@ def _pick(positions: list[int]) -> Pick:
     return itemgetter(slice(first, first + len(positions)))
 
 
+_DECODERS: dict[tuple[str, str], compiled.Decoder] = {}
 _FORMS = {kind.__name__: _form(kind, *specs) for kind, specs in _FIELDS.items()}
 
 
@@ -147,6 +159,18 @@ def encode(message: m.Message) -> list[Buffer]:
 
     Raises ProtocolError if an array does not have the dtype or shape that ``messages`` promises.
     """
+    form = _FORMS[type(message).__name__]
+    if form.encoders:
+        with suppress(KeyError, *compiled.REFUSALS):
+            codes = tuple([field.code(getattr(message, name)) for name, field in form.variable])
+            frames = form.encoders[codes](message)
+            if frames is not None:
+                return frames
+    return encode_slowly(message)
+
+
+def encode_slowly(message: m.Message) -> list[Buffer]:
+    """:func:`encode`, field by field: for every message, and with an error for a wrong one."""
     name = type(message).__name__
     form = _FORMS[name]
     codes: list[str] = []
@@ -186,6 +210,17 @@ def _agree(dims: dict[str, int], names: tuple[str, ...], shape: tuple[int, ...])
 
 def decode(frames: Sequence[Buffer]) -> m.Message:
     """The message in ``frames``; raises ProtocolError for anything that :func:`encode` cannot make."""
+    header = _unpack(frames)
+    with suppress(ProtocolError, *compiled.REFUSALS):
+        fast = _DECODERS.get((header[0], header[1]))
+        message = fast(header[2], header[3], header[4:], frames) if fast else None
+        if message is not None:
+            return cast(m.Message, message)
+    return decode_slowly(frames)
+
+
+def decode_slowly(frames: Sequence[Buffer]) -> m.Message:
+    """:func:`decode`, field by field: for every message, and with an error for a wrong one."""
     form, layout, dims, index, scalars = _header(frames)
     values: dict[str, Any] = {}
     key = ""
@@ -219,14 +254,22 @@ def _payload(frame: Buffer, dtype: np.dtype[Any] | None, shape: tuple[int, ...])
     return array
 
 
-def _header(frames: Sequence[Buffer]) -> tuple[_Form, _Layout, tuple[int, ...], bytes, list[Any]]:
-    """The message's form, its layout, its dims, the index and the scalars."""
+def _unpack(frames: Sequence[Buffer]) -> list[Any]:
+    """The header's values: at least type, layout, dims and index."""
     if not frames or len(frames[0]) > MAX_HEADER_BYTES:
         raise ProtocolError(f"no header of at most {MAX_HEADER_BYTES} bytes; is the peer a flowspec device?")
     try:
-        name, code, dims, index, *scalars = msgpack.unpackb(frames[0], max_ext_len=0, max_array_len=MAX_DIM)
+        header = msgpack.unpackb(frames[0], max_ext_len=0, max_array_len=MAX_DIM)
     except (ValueError, TypeError, msgpack.UnpackException):
-        raise ProtocolError("the header is not ours; is the peer a flowspec device?") from None
+        header = None
+    if type(header) is not list or len(header) < 4:
+        raise ProtocolError("the header is not ours; is the peer a flowspec device?")
+    return header
+
+
+def _header(frames: Sequence[Buffer]) -> tuple[_Form, _Layout, tuple[int, ...], bytes, list[Any]]:
+    """The message's form, its layout, its dims, the index and the scalars."""
+    name, code, dims, index, *scalars = _unpack(frames)
     form = _FORMS.get(name) if type(name) is str else None
     if form is None:
         raise ProtocolError(f"unknown message type {short(name)}; do all devices run the same release?")

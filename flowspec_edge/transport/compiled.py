@@ -25,7 +25,7 @@ Encoder = Callable[[Any], "list[Any] | None"]
 Decoder = Callable[[Sequence[Any], Any, list[Any], Any], Any]
 
 
-def encoder(kind: type, scalars: dict[str, Scalar], arrays: dict[str, ArrayField], codes: tuple[str, ...],
+def encoder(kind: type, scalars: dict[str, Scalar], arrays: dict[str, ArrayField], codes: dict[str, str],
             max_dim: int) -> Encoder:
     """``encode(message)`` for messages of ``kind`` whose arrays have the forms ``codes``."""
     scope: dict[str, Any] = {"packb": msgpack.packb}
@@ -34,7 +34,8 @@ def encoder(kind: type, scalars: dict[str, Scalar], arrays: dict[str, ArrayField
     parts: list[str] = []
     frames: list[str] = []
     dims: list[str] = []
-    for (name, field), code in zip(arrays.items(), codes, strict=True):
+    for name, field in arrays.items():
+        code = codes[name]
         if field.codes[code] is None:
             continue
         body.append(f"{name} = message.{name}")
@@ -52,30 +53,32 @@ def encoder(kind: type, scalars: dict[str, Scalar], arrays: dict[str, ArrayField
             body.append(f"{_tuple(field.dims)} = {name}.shape")
         else:
             tests += [f"{name}.shape == {_tuple(tuple(_seen(name, d, new) for d in field.dims))}"]
-            body += [f"{_seen(name, d, new)} = {d} = {name}.shape[{i}]" for i, d in enumerate(field.dims) if d in new]
+            body += [f"{_seen(name, dim, new)} = {dim} = {name}.shape[{axis}]"
+                     for axis, dim in enumerate(field.dims) if dim in new]
     tests += [f"{dim} <= {max_dim}" for dim in dims]
     values = []
     for name, scalar in scalars.items():
         scope[f"pack_{name}"] = scalar.pack
         values.append(f"pack_{name}(message.{name})")
     index = f"b''.join(({', '.join(parts)},))" if parts else "b''"
-    header = f"[{kind.__name__!r}, {' '.join(codes)!r}, [{', '.join(dims)}], {index}, {', '.join(values)}]"
-    return _function("encode(message)", [
-        *body, f"if not ({' and '.join(tests)}): return None",
-        f"return [packb({header}), {', '.join(frames)}]",
-    ], scope)
+    layout = " ".join(codes.values())
+    header = ", ".join([repr(kind.__name__), repr(layout), f"[{', '.join(dims)}]", index, *values])
+    body.append(f"if not ({' and '.join(tests)}): return None")
+    body.append(f"return [packb([{header}]), {', '.join(frames)}]")
+    made: Encoder = _function("encode(message)", body, scope)
+    return made
 
 
 def _seen(name: str, dim: str, new: list[str]) -> str:
     return f"{name}_{dim}" if dim in new else dim
 
 
-def decoder(kind: type, scalars: dict[str, Scalar], arrays: dict[str, ArrayField], codes: tuple[str, ...],
+def decoder(kind: type, scalars: dict[str, Scalar], arrays: dict[str, ArrayField], codes: dict[str, str],
             max_dim: int) -> Decoder:
     """``decode(dims, index, scalars, frames)``, the parts of a header and the frames, likewise."""
     scope: dict[str, Any] = {"kind": kind, "ndarray": np.ndarray, "Payload": Payload}
-    dims = dict.fromkeys(dim for field, code in zip(arrays.values(), codes, strict=True)
-                         if field.codes[code] is not None for dim in field.dims)
+    dims = dict.fromkeys(dim for name, field in arrays.items()
+                         if field.codes[codes[name]] is not None for dim in field.dims)
     body = [f"{_tuple(tuple(dims))} = dims", f"{_tuple(tuple(scalars))} = scalars", "offset = 0"]
     ints = [*dims, *(name for name, scalar in scalars.items() if isinstance(scalar, Int))]
     tests = [f"{' is '.join(f'type({name})' for name in ints)} is int", "type(index) is bytes"]
@@ -88,7 +91,8 @@ def decoder(kind: type, scalars: dict[str, Scalar], arrays: dict[str, ArrayField
             body.append(f"{name} = unpack_{name}({name})")
     body.append(f"if not ({' and '.join(tests)}): return None")
     frames = 1
-    for (name, field), code in zip(arrays.items(), codes, strict=True):
+    for name, field in arrays.items():
+        code = codes[name]
         if field.codes[code] is None:
             body.append(f"{name} = None")
             continue
@@ -96,14 +100,16 @@ def decoder(kind: type, scalars: dict[str, Scalar], arrays: dict[str, ArrayField
         shape = _tuple(field.dims)
         if isinstance(field, Dense):
             body += [f"{name} = ndarray({shape}, {name}_dtype, frames[{frames}])",
-                     f"if type(frames[{frames}]) is not bytes or {name}.nbytes != len(frames[{frames}]): return None",
+                     f"frame = frames[{frames}]",
+                     f"if type(frame) is not bytes or {name}.nbytes != len(frame): return None",
                      f"{name} = Payload({code!r}, {name})"]
             frames += 1
         else:
             body += [f"{name} = ndarray({shape}, {name}_dtype, index, offset)", f"offset += {name}.nbytes"]
     body.append(f"if offset != len(index) or len(frames) != {frames}: return None")
     body.append(f"return kind({', '.join(f.name for f in fields(kind))})")
-    return _function("decode(dims, index, scalars, frames)", body, scope)
+    made: Decoder = _function("decode(dims, index, scalars, frames)", body, scope)
+    return made
 
 
 def compilable(arrays: dict[str, ArrayField]) -> bool:

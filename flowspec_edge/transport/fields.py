@@ -109,6 +109,9 @@ class ArrayField(Protocol):
     @property
     def codes(self) -> Mapping[str, np.dtype[Any] | None]: ...
 
+    def code(self, value: Any) -> str:
+        """The code that ``value`` seems to have; cheap, and :meth:`pack` has the last word."""
+
     def pack(self, value: Any, message: Any) -> tuple[str, NDArray[Any] | None]:
         """The form's code and the array to send."""
 
@@ -128,6 +131,9 @@ class Array:
     def codes(self) -> dict[str, np.dtype[Any] | None]:
         absent: dict[str, np.dtype[Any] | None] = {ABSENT: None} if self.optional else {}
         return {self.dtype: _INDEX[self.dtype], **absent}
+
+    def code(self, value: Any) -> str:
+        return ABSENT if value is None else self.dtype
 
     def pack(self, value: Any, message: Any) -> tuple[str, NDArray[Any] | None]:
         if value is None:
@@ -150,6 +156,9 @@ class Dense:
     @property
     def codes(self) -> dict[str, np.dtype[Any] | None]:
         return {**_DENSE, ABSENT: None} if self.optional else {**_DENSE}
+
+    def code(self, value: Any) -> str:
+        return ABSENT if value is None else str(value.dtype)
 
     def pack(self, value: Any, message: Any) -> tuple[str, NDArray[Any] | None]:
         if value is None:
@@ -175,6 +184,9 @@ class Subset:
     @property
     def codes(self) -> dict[str, np.dtype[Any] | None]:
         return {"bits": _UINT8, "gaps": _UINT8, "int32": _INT32}
+
+    def code(self, value: Any) -> str:
+        return "bits"
 
     def pack(self, value: Any, message: Any) -> tuple[str, NDArray[Any] | None]:
         span = message.stop - message.start

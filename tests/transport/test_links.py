@@ -67,7 +67,7 @@ def network(request: pytest.FixtureRequest) -> Iterator[Network]:
 
 def output(rows: int = 3, width: int = 5) -> Output:
     hidden = np.arange(rows * width, dtype=np.float32).reshape(rows, width)
-    return Output(1, 0, 4, np.arange(rows, dtype=np.int32), Payload("float32", hidden), 0.5)
+    return Output(1, 0, 4, np.arange(rows, dtype=np.int32), Payload("float32", hidden))
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NoReturn
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -138,8 +139,10 @@ def test_cut_touches_only_what_it_removes() -> None:
     """The surviving subtree is not visited: its nodes would raise if they were."""
 
     class Guarded(dict[int, Node]):
-        def values(self):  # type: ignore[no-untyped-def]
+        def _visited(self, *_: object) -> NoReturn:
             raise AssertionError("a surviving node was visited")
+
+        values = items = keys = __iter__ = _visited  # type: ignore[assignment]
 
     tree = DraftTree(0, 0)
     keep = tree.add(tree.root, 1, -0.1)

@@ -1,0 +1,65 @@
+"""The demonstration model is what its card says, and as good as every later figure needs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from flowspec_edge.config import load_profile
+from flowspec_edge.modeldir import ModelDir, resolve_model
+from flowspec_edge.resources import resource_dir
+from flowspec_edge.runtime.request import Request, Result
+from flowspec_edge.runtime.virtual import VirtualCluster
+
+PROMPTS = 6
+
+
+@pytest.fixture(scope="module")
+def demo() -> ModelDir:
+    return resolve_model("demo")
+
+
+def prompts(demo: ModelDir) -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(demo.target)
+    lines = (resource_dir("models") / "demo" / "prompts.jsonl").read_text().splitlines()
+    return [tokenizer.encode(json.loads(line)["prompt"]) for line in lines[:PROMPTS]]
+
+
+def test_it_is_small(demo: ModelDir) -> None:
+    assert demo.size <= 40e6
+
+
+@pytest.mark.parametrize("part", ["target", "draft-lm"])
+def test_transformers_loads_it(demo: ModelDir, part: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo.path / part)
+    model = AutoModelForCausalLM.from_pretrained(demo.path / part)
+    text = "def read(path):\n    return path  # ünïcode ✓"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert model.config.vocab_size == len(tokenizer)
+
+
+def run(demo: ModelDir, strategy: str) -> list[Result]:
+    cluster = VirtualCluster(demo.path, 4, load_profile("paper-7b"))
+    return [cluster.generate(Request(p, strategy, 48, stop_ids=demo.stop_ids)) for p in prompts(demo)]
+
+
+def per_second(results: list[Result]) -> float:
+    return sum(r.stats.tokens_per_second for r in results) / len(results)
+
+
+def test_chunk_pp_accepts_enough_and_flowspec_outruns_it(demo: ModelDir) -> None:
+    """The papers' claim in virtual time, which does not depend on the machine that runs the test."""
+    chunk, flowspec = run(demo, "chunk_pp"), run(demo, "flowspec")
+    tokens = sum(len(r.tokens) - 1 for r in chunk)
+    assert tokens / sum(r.stats.rounds for r in chunk) >= 4.0
+    assert per_second(flowspec) >= 1.5 * per_second(chunk)
+    assert [r.tokens for r in flowspec] == [r.tokens for r in chunk]
+
+
+def test_the_card_tells_the_figures(demo: ModelDir) -> None:
+    card = (demo.path / "README.md").read_text(encoding="utf-8")
+    assert "demonstration" in card
+    assert Path(demo.path / "card.toml").is_file()
