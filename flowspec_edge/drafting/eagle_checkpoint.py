@@ -18,6 +18,12 @@ from flowspec_edge.drafting.eagle import EagleHead
 from flowspec_edge.errors import FlowspecError, UsageError
 
 _EMBEDDING = "embed_tokens.weight"
+_PUBLISHED = (  # what a head's config.json says of its layer
+    "attention_bias", "bos_token_id", "eos_token_id", "head_dim", "hidden_act", "hidden_size",
+    "intermediate_size", "max_position_embeddings", "mlp_bias", "model_type", "num_attention_heads",
+    "num_hidden_layers", "num_key_value_heads", "pad_token_id", "qkv_bias", "rms_norm_eps",
+    "rope_parameters", "tie_word_embeddings", "vocab_size",
+)
 _SAFE, _BIN = "model.safetensors", "pytorch_model.bin"
 
 
@@ -47,9 +53,10 @@ def load_head(directory: Path, embedding: Tensor | None, dtype: torch.dtype) -> 
 def save_head(head: EagleHead, directory: Path, dtype: torch.dtype, with_embedding: bool = True) -> None:
     """Write config.json and model.safetensors in ``dtype``."""
     directory.mkdir(parents=True, exist_ok=True)
-    config = head.config.to_dict()
-    config.pop("_name_or_path", None)  # says where the target's files lay on this machine
+    facts = head.config.to_dict()
+    config = {key: facts[key] for key in _PUBLISHED if key in facts}
     config.update(architectures=["LlamaForCausalLM"], bias=head.fc.bias is not None,
+                  rope_theta=facts["rope_parameters"]["rope_theta"],
                   torch_dtype=str(dtype).removeprefix("torch."))
     weights = {
         name: weight.detach().to("cpu", dtype).contiguous() for name, weight in head.state_dict().items()

@@ -44,6 +44,7 @@ _CHECK_S = 0.1  # how often exits and silences are looked for
 _LAST_REPORT_S = 2.0  # how long the stages' final counters are waited for
 _EXIT_S = 0.5  # how much later than its links a process that dies may be seen to exit
 _WARM_UP_SEGMENTS = 6
+_STALL_S = 120.0  # without any output while a request runs and all stages answer
 _SHUTDOWN_S = 1.0  # how long a stage may take to end after Shutdown
 
 
@@ -72,6 +73,7 @@ class ProcessCluster:
         self._session = 0
         self._check_at = 0.0
         self._slot_s = 0.0
+        self._moved_at = 0.0
         self._closed = False
         with ExitStack() as undo:
             self._children = Children()
@@ -116,10 +118,14 @@ class ProcessCluster:
         before = self._own_bytes()
         try:
             self._collect(None)  # heartbeats since the last request
-            self._members.expect_from(time.monotonic())
+            self._moved_at = time.monotonic()
+            self._members.expect_from(self._moved_at)
             self._tell_all(c.open_message())
             while not c.finished:
                 self._step(c, on_tokens)
+                if time.monotonic() - self._moved_at > _STALL_S:
+                    raise PeerLost(f"no output for {_STALL_S:g} s, though every stage answers: a segment "
+                                   "was lost; start the cluster again")
             self._end_session()
         except FlowspecError:
             self.close()
@@ -167,6 +173,7 @@ class ProcessCluster:
         found = False
         while (output := self._output.receive()) is not None:
             found = True
+            self._moved_at = time.monotonic()
             if not isinstance(output, Output):
                 raise ProtocolError(f"{self._output.name}: a {type(output).__name__} is no output")
             if c is not None:

@@ -319,15 +319,12 @@ def _receive(socket: zmq.Socket[bytes], timeout: float, most: int = MAX_FRAMES) 
     pyzmq copies each frame into a bytes object: up to some 300 KB that is cheaper than its
     zero-copy Frame, it aligns the arrays, and it makes them read-only.
     """
+    # Asking first is cheaper than the exception for an empty queue.
+    if not zmq.zmq_poll([(socket, _POLLIN)], max(0, round(timeout * 1e3))):
+        return None
     try:
-        if timeout > 0:
-            socket.rcvtimeo = round(timeout * 1e3)
-            frames = [socket.recv()]
-        elif zmq.zmq_poll([(socket, _POLLIN)], 0):  # cheaper than the exception for an empty queue
-            frames = [socket.recv(_NOBLOCK)]
-        else:
-            return None
-    except zmq.Again:  # also when a peer in the middle of its handshake looked like a message
+        frames = [socket.recv(_NOBLOCK)]
+    except zmq.Again:  # a peer in the middle of its handshake can look like a message
         return None
     while socket.get(_RCVMORE):
         frame = socket.recv(_NOBLOCK)

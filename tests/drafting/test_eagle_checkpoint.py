@@ -62,14 +62,20 @@ def test_bin_and_safetensors_are_the_same_head(tmp_path):
 
 @pytest.mark.parametrize("with_embedding", [True, False])
 def test_round_trip(tmp_path, with_embedding):
-    safetensors.torch.save_file(published(tmp_path), tmp_path / "model.safetensors")
+    weights = published(tmp_path, qkv_bias=True, rope_theta=5e4)
+    for name, rows in (("q", H), ("k", 16), ("v", 16)):
+        weights[f"layers.0.self_attn.{name}_proj.bias"] = torch.ones(rows)
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
     head = load_head(tmp_path, None, torch.float32)
     save_head(head, tmp_path / "again", torch.float32, with_embedding)
     stored = safetensors.torch.load_file(tmp_path / "again" / "model.safetensors")
     assert ("embed_tokens.weight" in stored) == with_embedding
     again = load_head(tmp_path / "again", head.embed_tokens.weight.detach(), torch.float32)
     assert torch.equal(run(head), run(again))
-    assert json.loads((tmp_path / "again/config.json").read_text())["bias"] is True
+    config = json.loads((tmp_path / "again/config.json").read_text())
+    assert config["bias"] is True
+    assert config["rope_theta"] == 5e4
+    assert "_name_or_path" not in config
 
 
 def test_the_targets_embedding_stands_in_for_a_missing_one(tmp_path):

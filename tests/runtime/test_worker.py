@@ -6,6 +6,7 @@ elsewhere it is the real one.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -278,13 +279,23 @@ def test_what_a_stage_says_is_not_what_it_obeys(start: Start, real: StageEngine)
     assert isinstance(stage.ended(), ProtocolError)
 
 
-def test_a_stage_without_d0_ends(start: Start, real: StageEngine) -> None:
-    stage = start(real, lost_after_s=0.1)
+def test_a_stage_that_d0_started_ends_without_it(start: Start, real: StageEngine) -> None:
+    stage = start(real, lost_after_s=0.1, parent=os.getppid())
     stage.hear(Hello)
     stage.hub.close()
     error = stage.ended()
     assert isinstance(error, PeerLost)
     assert "no connection to D0" in str(error)
+
+
+def test_a_stage_of_its_own_waits_for_another_d0_but_not_in_a_session(start: Start, real: StageEngine
+                                                                      ) -> None:
+    stage = start(real, lost_after_s=0.1)
+    stage.tell(Open(1, 0, 64))
+    stage.give(segment(0))
+    stage.result()
+    stage.hub.close()
+    assert isinstance(stage.ended(), PeerLost)
 
 
 def test_a_stage_without_a_next_one_ends(start: Start, real: StageEngine) -> None:
