@@ -74,7 +74,7 @@ def _readme(recipe: DemoRecipe, corpus: TokenizedCorpus, figures: dict[str, Any]
     shapes = {
         "target": _shape(recipe.target),
         "eagle2": f"EAGLE-2 head: fc and one layer of the target's shape, unrolled {recipe.eagle.depth} "
-                  "steps in training; the embedding is the target's",
+                  "steps in training; a copy of the target's embedding, not counted, comes with it",
         "draft-lm": f"{_shape(recipe.draft_lm)}; trained on the target's distributions",
     }
     parts = [f"| `{part}` | {shapes[part]} | {parameters[part] / 1e6:.2f} M | {sizes[part] / 1e6:.1f} MB | "

@@ -114,7 +114,7 @@ def _figures(out: Path, corpus: TokenizedCorpus) -> dict[str, Any]:
         "sample": corpus.tokenizer.decode(greedy_text(target, prompt, 160)[0].tolist()),
         "parameters": {
             "target": sum(p.numel() for p in target.parameters()),
-            "eagle2": sum(p.numel() for p in head.parameters() if p.requires_grad),
+            "eagle2": sum(p.numel() for p in head.parameters()) - head.embed_tokens.weight.numel(),
             "draft-lm": sum(p.numel() for p in draft.parameters()),
         },
     }
