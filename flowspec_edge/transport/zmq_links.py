@@ -188,9 +188,7 @@ class ZmqLink:
 
     def send(self, message: Message, timeout: float = 0.0) -> bool:
         """See :class:`~flowspec_edge.transport.base.Link`."""
-        if timeout and not self.socket.poll(round(timeout * 1e3), _POLLOUT):
-            return False
-        size = _send(self.socket, encode(message), self._zero_copy)
+        size = _send(self.socket, encode(message), self._zero_copy, timeout)
         self.bytes_out += size
         return size > 0
 
@@ -273,6 +271,8 @@ class ZmqHub:
         """See :class:`~flowspec_edge.transport.base.Hub`."""
         try:
             size = _send(self.socket, [peer.encode(), *encode(message)], self._zero_copy)
+        except zmq.Again:  # a ROUTER looks ready as long as any peer has room
+            return False
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
                 raise
@@ -301,16 +301,20 @@ def _endpoint(socket: zmq.Socket[bytes]) -> str:
     return cast(bytes, socket.last_endpoint).decode().rstrip("\0")
 
 
-def _send(socket: zmq.Socket[bytes], frames: Sequence[Buffer], zero_copy: int) -> int:
-    """Send one multipart message without blocking; its size, or 0 if there is no room."""
-    last, size = len(frames) - 1, 0
+def _send(socket: zmq.Socket[bytes], frames: Sequence[Buffer], zero_copy: int, timeout: float = 0.0) -> int:
+    """Send one multipart message; its size, or 0 if there was no room within ``timeout`` seconds."""
+    copies = [len(frame) < zero_copy for frame in frames]
     try:
-        for i, frame in enumerate(frames):
-            socket.send(frame, _NOBLOCK if i == last else _MORE, copy=len(frame) < zero_copy)
-            size += len(frame)
-    except zmq.Again:  # only ever for the first frame: a message is queued whole
-        return 0
-    return size
+        socket.send(frames[0], _NOBLOCK if len(frames) == 1 else _MORE, copy=copies[0])
+    except zmq.Again:
+        # A short queue looks full until ZeroMQ hears, milliseconds late, that the peer has read;
+        # asking makes it listen.
+        if not zmq.zmq_poll([(socket, _POLLOUT)], max(0, round(timeout * 1e3))):
+            return 0
+        socket.send(frames[0], _NOBLOCK if len(frames) == 1 else _MORE, copy=copies[0])
+    for i in range(1, len(frames)):  # a message is queued whole: none of these is refused
+        socket.send(frames[i], _NOBLOCK if i == len(frames) - 1 else _MORE, copy=copies[i])
+    return sum(map(len, frames))
 
 
 def _receive(socket: zmq.Socket[bytes], timeout: float, most: int = MAX_FRAMES) -> list[bytes] | None:
