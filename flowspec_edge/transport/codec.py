@@ -20,7 +20,6 @@ message are read-only views on the frames.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import fields
 from itertools import product
 from operator import itemgetter
@@ -161,11 +160,13 @@ def encode(message: m.Message) -> list[Buffer]:
     """
     form = _FORMS[type(message).__name__]
     if form.encoders:
-        with suppress(KeyError, *compiled.REFUSALS):
+        try:
             codes = tuple([field.code(getattr(message, name)) for name, field in form.variable])
             frames = form.encoders[codes](message)
             if frames is not None:
                 return frames
+        except (KeyError, *compiled.REFUSALS):
+            pass  # the slow way knows why
     return encode_slowly(message)
 
 
@@ -211,11 +212,13 @@ def _agree(dims: dict[str, int], names: tuple[str, ...], shape: tuple[int, ...])
 def decode(frames: Sequence[Buffer]) -> m.Message:
     """The message in ``frames``; raises ProtocolError for anything that :func:`encode` cannot make."""
     header = _unpack(frames)
-    with suppress(ProtocolError, *compiled.REFUSALS):
+    try:
         fast = _DECODERS.get((header[0], header[1]))
         message = fast(header[2], header[3], header[4:], frames) if fast else None
         if message is not None:
             return cast(m.Message, message)
+    except (ProtocolError, *compiled.REFUSALS):
+        pass  # the slow way knows why
     return decode_slowly(frames)
 
 

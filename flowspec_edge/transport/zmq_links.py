@@ -45,7 +45,7 @@ E = TypeVar("E", bound=_End)
 class Tuning:
     """Socket options; the defaults suit a LAN of small boards."""
 
-    data_queue: int = 4  # messages at each end of a data link
+    data_queue: int = 8  # messages at each end of a data link
     control_queue: int = 1000  # messages at each end of the control channel
     linger_ms: int = 1000  # how long close() waits for what was sent to leave
     heartbeat_ms: int = 1000
