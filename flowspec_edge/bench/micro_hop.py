@@ -1,8 +1,10 @@
 """What a hop of a segment costs, beside a bare PUSH/PULL hop of the same bytes.
 
-Two real processes throw a segment to and fro over loopback, in turn as a message through
-``transport`` (encoded, sent, received, decoded) and as one blob through bare pyzmq sockets, so
-that both meet the same noise.  A hop is half a round trip.
+Two real processes on loopback.  One sends a segment, in turn as a message through ``transport``
+and as one blob through bare pyzmq sockets, so that both meet the same noise; the other waits for
+it, as a stage waits for work.  A hop lasts from before it is encoded until it has been decoded: the
+two processes share the system's monotonic clock.  Before each hop the sender computes for a moment
+and the receiver has gone to sleep, as in a pipeline: a hop never finds its peer in full swing.
 """
 
 from __future__ import annotations
@@ -11,14 +13,13 @@ import argparse
 import multiprocessing
 import time
 from dataclasses import dataclass
-from statistics import median
+from multiprocessing.connection import Connection
 
 import numpy as np
 import zmq
 
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.messages import Message, Payload, Segment
-from flowspec_edge.transport.base import Link
+from flowspec_edge.messages import Payload, Segment
 from flowspec_edge.transport.codec import encode
 from flowspec_edge.transport.zmq_links import ZmqTransport
 
@@ -50,71 +51,66 @@ def segment(rows: int, width: int) -> Segment:
                    committed=np.array([817, 819], np.int32), hidden=Payload("float16", hidden))
 
 
-def measure(rows: int = 16, width: int = 4096, rounds: int = 1000) -> HopRow:
-    """Medians of ``rounds`` round trips each, the first tenth left out."""
+def measure(rows: int = 16, width: int = 4096, hops: int = 500) -> HopRow:
+    """Medians of ``hops`` hops each way of sending, the first tenth left out."""
     message = segment(rows, width)
     blob = b"".join(encode(message))
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    child = context.Process(target=_echo, args=(theirs, rounds))
+    child = context.Process(target=_receiver, args=(theirs, hops))
     child.start()
     transport = ZmqTransport()
     try:
-        with zmq.Context() as bare:
-            link_in, bare_in = transport.pull(_LOOPBACK, "hop in"), bare.socket(zmq.PULL)
-            bare_in.bind(_LOOPBACK)
-            ours.send((link_in.endpoint, bare_in.last_endpoint))
-            link_address, bare_address = ours.recv()
-            link_out, bare_out = transport.push(link_address, "hop out"), bare.socket(zmq.PUSH)
+        link_address, bare_address = ours.recv()
+        with zmq.Context() as bare, bare.socket(zmq.PUSH) as bare_out:
             bare_out.connect(bare_address)
-            times: dict[str, list[float]] = {"bare": [], "hop": []}
-            for _ in range(rounds):
-                start = time.perf_counter()
+            link_out = transport.push(link_address, "hop out")
+            starts: list[tuple[float, float]] = []
+            for _ in range(hops):
+                _compute()
+                bare_start = time.perf_counter()
                 bare_out.send(blob)
-                bare_in.recv()
-                middle = time.perf_counter()
-                _pass_on(link_out, message)
-                _next(link_in)
-                times["bare"].append(middle - start)
-                times["hop"].append(time.perf_counter() - middle)
-            bare_in.close()
-            bare_out.close()
+                ours.recv_bytes()
+                _compute()
+                start = time.perf_counter()
+                if not link_out.send(message, _PATIENCE):
+                    raise FlowspecError("the other process takes no messages")
+                ours.recv_bytes()
+                starts.append((bare_start, start))
+            ends = ours.recv()
     finally:
         transport.close()
         child.join()
-    warm = rounds // 10
-    bare_us, hop_us = (median(times[kind][warm:]) / 2 * 1e6 for kind in ("bare", "hop"))
-    return HopRow(rows, width, len(blob), bare_us, hop_us)
+    times = np.subtract(ends, starts)[hops // 10:]  # [hops, 2] seconds
+    bare_us, hop_us = np.median(times, axis=0) * 1e6
+    return HopRow(rows, width, len(blob), float(bare_us), float(hop_us))
 
 
-def _echo(pipe: multiprocessing.connection.Connection, rounds: int) -> None:
-    """The other process: send everything back."""
+def _receiver(pipe: Connection, hops: int) -> None:
+    """The other process: note when each hop is over, and say so."""
     transport = ZmqTransport()
-    with zmq.Context() as bare:
-        link_in, bare_in = transport.pull(_LOOPBACK, "echo in"), bare.socket(zmq.PULL)
+    with zmq.Context() as bare, bare.socket(zmq.PULL) as bare_in:
+        link_in = transport.pull(_LOOPBACK, "hop in")
         bare_in.bind(_LOOPBACK)
-        link_address, bare_address = pipe.recv()
-        link_out, bare_out = transport.push(link_address, "echo out"), bare.socket(zmq.PUSH)
-        bare_out.connect(bare_address)
         pipe.send((link_in.endpoint, bare_in.last_endpoint))
-        for _ in range(rounds):
-            bare_out.send(bare_in.recv())
-            _pass_on(link_out, _next(link_in))
-        bare_in.close()
-        bare_out.close()
+        ends: list[tuple[float, float]] = []
+        for _ in range(hops):
+            bare_in.recv()
+            bare_end = time.perf_counter()
+            pipe.send_bytes(b".")
+            if link_in.receive(_PATIENCE) is None:
+                raise FlowspecError("the other process does not send")
+            ends.append((bare_end, time.perf_counter()))
+            pipe.send_bytes(b".")
+        pipe.send(ends)
     transport.close()
 
 
-def _pass_on(link: Link, message: Message) -> None:
-    if not link.send(message, _PATIENCE):
-        raise FlowspecError(f"{link.name}: the other process takes no messages")
-
-
-def _next(link: Link) -> Message:
-    message = link.receive(_PATIENCE)
-    if message is None:
-        raise FlowspecError(f"{link.name}: the other process does not answer")
-    return message
+def _compute() -> None:
+    """Half a millisecond of work."""
+    end = time.perf_counter() + 0.5e-3
+    while time.perf_counter() < end:
+        pass
 
 
 def table(rows: list[HopRow]) -> str:
@@ -130,9 +126,9 @@ def table(rows: list[HopRow]) -> str:
 def main() -> None:
     """``python -m flowspec_edge.bench.micro_hop``"""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument("--hops", type=int, default=500)
     arguments = parser.parse_args()
-    print(table([measure(rows, 4096, arguments.rounds) for rows in (1, 16, 64)]))
+    print(table([measure(rows, 4096, arguments.hops) for rows in (1, 16, 64)]))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -28,17 +28,12 @@ _EVENTS = (zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HA
            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 
 # As plain integers: pyzmq's enums cost microseconds a hop.
-_POLLIN, _POLLOUT, _RCVMORE = int(zmq.POLLIN), int(zmq.POLLOUT), int(zmq.RCVMORE)
+_POLLIN, _POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
+_RCVMORE, _RCVTIMEO = int(zmq.RCVMORE), int(zmq.RCVTIMEO)
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
-class _End(Protocol):
-    socket: zmq.Socket[bytes]
-
-    def close(self) -> None: ...
-
-
-E = TypeVar("E", bound=_End)
+E = TypeVar("E", bound="_End")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +166,8 @@ class _Allow:
         return key in self.keys
 
 
-class ZmqLink:
-    """A PUSH, PULL or DEALER socket with one peer."""
+class _End:
+    """A socket, and how whole messages pass through it."""
 
     def __init__(self, socket: zmq.Socket[bytes], name: str, tuning: Tuning) -> None:
         self.socket = socket
@@ -180,32 +175,85 @@ class ZmqLink:
         self.bytes_in = 0
         self.bytes_out = 0
         self._zero_copy = tuning.zero_copy_bytes
+        self._patience = -1  # the socket's receive timeout, ms; setting it anew costs more than knowing
 
     @property
     def endpoint(self) -> str:
         """The address that was bound, with the port that the system chose."""
-        return _endpoint(self.socket)
-
-    def send(self, message: Message, timeout: float = 0.0) -> bool:
-        """See :class:`~flowspec_edge.transport.base.Link`."""
-        size = _send(self.socket, encode(message), self._zero_copy, timeout)
-        self.bytes_out += size
-        return size > 0
-
-    def receive(self, timeout: float = 0.0) -> Message | None:
-        """See :class:`~flowspec_edge.transport.base.Link`."""
-        frames = _receive(self.socket, timeout)
-        if frames is None:
-            return None
-        self.bytes_in += sum(map(len, frames))
-        try:
-            return decode(frames)
-        except ProtocolError as error:
-            raise ProtocolError(f"{self.name}: {error}") from None
+        return cast(bytes, self.socket.last_endpoint).decode().rstrip("\0")
 
     def close(self) -> None:
         """See :class:`~flowspec_edge.transport.base.Link`."""
         self.socket.close()
+
+    def _send(self, frames: Sequence[Buffer], timeout: float) -> bool:
+        """Send one multipart message; False if there was no room within ``timeout`` seconds."""
+        try:
+            self._queue(frames)
+        except zmq.Again:
+            # A short queue looks full until ZeroMQ hears, milliseconds late, that the peer has
+            # read; asking makes it listen.
+            if not zmq.zmq_poll([(self.socket, _POLLOUT)], max(0, round(timeout * 1e3))):
+                return False
+            self._queue(frames)
+        return True
+
+    def _queue(self, frames: Sequence[Buffer]) -> None:
+        """Send without blocking: zmq.Again comes with the first frame, for a message is queued whole."""
+        left, size = len(frames), 0
+        for frame in frames:
+            left -= 1
+            length = len(frame)
+            size += length
+            self.socket.send(frame, _MORE if left else _NOBLOCK, length < self._zero_copy)
+        self.bytes_out += size
+
+    def _receive(self, timeout: float, most: int) -> list[bytes] | None:
+        """One multipart message, or None; of the frames beyond ``most`` one is kept, as a sign.
+
+        pyzmq copies each frame into a bytes object: up to some 300 KB that is cheaper than its
+        zero-copy Frame, it aligns the arrays, and it makes them read-only.
+        """
+        socket = self.socket
+        try:
+            if timeout > 0:
+                patience = max(1, round(timeout * 1e3))
+                if patience != self._patience:
+                    socket.set(_RCVTIMEO, patience)
+                    self._patience = patience
+                frames = [socket.recv()]
+            elif zmq.zmq_poll([(socket, _POLLIN)], 0):  # cheaper than the exception for an empty queue
+                frames = [socket.recv(_NOBLOCK)]
+            else:
+                return None
+        except zmq.Again:  # also for a peer in the middle of its handshake, which can look like a message
+            return None
+        size = len(frames[0])
+        while socket.get(_RCVMORE):
+            frame = socket.recv(_NOBLOCK)
+            size += len(frame)
+            if len(frames) <= most:
+                frames.append(frame)
+        self.bytes_in += size
+        return frames
+
+
+class ZmqLink(_End):
+    """A PUSH, PULL or DEALER socket with one peer."""
+
+    def send(self, message: Message, timeout: float = 0.0) -> bool:
+        """See :class:`~flowspec_edge.transport.base.Link`."""
+        return self._send(encode(message), timeout)
+
+    def receive(self, timeout: float = 0.0) -> Message | None:
+        """See :class:`~flowspec_edge.transport.base.Link`."""
+        frames = self._receive(timeout, MAX_FRAMES)
+        if frames is None:
+            return None
+        try:
+            return decode(frames)
+        except ProtocolError as error:
+            raise ProtocolError(f"{self.name}: {error}") from None
 
 
 class ZmqClientLink(ZmqLink):
@@ -252,86 +300,27 @@ class ZmqClientLink(ZmqLink):
                                     "enrol the key there, or check that both sides use encryption")
 
 
-class ZmqHub:
+class ZmqHub(_End):
     """A ROUTER socket; a peer is known by the identity that its DEALER gave."""
-
-    def __init__(self, socket: zmq.Socket[bytes], name: str, tuning: Tuning) -> None:
-        self.socket = socket
-        self.name = name
-        self.bytes_in = 0
-        self.bytes_out = 0
-        self._zero_copy = tuning.zero_copy_bytes
-
-    @property
-    def endpoint(self) -> str:
-        """The address that was bound, with the port that the system chose."""
-        return _endpoint(self.socket)
 
     def send(self, peer: str, message: Message) -> bool:
         """See :class:`~flowspec_edge.transport.base.Hub`."""
         try:
-            size = _send(self.socket, [peer.encode(), *encode(message)], self._zero_copy)
+            return self._send([peer.encode(), *encode(message)], 0.0)
         except zmq.Again:  # a ROUTER looks ready as long as any peer has room
             return False
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
                 raise
             raise PeerLost(f"{self.name}: {peer} is not connected") from None
-        self.bytes_out += size
-        return size > 0
 
     def receive(self, timeout: float = 0.0) -> tuple[str, Message] | None:
         """See :class:`~flowspec_edge.transport.base.Hub`."""
-        frames = _receive(self.socket, timeout, MAX_FRAMES + 1)
+        frames = self._receive(timeout, MAX_FRAMES + 1)
         if frames is None:
             return None
-        self.bytes_in += sum(map(len, frames))
-        peer = bytes(frames[0]).decode(errors="replace")
+        peer = frames[0].decode(errors="replace")
         try:
             return peer, decode(frames[1:])
         except ProtocolError as error:
             raise ProtocolError(f"{self.name}, from {peer[:80]!r}: {error}") from None
-
-    def close(self) -> None:
-        """See :class:`~flowspec_edge.transport.base.Hub`."""
-        self.socket.close()
-
-
-def _endpoint(socket: zmq.Socket[bytes]) -> str:
-    return cast(bytes, socket.last_endpoint).decode().rstrip("\0")
-
-
-def _send(socket: zmq.Socket[bytes], frames: Sequence[Buffer], zero_copy: int, timeout: float = 0.0) -> int:
-    """Send one multipart message; its size, or 0 if there was no room within ``timeout`` seconds."""
-    copies = [len(frame) < zero_copy for frame in frames]
-    try:
-        socket.send(frames[0], _NOBLOCK if len(frames) == 1 else _MORE, copy=copies[0])
-    except zmq.Again:
-        # A short queue looks full until ZeroMQ hears, milliseconds late, that the peer has read;
-        # asking makes it listen.
-        if not zmq.zmq_poll([(socket, _POLLOUT)], max(0, round(timeout * 1e3))):
-            return 0
-        socket.send(frames[0], _NOBLOCK if len(frames) == 1 else _MORE, copy=copies[0])
-    for i in range(1, len(frames)):  # a message is queued whole: none of these is refused
-        socket.send(frames[i], _NOBLOCK if i == len(frames) - 1 else _MORE, copy=copies[i])
-    return sum(map(len, frames))
-
-
-def _receive(socket: zmq.Socket[bytes], timeout: float, most: int = MAX_FRAMES) -> list[bytes] | None:
-    """One multipart message, or None; of the frames beyond ``most`` one is kept, as a sign.
-
-    pyzmq copies each frame into a bytes object: up to some 300 KB that is cheaper than its
-    zero-copy Frame, it aligns the arrays, and it makes them read-only.
-    """
-    # Asking first is cheaper than the exception for an empty queue.
-    if not zmq.zmq_poll([(socket, _POLLIN)], max(0, round(timeout * 1e3))):
-        return None
-    try:
-        frames = [socket.recv(_NOBLOCK)]
-    except zmq.Again:  # a peer in the middle of its handshake can look like a message
-        return None
-    while socket.get(_RCVMORE):
-        frame = socket.recv(_NOBLOCK)
-        if len(frames) <= most:
-            frames.append(frame)
-    return frames
