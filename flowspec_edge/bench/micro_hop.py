@@ -1,7 +1,8 @@
 """What a hop of a segment costs, beside a bare PUSH/PULL hop of the same bytes.
 
-Two real processes on loopback.  One sends a segment, in turn as a message through ``transport``
-and as one blob through bare pyzmq sockets, so that both meet the same noise; the other waits for
+Two real processes on loopback.  One sends a segment, in turn through ``transport`` and as ready
+bytes through bare pyzmq sockets, so that all meet the same noise: as the same frames
+(``send_multipart``) and, which nothing with a header can match, as one blob.  The other waits for
 it, as a stage waits for work.  A hop lasts from before it is encoded until it has been decoded: the
 two processes share the system's monotonic clock.  Before each hop the sender computes for a moment
 and the receiver has gone to sleep, as in a pipeline: a hop never finds its peer in full swing.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -34,11 +36,13 @@ class HopRow:
     rows: int
     width: int
     size: int
+    blob_us: float
     bare_us: float
     hop_us: float
 
     @property
     def ratio(self) -> float:
+        """Our hop over the bare hop of the same frames."""
         return self.hop_us / self.bare_us
 
 
@@ -54,7 +58,8 @@ def segment(rows: int, width: int) -> Segment:
 def measure(rows: int = 16, width: int = 4096, hops: int = 500) -> HopRow:
     """Medians of ``hops`` hops each way of sending, the first tenth left out."""
     message = segment(rows, width)
-    blob = b"".join(encode(message))
+    frames = [bytes(frame) for frame in encode(message)]
+    blob = b"".join(frames)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     child = context.Process(target=_receiver, args=(theirs, hops))
@@ -65,25 +70,25 @@ def measure(rows: int = 16, width: int = 4096, hops: int = 500) -> HopRow:
         with zmq.Context() as bare, bare.socket(zmq.PUSH) as bare_out:
             bare_out.connect(bare_address)
             link_out = transport.push(link_address, "hop out")
-            starts: list[tuple[float, float]] = []
+            ways: list[Callable[[], object]] = [
+                lambda: bare_out.send(blob), lambda: bare_out.send_multipart(frames),
+                lambda: link_out.send(message, _PATIENCE),
+            ]
+            starts: list[list[float]] = []
             for _ in range(hops):
-                _compute()
-                bare_start = time.perf_counter()
-                bare_out.send(blob)
-                ours.recv_bytes()
-                _compute()
-                start = time.perf_counter()
-                if not link_out.send(message, _PATIENCE):
-                    raise FlowspecError("the other process takes no messages")
-                ours.recv_bytes()
-                starts.append((bare_start, start))
+                starts.append([])
+                for send in ways:
+                    _compute()
+                    starts[-1].append(time.perf_counter())
+                    send()
+                    ours.recv_bytes()
             ends = ours.recv()
     finally:
         transport.close()
         child.join()
-    times = np.subtract(ends, starts)[hops // 10:]  # [hops, 2] seconds
-    bare_us, hop_us = np.median(times, axis=0) * 1e6
-    return HopRow(rows, width, len(blob), float(bare_us), float(hop_us))
+    times = np.subtract(ends, starts)[hops // 10:]  # [hops, 3] seconds
+    blob_us, bare_us, hop_us = (np.median(times, axis=0) * 1e6).tolist()
+    return HopRow(rows, width, len(blob), blob_us, bare_us, hop_us)
 
 
 def _receiver(pipe: Connection, hops: int) -> None:
@@ -93,15 +98,17 @@ def _receiver(pipe: Connection, hops: int) -> None:
         link_in = transport.pull(_LOOPBACK, "hop in")
         bare_in.bind(_LOOPBACK)
         pipe.send((link_in.endpoint, bare_in.last_endpoint))
-        ends: list[tuple[float, float]] = []
+        ways: list[Callable[[], object]] = [
+            bare_in.recv, bare_in.recv_multipart, lambda: link_in.receive(_PATIENCE),
+        ]
+        ends: list[list[float]] = []
         for _ in range(hops):
-            bare_in.recv()
-            bare_end = time.perf_counter()
-            pipe.send_bytes(b".")
-            if link_in.receive(_PATIENCE) is None:
-                raise FlowspecError("the other process does not send")
-            ends.append((bare_end, time.perf_counter()))
-            pipe.send_bytes(b".")
+            ends.append([])
+            for receive in ways:
+                if receive() is None:
+                    raise FlowspecError("the other process does not send")
+                ends[-1].append(time.perf_counter())
+                pipe.send_bytes(b".")
         pipe.send(ends)
     transport.close()
 
@@ -115,11 +122,11 @@ def _compute() -> None:
 
 def table(rows: list[HopRow]) -> str:
     """For people: one line a segment."""
-    lines = [f"{'segment':>10}  {'bytes':>8}  {'bare hop':>9}  {'our hop':>9}  ratio"]
+    lines = [f"{'segment':>10}  {'bytes':>8}  {'bare blob':>9}  {'bare hop':>9}  {'our hop':>9}  ratio"]
     for row in rows:
         shape = f"{row.rows}x{row.width}"
-        lines.append(f"{shape:>10}  {row.size:>8}  {row.bare_us:>6.0f} us  {row.hop_us:>6.0f} us"
-                     f"  {row.ratio:>5.2f}")
+        lines.append(f"{shape:>10}  {row.size:>8}  {row.blob_us:>6.0f} us  {row.bare_us:>6.0f} us"
+                     f"  {row.hop_us:>6.0f} us  {row.ratio:>5.2f}")
     return "\n".join(lines)
 
 
