@@ -1,0 +1,1 @@
+"""FlowSpec over small boards: pipelined tree speculative decoding of one large model."""

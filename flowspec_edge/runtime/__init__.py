@@ -1,0 +1,1 @@
+"""Drivers: D0's coordinator, stage processes over ZeroMQ, and virtual time."""

@@ -1,0 +1,1 @@
+"""Messages on the wire: the codec, links over ZeroMQ and in memory, keys."""
