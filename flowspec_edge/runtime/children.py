@@ -61,7 +61,7 @@ class Children:
         """The same, when something else says that one must be ending just now."""
         deadline = time.monotonic() + timeout
         while (cause := self.exited()) is None and self._processes and time.monotonic() < deadline:
-            time.sleep(0.01)
+            time.sleep(0.01)  # between looks; there is no waiting for whichever child ends first
         return cause
 
     def end(self) -> None:

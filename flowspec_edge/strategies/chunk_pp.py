@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from flowspec_edge.messages import Segment
 from flowspec_edge.strategies.tree_strategy import TreeStrategy
 from flowspec_edge.tree.draft_tree import Node
-from flowspec_edge.tree.growth import Growth
 from flowspec_edge.tree.requests import Commit
 
 
@@ -30,8 +29,7 @@ class ChunkPP(TreeStrategy):
         return self.stages + 1
 
     def begin_round(self) -> None:
-        p = self.params
-        self.growth = Growth(self.tree, [self.tree.root], p.depth, p.width, p.tree_size)
+        super().begin_round()
         self._chunks: deque[list[Node]] | None = None
         self._outstanding = 0
 

@@ -24,10 +24,6 @@ class FlowSpec(TreeStrategy):
     name = "flowspec"
     summary = "continuous tree speculation: score-ordered, pruned and expanded in flight"
 
-    def begin_round(self) -> None:
-        p = self.params
-        self.growth = Growth(self.tree, [self.tree.root], p.depth, p.width, p.tree_size)
-
     def next_segment(self) -> Segment | None:
         root = self.tree.root.number < 0
         nodes = self.tree.take(self.params.segment - root)

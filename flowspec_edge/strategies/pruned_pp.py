@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from flowspec_edge.messages import Segment
 from flowspec_edge.strategies.tree_strategy import TreeStrategy
-from flowspec_edge.tree.growth import Growth
 from flowspec_edge.tree.requests import Commit
 
 
@@ -19,10 +18,6 @@ class PrunedPP(TreeStrategy):
 
     name = "pruned_pp"
     summary = "score-ordered segments, accepted and pruned one by one, no expansion (ablation)"
-
-    def begin_round(self) -> None:
-        p = self.params
-        self.growth = Growth(self.tree, [self.tree.root], p.depth, p.width, p.tree_size)
 
     def next_segment(self) -> Segment | None:
         if self.growth is not None and not self.growth.done:

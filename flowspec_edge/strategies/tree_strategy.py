@@ -6,7 +6,6 @@ decides what is drafted, in which order it is sent, and what happens after a wal
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 
 from flowspec_edge.messages import Cancel, Prune, Segment
@@ -41,13 +40,13 @@ class TreeStrategy(Strategy):
         prunes, self._prunes = self._prunes, []
         return list(prunes)
 
-    @abstractmethod
     def begin_round(self) -> None:
-        """The tree is new and holds its root alone."""
+        """The tree is new and holds its root alone: draft the initial tree (FlowSpec, III-B)."""
+        p = self.params
+        self.growth = Growth(self.tree, [self.tree.root], p.depth, p.width, p.tree_size)
 
     def _restart(self, token: int, position: int) -> None:
         self.tree = DraftTree(token, position, self.order, self._next_id)
-        self.growth = None
         self.begin_round()
 
     def _send(self, nodes: Sequence[Node], root: bool) -> Segment:

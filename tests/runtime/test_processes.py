@@ -71,7 +71,7 @@ def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.02)
+        time.sleep(0.02)  # between looks at another process, up to a deadline
 
 
 def on_third(act: Callable[[], None]) -> Callable[[list[int]], None]:

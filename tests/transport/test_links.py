@@ -74,7 +74,7 @@ def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.005)
+        time.sleep(0.005)  # between looks, up to a deadline
 
 
 def received(link: Link) -> Message:
