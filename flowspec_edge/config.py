@@ -74,9 +74,12 @@ class StageCurve(Strict):
 
 
 class DraftCost(Strict):
-    """One forward pass of the draft head on D0."""
+    """One forward pass of a draft model on D0, by kind: an EAGLE head, an ordinary small model,
+    SPD's speculation module."""
 
     pass_ms: NotNegative
+    lm_pass_ms: NotNegative
+    spd_pass_ms: NotNegative
 
 
 class LmHeadCost(Strict):
@@ -90,6 +93,12 @@ class Link(Strict):
 
     mbps: Positive  # 10^6 bits a second
     latency_ms: NotNegative
+
+
+class Collective(Strict):
+    """What tensor parallelism pays beside the bytes."""
+
+    step_ms: NotNegative = 0.0  # a step of a ring: every device sends to the next one and waits
 
 
 class Host(Strict):
@@ -112,10 +121,16 @@ class Profile(Strict):
     lm_head: LmHeadCost
     link: Link
     host: Host = Host()
+    collective: Collective = Collective()
 
     def stage_seconds(self, rows: int, layers: float) -> float:
         """How long a stage of ``layers`` layers (a fraction is allowed) computes ``rows`` rows."""
         return self.stage.milliseconds(rows) * 1e-3 * (layers / self.stage.layers)
+
+    def draft_seconds(self, kind: str) -> float:
+        """One pass of a draft model of this kind: "eagle2", "lm" or "spd"."""
+        costs = {"eagle2": self.draft.pass_ms, "lm": self.draft.lm_pass_ms, "spd": self.draft.spd_pass_ms}
+        return costs[kind] * 1e-3
 
     def link_seconds(self, size: int) -> tuple[float, float]:
         """``size`` bytes over one link: (time the sender's link is occupied, latency after that)."""

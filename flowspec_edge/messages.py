@@ -73,7 +73,7 @@ class Segment:
     committed  [c]     int32, increasing: numbers committed since the segment before this one
     tokens     [n]     int32 ids, on the way to V1; None after
     hidden     [n, H]  hidden states, after V1; None before
-    taps       tuple   indexes of layers whose *inputs* D0 wants back for these rows
+    taps       tuple   D0 wants these rows' hidden states after so many layers (0: the embeddings)
     """
 
     session: int
@@ -104,7 +104,10 @@ class Output:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tap:
-    """Vi → D0: the inputs of layer ``layer`` for these rows, [n, H]."""
+    """Vi → D0: the rows' hidden states after ``layer`` layers, before any final norm: [n, H].
+
+    Sent by the stage that computed them, so it is there before the next stage's work begins.
+    """
 
     session: int
     epoch: int

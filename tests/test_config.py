@@ -87,7 +87,7 @@ def test_a_faulty_profile_is_one_line_with_file_and_key(tmp_path: Path, old: str
 
 
 def test_a_profile_of_ones_own(tmp_path: Path) -> None:
-    path = faulty(tmp_path, "pass_ms = 15.0", "pass_ms = 1.5\n[host]\nbookkeeping_ms = 0.5")
+    path = faulty(tmp_path, "[draft]\npass_ms = 15.0", "[host]\nbookkeeping_ms = 0.5\n[draft]\npass_ms = 1.5")
     profile = load_profile(str(path))
     assert (profile.draft.pass_ms, profile.host.bookkeeping_ms) == (1.5, 0.5)
 

@@ -14,6 +14,7 @@ from collections import deque
 import numpy as np
 
 from flowspec_edge.messages import Segment
+from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.flowspec import FlowSpec
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.transport.codec import encode
@@ -47,7 +48,7 @@ def bookkeeping(turns: int = 400, stages: int = 4, seed: int = 0) -> list[float]
     """Milliseconds of bookkeeping in each of ``turns`` turns of a pipeline that is always full."""
     text = _Text(seed)
     ledger = Ledger()
-    strategy = FlowSpec(Params(), ledger, stages)
+    strategy = FlowSpec(Params(), ledger, Pipeline(stages))
     strategy.start(text.tokens[0], 0)
     pipeline: deque[Segment] = deque()
     costs = []

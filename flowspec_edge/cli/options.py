@@ -52,8 +52,24 @@ _HELP = {
     "rank": "How drafted children are ranked when sampling: by the draft's confidence, or with the noise "
             "the target will be sampled with.",
     "tau": "Softness of the noise ranking.",
+    "draft": "The draft model: each strategy's own kind, or this one for all that draft (but SPD).",
+    "pipedec_width": "Nodes of a tree layer (w).",
+    "pipedec_children": "Children per node (c).",
+    "pipeinfer_tokens": "Longest micro-batch, in tokens of one sequence.",
+    "pipeinfer_sequences": "Branches of a micro-batch.",
+    "pipeinfer_accept": "Confidence cutoff at the start.",
+    "pipeinfer_split": "Confidence from which a second child starts a branch.",
+    "pipeinfer_recovery": "Added to the cutoff by every micro-batch until a run comes back.",
+    "pipeinfer_decay": "Taken off the cutoff by every attempt that it stopped.",
+    "pipeinfer_canonical": "Which accepted tokens get a one-token run of their own: all, or only those "
+                           "that are in no run yet.",
+    "pearl_gamma": "Draft tokens a block; 0: as many as fit into one verification.",
+    "speculative_gamma": "Draft tokens a verification.",
+    "stpp_branching": "Children per node of the static tree, level by level.",
+    "spd_width": "Branches kept (W).",
 }
-_PANELS = {Sampling: "Sampling", Params: "Strategy"}
+_PANELS = {Sampling: "Sampling", Params: "FlowSpec and its ablations; all strategies"}
+_OTHERS = ("pipedec", "pipeinfer", "pearl", "speculative", "stpp", "spd")
 
 
 def with_dataclasses(**groups: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -84,6 +100,10 @@ def _options(group: type[Any]) -> list[inspect.Parameter]:
             field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default,
             annotation=Annotated[hints[field.name], typer.Option(
                 f"--{field.name.replace('_', '-')}", help=_HELP.get(field.name),
-                rich_help_panel=_PANELS.get(group))])
+                rich_help_panel=_panel(group, field.name))])
         for field in fields(group)
     ]
+
+
+def _panel(group: type[Any], field: str) -> str | None:
+    return "Other strategies" if field.split("_")[0] in _OTHERS else _PANELS.get(group)

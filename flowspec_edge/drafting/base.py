@@ -21,12 +21,12 @@ class Drafter(Protocol):
     def reset(self, sampling: Sampling, rank: Rank, tau: float) -> None:
         """Forget everything; rank the children of the coming session like this."""
 
-    def commit(self, tokens: Sequence[int], features: Payload | None) -> None:
+    def commit(self, tokens: Sequence[int], features: Payload | None, rows: Sequence[int] = ()) -> None:
         """Append committed tokens; row i of ``features`` [n, H] *predicted* token i.
 
-        ``features`` are the target's post-norm hidden states.  The very first token of a session
-        has no predictor: it comes alone, with ``features=None``.  Cheap: the work is done by the
-        next :meth:`expand`.
+        ``features`` are the target's post-norm hidden states, ``rows`` their numbers in the
+        ledger.  The very first token of a session has no predictor: it comes alone, with
+        ``features=None``.  Cheap: the work is done by the next :meth:`expand`.
         """
 
     def expand(self, request: DraftRequest) -> Expansion:

@@ -111,7 +111,7 @@ class EagleDrafter(TreeDrafter):
         super().reset(sampling, rank, tau)
         self._features.clear()
 
-    def commit(self, tokens: Sequence[int], features: Payload | None) -> None:
+    def commit(self, tokens: Sequence[int], features: Payload | None, rows: Sequence[int] = ()) -> None:
         if features is None:
             if self._text_length or len(tokens) != 1:
                 raise ProtocolError("only the first token of a text comes without its feature")

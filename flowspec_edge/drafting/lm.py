@@ -33,7 +33,7 @@ class LMDrafter(TreeDrafter):
         )
         super().__init__(shape, model.get_output_embeddings())
 
-    def commit(self, tokens: Sequence[int], features: Payload | None) -> None:
+    def commit(self, tokens: Sequence[int], features: Payload | None, rows: Sequence[int] = ()) -> None:
         self._queue.extend(tokens)
         self._text_length += len(tokens)
 

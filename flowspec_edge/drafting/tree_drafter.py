@@ -44,7 +44,7 @@ class TreeDrafter(ABC):
         self._outputs: dict[int, Tensor] = {}  # row output [H] of the root and of every tree row
 
     @abstractmethod
-    def commit(self, tokens: Sequence[int], features: Payload | None) -> None: ...
+    def commit(self, tokens: Sequence[int], features: Payload | None, rows: Sequence[int] = ()) -> None: ...
 
     @abstractmethod
     def _rows(self, text: list[int], nodes: list[DraftNode], mask: Tensor) -> Tensor:

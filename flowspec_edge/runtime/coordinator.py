@@ -33,7 +33,8 @@ def tentative_rows(params: Params, stages: int) -> int:
     Two whole trees and all that can be in flight, twice over, for prunes that are late.
     """
     tree = params.tree_size + params.expand_size + params.extend_size
-    return max(1024, 2 * (2 * tree + (stages + 2) * max(params.segment, params.tree_size)))
+    layer = max(params.segment, params.tree_size, params.pipedec_width, params.spd_width)
+    return max(1024, 2 * (2 * tree + (stages + 2) * layer))
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Coordinator:
         self._outputs: deque[Output] = deque()
         self._hidden: dict[int, tuple[Payload, int]] = {}  # number -> where its hidden state lies
         self._tokens: list[int] = []
+        self._token_at: list[float] = []  # when each of them became text
         self._streamed = 0
         self._accepted = 0
         self._rounds = 0
@@ -90,7 +92,7 @@ class Coordinator:
     def open_message(self) -> Open:
         """To be seen by every stage before the first segment."""
         capacity = len(self.request.prompt) + self.request.max_new_tokens
-        capacity += tentative_rows(self.request.params, self.strategy.stages)
+        capacity += tentative_rows(self.request.params, self.strategy.pipeline.stages)
         return Open(self.ledger.session, self.ledger.epoch, capacity)
 
     def take_messages(self) -> list[Segment | Prune | Cancel]:
@@ -117,7 +119,7 @@ class Coordinator:
         for _ in range(min(self.request.params.prefill_chunk, len(self._prompt))):
             parent = self.ledger.add(self._prompt.popleft(), position, parent, committed=True)
             position += 1
-        return self.ledger.seal()
+        return self.ledger.seal(self.strategy.prompt_taps)
 
     # ---- what the driver hands in ----------------------------------------------------------
 
@@ -182,7 +184,8 @@ class Coordinator:
             following = [prompt[p + 1] for p in positions.tolist() if p + 1 < len(prompt)]
             if following:
                 rows = output.hidden.array[: len(following)]
-                self._drafter.commit(following, Payload(output.hidden.dtype, rows))
+                self._drafter.commit(following, Payload(output.hidden.dtype, rows),
+                                     output.numbers[: len(following)].tolist())
         if self._prompt_left:
             return
         last = Payload(output.hidden.dtype, output.hidden.array[-1:])
@@ -200,7 +203,8 @@ class Coordinator:
         if self._drafter:
             rows = [self._hidden[c.source] for c in commits]
             features = np.stack([payload.array[row] for payload, row in rows])
-            self._drafter.commit([c.token for c in commits], Payload(rows[0][0].dtype, features))
+            self._drafter.commit([c.token for c in commits], Payload(rows[0][0].dtype, features),
+                                 [c.source for c in commits])
         newest = commits[-1].source  # older sources can predict nothing any more
         self._hidden = {n: v for n, v in self._hidden.items() if n >= newest}
         for commit in commits:
@@ -208,6 +212,7 @@ class Coordinator:
                 self.finish_reason = "stop"
                 break
             self._tokens.append(commit.token)
+            self._token_at.append(self._clock())
             self._accepted += commit.drafted
             if len(self._tokens) == self.request.max_new_tokens:
                 self.finish_reason = "length"
@@ -240,12 +245,14 @@ class Coordinator:
         # The end of the text ends the round that was running before the last acceptance.
         rounds = self._rounds + 1 if generated else 0
         turns = decode / slot_s if slot_s > 0 else 0.0
+        gaps = np.diff(self._token_at) if generated else np.zeros(1)
         stats = Stats(
             turns=turns, rounds=rounds,
             alt=generated / turns if turns else 0.0,
             alr=generated / rounds if rounds else 0.0,
             tokens_per_second=generated / decode if decode > 0 else 0.0,
             ttft_s=self._first_at - self._started_at,
+            itl_p50_s=float(np.percentile(gaps, 50)), itl_p95_s=float(np.percentile(gaps, 95)),
             drafted=counters.drafted, verified=counters.verified,
             accepted=self._accepted,
             bytes=bytes_sent, decode_s=decode, slot_s=slot_s, stages=stages,

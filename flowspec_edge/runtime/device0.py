@@ -5,6 +5,7 @@ Knows what lies in a model directory on D0.  Does not know where the stages are 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,9 +19,14 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Payload
 from flowspec_edge.runtime.coordinator import Coordinator
 from flowspec_edge.runtime.request import Request
-from flowspec_edge.stage.shard import load_config, load_embedding, load_lm_head
+from flowspec_edge.sampling import Sampling
+from flowspec_edge.stage.shard import load_config, load_embedding, load_lm_head, split_layers
+from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.registry import strategy_class
-from flowspec_edge.tensors import to_torch
+from flowspec_edge.tensors import from_torch, to_torch
+from flowspec_edge.tree.requests import DraftNode, DraftRequest
+
+_TIMED_PASSES = 6
 
 
 class DraftDevice:
@@ -30,7 +36,9 @@ class DraftDevice:
         self._model_dir = model_dir
         self._dtype = dtype
         self._lm_head = load_lm_head(model_dir / "target", dtype)
-        self._limit = int(load_config(model_dir / "target").max_position_embeddings)
+        config = load_config(model_dir / "target")
+        self._layers = int(config.num_hidden_layers)
+        self._limit = int(config.max_position_embeddings)
         self._drafters: dict[str, Drafter] = {}
 
     def head(self, hidden: Payload) -> NDArray[np.float32]:
@@ -39,9 +47,13 @@ class DraftDevice:
             rows = to_torch(hidden).to(self._lm_head)
             return (rows @ self._lm_head.mT).float().cpu().numpy()
 
-    def coordinator(self, request: Request, stages: int, clock: Callable[[], float],
-                    session: int, epoch: int = 0) -> Coordinator:
-        """D0's side of one request; UsageError when it cannot be run on this model."""
+    def coordinator(self, request: Request, stages: int, clock: Callable[[], float], session: int,
+                    passes: Callable[[str], float], epoch: int = 0) -> Coordinator:
+        """D0's side of one request; UsageError when it cannot be run on this model.
+
+        ``passes`` says how many passes of a kind of draft model fit into a full segment's way
+        through the pipeline and back.
+        """
         chosen = strategy_class(request.strategy)
         length = len(request.prompt) + request.max_new_tokens
         if length > self._limit:
@@ -53,9 +65,27 @@ class DraftDevice:
         vocabulary = self._lm_head.shape[0]
         if not all(0 <= token < vocabulary for token in request.prompt):
             raise UsageError(f"the prompt has a token id outside the vocabulary of {vocabulary}")
-        drafter = self._drafter(chosen.drafter) if chosen.drafter else None
-        return Coordinator(request, lambda ledger: chosen(request.params, ledger, stages), drafter,
+        kind = chosen.drafts_with(request.params)
+        drafter = self._drafter(kind) if kind else None
+        depths = tuple(hi for _, hi in split_layers(self._layers, stages, allow_empty=True))
+        pipeline = Pipeline(stages, depths, passes(kind) if kind else 1.0)
+        return Coordinator(request, lambda ledger: chosen(request.params, ledger, pipeline), drafter,
                            self.head, clock, session, epoch)
+
+    def pass_seconds(self, kind: str) -> float:
+        """How long a pass over one row takes here: the fastest of a few."""
+        drafter = self._drafter(kind)
+        drafter.reset(Sampling(), "draft", 1.0)
+        drafter.commit([0], None)
+        drafter.commit([0], from_torch(self._lm_head.new_zeros(1, self._lm_head.shape[1])), [0])
+        request = DraftRequest(0, (DraftNode(0, -1, 0, 1),), 1)
+        seconds = []
+        for child in range(1, _TIMED_PASSES + 1):
+            start = time.perf_counter()
+            drafter.expand(request)
+            seconds.append(time.perf_counter() - start)
+            request = DraftRequest(0, (DraftNode(child, child - 1, 0, child + 1),), 1)
+        return min(seconds[1:])  # the first one takes in the text
 
     def _drafter(self, kind: str) -> Drafter:
         if kind not in self._drafters:

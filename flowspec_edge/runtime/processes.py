@@ -73,6 +73,7 @@ class ProcessCluster:
         self._session = 0
         self._check_at = 0.0
         self._slot_s = 0.0
+        self._pass_s: dict[str, float] = {}  # a draft pass, by the kind of draft model
         self._moved_at = 0.0
         self._closed = False
         with ExitStack() as undo:
@@ -114,7 +115,8 @@ class ProcessCluster:
         if self._closed:
             raise FlowspecError("the cluster is closed; start a new one")
         self._session = max(self._session + 1, int(time.time() * 1e3))  # above those of a former D0
-        c = self._device0.coordinator(request, len(self._members.instances), time.monotonic, self._session)
+        c = self._device0.coordinator(request, len(self._members.instances), time.monotonic, self._session,
+                                      self._draft_passes)
         before = self._own_bytes()
         try:
             self._collect(None)  # heartbeats since the last request
@@ -138,6 +140,12 @@ class ProcessCluster:
         stages = self._members.counters()
         total = self._own_bytes() - before + sum(int(counters.get("bytes_out", 0)) for counters in stages)
         return c.result(self._slot_s or _slowest(stages), total, stages)
+
+    def _draft_passes(self, kind: str) -> float:
+        """How many draft passes a full segment's way through the pipeline takes."""
+        if kind not in self._pass_s:
+            self._pass_s[kind] = self._device0.pass_seconds(kind)
+        return self._slot_s * len(self._members.instances) / self._pass_s[kind]
 
     def _warm_up(self) -> None:
         """Run full segments through the pipeline: how long one takes in the slowest stage is a slot.

@@ -35,6 +35,8 @@ class Stats:
     alr: float  # tokens per round
     tokens_per_second: float  # generated tokens after the first / decode time
     ttft_s: float
+    itl_p50_s: float  # inter-token latency, median and 95th percentile; accepted together: 0
+    itl_p95_s: float
     drafted: int
     verified: int
     accepted: int

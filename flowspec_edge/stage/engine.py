@@ -184,15 +184,17 @@ class StageEngine:
 
     def _run(self, state: _Session, segment: Segment, mask: rows.Bool, poll: Poll | None
              ) -> tuple[list[tuple[int, Tensor]], Tensor | None]:
-        """Taps (layer, inputs) and what leaves the shard; None if the run was given up."""
+        """Taps (layers passed, hidden states) and what leaves the shard; None if it was given up."""
         if self._given_up(state, segment):
             return [], None
         if not len(segment.numbers):
             return [], torch.empty(0, self.shard.hidden_size, dtype=self.shard.dtype)
+        first, last = self.shard.layers
         taps: list[tuple[int, Tensor]] = []
 
         def enter(layer: int, inputs: Tensor) -> bool:
-            if layer in segment.taps:
+            # What comes in was tapped where it was computed; only the embeddings are made here.
+            if layer in segment.taps and (layer > first or self.shard.embed is not None):
                 taps.append((layer, inputs))
             if poll is not None:
                 poll()
@@ -200,7 +202,11 @@ class StageEngine:
 
         hidden = forward.layers(self.shard, state.cache, forward.inputs(self.shard, segment),
                                 segment.positions, mask, enter)
-        return ([], None) if hidden is None else (taps, forward.outputs(self.shard, hidden))
+        if hidden is None:
+            return [], None
+        if last in segment.taps and last > first:
+            taps.append((last, hidden))
+        return taps, forward.outputs(self.shard, hidden)
 
     def _given_up(self, state: _Session, segment: Segment) -> bool:
         if self._session is not state:
@@ -222,8 +228,8 @@ class StageEngine:
         gone = state.prunes.dead(segment.numbers)
         alive = self._without(segment, gone)
         messages = [
-            Tap(segment.session, segment.epoch, segment.run, layer, alive.numbers, _payload(inputs, gone))
-            for layer, inputs in taps
+            Tap(segment.session, segment.epoch, segment.run, layer, alive.numbers, _payload(states, gone))
+            for layer, states in taps
         ]
         return messages, self._result(alive, _payload(hidden, gone))
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowspec_edge.errors import ProtocolError
-from flowspec_edge.messages import Int32, Payload, Segment, unpack_bits
+from flowspec_edge.messages import Int32, Output, Payload, Segment, unpack_bits
 
 Bool = NDArray[np.bool_]
 
@@ -71,6 +71,14 @@ def take(segment: Segment, keep: Bool) -> Segment:
         tokens=None if segment.tokens is None else segment.tokens[keep],
         hidden=None if segment.hidden is None else take_payload(segment.hidden, keep),
     )
+
+
+def emptied(message: Segment | Output) -> Segment | Output:
+    """The message without its rows: what a cancelled run leaves behind."""
+    none = np.zeros(len(message.numbers), dtype=bool)
+    if isinstance(message, Segment):
+        return take(message, none)
+    return replace(message, numbers=message.numbers[none], hidden=take_payload(message.hidden, none))
 
 
 def take_payload(payload: Payload, keep: Bool) -> Payload:

@@ -5,11 +5,9 @@ socket, no clock and no tensor library.  A driver asks for the next segment when
 has a free slot and for the next draft pass when D0 is idle, so a strategy always decides with the
 newest knowledge; it never waits and is never waited for.
 
-How the systems to come fit in: PipeDec's ``next_segment`` is one tree layer; PipeInfer's
-``controls`` returns Cancels and its runs are micro-trees; PEARL sends a chain of gamma and drafts
-the next one meanwhile; SPD sends one token and asks for taps; all of them name the draft model they want in
-``drafter``.  A tensor-parallel baseline sends the whole tree as one segment; that other devices
-compute it together is the cluster's affair.
+A strategy names the draft model it wants (``drafter``), the hidden states it wants back (taps, in
+its segments and in ``prompt_taps``) and how the target's devices share the work
+(``parallelism``); to load, route and arrange these is the runtime's affair.
 """
 
 from __future__ import annotations
@@ -17,12 +15,29 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from flowspec_edge.messages import Cancel, Prune, Segment
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.tree.ledger import Ledger
 from flowspec_edge.tree.requests import Commit, DraftRequest, Expansion
+
+Parallelism = Literal["pipeline", "megatron", "galaxy"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """What a strategy may know of the devices.
+
+    stages         verification devices
+    depths         decoder layers that a row has passed after each stage; empty if nobody asked
+    draft_passes   draft passes that fit into a full segment's way through the pipeline and back:
+                   how many times faster the draft model is than the target (PEARL's c)
+    """
+
+    stages: int
+    depths: tuple[int, ...] = ()
+    draft_passes: float = 1.0
 
 
 @dataclass
@@ -40,12 +55,25 @@ class Strategy(ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
     drafter: ClassVar[str | None] = "eagle2"  # the kind of draft model it wants, if any
+    parallelism: ClassVar[Parallelism] = "pipeline"  # how the target's devices share a segment
 
-    def __init__(self, params: Params, ledger: Ledger, stages: int) -> None:
+    def __init__(self, params: Params, ledger: Ledger, pipeline: Pipeline) -> None:
         self.params = params
         self.ledger = ledger
-        self.stages = stages
+        self.pipeline = pipeline
         self.counters = Counters()
+
+    @classmethod
+    def drafts_with(cls, params: Params) -> str | None:
+        """The kind of draft model: the strategy's own, unless ``params`` ask for another."""
+        if cls.drafter is None or params.draft == "own":
+            return cls.drafter
+        return params.draft
+
+    @property
+    def prompt_taps(self) -> tuple[int, ...]:
+        """Hidden states of the prompt's rows that the drafter wants; see ``messages.Segment``."""
+        return ()
 
     @property
     def max_in_flight(self) -> int:
@@ -54,7 +82,7 @@ class Strategy(ABC):
         One a stage: when all stages hold one, the next output is due in the very moment the first
         stage falls free, and a segment cut after it is worth more than one cut before it.
         """
-        return self.stages
+        return self.pipeline.stages
 
     @abstractmethod
     def start(self, token: int, position: int) -> None:

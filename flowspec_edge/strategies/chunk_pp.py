@@ -26,7 +26,7 @@ class ChunkPP(TreeStrategy):
     @property
     def max_in_flight(self) -> int:
         """All chunks of a round: nothing is learned from the first before the last is back."""
-        return self.stages + 1
+        return self.pipeline.stages + 1
 
     def begin_round(self) -> None:
         super().begin_round()
@@ -40,7 +40,7 @@ class ChunkPP(TreeStrategy):
         if self._chunks is None:
             nodes = self.tree.take(self.tree.size)
             # The root counts as one row of the N + 1 equal chunks and leads the first of them.
-            size = math.ceil((len(nodes) + 1) / (self.stages + 1))
+            size = math.ceil((len(nodes) + 1) / (self.pipeline.stages + 1))
             self._chunks = deque([nodes[: size - 1]])
             self._chunks.extend(nodes[i : i + size] for i in range(size - 1, len(nodes), size))
         if not self._chunks:

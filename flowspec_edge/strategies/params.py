@@ -1,11 +1,19 @@
-"""Parameters of the tree strategies, with the FlowSpec paper's values as defaults (section IV-A)."""
+"""Parameters of all strategies; the defaults are their papers' values.
+
+The first group is FlowSpec's and its ablations' (paper, section IV-A); a strategy of another paper
+has parameters of its own, named after it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Literal, get_args, get_type_hints
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.sampling import Rank
+
+Draft = Literal["own", "eagle2", "lm"]
+Canonical = Literal["all", "needed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +31,46 @@ class Params:
     prefill_chunk: int = 64  # prompt tokens a segment
     rank: Rank = "noise"  # how children are ranked when sampling
     tau: float = 0.6  # softness of the noise ranking
+    draft: Draft = "own"  # the draft model: each strategy's own kind, or this one for all
+    pipedec_width: int = 32  # w: nodes of a layer (FlowSpec's comparison takes 16)
+    pipedec_children: int = 16  # c: children per node
+    pipeinfer_tokens: int = 4  # the longest micro-batch, in tokens of one sequence
+    pipeinfer_sequences: int = 3  # branches of a micro-batch
+    pipeinfer_accept: float = 0.01  # confidence cutoff at the start
+    pipeinfer_split: float = 0.8  # confidence from which a second child starts a branch
+    pipeinfer_recovery: float = 0.4  # added to the cutoff by every micro-batch until a run comes back
+    pipeinfer_decay: float = 0.01  # taken off the cutoff by every attempt that it stopped
+    pipeinfer_canonical: Canonical = "all"  # tokens that get a one-token run of their own
+    pearl_gamma: int = 0  # draft tokens a block; 0: as many as fit into one verification
+    speculative_gamma: int = 4  # draft tokens a verification
+    stpp_branching: str = "1,1,3,1,1,1,1,1"  # children per node, level by level (SpecInfer's)
+    spd_width: int = 1  # branches kept (W)
 
     def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
         for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name == "rank":
-                if value not in ("draft", "noise"):
-                    raise UsageError(f"rank must be draft or noise, not {value!r}")
-            elif f.name == "tau":
-                if not value > 0:
-                    raise UsageError(f"tau must be positive, not {value}")
-            elif value < 1:
-                raise UsageError(f"{f.name.replace('_', '-')} must be at least 1, not {value}")
+            name, value = f.name.replace("_", "-"), getattr(self, f.name)
+            choices = get_args(hints[f.name])
+            if choices and value not in choices:
+                raise UsageError(f"{name} must be {' or '.join(choices)}, not {value!r}")
+            if hints[f.name] is int and value < (f.name not in _MAY_BE_ZERO):
+                raise UsageError(f"{name} must be at least {int(f.name not in _MAY_BE_ZERO)}, not {value}")
+            if hints[f.name] is float and not 0 <= value < float("inf"):
+                raise UsageError(f"{name} must not be negative, not {value}")
+        if not self.tau > 0:
+            raise UsageError(f"tau must be positive, not {self.tau}")
+        self.stpp_levels()  # a UsageError if they are none
+
+    def stpp_levels(self) -> tuple[int, ...]:
+        """``stpp_branching`` as numbers."""
+        try:
+            levels = tuple(int(part) for part in self.stpp_branching.split(","))
+        except ValueError:
+            levels = ()
+        if not levels or min(levels) < 1:
+            raise UsageError("stpp-branching must be positive numbers separated by commas, "
+                             f"not {self.stpp_branching!r}")
+        return levels
+
+
+_MAY_BE_ZERO = ("pearl_gamma",)

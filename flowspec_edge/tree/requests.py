@@ -16,13 +16,15 @@ class DraftNode:
     """One tree node to expand: its identity, its parent's, its token and absolute position.
 
     ``id`` is unique within a session and a child's id is larger than its parent's.  The root's
-    token is the newest committed one; its parent is -1.
+    token is the newest committed one; its parent is -1.  ``number`` is the ledger's, -1 if the
+    node was not sent: by it a drafter that reads taps knows the node's hidden states.
     """
 
     id: int
     parent: int
     token: int
     position: int
+    number: int = -1
 
 
 @dataclass(frozen=True, slots=True)

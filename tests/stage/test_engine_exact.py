@@ -11,7 +11,7 @@ import torch
 from stagekit import Book, Oracle, assert_cache, assert_rows, engines, random_tokens, through
 from tiny import tiny_llama, tiny_model
 
-from flowspec_edge.messages import Cancel
+from flowspec_edge.messages import Cancel, Segment
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.shard import load_lm_head
 from flowspec_edge.tensors import to_torch
@@ -136,7 +136,7 @@ def test_a_committed_row_in_the_segment_that_commits_it(model: Path, oracle: Ora
     assert_rows(through(chain, early)[1], book, oracle)
 
 
-def test_taps_are_the_inputs_of_layers(model: Path, oracle: Oracle) -> None:
+def test_taps_are_hidden_states_from_the_stage_that_computed_them(model: Path, oracle: Oracle) -> None:
     book, chain = Book(), engines(model, 3)
     taps, _ = through(chain, replace(book.text(TEXT), taps=(0, 2, 5, 7)))
     assert [tap.layer for tap in taps] == [0, 2, 5, 7]
@@ -145,6 +145,21 @@ def test_taps_are_the_inputs_of_layers(model: Path, oracle: Oracle) -> None:
         for number, row in zip(tap.numbers.tolist(), to_torch(tap.hidden), strict=True):
             expected = oracle.truth(book.paths[number]).layer_inputs[tap.layer]
             torch.testing.assert_close(row, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_boundary_is_tapped_before_the_next_stage_begins(model: Path) -> None:
+    book, chain = Book(), engines(model, 2)
+    boundary = chain[0].shard.layers[1]
+    admitted = chain[0].admit(replace(book.text(TEXT), taps=(boundary,)))
+    assert admitted is not None
+    taps, passed_on = chain[0].compute(admitted)
+    assert [tap.layer for tap in taps] == [boundary]
+    assert isinstance(passed_on, Segment)
+    assert passed_on.hidden is not None
+    np.testing.assert_array_equal(taps[0].hidden.array, passed_on.hidden.array)
+    admitted = chain[1].admit(passed_on)
+    assert admitted is not None
+    assert chain[1].compute(admitted)[0] == []
 
 
 @pytest.mark.parametrize("polls", [0, 1, 3])

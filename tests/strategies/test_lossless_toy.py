@@ -21,6 +21,7 @@ from flowspec_edge.messages import Credit, Output, Payload, Prune, Segment, unpa
 from flowspec_edge.runtime.coordinator import Coordinator, Verify
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.sampling import Rank, Sampling
+from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES
 from flowspec_edge.tree.requests import DraftRequest, Expansion
@@ -53,7 +54,7 @@ class ToyDrafter:
         self.text: list[int] = []
         self.paths: dict[int, tuple[int, ...]] = {}
 
-    def commit(self, tokens: list[int], features: Payload | None) -> None:
+    def commit(self, tokens: list[int], features: Payload | None, rows: list[int] = ()) -> None:
         self.text += tokens
         # Row i of the features belongs to the row that predicted token i; the toy pipeline
         # writes the length of what that row saw into it.
@@ -143,7 +144,7 @@ def drive(name: str, stages: int, prompt: list[int], limit: int, params: Params,
           choice: st.DataObject) -> Coordinator:
     now = [0.0]
     request = Request(prompt, name, limit, params=params, stop_ids=frozenset({STOP}))
-    c = Coordinator(request, lambda ledger: STRATEGIES[name](params, ledger, stages), ToyDrafter(),
+    c = Coordinator(request, lambda ledger: STRATEGIES[name](params, ledger, Pipeline(stages)), ToyDrafter(),
                     toy_head, lambda: now[0])
     pipeline = [ToyStage() for _ in range(stages)]
     undelivered: list[tuple[int, Prune]] = []
