@@ -50,7 +50,12 @@ class TreeStrategy(Strategy):
         self.begin_round()
 
     def _send(self, nodes: Sequence[Node], root: bool) -> Segment:
-        """Number ``nodes`` (parents first), the root before them if asked, and seal the segment."""
+        """A segment of ``nodes`` (parents first), the root before them if asked."""
+        self._number(nodes, root)
+        return self.ledger.seal()
+
+    def _number(self, nodes: Sequence[Node], root: bool) -> None:
+        """Give the rows of a segment their numbers."""
         if root:
             top = self.tree.root
             self.tree.mark_sent(top, self.ledger.add(top.token, top.position, committed=True))
@@ -58,12 +63,15 @@ class TreeStrategy(Strategy):
             assert node.parent is not None
             self.tree.mark_sent(node, self.ledger.add(node.token, node.position, node.parent.number))
         self.counters.drafted += len(nodes)
-        return self.ledger.seal()
 
     def _record(self, numbers: Sequence[int], successors: Sequence[int]) -> None:
         self.counters.verified += len(numbers)
         for number, successor in zip(numbers, successors, strict=True):
             self.tree.record(number, successor)
+
+    def _commit(self, node: Node) -> None:
+        """A row that was sent has become text."""
+        self.ledger.commit(node.number)
 
     def _walk(self) -> tuple[list[Commit], bool]:
         """Accept what the verified rows allow: the commits, and whether the round ended.
@@ -77,7 +85,7 @@ class TreeStrategy(Strategy):
             assert node.parent is not None
             commits.append(Commit(node.token, node.parent.number, drafted=True))
             if node.number >= 0:
-                self.ledger.commit(node.number)
+                self._commit(node)
         if missed >= 0:
             self.counters.rounds += 1
             last = path[-1] if path else self.tree.root

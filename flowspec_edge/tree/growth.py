@@ -43,7 +43,11 @@ class Growth:
             DraftNode(n.id, -1 if n.parent is None else n.parent.id, n.token, n.position)
             for n in self._frontier
         )
-        return DraftRequest(self._tree.root.id, nodes, self._width)
+        return DraftRequest(self._tree.root.id, nodes, self._children())
+
+    def _children(self) -> int:
+        """Children to ask for in the pass that is due."""
+        return self._width
 
     def absorb(self, expansion: Expansion) -> None:
         """Add the children that the pass found, and choose the next level's nodes."""
