@@ -17,7 +17,7 @@ NAME = "flowspec"
 
 def register() -> None:
     """Make ``attn_implementation=NAME`` known to transformers; safe to call again."""
-    AttentionInterface.register(NAME, _attend)
+    AttentionInterface.register(NAME, attend)
 
 
 def fold_mask(mask: Tensor, groups: int) -> Tensor:
@@ -25,8 +25,8 @@ def fold_mask(mask: Tensor, groups: int) -> Tensor:
     return mask.repeat(groups, 1)[None, None]
 
 
-def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor,
-            scaling: float | None = None, **_: Any) -> tuple[Tensor, None]:
+def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor,
+           scaling: float | None = None, **_: Any) -> tuple[Tensor, None]:
     """query [1, heads, n, d], key and value [1, kv_heads, m, d], mask from :func:`fold_mask`;
     returns [1, n, heads, d]."""
     heads, n, d = query.shape[1:]

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,6 +22,16 @@ from flowspec_edge.errors import FlowspecError, UsageError
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _SAMPLE = 1024  # elements at either end of a tensor that enter the digest
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Indexes [lo, hi) along ``dim`` of a tensor that is stored with ``shape``."""
+
+    shape: torch.Size
+    dim: int
+    lo: int
+    hi: int
 
 
 class Checkpoint:
@@ -38,6 +51,26 @@ class Checkpoint:
 
     def tensors(self, names: list[str]) -> dict[str, Tensor]:
         """The named tensors as stored, mapped from disk where the platform can."""
+        return self._read(names, lambda file, name: file.get_tensor(name))
+
+    def cuts(self, wanted: Mapping[str, Cut]) -> dict[str, Tensor]:
+        """A part of each named tensor, as stored; no more than that is read.
+
+        FlowspecError for a tensor of another shape than its cut says.
+        """
+
+        def read(file: Any, name: str) -> Tensor:
+            cut, stored = wanted[name], file.get_slice(name)
+            check_shape(self.directory, name, torch.Size(stored.get_shape()), cut.shape)
+            index = [slice(None)] * len(cut.shape)
+            index[cut.dim] = slice(cut.lo, cut.hi)
+            part: Tensor = stored[tuple(index)]
+            return part
+
+        return self._read(wanted, read)
+
+    def _read(self, names: Iterable[str], read: Callable[[Any, str], Tensor]) -> dict[str, Tensor]:
+        """``read`` each tensor from its file, every file opened once."""
         by_file: dict[Path, list[str]] = {}
         for name in names:
             if name not in self._files:
@@ -49,7 +82,7 @@ class Checkpoint:
             try:
                 with safe_open(path, framework="pt") as file:
                     for name in wanted:
-                        found[name] = file.get_tensor(name)
+                        found[name] = read(file, name)
             except (SafetensorError, OSError) as error:
                 raise _damaged(path, error) from error
         return {name: found[name] for name in names}
@@ -70,6 +103,13 @@ class Checkpoint:
                 return dict.fromkeys(file.keys(), single)
         except (SafetensorError, OSError) as error:
             raise _damaged(single, error) from error
+
+
+def check_shape(directory: Path | str, name: str, stored: torch.Size, shape: torch.Size) -> None:
+    """FlowspecError unless the tensor has the ``shape`` that the model's configuration asks for."""
+    if stored != shape:
+        raise FlowspecError(f"{directory}: tensor {name} has shape {list(stored)}, "
+                            f"config.json asks for {list(shape)}")
 
 
 def digest(tensors: dict[str, Tensor]) -> str:

@@ -1,0 +1,103 @@
+"""The state machine of one tensor-parallel rank: a stage engine that never disagrees with the others.
+
+All ranks must run the same rows in the same order, or a collective waits for ever.  So only what is
+in segments counts, which come to every rank in one order: sessions change with the first segment
+of a new one, not when its Open arrives; prunes and cancels, which are hints, are ignored; and what
+has been begun is finished.  Knows that a collective may wait for long, and lets the caller go on
+meanwhile.  Does not know how ranks are connected.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, TypeVar
+
+from flowspec_edge.errors import ProtocolError
+from flowspec_edge.messages import Cancel, Close, Open, Output, Prune, Segment, Tap
+from flowspec_edge.stage.engine import Poll, StageEngine
+from flowspec_edge.stage.tensor_group import Group
+from flowspec_edge.stage.tensor_shard import TensorShard
+
+_POLL_S = 0.05  # how often the caller is called back while the rank computes
+T = TypeVar("T")
+
+
+class TensorEngine:
+    """Runs one rank's shard; the calls and their order are those of a StageEngine."""
+
+    def __init__(self, shard: TensorShard, group: Group) -> None:
+        self._engine = StageEngine(shard)
+        self._group = group
+        self._bytes_before = 0  # sent in former sessions
+        self._opens: deque[Open] = deque()  # whose segments have not come
+        self._lane = _Lane()
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """The stage engine's, and the bytes that the rank sent in collectives."""
+        return {**self._engine.counters, "collective_bytes": self._group.bytes_sent - self._bytes_before}
+
+    def open(self, message: Open) -> None:
+        """Remember the session until its first segment is here."""
+        self._opens.append(message)
+
+    def close(self, message: Close) -> None:
+        """Nothing: a segment may be on its way that other ranks have begun.  The cache stays for the
+        next session."""
+
+    def prune(self, message: Prune) -> None:
+        """Nothing: ranks would see it between different segments, and drop different rows."""
+
+    def cancel(self, message: Cancel) -> None:
+        """Nothing, for the same reason."""
+
+    def admit(self, segment: Segment) -> Segment | None:
+        """See :class:`StageEngine`; the same on every rank for the same segments."""
+        if segment.taps:
+            raise ProtocolError(f"segment {segment.run} of session {segment.session} wants taps; "
+                                "tensor-parallel ranks send none")
+        newest, reached = None, (segment.session, segment.epoch)
+        while self._opens and (self._opens[0].session, self._opens[0].epoch) <= reached:
+            newest = self._opens.popleft()
+        if newest is not None:
+            self._engine.open(newest)
+            self._bytes_before = self._group.bytes_sent
+        return self._engine.admit(segment)
+
+    def compute(self, admitted: Segment, poll: Poll | None = None) -> tuple[list[Tap], Segment | Output]:
+        """Run all layers together with the other ranks; the Output, with all rows, on every one.
+
+        ``poll`` is called every now and then, also while the others are waited for; if it raises,
+        the rank must not be used again.  PeerLost if another rank is gone.
+        """
+        return self._lane.run(lambda: self._engine.compute(admitted), poll)
+
+
+class _Lane:
+    """A thread that does one thing after another: always the same one, for torch keeps a pool of
+    workers for each.  It does not keep the process alive when a collective never returns."""
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        Thread(target=self._serve, name="tensor-parallel", daemon=True).start()
+
+    def run(self, work: Callable[[], T], poll: Poll | None) -> T:
+        """The result of ``work``, or what it raised; ``poll`` is called while it runs."""
+        future: Future[T] = Future()
+        self._work.put((work, future))
+        while not wait((future,), _POLL_S if poll else None).done:
+            if poll is not None:
+                poll()
+        return future.result()
+
+    def _serve(self) -> None:
+        while True:
+            work, future = self._work.get()
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
