@@ -157,7 +157,7 @@ class VirtualCluster:
         clock = Clock()
         coordinator = self._device0.coordinator(
             request, len(self._engines), lambda: clock.now, self._session,
-            lambda kind: self._latency(request.params.segment) / self.profile.draft_seconds(kind))
+            lambda kind: self._latency(request.params.segment) / max(self.profile.draft_seconds(kind), 1e-9))
         self.spans = []
         return VirtualRun(coordinator, self._engines, self.profile, clock, on_tokens, self.spans).run()
 

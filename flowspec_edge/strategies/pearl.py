@@ -16,6 +16,8 @@ from flowspec_edge.strategies.tree_strategy import TreeStrategy
 from flowspec_edge.tree.growth import Growth
 from flowspec_edge.tree.requests import Commit
 
+_LONGEST = 64  # tokens of a block, when a draft pass costs next to nothing
+
 
 class Pearl(TreeStrategy):
     """A chain in blocks; drafting and verification overlap."""
@@ -31,7 +33,7 @@ class Pearl(TreeStrategy):
     @property
     def gamma(self) -> int:
         """Tokens a block: by default as many as the draft makes in one verification."""
-        return self.params.pearl_gamma or max(1, round(self.pipeline.draft_passes))
+        return self.params.pearl_gamma or max(1, round(min(self.pipeline.draft_passes, _LONGEST)))
 
     def begin_round(self) -> None:
         self._pre_verify = True

@@ -84,10 +84,10 @@ class PipeInfer(TreeStrategy):
         self._runs.pop(run, None)
         self._settle()
         self._record(numbers, successors)
-        commits, _ = self._walk()
+        commits, restarted = self._walk()
         if commits:
             self._reset_cutoff()
-            self._cancel_refuted()
+            self._cancel_refuted(restarted)
         return commits
 
     def _commit(self, node: Node) -> None:
@@ -105,10 +105,10 @@ class PipeInfer(TreeStrategy):
             self.ledger.commit(self._uncommitted.number)
             self._uncommitted = None
 
-    def _cancel_refuted(self) -> None:
+    def _cancel_refuted(self, restarted: bool) -> None:
         """Give up the runs of which no row lives; those with a row that became text are not here."""
         for run, nodes in list(self._runs.items()):
-            if not any(n.alive for n in nodes):
+            if restarted or not any(n.alive for n in nodes):
                 self._cancels.append(run)
                 del self._runs[run]
 

@@ -14,6 +14,7 @@ from flowspec_edge.strategies.pearl import Pearl
 from flowspec_edge.strategies.pipedec import PipeDec
 from flowspec_edge.strategies.pipeinfer import PipeInfer
 from flowspec_edge.strategies.pruned_pp import PrunedPP
+from flowspec_edge.strategies.spd import SPD
 from flowspec_edge.strategies.speculative import Speculative
 from flowspec_edge.strategies.stpp import STPP
 
@@ -27,6 +28,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
         PipeDec,
         PipeInfer,
         Pearl,
+        SPD,
         Speculative,
         STPP,
         Megatron,

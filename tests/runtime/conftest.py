@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from tiny import tiny_llama
-from transformers import LlamaConfig
+from tiny_dir import tiny_spd
+from transformers import AutoTokenizer, LlamaConfig
 
+from flowspec_edge.config import DraftCost, Link, LmHeadCost, Profile, StageCurve, load_profile
 from flowspec_edge.drafting.eagle import EagleHead
 from flowspec_edge.drafting.eagle_checkpoint import save_head
 from flowspec_edge.modeldir import resolve_model
@@ -29,6 +32,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny")
     tiny_llama(path / "target", layers=8, vocab=97)
     tiny_head(path / "eagle2", vocab=97)
+    tiny_llama(path / "draft-lm", layers=1, hidden=32, vocab=97, seed=2)
+    tiny_spd(path)
     return path
 
 
@@ -38,9 +43,50 @@ def small_vocabulary_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("small")
     tiny_llama(path / "target", layers=2, hidden=32, vocab=8)
     tiny_head(path / "eagle2", vocab=8, hidden=32)
+    tiny_llama(path / "draft-lm", layers=1, hidden=32, vocab=8, seed=2)
+    tiny_spd(path, layers=1)
     return path
 
 
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     return resolve_model("demo").path
+
+
+@pytest.fixture(scope="session")
+def oracle_draft_model(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Path:
+    """The demonstration target drafting for itself: every draft is right."""
+    path = tmp_path_factory.mktemp("oracle")
+    for part in ("target", "draft-lm"):
+        (path / part).symlink_to(demo_model / "target")
+    return path
+
+
+@pytest.fixture(scope="session")
+def untrained_draft_model(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Path:
+    """The demonstration target with a random draft model: hardly a draft is right."""
+    path = tmp_path_factory.mktemp("untrained")
+    (path / "target").symlink_to(demo_model / "target")
+    tiny_llama(path / "draft-lm", layers=1, hidden=32, vocab=4096, seed=3)
+    return path
+
+
+@pytest.fixture(scope="session")
+def demo_prompts(demo_model: Path) -> list[list[int]]:
+    """The demonstration model's held-out prompts."""
+    tokenizer = AutoTokenizer.from_pretrained(demo_model / "target")
+    lines = (demo_model / "prompts.jsonl").read_text().splitlines()
+    return [tokenizer.encode(json.loads(line)["prompt"]) for line in lines]
+
+
+@pytest.fixture(scope="session")
+def ideal_profile() -> Profile:
+    """Four layers a second whatever the rows, and nothing but the stages takes time."""
+    p = load_profile("paper-7b")
+    return p.model_copy(update={
+        "name": "ideal",
+        "stage": StageCurve(layers=4, rows=[1], ms=[1000]),
+        "draft": DraftCost(pass_ms=0, lm_pass_ms=0, spd_pass_ms=0),
+        "lm_head": LmHeadCost(ms=0),
+        "link": Link(mbps=1e12, latency_ms=0),
+    })

@@ -1,0 +1,88 @@
+"""PipeInfer: runs, cancellation, and what its paper promises when the draft model is poor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flowspec_edge.config import load_profile
+from flowspec_edge.runtime.processes import ProcessCluster
+from flowspec_edge.runtime.request import Request, Result
+from flowspec_edge.runtime.virtual import VirtualCluster
+from flowspec_edge.strategies.params import Params
+
+PROFILE = load_profile("paper-7b")
+SLOT = PROFILE.stage_seconds(1, 8)
+
+
+def run(model: Path, prompt: list[int], name: str, **params: object) -> tuple[Result, VirtualCluster]:
+    cluster = VirtualCluster(model, 4, PROFILE)
+    result = cluster.generate(Request(prompt, name, 24, params=Params(**params)))  # type: ignore[arg-type]
+    return result, cluster
+
+
+def test_a_poor_draft_costs_next_to_nothing(untrained_draft_model: Path,
+                                            demo_prompts: list[list[int]]) -> None:
+    """Near-zero slowdown at poor acceptance; time to first token as in plain decoding."""
+    plain = run(untrained_draft_model, demo_prompts[0], "autoregressive")[0]
+    ours = run(untrained_draft_model, demo_prompts[0], "pipeinfer")[0]
+    assert ours.tokens == plain.tokens
+    assert ours.stats.ttft_s == pytest.approx(plain.stats.ttft_s, rel=0.1)
+    assert ours.stats.tokens_per_second > 0.85 * plain.stats.tokens_per_second
+    assert ours.stats.itl_p50_s < 1.2 * plain.stats.itl_p50_s
+
+
+def test_a_cancel_stops_a_stage_between_layers(demo_model: Path, demo_prompts: list[list[int]]) -> None:
+    """A stage has 8 of the profile's layers: broken off after 0 to 8 of them, and never in between."""
+    _, cluster = run(demo_model, demo_prompts[0], "pipeinfer")
+    broken_off = [s for s in cluster.spans if s.cancelled]
+    assert broken_off
+    for span in broken_off:
+        layers = (span.end - span.start) / (SLOT / 8)
+        assert layers == pytest.approx(round(layers), abs=1e-6)
+        assert round(layers) <= 8
+    assert any(s.end - s.start < 0.9 * SLOT for s in broken_off)
+
+
+def test_real_stages_skip_cancelled_runs(demo_model: Path, demo_prompts: list[list[int]]) -> None:
+    request = Request(demo_prompts[0], "pipeinfer", 32)
+    expected = VirtualCluster(demo_model, 2, PROFILE).generate(request)
+    with ProcessCluster(demo_model, 2) as cluster:
+        result = cluster.generate(request)
+    assert result.tokens == expected.tokens
+    assert sum(stage["cancelled"] for stage in result.stats.stages) > 0
+
+
+def test_every_accepted_token_gets_a_canonical_run(demo_model: Path, demo_prompts: list[list[int]]) -> None:
+    """Those that are in no run yet in any case; all of them, unless it is switched off."""
+    both = {}
+    for canonical in ("all", "needed"):
+        result, cluster = run(demo_model, demo_prompts[1], "pipeinfer", pipeinfer_canonical=canonical)
+        single = [s for s in cluster.spans if s.device == 1 and s.kind == "compute" and s.rows == 1]
+        both[canonical] = (result.tokens, len(single))
+    assert both["all"][0] == both["needed"][0]
+    assert both["all"][1] > both["needed"][1]
+
+
+def test_the_cutoff_holds_speculation_back(demo_model: Path, demo_prompts: list[list[int]]) -> None:
+    """With a cutoff that no confidence reaches, and that never falls, there is plain decoding left."""
+    result, _ = run(demo_model, demo_prompts[0], "pipeinfer", pipeinfer_accept=1.1, pipeinfer_decay=0.0)
+    assert result.stats.drafted == 0
+    eager, _ = run(demo_model, demo_prompts[0], "pipeinfer", pipeinfer_recovery=0.0)
+    default, _ = run(demo_model, demo_prompts[0], "pipeinfer")
+    assert result.tokens == eager.tokens == default.tokens
+    assert eager.stats.drafted > default.stats.drafted > 0
+
+
+def test_a_micro_batch_branches_where_the_draft_is_torn(demo_model: Path,
+                                                        demo_prompts: list[list[int]]) -> None:
+    chains, c1 = run(demo_model, demo_prompts[0], "pipeinfer")
+    trees, c2 = run(demo_model, demo_prompts[0], "pipeinfer", pipeinfer_split=0.1)
+    assert trees.tokens == chains.tokens
+
+    def widest(cluster: VirtualCluster) -> int:
+        return max(s.rows for s in cluster.spans if s.kind == "draft")
+
+    assert widest(c1) == 1
+    assert 1 < widest(c2) <= 3
