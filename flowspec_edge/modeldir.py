@@ -1,7 +1,7 @@
 """A model on disk: which parts a directory holds, and the few facts its config.json files state.
 
-Knows the layout ``DIR/target``, ``DIR/eagle2``, ``DIR/draft-lm`` and which files each part needs.
-Loads no weights and imports neither torch nor transformers.
+Knows the layout ``DIR/target``, ``DIR/eagle2``, ``DIR/draft-lm``, ``DIR/spd`` and which files each
+part needs.  Loads no weights and imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -41,6 +41,10 @@ class ModelDir:
     @property
     def draft_lm(self) -> Path | None:
         return self._optional("draft-lm")
+
+    @property
+    def spd(self) -> Path | None:
+        return self._optional("spd")
 
     def _optional(self, part: str) -> Path | None:
         path = self.path / part

@@ -1,4 +1,4 @@
-"""A tiny model directory: target, EAGLE-2 head and draft model, all random."""
+"""A tiny model directory: target, EAGLE-2 head, draft model and SPD's module, all random."""
 
 from __future__ import annotations
 
@@ -10,10 +10,28 @@ from transformers import LlamaConfig
 
 from flowspec_edge.drafting.eagle import EagleHead
 from flowspec_edge.drafting.eagle_checkpoint import save_head
+from flowspec_edge.drafting.spd import SpdModule
+from flowspec_edge.drafting.spd_checkpoint import save_module
+
+
+def tiny_spd(model_dir: Path, layers: int = 2, seed: int = 0) -> None:
+    """Write ``spd``, a random module for the ``target`` below ``model_dir``, in fp32.
+
+    Weights are large enough for what is in the pipeline to change its mind.
+    """
+    config = LlamaConfig.from_pretrained(model_dir / "target")
+    config.target_layers, config.num_hidden_layers = config.num_hidden_layers, layers
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        module = SpdModule(config)
+        for parameter in module.parameters():
+            if parameter.ndim == 2:
+                torch.nn.init.normal_(parameter, std=1.5 / parameter.shape[-1] ** 0.5)
+    save_module(module, model_dir / "spd", torch.float32)
 
 
 def tiny_model_dir(path: Path, layers: int = 4, hidden: int = 64, vocab: int = 300, seed: int = 0) -> Path:
-    """Write ``target``, ``eagle2`` and ``draft-lm`` below ``path``; returns it.
+    """Write ``target``, ``eagle2``, ``draft-lm`` and ``spd`` below ``path``; returns it.
 
     From 257 tokens on, the tokenizer knows every byte, so any text is a prompt.
     """
@@ -25,4 +43,5 @@ def tiny_model_dir(path: Path, layers: int = 4, hidden: int = 64, vocab: int = 3
     with torch.random.fork_rng():
         torch.manual_seed(seed + 2)
         save_head(EagleHead(config), path / "eagle2", torch.float32)
+    tiny_spd(path, seed=seed + 3)
     return path

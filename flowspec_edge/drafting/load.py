@@ -14,18 +14,21 @@ from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.eagle import EagleDrafter
 from flowspec_edge.drafting.eagle_checkpoint import load_head
 from flowspec_edge.drafting.lm import LMDrafter
+from flowspec_edge.drafting.spd_checkpoint import load_module
+from flowspec_edge.drafting.spd_drafter import SpdDrafter
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.tensors import parse_dtype
 
-PARTS = {"eagle2": "eagle2", "lm": "draft-lm"}  # kind -> where in a model directory it lies
+PARTS = {"eagle2": "eagle2", "lm": "draft-lm", "spd": "spd"}  # kind -> where in a model directory it lies
 
 
 def load_drafter(kind: str, model_dir: Path, lm_head: Tensor, embedding: Tensor, dtype: str) -> Drafter:
     """Load one draft model of ``model_dir`` for the target whose weights these are.
 
-    kind       "eagle2" (an EAGLE-1/2 head) or "lm" (a causal LM that transformers can load)
+    kind       "eagle2" (an EAGLE-1/2 head), "lm" (a causal LM that transformers can load) or
+               "spd" (SPD's speculation module)
     lm_head    [V, H], the target's; the drafter works on its device
-    embedding  [V, H], the target's; used when an EAGLE head brings none of its own
+    embedding  [V, H], the target's; used by "spd", and when an EAGLE head brings none of its own
     dtype      "fp32", "fp16" or "bf16": of the draft model's weights, cache and arithmetic
 
     Raises UsageError for an unknown kind or a missing directory, FlowspecError for bad weights.
@@ -38,6 +41,15 @@ def load_drafter(kind: str, model_dir: Path, lm_head: Tensor, embedding: Tensor,
         head = load_head(path, embedding, torch_dtype).to(lm_head.device)
         vocabulary = head.config.vocab_size
         drafter = EagleDrafter(head, lm_head.to(torch_dtype))
+    elif kind == "spd":
+        module = load_module(path, torch_dtype).to(lm_head.device)
+        vocabulary = module.config.vocab_size
+        if module.config.hidden_size != embedding.shape[-1]:
+            raise FlowspecError(
+                f"{path}: the module's width is {module.config.hidden_size}, the target's "
+                f"{embedding.shape[-1]}; a module works with the target that it was trained for only"
+            )
+        drafter = SpdDrafter(module, embedding.to(lm_head.device, torch_dtype))
     else:
         model = _load_lm(path, torch_dtype, lm_head.device)
         vocabulary = model.config.vocab_size
