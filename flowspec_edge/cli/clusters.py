@@ -17,7 +17,8 @@ from flowspec_edge.runtime.request import Cluster
 @contextmanager
 def open_cluster(clock: Clock, model: ModelDir, stages: int, profile: Profile | None,
                  dtype: Dtype) -> Iterator[Cluster]:
-    """Processes (``wall``) or virtual time under ``profile``; closed on the way out."""
+    """Processes (``wall``), started with the first request that needs them, or virtual time under
+    ``profile``; closed on the way out."""
     cluster: Cluster
     if clock == "virtual":
         from flowspec_edge.runtime.virtual import VirtualCluster
@@ -25,9 +26,9 @@ def open_cluster(clock: Clock, model: ModelDir, stages: int, profile: Profile | 
         assert profile is not None
         cluster = VirtualCluster(model.path, stages, profile, dtype)
     else:
-        from flowspec_edge.runtime.processes import ProcessCluster
+        from flowspec_edge.runtime.clusters import LocalClusters
 
-        cluster = ProcessCluster(model.path, stages, dtype)
+        cluster = LocalClusters(model.path, stages, dtype)
     try:
         yield cluster
     finally:

@@ -57,10 +57,15 @@ class Clock:
 
 @dataclass
 class Link:
-    """One direction between two devices: one message at a time occupies it, in order."""
+    """One direction between two devices: one message at a time occupies it, in order.
+
+    Over ``hops`` such links in a row a message is handed on as it comes in: it is weighed on each,
+    and each adds its latency.
+    """
 
     clock: Clock
     profile: Profile
+    hops: int = 1
     free_at: float = 0.0
     bytes: int = 0
 
@@ -68,8 +73,8 @@ class Link:
         """``deliver`` runs when the last of ``size`` bytes has arrived."""
         occupied, latency = self.profile.link_seconds(size)
         self.free_at = max(self.free_at, self.clock.now) + occupied
-        self.bytes += size
-        self.clock.at(self.free_at + latency, deliver)
+        self.bytes += size * self.hops
+        self.clock.at(self.free_at + latency * self.hops, deliver)
 
 
 def wire_bytes(message: Message, profile: Profile) -> int:

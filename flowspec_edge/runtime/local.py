@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flowspec_edge.runtime.workerconfig import Dtype, WorkerConfig
+from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.transport import keys
 
 _LOOPBACK = "127.0.0.1"
@@ -61,18 +62,21 @@ class LocalPlan:
             worker_keys=[public.encode() for public in self._public[1:]],
         )
 
-    def configs(self, control: str, output: str, model: Path, dtype: Dtype, threads: int | None
-                ) -> list[WorkerConfig]:
+    def configs(self, control: str, output: str, model: Path, dtype: Dtype, threads: int | None,
+                parallelism: Parallelism) -> list[WorkerConfig]:
         """The stages' configurations, once D0 listens at ``control`` and ``output``."""
         stages = len(self._doors)
         following = [*self._listen[1:], output]
         shared = threads or max(1, (os.cpu_count() or 1) // stages)
+        group: dict[str, Any] = {} if parallelism == "pipeline" else {
+            "group": (self._directory / "group").as_uri(), "interface": _loopback_interface()}
         return [
             WorkerConfig(
                 instance=self.addresses.instances[i], stage=i + 1, stages=stages,
                 model=str(model), dtype=dtype, threads=shared,
                 control=control, listen=self._listen[i], next=following[i],
-                listen_fd=self._doors[i].fileno(), parent=os.getpid(), **self._key_settings(i + 1),
+                listen_fd=self._doors[i].fileno(), parent=os.getpid(),
+                parallelism=parallelism, **group, **self._key_settings(i + 1),
             )
             for i in range(stages)
         ]
@@ -92,3 +96,9 @@ class LocalPlan:
             "previous_key": self._public[stage - 1],
             "next_key": self._public[(stage + 1) % len(self._public)],  # VN's results go to D0
         }
+
+
+def _loopback_interface() -> str:
+    """The name of the interface of 127.0.0.1; empty if none looks like it."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in names if name.startswith("lo")), "")

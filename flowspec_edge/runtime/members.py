@@ -25,10 +25,12 @@ class _Member:
 class Members:
     """The stages V1…VN by instance id, in order."""
 
-    def __init__(self, instances: Sequence[str], dead_after: float) -> None:
-        """``dead_after``: seconds of silence that end a request."""
+    def __init__(self, instances: Sequence[str], dead_after: float, alike: bool = False) -> None:
+        """``dead_after``: seconds of silence that end a request; ``alike``: every member has a slice
+        of all layers, instead of layers of its own."""
         self.instances = tuple(instances)
         self._dead_after = dead_after
+        self._alike = alike
         self._members = {instance: _Member(stage) for stage, instance in enumerate(instances, start=1)}
         self._lines = LiveLines()
 
@@ -88,7 +90,15 @@ class Members:
             if other.hello is None or other.stage not in (hello.stage - 1, hello.stage + 1):
                 continue
             first, second = sorted((hello, other.hello), key=lambda h: h.stage)
-            if first.layers[1] != second.layers[0]:
+            if self._alike:
+                if first.layers != second.layers:
+                    raise ProtocolError(f"V{first.stage} has slices of layers {_range(first)}, but "
+                                        f"V{second.stage} of {_range(second)}: do both have the same model?")
+            elif first.layers[1] != second.layers[0]:
                 raise ProtocolError(f"V{first.stage} ends at layer {first.layers[1]}, "
                                     f"but V{second.stage} starts at {second.layers[0]}: "
                                     "do both have the same model?")
+
+
+def _range(hello: Hello) -> str:
+    return f"[{hello.layers[0]}, {hello.layers[1]})"

@@ -2,6 +2,9 @@
 
 Knows how D0 drives a request in real time: what it sends over which link, and when a silence or
 an exit ends the request.  Does not know what the coordinator decides.
+
+The stages are a pipeline, or tensor-parallel ranks: the same chain of links, over which each rank
+hands segments on as they came; the last one sends the outputs, as in a pipeline.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import cast
 
-from flowspec_edge.errors import FlowspecError, PeerLost, ProtocolError
+from flowspec_edge.errors import FlowspecError, PeerLost, ProtocolError, UsageError
 from flowspec_edge.messages import (
     Cancel,
     Close,
@@ -35,7 +38,9 @@ from flowspec_edge.runtime.members import Members
 from flowspec_edge.runtime.request import OnTokens, Request, Result
 from flowspec_edge.runtime.workerconfig import Dtype
 from flowspec_edge.stage.shard import load_config, split_layers
+from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.registry import strategy_class
 from flowspec_edge.tensors import parse_dtype
 from flowspec_edge.transport import keys
 from flowspec_edge.transport.zmq_links import ZmqTransport
@@ -53,22 +58,29 @@ class ProcessCluster:
 
     clock = "wall"
 
-    def __init__(self, model_dir: Path, stages: int, dtype: str = "fp32", *, threads: int | None = None,
+    def __init__(self, model_dir: Path, stages: int, dtype: str = "fp32", *,
+                 parallelism: Parallelism = "pipeline", threads: int | None = None,
                  encrypted: bool = False, dead_after: float = 5.0, start_within: float = 180.0,
                  addresses: Addresses | None = None) -> None:
         """Start the stages, or meet those at ``addresses``, and wait until all have their shards.
 
+        parallelism   how the stages share the model; one for the cluster's whole life
         threads       of torch in each stage; None shares the machine's cores among them
         encrypted     CURVE on every link, with keys made for this cluster
         dead_after    seconds of silence after which a stage counts as lost
         start_within  seconds for all stages to say Hello
 
-        UsageError if the model cannot be cut into so many stages, before anything is started;
-        PeerLost if a stage does not come up.
+        UsageError if the model cannot be cut into so many stages, or encryption is not to be had,
+        before anything is started; PeerLost if a stage does not come up.
         """
         target = Path(model_dir) / "target"
         parse_dtype(dtype)
-        split_layers(load_config(target).num_hidden_layers, stages)
+        grouped = parallelism != "pipeline"
+        split_layers(load_config(target).num_hidden_layers, stages, allow_empty=grouped)
+        if grouped and encrypted:
+            raise UsageError(f"{parallelism}: collectives cannot be encrypted; "
+                             "use a pipeline, or a network that you trust")
+        self.parallelism = parallelism
         self._outbox: deque[Segment] = deque()
         self._session = 0
         self._check_at = 0.0
@@ -90,15 +102,20 @@ class ProcessCluster:
             self._hub = self._transport.hub(addresses.control, "D0 control", allowed)
             self._output = self._transport.pull(addresses.output, "D0 data in", allowed[-1:])
             self._first = self._transport.push(addresses.first, "D0 data out", allowed[:1])
-            self._members = Members(addresses.instances, dead_after)
+            self._members = Members(addresses.instances, dead_after, alike=grouped)
             if plan:
                 self._children.start(plan.configs(self._hub.endpoint, self._output.endpoint, target,
-                                                  cast(Dtype, dtype), threads))
+                                                  cast(Dtype, dtype), threads, parallelism))
                 plan.close()
             self._device0 = DraftDevice(Path(model_dir), dtype)  # while the stages load theirs
             self._gather(start_within)
             self._warm_up()
             undo.pop_all()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, or ended by the loss of a stage."""
+        return self._closed
 
     @property
     def pids(self) -> list[int]:
@@ -110,8 +127,16 @@ class ProcessCluster:
     def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
         """Run one request to its end.
 
-        UsageError if it cannot fit; PeerLost, which ends the cluster, if a stage is lost.
+        UsageError if it cannot fit, or its strategy needs devices that share the model in another
+        way; PeerLost, which ends the cluster, if a stage is lost.
         """
+        chosen = strategy_class(request.strategy)
+        if chosen.parallelism != self.parallelism:
+            raise UsageError(f"strategy {chosen.name} runs on {_named(chosen.parallelism)}, but this cluster "
+                             f"is {_named(self.parallelism)}; start one for it")
+        return self._run(request, on_tokens)
+
+    def _run(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
         if self._closed:
             raise FlowspecError("the cluster is closed; start a new one")
         self._session = max(self._session + 1, int(time.time() * 1e3))  # above those of a former D0
@@ -138,14 +163,16 @@ class ProcessCluster:
                 self._tell_all(Close(self._session))
             raise
         stages = self._members.counters()
-        total = self._own_bytes() - before + sum(int(counters.get("bytes_out", 0)) for counters in stages)
+        total = self._own_bytes() - before + sum(
+            int(counters.get(kind, 0)) for counters in stages for kind in ("bytes_out", "collective_bytes"))
         return c.result(self._slot_s or _slowest(stages), total, stages)
 
     def _draft_passes(self, kind: str) -> float:
-        """How many draft passes a full segment's way through the pipeline takes."""
+        """How many draft passes a full segment's way through all stages takes."""
         if kind not in self._pass_s:
             self._pass_s[kind] = self._device0.pass_seconds(kind)
-        return self._slot_s * len(self._members.instances) / self._pass_s[kind]
+        slots = len(self._members.instances) if self.parallelism == "pipeline" else 1
+        return self._slot_s * slots / self._pass_s[kind]
 
     def _warm_up(self) -> None:
         """Run full segments through the pipeline: how long one takes in the slowest stage is a slot.
@@ -155,7 +182,7 @@ class ProcessCluster:
         rows = Params().segment
         prompt = [0] * (rows * _WARM_UP_SEGMENTS)
         request = Request(prompt, "autoregressive", 1, params=Params(prefill_chunk=rows))
-        self._slot_s = self.generate(request).stats.slot_s
+        self._slot_s = self._run(request).stats.slot_s
 
     def _step(self, c: Coordinator, on_tokens: OnTokens | None) -> None:
         """D0's loop: send what may be sent, do the most urgent work, take what has come."""
@@ -285,3 +312,7 @@ class ProcessCluster:
 def _slowest(stages: tuple[dict[str, float], ...]) -> float:
     """Seconds that the slowest stage takes for a segment."""
     return max(counters.get("slot_s", 0.0) for counters in stages)
+
+
+def _named(parallelism: Parallelism) -> str:
+    return "a pipeline" if parallelism == "pipeline" else f"a {parallelism} group"

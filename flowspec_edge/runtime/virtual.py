@@ -4,16 +4,21 @@ The tokens come from the real models through the very objects that the processes
 strategies, stages); only time is made up: compute and links are charged as a profile says, with
 the profile's hidden width and layers, not the loaded model's.  Two runs give the same figures to
 the last digit.  Does not know strategies or trees.
+
+Tensor-parallel devices do the same work at the same moment, so they are one stage here, with an
+engine that holds all layers and a cost that counts the devices (``runtime.collectives``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from flowspec_edge.config import Profile
-from flowspec_edge.messages import Credit, Open, Output, Segment, Tap
+from flowspec_edge.messages import Cancel, Credit, Open, Output, Prune, Segment, Tap
+from flowspec_edge.runtime.collectives import segment_seconds, tensor_bytes
 from flowspec_edge.runtime.coordinator import Coordinator, Task, Verify
 from flowspec_edge.runtime.device0 import DraftDevice
 from flowspec_edge.runtime.events import Clock, Link, Span, wire_bytes
@@ -21,6 +26,8 @@ from flowspec_edge.runtime.request import OnTokens, Request, Result
 from flowspec_edge.runtime.virtual_stage import VirtualStage
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.shard import load_shard
+from flowspec_edge.strategies.base import Parallelism
+from flowspec_edge.strategies.registry import strategy_class
 
 
 class VirtualRun:
@@ -28,6 +35,7 @@ class VirtualRun:
 
     def __init__(self, coordinator: Coordinator, engines: list[StageEngine], profile: Profile,
                  clock: Clock, on_tokens: OnTokens | None, spans: list[Span]) -> None:
+        """``engines``: one a device, or one for all of a tensor-parallel group."""
         self._c = coordinator
         self._draft_kind = coordinator.strategy.drafts_with(coordinator.request.params)
         self._profile = profile
@@ -35,13 +43,18 @@ class VirtualRun:
         self._on_tokens = on_tokens
         self._spans = spans
         self._busy = False
-        share = self._share = profile.model.layers / len(engines)
-        self._data = [Link(clock, profile) for _ in range(len(engines) + 1)]
-        self._control = [Link(clock, profile) for _ in engines]
+        self._devices = coordinator.strategy.pipeline.stages
+        self._parallelism = coordinator.strategy.parallelism
+        self._grouped = self._parallelism != "pipeline"
+        share = self._share = profile.model.layers / self._devices
+        # Every device of a group gets the token ids from the one before.
+        first = Link(clock, profile, self._devices if self._grouped else 1)
+        self._data = [first, *(Link(clock, profile) for _ in engines)]
+        self._control = [Link(clock, profile) for _ in range(self._devices)]
         self._back = Link(clock, profile)  # control messages from the stages to D0
+        seconds = segment_seconds(profile, self._parallelism, self._devices)
         self._stages = [
-            VirtualStage(i + 1, clock, engine, partial(profile.stage_seconds, layers=share), share,
-                         self._forward(i), self._finished(i), spans)
+            VirtualStage(i + 1, clock, engine, seconds, share, self._forward(i), self._finished(i), spans)
             for i, engine in enumerate(engines)
         ]
         opening: Open = coordinator.open_message()
@@ -57,7 +70,25 @@ class VirtualRun:
             raise RuntimeError("virtual time stopped before the text was complete")
         slot = self._profile.stage_seconds(self._c.request.params.segment, self._share)
         total = sum(link.bytes for link in (*self._data, *self._control, self._back))
-        return self._c.result(slot, total, tuple(self._stage_stats(i) for i in range(len(self._stages))))
+        stats = [self._stage_stats(i) for i in range(len(self._stages))]
+        if self._grouped:
+            exchanged = self._spread_spans()
+            total += exchanged
+            stats = self._device_stats(stats[0], exchanged)
+        return self._c.result(slot, total, tuple(stats))
+
+    def _spread_spans(self) -> int:
+        """Show all devices of a group as busy; returns the bytes that they sent one another."""
+        busy = [span for span in self._spans if span.device == 1]
+        self._spans += [replace(span, device=i + 1) for i in range(1, self._devices) for span in busy]
+        return sum(tensor_bytes(self._profile, self._parallelism, span.rows, self._devices) for span in busy)
+
+    def _device_stats(self, group: dict[str, float], exchanged: int) -> list[dict[str, float]]:
+        """A group's figures for each of its devices."""
+        handed_on = self._data[0].bytes / self._devices  # token ids; the last device sends outputs
+        bytes_out = [*[handed_on] * (self._devices - 1), group["bytes_out"]]
+        return [{**group, "bytes_out": own, "collective_bytes": exchanged / self._devices}
+                for own in bytes_out]
 
     def _stage_stats(self, index: int) -> dict[str, float]:
         stage = self._stages[index]
@@ -103,14 +134,19 @@ class VirtualRun:
             if isinstance(message, Segment):
                 self._data[0].send(size, partial(self._stages[0].receive, message))
                 continue
-            for link, stage in zip(self._control, self._stages, strict=True):
-                link.send(size, partial(stage.receive, message))
+            for index, link in enumerate(self._control):
+                link.send(size, partial(self._advise, index, message))
         task = self._c.next_task()
         if task is not None:
             self._busy = True
             end = self._clock.now + self._cost(task)
             self._spans.append(self._span(task, end))
             self._clock.at(end, lambda: self._complete(task))
+
+    def _advise(self, index: int, message: Prune | Cancel) -> None:
+        """A hint has arrived; tensor-parallel devices ignore it (``stage.tensor_engine`` says why)."""
+        if not self._grouped:
+            self._stages[index].receive(message)
 
     def _complete(self, task: Task) -> None:
         self._busy = False
@@ -144,30 +180,42 @@ class VirtualCluster:
     def __init__(self, model_dir: Path, stages: int, profile: Profile, dtype: str = "fp32") -> None:
         self.profile = profile
         self._device0 = DraftDevice(model_dir, dtype)
-        self._engines = [
-            StageEngine(load_shard(model_dir / "target", i, stages, dtype, allow_empty=True))
-            for i in range(stages)
-        ]
+        self._stages = stages
+        self._target, self._dtype = model_dir / "target", dtype
+        self._engines: dict[int, list[StageEngine]] = {}  # by how many the model is cut into
         self._session = 0
         self.spans = []
+        self._cut(stages)
 
     def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
         """Run one request; raises UsageError when the request cannot fit."""
         self._session += 1
         clock = Clock()
+        parallelism = strategy_class(request.strategy).parallelism
+        latency = self._latency(request.params.segment, parallelism)
         coordinator = self._device0.coordinator(
-            request, len(self._engines), lambda: clock.now, self._session,
-            lambda kind: self._latency(request.params.segment) / max(self.profile.draft_seconds(kind), 1e-9))
+            request, self._stages, lambda: clock.now, self._session,
+            lambda kind: latency / max(self.profile.draft_seconds(kind), 1e-9))
         self.spans = []
-        return VirtualRun(coordinator, self._engines, self.profile, clock, on_tokens, self.spans).run()
+        engines = self._cut(self._stages if parallelism == "pipeline" else 1)
+        return VirtualRun(coordinator, engines, self.profile, clock, on_tokens, self.spans).run()
 
-    def _latency(self, rows: int) -> float:
+    def _cut(self, stages: int) -> list[StageEngine]:
+        """The model in so many pieces; loaded when first wanted, and kept."""
+        if stages not in self._engines:
+            self._engines[stages] = [
+                StageEngine(load_shard(self._target, i, stages, self._dtype, allow_empty=True))
+                for i in range(stages)
+            ]
+        return self._engines[stages]
+
+    def _latency(self, rows: int, parallelism: Parallelism) -> float:
         """Seconds that a segment of ``rows`` rows takes from D0 through all stages to its tokens."""
-        p, stages = self.profile, len(self._engines)
+        p, turns = self.profile, self._stages if parallelism == "pipeline" else 1
         values = rows * p.model.hidden_width * p.model.bytes_per_value
         hop = sum(p.link_seconds(values))
-        compute = p.stage_seconds(rows, p.model.layers)
-        return compute + stages * hop + (p.lm_head.ms + p.host.bookkeeping_ms) / 1e3
+        compute = turns * segment_seconds(p, parallelism, self._stages)(rows)
+        return compute + turns * hop + (p.lm_head.ms + p.host.bookkeeping_ms) / 1e3
 
     def close(self) -> None:
         """Nothing is held but memory."""

@@ -48,9 +48,10 @@ _CHECK_S = 0.25  # how often the links and the parent are looked at
 
 
 class Engine(Protocol):
-    """What a worker runs: ``stage.engine.StageEngine``."""
+    """What a worker runs: ``stage.engine.StageEngine``, or ``stage.tensor_engine.TensorEngine``."""
 
-    counters: dict[str, float]
+    @property
+    def counters(self) -> dict[str, float]: ...
 
     def open(self, message: Open) -> None: ...
 
@@ -82,7 +83,7 @@ class Links:
     transport: Transport
     control: ClientLink  # to and from D0
     previous: Link  # segments come in
-    next: ClientLink  # segments or outputs go out
+    next: ClientLink  # segments or outputs go out; from a rank but the last, segments as they came
 
 
 def connect(config: WorkerConfig, transport: Transport) -> Links:
@@ -151,7 +152,14 @@ class Worker:
         admitted = self._engine.admit(segment)
         if admitted is None:
             return
-        taps, result = self._engine.compute(admitted, self._tick)
+        hands_on = self._config.tensor_parallel and self._config.stage < self._config.stages
+        if hands_on:  # first, for nobody can begin without the next rank
+            self._send(self._links.next, segment)
+        try:
+            taps, result = self._engine.compute(admitted, self._tick)
+        except PeerLost:
+            self._linger()
+            raise
         seconds = time.perf_counter() - start
         self._compute_s += seconds
         self._tokens += len(segment.committed)
@@ -159,9 +167,17 @@ class Worker:
             self._slots.append(seconds)
         for tap in taps:
             self._send(self._links.control, tap)
-        self._send(self._links.next, result)
+        if not hands_on:
+            self._send(self._links.next, result)
         if self._config.stage == 1:
             self._send(self._links.control, Credit(segment.session, segment.epoch, segment.run))
+
+    def _linger(self) -> None:
+        """Another rank is lost: go on answering until D0 has found out which, or had time to."""
+        deadline = time.monotonic() + self._config.broken_after_s
+        while time.monotonic() < deadline:
+            self._tick()
+            self._sleep(data=False)
 
     def _send(self, link: ClientLink, message: Message) -> None:
         """Hand ``message`` over, living on while the peer has no room."""
@@ -283,13 +299,25 @@ def _load(config: WorkerConfig) -> tuple[Engine, Hello]:
     import torch  # here, so that a wrong configuration is told at once
 
     from flowspec_edge.stage.engine import StageEngine
-    from flowspec_edge.stage.shard import load_shard
+    from flowspec_edge.stage.shard import Shard, load_shard
+    from flowspec_edge.stage.tensor_engine import TensorEngine
+    from flowspec_edge.stage.tensor_group import GlooGroup
+    from flowspec_edge.stage.tensor_shard import load_tensor_shard
 
     if config.threads:
         torch.set_num_threads(config.threads)
-    shard = load_shard(config.model, config.stage - 1, config.stages, config.dtype, config.device)
-    hello = Hello(config.instance, config.stage, config.stages, shard.layers, shard.digest)
-    return StageEngine(shard), hello
+    rank, stages = config.stage - 1, config.stages
+    shard: Shard
+    engine: Engine
+    if config.parallelism == "pipeline":
+        shard = load_shard(config.model, rank, stages, config.dtype, config.device)
+        engine = StageEngine(shard)
+    else:
+        group = GlooGroup(rank, stages, config.group, config.interface, config.group_within_s)
+        rank_shard = load_tensor_shard(config.model, config.parallelism, group, config.dtype, config.device)
+        shard, engine = rank_shard, TensorEngine(rank_shard, group)
+    hello = Hello(config.instance, config.stage, stages, shard.layers, shard.digest)
+    return engine, hello
 
 
 def one_line(error: BaseException) -> str:

@@ -9,9 +9,10 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from flowspec_edge.config import Strict, load_toml
+from flowspec_edge.strategies.base import Parallelism
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -34,15 +35,30 @@ class WorkerConfig(Strict):
     listen_fd: Annotated[int, Field(ge=-1)] = -1  # a listening socket for ``listen``, inherited
     heartbeat_s: Seconds = 0.5
     lost_after_s: Seconds = 15.0  # without D0 or the next stage for so long, the stage gives up
-    # A broken link to the next stage is reported only after so long: if that stage is dead, D0
-    # finds out sooner, and names it.
+    # A broken link to the next stage, or to another rank, is reported only after so long: if that
+    # one is dead, D0 finds out sooner, and names it.
     broken_after_s: Seconds = 8.0
+    parallelism: Parallelism = "pipeline"  # other than this, each stage is a rank with a slice of all layers
+    group: str = ""  # where ranks meet: file:///path, shared and new, or tcp://host:port at V1
+    interface: str = ""  # network interface of the ranks' own links; empty leaves it to gloo
+    group_within_s: Seconds = 60.0  # how long a rank waits for the others in a collective
     open_within_s: Seconds = 10.0  # how long a segment may be ahead of its session's Open
     parent: Annotated[int, Field(ge=0)] = 0  # process that this one must not outlive; 0: none
     key_file: str = ""  # empty: no encryption, and the keys below are not used
     control_key: str = ""  # public keys, Z85
     next_key: str = ""
     previous_key: str = ""
+
+    @model_validator(mode="after")
+    def _ranks_meet(self) -> WorkerConfig:
+        if self.tensor_parallel and self.stages > 1 and not self.group:
+            raise ValueError("group must say where the ranks meet")
+        return self
+
+    @property
+    def tensor_parallel(self) -> bool:
+        """Whether the stages are ranks that compute every segment together."""
+        return self.parallelism != "pipeline"
 
     @classmethod
     def load(cls, path: Path) -> WorkerConfig:
