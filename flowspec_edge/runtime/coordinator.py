@@ -33,8 +33,7 @@ def tentative_rows(params: Params, stages: int) -> int:
     Two whole trees and all that can be in flight, twice over, for prunes that are late.
     """
     tree = params.tree_size + params.expand_size + params.extend_size
-    layer = max(params.segment, params.tree_size, params.pipedec_width, params.spd_width)
-    return max(1024, 2 * (2 * tree + (stages + 2) * layer))
+    return max(1024, 2 * (2 * tree + (stages + 2) * params.largest_segment()))
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,13 @@ has parameters of its own, named after it.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from math import prod
 from typing import Literal, get_args, get_type_hints
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.sampling import Rank
 
+LONGEST_BLOCK = 64  # PEARL's, when a draft pass costs next to nothing
 Draft = Literal["own", "eagle2", "lm"]
 Canonical = Literal["all", "needed"]
 
@@ -71,6 +73,15 @@ class Params:
             raise UsageError("stpp-branching must be positive numbers separated by commas, "
                              f"not {self.stpp_branching!r}")
         return levels
+
+    def largest_segment(self) -> int:
+        """Rows of the longest segment that any strategy may send under these parameters."""
+        levels = self.stpp_levels()
+        static = sum(prod(levels[: i + 1]) for i in range(len(levels)))
+        micro_batch = self.pipeinfer_tokens * self.pipeinfer_sequences
+        chain = max(self.pearl_gamma, self.speculative_gamma)
+        return 1 + max(self.segment, self.tree_size, self.pipedec_width, self.spd_width, static, micro_batch,
+                       chain, LONGEST_BLOCK)
 
 
 _MAY_BE_ZERO = ("pearl_gamma",)

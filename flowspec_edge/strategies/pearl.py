@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flowspec_edge.messages import Segment
+from flowspec_edge.strategies.params import LONGEST_BLOCK
 from flowspec_edge.strategies.tree_strategy import TreeStrategy
 from flowspec_edge.tree.growth import Growth
 from flowspec_edge.tree.requests import Commit
-
-_LONGEST = 64  # tokens of a block, when a draft pass costs next to nothing
 
 
 class Pearl(TreeStrategy):
@@ -33,7 +32,7 @@ class Pearl(TreeStrategy):
     @property
     def gamma(self) -> int:
         """Tokens a block: by default as many as the draft makes in one verification."""
-        return self.params.pearl_gamma or max(1, round(min(self.pipeline.draft_passes, _LONGEST)))
+        return self.params.pearl_gamma or max(1, round(min(self.pipeline.draft_passes, LONGEST_BLOCK)))
 
     def begin_round(self) -> None:
         self._pre_verify = True

@@ -8,8 +8,9 @@ runs never are.
 
 What differs from the paper's implementation: ancestor bits take the place of cache partitions, so
 an accepted token needs no canonical run if a speculative one holds it already.  The paper's system
-starts one all the same; so does this by default (``pipeinfer_canonical``).  A run "superfluous" in
-the paper's sense cannot arise: a run's last token is accepted only by the run's own output.
+starts one all the same; so does this by default (``pipeinfer_canonical``), for the newest of the
+tokens accepted at once: what follows the others is known.  A run "superfluous" in the paper's
+sense cannot arise: a run's last token is accepted only by the run's own output.
 """
 
 from __future__ import annotations

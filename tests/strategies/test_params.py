@@ -1,0 +1,36 @@
+"""Parameters: what is refused, and how long a segment they allow."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowspec_edge.errors import UsageError
+from flowspec_edge.strategies.params import Params
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"width": 0}, "width must be at least 1, not 0"),
+    ({"pearl_gamma": -1}, "pearl-gamma must be at least 0, not -1"),
+    ({"pipeinfer_recovery": -0.1}, "pipeinfer-recovery must not be negative, not -0.1"),
+    ({"pipeinfer_accept": float("nan")}, "pipeinfer-accept must not be negative, not nan"),
+    ({"tau": 0.0}, "tau must be positive, not 0.0"),
+    ({"rank": "score"}, "rank must be draft or noise, not 'score'"),
+    ({"draft": "medusa"}, "draft must be own or eagle2 or lm, not 'medusa'"),
+    ({"pipeinfer_canonical": "none"}, "pipeinfer-canonical must be all or needed, not 'none'"),
+    ({"stpp_branching": "2,x"}, "stpp-branching must be positive numbers separated by commas, not '2,x'"),
+    ({"stpp_branching": "2,0"}, "stpp-branching must be positive numbers separated by commas, not '2,0'"),
+])
+def test_what_cannot_be_is_refused(given: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Params(**given)  # type: ignore[arg-type]
+    assert str(caught.value) == message
+
+
+def test_zero_is_a_block_of_the_profiles_choice() -> None:
+    assert Params(pearl_gamma=0).pearl_gamma == 0
+
+
+def test_the_longest_segment_is_that_of_the_widest_strategy() -> None:
+    assert Params().largest_segment() == 81  # EAGLE-2's whole tree
+    assert Params(stpp_branching="10,10,10").largest_segment() == 1 + 10 + 100 + 1000
+    assert Params(pipedec_width=500).largest_segment() == 501
