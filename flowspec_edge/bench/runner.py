@@ -1,130 +1,140 @@
-"""Methods × prompts on one cluster, checked token by token against plain decoding.
+"""Methods × tasks × temperatures on one cluster, checked token by token against plain decoding.
 
-Knows how single results become a row of the table.  Does not know what kind of cluster it
-measures, nor how a table is printed.
+Knows what is run, in which order, and what of it is already there.  Does not know what kind of
+cluster it measures, what becomes of the samples (``report``), nor how they are printed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
+from flowspec_edge.bench.report import Difference, Report, Row, Sample
 from flowspec_edge.runtime.request import Cluster, Request, Result
-
-BASELINE = "chunk_pp"
 
 Plain = Callable[[Request], tuple[list[int], str]]  # plain decoding: tokens and finish reason
 Advance = Callable[[str], None]  # called before each piece of work with what it is
+Reference = dict[tuple[int, int], tuple[list[int], str]]  # by (prompt, seed)
 
 
 @dataclass(frozen=True)
-class Row:
-    """One strategy over all prompts.
+class Workload:
+    """A task's requests; the plan decides their strategy, temperature and repeats."""
 
-    tokens_per_second is the mean over prompts; speedup the ratio to chunk_pp's, None without it;
-    alt and alr are sums divided by sums: tokens after the first (it comes with the prompt) over
-    turns, and over rounds; tokens counts every generated token.
+    task: str
+    requests: Sequence[Request]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything to be measured.
+
+    ``repeats`` adds 0, 1, … to the seed.  ``warmup`` requests a strategy come first and count for
+    nothing: a real cluster's first ones load models and fill caches.
     """
 
-    strategy: str
-    tokens_per_second: float
-    speedup: float | None
-    alt: float
-    alr: float
-    turns: float
-    rounds: int
-    tokens: int
-    identical: bool
+    strategies: Sequence[str]
+    workloads: Sequence[Workload]
+    temperatures: Sequence[float]
+    repeats: int = 1
+    warmup: int = 0
+
+    def steps(self, report: Report) -> int:
+        """How many requests it takes, plain decoding's among them, beside what ``report`` has."""
+        total, warm = 0, set()
+        for temperature, work, missing in self.missing(report):
+            repeats = self.repeats_at(temperature, report.clock)
+            references = repeats if temperature else 1
+            total += len(work.requests) * (references + len(missing) * repeats)
+            warm |= set(missing)
+        return total + self.warmup * len(warm)
+
+    def missing(self, report: Report) -> Iterator[tuple[float, Workload, list[str]]]:
+        """For each temperature and task, the strategies that ``report`` lacks."""
+        done = report.cells
+        for temperature in self.temperatures:
+            for work in self.workloads:
+                names = [s for s in self.strategies if (s, work.task, temperature) not in done]
+                if names:
+                    yield temperature, work, names
+
+    def repeats_at(self, temperature: float, clock: str) -> int:
+        """Greedy text in made-up time comes out the same every time: once is enough."""
+        return 1 if temperature == 0 and clock == "virtual" else self.repeats
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The first place where a strategy's text left plain decoding's; None is the end of a text."""
+def measure(cluster: Cluster, plain: Plain, plan: Plan, report: Report,
+            advance: Advance = lambda _: None, save: Callable[[], None] = lambda: None) -> None:
+    """Add to ``report`` what it lacks of ``plan``.
 
-    strategy: str
-    prompt: int
-    position: int
-    expected: int | None
-    got: int | None
-
-    def __str__(self) -> str:
-        return (f"{self.strategy}, prompt {self.prompt}: token {self.position} is {_token(self.got)}, "
-                f"plain decoding gives {_token(self.expected)}")
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a run showed; ``settings`` is everything that the figures depend on."""
-
-    profile: str | None
-    clock: str
-    rows: list[Row]
-    differences: list[Difference] = field(default_factory=list)
-    settings: dict[str, Any] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, Any]:
-        """The ``bench run --json`` object."""
-        return {"profile": self.profile, "clock": self.clock, "rows": [asdict(row) for row in self.rows],
-                "differences": [asdict(d) for d in self.differences], "settings": self.settings}
+    ``advance`` is called ``plan.steps(report)`` times; ``save`` whenever a strategy is through with
+    a task, and at the end.
+    """
+    warm: set[str] = set()
+    for temperature, work, names in list(plan.missing(report)):
+        repeats = plan.repeats_at(temperature, cluster.clock)
+        jobs = [(repeat, index, _at(request, temperature, repeat))
+                for repeat in range(repeats) for index, request in enumerate(work.requests)]
+        expected: Reference = {}
+        for _, index, request in jobs:
+            if (index, request.sampling.seed) not in expected:
+                advance("plain decoding")
+                expected[index, request.sampling.seed] = plain(request)
+        for name in names:
+            if name not in warm:
+                warm.add(name)
+                for turn in range(plan.warmup):
+                    advance(f"{name}, warm-up")
+                    cluster.generate(replace(jobs[turn % len(jobs)][2], strategy=name))
+            samples, differences = [], []
+            for repeat, index, request in jobs:
+                advance(name)
+                result = cluster.generate(replace(request, strategy=name))
+                difference = _compare(expected[index, request.sampling.seed], result, Difference(
+                    name, index, 0, None, None, work.task, temperature, repeat))
+                differences += [difference] if difference else []
+                samples.append(_sample(name, work.task, temperature, repeat, index, result, not difference))
+            report.samples += samples  # only now: an interrupted task must not look finished
+            report.differences += differences
+            save()
+    report.complete = True
+    save()
 
 
 def run(cluster: Cluster, plain: Plain, requests: Sequence[Request], strategies: Sequence[str],
         advance: Advance = lambda _: None) -> tuple[list[Row], list[Difference]]:
-    """Every strategy on every request; a request's own ``strategy`` is ignored.
+    """Every strategy on one nameless task, at the temperature of its requests.
 
     ``advance`` is called ``len(requests) * (1 + len(strategies))`` times.
     """
-    expected = []
-    for request in requests:
-        advance("plain decoding")
-        expected.append(plain(request))
-    results: dict[str, list[Result]] = {}
-    differences: list[Difference] = []
-    for strategy in strategies:
-        results[strategy] = []
-        for index, request in enumerate(requests):
-            advance(strategy)
-            result = cluster.generate(replace(request, strategy=strategy))
-            results[strategy].append(result)
-            difference = _compare(strategy, index, expected[index], result)
-            if difference:
-                differences.append(difference)
-    wrong = {d.strategy for d in differences}
-    rows = [_row(name, done, name not in wrong) for name, done in results.items()]
-    base = next((row.tokens_per_second for row in rows if row.strategy == BASELINE), 0.0)
-    if base > 0:
-        rows = [replace(row, speedup=row.tokens_per_second / base) for row in rows]
-    return rows, differences
+    report = Report(None, cluster.clock)
+    plan = Plan(strategies, [Workload("", requests)], [requests[0].sampling.temperature])
+    measure(cluster, plain, plan, report, advance)
+    return report.rows, report.differences
 
 
-def _row(strategy: str, results: list[Result], identical: bool) -> Row:
-    stats = [result.stats for result in results]
-    turns, rounds = sum(s.turns for s in stats), sum(s.rounds for s in stats)
-    after_first = sum(max(0, len(result.tokens) - 1) for result in results)
-    return Row(
-        strategy=strategy,
-        tokens_per_second=sum(s.tokens_per_second for s in stats) / len(stats),
-        speedup=None,
-        alt=after_first / turns if turns else 0.0,
-        alr=after_first / rounds if rounds else 0.0,
-        turns=turns, rounds=rounds,
-        tokens=sum(len(result.tokens) for result in results),
-        identical=identical,
+def _at(request: Request, temperature: float, repeat: int) -> Request:
+    seed = request.sampling.seed + (repeat if temperature else 0)  # greedy text depends on no seed
+    return replace(request, sampling=replace(request.sampling, temperature=temperature, seed=seed))
+
+
+def _sample(strategy: str, task: str, temperature: float, repeat: int, prompt: int, result: Result,
+            identical: bool) -> Sample:
+    s = result.stats
+    return Sample(
+        strategy, task, temperature, repeat, prompt, tokens=len(result.tokens), turns=s.turns,
+        rounds=s.rounds, tokens_per_second=s.tokens_per_second, decode_s=s.decode_s, ttft_s=s.ttft_s,
+        itl_p50_s=s.itl_p50_s, itl_p95_s=s.itl_p95_s, drafted=s.drafted, verified=s.verified,
+        accepted=s.accepted, bytes=s.bytes, identical=identical,
     )
 
 
-def _compare(strategy: str, prompt: int, expected: tuple[list[int], str],
-             result: Result) -> Difference | None:
+def _compare(expected: tuple[list[int], str], result: Result, where: Difference) -> Difference | None:
     tokens, reason = expected
     if result.tokens == tokens and result.finish_reason == reason:
         return None
     got = result.tokens
     unequal = (i for i, (a, b) in enumerate(zip(tokens, got, strict=False)) if a != b)
     at = next(unequal, min(len(tokens), len(got)))
-    return Difference(strategy, prompt, at, tokens[at] if at < len(tokens) else None,
-                      got[at] if at < len(got) else None)
-
-
-def _token(token: int | None) -> str:
-    return "the end" if token is None else str(token)
+    return replace(where, position=at, expected=tokens[at] if at < len(tokens) else None,
+                   got=got[at] if at < len(got) else None)

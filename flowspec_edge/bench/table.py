@@ -1,4 +1,4 @@
-"""A report as a table for people."""
+"""Rows as a table for people."""
 
 from __future__ import annotations
 
@@ -7,27 +7,44 @@ from collections.abc import Sequence
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from flowspec_edge.bench.runner import Row
+from flowspec_edge.bench.report import Row
 
 
-def title(clock: str, profile: str | None, stages: int, temperature: float) -> str:
+def title(clock: str, profile: str | None, stages: int, temperature: float, strategy: str = "") -> str:
     """What the figures are; figures in virtual time are always labelled so."""
-    where = f"VIRTUAL TIME under {profile}" if clock == "virtual" else "wall clock on this machine"
-    return f"{where}, {stages} stages, T = {temperature:g}"
+    what = f"{timing(clock, profile)}, {stages} stages, T = {temperature:g}"
+    return f"{strategy}, {what}" if strategy else what
+
+
+def timing(clock: str, profile: str | None) -> str:
+    """Whose time a figure is in."""
+    return f"VIRTUAL TIME under {profile}" if clock == "virtual" else "wall clock on this machine"
 
 
 def table(rows: Sequence[Row], caption: str) -> Table:
-    """The rows in the order given; speedup is the ratio to Chunk-PP's tokens/s."""
+    """The rows in the order given, with their task if there are several; speedup is over Chunk-PP."""
+    several = len({row.task for row in rows}) > 1
+    repeated = any(row.tokens_per_second_sd is not None for row in rows)
     made = Table(title=caption, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
+    if several:
+        made.add_column("task", no_wrap=True)
     made.add_column("strategy", no_wrap=True)
-    for column in ("tokens/s", "speedup", "ALT", "ALR", "turns", "rounds", "tokens"):
+    columns = ["tokens/s", "±", "speedup", "ALT", "ALR", "turns", "rounds", "tokens"]
+    if not repeated:
+        columns.remove("±")
+    for column in columns:
         made.add_column(column, justify="right", no_wrap=True)
     made.add_column("tokens are", no_wrap=True)
+    previous = None
     for row in rows:
-        made.add_row(
-            row.strategy, f"{row.tokens_per_second:.2f}",
-            "–" if row.speedup is None else f"{row.speedup:.2f}×",
-            f"{row.alt:.3f}", f"{row.alr:.2f}", f"{row.turns:.0f}", str(row.rounds), str(row.tokens),
-            "identical" if row.identical else "[red]DIFFERENT[/red]",
-        )
+        cells = [row.strategy, f"{row.tokens_per_second:.2f}"]
+        if repeated:
+            cells.append("–" if row.tokens_per_second_sd is None else f"{row.tokens_per_second_sd:.2f}")
+        cells += ["–" if row.speedup is None else f"{row.speedup:.2f}×", f"{row.alt:.3f}", f"{row.alr:.2f}",
+                  f"{row.turns:.0f}", str(row.rounds), str(row.tokens),
+                  "identical" if row.identical else "[red]DIFFERENT[/red]"]
+        if several:
+            cells.insert(0, "" if row.task == previous else row.task)
+        previous = row.task
+        made.add_row(*cells)
     return made

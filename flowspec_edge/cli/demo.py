@@ -36,7 +36,8 @@ def demo(
     from rich.console import Console
 
     from flowspec_edge.bench.prompts import load_prompts
-    from flowspec_edge.bench.runner import Difference, Row, run
+    from flowspec_edge.bench.report import Difference, Row
+    from flowspec_edge.bench.runner import run
     from flowspec_edge.bench.table import table, title
     from flowspec_edge.cli.measuring import demo_prompts, plain_decoding, progress, requests_for
     from flowspec_edge.config import load_profile

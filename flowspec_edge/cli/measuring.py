@@ -1,16 +1,24 @@
-"""What ``bench run`` and ``demo`` share: requests, the reference, a progress bar."""
+"""What ``bench``'s commands and ``demo`` share: requests, the reference, a progress bar, a whole run."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 from flowspec_edge.bench.prompts import Prompt
-from flowspec_edge.bench.runner import Plain
+from flowspec_edge.bench.report import Report, load_report
+from flowspec_edge.bench.runner import Plain, Plan, Workload
+from flowspec_edge.bench.tasks import Task, load_tasks
+from flowspec_edge.cli.bench_options import Measuring, parse_strategies, parse_temperatures
 from flowspec_edge.cli.options import Dtype
-from flowspec_edge.errors import UsageError
-from flowspec_edge.modeldir import DEMO, ModelDir
+from flowspec_edge.config import Profile, load_profile
+from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.modeldir import DEMO, ModelDir, resolve_model
 from flowspec_edge.resources import resource_dir
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.sampling import Sampling
@@ -24,18 +32,62 @@ def demo_prompts() -> Path:
 
 
 def requests_for(tokenizer: Tokenizer, model: ModelDir, prompts: Sequence[Prompt], max_new_tokens: int,
-                 sampling: Sampling, params: Params) -> list[Request]:
-    """One request a prompt; UsageError names a prompt that does not fit."""
+                 sampling: Sampling, params: Params, truncate: int | None = None,
+                 advice: str = "lower --max-new-tokens") -> list[Request]:
+    """One request a prompt, of its last ``truncate`` tokens; UsageError names a prompt that does not fit."""
     requests = []
     for prompt in prompts:
         ids = tokenizer.encode(prompt.text)
+        ids = ids[-truncate:] if truncate else ids
         if len(ids) + max_new_tokens > model.max_positions:
             name = f"prompt {prompt.id}" if prompt.id else "the prompt"
             raise UsageError(f"{name} has {len(ids)} tokens and {max_new_tokens} more are asked "
-                             f"for, but the model stops at {model.max_positions}; lower --max-new-tokens")
+                             f"for, but the model stops at {model.max_positions}; {advice}")
         requests.append(Request(ids, max_new_tokens=max_new_tokens, sampling=sampling, params=params,
                                 stop_ids=model.stop_ids))
     return requests
+
+
+def measure(options: Measuring, sampling: Sampling, params: Params, strategies: str,
+            temperatures: str | None = None) -> Report:
+    """Everything that is asked, saved to ``options.out`` as it comes; the last two are defaults.
+
+    All that can be found wrong with the request is found before anything runs.
+    """
+    from flowspec_edge.bench.output import check_writable
+    from flowspec_edge.bench.runner import measure as measure_plan
+    from flowspec_edge.cli.clusters import open_cluster
+
+    names = parse_strategies(options.strategies or strategies)
+    model = resolve_model(options.model)
+    described = load_profile(options.profile)  # also when time is real: a wrong name is worth an error
+    profile = described if options.clock == "virtual" else None
+    tasks = _tasks(options)
+    if options.out is not None:
+        check_writable(options.out)
+    plan = Plan(names, _workloads(options, tasks, model, sampling, params),
+                parse_temperatures(options.temperatures or temperatures, sampling), options.repeats,
+                options.warmup)
+    report = _report(options, tasks, model, profile, sampling, params)
+    _require_drafters(names, model, params)
+
+    def save() -> None:
+        if options.out is not None:
+            report.save(options.out)
+
+    if steps := plan.steps(report):
+        with (open_cluster(options.clock, model, options.stages, profile, options.dtype) as cluster,
+              progress(steps) as advance):
+            measure_plan(cluster, plain_decoding(model, options.dtype), plan, report, advance, save)
+    return report
+
+
+def fail_if_different(report: Report) -> None:
+    """A text that is not plain decoding's: one line for each on stderr, then an error."""
+    for difference in report.differences:
+        print(f"flowspec: not identical: {difference}", file=sys.stderr)
+    if report.differences:
+        raise FlowspecError("not every text is that of plain decoding; see above")
 
 
 def plain_decoding(model: ModelDir, dtype: Dtype) -> Plain:
@@ -64,3 +116,76 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
             started += 1
 
         yield advance
+
+
+def _tasks(options: Measuring) -> list[Task]:
+    if options.prompts:
+        return load_tasks(options.prompts, options.by_category, options.limit)
+    tasks = load_tasks([demo_prompts()], options.by_category, options.limit)
+    return tasks if options.by_category else [Task(DEMO, tasks[0].prompts)]
+
+
+def _workloads(options: Measuring, tasks: Sequence[Task], model: ModelDir, sampling: Sampling,
+               params: Params) -> list[Workload]:
+    tokenizer = Tokenizer(model)
+    found = []
+    for task in tasks:
+        try:
+            found.append(Workload(task.name, requests_for(
+                tokenizer, model, task.prompts, options.max_new_tokens, sampling, params, options.truncate,
+                "lower --max-new-tokens, or take the end of long prompts with --truncate N")))
+        except UsageError as error:
+            raise UsageError(f"task {task.name}: {error}") from error
+    return found
+
+
+def _require_drafters(strategies: Sequence[str], model: ModelDir, params: Params) -> None:
+    """A draft model that is not there is worth an error before the first strategy runs."""
+    from flowspec_edge.drafting.load import PARTS
+    from flowspec_edge.strategies.registry import strategy_class
+
+    for name in strategies:
+        kind = strategy_class(name).drafts_with(params)
+        if kind and not (model.path / PARTS[kind] / "config.json").is_file():
+            raise UsageError(f"{name} drafts with {PARTS[kind]}/, which {model.path} does not have; leave it "
+                             "out of --strategies, or give all one draft model with --draft")
+
+
+def _report(options: Measuring, tasks: Sequence[Task], model: ModelDir, profile: Profile | None,
+            sampling: Sampling, params: Params) -> Report:
+    """A new report, or the one to go on from."""
+    from flowspec_edge.bench.machine import machine
+
+    new = Report(profile.name if profile else None, options.clock,
+                 _settings(options, tasks, model, profile, sampling, params), machine(), str(date.today()))
+    if not options.resume or options.out is None or not options.out.exists():
+        return new
+    old = load_report(options.out)
+    pairs: dict[str, tuple[Any, Any]] = {"clock": (old.clock, new.clock)}
+    pairs |= {key: (old.settings.get(key), new.settings.get(key)) for key in old.settings | new.settings}
+    if options.clock == "wall":
+        pairs["machine"] = old.machine, new.machine
+    for key, (before, now) in pairs.items():
+        if before != now:
+            values = f" ({before} there, {now} here)" if max(len(str(before)), len(str(now))) < 40 else ""
+            raise UsageError(f"{options.out} was measured with another {key}{values}; "
+                             "measure alike, or give another --json")
+    old.complete = False
+    return old
+
+
+def _settings(options: Measuring, tasks: Sequence[Task], model: ModelDir, profile: Profile | None,
+              sampling: Sampling, params: Params) -> dict[str, Any]:
+    """Everything a row depends on, but for the machine; which rows there are is not part of it."""
+    from flowspec_edge.bench.machine import versions
+
+    drawn = {key: value for key, value in asdict(sampling).items() if key != "temperature"}
+    return {
+        "model": model.name,
+        "tasks": [{"name": t.name, "prompts": len(t.prompts), "sha256": t.digest} for t in tasks],
+        "limit": options.limit, "truncate": options.truncate, "stages": options.stages,
+        "dtype": options.dtype, "max_new_tokens": options.max_new_tokens,
+        "repeats": options.repeats, "warmup": options.warmup,
+        **drawn, "seeds": [sampling.seed + repeat for repeat in range(options.repeats)],
+        **asdict(params), "versions": versions(), "profile": profile.model_dump() if profile else None,
+    }

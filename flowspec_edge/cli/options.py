@@ -7,11 +7,11 @@ option, with the field's default.  Does not know what the commands do with them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Collection
+from dataclasses import fields, replace
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
 import typer
 
@@ -72,18 +72,25 @@ _PANELS = {Sampling: "Sampling", Params: "FlowSpec and its ablations; all strate
 _OTHERS = ("pipedec", "pipeinfer", "pearl", "speculative", "stpp", "spd")
 
 
-def with_dataclasses(**groups: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Replace each named parameter of a command by one option per field of its dataclass."""
+def with_dataclasses(without: Collection[str] = (), **groups: Any,
+                     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Replace each named parameter of a command by one option per field of its dataclass.
+
+    A group is the dataclass, or an instance of it that holds other defaults.  Fields named in
+    ``without`` get no option and keep their default.
+    """
+    defaults = {name: group() if isinstance(group, type) else group for name, group in groups.items()}
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         given_own = inspect.signature(command, eval_str=True).parameters.values()
         own = [parameter for parameter in given_own if parameter.name not in groups]
-        options = [option for group in groups.values() for option in _options(group)]
+        options = [option for group in defaults.values() for option in _options(group, without)]
 
         @wraps(command)
         def run(**given: Any) -> Any:
-            built = {name: group(**{f.name: given.pop(f.name) for f in fields(group)})
-                     for name, group in groups.items()}
+            built = {name: replace(group, **{f.name: given.pop(f.name) for f in fields(group)
+                                             if f.name not in without})
+                     for name, group in defaults.items()}
             return command(**given, **built)
 
         run.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
@@ -93,16 +100,22 @@ def with_dataclasses(**groups: type[Any]) -> Callable[[Callable[..., Any]], Call
     return decorate
 
 
-def _options(group: type[Any]) -> list[inspect.Parameter]:
-    hints = get_type_hints(group)
+def _options(group: Any, without: Collection[str]) -> list[inspect.Parameter]:
+    hints = get_type_hints(type(group), include_extras=True)
     return [
         inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default,
-            annotation=Annotated[hints[field.name], typer.Option(
-                f"--{field.name.replace('_', '-')}", help=_HELP.get(field.name),
-                rich_help_panel=_panel(group, field.name))])
-        for field in fields(group)
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=getattr(group, field.name),
+            annotation=_annotated(hints[field.name], type(group), field.name))
+        for field in fields(group) if field.name not in without
     ]
+
+
+def _annotated(hint: Any, group: type[Any], name: str) -> Any:
+    """A field that describes its option itself keeps its description."""
+    if get_origin(hint) is Annotated:
+        return hint
+    return Annotated[hint, typer.Option(f"--{name.replace('_', '-')}", help=_HELP.get(name),
+                                        rich_help_panel=_panel(group, name))]
 
 
 def _panel(group: type[Any], field: str) -> str | None:
