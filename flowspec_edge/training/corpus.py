@@ -1,7 +1,8 @@
 """The training text: Python source under free licences that is already on the machine.
 
 Knows where the interpreter's standard library and a few installed packages lie, how files are
-held out, and how the byte-level BPE tokenizer is trained.  Does not know any model.
+held out, and how the byte-level BPE tokenizer is trained, where a model brings none of its own.
+Does not know any model.
 
 Files are held out by *group* (a package directory, or a standard-library module), never one by
 one, so that a generated twin of a training file cannot turn up in the held-out text.
@@ -13,7 +14,7 @@ import hashlib
 import json
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -24,12 +25,14 @@ from numpy.typing import NDArray
 from rich.progress import Progress, track
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from flowspec_edge.errors import FlowspecError
+from flowspec_edge.errors import FlowspecError, UsageError
 
 EOS = "<|endoftext|>"
 HELD_OUT_ONE_IN = 50
 _MIN_BYTES, _MAX_BYTES = 400, 400_000  # of a file
 _MIN_CORPUS = 5_000_000  # characters; less is no training text but an accident
+
+_MakeTokenizer = Callable[[list[str]], tuple[Tokenizer, int]]  # texts to tokenizer and end-of-text id
 
 
 @dataclass(frozen=True)
@@ -100,12 +103,13 @@ def is_held_out(group: str) -> bool:
 class TokenizedCorpus:
     """Token ids ready for training.
 
-    ``train`` and ``held_out`` are uint16 vectors, documents joined by the end-of-text id;
-    ``held_out_bytes`` is the number of UTF-8 bytes behind ``held_out`` (end-of-text not counted).
+    ``train`` and ``held_out`` are vectors of uint16 (uint32 for vocabularies above 65536),
+    documents joined by the end-of-text id; ``held_out_bytes`` is the number of UTF-8 bytes behind
+    ``held_out`` (end-of-text not counted).
     """
 
-    train: NDArray[np.uint16]
-    held_out: NDArray[np.uint16]
+    train: NDArray[np.unsignedinteger]
+    held_out: NDArray[np.unsignedinteger]
     held_out_bytes: int
     tokenizer: Tokenizer
     summary: dict[str, Any]
@@ -116,9 +120,34 @@ def prepare(work: Path, vocab_size: int, seed: int, limit: int | None = None) ->
 
     ``limit``: stop collecting after so many characters of training text, for trying things out.
     """
+
+    def trained(texts: list[str]) -> tuple[Tokenizer, int]:
+        tokenizer = train_tokenizer(texts, vocab_size)
+        return tokenizer, tokenizer.get_vocab()[EOS]
+
+    return _prepare(work, seed, limit, trained)
+
+
+def prepare_for(work: Path, tokenizer: Tokenizer, eos: int, seed: int, limit: int | None = None
+                ) -> TokenizedCorpus:
+    """The same text in the tokens of a model; ``eos`` ends a document.
+
+    UsageError if ``work`` holds the text in other tokens already.
+    """
+    corpus = _prepare(work, seed, limit, lambda texts: (tokenizer, eos))
+    if _vocabulary(corpus.tokenizer) != _vocabulary(tokenizer):
+        raise UsageError(f"{work} holds text in the tokens of another model; give another --work")
+    return corpus
+
+
+def _vocabulary(tokenizer: Tokenizer) -> Any:
+    return json.loads(tokenizer.to_str())["model"]
+
+
+def _prepare(work: Path, seed: int, limit: int | None, tokenizer: _MakeTokenizer) -> TokenizedCorpus:
     meta_path = work / "corpus.json"
     if not meta_path.exists():
-        _build(work, vocab_size, seed, meta_path, limit)
+        _build(work, seed, meta_path, limit, tokenizer)
     summary = json.loads(meta_path.read_text())
     return TokenizedCorpus(
         np.load(work / "train.npy", mmap_mode="r"),
@@ -133,7 +162,7 @@ def _version(source: str) -> str:
     return sys.version.split()[0] if source == "stdlib" else metadata.version(source)
 
 
-def _build(work: Path, vocab_size: int, seed: int, meta_path: Path, limit: int | None) -> None:
+def _build(work: Path, seed: int, meta_path: Path, limit: int | None, make: _MakeTokenizer) -> None:
     work.mkdir(parents=True, exist_ok=True)
     train: list[Document] = []
     held: list[Document] = []
@@ -153,10 +182,10 @@ def _build(work: Path, vocab_size: int, seed: int, meta_path: Path, limit: int |
         )
     order = np.random.default_rng(seed).permutation(len(train))
     train = [train[i] for i in order]
-    tokenizer = train_tokenizer([d.text for d in train[: len(train) // 3]], vocab_size)
+    tokenizer, eos = make([d.text for d in train[: len(train) // 3]])
     tokenizer.save(str(work / "tokenizer.json"))
-    np.save(work / "train.npy", _encode(tokenizer, train, "tokenizing"))
-    np.save(work / "held_out.npy", _encode(tokenizer, held, "tokenizing held-out"))
+    np.save(work / "train.npy", _encode(tokenizer, eos, train, "tokenizing"))
+    np.save(work / "held_out.npy", _encode(tokenizer, eos, held, "tokenizing held-out"))
     by_source: dict[str, int] = {}
     for d in train:
         by_source[d.source] = by_source.get(d.source, 0) + len(d.text.encode())
@@ -188,14 +217,15 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _encode(tokenizer: Tokenizer, docs: list[Document], label: str) -> NDArray[np.uint16]:
-    eos = tokenizer.token_to_id(EOS)
-    ids: list[NDArray[np.uint16]] = []
+def _encode(tokenizer: Tokenizer, eos: int, docs: list[Document], label: str
+            ) -> NDArray[np.unsignedinteger]:
+    dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
+    ids: list[NDArray[np.unsignedinteger]] = []
     with Progress() as progress:
         task = progress.add_task(label, total=len(docs))
         for start in range(0, len(docs), 64):
             batch = docs[start : start + 64]
-            for encoding in tokenizer.encode_batch([d.text for d in batch]):
-                ids.append(np.asarray([*encoding.ids, eos], dtype=np.uint16))
+            for encoding in tokenizer.encode_batch([d.text for d in batch], add_special_tokens=False):
+                ids.append(np.asarray([*encoding.ids, eos], dtype=dtype))
             progress.update(task, advance=len(batch))
     return np.concatenate(ids)

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.training.card import write_card
 from flowspec_edge.training.corpus import TokenizedCorpus, prepare
 from flowspec_edge.training.eagle import agreement, greedy_text, train_head
+from flowspec_edge.training.parts import make_part
 from flowspec_edge.training.recipes import DEMO, QUICK, DemoRecipe
 from flowspec_edge.training.target import bits_per_byte, load_lm, save_lm, train_lm
 
@@ -64,7 +63,7 @@ def train_demo(out: Path, work: Path | None = None, quick: bool = False) -> None
         save_lm(model, corpus, directory)
 
     for name, part in (("target", target_part), ("eagle2", eagle_part), ("draft-lm", draft_part)):
-        _make(console, out / name, part)
+        make_part(console, out / name, part)
     console.print("measuring on held-out text")
     write_card(out, recipe, corpus, _figures(out, corpus))
     console.print(f"{out} is complete: {(out / 'README.md')} tells what came out")
@@ -86,19 +85,6 @@ def _claim(out: Path, work: Path, recipe: DemoRecipe) -> None:
     card = out / "card.toml"
     if card.exists() and f'recipe = "{recipe.name}"' not in card.read_text(encoding="utf-8").splitlines():
         raise UsageError(f"{out} holds a model of another recipe; give another --out")
-
-
-def _make(console: Console, path: Path, part: Callable[[Path], None]) -> None:
-    if path.is_dir():
-        console.print(f"{path} is finished already; going on")
-        return
-    partial = path.with_name(f".partial-{path.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    part(partial)
-    for file in partial.rglob("*"):
-        file.chmod(0o644)  # safetensors leaves its files to their owner alone
-    os.replace(partial, path)
-    console.print(f"{path} is finished")
 
 
 def _figures(out: Path, corpus: TokenizedCorpus) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from flowspec_edge.training.eagle import EagleRecipe
 from flowspec_edge.training.loop import Pace
+from flowspec_edge.training.spd import SpdRecipe
 from flowspec_edge.training.target import LMRecipe
 
 
@@ -47,3 +48,6 @@ QUICK = DemoRecipe(
     corpus_limit=400_000,
     pace=Pace(checkpoint_every_s=0.2, compile=False),
 )
+
+SPD = SpdRecipe(steps=600)
+SPD_QUICK = SpdRecipe(steps=60, window=64, tokens_per_step=256, micro_batch=128)

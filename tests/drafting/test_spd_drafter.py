@@ -385,5 +385,5 @@ def test_a_damaged_module_is_named(tmp_path):
         load_module(tmp_path, torch.float32)
     config.write_text(text)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(UsageError, match="neither model.safetensors nor"):
+    with pytest.raises(UsageError, match=r"neither model\.safetensors nor"):
         load_module(tmp_path, torch.float32)

@@ -1,0 +1,126 @@
+"""``flowspec models train-spd``: a speculation module for a model that is there already.
+
+Knows which text it is trained on, what is measured, and how the part is described.  Does not know
+how the module is trained (``training.spd``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from flowspec_edge.drafting.spd_checkpoint import load_module, save_module
+from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.modeldir import ModelDir
+from flowspec_edge.stage.checkpoint import digest
+from flowspec_edge.stage.shard import load_config, load_lm_head
+from flowspec_edge.training.corpus import TokenizedCorpus, prepare_for
+from flowspec_edge.training.parts import make_part
+from flowspec_edge.training.recipes import DEMO, QUICK, SPD, SPD_QUICK
+from flowspec_edge.training.spd import STAGES, SpdRecipe, agreement, train_module
+
+_SEED = 0
+
+
+def train_spd(model: ModelDir, out: Path | None = None, work: Path | None = None, quick: bool = False
+              ) -> None:
+    """Train a module for ``model``, unless it is there.
+
+    out    where the module goes; MODEL/spd by default
+    work   checkpoints and the tokenized text; MODEL.spd-work beside the model by default.  Resumes
+           what it finds there
+    quick  a few steps, to try it
+
+    Raises UsageError when stages cannot run the model, or ``work`` belongs to another model or recipe.
+    """
+    recipe, around = (SPD_QUICK, QUICK) if quick else (SPD, DEMO)
+    console = Console(soft_wrap=True)
+    logging.disable_progress_bar()  # transformers' own, for files that are read in no time
+    out = out or model.path / "spd"
+    work = work or model.path.with_name(model.name + ".spd-work")
+    load_config(model.target)
+    if not model.stop_ids:
+        raise UsageError(f"{model.target / 'config.json'} has no eos_token_id, which ends a training text")
+    if out.is_dir():
+        console.print(f"{out} is there already; delete it to have it made again")
+        return
+    _claim(work, recipe, model)
+    corpus = prepare_for(work, _tokenizer(model), min(model.stop_ids), _SEED, around.corpus_limit)
+    text, held_out = (torch.from_numpy(ids.astype("int32")) for ids in (corpus.train, corpus.held_out))
+
+    def part(directory: Path) -> None:
+        target = _target(model)
+        module = train_module(recipe, target, text, held_out, work, _SEED, around.pace)
+        save_module(module, directory, torch.float16)
+        console.print("measuring on held-out text")
+        (directory / "card.toml").write_text(_card(directory, recipe, target, corpus, held_out))
+
+    make_part(console, out, part)
+
+
+def _claim(work: Path, recipe: SpdRecipe, model: ModelDir) -> None:
+    """Bind the work directory to the recipe and the target."""
+    work.mkdir(parents=True, exist_ok=True)
+    target = digest({"lm_head": load_lm_head(model.target, "fp32")})
+    # Through JSON, as it is read back: tuples become lists.
+    wanted = json.loads(json.dumps({"recipe": asdict(recipe), "target": target}))
+    path = work / "spd.json"
+    if not path.exists():
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(wanted, indent=1))
+        os.replace(partial, path)
+    elif json.loads(path.read_text()) != wanted:
+        raise UsageError(f"{work} holds the work of another model or recipe; give another --work, "
+                         "or delete it")
+
+
+def _tokenizer(model: ModelDir) -> Tokenizer:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model.target, local_files_only=True)
+    except Exception as error:  # tokenizers raises bare Exceptions for a file it cannot read
+        raise UsageError(f"the tokenizer in {model.target} cannot be loaded: {_first(error)}") from error
+    fast: Tokenizer = tokenizer.backend_tokenizer
+    return fast
+
+
+def _target(model: ModelDir) -> Any:
+    """The target as it is stored, in float32."""
+    try:
+        return AutoModelForCausalLM.from_pretrained(model.target, dtype=torch.float32, local_files_only=True)
+    except Exception as error:  # transformers and safetensors raise many kinds for one fact
+        raise FlowspecError(f"{model.target}: the model cannot be loaded: {_first(error)}") from error
+
+
+def _card(directory: Path, recipe: SpdRecipe, target: Any, corpus: TokenizedCorpus, held_out: Tensor) -> str:
+    """``card.toml``: what the part is and how good, measured on the weights as they are stored."""
+    module = load_module(directory, torch.float32).to(target.device)
+    data = corpus.summary
+    facts: dict[str, Any] = {
+        "summary": "SPD's speculation module; a demonstration, trained by flowspec; not for real use",
+        "layers": recipe.layers,
+        "parameters": sum(p.numel() for p in module.parameters()),
+        "bytes": sum(file.stat().st_size for file in directory.iterdir()),
+        "training_tokens": recipe.steps * recipe.tokens_per_step,
+        "training_text": [f"{name} {data['versions'][name]} ({data['licences'][name]})"
+                          for name in data["train_bytes_by_source"]],
+        "stages": list(STAGES),
+    }
+    for kind, greedy in (("greedy", True), ("text", False)):
+        shares = agreement(module, target, held_out, greedy)
+        facts[f"agreement_{kind}"] = [round(shares[n], 4) for n in STAGES]
+    # JSON's strings, numbers and lists of them are TOML's.
+    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in facts.items())
+
+
+def _first(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
