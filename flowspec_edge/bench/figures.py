@@ -124,10 +124,14 @@ def _draw_bars(axis: Axes, caption: str, rows: Sequence[Row], by_task: bool, col
         spread: Any = [row.tokens_per_second_sd or 0.0 for row in mine]
         bars = axis.bar(at, [row.tokens_per_second for row in mine], width * 0.94, color=colours[name],
                         label=name, yerr=spread if any(spread) else None, capsize=2)
-        axis.bar_label(bars, ["" if row.speedup is None else f"{row.speedup:.2f}" for row in mine],
-                       fontsize=6, padding=1)
+        axis.bar_label(bars, [_label(row) for row in mine], fontsize=6, padding=1)
     axis.set_xticks(range(len(groups)), groups)
     _finish(axis, f"{caption}; above the bars: SR")
+
+
+def _label(row: Row) -> str:
+    ratio = "" if row.speedup is None else f"{row.speedup:.2f}"
+    return ratio if row.identical else f"{ratio} ≠".lstrip()
 
 
 def _draw_lines(axis: Axes, caption: str, lines: dict[str, list[tuple[int, Row]]],

@@ -131,7 +131,7 @@ def _note(report: Report, published: Published | None) -> str:
     if s["draft"] == "own":
         parts.append("Each method drafts with its own kind of model.")
     else:
-        kind = {"eagle2": "EAGLE-2", "lm": "the small draft model"}[s["draft"]]
+        kind = {"eagle2": "EAGLE-2", "lm": "the small draft model"}.get(s["draft"], s["draft"])
         parts.append(f"All methods that draft do so with {kind} (`--draft {s['draft']}`).")
     parts.append(f"PipeDec's layers hold {s['pipedec_width']} nodes (`--pipedec-width`).")
     parts.append("; ".join(f"{task['name']}: {task['prompts']} prompts" for task in s["tasks"])
@@ -144,8 +144,8 @@ def _note(report: Report, published: Published | None) -> str:
     if not report.complete:
         parts.append("**The run was interrupted: some of it is missing.**")
     if published and published.speeds(report.profile, s["stages"], 0):
-        parts.append(f"Columns headed “paper”: {published.source}; its turns leave drafting out for all "
-                     "methods but Chunk-PP.")
+        parts.append(f"Columns headed “paper”: {published.source}; SR is the ratio of its means, and its "
+                     "turns leave drafting out for all methods but Chunk-PP.")
     elif published:
         parts.append("The paper has no figures for this testbed.")
     return " ".join(parts)

@@ -185,10 +185,16 @@ def means(samples: Sequence[Sample]) -> list[Row]:
     return _with_speedup(found)
 
 
+class _Task(BaseModel):
+    name: str
+    prompts: int
+
+
 class _Settings(BaseModel):
     """The settings that a reader of a report relies on; there are more."""
 
     model: str
+    tasks: list[_Task]
     stages: int
     draft: str
     pipedec_width: int

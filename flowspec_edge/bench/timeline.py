@@ -111,5 +111,6 @@ def _block(span: Span | None, width: int) -> str:
         return "." * width
     if span.device == 0:
         return span.kind[0] * width
-    digits = str(span.run)[-min(3, max(1, width - 1)):]
-    return digits.ljust(width, "x" if span.cancelled else "=")
+    if span.cancelled:
+        return str(span.run)[-3:][-(width - 1):].ljust(width, "x") if width > 1 else "x"
+    return str(span.run)[-min(3, width):].ljust(width, "=")
