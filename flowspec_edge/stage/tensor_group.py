@@ -13,11 +13,10 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo
-from torch.distributed.rendezvous import rendezvous
 
-from flowspec_edge.errors import PeerLost
+from flowspec_edge.errors import PeerLost, UsageError
 
 
 class Pending(Protocol):
@@ -54,7 +53,12 @@ class GlooGroup:
                     "tcp://host:port", where rank 0 will listen; not needed by a rank alone
         interface   network interface to listen on; empty leaves it to gloo
         within      seconds to wait for the other ranks, at the first call and at every other
+
+        UsageError if this build of PyTorch has no gloo.
         """
+        if size > 1 and not (dist.is_available() and dist.is_gloo_available()):
+            raise UsageError(f"PyTorch {torch.__version__} was built without gloo, which tensor-parallel "
+                             "ranks need: install another build, or use a pipeline")
         self.rank = rank
         self.size = size
         self.bytes_sent = 0
@@ -72,7 +76,7 @@ class GlooGroup:
         try:
             self._joined().allreduce([mine]).wait()
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise _lost(self, error) from error
         return mine.to(x.device)
 
     def shift(self, x: Tensor) -> Pending:
@@ -85,24 +89,20 @@ class GlooGroup:
             works = (group.send([outgoing], (self.rank + 1) % self.size, 0),
                      group.recv([incoming], (self.rank - 1) % self.size, 0))
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise _lost(self, error) from error
         return _Shift(self, works, outgoing, incoming, x.device)
 
     def _joined(self) -> Any:
         """gloo's process group; not torch.distributed's global one, of which a process has one."""
         if self._process_group is None:
+            from torch.distributed.rendezvous import rendezvous  # not in builds without gloo
+
             if self._interface:
                 os.environ["GLOO_SOCKET_IFNAME"] = self._interface
             store, _, _ = next(rendezvous(self._rendezvous, self.rank, self.size, timeout=self._within))
             store.set_timeout(self._within)
-            self._process_group = ProcessGroupGloo(store, self.rank, self.size, self._within)
+            self._process_group = dist.ProcessGroupGloo(store, self.rank, self.size, self._within)
         return self._process_group
-
-    def _lost(self, error: RuntimeError) -> PeerLost:
-        """gloo's complaint, without the source line before it and the advice after it."""
-        reason = re.sub(r"^\[[^\]]*\]\s*", "", " ".join(str(error).split())).partition(". ")[0]
-        return PeerLost(f"tensor-parallel rank {self.rank + 1} of {self.size} waits for the others in vain: "
-                        f"{reason}")
 
 
 @dataclass
@@ -121,5 +121,12 @@ class _Shift:
             for work in self.works:
                 work.wait()
         except RuntimeError as error:
-            raise self.group._lost(error) from error
+            raise _lost(self.group, error) from error
         return self.incoming.to(self.device)
+
+
+def _lost(group: GlooGroup, error: RuntimeError) -> PeerLost:
+    """gloo's complaint, without the source line before it and the advice after it."""
+    reason = re.sub(r"^\[[^\]]*\]\s*", "", " ".join(str(error).split())).partition(". ")[0]
+    return PeerLost(f"tensor-parallel rank {group.rank + 1} of {group.size} waits for the others in vain: "
+                    f"{reason}")

@@ -93,6 +93,15 @@ class HeldEngine:
         return [], Output(admitted.session, admitted.epoch, admitted.run, np.empty(0, np.int32), empty)
 
 
+class LonelyEngine(HeldEngine):
+    """A rank whose group has lost a member."""
+
+    def compute(self, admitted: Segment, poll: Callable[[], None] | None = None
+                ) -> tuple[list[Tap], Segment | Output]:
+        self.started.set()
+        raise PeerLost("another rank is gone")
+
+
 @dataclass
 class Stage:
     """A worker in a thread, and D0's ends of its links."""
@@ -312,6 +321,46 @@ def test_a_stage_without_a_next_one_ends(start: Start, real: StageEngine) -> Non
 def test_a_stage_does_not_outlive_its_parent(start: Start, real: StageEngine) -> None:
     stage = start(real, parent=1 << 22)  # above any process id of this machine's
     assert isinstance(stage.ended(), PeerLost)
+
+
+RANK = {"parallelism": "megatron", "stages": 2, "group": "file:///unused"}
+
+
+def test_a_rank_hands_a_segment_on_before_it_computes_and_then_nothing(start: Start) -> None:
+    engine = HeldEngine()
+    stage = start(engine, **RANK)
+    stage.tell(Open(1, 0, 64))
+    given = segment(0, rows=3)
+    stage.give(given)
+    passed = stage.output.receive(PATIENCE)
+    assert isinstance(passed, Segment)
+    assert passed.tokens is not None
+    assert passed.tokens.tolist() == [0, 1, 2]
+    assert engine.started.wait(PATIENCE)
+    stage.tell(Cancel(1, 0, (0,)))
+    stage.hear(Credit)
+    assert stage.output.receive() is None
+
+
+def test_a_rank_that_lost_another_answers_until_d0_has_found_out(start: Start) -> None:
+    engine = LonelyEngine()
+    stage = start(engine, broken_after_s=PATIENCE, **RANK)
+    stage.tell(Open(1, 0, 64))
+    stage.give(segment(0))
+    assert engine.started.wait(PATIENCE)
+    for _ in range(3):
+        stage.hear(Heartbeat)
+    stage.tell(Shutdown("V2 is dead"))
+    assert stage.ended() is None
+
+
+def test_a_rank_that_lost_another_says_so_in_the_end(start: Start) -> None:
+    stage = start(LonelyEngine(), broken_after_s=0.1, **RANK)
+    stage.tell(Open(1, 0, 64))
+    stage.give(segment(0))
+    error = stage.ended()
+    assert isinstance(error, PeerLost)
+    assert "another rank is gone" in str(error)
 
 
 @pytest.mark.parametrize(("text", "fault"), [
