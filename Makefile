@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup demo test check bench soak clean
+.PHONY: setup demo test check bench soak timelines clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -36,6 +36,10 @@ soak: $(READY)
 bench: $(READY)
 	for file in flowspec_edge/bench/micro_*.py; do \
 		$(BIN)/python -m flowspec_edge.bench.$$(basename $$file .py) || exit 1; done
+
+# The pictures in the documents, drawn anew from real runs.
+timelines: $(READY)
+	$(BIN)/python -m flowspec_edge.bench.document docs/strategies.md
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
