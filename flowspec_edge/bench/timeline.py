@@ -86,8 +86,8 @@ def _cells(spans: Sequence[Span], start: float, step: float, columns: int) -> li
     found: list[Span | None] = []
     for column in range(columns):
         left = start + column * step
-        shares = [(min(s.end, left + step) - max(s.start, left), s) for s in spans
-                  if s.start < left + step - _EPSILON and s.end > left + _EPSILON]
+        shares = [(share, s) for s in spans
+                  if (share := min(s.end, left + step) - max(s.start, left)) > _EPSILON]
         most, busiest = max(shares, key=lambda share: share[0], default=(0.0, None))
         idle = step - sum(share for share, _ in shares)
         shows = busiest is not None and (busiest.device == 0 or idle <= most)

@@ -6,17 +6,20 @@ import io
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean, stdev
 
 import pytest
 from rich.console import Console
 from tiny_dir import tiny_model_dir
 
-from flowspec_edge.bench.runner import run
+from flowspec_edge.bench.report import Report, load_report
+from flowspec_edge.bench.runner import Plan, Workload, measure, run
 from flowspec_edge.bench.table import table, title
 from flowspec_edge.config import load_profile
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import OnTokens, Request, Result
 from flowspec_edge.runtime.virtual import VirtualCluster
+from flowspec_edge.sampling import Sampling
 
 STRATEGIES = ("autoregressive", "chunk_pp", "flowspec")
 
@@ -117,6 +120,104 @@ def test_a_difference_is_found_and_placed(model: Path, cluster: VirtualCluster, 
     assert str(difference).startswith(f"chunk_pp, prompt 1: token {position} is ")
 
 
+def plan(requests: list[Request], strategies: tuple[str, ...] = STRATEGIES, repeats: int = 1,
+         warmup: int = 0) -> Plan:
+    work = [Workload("first", requests[:2]), Workload("second", requests[1:2])]
+    return Plan(strategies, work, [0.0, 1.0], repeats, warmup)
+
+
+def test_tasks_temperatures_and_repeats_are_the_clusters_own_figures(
+        model: Path, cluster: VirtualCluster, requests: list[Request]) -> None:
+    asked, report, seen = plan(requests, ("chunk_pp", "flowspec"), repeats=3), Report("p", "virtual"), []
+    steps = asked.steps(report)
+    measure(cluster, Plain(model), asked, report, seen.append)
+    # Three prompts: once each when greedy, three times when sampling; plain decoding as often.
+    assert len(seen) == steps == 3 * (1 + 2) + 9 * (1 + 2)
+    assert report.complete
+    assert report.differences == []
+    rows = {(row.strategy, row.task, row.temperature): row for row in report.rows}
+    assert len(rows) == 2 * 2 * 2
+    for (strategy, task, temperature), row in rows.items():
+        speeds = []
+        for seed in range(3 if temperature else 1):
+            sampling = Sampling(temperature, seed=seed)
+            results = [cluster.generate(replace(r, strategy=strategy, sampling=sampling))
+                       for r in (requests[:2] if task == "first" else requests[1:2])]
+            speeds.append(mean(r.stats.tokens_per_second for r in results))
+        assert row.tokens_per_second == pytest.approx(mean(speeds))
+        assert row.repeats == len(speeds)
+        if temperature:
+            assert row.tokens_per_second_sd == pytest.approx(stdev(speeds))
+        else:
+            assert row.tokens_per_second_sd is None
+        assert row.ttft_s == pytest.approx(mean(r.stats.ttft_s for r in results))
+    texts = {s.tokens_per_second for s in report.samples if s.temperature and s.task == "second"}
+    assert len(texts) > 2  # the repeats are not the same text three times
+
+
+def test_a_difference_names_task_temperature_and_repeat(model: Path, cluster: VirtualCluster,
+                                                        requests: list[Request]) -> None:
+    asked, report = plan(requests, ("chunk_pp", "flowspec"), repeats=2), Report("p", "virtual")
+    measure(Erring(cluster, "flowspec", "wrong"), Plain(model), asked, report)
+    assert {d.strategy for d in report.differences} == {"flowspec"}
+    wrong = {(d.task, d.temperature, d.repeat) for d in report.differences}
+    assert {("first", 0.0, 0), ("second", 0.0, 0)} <= wrong
+    assert {(s.task, s.temperature, s.repeat) for s in report.samples if not s.identical} == wrong
+    assert str(report.differences[0]).startswith("flowspec, first at T = 0, repeat 0, prompt 1: token 3 is ")
+
+
+def test_warming_up_is_not_counted(model: Path, cluster: VirtualCluster, requests: list[Request]) -> None:
+    cold, warm, seen = Report("p", "virtual"), Report("p", "virtual"), []
+    measure(cluster, Plain(model), plan(requests), cold)
+    asked = plan(requests, warmup=3)
+    steps = asked.steps(warm)
+    measure(cluster, Plain(model), asked, warm, seen.append)
+    assert len(seen) == steps
+    assert [seen.count(f"{name}, warm-up") for name in STRATEGIES] == [3, 3, 3]
+    assert warm.samples == cold.samples
+
+
+class Interrupted:
+    """A cluster that is interrupted at its n-th request."""
+
+    clock = "virtual"
+
+    def __init__(self, cluster: VirtualCluster, n: int) -> None:
+        self.cluster, self.left = cluster, n
+
+    def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+        return self.cluster.generate(request, on_tokens)
+
+    def close(self) -> None:
+        self.cluster.close()
+
+
+def test_what_an_interruption_leaves_is_gone_on_from(model: Path, cluster: VirtualCluster, tmp_path: Path,
+                                                    requests: list[Request]) -> None:
+    settings = {"model": "m", "tasks": [], "stages": 2, "draft": "own", "pipedec_width": 1,
+                "max_new_tokens": 8, "dtype": "fp32", "seed": 0}
+    whole, path = Report("p", "virtual", settings), tmp_path / "r.json"
+    measure(cluster, Plain(model), plan(requests), whole)
+
+    part = Report("p", "virtual", settings)
+    with pytest.raises(KeyboardInterrupt):  # in the second request of the second strategy
+        measure(Interrupted(cluster, 4), Plain(model), plan(requests), part, save=lambda: part.save(path))
+    kept = load_report(path)
+    assert not kept.complete
+    assert kept.cells == {("autoregressive", "first", 0.0)}
+    assert kept.samples == whole.samples[:2]
+
+    done: list[str] = []
+    steps = plan(requests).steps(kept)
+    measure(cluster, Plain(model), plan(requests), kept, done.append)
+    assert len(done) == steps == plan(requests).steps(Report("p", "virtual")) - 2
+    assert kept.as_json() == whole.as_json()
+    assert plan(requests).steps(kept) == 0
+
+
 def test_the_table_says_what_the_figures_are(model: Path, cluster: VirtualCluster,
                                              requests: list[Request]) -> None:
     rows, _ = run(Erring(cluster, "flowspec", "wrong"), Plain(model), requests, STRATEGIES)
@@ -129,3 +230,16 @@ def test_the_table_says_what_the_figures_are(model: Path, cluster: VirtualCluste
     assert lines["chunk_pp"].rstrip().endswith("identical")
     assert "1.00×" in lines["chunk_pp"]
     assert "…" not in text
+
+
+def test_the_table_of_several_tasks_fits_into_100_columns(model: Path, cluster: VirtualCluster,
+                                                          requests: list[Request]) -> None:
+    report = Report("p", "virtual")
+    measure(cluster, Plain(model), plan(requests, ("flowspec_no_sbd",), repeats=2), report)
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(table([row for row in report.rows if row.temperature], "caption"))
+    text = console.export_text()
+    assert "…" not in text
+    for row in report.rows[2:]:
+        assert f"{row.task:6} {row.strategy} " in text
+        assert f"{row.tokens_per_second:.2f} {row.tokens_per_second_sd:.2f}" in " ".join(text.split())
