@@ -74,6 +74,7 @@ class Coordinator:
         self._prompt = deque(request.prompt)
         self._prompt_left = len(request.prompt)  # rows of it that have not come back
         self._outputs: deque[Output] = deque()
+        self._taps: list[Tap] = []  # not yet shown to the drafter
         self._hidden: dict[int, tuple[Payload, int]] = {}  # number -> where its hidden state lies
         self._tokens: list[int] = []
         self._token_at: list[float] = []  # when each of them became text
@@ -132,8 +133,7 @@ class Coordinator:
             case Output():
                 self._outputs.append(message)
             case Tap():
-                if self._drafter:
-                    self._drafter.tap(message)
+                self._taps.append(message)
 
     # ---- what D0 computes ------------------------------------------------------------------
 
@@ -146,7 +146,12 @@ class Coordinator:
         if self._prompt_left or self._drafter is None:
             return None
         request = self.strategy.next_draft()
-        return Draft(request) if request else None
+        if request is None:
+            return None
+        for tap in self._taps:  # now: what arrives during a pass is for the pass after it
+            self._drafter.tap(tap)
+        self._taps.clear()
+        return Draft(request)
 
     def complete(self, task: Task) -> None:
         """Do the work and let the strategy decide on it."""

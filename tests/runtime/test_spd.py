@@ -1,0 +1,124 @@
+"""SPD against the law of its paper, n N / K = n / (n (1 - a) + a), and against plain decoding."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flowspec_edge.config import DraftCost, Profile, load_profile
+from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.runtime.request import Request, Stats
+from flowspec_edge.runtime.virtual import VirtualCluster
+from flowspec_edge.sampling import Sampling
+from flowspec_edge.strategies.base import Pipeline
+from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.spd import SPD
+from flowspec_edge.tree.ledger import Ledger
+
+GREEDY, SAMPLED = Sampling(), Sampling(1.0, seed=8)
+
+
+@lru_cache
+def plain(path: Path) -> PlainDecoder:
+    return PlainDecoder(path)
+
+
+def drafts_taking(profile: Profile, ms: float) -> Profile:
+    return profile.model_copy(update={"draft": DraftCost(pass_ms=ms, lm_pass_ms=ms, spd_pass_ms=ms)})
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["T=0", "T=1"])
+@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("stages", [1, 2, 4, 8])
+def test_cycles_are_those_of_the_law(demo_model: Path, demo_prompts: list[list[int]], ideal_profile: Profile,
+                                     stages: int, width: int, sampling: Sampling) -> None:
+    """K is counted in slots of a stage; a, the share of tokens that were foreseen, from the commits."""
+    cluster = VirtualCluster(demo_model, stages, ideal_profile)
+    n, tokens, hits, cycles = stages, 0, 0, 0.0
+    for prompt in demo_prompts[:2]:
+        s = cluster.generate(Request(prompt, "spd", 25, sampling, Params(spd_width=width))).stats
+        tokens, hits, cycles = tokens + 24, hits + s.accepted, cycles + s.turns
+        # A text that ends in a hit leaves a round unfinished: its fill of the pipeline is not the law's.
+        unfinished = s.rounds - (24 - s.accepted)
+        assert unfinished in (0, 1)
+        cycles -= unfinished * (n - 1)
+    a = hits / tokens
+    assert 0.1 < a < 1.0
+    assert n * tokens / cycles == pytest.approx(n / (n * (1 - a) + a))
+
+
+def test_a_draft_pass_hides_behind_the_pipelines_step(demo_model: Path, demo_prompts: list[list[int]],
+                                                      ideal_profile: Profile) -> None:
+    """Section 3.4: it begins when the newest token is sent, so it costs nothing up to a stage's time."""
+    slot_ms = ideal_profile.stage_seconds(1, ideal_profile.model.layers / 4) * 1e3
+
+    def run(slots: float) -> Stats:
+        profile = drafts_taking(ideal_profile, slots * slot_ms)
+        return VirtualCluster(demo_model, 4, profile).generate(Request(demo_prompts[0], "spd", 25)).stats
+
+    free, hidden, slow = run(0), run(0.99), run(1.5)
+    assert hidden.accepted == free.accepted
+    assert hidden.turns == pytest.approx(free.turns)
+    assert slow.turns > 1.1 * free.turns
+
+
+def test_a_pass_begins_when_the_newest_token_enters_the_pipeline(
+        demo_model: Path, demo_prompts: list[list[int]], ideal_profile: Profile) -> None:
+    cluster = VirtualCluster(demo_model, 4, drafts_taking(ideal_profile, 400))
+    cluster.generate(Request(demo_prompts[0], "spd", 16, params=Params(prefill_chunk=1024)))
+    entered = [s.start for s in cluster.spans if s.kind == "compute" and s.device == 1][1:]
+    drafts = [s.start for s in cluster.spans if s.kind == "draft"]
+    count = min(len(entered), len(drafts))  # the text ends before the last of one or the other
+    assert max(len(entered), len(drafts)) <= count + 1
+    assert count > 4
+    assert drafts[:count] == pytest.approx(entered[:count])
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["T=0", "T=1"])
+@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("stages", [1, 3, 8, 11])
+def test_the_tokens_of_plain_decoding(tiny_model: Path, stages: int, width: int, sampling: Sampling) -> None:
+    """Eight layers: of eleven stages three hold none.  Under a profile whose links take time."""
+    prompt = np.random.default_rng(stages).integers(1, 97, 70).tolist()
+    cluster = VirtualCluster(tiny_model, stages, load_profile("paper-7b"))
+    result = cluster.generate(Request(prompt, "spd", 20, sampling, Params(spd_width=width)))
+    assert result.tokens == plain(tiny_model).generate(prompt, 20, sampling)[0]
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_more_stages_than_layers_by_far(small_vocabulary_model: Path, width: int) -> None:
+    cluster = VirtualCluster(small_vocabulary_model, 5, load_profile("paper-7b"))
+    for sampling in (GREEDY, SAMPLED):
+        result = cluster.generate(Request([3, 1, 4], "spd", 30, sampling, Params(spd_width=width)))
+        assert result.tokens == plain(small_vocabulary_model).generate([3, 1, 4], 30, sampling)[0]
+        assert result.stats.accepted > 0
+
+
+def test_wider_trees_hit_more_often(demo_model: Path, demo_prompts: list[list[int]], ideal_profile: Profile
+                                    ) -> None:
+    cluster = VirtualCluster(demo_model, 4, ideal_profile)
+
+    def accepted(width: int) -> int:
+        return sum(cluster.generate(Request(p, "spd", 32, params=Params(spd_width=width))).stats.accepted
+                   for p in demo_prompts[:3])
+
+    assert accepted(1) < accepted(4)
+
+
+@pytest.mark.parametrize(("depths", "taps", "prompt"), [
+    ((2, 4, 6, 8), (1, 2, 3, 4, 6), (4,)),
+    ((4, 8), (2, 4), (4,)),
+    ((8,), (4,), (4,)),
+    ((3, 5, 7), (1, 2, 3, 5), (3,)),
+    ((1, 2, 2, 2), (1,), (1,)),  # the last state comes as an output, from whichever stage
+    ((1,), (), ()),
+])
+def test_taps_are_every_boundary_and_its_half(depths: tuple[int, ...], taps: tuple[int, ...],
+                                              prompt: tuple[int, ...]) -> None:
+    strategy = SPD(Params(draft="lm"), Ledger(), Pipeline(len(depths), depths))
+    assert strategy.segment_taps == taps
+    assert strategy.prompt_taps == prompt
+    assert strategy.drafts_with(strategy.params) == "spd"  # no other draft model reads the pipeline
