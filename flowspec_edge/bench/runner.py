@@ -6,7 +6,7 @@ cluster it measures, what becomes of the samples (``report``), nor how they are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from flowspec_edge.bench.report import Difference, Report, Row, Sample
@@ -14,7 +14,6 @@ from flowspec_edge.runtime.request import Cluster, Request, Result
 
 Plain = Callable[[Request], tuple[list[int], str]]  # plain decoding: tokens and finish reason
 Advance = Callable[[str], None]  # called before each piece of work with what it is
-Reference = dict[tuple[int, int], tuple[list[int], str]]  # by (prompt, seed)
 
 
 @dataclass(frozen=True)
@@ -41,22 +40,24 @@ class Plan:
 
     def steps(self, report: Report) -> int:
         """How many requests it takes, plain decoding's among them, beside what ``report`` has."""
-        total, warm = 0, set()
-        for temperature, work, missing in self.missing(report):
+        total, warm, references = 0, set(), {}
+        for strategy, temperature, work in self.missing(report):
             repeats = self.repeats_at(temperature, report.clock)
-            references = repeats if temperature else 1
-            total += len(work.requests) * (references + len(missing) * repeats)
-            warm |= set(missing)
-        return total + self.warmup * len(warm)
+            total += len(work.requests) * repeats
+            warm.add(strategy)
+            references[work.task, temperature] = len(work.requests) * (repeats if temperature else 1)
+        return total + sum(references.values()) + self.warmup * len(warm)
 
-    def missing(self, report: Report) -> Iterator[tuple[float, Workload, list[str]]]:
-        """For each temperature and task, the strategies that ``report`` lacks."""
+    def missing(self, report: Report) -> list[tuple[str, float, Workload]]:
+        """What ``report`` lacks: strategy, temperature, task.
+
+        A strategy is done with before the next one begins: a real cluster may have to start other
+        processes for that, and then every cache is cold.
+        """
         done = report.cells
-        for temperature in self.temperatures:
-            for work in self.workloads:
-                names = [s for s in self.strategies if (s, work.task, temperature) not in done]
-                if names:
-                    yield temperature, work, names
+        return [(strategy, temperature, work) for strategy in self.strategies
+                for temperature in self.temperatures for work in self.workloads
+                if (strategy, work.task, temperature) not in done]
 
     def repeats_at(self, temperature: float, clock: str) -> int:
         """Greedy text in made-up time comes out the same every time: once is enough."""
@@ -71,32 +72,32 @@ def measure(cluster: Cluster, plain: Plain, plan: Plan, report: Report,
     a task, and at the end.
     """
     warm: set[str] = set()
-    for temperature, work, names in list(plan.missing(report)):
-        repeats = plan.repeats_at(temperature, cluster.clock)
+    expected: dict[tuple[str, float, int, int], tuple[list[int], str]] = {}
+    for name, temperature, work in plan.missing(report):
         jobs = [(repeat, index, _at(request, temperature, repeat))
-                for repeat in range(repeats) for index, request in enumerate(work.requests)]
-        expected: Reference = {}
-        for _, index, request in jobs:
-            if (index, request.sampling.seed) not in expected:
+                for repeat in range(plan.repeats_at(temperature, cluster.clock))
+                for index, request in enumerate(work.requests)]
+        keys = [(work.task, temperature, index, request.sampling.seed) for _, index, request in jobs]
+        for key, (_, _, request) in zip(keys, jobs, strict=True):
+            if key not in expected:
                 advance("plain decoding")
-                expected[index, request.sampling.seed] = plain(request)
-        for name in names:
-            if name not in warm:
-                warm.add(name)
-                for turn in range(plan.warmup):
-                    advance(f"{name}, warm-up")
-                    cluster.generate(replace(jobs[turn % len(jobs)][2], strategy=name))
-            samples, differences = [], []
-            for repeat, index, request in jobs:
-                advance(name)
-                result = cluster.generate(replace(request, strategy=name))
-                difference = _compare(expected[index, request.sampling.seed], result, Difference(
-                    name, index, 0, None, None, work.task, temperature, repeat))
-                differences += [difference] if difference else []
-                samples.append(_sample(name, work.task, temperature, repeat, index, result, not difference))
-            report.samples += samples  # only now: an interrupted task must not look finished
-            report.differences += differences
-            save()
+                expected[key] = plain(request)
+        if name not in warm:
+            warm.add(name)
+            for turn in range(plan.warmup):
+                advance(f"{name}, warm-up")
+                cluster.generate(replace(jobs[turn % len(jobs)][2], strategy=name))
+        samples, differences = [], []
+        for key, (repeat, index, request) in zip(keys, jobs, strict=True):
+            advance(name)
+            result = cluster.generate(replace(request, strategy=name))
+            difference = _compare(expected[key], result, Difference(
+                name, index, 0, None, None, work.task, temperature, repeat))
+            differences += [difference] if difference else []
+            samples.append(_sample(name, work.task, temperature, repeat, index, result, not difference))
+        report.samples += samples  # only now: an interrupted task must not look finished
+        report.differences += differences
+        save()
     report.complete = True
     save()
 

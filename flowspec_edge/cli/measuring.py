@@ -168,7 +168,7 @@ def _report(options: Measuring, tasks: Sequence[Task], model: ModelDir, profile:
     for key, (before, now) in pairs.items():
         if before != now:
             values = f" ({before} there, {now} here)" if max(len(str(before)), len(str(now))) < 40 else ""
-            raise UsageError(f"{options.out} was measured with another {key}{values}; "
+            raise UsageError(f"{options.out} was measured otherwise: {key} differs{values}; "
                              "measure alike, or give another --json")
     old.complete = False
     return old

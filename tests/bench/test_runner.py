@@ -203,17 +203,17 @@ def test_what_an_interruption_leaves_is_gone_on_from(model: Path, cluster: Virtu
     measure(cluster, Plain(model), plan(requests), whole)
 
     part = Report("p", "virtual", settings)
-    with pytest.raises(KeyboardInterrupt):  # in the second request of the second strategy
+    with pytest.raises(KeyboardInterrupt):  # in the first strategy, at its second temperature
         measure(Interrupted(cluster, 4), Plain(model), plan(requests), part, save=lambda: part.save(path))
     kept = load_report(path)
     assert not kept.complete
-    assert kept.cells == {("autoregressive", "first", 0.0)}
-    assert kept.samples == whole.samples[:2]
+    assert kept.cells == {("autoregressive", "first", 0.0), ("autoregressive", "second", 0.0)}
+    assert kept.samples == whole.samples[:3]
 
     done: list[str] = []
     steps = plan(requests).steps(kept)
     measure(cluster, Plain(model), plan(requests), kept, done.append)
-    assert len(done) == steps == plan(requests).steps(Report("p", "virtual")) - 2
+    assert len(done) == steps == plan(requests).steps(Report("p", "virtual")) - 3
     assert kept.as_json() == whole.as_json()
     assert plan(requests).steps(kept) == 0
 

@@ -1,0 +1,91 @@
+"""``flowspec bench plot`` and ``flowspec bench timeline``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from reportkit import report
+from tiny_dir import tiny_model_dir
+
+from flowspec_edge.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2, hidden=32)
+
+
+def test_a_plot_of_files(tmp_path: Path) -> None:
+    given = []
+    for stages in (2, 4):
+        path = tmp_path / f"{stages}.json"
+        report(["chunk_pp", "flowspec"], ["qa"], [0.0], stages=stages).save(path)
+        given += ["--from", str(path)]
+    assert main(["bench", "plot", *given, "--out", str(tmp_path / "f.svg")]) == 0
+    text = "".join(ElementTree.parse(tmp_path / "f.svg").getroot().itertext())
+    assert "VIRTUAL TIME under paper-7b" in text
+    assert "stages" in text
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["--out", "f.svg"], "give --from OUT.json"),
+    (["--from", "GOOD"], "give --out F.svg or F.png"),
+    (["--from", "GOOD", "--out", "f.jpeg"], "f.jpeg: a figure must end in .svg or .png"),
+    (["--from", "GOOD", "--out", "/nowhere/f.svg"], "cannot write /nowhere/f.svg"),
+    (["--from", "/nowhere.json", "--out", "f.svg"], "cannot read /nowhere.json"),
+    (["--from", "FOREIGN", "--out", "f.svg"], "is not valid JSON"),
+])
+def test_plot_errors_are_one_line(tmp_path: Path, arguments: list[str], says: str,
+                                  monkeypatch: pytest.MonkeyPatch,
+                                  capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    report(["flowspec"], ["qa"], [0.0]).save(tmp_path / "GOOD")
+    (tmp_path / "FOREIGN").write_text("no")
+    assert main(["bench", "plot", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert says in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["FOREIGN", "GOOD"]
+
+
+def test_a_timeline_as_text_and_as_a_figure(model: Path, tmp_path: Path,
+                                            capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--model", str(model), "--prompt", "import os", "--stages", "2", "--max-new-tokens", "16"]
+    capsys.readouterr()
+    assert main(["bench", "timeline", "--strategy", "chunk_pp", *given, "--turns", "9", "--skip-turns", "4",
+                 "--out", str(tmp_path / "t.svg")]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    lines = out.splitlines()
+    assert lines[0] == "chunk_pp, VIRTUAL TIME under paper-7b, 2 stages, T = 0"
+    assert lines[1].split()[:3] == ["turn", "4", "5"]
+    assert [line[:10].strip() for line in lines[2:-1]] == ["D0 draft", "D0 verify", "V1", "V2"]
+    assert max(map(len, lines)) <= 100
+    runs = {part for part in lines[4][10:].replace(".", "=").split("=") if part}
+    texts = {"".join(t.itertext()) for t in ElementTree.parse(tmp_path / "t.svg").iter(
+        "{http://www.w3.org/2000/svg}text")}
+    assert runs & texts
+    assert any("VIRTUAL TIME under paper-7b" in text for text in texts)
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["--strategy", "magic"], "no strategy 'magic'"),
+    (["--skip-turns", "9999"], "turns after its first token; lower --skip-turns"),
+    (["--turns", "46"], "--turns may be at most 45"),
+    (["--prompt", ""], "the prompt is empty"),
+    (["--profile", "nowhere"], "no profile 'nowhere'"),
+    (["--out", "t.txt"], "a figure must end in .svg or .png"),
+])
+def test_timeline_errors_are_one_line(model: Path, tmp_path: Path, arguments: list[str], says: str,
+                                      monkeypatch: pytest.MonkeyPatch,
+                                      capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    assert main(["bench", "timeline", "--model", str(model), "--prompt", "x", "--max-new-tokens", "4",
+                 "--stages", "2", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert says in err
+    assert list(tmp_path.iterdir()) == []
