@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from flowspec_edge.sampling import Sampling, log_probs
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES
 
-STAGES = (1, 2, 3, 4, 8)
+STAGES = tuple(range(1, 9))
 SAMPLINGS = {
     "greedy": Sampling(),
     "T=1": Sampling(temperature=1.0, seed=11),
@@ -34,7 +34,7 @@ SAMPLINGS = {
 PROMPTS = 50
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=2 * len(STAGES))
 def cluster(model: Path, stages: int) -> VirtualCluster:
     return VirtualCluster(model, stages, load_profile("paper-7b"))
 
@@ -51,9 +51,16 @@ def prompts(model: Path) -> list[list[int]]:
     return [tokenizer.encode(json.loads(line)["prompt"]) for line in lines[:PROMPTS]]
 
 
+@cache
+def expected_text(model: Path, prompt: tuple[int, ...], limit: int, sampling: Sampling,
+                  stop: frozenset[int]) -> tuple[list[int], str]:
+    """Plain decoding, once for all strategies."""
+    return plain(model).generate(list(prompt), limit, sampling, stop)
+
+
 def same_tokens(model: Path, stages: int, request: Request) -> None:
-    expected, reason = plain(model).generate(list(request.prompt), request.max_new_tokens, request.sampling,
-                                             request.stop_ids)
+    expected, reason = expected_text(model, tuple(request.prompt), request.max_new_tokens, request.sampling,
+                                     request.stop_ids)
     result = cluster(model, stages).generate(request)
     first = next((i for i, (a, b) in enumerate(zip(result.tokens, expected, strict=False)) if a != b), None)
     assert result.tokens == expected, f"{request.strategy}, {stages} stages: token {first} differs"
@@ -66,7 +73,10 @@ def test_tiny_model(tiny_model: Path, name: str, stages: int) -> None:
     """A random model: nearly every draft is wrong, so rounds, prunes and restarts abound."""
     for i, sampling in enumerate(SAMPLINGS.values()):
         prompt = np.random.default_rng(i).integers(1, 97, 5 + 40 * i).tolist()
-        params = Params(segment=(1, 3, 16)[i], width=4, tree_size=20, depth=3, prefill_chunk=16)
+        params = Params(segment=(1, 3, 16)[i], width=4, tree_size=20, depth=3, prefill_chunk=16,
+                        pipedec_width=(1, 5, 32)[i], pipeinfer_split=(0.8, 0.1, 0.01)[i],
+                        pipeinfer_canonical=("all", "needed", "all")[i], pearl_gamma=(0, 1, 4)[i],
+                        spd_width=(1, 2, 4)[i], stpp_branching=("1", "2,2", "1,3,1")[i])
         same_tokens(tiny_model, stages, Request(prompt, name, 14, sampling, params))
 
 
@@ -75,7 +85,7 @@ def test_fifty_prompts(demo_model: Path, name: str) -> None:
     """Fifty held-out prompts, each at another stage count and sampling; `make soak` runs them all."""
     for i, prompt in enumerate(prompts(demo_model)):
         sampling = list(SAMPLINGS.values())[i % 3]
-        same_tokens(demo_model, STAGES[i % 5], Request(prompt, name, 12, sampling))
+        same_tokens(demo_model, STAGES[i % 8], Request(prompt, name, 12, sampling))
 
 
 @pytest.mark.soak

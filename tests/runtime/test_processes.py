@@ -29,8 +29,10 @@ from flowspec_edge.runtime.processes import ProcessCluster
 from flowspec_edge.runtime.request import Request, Result
 from flowspec_edge.runtime.workerconfig import WorkerConfig
 from flowspec_edge.sampling import Sampling
+from flowspec_edge.strategies.registry import STRATEGIES
 
 PROMPT = [(7 * i + 3) % 290 for i in range(70)]  # two chunks
+PIPELINED = [name for name, cls in STRATEGIES.items() if cls.parallelism == "pipeline"]
 PATIENCE = 60.0  # seconds; only a failing test waits so long
 
 
@@ -87,7 +89,7 @@ def on_third(act: Callable[[], None]) -> Callable[[list[int]], None]:
     return on_tokens
 
 
-@pytest.mark.parametrize("strategy", ["autoregressive", "chunk_pp", "flowspec"])
+@pytest.mark.parametrize("strategy", PIPELINED)
 def test_greedy_text_is_that_of_transformers(cluster: ProcessCluster, model: Path, strategy: str) -> None:
     streamed: list[int] = []
     result = cluster.generate(Request(PROMPT, strategy, max_new_tokens=20), streamed.extend)
@@ -95,7 +97,7 @@ def test_greedy_text_is_that_of_transformers(cluster: ProcessCluster, model: Pat
     assert result.finish_reason == "length"
 
 
-@pytest.mark.parametrize("strategy", ["pruned_pp", "flowspec_no_sbd", "flowspec"])
+@pytest.mark.parametrize("strategy", PIPELINED)
 def test_sampled_text_is_that_of_plain_decoding(cluster: ProcessCluster, plain: PlainDecoder,
                                                strategy: str) -> None:
     sampling = Sampling(temperature=1.0, top_p=0.9, seed=5)
