@@ -39,7 +39,7 @@ bench: $(READY)
 
 # The pictures in the documents, drawn anew from real runs.
 timelines: $(READY)
-	$(BIN)/python -m flowspec_edge.bench.document docs/strategies.md
+	$(BIN)/python -m flowspec_edge.bench.document docs/strategies.md docs/benchmarks.md
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
