@@ -19,14 +19,15 @@ COMMAND = (sys.executable, "-m", "flowspec_edge.cli.main")
 
 @pytest.mark.parametrize("command", [
     [], ["demo"], ["generate"], ["strategies"], ["profiles"], ["bench"], ["bench", "run"], ["models"],
-    ["models", "list"], ["models", "train-demo"],
+    ["models", "list"], ["models", "train-demo"], ["models", "train-spd"],
 ])
 def test_every_command_explains_itself(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--help"]) == 0
     assert "Usage:" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", [["demo"], ["generate"], ["bench", "run"], ["models", "train-demo"]])
+@pytest.mark.parametrize("command", [["demo"], ["generate"], ["bench", "run"], ["models", "train-demo"],
+                                     ["models", "train-spd"]])
 def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--help"]) == 0
     out = capsys.readouterr().out
