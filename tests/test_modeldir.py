@@ -23,6 +23,7 @@ def test_facts_come_from_the_config(target: Path) -> None:
     assert model.stop_ids == {0}
     assert model.eagle2 is None
     assert model.draft_lm is None
+    assert model.spd is None
     assert model.size > 10_000
 
 
