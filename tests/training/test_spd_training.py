@@ -9,10 +9,11 @@ import sys
 import numpy as np
 import pytest
 import torch
+from tiny import tiny_model
 from tiny_dir import tiny_model_dir
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from flowspec_edge.drafting.spd_checkpoint import load_module
+from flowspec_edge.drafting.spd_checkpoint import load_module, save_module
 from flowspec_edge.drafting.spd_drafter import SpdDrafter
 from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Payload, Tap
@@ -148,6 +149,25 @@ def test_a_new_module_starts_from_the_targets_head(target):
     assert module.lm_head.weight.data_ptr() != target.lm_head.weight.data_ptr()
     assert len(module.layers) == 3
     assert module.target_layers == LAYERS
+
+
+@pytest.mark.parametrize(("family", "extra"), [
+    ("mistral", {"sliding_window": None}),
+    ("qwen2", {"tie_word_embeddings": True}),
+    ("qwen3", {}),
+    ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0,
+                                   "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                                   "original_max_position_embeddings": 64}}),
+])
+def test_a_module_fits_every_family_and_survives_the_disk(tmp_path, family, extra):
+    target = AutoModelForCausalLM.from_pretrained(tiny_model(family, tmp_path / "target", **extra))
+    module = new_module(target, 1)
+    save_module(module, tmp_path / "spd", torch.float32)
+    with torch.no_grad():
+        states = target.model(input_ids=torch.arange(40)[None], output_hidden_states=True).hidden_states
+        outputs = [speculate(m, states, depths(4, 2), torch.tensor([2]))
+                   for m in (module, load_module(tmp_path / "spd", torch.float32))]
+    assert torch.equal(*outputs)
 
 
 _PROGRAM = """
