@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowspec_edge.config import load_profile
+from flowspec_edge.drafting.spd_checkpoint import load_module
 from flowspec_edge.modeldir import ModelDir, resolve_model
 from flowspec_edge.resources import resource_dir
 from flowspec_edge.runtime.request import Request, Result
@@ -39,6 +41,19 @@ def test_transformers_loads_it(demo: ModelDir, part: str) -> None:
     text = "def read(path):\n    return path  # ünïcode ✓"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert model.config.vocab_size == len(tokenizer)
+
+
+def test_spds_module_is_what_its_card_says(demo: ModelDir) -> None:
+    """Its agreement on held-out text is the share of tokens that SPD foresees in a real run."""
+    assert demo.spd is not None
+    lines = (line.split(" = ", 1) for line in (demo.spd / "card.toml").read_text().splitlines())
+    card = {key: json.loads(value) for key, value in lines}
+    module = load_module(demo.spd, torch.float32)
+    assert card["parameters"] == sum(p.numel() for p in module.parameters())
+    assert card["bytes"] <= 8e6
+    results = run(demo, "spd")
+    foreseen = sum(r.stats.accepted for r in results) / sum(len(r.tokens) - 1 for r in results)
+    assert foreseen == pytest.approx(card["agreement_greedy"][card["stages"].index(4)], abs=0.12)
 
 
 def run(demo: ModelDir, strategy: str) -> list[Result]:
