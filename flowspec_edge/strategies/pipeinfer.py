@@ -47,6 +47,7 @@ class PipeInfer(TreeStrategy):
         self._batch: list[Node] = []  # the micro-batch being drafted
         self._levels = 0  # of it
         self._tips = [self.tree.root]  # where speculation goes on
+        self._held: tuple[DraftRequest, Expansion] | None = None  # an attempt that the cutoff stopped
         self._uncommitted: Node | None = None  # the root, until its canonical run is on its way
         self._reset_cutoff()
 
@@ -125,8 +126,8 @@ class PipeInfer(TreeStrategy):
     def next_draft(self) -> DraftRequest | None:
         if len(self._runs) + len(self._waiting) > self.pipeline.stages:
             return None
-        if self._failures and not self.params.pipeinfer_decay:
-            return None  # another attempt would end like the last one
+        if self._held is not None and not self._try_again(*self._held):
+            return None
         self._tips = [n for n in self._tips if n.alive]
         if not self._tips:
             self._tips, self._batch, self._levels = [self.tree.root], [], 0
@@ -154,10 +155,26 @@ class PipeInfer(TreeStrategy):
                 return
         elif not self._batch:
             self._failures += 1
+            self._held = (request, expansion)
             return
         self._waiting.append(self._batch)
         self._batch, self._levels = [], 0
         self._iterations += 1
+
+    def _try_again(self, request: DraftRequest, expansion: Expansion) -> bool:
+        """Another attempt at what the cutoff stopped, with the answer that the draft gave then.
+
+        The same pass would give the same answer, and D0 would not hear what arrives meanwhile.
+        False: the cutoff, which the attempt lowers, is too high still.
+        """
+        asked = {node.id for node in request.nodes}
+        if any(tip.alive and tip.id in asked for tip in self._tips):
+            if math.exp(expansion.scores.max()) < self.cutoff:
+                self._failures += 1
+                return False
+            self.drafted(request, expansion)
+        self._held = None
+        return True
 
     def _grow(self, tip: Node, tokens: list[int], scores: list[float], room: int) -> list[Node]:
         """The children of ``tip`` that are confident enough: the best, and branches beside it."""

@@ -29,8 +29,8 @@ def test_a_poor_draft_costs_next_to_nothing(untrained_draft_model: Path,
     ours = run(untrained_draft_model, demo_prompts[0], "pipeinfer")[0]
     assert ours.tokens == plain.tokens
     assert ours.stats.ttft_s == pytest.approx(plain.stats.ttft_s, rel=0.1)
-    assert ours.stats.tokens_per_second > 0.85 * plain.stats.tokens_per_second
-    assert ours.stats.itl_p50_s < 1.2 * plain.stats.itl_p50_s
+    assert ours.stats.tokens_per_second > 0.97 * plain.stats.tokens_per_second
+    assert ours.stats.itl_p95_s < 1.05 * plain.stats.itl_p95_s
 
 
 def test_a_cancel_stops_a_stage_between_layers(demo_model: Path, demo_prompts: list[list[int]]) -> None:
