@@ -22,26 +22,29 @@ def timing(clock: str, profile: str | None) -> str:
 
 
 def table(rows: Sequence[Row], caption: str) -> Table:
-    """The rows in the order given, with their task if there are several; speedup is over Chunk-PP."""
+    """The rows in the order given, with their task if there are several; speedup is over Chunk-PP.
+
+    Time to first token; inter-token latency, its mean and 95th percentile.  Sums are in the JSON.
+    """
     several = len({row.task for row in rows}) > 1
     repeated = any(row.tokens_per_second_sd is not None for row in rows)
     made = Table(title=caption, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
     if several:
         made.add_column("task", no_wrap=True)
     made.add_column("strategy", no_wrap=True)
-    columns = ["tokens/s", "±", "speedup", "ALT", "ALR", "turns", "rounds", "tokens"]
+    columns = ["tokens/s", "±", "speedup", "ALT", "ALR", "rounds", "TTFT s", "ITL s", "p95 s"]
     if not repeated:
         columns.remove("±")
     for column in columns:
         made.add_column(column, justify="right", no_wrap=True)
-    made.add_column("tokens are", no_wrap=True)
+    made.add_column("tokens", no_wrap=True)
     previous = None
     for row in rows:
         cells = [row.strategy, f"{row.tokens_per_second:.2f}"]
         if repeated:
             cells.append("–" if row.tokens_per_second_sd is None else f"{row.tokens_per_second_sd:.2f}")
         cells += ["–" if row.speedup is None else f"{row.speedup:.2f}×", f"{row.alt:.3f}", f"{row.alr:.2f}",
-                  f"{row.turns:.0f}", str(row.rounds), str(row.tokens),
+                  str(row.rounds), f"{row.ttft_s:.2f}", f"{row.itl_mean_s:.3f}", f"{row.itl_p95_s:.3f}",
                   "identical" if row.identical else "[red]DIFFERENT[/red]"]
         if several:
             cells.insert(0, "" if row.task == previous else row.task)
