@@ -84,8 +84,9 @@ class PipeInfer(TreeStrategy):
 
     def verified(self, run: int, numbers: Sequence[int], successors: Sequence[int]) -> list[Commit]:
         self._runs.pop(run, None)
-        self._settle()
         self._record(numbers, successors)
+        if self.tree.root.successor >= 0:
+            self._settle()  # a canonical run that has had no room yet would tell nothing new
         commits, restarted = self._walk()
         if commits:
             self._reset_cutoff()
@@ -108,7 +109,12 @@ class PipeInfer(TreeStrategy):
             self._uncommitted = None
 
     def _cancel_refuted(self, restarted: bool) -> None:
-        """Give up the runs of which no row lives; those with a row that became text are not here."""
+        """Give up the runs of which no row lives; those with a row that became text are not here.
+
+        Likewise the micro-batches that wait: they would hold drafting back.
+        """
+        self._waiting = deque(batch for batch in self._waiting
+                              if any(n.alive and n is not self.tree.root for n in batch))
         for run, nodes in list(self._runs.items()):
             if restarted or not any(n.alive for n in nodes):
                 self._cancels.append(run)
