@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 
 from flowspec_edge.config import DraftCost, Profile, load_profile
+from flowspec_edge.messages import Credit, Output, Payload, Segment, Tap
+from flowspec_edge.runtime.coordinator import Coordinator, Draft, Verify
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request, Stats
 from flowspec_edge.runtime.virtual import VirtualCluster
-from flowspec_edge.sampling import Sampling
+from flowspec_edge.sampling import Rank, Sampling
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.spd import SPD
 from flowspec_edge.tree.ledger import Ledger
+from flowspec_edge.tree.requests import DraftRequest, Expansion
 
 GREEDY, SAMPLED = Sampling(), Sampling(1.0, seed=8)
 
@@ -122,3 +125,60 @@ def test_taps_are_every_boundary_and_its_half(depths: tuple[int, ...], taps: tup
     assert strategy.segment_taps == taps
     assert strategy.prompt_taps == prompt
     assert strategy.drafts_with(strategy.params) == "spd"  # no other draft model reads the pipeline
+
+
+class Witness:
+    """A drafter that writes down when it was shown a tap and when it was asked."""
+
+    def __init__(self) -> None:
+        self.seen: list[str | int] = []
+
+    def reset(self, sampling: Sampling, rank: Rank, tau: float) -> None:
+        self.seen.clear()
+
+    def commit(self, tokens: object, features: object, rows: object = ()) -> None:
+        pass
+
+    def expand(self, request: DraftRequest) -> Expansion:
+        self.seen.append("pass")
+        return Expansion(np.array([[7]], np.int32), np.array([[-0.1]]))
+
+    def tap(self, message: Tap) -> None:
+        self.seen.append(message.layer)
+
+
+def test_a_pass_works_on_the_states_that_were_there_when_it_began() -> None:
+    """Section 3.4: at the step's start; what comes during a pass is for the pass after it."""
+    drafter = Witness()
+    request = Request([1], "spd", 9)
+    c = Coordinator(request, lambda ledger: SPD(request.params, ledger, Pipeline(2, (2, 4))), drafter,
+                    lambda hidden: np.eye(8, dtype=np.float32)[[7] * len(hidden.array)], lambda: 0.0)
+
+    def send() -> tuple[int, int, int]:
+        segment, = (m for m in c.take_messages() if isinstance(m, Segment))
+        c.receive(Credit(segment.session, segment.epoch, segment.run))
+        return segment.session, segment.epoch, segment.run
+
+    states = Payload("float32", np.zeros((1, 2), np.float32))
+
+    def tap(header: tuple[int, int, int], layer: int) -> None:
+        c.receive(Tap(*header, layer, np.array([0], np.int32), states))
+
+    prompt = send()
+    tap(prompt, 2)
+    c.receive(Output(*prompt, np.array([0], np.int32), states))
+    verify = c.next_task()
+    assert isinstance(verify, Verify)
+    c.complete(verify)
+    root = send()
+    draft = c.next_task()
+    assert isinstance(draft, Draft)
+    tap(root, 1)
+    c.complete(draft)
+    send()
+    tap(root, 3)
+    tap((99, 0, 0), 4)  # of another session
+    again = c.next_task()
+    assert isinstance(again, Draft)
+    c.complete(again)
+    assert drafter.seen == [2, "pass", 1, 3, "pass"]
