@@ -7,10 +7,16 @@ from pathlib import Path
 import pytest
 
 from flowspec_edge.config import load_profile
+from flowspec_edge.messages import Cancel, Open, Output, Segment, Tap
+from flowspec_edge.runtime.events import Clock, Span
 from flowspec_edge.runtime.processes import ProcessCluster
 from flowspec_edge.runtime.request import Request, Result
 from flowspec_edge.runtime.virtual import VirtualCluster
+from flowspec_edge.runtime.virtual_stage import VirtualStage
+from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.strategies.params import Params
+from flowspec_edge.tree.ledger import Ledger
 
 PROFILE = load_profile("paper-7b")
 SLOT = PROFILE.stage_seconds(1, 8)
@@ -43,6 +49,31 @@ def test_a_cancel_stops_a_stage_between_layers(demo_model: Path, demo_prompts: l
         assert layers == pytest.approx(round(layers), abs=1e-6)
         assert round(layers) <= 8
     assert any(s.end - s.start < 0.9 * SLOT for s in broken_off)
+
+
+def test_a_cancel_costs_the_layer_it_comes_in_and_a_waiting_run_nothing(tiny_model: Path) -> None:
+    """A stage of eight layers, a second each, gets four runs at once; two are cancelled at 9.5 s."""
+    clock, ledger = Clock(), Ledger()
+    sent: list[Segment | Output | Tap] = []
+    finished: list[int] = []
+    spans: list[Span] = []
+    stage = VirtualStage(1, clock, StageEngine(load_shard(tiny_model / "target", 0, 1, "fp32")),
+                         lambda rows: 8.0, 8, sent.append, finished.append, spans)
+    stage.engine.open(Open(0, 0, 16))
+    root = ledger.add(1, 0, committed=True)
+    stage.receive(ledger.seal())
+    for token in (2, 3, 4):
+        ledger.add(token, 1, root)
+        stage.receive(ledger.seal())
+    clock.at(9.5, lambda: stage.receive(Cancel(0, 0, (2, 1))))
+    clock.at(12.0, lambda: stage.receive(Cancel(0, 0, (2, 1))))  # again, and late
+    while clock.step():
+        pass
+    assert [(s.start, s.end, s.run, s.cancelled) for s in spans] == [
+        (0, 8, 0, False), (8, 10, 1, True), (10, 18, 3, False)]
+    assert [(m.run, len(m.numbers)) for m in sent] == [(0, 1), (1, 0), (2, 0), (3, 1)]
+    assert finished == [0, 1, 2, 3]
+    assert (stage.cancelled, stage.compute_s, stage.segments, stage.rows) == (2, 18, 2, 2)
 
 
 def test_real_stages_skip_cancelled_runs(demo_model: Path, demo_prompts: list[list[int]]) -> None:

@@ -156,9 +156,11 @@ def test_a_pass_works_on_the_states_that_were_there_when_it_began() -> None:
 
     def send() -> tuple[int, int, int]:
         segment, = (m for m in c.take_messages() if isinstance(m, Segment))
+        taps.append(segment.taps)
         c.receive(Credit(segment.session, segment.epoch, segment.run))
         return segment.session, segment.epoch, segment.run
 
+    taps: list[tuple[int, ...]] = []
     states = Payload("float32", np.zeros((1, 2), np.float32))
 
     def tap(header: tuple[int, int, int], layer: int) -> None:
@@ -182,3 +184,4 @@ def test_a_pass_works_on_the_states_that_were_there_when_it_began() -> None:
     assert isinstance(again, Draft)
     c.complete(again)
     assert drafter.seen == [2, "pass", 1, 3, "pass"]
+    assert taps == [(2,), (1, 2), (1, 2)]
