@@ -77,12 +77,17 @@ def test_a_cancel_costs_the_layer_it_comes_in_and_a_waiting_run_nothing(tiny_mod
 
 
 def test_real_stages_skip_cancelled_runs(demo_model: Path, demo_prompts: list[list[int]]) -> None:
-    request = Request(demo_prompts[0], "pipeinfer", 32)
-    expected = VirtualCluster(demo_model, 2, PROFILE).generate(request)
+    """A stage may be through with a run before its cancel comes; of a dozen texts' cancels one is in time."""
+    virtual, skipped = VirtualCluster(demo_model, 2, PROFILE), 0.0
     with ProcessCluster(demo_model, 2) as cluster:
-        result = cluster.generate(request)
-    assert result.tokens == expected.tokens
-    assert sum(stage["cancelled"] for stage in result.stats.stages) > 0
+        for prompt in demo_prompts[:12]:
+            request = Request(prompt, "pipeinfer", 32)
+            result = cluster.generate(request)
+            assert result.tokens == virtual.generate(request).tokens
+            skipped += sum(stage["cancelled"] for stage in result.stats.stages)
+            if skipped:
+                break
+    assert skipped > 0
 
 
 def test_every_accepted_token_gets_a_canonical_run(demo_model: Path, demo_prompts: list[list[int]]) -> None:
