@@ -216,7 +216,9 @@ def test_an_interrupted_run_keeps_what_it_has(model: Path, prompts: Path, tmp_pa
     command = (sys.executable, "-m", "flowspec_edge.cli.main", "bench", "run", "--model", str(model),
                "--prompts", str(prompts), "--stages", "2", "--strategies", "autoregressive,chunk_pp",
                "--temperatures", "0,1", "--max-new-tokens", "60", "--repeats", "1000", "--json", str(path))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    # A shell's background job ignores SIGINT, and what it starts inherits that.
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as process:
         while not path.exists():  # T = 0 is quick, T = 1 longer than any test lasts
             assert process.poll() is None
             time.sleep(0.01)
