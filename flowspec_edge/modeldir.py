@@ -16,6 +16,7 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.resources import resource_dir
 
 DEMO = "demo"
+DRAFT_PARTS = {"eagle2": "eagle2", "lm": "draft-lm", "spd": "spd"}  # kind of draft model -> directory
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _TOKENIZER = ("tokenizer.json", "tokenizer.model")
 
@@ -36,18 +37,19 @@ class ModelDir:
 
     @property
     def eagle2(self) -> Path | None:
-        return self._optional("eagle2")
+        return self.draft("eagle2")
 
     @property
     def draft_lm(self) -> Path | None:
-        return self._optional("draft-lm")
+        return self.draft("lm")
 
     @property
     def spd(self) -> Path | None:
-        return self._optional("spd")
+        return self.draft("spd")
 
-    def _optional(self, part: str) -> Path | None:
-        path = self.path / part
+    def draft(self, kind: str) -> Path | None:
+        """Where the draft model of this kind lies (the keys of ``DRAFT_PARTS``); None without one."""
+        path = self.path / DRAFT_PARTS[kind]
         return path if (path / "config.json").is_file() else None
 
     @cached_property

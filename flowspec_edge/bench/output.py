@@ -16,6 +16,8 @@ def check_writable(path: Path) -> None:
     target = path.resolve()
     if target.is_dir() or (target.exists() and not target.is_file()):
         raise UsageError(f"cannot write {path}: it is not an ordinary file")
+    if not target.parent.is_dir():
+        raise UsageError(f"cannot write {path}: no directory {path.parent}; make it first")
     try:
         partial = _partial(target)
         partial.open("wb").close()

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.segment import Segments
 from rich.table import Table
 
 from flowspec_edge.bench.report import Row
+
+_WIDEST = 1000  # columns; more than any table needs
 
 
 def title(clock: str, profile: str | None, stages: int, temperature: float, strategy: str = "") -> str:
@@ -19,6 +23,14 @@ def title(clock: str, profile: str | None, stages: int, temperature: float, stra
 def timing(clock: str, profile: str | None) -> str:
     """Whose time a figure is in."""
     return f"VIRTUAL TIME under {profile}" if clock == "virtual" else "wall clock on this machine"
+
+
+def show(console: Console, made: Table) -> None:
+    """Print a table whole: a narrow terminal wraps its lines, but no figure is cut short."""
+    needed = console.measure(made, options=console.options.update(max_width=_WIDEST)).maximum
+    # Not print(made, width=…): that would not go beyond the console.
+    options = console.options.update(width=max(console.width, needed))
+    console.print(Segments(console.render(made, options)), soft_wrap=True, end="")
 
 
 def table(rows: Sequence[Row], caption: str) -> Table:

@@ -34,6 +34,8 @@ Examples:
   flowspec bench timeline --strategy flowspec
 
   flowspec bench timeline --strategy chunk_pp --turns 10 --skip-turns 20 --out chunk_pp.svg
+
+  flowspec bench timeline --strategy megatron --turns 40
 """
 
 
@@ -85,7 +87,7 @@ def timeline(
     from flowspec_edge.bench.prompts import Prompt, load_prompts
     from flowspec_edge.bench.table import title
     from flowspec_edge.bench.timeline import draw, window
-    from flowspec_edge.cli.measuring import demo_prompts, requests_for
+    from flowspec_edge.cli.measuring import demo_prompts, requests_for, require_runnable
     from flowspec_edge.config import load_profile
     from flowspec_edge.modeldir import resolve_model
     from flowspec_edge.strategies.registry import strategy_class
@@ -93,6 +95,7 @@ def timeline(
 
     chosen = strategy_class(strategy)
     found, charged = resolve_model(model), load_profile(profile)
+    require_runnable([chosen.name], found, params, "virtual", stages)
     if out is not None:
         check_figure(out)
     text = Prompt("", "", prompt) if prompt is not None else load_prompts(demo_prompts(), 1)[0]

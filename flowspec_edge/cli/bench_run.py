@@ -29,7 +29,7 @@ def run(*, options: Measuring, sampling: Sampling, params: Params) -> None:
     """
     from rich.console import Console
 
-    from flowspec_edge.bench.table import table, title
+    from flowspec_edge.bench.table import show, table, title
     from flowspec_edge.cli.measuring import fail_if_different, measure
 
     report = measure(options, sampling, params, FLOWSPEC_AND_ABLATIONS)
@@ -38,7 +38,7 @@ def run(*, options: Measuring, sampling: Sampling, params: Params) -> None:
         rows = [row for row in report.rows if row.temperature == temperature]
         if len({row.task for row in rows}) > 1:
             rows += [row for row in report.means if row.temperature == temperature]
-        console.print(table(rows, title(report.clock, report.profile, options.stages, temperature)))
+        show(console, table(rows, title(report.clock, report.profile, options.stages, temperature)))
     fail_if_different(report)
 
 

@@ -38,7 +38,7 @@ def demo(
     from flowspec_edge.bench.prompts import load_prompts
     from flowspec_edge.bench.report import Difference, Row
     from flowspec_edge.bench.runner import run
-    from flowspec_edge.bench.table import table, title
+    from flowspec_edge.bench.table import show, table, title
     from flowspec_edge.cli.measuring import demo_prompts, plain_decoding, progress, requests_for
     from flowspec_edge.config import load_profile
     from flowspec_edge.sampling import Sampling
@@ -68,8 +68,8 @@ def demo(
         virtual = run(cluster, plain, requests, _STRATEGIES, advance)
 
     on_testbed, here = title("virtual", profile.name, stages, 0), title("wall", None, stages, 0)
-    console.print(table(virtual[0], f"{on_testbed}, {len(requests)} held-out prompts"))
-    console.print(table(local[0], f"{here}, the text above"))
+    show(console, table(virtual[0], f"{on_testbed}, {len(requests)} held-out prompts"))
+    show(console, table(local[0], f"{here}, the text above"))
     console.print("On one machine all devices share its cores: that table shows that it works, not how fast.")
     differences = [*local[1], *virtual[1]]
     if differences:

@@ -13,7 +13,7 @@ import typer
 
 from flowspec_edge.bench.prompts import Prompt
 from flowspec_edge.cli.clusters import open_cluster
-from flowspec_edge.cli.measuring import requests_for
+from flowspec_edge.cli.measuring import requests_for, require_runnable
 from flowspec_edge.cli.options import (
     ClockOption,
     DtypeOption,
@@ -66,6 +66,7 @@ def generate(
     found = resolve_model(model)
     described = load_profile(profile)  # also when time is real: a wrong name is worth an error
     charged = described if clock == "virtual" else None
+    require_runnable([chosen.name], found, params, clock, stages)
     if verbose:
         logging.basicConfig(format="%(message)s")  # to stderr
         logging.getLogger("flowspec_edge").setLevel(logging.INFO)

@@ -48,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FlowspecError as error:
         return _fail(str(error), error.exit_code)
     except _ArgumentError as error:
-        return _fail(error.format_message(), error.exit_code)
+        # A group without a command has printed its help, and there is nothing to add.
+        text = error.format_message()
+        return _fail(text, error.exit_code) if text else error.exit_code
     except BrokenPipeError:
         # The reader has gone; give the interpreter's own flush at exit nothing to fail on.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

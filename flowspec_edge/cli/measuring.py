@@ -15,10 +15,10 @@ from flowspec_edge.bench.report import Report, load_report
 from flowspec_edge.bench.runner import Plain, Plan, Workload
 from flowspec_edge.bench.tasks import Task, load_tasks
 from flowspec_edge.cli.bench_options import Measuring, parse_strategies, parse_temperatures
-from flowspec_edge.cli.options import Dtype
+from flowspec_edge.cli.options import Clock, Dtype
 from flowspec_edge.config import Profile, load_profile
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.modeldir import DEMO, ModelDir, resolve_model
+from flowspec_edge.modeldir import DEMO, DRAFT_PARTS, ModelDir, resolve_model
 from flowspec_edge.resources import resource_dir
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.sampling import Sampling
@@ -48,6 +48,26 @@ def requests_for(tokenizer: Tokenizer, model: ModelDir, prompts: Sequence[Prompt
     return requests
 
 
+def require_runnable(strategies: Sequence[str], model: ModelDir, params: Params, clock: Clock,
+                     stages: int) -> None:
+    """UsageError for what no strategy can do without, before torch is imported or any of them runs:
+    its draft model, and in processes at least one layer for each stage of a pipeline."""
+    from flowspec_edge.strategies.registry import strategy_class
+
+    for name in strategies:
+        chosen = strategy_class(name)
+        kind = chosen.drafts_with(params)
+        if kind and not model.draft(kind):
+            part = DRAFT_PARTS[kind]
+            advice = (f"make it with: flowspec models train-spd --model {model.path}" if kind == "spd" else
+                      f"put one there, or see --draft for another kind (it has: {_drafts(model)})")
+            raise UsageError(f"{name} drafts with {part}/, which {model.path} does not have; {advice}; "
+                             "or leave this strategy out")
+        if clock == "wall" and chosen.parallelism == "pipeline" and stages > model.layers:
+            raise UsageError(f"{name}: {stages} stages are more than the model's {model.layers} layers: "
+                             f"use at most --stages {model.layers}, or --clock virtual")
+
+
 def measure(options: Measuring, sampling: Sampling, params: Params, strategies: str,
             temperatures: str | None = None) -> Report:
     """Everything that is asked, saved to ``options.out`` as it comes; the last two are defaults.
@@ -63,13 +83,13 @@ def measure(options: Measuring, sampling: Sampling, params: Params, strategies: 
     described = load_profile(options.profile)  # also when time is real: a wrong name is worth an error
     profile = described if options.clock == "virtual" else None
     tasks = _tasks(options)
+    heat = parse_temperatures(options.temperatures or temperatures, sampling)
     if options.out is not None:
         check_writable(options.out)
-    plan = Plan(names, _workloads(options, tasks, model, sampling, params),
-                parse_temperatures(options.temperatures or temperatures, sampling), options.repeats,
-                options.warmup)
     report = _report(options, tasks, model, profile, sampling, params)
-    _require_drafters(names, model, params)
+    require_runnable(names, model, params, options.clock, options.stages)
+    plan = Plan(names, _workloads(options, tasks, model, sampling, params), heat, options.repeats,
+                options.warmup)
 
     def save() -> None:
         if options.out is not None:
@@ -118,6 +138,10 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
         yield advance
 
 
+def _drafts(model: ModelDir) -> str:
+    return ", ".join(f"{part}/" for kind, part in DRAFT_PARTS.items() if model.draft(kind)) or "none"
+
+
 def _tasks(options: Measuring) -> list[Task]:
     if options.prompts:
         return load_tasks(options.prompts, options.by_category, options.limit)
@@ -139,18 +163,6 @@ def _workloads(options: Measuring, tasks: Sequence[Task], model: ModelDir, sampl
     return found
 
 
-def _require_drafters(strategies: Sequence[str], model: ModelDir, params: Params) -> None:
-    """A draft model that is not there is worth an error before the first strategy runs."""
-    from flowspec_edge.drafting.load import PARTS
-    from flowspec_edge.strategies.registry import strategy_class
-
-    for name in strategies:
-        kind = strategy_class(name).drafts_with(params)
-        if kind and not (model.path / PARTS[kind] / "config.json").is_file():
-            raise UsageError(f"{name} drafts with {PARTS[kind]}/, which {model.path} does not have; leave it "
-                             "out of --strategies, or give all one draft model with --draft")
-
-
 def _report(options: Measuring, tasks: Sequence[Task], model: ModelDir, profile: Profile | None,
             sampling: Sampling, params: Params) -> Report:
     """A new report, or the one to go on from."""
@@ -160,7 +172,10 @@ def _report(options: Measuring, tasks: Sequence[Task], model: ModelDir, profile:
                  _settings(options, tasks, model, profile, sampling, params), machine(), str(date.today()))
     if not options.resume or options.out is None or not options.out.exists():
         return new
-    old = load_report(options.out)
+    try:
+        old = load_report(options.out)
+    except UsageError as error:
+        raise UsageError(f"cannot resume: {error}; or give another --json") from error
     pairs: dict[str, tuple[Any, Any]] = {"clock": (old.clock, new.clock)}
     pairs |= {key: (old.settings.get(key), new.settings.get(key)) for key in old.settings | new.settings}
     if options.clock == "wall":

@@ -65,9 +65,10 @@ def train_spd(
 
       flowspec models train-spd --model my-demo
     """
+    found = resolve_model(model)  # a wrong name is found before torch is imported
     from flowspec_edge.training.spd_part import train_spd as train
 
-    train(resolve_model(model), out=out, work=work, quick=quick)
+    train(found, out=out, work=work, quick=quick)
 
 
 def _describe(model: ModelDir) -> str:

@@ -17,9 +17,8 @@ from flowspec_edge.drafting.lm import LMDrafter
 from flowspec_edge.drafting.spd_checkpoint import load_module
 from flowspec_edge.drafting.spd_drafter import SpdDrafter
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.modeldir import DRAFT_PARTS
 from flowspec_edge.tensors import parse_dtype
-
-PARTS = {"eagle2": "eagle2", "lm": "draft-lm", "spd": "spd"}  # kind -> where in a model directory it lies
 
 
 def load_drafter(kind: str, model_dir: Path, lm_head: Tensor, embedding: Tensor, dtype: str) -> Drafter:
@@ -33,9 +32,9 @@ def load_drafter(kind: str, model_dir: Path, lm_head: Tensor, embedding: Tensor,
 
     Raises UsageError for an unknown kind or a missing directory, FlowspecError for bad weights.
     """
-    if kind not in PARTS:
-        raise UsageError(f"unknown kind of draft model {kind!r}; there is: {', '.join(PARTS)}")
-    path, torch_dtype = model_dir / PARTS[kind], parse_dtype(dtype)
+    if kind not in DRAFT_PARTS:
+        raise UsageError(f"unknown kind of draft model {kind!r}; there is: {', '.join(DRAFT_PARTS)}")
+    path, torch_dtype = model_dir / DRAFT_PARTS[kind], parse_dtype(dtype)
     drafter: Drafter
     if kind == "eagle2":
         head = load_head(path, embedding, torch_dtype).to(lm_head.device)

@@ -23,7 +23,7 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.training.card import write_card
 from flowspec_edge.training.corpus import TokenizedCorpus, prepare
 from flowspec_edge.training.eagle import agreement, greedy_text, train_head
-from flowspec_edge.training.parts import make_part
+from flowspec_edge.training.parts import make_directory, make_part
 from flowspec_edge.training.recipes import DEMO, QUICK, DemoRecipe
 from flowspec_edge.training.target import bits_per_byte, load_lm, save_lm, train_lm
 
@@ -71,8 +71,8 @@ def train_demo(out: Path, work: Path | None = None, quick: bool = False) -> None
 
 def _claim(out: Path, work: Path, recipe: DemoRecipe) -> None:
     """Bind the directories to the recipe, so that no two recipes mix."""
-    work.mkdir(parents=True, exist_ok=True)
-    out.mkdir(parents=True, exist_ok=True)
+    make_directory(out)
+    make_directory(work)
     wanted = asdict(recipe)
     del wanted["pace"]
     path = work / "recipe.json"

@@ -12,6 +12,25 @@ from pathlib import Path
 
 from rich.console import Console
 
+from flowspec_edge.errors import UsageError
+
+
+def make_directory(path: Path) -> None:
+    """``path`` and what is above it; UsageError if a file is in the way or it cannot be made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = "a file is in the way" if isinstance(error, FileExistsError) else error.strerror
+        raise UsageError(f"cannot make the directory {path}: {reason}; give another one") from error
+
+
+def claim_part(path: Path) -> None:
+    """UsageError now, and not after hours of work, if :func:`make_part` could not write ``path``."""
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"cannot make the directory {path}: a file is in the way; give another one")
+    make_directory(_partial(path))
+    shutil.rmtree(_partial(path))
+
 
 def make_part(console: Console, path: Path, part: Callable[[Path], None]) -> None:
     """Let ``part`` write into a directory beside ``path``, then give it that name.
@@ -21,10 +40,14 @@ def make_part(console: Console, path: Path, part: Callable[[Path], None]) -> Non
     if path.is_dir():
         console.print(f"{path} is finished already; going on")
         return
-    partial = path.with_name(f".partial-{path.name}")
+    partial = _partial(path)
     shutil.rmtree(partial, ignore_errors=True)
     part(partial)
     for file in partial.rglob("*"):
         file.chmod(0o644)  # safetensors leaves its files to their owner alone
     os.replace(partial, path)
     console.print(f"{path} is finished")
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".partial-{path.name}")

@@ -25,7 +25,7 @@ from flowspec_edge.modeldir import ModelDir
 from flowspec_edge.stage.checkpoint import digest
 from flowspec_edge.stage.shard import load_config, load_lm_head
 from flowspec_edge.training.corpus import TokenizedCorpus, prepare_for
-from flowspec_edge.training.parts import make_part
+from flowspec_edge.training.parts import claim_part, make_directory, make_part
 from flowspec_edge.training.recipes import DEMO, QUICK, SPD, SPD_QUICK
 from flowspec_edge.training.spd import STAGES, SpdRecipe, agreement, train_module
 
@@ -54,6 +54,7 @@ def train_spd(model: ModelDir, out: Path | None = None, work: Path | None = None
     if out.is_dir():
         console.print(f"{out} is there already; delete it to have it made again")
         return
+    claim_part(out)
     _claim(work, recipe, model)
     corpus = prepare_for(work, _tokenizer(model), min(model.stop_ids), _SEED, around.corpus_limit)
     text, held_out = (torch.from_numpy(ids.astype("int32")) for ids in (corpus.train, corpus.held_out))
@@ -70,7 +71,7 @@ def train_spd(model: ModelDir, out: Path | None = None, work: Path | None = None
 
 def _claim(work: Path, recipe: SpdRecipe, model: ModelDir) -> None:
     """Bind the work directory to the recipe and the target."""
-    work.mkdir(parents=True, exist_ok=True)
+    make_directory(work)
     target = digest({"lm_head": load_lm_head(model.target, "fp32")})
     # Through JSON, as it is read back: tuples become lists.
     wanted = json.loads(json.dumps({"recipe": asdict(recipe), "target": target}))

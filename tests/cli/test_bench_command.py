@@ -207,7 +207,9 @@ def test_resuming_from_a_foreign_file_leaves_it_alone(model: Path, prompts: Path
     path.write_text('{"precious": 1}')
     assert main(["bench", "run", "--model", str(model), "--prompts", str(prompts), "--json", str(path),
                  "--resume"]) == 2
-    assert "is no report of flowspec bench run" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "is no report of flowspec bench run" in err
+    assert "or give another --json" in err
     assert path.read_text() == '{"precious": 1}'
 
 

@@ -131,9 +131,26 @@ def test_a_truncated_shard_is_one_line(tmp_path: Path, clock: str,
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["--strategy", "pipedec"], "pipedec drafts with draft-lm/, which"),
+    (["--strategy", "pipedec"], "see --draft for another kind (it has: eagle2/)"),
+    (["--strategy", "flowspec", "--draft", "lm"], "flowspec drafts with draft-lm/, which"),
+    (["--strategy", "spd", "--draft", "eagle2"], "make it with: flowspec models train-spd --model "),
+])
+@pytest.mark.parametrize("command", ["generate", "bench timeline"])
+def test_a_missing_draft_model_is_named_before_anything_is_loaded(
+        model: Path, tmp_path: Path, command: str, arguments: list[str], says: str,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    for part in ("target", "eagle2"):
+        (tmp_path / part).symlink_to(model / part)
+    prompt = ["x"] if command == "generate" else ["--prompt", "x"]
+    assert main([*command.split(), *prompt, "--model", str(tmp_path), *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert says in err
+
+
 def test_more_stages_than_layers_over_processes(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate(model, PROMPT, "--stages", "3", clock="wall") != 0
-    err = capsys.readouterr().err
-    assert err.startswith("flowspec: error: ")
-    assert "3" in err
-    assert err.count("\n") == 1
+    assert generate(model, PROMPT, "--stages", "3", clock="wall") == 2
+    assert capsys.readouterr().err == ("flowspec: error: flowspec: 3 stages are more than the model's 2 "
+                                       "layers: use at most --stages 2, or --clock virtual\n")

@@ -51,6 +51,15 @@ def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "flowspec: error: No such command 'fly'.\n"
 
 
+@pytest.mark.parametrize("command", [[], ["bench"], ["models"]])
+def test_a_group_without_a_command_is_its_help_and_no_empty_error(command: list[str],
+                                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command) == 2
+    out, err = capsys.readouterr()
+    assert "Usage:" in out + err
+    assert "error" not in err
+
+
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """A command that streams for longer than any test lasts."""
