@@ -61,7 +61,9 @@ class Params:
                 raise UsageError(f"{name} must not be negative, not {value}")
         if not self.tau > 0:
             raise UsageError(f"tau must be positive, not {self.tau}")
-        self.stpp_levels()  # a UsageError if they are none
+        if (rows := self.largest_segment()) > _MOST_ROWS:
+            raise UsageError(f"a segment of {rows} rows is more than {_MOST_ROWS}: lower the tree, width, gamma "
+                             "or branching that asks for it")
 
     def stpp_levels(self) -> tuple[int, ...]:
         """``stpp_branching`` as numbers."""
@@ -85,3 +87,4 @@ class Params:
 
 
 _MAY_BE_ZERO = ("pearl_gamma",)
+_MOST_ROWS = 8192  # of a segment: a stage's attention mask alone would need gigabytes

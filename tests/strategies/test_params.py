@@ -18,6 +18,8 @@ from flowspec_edge.strategies.params import Params
     ({"draft": "medusa"}, "draft must be own or eagle2 or lm, not 'medusa'"),
     ({"pipeinfer_canonical": "none"}, "pipeinfer-canonical must be all or needed, not 'none'"),
     ({"stpp_branching": "2,x"}, "stpp-branching must be positive numbers separated by commas, not '2,x'"),
+    ({"stpp_branching": "100,100"}, "a segment of 10101 rows is more than 8192: lower the tree, width, gamma "
+                                    "or branching that asks for it"),
     ({"stpp_branching": "2,0"}, "stpp-branching must be positive numbers separated by commas, not '2,0'"),
 ])
 def test_what_cannot_be_is_refused(given: dict[str, object], message: str) -> None:
