@@ -62,8 +62,8 @@ class Params:
         if not self.tau > 0:
             raise UsageError(f"tau must be positive, not {self.tau}")
         if (rows := self.largest_segment()) > _MOST_ROWS:
-            raise UsageError(f"a segment of {rows} rows is more than {_MOST_ROWS}: lower the tree, width, gamma "
-                             "or branching that asks for it")
+            raise UsageError(f"a segment of {rows} rows is more than {_MOST_ROWS}: lower the tree, width, "
+                             "gamma or branching that asks for it")
 
     def stpp_levels(self) -> tuple[int, ...]:
         """``stpp_branching`` as numbers."""
