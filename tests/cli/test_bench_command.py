@@ -223,7 +223,7 @@ def test_an_interrupted_run_keeps_what_it_has(model: Path, prompts: Path, tmp_pa
                           preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as process:
         while not path.exists():  # T = 0 is quick, T = 1 longer than any test lasts
             assert process.poll() is None
-            time.sleep(0.01)
+            time.sleep(0.01)  # between looks at what another process writes
         process.send_signal(signal.SIGINT)
         out, err = process.communicate()
     assert (process.returncode, out, err) == (130, b"", b"")
