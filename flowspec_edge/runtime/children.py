@@ -6,11 +6,13 @@ Knows processes, exit codes and what they wrote to stderr.  Does not know what w
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -59,9 +61,14 @@ class Children:
 
     def exited_within(self, timeout: float) -> str | None:
         """The same, when something else says that one must be ending just now."""
-        deadline = time.monotonic() + timeout
-        while (cause := self.exited()) is None and self._processes and time.monotonic() < deadline:
-            time.sleep(0.01)  # between looks; there is no waiting for whichever child ends first
+        cause = self.exited()
+        if cause is None and self._processes and timeout > 0:
+            with ExitStack() as opened:
+                ends = [os.pidfd_open(pid) for pid in self.pids]
+                for end in ends:
+                    opened.callback(os.close, end)
+                select.select(ends, [], [], timeout)  # whichever ends first
+            cause = self.exited()
         return cause
 
     def end(self) -> None:

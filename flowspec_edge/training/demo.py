@@ -8,8 +8,6 @@ the work directory.  A part appears in OUT under its name only when it is comple
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.training.card import write_card
 from flowspec_edge.training.corpus import TokenizedCorpus, prepare
 from flowspec_edge.training.eagle import agreement, greedy_text, train_head
-from flowspec_edge.training.parts import make_directory, make_part
+from flowspec_edge.training.parts import bind, make_directory, make_part
 from flowspec_edge.training.recipes import DEMO, QUICK, DemoRecipe
 from flowspec_edge.training.target import bits_per_byte, load_lm, save_lm, train_lm
 
@@ -75,13 +73,7 @@ def _claim(out: Path, work: Path, recipe: DemoRecipe) -> None:
     make_directory(work)
     wanted = asdict(recipe)
     del wanted["pace"]
-    path = work / "recipe.json"
-    if not path.exists():
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(wanted, indent=1))
-        os.replace(partial, path)
-    elif json.loads(path.read_text()) != wanted:
-        raise UsageError(f"{work} holds the work of another recipe; give another --work, or delete it")
+    bind(work / "recipe.json", wanted, "another recipe")
     card = out / "card.toml"
     if card.exists() and f'recipe = "{recipe.name}"' not in card.read_text(encoding="utf-8").splitlines():
         raise UsageError(f"{out} holds a model of another recipe; give another --out")

@@ -5,10 +5,12 @@ Does not know what is in a part.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -22,6 +24,20 @@ def make_directory(path: Path) -> None:
     except OSError as error:
         reason = "a file is in the way" if isinstance(error, FileExistsError) else error.strerror
         raise UsageError(f"cannot make the directory {path}: {reason}; give another one") from error
+
+
+def bind(path: Path, wanted: dict[str, Any], what: str) -> None:
+    """Bind a work directory to ``wanted`` by the file ``path`` in it, so that no two recipes mix.
+
+    UsageError if it is bound to something else; ``what`` says of what it holds the work then.
+    """
+    wanted = json.loads(json.dumps(wanted))  # as it is read back: tuples become lists
+    if not path.exists():
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(wanted, indent=1))
+        os.replace(partial, path)
+    elif json.loads(path.read_text()) != wanted:
+        raise UsageError(f"{path.parent} holds the work of {what}; give another --work, or delete it")
 
 
 def claim_part(path: Path) -> None:

@@ -7,7 +7,6 @@ how the module is trained (``training.spd``).
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from flowspec_edge.modeldir import ModelDir
 from flowspec_edge.stage.checkpoint import digest
 from flowspec_edge.stage.shard import load_config, load_lm_head
 from flowspec_edge.training.corpus import TokenizedCorpus, prepare_for
-from flowspec_edge.training.parts import claim_part, make_directory, make_part
+from flowspec_edge.training.parts import bind, claim_part, make_directory, make_part
 from flowspec_edge.training.recipes import DEMO, QUICK, SPD, SPD_QUICK
 from flowspec_edge.training.spd import STAGES, SpdRecipe, agreement, train_module
 
@@ -73,16 +72,7 @@ def _claim(work: Path, recipe: SpdRecipe, model: ModelDir) -> None:
     """Bind the work directory to the recipe and the target."""
     make_directory(work)
     target = digest({"lm_head": load_lm_head(model.target, "fp32")})
-    # Through JSON, as it is read back: tuples become lists.
-    wanted = json.loads(json.dumps({"recipe": asdict(recipe), "target": target}))
-    path = work / "spd.json"
-    if not path.exists():
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(wanted, indent=1))
-        os.replace(partial, path)
-    elif json.loads(path.read_text()) != wanted:
-        raise UsageError(f"{work} holds the work of another model or recipe; give another --work, "
-                         "or delete it")
+    bind(work / "spd.json", {"recipe": asdict(recipe), "target": target}, "another model or recipe")
 
 
 def _tokenizer(model: ModelDir) -> Tokenizer:

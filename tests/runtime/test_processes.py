@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from clusterkit import PATIENCE, PROMPT, alive, on_third
 from tiny_dir import tiny_model_dir
 from transformers import AutoModelForCausalLM
 
@@ -31,9 +32,7 @@ from flowspec_edge.runtime.workerconfig import WorkerConfig
 from flowspec_edge.sampling import Sampling
 from flowspec_edge.strategies.registry import STRATEGIES
 
-PROMPT = [(7 * i + 3) % 290 for i in range(70)]  # two chunks
 PIPELINED = [name for name, cls in STRATEGIES.items() if cls.parallelism == "pipeline"]
-PATIENCE = 60.0  # seconds; only a failing test waits so long
 
 
 @pytest.fixture(scope="module")
@@ -59,34 +58,6 @@ def greedy(model: Path, count: int) -> list[int]:
     out = whole.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False,
                          eos_token_id=None, pad_token_id=0)
     return [int(token) for token in out[0, len(PROMPT):]]
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.02)  # between looks at another process, up to a deadline
-
-
-def on_third(act: Callable[[], None]) -> Callable[[list[int]], None]:
-    """A token callback that acts once, in the middle of the text."""
-    seen: list[int] = []
-
-    def on_tokens(new: list[int]) -> None:
-        before = len(seen)
-        seen.extend(new)
-        if before < 3 <= len(seen):
-            act()
-
-    return on_tokens
 
 
 @pytest.mark.parametrize("strategy", PIPELINED)
@@ -209,16 +180,11 @@ def test_stages_do_not_outlive_a_d0_that_is_killed(model: Path) -> None:
         pids = [int(pid) for pid in d0.stdout.readline().split()]
         assert len(pids) == 2
         assert all(map(alive, pids))
+        ends = [os.pidfd_open(pid) for pid in pids]
         d0.kill()
-    until(lambda: not any(alive(pid) and not _zombie(pid) for pid in pids))
-
-
-def _zombie(pid: int) -> bool:
-    """Whether the process has ended but nobody has asked: there may be no init to do so."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
+    for end in ends:
+        assert select.select([end], [], [], PATIENCE)[0], "a stage lives on"
+        os.close(end)
 
 
 def _free_port() -> int:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from clusterkit import PATIENCE, PROMPT, alive, on_third
 from tiny_dir import tiny_model_dir
 
 from flowspec_edge.config import load_profile
@@ -30,8 +31,6 @@ from flowspec_edge.sampling import Sampling
 from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.strategies.params import Params
 
-PROMPT = [(7 * i + 3) % 290 for i in range(70)]  # two chunks
-PATIENCE = 60.0  # seconds; only a failing test waits so long
 KINDS: tuple[Parallelism, ...] = ("megatron", "galaxy")
 SAMPLINGS = (Sampling(), Sampling(temperature=1.0, top_p=0.9, seed=5))
 PROFILE = load_profile("paper-7b")
@@ -62,27 +61,6 @@ def same_tokens(clusters: LocalClusters, plain: PlainDecoder, strategy: str) -> 
         assert result.tokens == streamed == plain.generate(PROMPT, 16, sampling)[0]
 
 
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def once(act: Callable[[], None]) -> Callable[[list[int]], None]:
-    """A token callback that acts in the middle of the text."""
-    seen: list[int] = []
-
-    def on_tokens(new: list[int]) -> None:
-        before = len(seen)
-        seen.extend(new)
-        if before < 3 <= len(seen):
-            act()
-
-    return on_tokens
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_processes_give_the_tokens_of_plain_decoding(clusters: LocalClusters, plain: PlainDecoder,
                                                      kind: Parallelism) -> None:
@@ -101,7 +79,7 @@ def test_an_interrupted_request_leaves_the_ranks_agreed(clusters: LocalClusters,
 
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            clusters.generate(Request(PROMPT, "galaxy", 200), once(interrupt))
+            clusters.generate(Request(PROMPT, "galaxy", 200), on_third(interrupt))
     running = clusters.running
     same_tokens(clusters, plain, "galaxy")
     assert clusters.running is running
@@ -155,7 +133,7 @@ def test_a_lost_rank_is_named_and_the_others_are_reaped(
         assert running is not None
         pids = running.pids
         with pytest.raises(PeerLost, match=text) as caught:
-            clusters.generate(Request(PROMPT, kind, 1000), once(lambda: os.kill(pids[victim], number)))
+            clusters.generate(Request(PROMPT, kind, 1000), on_third(lambda: os.kill(pids[victim], number)))
         assert "\n" not in str(caught.value)
         assert not any(map(alive, pids))
         if kind == "megatron":  # the next request starts another cluster

@@ -1,0 +1,31 @@
+"""What the tests of clusters of processes share: a prompt, who is alive, acting in the middle of a text."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+PROMPT = [(7 * i + 3) % 290 for i in range(70)]  # two chunks
+PATIENCE = 60.0  # seconds; only a failing test waits so long
+
+
+def alive(pid: int) -> bool:
+    """Whether there is such a process, an ended one that nobody has asked for included."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def on_third(act: Callable[[], None]) -> Callable[[list[int]], None]:
+    """A token callback that acts once, in the middle of the text."""
+    seen: list[int] = []
+
+    def on_tokens(new: list[int]) -> None:
+        before = len(seen)
+        seen.extend(new)
+        if before < 3 <= len(seen):
+            act()
+
+    return on_tokens
