@@ -1,0 +1,1 @@
+"""Boards: what each can do, who takes which layers, and the networks between them."""
