@@ -38,38 +38,52 @@ class ModelShape(Strict):
     layers: Count
     hidden_width: Count
     bytes_per_value: Count  # of a hidden state on the wire
+    layer_mb: Positive | None = None  # 10^6 bytes of weights that one layer reads, as the device holds them
 
 
 class StageCurve(Strict):
-    """What ``layers`` layers take for a segment of so many rows.
+    """What a stage takes for a segment of so many rows, each of which sees so much context.
 
-    ``rows`` and ``ms`` are the corners of a piecewise linear curve: flat below the first corner,
-    and beyond the last as steep as the last piece.
+    ``rows`` and ``ms`` are the corners of a piecewise linear curve for ``layers`` layers and an
+    empty cache: flat below the first corner, and beyond the last as steep as the last piece.
+    ``context_ms`` is what 1000 cached tokens add at each corner, by the same rule; ``overhead_ms``
+    comes with every segment, however many layers the stage has.
     """
 
     layers: Positive
     rows: Annotated[list[Positive], Field(min_length=1)]
     ms: Annotated[list[Positive], Field(min_length=1)]
+    context_ms: list[NotNegative] = []
+    overhead_ms: NotNegative = 0.0
 
     @model_validator(mode="after")
     def _is_a_curve(self) -> StageCurve:
         if len(self.rows) != len(self.ms):
             raise ValueError(f"rows and ms must be equally long, not {len(self.rows)} and {len(self.ms)}")
+        if self.context_ms and len(self.context_ms) != len(self.rows):
+            raise ValueError("rows and context_ms must be equally long, "
+                             f"not {len(self.rows)} and {len(self.context_ms)}")
         if any(b <= a for a, b in zip(self.rows, self.rows[1:], strict=False)):
             raise ValueError("rows must increase")
-        if any(b < a for a, b in zip(self.ms, self.ms[1:], strict=False)):
-            raise ValueError("ms must not fall as rows grow")
+        for name in ("ms", "context_ms"):
+            values = getattr(self, name)
+            if any(b < a for a, b in zip(values, values[1:], strict=False)):
+                raise ValueError(f"{name} must not fall as rows grow")
         return self
 
-    def milliseconds(self, rows: int) -> float:
-        """The curve at ``rows``; nothing to compute costs nothing."""
+    def milliseconds(self, rows: int, context: int = 0) -> float:
+        """The curve at ``rows``, without the overhead; nothing to compute costs nothing."""
         if rows <= 0:
             return 0.0
+        seen = self._at(self.context_ms, rows) * context / 1e3 if self.context_ms else 0.0
+        return self._at(self.ms, rows) + seen
+
+    def _at(self, values: list[float], rows: int) -> float:
         if rows <= self.rows[0] or len(self.rows) == 1:
-            return self.ms[0]
+            return values[0]
         right = min(bisect_right(self.rows, rows), len(self.rows) - 1)
         x0, x1 = self.rows[right - 1], self.rows[right]
-        y0, y1 = self.ms[right - 1], self.ms[right]
+        y0, y1 = values[right - 1], values[right]
         return y0 + (y1 - y0) * (rows - x0) / (x1 - x0)
 
 
@@ -107,8 +121,38 @@ class Host(Strict):
     bookkeeping_ms: NotNegative = 0.0
 
 
+class Memory(Strict):
+    """A board's memory, in MB (10^6 bytes)."""
+
+    total_mb: Positive
+    usable_mb: Positive  # free for a stage's or D0's process, with the system running
+    process_mb: NotNegative  # what such a process takes beside weights and cache: interpreter, kernels
+    gb_per_s: Positive | None = None  # 10^9 bytes a second that a large copy reads
+
+    @model_validator(mode="after")
+    def _fits(self) -> Memory:
+        if self.usable_mb > self.total_mb:
+            raise ValueError(f"usable_mb {self.usable_mb:g} is more than total_mb {self.total_mb:g}")
+        return self
+
+
+class Conditions(Strict):
+    """Under what a profile was measured; informative, nothing is computed from it."""
+
+    date: str = ""
+    machine: str = ""
+    model: str = ""
+    dtype: str = ""
+    device: str = ""
+    threads: Annotated[int, Field(ge=0)] = 0
+    power_mode: str = ""
+    temperature_c: float | None = None  # the hottest zone, when the measuring ended
+    clocks_mhz: dict[str, float] = {}
+    peer: str = ""  # what the link was measured with
+
+
 class Profile(Strict):
-    """A device or a testbed, in time."""
+    """A device or a testbed, in time and memory."""
 
     name: str
     summary: str
@@ -122,10 +166,16 @@ class Profile(Strict):
     link: Link
     host: Host = Host()
     collective: Collective = Collective()
+    memory: Memory | None = None
+    conditions: Conditions | None = None
 
-    def stage_seconds(self, rows: int, layers: float) -> float:
-        """How long a stage of ``layers`` layers (a fraction is allowed) computes ``rows`` rows."""
-        return self.stage.milliseconds(rows) * 1e-3 * (layers / self.stage.layers)
+    def stage_seconds(self, rows: int, layers: float, context: int = 0) -> float:
+        """How long a stage of ``layers`` layers (a fraction is allowed) computes ``rows`` rows, with
+        ``context`` tokens in its cache."""
+        if rows <= 0:
+            return 0.0
+        share = layers / self.stage.layers
+        return (self.stage.overhead_ms + self.stage.milliseconds(rows, context) * share) * 1e-3
 
     def draft_seconds(self, kind: str) -> float:
         """One pass of a draft model of this kind: "eagle2", "lm" or "spd"."""
