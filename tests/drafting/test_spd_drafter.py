@@ -8,7 +8,7 @@ what the module gives from scratch for exactly that.
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
@@ -151,7 +151,9 @@ class Session:
         self.nodes = {i: self.nodes[i] for i in kept if i in self.nodes and i != root.id}
 
     def grow(self, parent):
-        """A child of ``parent`` with a token of its own, sent already."""
+        """A child of ``parent`` with a token of its own, sent already, and so is all above it."""
+        if self.text[-1] < 0:  # a descendant's number is the larger one
+            self.text[-1] = self.new_number()
         taken = {n.token for n in self.nodes.values() if n.parent == parent.id}
         token = int(self.rng.choice([t for t in range(V) if t not in taken]))
         node = DraftNode(self.next_id, parent.id, token, parent.position + 1, self.new_number())
@@ -209,6 +211,7 @@ class Session:
 @given(seed=st.integers(0, 2**31), prompt=st.integers(1, 9), width=st.sampled_from([1, 4]),
        moves=st.lists(st.sampled_from(["layer", "layer", "taps", "taps", "hit", "miss", "again"]),
                       min_size=4, max_size=14))
+@example(seed=1, prompt=1, width=1, moves=["miss", "layer", "layer", "hit", "taps", "layer"])
 @settings(max_examples=60, deadline=None)
 def test_whatever_has_arrived_is_used_and_nothing_else(seed, prompt, width, moves):
     s = Session(seed)
