@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SUFFIXES = (".svg", ".png")
-_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#222255",
-            "#994455", "#eecc66", "#225522", "#997700", "#555555")  # Paul Tol's, apart for most eyes
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#222255",
+           "#994455", "#eecc66", "#225522", "#997700", "#555555")  # Paul Tol's, apart for most eyes
 _CANCELLED = "#dddddd"
 
 
@@ -52,22 +52,22 @@ def plot(reports: Sequence[Report], path: Path) -> None:
     colours = _colours(reports)
     if len({report.settings["stages"] for report in reports}) > 1:
         panels = _line_panels(reports)
-        figure, axes = _figure(len(panels), 7.0)
+        figure, axes = new_figure(len(panels), 7.0)
         for axis, (caption, lines) in zip(axes, panels.items(), strict=True):
             _draw_lines(axis, caption, lines, colours)
     else:
         bars = [panel for report in reports for panel in _bar_panels(report)]
         widest = max(len({(r.task, r.temperature) for r in rows}) * len(colours) for _, rows, _ in bars)
-        figure, axes = _figure(len(bars), max(6.0, 1.5 + 0.34 * widest))
+        figure, axes = new_figure(len(bars), max(6.0, 1.5 + 0.34 * widest))
         for axis, (caption, rows, by_task) in zip(axes, bars, strict=True):
             _draw_bars(axis, caption, rows, by_task, colours)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def gantt(spans: Sequence[Span], stages: int, view: Window, caption: str, path: Path) -> None:
     """A bar for every piece of work, with its run's number; grey was broken off."""
     check_figure(path)
-    figure, (axis,) = _figure(1, 13.0, 0.9 + 0.4 * (stages + 2))
+    figure, (axis,) = new_figure(1, 13.0, 0.9 + 0.4 * (stages + 2))
     names = ["D0 draft", "D0 verify", *(f"V{i}" for i in range(1, stages + 1))]
     for span in spans:
         if span.end <= view.start or span.start >= view.end:
@@ -75,7 +75,7 @@ def gantt(spans: Sequence[Span], stages: int, view: Window, caption: str, path: 
         line = {"draft": 0, "verify": 1}.get(span.kind, span.device + 1)
         start, end = max(span.start, view.start), min(span.end, view.end)
         left, width = (start - view.start) / view.slot + view.skipped, (end - start) / view.slot
-        colour = _CANCELLED if span.cancelled else _COLOURS[span.run % 6 if span.run >= 0 else 7]
+        colour = _CANCELLED if span.cancelled else COLOURS[span.run % 6 if span.run >= 0 else 7]
         axis.barh(line, width, left=left, height=0.8, color=colour, edgecolor="white", linewidth=0.4)
         if span.device and width > 0.25:
             axis.text(left + width / 2, line, str(span.run), ha="center", va="center", fontsize=7)
@@ -84,7 +84,7 @@ def gantt(spans: Sequence[Span], stages: int, view: Window, caption: str, path: 
     axis.set_xlim(view.skipped, view.skipped + view.turns)
     axis.set_xlabel(f"turns after the first token (1 turn = {view.slot * 1e3:.3g} ms)")
     axis.set_title(f"{caption}; grey: cancelled", loc="left", fontsize=9)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 BarPanel = tuple[str, list[Row], bool]  # caption, rows, whether groups are tasks
@@ -156,10 +156,10 @@ def _finish(axis: Axes, caption: str) -> None:
 def _colours(reports: Sequence[Report]) -> dict[str, str]:
     """The same colour for a strategy in every panel."""
     names = dict.fromkeys(row.strategy for report in reports for row in report.rows)
-    return {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
+    return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
 
 
-def _figure(panels: int, width: float, height: float = 3.2) -> tuple[Figure, Sequence[Axes]]:
+def new_figure(panels: int, width: float, height: float = 3.2) -> tuple[Figure, Sequence[Axes]]:
     """``panels`` axes, one below the other; no window system and no state of matplotlib's own."""
     from matplotlib.figure import Figure
 
@@ -167,7 +167,8 @@ def _figure(panels: int, width: float, height: float = 3.2) -> tuple[Figure, Seq
     return figure, figure.subplots(panels, 1, squeeze=False)[:, 0].tolist()
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write it, as what ``path``'s suffix says, in one step."""
     from matplotlib import rc_context
 
     kind = path.suffix.lower()[1:]

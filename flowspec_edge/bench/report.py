@@ -218,6 +218,18 @@ class _File(BaseModel):
 
 def load_report(path: Path) -> Report:
     """What :meth:`Report.save` wrote; any other file is a UsageError that says what is amiss."""
+    data = read_json(path)
+    try:
+        file = _File.model_validate(data)
+        _Settings.model_validate(file.settings)
+    except ValidationError as error:
+        raise UsageError(f"{path} is no report of flowspec bench run ({first_fault(error)}); "
+                         "write one with: flowspec bench run --json OUT") from error
+    return Report(**{name: getattr(file, name) for name in _File.model_fields})
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; UsageError if it cannot be read or is none."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -225,19 +237,16 @@ def load_report(path: Path) -> Report:
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 text: byte {error.start}") from error
     try:
-        data = json.loads(text)
+        return json.loads(text)
     except ValueError as error:
         raise UsageError(f"{path} is not valid JSON: {error}") from error
-    try:
-        file = _File.model_validate(data)
-        _Settings.model_validate(file.settings)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        fault = f"{key}: {first['msg'].lower()}" if key else "not a JSON object"
-        raise UsageError(f"{path} is no report of flowspec bench run ({fault}); "
-                         "write one with: flowspec bench run --json OUT") from error
-    return Report(**{name: getattr(file, name) for name in _File.model_fields})
+
+
+def first_fault(error: ValidationError) -> str:
+    """The first thing that is amiss in a file, for its error."""
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    return f"{key}: {first['msg'].lower()}" if key else "not a JSON object"
 
 
 def _row(samples: Sequence[Sample]) -> Row:

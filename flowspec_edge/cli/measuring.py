@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import date
@@ -82,13 +82,13 @@ def measure(options: Measuring, sampling: Sampling, params: Params, strategies: 
     model = resolve_model(options.model)
     described = load_profile(options.profile)  # also when time is real: a wrong name is worth an error
     profile = described if options.clock == "virtual" else None
-    tasks = _tasks(options)
+    tasks = asked_tasks(options)
     heat = parse_temperatures(options.temperatures or temperatures, sampling)
     if options.out is not None:
         check_writable(options.out)
     report = _report(options, tasks, model, profile, sampling, params)
     require_runnable(names, model, params, options.clock, options.stages)
-    plan = Plan(names, _workloads(options, tasks, model, sampling, params), heat, options.repeats,
+    plan = Plan(names, workloads_for(options, tasks, model, sampling, params), heat, options.repeats,
                 options.warmup)
 
     def save() -> None:
@@ -142,15 +142,17 @@ def _drafts(model: ModelDir) -> str:
     return ", ".join(f"{part}/" for kind, part in DRAFT_PARTS.items() if model.draft(kind)) or "none"
 
 
-def _tasks(options: Measuring) -> list[Task]:
+def asked_tasks(options: Measuring) -> list[Task]:
+    """The tasks of ``--prompts``, or the demonstration model's own."""
     if options.prompts:
         return load_tasks(options.prompts, options.by_category, options.limit)
     tasks = load_tasks([demo_prompts()], options.by_category, options.limit)
     return tasks if options.by_category else [Task(DEMO, tasks[0].prompts)]
 
 
-def _workloads(options: Measuring, tasks: Sequence[Task], model: ModelDir, sampling: Sampling,
-               params: Params) -> list[Workload]:
+def workloads_for(options: Measuring, tasks: Sequence[Task], model: ModelDir, sampling: Sampling,
+                  params: Params) -> list[Workload]:
+    """A request for every prompt; UsageError names the task and the prompt that does not fit."""
     tokenizer = Tokenizer(model)
     found = []
     for task in tasks:
@@ -169,7 +171,7 @@ def _report(options: Measuring, tasks: Sequence[Task], model: ModelDir, profile:
     from flowspec_edge.bench.machine import machine
 
     new = Report(profile.name if profile else None, options.clock,
-                 _settings(options, tasks, model, profile, sampling, params), machine(), str(date.today()))
+                 settings_for(options, tasks, model, profile, sampling, params), machine(), str(date.today()))
     if not options.resume or options.out is None or not options.out.exists():
         return new
     try:
@@ -180,16 +182,21 @@ def _report(options: Measuring, tasks: Sequence[Task], model: ModelDir, profile:
     pairs |= {key: (old.settings.get(key), new.settings.get(key)) for key in old.settings | new.settings}
     if options.clock == "wall":
         pairs["machine"] = old.machine, new.machine
-    for key, (before, now) in pairs.items():
-        if before != now:
-            values = f" ({before} there, {now} here)" if max(len(str(before)), len(str(now))) < 40 else ""
-            raise UsageError(f"{options.out} was measured otherwise: {key} differs{values}; "
-                             "measure alike, or give another --json")
+    refuse_other(options.out, pairs)
     old.complete = False
     return old
 
 
-def _settings(options: Measuring, tasks: Sequence[Task], model: ModelDir, profile: Profile | None,
+def refuse_other(path: Path, pairs: Mapping[str, tuple[Any, Any]]) -> None:
+    """UsageError if something that a figure depends on is one thing in ``path`` and another here."""
+    for key, (before, now) in pairs.items():
+        if before != now:
+            values = f" ({before} there, {now} here)" if max(len(str(before)), len(str(now))) < 40 else ""
+            raise UsageError(f"{path} was measured otherwise: {key} differs{values}; "
+                             "measure alike, or give another --json")
+
+
+def settings_for(options: Measuring, tasks: Sequence[Task], model: ModelDir, profile: Profile | None,
               sampling: Sampling, params: Params) -> dict[str, Any]:
     """Everything a row depends on, but for the machine; which rows there are is not part of it."""
     from flowspec_edge.bench.machine import versions
