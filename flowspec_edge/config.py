@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -63,11 +64,11 @@ class StageCurve(Strict):
         if self.context_ms and len(self.context_ms) != len(self.rows):
             raise ValueError("rows and context_ms must be equally long, "
                              f"not {len(self.rows)} and {len(self.context_ms)}")
-        if any(b <= a for a, b in zip(self.rows, self.rows[1:], strict=False)):
+        if any(b <= a for a, b in pairwise(self.rows)):
             raise ValueError("rows must increase")
         for name in ("ms", "context_ms"):
             values = getattr(self, name)
-            if any(b < a for a, b in zip(values, values[1:], strict=False)):
+            if any(b < a for a, b in pairwise(values)):
                 raise ValueError(f"{name} must not fall as rows grow")
         return self
 

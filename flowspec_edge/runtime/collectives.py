@@ -8,9 +8,6 @@ makes the very steps that are charged here for Galaxy; gloo's all-reduce is char
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 from flowspec_edge.config import Profile
 from flowspec_edge.strategies.base import Parallelism
 
@@ -28,8 +25,10 @@ def step_seconds(profile: Profile, rows: int, devices: int) -> float:
     return occupied + latency + profile.collective.step_ms * 1e-3
 
 
-def tensor_seconds(profile: Profile, parallelism: Parallelism, rows: int, devices: int) -> float:
-    """How long ``devices`` devices together take for ``rows`` rows through all layers.
+def tensor_seconds(profile: Profile, parallelism: Parallelism, rows: int, devices: int,
+                   context: int = 0) -> float:
+    """How long ``devices`` devices together take for ``rows`` rows through all layers, with
+    ``context`` tokens in their caches.
 
     Megatron-LM: two all-reduces a layer, 2 (N - 1) steps each, after the compute.  Galaxy: two
     all-gathers and two reduce-scatters a layer; each works on N tiles, and each of its N - 1 steps
@@ -37,7 +36,7 @@ def tensor_seconds(profile: Profile, parallelism: Parallelism, rows: int, device
     equal work.  A last all-gather brings the rows together.
     """
     layers = profile.model.layers
-    compute = profile.stage_seconds(rows, layers) / devices
+    compute = profile.stage_seconds(rows, layers, context) / devices
     if devices == 1 or not rows:
         return compute
     step = step_seconds(profile, rows, devices)
@@ -55,10 +54,3 @@ def tensor_bytes(profile: Profile, parallelism: Parallelism, rows: int, devices:
     ring = devices * (devices - 1) * tile_bytes(profile, rows, devices)
     rings = profile.model.layers * _BLOCKS * 2 + (parallelism == "galaxy")
     return rings * ring
-
-
-def segment_seconds(profile: Profile, parallelism: Parallelism, devices: int) -> Callable[[int], float]:
-    """What a device of a pipeline, or a tensor-parallel group as a whole, takes for so many rows."""
-    if parallelism == "pipeline":
-        return partial(profile.stage_seconds, layers=profile.model.layers / devices)
-    return lambda rows: tensor_seconds(profile, parallelism, rows, devices)

@@ -1,6 +1,6 @@
 """Made-up time: a clock of events, links that take time, and spans that tell who was busy when.
 
-Knows a profile's arithmetic for links.  Does not know devices or what the events mean.
+Knows how long a message occupies a link.  Does not know devices or what the events mean.
 """
 
 from __future__ import annotations
@@ -59,19 +59,20 @@ class Clock:
 class Link:
     """One direction between two devices: one message at a time occupies it, in order.
 
-    Over ``hops`` such links in a row a message is handed on as it comes in: it is weighed on each,
-    and each adds its latency.
+    ``seconds`` says how long so many bytes occupy it, and the latency after that.  Over ``hops`` such
+    links in a row a message is handed on as it comes in: it is weighed on each, and each adds its
+    latency.
     """
 
     clock: Clock
-    profile: Profile
+    seconds: Callable[[int], tuple[float, float]]
     hops: int = 1
     free_at: float = 0.0
     bytes: int = 0
 
     def send(self, size: int, deliver: Callable[[], None]) -> None:
         """``deliver`` runs when the last of ``size`` bytes has arrived."""
-        occupied, latency = self.profile.link_seconds(size)
+        occupied, latency = self.seconds(size)
         self.free_at = max(self.free_at, self.clock.now) + occupied
         self.bytes += size * self.hops
         self.clock.at(self.free_at + latency * self.hops, deliver)

@@ -2,7 +2,8 @@
 
 The tokens come from the real models through the very objects that the processes run (coordinator,
 strategies, stages); only time is made up: compute and links are charged as a profile says, with
-the profile's hidden width and layers, not the loaded model's.  Two runs give the same figures to
+the profile's hidden width and layers, not the loaded model's; the devices may differ
+(``runtime.devices``).  Two runs give the same figures to
 the last digit.  Does not know strategies or trees.
 
 Tensor-parallel devices do the same work at the same moment, so they are one stage here, with an
@@ -14,13 +15,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 from flowspec_edge.config import Profile
 from flowspec_edge.messages import Cancel, Credit, Open, Output, Prune, Segment, Tap
-from flowspec_edge.runtime.collectives import segment_seconds, tensor_bytes
+from flowspec_edge.runtime.collectives import tensor_bytes
 from flowspec_edge.runtime.coordinator import Coordinator, Task, Verify
 from flowspec_edge.runtime.device0 import DraftDevice
+from flowspec_edge.runtime.devices import Devices
 from flowspec_edge.runtime.events import Clock, Link, Span, wire_bytes
 from flowspec_edge.runtime.request import OnTokens, Request, Result
 from flowspec_edge.runtime.virtual_stage import VirtualStage
@@ -33,29 +36,36 @@ from flowspec_edge.strategies.registry import strategy_class
 class VirtualRun:
     """One request in virtual time."""
 
-    def __init__(self, coordinator: Coordinator, engines: list[StageEngine], profile: Profile,
+    def __init__(self, coordinator: Coordinator, engines: list[StageEngine], devices: Devices,
                  clock: Clock, on_tokens: OnTokens | None, spans: list[Span]) -> None:
         """``engines``: one a device, or one for all of a tensor-parallel group."""
         self._c = coordinator
         self._draft_kind = coordinator.strategy.drafts_with(coordinator.request.params)
-        self._profile = profile
+        self._devices = devices
+        self._profile = devices.d0  # whose bytes are those of all
         self._clock = clock
         self._on_tokens = on_tokens
         self._spans = spans
         self._busy = False
-        self._devices = coordinator.strategy.pipeline.stages
+        n = self._count = len(devices.stages)
         self._parallelism = coordinator.strategy.parallelism
         self._grouped = self._parallelism != "pipeline"
-        share = self._share = profile.model.layers / self._devices
-        # Every device of a group gets the token ids from the one before.
-        first = Link(clock, profile, self._devices if self._grouped else 1)
-        self._data = [first, *(Link(clock, profile) for _ in engines)]
-        self._control = [Link(clock, profile) for _ in range(self._devices)]
-        self._back = Link(clock, profile)  # control messages from the stages to D0
-        seconds = segment_seconds(profile, self._parallelism, self._devices)
+
+        def link(sender: int, receiver: int, hops: int = 1) -> Link:
+            return Link(clock, partial(devices.hop_seconds, sender, receiver), hops)
+
+        # Every device of a group gets the token ids from the one before; the last one has the outputs.
+        ring = [0, *range(1, n + 1), 0]
+        self._data = ([link(0, 1, n), link(n, 0)] if self._grouped else
+                      [link(a, b) for a, b in pairwise(ring)])
+        self._control = [link(0, place) for place in ring[1:-1]]
+        self._back = link(1, 0)  # control messages from the stages to D0
+        share = devices.d0.model.layers / n
         self._stages = [
-            VirtualStage(i + 1, clock, engine, seconds, share, self._forward(i), self._finished(i), spans)
-            for i, engine in enumerate(engines)
+            VirtualStage(i + 1, clock, engine, seconds, share if self._grouped else devices.layers[i],
+                         self._forward(i), self._finished(i), spans)
+            for i, (engine, seconds) in enumerate(
+                zip(engines, devices.compute_seconds(self._parallelism), strict=True))
         ]
         opening: Open = coordinator.open_message()
         for engine in engines:
@@ -68,7 +78,7 @@ class VirtualRun:
             pass
         if not self._c.finished:
             raise RuntimeError("virtual time stopped before the text was complete")
-        slot = self._profile.stage_seconds(self._c.request.params.segment, self._share)
+        slot = self._devices.slot_seconds(self._c.request.params.segment)
         total = sum(link.bytes for link in (*self._data, *self._control, self._back))
         stats = [self._stage_stats(i) for i in range(len(self._stages))]
         if self._grouped:
@@ -80,14 +90,14 @@ class VirtualRun:
     def _spread_spans(self) -> int:
         """Show all devices of a group as busy; returns the bytes that they sent one another."""
         busy = [span for span in self._spans if span.device == 1]
-        self._spans += [replace(span, device=i + 1) for i in range(1, self._devices) for span in busy]
-        return sum(tensor_bytes(self._profile, self._parallelism, span.rows, self._devices) for span in busy)
+        self._spans += [replace(span, device=i + 1) for i in range(1, self._count) for span in busy]
+        return sum(tensor_bytes(self._profile, self._parallelism, span.rows, self._count) for span in busy)
 
     def _device_stats(self, group: dict[str, float], exchanged: int) -> list[dict[str, float]]:
         """A group's figures for each of its devices."""
-        handed_on = self._data[0].bytes / self._devices  # token ids; the last device sends outputs
-        bytes_out = [*[handed_on] * (self._devices - 1), group["bytes_out"]]
-        return [{**group, "bytes_out": own, "collective_bytes": exchanged / self._devices}
+        handed_on = self._data[0].bytes / self._count  # token ids; the last device sends outputs
+        bytes_out = [*[handed_on] * (self._count - 1), group["bytes_out"]]
+        return [{**group, "bytes_out": own, "collective_bytes": exchanged / self._count}
                 for own in bytes_out]
 
     def _stage_stats(self, index: int) -> dict[str, float]:
@@ -172,13 +182,16 @@ class VirtualRun:
 
 
 class VirtualCluster:
-    """A cluster in virtual time under ``profile``; implements ``runtime.request.Cluster``."""
+    """A cluster in virtual time; implements ``runtime.request.Cluster``.
+
+    Under a profile the devices are alike and share the layers of its model evenly.
+    """
 
     clock = "virtual"
     spans: list[Span]  # who was busy when, in the newest request
 
-    def __init__(self, model_dir: Path, stages: int, profile: Profile, dtype: str = "fp32") -> None:
-        self.profile = profile
+    def __init__(self, model_dir: Path, stages: int, profile: Profile | Devices, dtype: str = "fp32") -> None:
+        self.devices = profile if isinstance(profile, Devices) else Devices.even(profile, stages)
         self._device0 = DraftDevice(model_dir, dtype)
         self._stages = stages
         self._target, self._dtype = model_dir / "target", dtype
@@ -195,10 +208,10 @@ class VirtualCluster:
         latency = self._latency(request.params.segment, parallelism)
         coordinator = self._device0.coordinator(
             request, self._stages, lambda: clock.now, self._session,
-            lambda kind: latency / max(self.profile.draft_seconds(kind), 1e-9))
+            lambda kind: latency / max(self.devices.d0.draft_seconds(kind), 1e-9))
         self.spans = []
         engines = self._cut(self._stages if parallelism == "pipeline" else 1)
-        return VirtualRun(coordinator, engines, self.profile, clock, on_tokens, self.spans).run()
+        return VirtualRun(coordinator, engines, self.devices, clock, on_tokens, self.spans).run()
 
     def _cut(self, stages: int) -> list[StageEngine]:
         """The model in so many pieces; loaded when first wanted, and kept."""
@@ -211,11 +224,13 @@ class VirtualCluster:
 
     def _latency(self, rows: int, parallelism: Parallelism) -> float:
         """Seconds that a segment of ``rows`` rows takes from D0 through all stages to its tokens."""
-        p, turns = self.profile, self._stages if parallelism == "pipeline" else 1
-        values = rows * p.model.hidden_width * p.model.bytes_per_value
-        hop = sum(p.link_seconds(values))
-        compute = turns * segment_seconds(p, parallelism, self._stages)(rows)
-        return compute + turns * hop + (p.lm_head.ms + p.host.bookkeeping_ms) / 1e3
+        d0, parts = self.devices.d0, self.devices.compute_seconds(parallelism)
+        values = rows * d0.model.hidden_width * d0.model.bytes_per_value
+        following = [*range(2, len(parts) + 1), 0]  # to whom each part sends, the last one to D0
+        hops = sum(sum(self.devices.hop_seconds(place, receiver, values))
+                   for place, receiver in enumerate(following, start=1))
+        compute = sum(seconds(rows, 0) for seconds in parts)
+        return compute + hops + (d0.lm_head.ms + d0.host.bookkeeping_ms) / 1e3
 
     def close(self) -> None:
         """Nothing is held but memory."""

@@ -31,7 +31,7 @@ class _Job:
 class VirtualStage:
     """A stage engine that takes made-up time.
 
-    seconds   what a segment of so many rows takes
+    seconds   what a segment of so many rows takes, with so many rows in the cache
     layers    equal steps of that time, between which a cancel is seen
     forward   takes each message that leaves the stage
     finished  called with a segment's run when the stage is done with it
@@ -41,7 +41,7 @@ class VirtualStage:
     index: int  # from 1
     clock: Clock
     engine: StageEngine
-    seconds: Callable[[int], float]
+    seconds: Callable[[int, int], float]
     layers: float
     forward: Callable[[Segment | Output | Tap], None]
     finished: Callable[[int], None]
@@ -76,9 +76,11 @@ class VirtualStage:
         before = self.engine.counters["cancelled"]
         # The tokens are computed at once, the time they take is charged: nothing that arrives
         # meanwhile could change them, for hints never change what a live row sees.
+        cache = self.engine.cache
+        context = len(cache.numbers) if cache else 0
         taps, output = self.engine.compute(admitted)
         skipped = self.engine.counters["cancelled"] > before
-        seconds = 0.0 if skipped else self.seconds(len(admitted.numbers))
+        seconds = 0.0 if skipped else self.seconds(len(admitted.numbers), context)
         self.cancelled += skipped
         now = self.clock.now
         job = self._job = _Job(admitted, now, now + seconds, [*taps, output], skipped)

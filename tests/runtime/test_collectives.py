@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from flowspec_edge.config import Collective, Link, Profile, load_profile
-from flowspec_edge.runtime.collectives import segment_seconds, tensor_bytes, tensor_seconds
+from flowspec_edge.runtime.collectives import tensor_bytes, tensor_seconds
 from flowspec_edge.strategies.base import Parallelism
 
 BASE = load_profile("paper-7b")
@@ -120,10 +120,6 @@ def test_nothing_costs_nothing(kind: Parallelism) -> None:
     assert tensor_seconds(BASE, kind, 0, 4) == 0.0
     assert tensor_bytes(BASE, kind, 0, 4) == 0
     assert tensor_bytes(BASE, kind, 81, 1) == 0
-
-
-def test_a_pipelines_device_is_charged_its_layers() -> None:
-    assert segment_seconds(BASE, "pipeline", 4)(16) == pytest.approx(0.08)
 
 
 # Tokens/s by Mbps: FlowSpec paper, figure 5 (Llama-2-7B, MT-bench, T = 0).
