@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from flowspec_edge.cli import bench, demo, generate, listing, models
+from flowspec_edge.cli import bench, demo, generate, listing, models, sweep
 from flowspec_edge.errors import FlowspecError
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -35,6 +35,7 @@ app.command()(listing.strategies)
 app.command()(listing.profiles)
 app.add_typer(bench.app, name="bench")
 app.add_typer(models.app, name="models")
+app.add_typer(sweep.app, name="sweep")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

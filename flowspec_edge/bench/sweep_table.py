@@ -1,0 +1,151 @@
+"""A sweep as tables for people: strategies × values, or a grid of tree depths.
+
+Knows what must be said beside the figures: whose time they are in, and which are the paper's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from flowspec_edge.bench.published import BandwidthCurves, DepthCells
+from flowspec_edge.bench.report import Row
+from flowspec_edge.bench.sweep import UNITS, Sweep, Value, kept, label
+from flowspec_edge.bench.table import timing
+
+PUBLISHED = "  published"  # a row of the paper's below one of ours
+_NOTHING = "–"
+_BEST, _WORST = "▲", "▼"
+_AXES = {"bandwidth": "link bandwidth", "depth": "tree depths", "stages": "stages",
+         "segment": "segment length", "latency": "link latency"}
+
+
+def measured_as(sweep: Sweep) -> str:
+    """Whose time the figures are in; what is made up, or in part, says so in capitals."""
+    if sweep.links == "virtual":
+        return timing("virtual", sweep.profile)
+    where = {"namespaces": "shaped links of this machine", "cluster": "a cluster's shaped links"}[sweep.links]
+    if sweep.emulated:
+        return f"EMULATED: wall clock, {where}, real processes that compute as long as {sweep.profile} says"
+    return f"wall clock, {where}"
+
+
+def title(sweep: Sweep, strategy: str = "") -> str:
+    """What the figures are."""
+    stages = [] if sweep.axis == "stages" else [f"{sweep.settings['stages']} stages"]
+    parts = [strategy, f"tokens/s by {_AXES[sweep.axis]}", measured_as(sweep), *stages,
+             f"T = {sweep.settings['temperature']:g}"]
+    return ", ".join(part for part in parts if part)
+
+
+def tables(sweep: Sweep) -> list[tuple[str, Table]]:
+    """Captions and tables: one of all strategies, or of tree depths a grid for each."""
+    speeds = sweep.speeds()
+    if sweep.axis == "depth":
+        return [(title(sweep, name), _grid(found)) for name, found in speeds.items()]
+    return [(title(sweep), _lines(sweep, speeds))] if speeds else []
+
+
+def notes(sweep: Sweep) -> list[str]:
+    """What a reader must know beside the tables, a line each."""
+    s, found = sweep.settings, []
+    tasks = "; ".join(f"{t['name']}: {t['prompts']} prompt{'s' * (t['prompts'] > 1)}" for t in s["tasks"])
+    found.append(f"{tasks}; at most {s['max_new_tokens']} new tokens; draft: {s['draft']}.")
+    if sweep.axis == "depth":
+        found += [_extremes(name, rows) for name, rows in sweep.speeds().items()]
+    else:
+        found.append("kept: the slowest value's tokens/s as a share of the fastest's.")
+    if sweep.axis == "stages":
+        found.append("The profile's model keeps its layers: more stages cut it finer.")
+    match sweep.published:
+        case BandwidthCurves() as theirs:
+            found.append(f"published: {theirs.source}; {theirs.model}, not measured here.")
+        case DepthCells() as theirs:
+            found.append(published_depths(theirs))
+    if not sweep.complete:
+        found.append("INCOMPLETE: some of what was asked is missing.")
+    return found
+
+
+def published_depths(theirs: DepthCells) -> str:
+    """The paper's best and worst cell, and what they are."""
+    best, worst = theirs.best, theirs.worst
+    share = worst.tokens_per_second / best.tokens_per_second
+    return (f"published: {theirs.source}; {theirs.model}, not measured here: best ({best.depth}, "
+            f"{best.expand_depth}) {best.tokens_per_second:.2f}, worst ({worst.depth}, {worst.expand_depth}) "
+            f"{worst.tokens_per_second:.2f}, {share:.0%} of it.")
+
+
+def best_and_worst(rows: Mapping[Value, Row]) -> tuple[Value, Value]:
+    """The first value with the most tokens/s, and the first with the least."""
+    return (max(rows, key=lambda value: rows[value].tokens_per_second),
+            min(rows, key=lambda value: rows[value].tokens_per_second))
+
+
+def _lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, Row]]) -> Table:
+    values = [point.value for point in sweep.points]
+    made = _table("strategy", [label(value, UNITS[sweep.axis]) for value in values])
+    made.add_column("kept", justify="right", no_wrap=True)
+    for name, rows in speeds.items():
+        ours = {value: row.tokens_per_second for value, row in rows.items()}
+        made.add_row(name, *(_speed(rows.get(value)) for value in values), _kept(list(ours.values())))
+        if isinstance(sweep.published, BandwidthCurves):
+            curve = sweep.published.curve(name)
+            theirs = [curve.get(value) if not isinstance(value, tuple) else None for value in values]
+            made.add_row(f"[dim]{PUBLISHED}[/dim]", *(f"[dim]{_figure(speed)}[/dim]" for speed in theirs),
+                         f"[dim]{_kept([speed for speed in theirs if speed is not None])}[/dim]")
+    if any(point.measured_mbps for point in sweep.points):
+        slowest = [min(point.measured_mbps) if point.measured_mbps else None for point in sweep.points]
+        made.add_section()
+        made.add_row("measured Mbps, slowest device", *map(_figure, slowest), "")
+    return made
+
+
+def _grid(rows: Mapping[Value, Row]) -> Table:
+    depths, expansions = grid_axes(rows)
+    made = _table("d0 \\ d_exp", [str(expansion) for expansion in expansions])
+    best, worst = best_and_worst(rows)
+    marks = {worst: _WORST, best: _BEST} if best != worst else {}
+    for depth in depths:
+        cells = [f"{_speed(rows.get((depth, e)))}{marks.get((depth, e), ' ')}" for e in expansions]
+        made.add_row(str(depth), *cells)
+    return made
+
+
+def grid_axes(rows: Mapping[Value, Row]) -> tuple[list[int], list[int]]:
+    """The d0 and the d_exp that there are, from small to large."""
+    pairs = [value for value in rows if isinstance(value, tuple)]
+    return sorted({depth for depth, _ in pairs}), sorted({expansion for _, expansion in pairs})
+
+
+def _extremes(name: str, rows: Mapping[Value, Row]) -> str:
+    best, worst = best_and_worst(rows)
+    most, least = rows[best].tokens_per_second, rows[worst].tokens_per_second
+    return (f"{name}: {_BEST} best (d0, d_exp) = {label(best)} {most:.2f}, {_WORST} worst {label(worst)} "
+            f"{least:.2f}, {least / most:.0%} of it.")
+
+
+def _table(first: str, columns: Sequence[str]) -> Table:
+    made = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    made.add_column(first, no_wrap=True)
+    for column in columns:
+        made.add_column(column, justify="right", no_wrap=True)
+    return made
+
+
+def _speed(row: Row | None) -> str:
+    if row is None:
+        return _NOTHING
+    spread = "" if row.tokens_per_second_sd is None else f" ± {row.tokens_per_second_sd:.2f}"
+    return f"{row.tokens_per_second:.2f}{spread}{'' if row.identical else ' [red]≠[/red]'}"
+
+
+def _figure(speed: float | None) -> str:
+    return _NOTHING if speed is None else f"{speed:.2f}"
+
+
+def _kept(speeds: list[float]) -> str:
+    share = kept(speeds)
+    return _NOTHING if share is None else f"{share:.1%}"
