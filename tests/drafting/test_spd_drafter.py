@@ -150,13 +150,16 @@ class Session:
                 kept.add(node.id)
         self.nodes = {i: self.nodes[i] for i in kept if i in self.nodes and i != root.id}
 
+    def new_token(self, parent):
+        """One that no child of ``parent`` has."""
+        taken = {n.token for n in self.nodes.values() if n.parent == parent.id}
+        return int(self.rng.choice([t for t in range(V) if t not in taken]))
+
     def grow(self, parent):
         """A child of ``parent`` with a token of its own, sent already, and so is all above it."""
         if self.text[-1] < 0:  # a descendant's number is the larger one
             self.text[-1] = self.new_number()
-        taken = {n.token for n in self.nodes.values() if n.parent == parent.id}
-        token = int(self.rng.choice([t for t in range(V) if t not in taken]))
-        node = DraftNode(self.next_id, parent.id, token, parent.position + 1, self.new_number())
+        node = DraftNode(self.next_id, parent.id, self.new_token(parent), parent.position + 1, self.new_number())
         self.next_id += 1
         self.nodes[node.id] = node
         return node
@@ -181,7 +184,7 @@ class Session:
         if self.text[-1] < 0:
             self.text[-1] = self.new_number()
         source = self.text[-1]
-        self.tokens.append(int(self.rng.integers(0, V)))
+        self.tokens.append(self.new_token(self.root))
         self.text.append(self.new_number() if sent else -1)
         self._commit(self.tokens[-1:], [source])
         self.nodes = {}
