@@ -31,7 +31,7 @@ def load_head(directory: Path, embedding: Tensor | None, dtype: torch.dtype) -> 
     Raises UsageError when the directory or a file in it is missing, FlowspecError when a tensor is
     missing, unexpected, misshapen or unreadable: the text names it.
     """
-    config = _config(directory)
+    config = head_config(directory)
     stored = weights.read_weights(directory, _WHAT)
     if embedding is not None and embedding.shape[-1] != config.hidden_size:
         raise FlowspecError(
@@ -40,8 +40,7 @@ def load_head(directory: Path, embedding: Tensor | None, dtype: torch.dtype) -> 
         )
     if _EMBEDDING not in stored and embedding is not None:
         stored[_EMBEDDING] = embedding
-    with torch.device("meta"):  # the shapes only: the weights below take the place of all parameters
-        head = EagleHead(config)
+    head = head_skeleton(config)
     weights.assign(head, stored, directory, _WHAT, dtype)
     head.rotary_emb = type(head.rotary_emb)(config)  # its buffers are computed, not stored
     return head.eval()
@@ -59,7 +58,14 @@ def save_head(head: EagleHead, directory: Path, dtype: torch.dtype, with_embeddi
     weights.write(directory, config, stored, dtype)
 
 
-def _config(directory: Path) -> LlamaConfig:
+def head_skeleton(config: LlamaConfig) -> EagleHead:
+    """A head of this shape on the meta device: it costs no memory."""
+    with torch.device("meta"):
+        return EagleHead(config)
+
+
+def head_config(directory: Path) -> LlamaConfig:
+    """What a head's config.json says; UsageError or FlowspecError when it cannot be used."""
     raw = weights.read_config(directory, _WHAT)
     raw.setdefault("bias", True)  # the published convention: absent means that fc has one
     raw.pop("model_type", None)  # heads of Qwen2 call themselves so; the layer is Llama's

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +22,8 @@ from flowspec_edge.errors import FlowspecError, UsageError
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _SAMPLE = 1024  # elements at either end of a tensor that enter the digest
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,10 @@ class Checkpoint:
         """The named tensors as stored, mapped from disk where the platform can."""
         return self._read(names, lambda file, name: file.get_tensor(name))
 
+    def shapes(self, names: list[str]) -> dict[str, torch.Size]:
+        """The named tensors' shapes, from the files' headers alone."""
+        return self._read(names, lambda file, name: torch.Size(file.get_slice(name).get_shape()))
+
     def cuts(self, wanted: Mapping[str, Cut]) -> dict[str, Tensor]:
         """A part of each named tensor, as stored; no more than that is read.
 
@@ -69,7 +75,7 @@ class Checkpoint:
 
         return self._read(wanted, read)
 
-    def _read(self, names: Iterable[str], read: Callable[[Any, str], Tensor]) -> dict[str, Tensor]:
+    def _read(self, names: Iterable[str], read: Callable[[Any, str], T]) -> dict[str, T]:
         """``read`` each tensor from its file, every file opened once."""
         by_file: dict[Path, list[str]] = {}
         for name in names:
@@ -77,7 +83,7 @@ class Checkpoint:
                 raise FlowspecError(f"{self.directory} has no tensor {name}: "
                                     "the checkpoint is incomplete, or not of this architecture")
             by_file.setdefault(self._files[name], []).append(name)
-        found: dict[str, Tensor] = {}
+        found: dict[str, T] = {}
         for path, wanted in by_file.items():
             try:
                 with safe_open(path, framework="pt") as file:

@@ -1,0 +1,167 @@
+"""What a model takes on its devices, in bytes, before anything of it is loaded.
+
+Knows sizes: weights of each part, keys and values of a row.  They follow from config.json, by
+transformers' own classes on the meta device; where weights are there, the headers of their files
+must agree.  Does not know boards, nor which part goes where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import LlamaConfig
+
+from flowspec_edge.drafting.eagle_checkpoint import head_config, head_skeleton
+from flowspec_edge.errors import UsageError
+from flowspec_edge.modeldir import resolve_model, shipped_models
+from flowspec_edge.stage.checkpoint import Checkpoint, check_shape
+from flowspec_edge.stage.shard import load_config, skeleton
+
+PlanDtype = Literal["fp32", "bf16", "fp16", "int4"]
+INT4_GROUP = 128  # weights of a row that share a scale and a zero, each of them bf16
+_WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "int4": 2}  # bytes of all that is not a decoder's matrix
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """A model's parts in bytes, in the element type ``dtype``.
+
+    layer            weights of one decoder layer; all layers are alike
+    embedding        on V1
+    norm             the final norm, on VN
+    lm_head          on D0; a copy of the embeddings where the model ties the two
+    draft            the EAGLE head's fc and layer, on D0, with lm_head
+    draft_embedding  the token embeddings that the head looks up, its own or the target's, on D0
+    kv_row           keys and values of one row in one layer
+    draft_kv_row     keys and values of one row in the draft head
+    from_weights     whether files of weights were there and agreed
+    draft_estimated  whether there is no head, and one of the target's shape was supposed
+    """
+
+    name: str
+    dtype: PlanDtype
+    layers: int
+    hidden_width: int
+    vocabulary: int
+    layer: int
+    embedding: int
+    norm: int
+    lm_head: int
+    draft: int
+    draft_embedding: int
+    kv_row: int
+    draft_kv_row: int
+    from_weights: bool
+    draft_estimated: bool
+
+    @property
+    def bytes_per_value(self) -> int:
+        """Of a hidden state on the wire."""
+        return _WIDTH[self.dtype]
+
+    @property
+    def d0_weights(self) -> int:
+        """Everything that D0 holds: lm_head and the draft head with its embeddings."""
+        return self.lm_head + self.draft + self.draft_embedding
+
+    @property
+    def target_weights(self) -> int:
+        """Everything that the stages hold together."""
+        return self.layers * self.layer + self.embedding + self.norm
+
+    def segment_bytes(self, rows: int) -> int:
+        """The hidden states of a segment, without the few bytes of its header."""
+        return rows * self.hidden_width * self.bytes_per_value
+
+
+def model_bytes(name_or_path: str, dtype: PlanDtype) -> ModelBytes:
+    """The sizes of a model: one that comes with the package, flowspec's directory (``target/``,
+    ``eagle2/``), a checkpoint's directory, or one that holds no more than a config.json.
+
+    dtype  "int4" is 4 bit in groups of 128 for the matrices of the decoder's layers; all else,
+           lm_head and the draft head too, stays 16 bit
+
+    UsageError if there is no model that stages can run; FlowspecError for damaged or incomplete
+    weights.
+    """
+    path, target, draft = _locate(name_or_path)
+    config = load_config(target)
+    if getattr(config, "quantization_config", None) is not None:
+        raise UsageError(f"{target} is a quantised checkpoint: give the 16 bit one, and --dtype int4")
+    core = skeleton(config)
+    from_weights = any((target / file).is_file() for file in _WEIGHTS)
+    if from_weights:
+        _check(target, config, core)
+    head = head_skeleton(head_config(draft) if draft else _supposed(config))
+    width, vocabulary = _WIDTH[dtype], int(config.vocab_size)
+    matrix = vocabulary * int(config.hidden_size) * width
+    looked_up = head.embed_tokens.weight.numel() * width
+    return ModelBytes(
+        name=path.resolve().name, dtype=dtype, layers=int(config.num_hidden_layers),
+        hidden_width=int(config.hidden_size), vocabulary=vocabulary,
+        layer=max(_layer(layer, dtype) for layer in core.layers), embedding=matrix,
+        norm=_numel(core.norm.parameters()) * width, lm_head=matrix,
+        draft=_numel(head.parameters()) * width - looked_up, draft_embedding=looked_up,
+        kv_row=_kv_values(config) * width, draft_kv_row=_kv_values(head.config) * width,
+        from_weights=from_weights, draft_estimated=draft is None,
+    )
+
+
+def _locate(name_or_path: str) -> tuple[Path, Path, Path | None]:
+    """(model, its target's directory, its EAGLE head's directory if there is one)."""
+    path = resolve_model(name_or_path).path if name_or_path in shipped_models() else Path(name_or_path)
+    if path.name == "config.json" and path.is_file():
+        path = path.parent
+    if not path.is_dir():
+        known = ", ".join(shipped_models()) or "none"
+        raise UsageError(f"no model {name_or_path!r}: not a directory, and with the package come only: "
+                         f"{known}")
+    target = path / "target" if (path / "target").is_dir() else path
+    draft = path / "eagle2"
+    return path, target, draft if (draft / "config.json").is_file() else None
+
+
+def _check(target: Path, config: Any, core: Any) -> None:
+    """The headers of the weights must describe the model of config.json."""
+    checkpoint = Checkpoint(target)
+    wanted = {f"model.{name}": parameter.shape for name, parameter in core.named_parameters()}
+    if not config.tie_word_embeddings:
+        wanted["lm_head.weight"] = core.embed_tokens.weight.shape
+    stored = checkpoint.shapes(list(wanted))
+    for name, shape in wanted.items():
+        check_shape(target, name, stored[name], shape)
+
+
+def _supposed(config: Any) -> LlamaConfig:
+    """The EAGLE head that would be trained for this target: a layer of its shape."""
+    return LlamaConfig(
+        vocab_size=config.vocab_size, hidden_size=config.hidden_size, num_hidden_layers=1,
+        intermediate_size=config.intermediate_size, num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads, head_dim=getattr(config, "head_dim", None), bias=True)
+
+
+def _layer(layer: nn.Module, dtype: PlanDtype) -> int:
+    if dtype != "int4":
+        return _numel(layer.parameters()) * _WIDTH[dtype]
+    matrices = [m.weight for m in layer.modules() if isinstance(m, nn.Linear)]
+    groups = sum(m.shape[0] * ceil(m.shape[1] / INT4_GROUP) for m in matrices)
+    quantised = ceil(_numel(matrices) / 2) + groups * 2 * 2
+    return quantised + (_numel(layer.parameters()) - _numel(matrices)) * _WIDTH[dtype]
+
+
+def _numel(parameters: Iterable[torch.Tensor]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def _kv_values(config: Any) -> int:
+    """Elements of a row's keys and values in one layer."""
+    heads = config.num_key_value_heads or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * int(heads) * int(head_dim)
