@@ -1,0 +1,200 @@
+"""Beds of network namespaces: their links' rates, what goes first, and that nothing of them stays."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+
+import fleetkit
+import pytest
+
+from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.fleet import netbed
+from flowspec_edge.fleet.linktest import measure_link, round_trips
+from flowspec_edge.fleet.netbed import NetBed
+
+WHY_NOT = fleetkit.why_no_bed()
+needs_a_bed = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "a bed can be made")
+PORT, OTHER_PORT = 7000, 7002
+
+
+@pytest.fixture
+def bed() -> Iterator[NetBed]:
+    with NetBed(1) as bed:
+        yield bed
+
+
+@needs_a_bed
+def test_links_are_as_slow_as_they_were_told_to_be(bed: NetBed) -> None:
+    with fleetkit.serving(bed, 1, PORT, 6), bed.entered(0):
+        rates = {}
+        for mbps in (125, 1000):
+            bed.shape(mbps)
+            # The best of three: the processor that all share can slow a link down, but not speed it up.
+            rates[mbps] = max(measure_link(bed.address(1), PORT, 0.3).mbps for _ in range(3))
+    assert rates == {mbps: pytest.approx(mbps, rel=0.1) for mbps in rates}
+
+
+@needs_a_bed
+def test_a_bed_can_be_unshaped_and_every_device_is_shaped(bed: NetBed) -> None:
+    bed.shape(None)
+    bed.shape(50)
+    with fleetkit.serving(bed, 0, PORT, 2):
+        with bed.entered(1):  # the other way
+            slow = measure_link(bed.address(0), PORT, 0.4).mbps
+        bed.shape(None)
+        with bed.entered(1):
+            fast = measure_link(bed.address(0), PORT, 0.2).mbps
+    assert slow == pytest.approx(50, rel=0.1)
+    assert fast > 2 * slow
+
+
+@needs_a_bed
+def test_the_control_port_does_not_wait_behind_data(bed: NetBed) -> None:
+    bed.shape(100)
+    with (fleetkit.serving(bed, 1, PORT, 1), fleetkit.serving(bed, 1, bed.control_port, 1),
+          fleetkit.serving(bed, 1, OTHER_PORT, 1)):
+        rate = []
+
+        def saturate() -> None:
+            with bed.entered(0):
+                rate.append(measure_link(bed.address(1), PORT, 2.5).mbps)
+
+        data = threading.Thread(target=saturate)
+        with bed.entered(0):
+            quiet = median(round_trips(bed.address(1), OTHER_PORT, 20))
+            data.start()
+            plain: list[float] = []
+            shielded: list[float] = []
+            while median(round_trips(bed.address(1), OTHER_PORT, 3)) < 4 * quiet:
+                assert data.is_alive(), "data alone did not make the link slow to answer"
+            for _ in range(5):
+                plain += round_trips(bed.address(1), OTHER_PORT, 4)
+                shielded += round_trips(bed.address(1), bed.control_port, 4)
+            assert data.is_alive(), "the data ended before the comparison"
+            data.join()
+            for port in (OTHER_PORT, bed.control_port):  # lets the peers end
+                measure_link(bed.address(1), port, 0.05)
+    assert median(shielded) < 0.5 * median(plain)
+    assert rate[0] == pytest.approx(100, rel=0.1)
+
+
+@needs_a_bed
+def test_a_thread_and_a_command_are_inside_and_this_thread_is_outside(bed: NetBed) -> None:
+    here = os.readlink("/proc/thread-self/ns/net")
+    with bed.entered(1):
+        inside = os.readlink("/proc/thread-self/ns/net")
+        with socket.create_server((bed.address(1), bed.control_port)):  # the address is there
+            with bed.entered(0):
+                assert os.readlink("/proc/thread-self/ns/net") not in (here, inside)
+                with socket.create_connection((bed.address(1), bed.control_port), 5):
+                    pass
+            assert os.readlink("/proc/thread-self/ns/net") == inside
+    with pytest.raises(ZeroDivisionError), bed.entered(1):
+        raise ZeroDivisionError
+    assert os.readlink("/proc/thread-self/ns/net") == here
+
+    with subprocess.Popen(bed.command(1, ["cat"]), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write(b"x")
+        child.stdin.flush()
+        assert child.stdout.read(1) == b"x"
+        assert os.readlink(f"/proc/{child.pid}/ns/net") == inside
+        status = Path(f"/proc/{child.pid}/status").read_text()
+        assert f"PPid:\t{os.getpid()}\n" in status
+        assert "Name:\tcat\n" in status
+    assert bed.interface(1) in subprocess.run(
+        bed.command(1, ["ip", "-o", "address"]), capture_output=True, text=True, check=True).stdout
+
+
+@needs_a_bed
+def test_nothing_stays_after_close_nor_after_an_exception() -> None:
+    before = (fleetkit.interfaces(), fleetkit.named_namespaces())
+    bed = NetBed(3)
+    pids = [holder.pid for holder in bed._holders]
+    made = fleetkit.namespaces_of(pids)
+    assert len(made) == 5  # four devices and a switch
+    assert (fleetkit.interfaces(), fleetkit.named_namespaces()) == before  # not even meanwhile
+    bed.close()
+    bed.close()
+    assert not made & fleetkit.inhabited()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    with pytest.raises(FlowspecError, match="closed"):
+        bed.command(0, ["true"])
+
+    with suppress(ZeroDivisionError), NetBed(1) as bed:
+        made = fleetkit.namespaces_of([holder.pid for holder in bed._holders])
+        raise ZeroDivisionError
+    assert not made & fleetkit.inhabited()
+    assert (fleetkit.interfaces(), fleetkit.named_namespaces()) == before
+
+
+_HOLDS_A_BED = """
+import sys
+from flowspec_edge.fleet.netbed import NetBed
+with NetBed(2) as bed:
+    bed.shape(100)
+    print(*(holder.pid for holder in bed._holders), flush=True)
+    sys.stdin.read()
+"""
+
+
+@needs_a_bed
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_stays_when_the_process_is_killed(number: signal.Signals) -> None:
+    before = (fleetkit.interfaces(), fleetkit.named_namespaces())
+    with subprocess.Popen([sys.executable, "-c", _HOLDS_A_BED], stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 4
+        made = fleetkit.namespaces_of(pids)
+        ends = [os.pidfd_open(pid) for pid in pids]
+        parent.send_signal(number)
+        parent.wait(10)
+    for end in ends:
+        assert select.select([end], [], [], 10)[0], "a process of the bed outlives it"
+        os.close(end)
+    assert not made & fleetkit.inhabited()
+    assert (fleetkit.interfaces(), fleetkit.named_namespaces()) == before
+
+
+@needs_a_bed
+@pytest.mark.parametrize("stages", [0, 65])
+def test_how_many_stages(stages: int) -> None:
+    with pytest.raises(UsageError, match="1 to 64 stages"):
+        NetBed(stages)
+
+
+@needs_a_bed
+def test_wrong_places_and_rates(bed: NetBed) -> None:
+    with pytest.raises(UsageError, match="places 0 to 1, not 2"):
+        bed.address(2)
+    with pytest.raises(UsageError, match="0 Mbps"):
+        bed.shape(0)
+
+
+def test_missing_tools_are_named_with_their_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("flowspec_edge.fleet.commands.SBIN", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match=r"ip \(Debian package iproute2\).*nsenter \(.*util-linux\)"):
+        netbed.check_machine()
+
+
+@needs_a_bed
+def test_an_ordinary_user_is_told_so() -> None:
+    code = ("import os\n"
+            "from flowspec_edge.fleet.netbed import NetBed\nfrom flowspec_edge.errors import UsageError\n"
+            "os.setuid(65534)\ntry: NetBed(1)\nexcept UsageError as error: print(error)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "only root" in done.stdout, done.stderr

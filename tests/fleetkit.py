@@ -1,0 +1,67 @@
+"""What the tests of networks share: who may make a bed, and what the machine looks like."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.fleet.linktest import serve_link
+from flowspec_edge.fleet.netbed import NetBed, check_machine
+
+
+def why_no_bed() -> str:
+    """Why this machine can make no bed; empty if it can."""
+    try:
+        check_machine()
+    except FlowspecError as error:
+        return str(error)
+    return ""
+
+
+def interfaces() -> str:
+    """The interfaces of the machine's own namespace."""
+    links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
+    return "\n".join(sorted(line.split(": ")[1] for line in links.splitlines()))
+
+
+def named_namespaces() -> str:
+    return subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
+
+
+def namespaces_of(pids: list[int]) -> set[str]:
+    """The network namespaces of processes, as the kernel names them."""
+    return {os.readlink(f"/proc/{pid}/ns/net") for pid in pids}
+
+
+def inhabited() -> set[str]:
+    """Every network namespace that a process on this machine is in."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                found.add(os.readlink(entry / "ns" / "net"))
+            except OSError:  # ended meanwhile
+                continue
+    return found
+
+
+@contextmanager
+def serving(bed: NetBed, place: int, port: int, measurements: int) -> Iterator[None]:
+    """A link's peer on a device of the bed, until it has answered so many measurements."""
+    listens = threading.Event()
+
+    def serve() -> None:
+        with bed.entered(place):
+            serve_link(bed.address(place), port, 60, measurements, lambda _: listens.set())
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    assert listens.wait(10)
+    yield
+    thread.join(60)
+    assert not thread.is_alive()
