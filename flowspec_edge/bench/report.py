@@ -246,7 +246,10 @@ def first_fault(error: ValidationError) -> str:
     """The first thing that is amiss in a file, for its error."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
-    return f"{key}: {first['msg'].lower()}" if key else "not a JSON object"
+    if not key and first["type"] != "value_error":
+        return "not a JSON object"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{key}: {message.lower()}" if key else message
 
 
 def _row(samples: Sequence[Sample]) -> Row:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from flowspec_edge.bench.figures import COLOURS, check_figure, new_figure, save_figure
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _LABELS = {"bandwidth": "link bandwidth (Mbps)", "stages": "stages", "segment": "longest segment (rows)",
            "latency": "link latency, one way (ms)"}
+_LETTERS_AN_INCH = 15  # of text at 8 points
 _OURS: dict[str, Any] = {"marker": "o", "markersize": 4.5}
 _THEIRS: dict[str, Any] = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "linestyle": "--",
                            "linewidth": 1.2}
@@ -89,7 +91,9 @@ def _grids(sweep: Sweep, speeds: Mapping[str, Mapping[Value, Row]]) -> Figure:
         _draw_grid(axis, rows, *axes_of[name])
         axis.set_title(_caption(sweep, name), loc="left", fontsize=9)
     if isinstance(sweep.published, DepthCells):
-        figure.supxlabel(published_depths(sweep.published), fontsize=8, x=0.01, ha="left")
+        width = int(figure.get_figwidth() * _LETTERS_AN_INCH)
+        lines = wrap(published_depths(sweep.published), width, break_on_hyphens=False)
+        figure.supxlabel("\n".join(lines), fontsize=8, x=0.01, ha="left")
     return figure
 
 
