@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,14 +35,16 @@ class Children:
         """Process ids, V1's first."""
         return [process.pid for process in self._processes]
 
-    def start(self, configs: Sequence[WorkerConfig], verbose: bool = False) -> None:
-        """Start a worker for each of ``configs``."""
+    def start(self, configs: Sequence[WorkerConfig], verbose: bool = False,
+              within: Callable[[int, Sequence[str]], list[str]] = lambda _, command: list(command)) -> None:
+        """Start a worker for each of ``configs``; ``within`` says what to run for a place's command."""
         package = str(Path(flowspec_edge.__file__).parent.parent)
         path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
         for config in configs:
             file = self.directory / f"v{config.stage}.toml"
             file.write_text(config.dump(), encoding="utf-8")
-            command = [sys.executable, "-m", "flowspec_edge.runtime.worker", "--config", str(file)]
+            command = within(config.stage, [sys.executable, "-m", "flowspec_edge.runtime.worker",
+                                            "--config", str(file)])
             with self._stderr(config.stage).open("wb") as stderr:
                 self._processes.append(subprocess.Popen(
                     [*command, "--verbose"] if verbose else command, stdin=subprocess.DEVNULL,

@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.runtime.emulation import Emulation
+from flowspec_edge.runtime.local import Site
 from flowspec_edge.runtime.processes import ProcessCluster
 from flowspec_edge.runtime.request import OnTokens, Request, Result
 from flowspec_edge.strategies.registry import strategy_class
@@ -21,13 +23,16 @@ class LocalClusters:
     clock = "wall"
 
     def __init__(self, model_dir: Path, stages: int, dtype: str = "fp32", *, threads: int | None = None,
-                 dead_after: float = 5.0) -> None:
+                 dead_after: float = 5.0, site: Site | None = None,
+                 emulation: Emulation | None = None) -> None:
         """Nothing is started yet; the arguments are those of :class:`ProcessCluster`."""
         self._model_dir = model_dir
         self._stages = stages
         self._dtype = dtype
         self._threads = threads
         self._dead_after = dead_after
+        self._site = site
+        self._emulation = emulation
         self._cluster: ProcessCluster | None = None
         self._closed = False
 
@@ -63,7 +68,7 @@ class LocalClusters:
             self._end()
             running = self._cluster = ProcessCluster(
                 self._model_dir, self._stages, self._dtype, parallelism=wanted, threads=self._threads,
-                dead_after=self._dead_after)
+                dead_after=self._dead_after, site=self._site, emulation=self._emulation)
         return running
 
     def _end(self) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 from flowspec_edge.config import Profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.runtime.collectives import tensor_seconds
+from flowspec_edge.runtime.coordinator import Coordinator, Task, Verify
 from flowspec_edge.strategies.base import Parallelism
 
 
@@ -70,6 +71,27 @@ class Devices:
         distinct = {id(p): p for p in self.stages}.values()
         n = len(self.stages)
         return [lambda rows, context: max(tensor_seconds(p, parallelism, rows, n, context) for p in distinct)]
+
+    def latency_seconds(self, rows: int, parallelism: Parallelism) -> float:
+        """What a segment of ``rows`` rows takes from D0 through all stages to its tokens."""
+        parts = self.compute_seconds(parallelism)
+        hidden = rows * self.d0.model.hidden_width * self.d0.model.bytes_per_value
+        following = [*range(2, len(parts) + 1), 0]  # to whom each part sends, the last one to D0
+        hops = sum(sum(self.hop_seconds(place, receiver, hidden))
+                   for place, receiver in enumerate(following, start=1))
+        return sum(seconds(rows, 0) for seconds in parts) + hops + self.verify_seconds(rows)
+
+    def task_seconds(self, coordinator: Coordinator, task: Task) -> float:
+        """What D0 takes for a piece of ``coordinator``'s work."""
+        if isinstance(task, Verify):
+            return self.verify_seconds(len(task.output.numbers))
+        kind = coordinator.strategy.drafts_with(coordinator.request.params)
+        assert kind is not None
+        return self.d0.draft_seconds(kind)
+
+    def verify_seconds(self, rows: int) -> float:
+        """What D0 takes for an output: bookkeeping, and lm_head if it has rows."""
+        return (self.d0.host.bookkeeping_ms + (self.d0.lm_head.ms if rows else 0.0)) * 1e-3
 
     def _profile(self, place: int) -> Profile:
         return self.stages[place - 1] if place else self.d0

@@ -80,9 +80,13 @@ class Link:
 
 def wire_bytes(message: Message, profile: Profile) -> int:
     """What a message weighs on the wire with the profile's hidden width and element size."""
-    size = sum(len(frame) for frame in encode(message))
+    return sum(len(frame) for frame in encode(message)) + added_bytes(message, profile)
+
+
+def added_bytes(message: Message, profile: Profile) -> int:
+    """How much heavier the profile's hidden states are than those that the message holds."""
     hidden: Payload | None = getattr(message, "hidden", None)
-    if hidden is not None:
-        values = len(hidden.array) * profile.model.hidden_width
-        size += round(values * profile.model.bytes_per_value) - hidden.array.nbytes
-    return size
+    if hidden is None:
+        return 0
+    values = len(hidden.array) * profile.model.hidden_width
+    return values * profile.model.bytes_per_value - hidden.array.nbytes

@@ -1,4 +1,4 @@
-"""Where the devices of a cluster are; and a plan for one on loopback.
+"""Where the devices of a cluster are; and a plan for one on this machine.
 
 Knows addresses, keys and who connects to whom.  Does not know processes or messages.
 """
@@ -9,10 +9,10 @@ import os
 import socket
 import uuid
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from flowspec_edge.runtime.workerconfig import Dtype, WorkerConfig
 from flowspec_edge.strategies.base import Parallelism
@@ -36,6 +36,46 @@ class Addresses:
     worker_keys: Sequence[bytes] = ()
 
 
+class Site(Protocol):
+    """Where the devices of a cluster on this machine are: place 0 is D0's, place i that of Vi."""
+
+    @property
+    def control_port(self) -> int:
+        """Where D0's control channel is to listen; 0 leaves the choice to the system."""
+
+    def address(self, place: int) -> str:
+        """The device's IPv4 address."""
+
+    def interface(self, place: int) -> str:
+        """The network interface that has this address."""
+
+    def entered(self, place: int) -> AbstractContextManager[None]:
+        """Within it, the sockets that the calling thread makes are the device's."""
+
+    def command(self, place: int, command: Sequence[str]) -> list[str]:
+        """What to run for ``command`` to run on the device, with its process id."""
+
+
+class Loopback:
+    """All of them on 127.0.0.1; implements :class:`Site`."""
+
+    control_port = 0
+
+    def address(self, place: int) -> str:
+        return _LOOPBACK
+
+    def interface(self, place: int) -> str:
+        """The name of the loopback interface; empty if none looks like it."""
+        names = [name for _, name in socket.if_nameindex()]
+        return next((name for name in names if name.startswith("lo")), "")
+
+    def entered(self, place: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def command(self, place: int, command: Sequence[str]) -> list[str]:
+        return list(command)
+
+
 class LocalPlan:
     """Stages on this machine; holds their listening sockets until :meth:`close`.
 
@@ -43,11 +83,12 @@ class LocalPlan:
     binding it, and no stage has to wait for another.
     """
 
-    def __init__(self, stages: int, directory: Path, encrypted: bool) -> None:
-        """Key files are written to ``directory``."""
+    def __init__(self, stages: int, directory: Path, encrypted: bool, site: Site | None = None) -> None:
+        """Key files are written to ``directory``; without a ``site`` it is loopback."""
         self._open = ExitStack()
-        self._doors = [self._open.enter_context(socket.create_server((_LOOPBACK, 0))) for _ in range(stages)]
-        self._listen = [f"tcp://{_LOOPBACK}:{door.getsockname()[1]}" for door in self._doors]
+        self._site = site or Loopback()
+        self._doors = [self._door(place) for place in range(1, stages + 1)]
+        self._listen = ["tcp://{}:{}".format(*door.getsockname()) for door in self._doors]
         self._directory = directory
         self._public: list[str] = []  # D0's, then the stages'
         for place in range(stages + 1) if encrypted else ():
@@ -56,30 +97,38 @@ class LocalPlan:
             self._public.append(pair.public.decode())
         life = uuid.uuid4().hex[:8]
         self.addresses = Addresses(
-            control=f"tcp://{_LOOPBACK}:*", output=f"tcp://{_LOOPBACK}:*", first=self._listen[0],
+            control=f"tcp://{self._site.address(0)}:{self._site.control_port or '*'}",
+            output=f"tcp://{self._site.address(0)}:*", first=self._listen[0],
             instances=[f"v{stage}-{life}" for stage in range(1, stages + 1)],
             key_file=self._key_file(0) if encrypted else None,
             worker_keys=[public.encode() for public in self._public[1:]],
         )
 
     def configs(self, control: str, output: str, model: Path, dtype: Dtype, threads: int | None,
-                parallelism: Parallelism) -> list[WorkerConfig]:
-        """The stages' configurations, once D0 listens at ``control`` and ``output``."""
+                parallelism: Parallelism, emulate: Path | None = None) -> list[WorkerConfig]:
+        """The stages' configurations, once D0 listens at ``control`` and ``output``.
+
+        ``emulate``: the file that says whose time they take.
+        """
         stages = len(self._doors)
         following = [*self._listen[1:], output]
         shared = threads or max(1, (os.cpu_count() or 1) // stages)
-        group: dict[str, Any] = {} if parallelism == "pipeline" else {
-            "group": (self._directory / "group").as_uri(), "interface": _loopback_interface()}
+        group = "" if parallelism == "pipeline" else (self._directory / "group").as_uri()
         return [
             WorkerConfig(
                 instance=self.addresses.instances[i], stage=i + 1, stages=stages,
                 model=str(model), dtype=dtype, threads=shared,
                 control=control, listen=self._listen[i], next=following[i],
                 listen_fd=self._doors[i].fileno(), parent=os.getpid(),
-                parallelism=parallelism, **group, **self._key_settings(i + 1),
+                parallelism=parallelism, group=group, interface=self._site.interface(i + 1) if group else "",
+                emulate=str(emulate or ""), **self._key_settings(i + 1),
             )
             for i in range(stages)
         ]
+
+    def _door(self, place: int) -> socket.socket:
+        with self._site.entered(place):
+            return self._open.enter_context(socket.create_server((self._site.address(place), 0)))
 
     def close(self) -> None:
         """Give up this process' copies of the sockets."""
@@ -97,8 +146,3 @@ class LocalPlan:
             "next_key": self._public[(stage + 1) % len(self._public)],  # VN's results go to D0
         }
 
-
-def _loopback_interface() -> str:
-    """The name of the interface of 127.0.0.1; empty if none looks like it."""
-    names = [name for _, name in socket.if_nameindex()]
-    return next((name for name in names if name.startswith("lo")), "")

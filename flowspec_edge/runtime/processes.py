@@ -33,7 +33,9 @@ from flowspec_edge.messages import (
 from flowspec_edge.runtime.children import Children
 from flowspec_edge.runtime.coordinator import Coordinator
 from flowspec_edge.runtime.device0 import DraftDevice
-from flowspec_edge.runtime.local import Addresses, LocalPlan
+from flowspec_edge.runtime.emulated_links import EmulatedTransport
+from flowspec_edge.runtime.emulation import Emulation, rest
+from flowspec_edge.runtime.local import Addresses, LocalPlan, Loopback, Site
 from flowspec_edge.runtime.members import Members
 from flowspec_edge.runtime.request import OnTokens, Request, Result
 from flowspec_edge.runtime.workerconfig import Dtype
@@ -61,7 +63,8 @@ class ProcessCluster:
     def __init__(self, model_dir: Path, stages: int, dtype: str = "fp32", *,
                  parallelism: Parallelism = "pipeline", threads: int | None = None,
                  encrypted: bool = False, dead_after: float = 5.0, start_within: float = 180.0,
-                 addresses: Addresses | None = None) -> None:
+                 addresses: Addresses | None = None, site: Site | None = None,
+                 emulation: Emulation | None = None) -> None:
         """Start the stages, or meet those at ``addresses``, and wait until all have their shards.
 
         parallelism   how the stages share the model; one for the cluster's whole life
@@ -69,6 +72,8 @@ class ProcessCluster:
         encrypted     CURVE on every link, with keys made for this cluster
         dead_after    seconds of silence after which a stage counts as lost
         start_within  seconds for all stages to say Hello
+        site          where on this machine the devices are; loopback by default
+        emulation     whose time all of them take; by default their own
 
         UsageError if the model cannot be cut into so many stages, or encryption is not to be had,
         before anything is started; PeerLost if a stage does not come up.
@@ -84,6 +89,7 @@ class ProcessCluster:
         self._outbox: deque[Segment] = deque()
         self._session = 0
         self._check_at = 0.0
+        self._emulation = emulation
         self._slot_s = 0.0
         self._pass_s: dict[str, float] = {}  # a draft pass, by the kind of draft model
         self._moved_at = 0.0
@@ -91,21 +97,29 @@ class ProcessCluster:
         with ExitStack() as undo:
             self._children = Children()
             undo.callback(self._children.end)
-            plan = None if addresses else LocalPlan(stages, self._children.directory, encrypted)
+            place = site or Loopback()
+            plan = None if addresses else LocalPlan(stages, self._children.directory, encrypted, place)
             if plan:
                 undo.callback(plan.close)
                 addresses = plan.addresses
             assert addresses is not None
-            self._transport = ZmqTransport(keys.load(addresses.key_file) if addresses.key_file else None)
+            pair = keys.load(addresses.key_file) if addresses.key_file else None
+            self._transport = (EmulatedTransport(emulation, 0, addresses.instances, pair) if emulation
+                               else ZmqTransport(pair))
             undo.callback(self._transport.close)
             allowed = addresses.worker_keys
-            self._hub = self._transport.hub(addresses.control, "D0 control", allowed)
-            self._output = self._transport.pull(addresses.output, "D0 data in", allowed[-1:])
-            self._first = self._transport.push(addresses.first, "D0 data out", allowed[:1])
+            with place.entered(0):  # ZeroMQ's own thread stays where it was made
+                self._hub = self._transport.hub(addresses.control, "D0 control", allowed)
+                self._output = self._transport.pull(addresses.output, "D0 data in", allowed[-1:])
+                self._first = self._transport.push(addresses.first, "D0 data out", allowed[:1])
             self._members = Members(addresses.instances, dead_after, alike=grouped)
             if plan:
+                emulate = self._children.directory / "emulation.json" if emulation else None
+                if emulation and emulate:
+                    emulation.save(emulate)
                 self._children.start(plan.configs(self._hub.endpoint, self._output.endpoint, target,
-                                                  cast(Dtype, dtype), threads, parallelism))
+                                                  cast(Dtype, dtype), threads, parallelism, emulate),
+                                     within=place.command)
                 plan.close()
             self._device0 = DraftDevice(Path(model_dir), dtype)  # while the stages load theirs
             self._gather(start_within)
@@ -141,7 +155,7 @@ class ProcessCluster:
             raise FlowspecError("the cluster is closed; start a new one")
         self._session = max(self._session + 1, int(time.time() * 1e3))  # above those of a former D0
         c = self._device0.coordinator(request, len(self._members.instances), time.monotonic, self._session,
-                                      self._draft_passes)
+                                      lambda kind: self._draft_passes(kind, request.params.segment))
         before = self._own_bytes()
         try:
             self._collect(None)  # heartbeats since the last request
@@ -167,8 +181,12 @@ class ProcessCluster:
             int(counters.get(kind, 0)) for counters in stages for kind in ("bytes_out", "collective_bytes"))
         return c.result(self._slot_s or _slowest(stages), total, stages)
 
-    def _draft_passes(self, kind: str) -> float:
+    def _draft_passes(self, kind: str, rows: int) -> float:
         """How many draft passes a full segment's way through all stages takes."""
+        if self._emulation:
+            devices = self._emulation.devices
+            latency = devices.latency_seconds(rows, self.parallelism)
+            return latency / max(devices.d0.draft_seconds(kind), 1e-9)
         if kind not in self._pass_s:
             self._pass_s[kind] = self._device0.pass_seconds(kind)
         slots = len(self._members.instances) if self.parallelism == "pipeline" else 1
@@ -194,7 +212,10 @@ class ProcessCluster:
         self._flush()
         task = c.next_task()
         if task is not None:
+            start = time.perf_counter()
             c.complete(task)
+            if self._emulation:
+                rest(start, self._emulation.devices.task_seconds(c, task))
         if on_tokens and (new := c.new_tokens()):
             on_tokens(new)  # may block; what came meanwhile is read before anybody counts as silent
         if not self._collect(c) and task is None:

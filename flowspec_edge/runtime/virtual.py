@@ -29,7 +29,6 @@ from flowspec_edge.runtime.request import OnTokens, Request, Result
 from flowspec_edge.runtime.virtual_stage import VirtualStage
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.shard import load_shard
-from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.strategies.registry import strategy_class
 
 
@@ -40,7 +39,6 @@ class VirtualRun:
                  clock: Clock, on_tokens: OnTokens | None, spans: list[Span]) -> None:
         """``engines``: one a device, or one for all of a tensor-parallel group."""
         self._c = coordinator
-        self._draft_kind = coordinator.strategy.drafts_with(coordinator.request.params)
         self._devices = devices
         self._profile = devices.d0  # whose bytes are those of all
         self._clock = clock
@@ -149,7 +147,7 @@ class VirtualRun:
         task = self._c.next_task()
         if task is not None:
             self._busy = True
-            end = self._clock.now + self._cost(task)
+            end = self._clock.now + self._devices.task_seconds(self._c, task)
             self._spans.append(self._span(task, end))
             self._clock.at(end, lambda: self._complete(task))
 
@@ -165,14 +163,6 @@ class VirtualRun:
             self._on_tokens(new)
         if not self._c.finished:
             self._pump()
-
-    def _cost(self, task: Task) -> float:
-        p = self._profile
-        if isinstance(task, Verify):
-            rows = len(task.output.numbers)
-            return (p.host.bookkeeping_ms + (p.lm_head.ms if rows else 0.0)) / 1e3
-        assert self._draft_kind is not None
-        return p.draft_seconds(self._draft_kind)
 
     def _span(self, task: Task, end: float) -> Span:
         if isinstance(task, Verify):
@@ -205,7 +195,7 @@ class VirtualCluster:
         self._session += 1
         clock = Clock()
         parallelism = strategy_class(request.strategy).parallelism
-        latency = self._latency(request.params.segment, parallelism)
+        latency = self.devices.latency_seconds(request.params.segment, parallelism)
         coordinator = self._device0.coordinator(
             request, self._stages, lambda: clock.now, self._session,
             lambda kind: latency / max(self.devices.d0.draft_seconds(kind), 1e-9))
@@ -221,16 +211,6 @@ class VirtualCluster:
                 for i in range(stages)
             ]
         return self._engines[stages]
-
-    def _latency(self, rows: int, parallelism: Parallelism) -> float:
-        """Seconds that a segment of ``rows`` rows takes from D0 through all stages to its tokens."""
-        d0, parts = self.devices.d0, self.devices.compute_seconds(parallelism)
-        values = rows * d0.model.hidden_width * d0.model.bytes_per_value
-        following = [*range(2, len(parts) + 1), 0]  # to whom each part sends, the last one to D0
-        hops = sum(sum(self.devices.hop_seconds(place, receiver, values))
-                   for place, receiver in enumerate(following, start=1))
-        compute = sum(seconds(rows, 0) for seconds in parts)
-        return compute + hops + (d0.lm_head.ms + d0.host.bookkeeping_ms) / 1e3
 
     def close(self) -> None:
         """Nothing is held but memory."""

@@ -76,8 +76,7 @@ class VirtualStage:
         before = self.engine.counters["cancelled"]
         # The tokens are computed at once, the time they take is charged: nothing that arrives
         # meanwhile could change them, for hints never change what a live row sees.
-        cache = self.engine.cache
-        context = len(cache.numbers) if cache else 0
+        context = self.engine.cached
         taps, output = self.engine.compute(admitted)
         skipped = self.engine.counters["cancelled"] > before
         seconds = 0.0 if skipped else self.seconds(len(admitted.numbers), context)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import signal
 import sys
@@ -19,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from types import FrameType
-from typing import Protocol
 
 from flowspec_edge.errors import FlowspecError, PeerLost, ProtocolError
 from flowspec_edge.messages import (
@@ -31,12 +31,13 @@ from flowspec_edge.messages import (
     Hello,
     Message,
     Open,
-    Output,
     Prune,
     Segment,
     Shutdown,
-    Tap,
 )
+from flowspec_edge.runtime.emulated_links import EmulatedTransport
+from flowspec_edge.runtime.emulation import EmulatedEngine, Emulation, seconds_of
+from flowspec_edge.runtime.engine import Engine
 from flowspec_edge.runtime.workerconfig import WorkerConfig
 from flowspec_edge.transport import keys
 from flowspec_edge.transport.base import ClientLink, Link, Transport
@@ -45,31 +46,6 @@ from flowspec_edge.transport.zmq_links import ZmqTransport
 log = logging.getLogger(__name__)
 
 _CHECK_S = 0.25  # how often the links and the parent are looked at
-
-
-class Engine(Protocol):
-    """What a worker runs: ``stage.engine.StageEngine``, or ``stage.tensor_engine.TensorEngine``."""
-
-    @property
-    def counters(self) -> dict[str, float]: ...
-
-    def open(self, message: Open) -> None: ...
-
-    def close(self, message: Close) -> None: ...
-
-    def prune(self, message: Prune) -> None: ...
-
-    def cancel(self, message: Cancel) -> None: ...
-
-    def admit(self, segment: Segment) -> Segment | None: ...
-
-    def compute(self, admitted: Segment, poll: Poll | None = None) -> tuple[list[Tap], Segment | Output]: ...
-
-
-class Poll(Protocol):
-    """What an engine calls between layers."""
-
-    def __call__(self) -> None: ...
 
 
 class Stopped(Exception):
@@ -185,19 +161,24 @@ class Worker:
             self._sleep(data=False, room=link)
             self._tick()
 
-    def _sleep(self, data: bool = True, room: Link | None = None) -> None:
-        """Until something comes, or the next heartbeat or check is due."""
+    def _sleep(self, data: bool = True, room: Link | None = None, most: float = math.inf) -> None:
+        """Until something comes, or the next heartbeat or check is due.
+
+        ``most``: seconds that an emulated segment has left; they count as computing, not as waiting.
+        """
         start = time.monotonic()
         incoming = [self._links.control, self._links.previous] if data else [self._links.control]
-        due = max(0.0, min(self._beat_at, self._check_at) - start)
+        due = max(0.0, min(self._beat_at - start, self._check_at - start, most))
         self._links.transport.wait(incoming, [room] if room else [], due)
-        if self._open:
+        if self._open and most == math.inf:
             self._wait_s += time.monotonic() - start
 
     # ---- control -------------------------------------------------------------------------------
 
-    def _tick(self) -> None:
+    def _tick(self, wait: float = 0.0) -> None:
         """What cannot wait for the end of a segment; called between layers, too."""
+        if wait > 0:
+            self._sleep(data=False, most=wait)
         while (message := self._links.control.receive()) is not None:
             self._obey(message)
         now = time.monotonic()
@@ -280,11 +261,16 @@ def run_worker(config: WorkerConfig) -> None:
 
     Whatever goes wrong is told to D0 (Failed), then raised.
     """
-    transport = ZmqTransport(keys.load(Path(config.key_file)) if config.key_file else None)
+    emulation = Emulation.load(Path(config.emulate)) if config.emulate else None
+    pair = keys.load(Path(config.key_file)) if config.key_file else None
+    transport = EmulatedTransport(emulation, config.stage, keys=pair) if emulation else ZmqTransport(pair)
     try:
         links = connect(config, transport)
         try:
-            Worker(config, links, *_load(config)).run()
+            engine, hello = _load(config)
+            if emulation:
+                engine = _emulated(engine, emulation, config)
+            Worker(config, links, engine, hello).run()
         except Stopped:
             return
         except Exception as error:
@@ -318,6 +304,12 @@ def _load(config: WorkerConfig) -> tuple[Engine, Hello]:
         shard, engine = rank_shard, TensorEngine(rank_shard, group)
     hello = Hello(config.instance, config.stage, stages, shard.layers, shard.digest)
     return engine, hello
+
+
+def _emulated(engine: Engine, emulation: Emulation, config: WorkerConfig) -> Engine:
+    seconds = seconds_of(emulation, config.parallelism, config.stage)
+    layers = emulation.devices.layers[config.stage - 1]
+    return EmulatedEngine(engine, seconds, layers, breaks_off=not config.tensor_parallel)
 
 
 def one_line(error: BaseException) -> str:

@@ -43,6 +43,7 @@ class WorkerConfig(Strict):
     interface: str = ""  # network interface of the ranks' own links; empty leaves it to gloo
     group_within_s: Seconds = 60.0  # how long a rank waits for the others in a collective
     open_within_s: Seconds = 10.0  # how long a segment may be ahead of its session's Open
+    emulate: str = ""  # a file of runtime.emulation: take this device's time, not this machine's
     parent: Annotated[int, Field(ge=0)] = 0  # process that this one must not outlive; 0: none
     key_file: str = ""  # empty: no encryption, and the keys below are not used
     control_key: str = ""  # public keys, Z85

@@ -78,6 +78,11 @@ class StageEngine:
         return self._session.cache if self._session else None
 
     @property
+    def cached(self) -> int:
+        """Rows in the open session's cache."""
+        return len(self._session.cache.numbers) if self._session else 0
+
+    @property
     def cache_bytes(self) -> int:
         """Bytes preallocated for the open session."""
         return self._session.cache.nbytes if self._session else 0

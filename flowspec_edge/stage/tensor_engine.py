@@ -41,6 +41,11 @@ class TensorEngine:
         """The stage engine's, and the bytes that the rank sent in collectives."""
         return {**self._engine.counters, "collective_bytes": self._group.bytes_sent - self._bytes_before}
 
+    @property
+    def cached(self) -> int:
+        """Rows in the cache of the session that segments come for."""
+        return self._engine.cached
+
     def open(self, message: Open) -> None:
         """Remember the session until its first segment is here."""
         self._opens.append(message)

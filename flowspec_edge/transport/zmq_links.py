@@ -33,7 +33,7 @@ _RCVMORE, _RCVTIMEO = int(zmq.RCVMORE), int(zmq.RCVTIMEO)
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
-E = TypeVar("E", bound="_End")
+E = TypeVar("E", bound="End")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,112 +50,6 @@ class Tuning:
     zero_copy_bytes: int = 512 * 1024
 
 
-class ZmqTransport:
-    """Links in one ZeroMQ context; with ``keys``, every one of them is encrypted by CURVE."""
-
-    def __init__(self, keys: KeyPair | None = None, tuning: Tuning | None = None) -> None:
-        self._keys = keys
-        self._tuning = tuning or Tuning()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._ends: list[_End] = []
-        self._gate: ThreadAuthenticator | None = None
-
-    def pull(self, endpoint: str, name: str, peer_keys: Collection[bytes] = (), fd: int = -1) -> ZmqLink:
-        """See :class:`~flowspec_edge.transport.base.Transport`."""
-        socket = self._socket(zmq.PULL, self._tuning.data_queue)
-        return self._keep(ZmqLink(self._bind(socket, endpoint, name, peer_keys, fd), name, self._tuning))
-
-    def push(self, endpoint: str, name: str, peer_keys: Collection[bytes] = ()) -> ZmqClientLink:
-        """See :class:`~flowspec_edge.transport.base.Transport`."""
-        socket = self._socket(zmq.PUSH, self._tuning.data_queue)
-        socket.immediate = True  # else what is queued in an outage reaches the peer's next life
-        return self._connect(socket, endpoint, name, peer_keys)
-
-    def hub(self, endpoint: str, name: str, peer_keys: Collection[bytes] = (), fd: int = -1) -> ZmqHub:
-        """See :class:`~flowspec_edge.transport.base.Transport`."""
-        socket = self._socket(zmq.ROUTER, self._tuning.control_queue)
-        socket.router_handover = True
-        socket.router_mandatory = True
-        return self._keep(ZmqHub(self._bind(socket, endpoint, name, peer_keys, fd), name, self._tuning))
-
-    def control(self, endpoint: str, name: str, identity: str,
-                peer_keys: Collection[bytes] = ()) -> ZmqClientLink:
-        """See :class:`~flowspec_edge.transport.base.Transport`."""
-        socket = self._socket(zmq.DEALER, self._tuning.control_queue)
-        socket.routing_id = identity.encode()
-        return self._connect(socket, endpoint, name, peer_keys)
-
-    def wait(self, incoming: Sequence[Link | Hub], outgoing: Sequence[Link], timeout: float) -> None:
-        """See :class:`~flowspec_edge.transport.base.Transport`."""
-        ends = [(cast(_End, end).socket, _POLLIN) for end in incoming]
-        ends += [(cast(_End, end).socket, _POLLOUT) for end in outgoing]
-        zmq.zmq_poll(ends, max(0, round(timeout * 1e3)))
-
-    def close(self) -> None:
-        """Close all links, then the context; takes at most the linger time."""
-        for end in self._ends:
-            end.close()
-        if self._gate is not None:
-            self._gate.stop()
-            self._gate = None
-        self._context.term()
-
-    def _socket(self, kind: int, queue: int) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
-        socket.set_hwm(queue)
-        socket.linger = self._tuning.linger_ms
-        socket.maxmsgsize = self._tuning.max_message_bytes
-        socket.heartbeat_ivl = self._tuning.heartbeat_ms
-        socket.heartbeat_timeout = self._tuning.silence_ms
-        socket.heartbeat_ttl = self._tuning.silence_ms
-        return socket
-
-    def _bind(self, socket: zmq.Socket[bytes], endpoint: str, name: str, peer_keys: Collection[bytes],
-              fd: int) -> zmq.Socket[bytes]:
-        if self._keys is not None:
-            # A domain of its own for every socket: its allow-list.  Without an authenticator
-            # CURVE would let in any key.
-            socket.zap_domain = name.encode()
-            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-            self._authenticator().configure_curve_callback(name, _Allow(peer_keys))
-            socket.curve_secretkey = self._keys.secret
-            socket.curve_publickey = self._keys.public
-            socket.curve_server = True
-        if fd >= 0:
-            socket.setsockopt(zmq.USE_FD, fd)
-        try:
-            socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            socket.close()
-            raise UsageError(f"{name}: cannot listen on {endpoint}: {error.strerror}") from error
-        return socket
-
-    def _connect(self, socket: zmq.Socket[bytes], endpoint: str, name: str,
-                 peer_keys: Collection[bytes]) -> ZmqClientLink:
-        if self._keys is not None:
-            (server_key,) = peer_keys
-            socket.curve_serverkey = server_key
-            socket.curve_secretkey = self._keys.secret
-            socket.curve_publickey = self._keys.public
-        link = self._keep(ZmqClientLink(socket, name, self._tuning, endpoint))
-        try:
-            socket.connect(endpoint)
-        except zmq.ZMQError as error:
-            link.close()
-            raise UsageError(f"{name}: {endpoint} is no address to connect to: {error.strerror}") from error
-        return link
-
-    def _authenticator(self) -> ThreadAuthenticator:
-        if self._gate is None:
-            self._gate = ThreadAuthenticator(self._context, log=logging.getLogger(f"{__name__}.auth"))
-            self._gate.start()
-        return self._gate
-
-    def _keep(self, end: E) -> E:
-        self._ends.append(end)
-        return end
-
-
 @dataclass(frozen=True)
 class _Allow:
     """An allow-list in the form that pyzmq's authenticator asks for."""
@@ -166,7 +60,7 @@ class _Allow:
         return key in self.keys
 
 
-class _End:
+class End:
     """A socket, and how whole messages pass through it."""
 
     def __init__(self, socket: zmq.Socket[bytes], name: str, tuning: Tuning) -> None:
@@ -185,6 +79,10 @@ class _End:
     def close(self) -> None:
         """See :class:`~flowspec_edge.transport.base.Link`."""
         self.socket.close()
+
+    def _frames(self, message: Message, peer: str = "") -> list[Buffer]:
+        """What is sent for ``message``, from a hub to ``peer``."""
+        return encode(message)
 
     def _send(self, frames: Sequence[Buffer], timeout: float) -> bool:
         """Send one multipart message; False if there was no room within ``timeout`` seconds."""
@@ -238,12 +136,12 @@ class _End:
         return frames
 
 
-class ZmqLink(_End):
+class ZmqLink(End):
     """A PUSH, PULL or DEALER socket with one peer."""
 
     def send(self, message: Message, timeout: float = 0.0) -> bool:
         """See :class:`~flowspec_edge.transport.base.Link`."""
-        return self._send(encode(message), timeout)
+        return self._send(self._frames(message), timeout)
 
     def receive(self, timeout: float = 0.0) -> Message | None:
         """See :class:`~flowspec_edge.transport.base.Link`."""
@@ -300,13 +198,13 @@ class ZmqClientLink(ZmqLink):
                                     "enrol the key there, or check that both sides use encryption")
 
 
-class ZmqHub(_End):
+class ZmqHub(End):
     """A ROUTER socket; a peer is known by the identity that its DEALER gave."""
 
     def send(self, peer: str, message: Message) -> bool:
         """See :class:`~flowspec_edge.transport.base.Hub`."""
         try:
-            return self._send([peer.encode(), *encode(message)], 0.0)
+            return self._send([peer.encode(), *self._frames(message, peer)], 0.0)
         except zmq.Again:  # a ROUTER looks ready as long as any peer has room
             return False
         except zmq.ZMQError as error:
@@ -324,3 +222,116 @@ class ZmqHub(_End):
             return peer, decode(frames[1:])
         except ProtocolError as error:
             raise ProtocolError(f"{self.name}, from {peer[:80]!r}: {error}") from None
+
+
+class ZmqTransport:
+    """Links in one ZeroMQ context; with ``keys``, every one of them is encrypted by CURVE."""
+
+    # What links are made of; an emulation makes them of more.
+    link_class: type[ZmqLink] = ZmqLink
+    client_class: type[ZmqClientLink] = ZmqClientLink
+    hub_class: type[ZmqHub] = ZmqHub
+
+    def __init__(self, keys: KeyPair | None = None, tuning: Tuning | None = None) -> None:
+        self._keys = keys
+        self._tuning = tuning or Tuning()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._ends: list[End] = []
+        self._gate: ThreadAuthenticator | None = None
+
+    def pull(self, endpoint: str, name: str, peer_keys: Collection[bytes] = (), fd: int = -1) -> ZmqLink:
+        """See :class:`~flowspec_edge.transport.base.Transport`."""
+        socket = self._socket(zmq.PULL, self._tuning.data_queue)
+        bound = self._bind(socket, endpoint, name, peer_keys, fd)
+        return self._keep(self.link_class(bound, name, self._tuning))
+
+    def push(self, endpoint: str, name: str, peer_keys: Collection[bytes] = ()) -> ZmqClientLink:
+        """See :class:`~flowspec_edge.transport.base.Transport`."""
+        socket = self._socket(zmq.PUSH, self._tuning.data_queue)
+        socket.immediate = True  # else what is queued in an outage reaches the peer's next life
+        return self._connect(socket, endpoint, name, peer_keys)
+
+    def hub(self, endpoint: str, name: str, peer_keys: Collection[bytes] = (), fd: int = -1) -> ZmqHub:
+        """See :class:`~flowspec_edge.transport.base.Transport`."""
+        socket = self._socket(zmq.ROUTER, self._tuning.control_queue)
+        socket.router_handover = True
+        socket.router_mandatory = True
+        bound = self._bind(socket, endpoint, name, peer_keys, fd)
+        return self._keep(self.hub_class(bound, name, self._tuning))
+
+    def control(self, endpoint: str, name: str, identity: str,
+                peer_keys: Collection[bytes] = ()) -> ZmqClientLink:
+        """See :class:`~flowspec_edge.transport.base.Transport`."""
+        socket = self._socket(zmq.DEALER, self._tuning.control_queue)
+        socket.routing_id = identity.encode()
+        return self._connect(socket, endpoint, name, peer_keys)
+
+    def wait(self, incoming: Sequence[Link | Hub], outgoing: Sequence[Link], timeout: float) -> None:
+        """See :class:`~flowspec_edge.transport.base.Transport`."""
+        ends = [(cast(End, end).socket, _POLLIN) for end in incoming]
+        ends += [(cast(End, end).socket, _POLLOUT) for end in outgoing]
+        zmq.zmq_poll(ends, max(0, round(timeout * 1e3)))
+
+    def close(self) -> None:
+        """Close all links, then the context; takes at most the linger time."""
+        for end in self._ends:
+            end.close()
+        if self._gate is not None:
+            self._gate.stop()
+            self._gate = None
+        self._context.term()
+
+    def _socket(self, kind: int, queue: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.set_hwm(queue)
+        socket.linger = self._tuning.linger_ms
+        socket.maxmsgsize = self._tuning.max_message_bytes
+        socket.heartbeat_ivl = self._tuning.heartbeat_ms
+        socket.heartbeat_timeout = self._tuning.silence_ms
+        socket.heartbeat_ttl = self._tuning.silence_ms
+        return socket
+
+    def _bind(self, socket: zmq.Socket[bytes], endpoint: str, name: str, peer_keys: Collection[bytes],
+              fd: int) -> zmq.Socket[bytes]:
+        if self._keys is not None:
+            # A domain of its own for every socket: its allow-list.  Without an authenticator
+            # CURVE would let in any key.
+            socket.zap_domain = name.encode()
+            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+            self._authenticator().configure_curve_callback(name, _Allow(peer_keys))
+            socket.curve_secretkey = self._keys.secret
+            socket.curve_publickey = self._keys.public
+            socket.curve_server = True
+        if fd >= 0:
+            socket.setsockopt(zmq.USE_FD, fd)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            socket.close()
+            raise UsageError(f"{name}: cannot listen on {endpoint}: {error.strerror}") from error
+        return socket
+
+    def _connect(self, socket: zmq.Socket[bytes], endpoint: str, name: str,
+                 peer_keys: Collection[bytes]) -> ZmqClientLink:
+        if self._keys is not None:
+            (server_key,) = peer_keys
+            socket.curve_serverkey = server_key
+            socket.curve_secretkey = self._keys.secret
+            socket.curve_publickey = self._keys.public
+        link = self._keep(self.client_class(socket, name, self._tuning, endpoint))
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            link.close()
+            raise UsageError(f"{name}: {endpoint} is no address to connect to: {error.strerror}") from error
+        return link
+
+    def _authenticator(self) -> ThreadAuthenticator:
+        if self._gate is None:
+            self._gate = ThreadAuthenticator(self._context, log=logging.getLogger(f"{__name__}.auth"))
+            self._gate.start()
+        return self._gate
+
+    def _keep(self, end: E) -> E:
+        self._ends.append(end)
+        return end

@@ -1,0 +1,128 @@
+"""Emulation: real processes that take a profile's time, so that one machine shows a cluster's wall clock.
+
+A stage computes its segment for real and then waits until the profile's time for it is over; D0
+does the same with its passes and with lm_head.  What the devices do beside that (messages, walks,
+bookkeeping beyond the profile's) comes on top, as it would on boards.  Knows what is charged and how
+a wait stays awake for control messages.  Does not know links (``emulated_links``).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from flowspec_edge.config import Profile
+from flowspec_edge.messages import Cancel, Close, Open, Output, Prune, Segment, Tap
+from flowspec_edge.runtime.devices import Devices
+from flowspec_edge.runtime.engine import Engine, Poll
+from flowspec_edge.stage.rows import emptied
+from flowspec_edge.strategies.base import Parallelism
+
+Links = Literal["made", "real"]
+
+_NAP_S = 0.001  # waits longer than this listen to the control channel, shorter ones sleep
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """What processes pretend to be.
+
+    links  "made": messages take the profile's time, made up by holding them back at the receiver;
+           "real": messages are padded to the profile's bytes, and the network takes its own time
+    """
+
+    devices: Devices
+    links: Links = "made"
+
+    def save(self, path: Path) -> None:
+        """Write what :meth:`load` reads, for the stages' processes."""
+        d = self.devices
+        path.write_text(json.dumps({
+            "links": self.links, "name": d.name, "layers": d.layers, "d0": d.d0.model_dump(),
+            "stages": [stage.model_dump() for stage in d.stages]}), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Emulation:
+        """The inverse of :meth:`save`."""
+        data = json.loads(path.read_text(encoding="utf-8"))
+        stages = tuple(Profile.model_validate(stage) for stage in data["stages"])
+        devices = Devices(Profile.model_validate(data["d0"]), stages, tuple(data["layers"]), data["name"])
+        return cls(devices, data["links"])
+
+
+class EmulatedEngine:
+    """An engine whose segments take the time that ``seconds`` says; implements ``Engine``.
+
+    As in virtual time, a cancelled run ends with the layer that it is in, and comes out empty.
+    """
+
+    def __init__(self, engine: Engine, seconds: Callable[[int, int], float], layers: float,
+                 breaks_off: bool) -> None:
+        """``seconds`` of (rows, rows in the cache); ``breaks_off``: whether cancels count."""
+        self._engine = engine
+        self._seconds = seconds
+        self._layers = max(layers, 1.0)
+        self._breaks_off = breaks_off
+        self._runs: tuple[int, ...] = ()  # cancelled while the newest segment was on
+
+    @property
+    def counters(self) -> dict[str, float]:
+        return self._engine.counters
+
+    @property
+    def cached(self) -> int:
+        return self._engine.cached
+
+    def open(self, message: Open) -> None:
+        self._engine.open(message)
+
+    def close(self, message: Close) -> None:
+        self._engine.close(message)
+
+    def prune(self, message: Prune) -> None:
+        self._engine.prune(message)
+
+    def cancel(self, message: Cancel) -> None:
+        self._runs += message.runs
+        self._engine.cancel(message)
+
+    def admit(self, segment: Segment) -> Segment | None:
+        self._runs = ()
+        return self._engine.admit(segment)
+
+    def compute(self, admitted: Segment, poll: Poll | None = None) -> tuple[list[Tap], Segment | Output]:
+        start, rows, context = time.perf_counter(), len(admitted.numbers), self._engine.cached
+        skipped = self._engine.counters.get("cancelled", 0)
+        taps, result = self._engine.compute(admitted, poll)
+        if self._engine.counters.get("cancelled", 0) > skipped:
+            return taps, result
+        length = self._seconds(rows, context)
+        end = start + length
+        while (left := end - time.perf_counter()) > 0:
+            if poll is None or left < _NAP_S:
+                time.sleep(left)
+                continue
+            poll(left)
+            if self._breaks_off and admitted.run in self._runs:
+                done = math.ceil((time.perf_counter() - start) / (length / self._layers))
+                end = min(end, start + done * length / self._layers)
+                taps, result = [], emptied(result)
+        return taps, result
+
+
+def seconds_of(emulation: Emulation, parallelism: Parallelism, place: int) -> Callable[[int, int], float]:
+    """What Vi (``place`` = i) takes for (rows, context), in a pipeline or in a group."""
+    parts = emulation.devices.compute_seconds(parallelism)
+    return parts[place - 1] if parallelism == "pipeline" else parts[0]
+
+
+def rest(start: float, seconds: float) -> None:
+    """Wait until ``seconds`` after ``start`` (of time.perf_counter)."""
+    left = start + seconds - time.perf_counter()
+    if left > 0:
+        time.sleep(left)
