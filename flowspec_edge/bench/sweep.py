@@ -7,6 +7,7 @@ becomes a cluster (the caller's), how a point is measured (``sweep_runner``) or 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -111,9 +112,11 @@ def label(value: Value, unit: str = "") -> str:
     return f"{text} {unit}".strip()
 
 
-def kept(speeds: list[float]) -> float | None:
-    """The least as a share of the most: what the worst value of an axis leaves; None without two."""
-    return min(speeds) / max(speeds) if len(speeds) > 1 and max(speeds) > 0 else None
+def kept(speeds: Sequence[float | None]) -> float | None:
+    """What is left of the first value's tokens/s at the last one; None without the two."""
+    if len(speeds) < 2 or not speeds[0] or speeds[-1] is None:
+        return None
+    return speeds[-1] / speeds[0]
 
 
 def _point_json(point: Point) -> dict[str, Any]:

@@ -55,8 +55,9 @@ def notes(sweep: Sweep) -> list[str]:
     found.append(f"{tasks}; at most {s['max_new_tokens']} new tokens; draft: {s['draft']}.")
     if sweep.axis == "depth":
         found += [_extremes(name, rows) for name, rows in sweep.speeds().items()]
-    else:
-        found.append("kept: the slowest value's tokens/s as a share of the fastest's.")
+    elif len(sweep.points) > 1:
+        first, last = (label(sweep.points[at].value, UNITS[sweep.axis]) for at in (0, -1))
+        found.append(f"kept: tokens/s at {last} as a share of those at {first}.")
     if sweep.axis == "stages":
         found.append("The profile's model keeps its layers: more stages cut it finer.")
     match sweep.published:
@@ -89,13 +90,14 @@ def _lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, Row]]) -> Table:
     made = _table("strategy", [label(value, UNITS[sweep.axis]) for value in values])
     made.add_column("kept", justify="right", no_wrap=True)
     for name, rows in speeds.items():
-        ours = {value: row.tokens_per_second for value, row in rows.items()}
-        made.add_row(name, *(_speed(rows.get(value)) for value in values), _kept(list(ours.values())))
+        ours = [rows.get(value) for value in values]
+        figures = [row.tokens_per_second if row else None for row in ours]
+        made.add_row(name, *map(_speed, ours), _kept(figures))
         if isinstance(sweep.published, BandwidthCurves):
             curve = sweep.published.curve(name)
             theirs = [curve.get(value) if not isinstance(value, tuple) else None for value in values]
             made.add_row(f"[dim]{PUBLISHED}[/dim]", *(f"[dim]{_figure(speed)}[/dim]" for speed in theirs),
-                         f"[dim]{_kept([speed for speed in theirs if speed is not None])}[/dim]")
+                         f"[dim]{_kept(theirs)}[/dim]")
     if any(point.measured_mbps for point in sweep.points):
         slowest = [min(point.measured_mbps) if point.measured_mbps else None for point in sweep.points]
         made.add_section()
@@ -146,6 +148,6 @@ def _figure(speed: float | None) -> str:
     return _NOTHING if speed is None else f"{speed:.2f}"
 
 
-def _kept(speeds: list[float]) -> str:
+def _kept(speeds: Sequence[float | None]) -> str:
     share = kept(speeds)
     return _NOTHING if share is None else f"{share:.1%}"

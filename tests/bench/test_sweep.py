@@ -220,11 +220,15 @@ def test_a_file_that_is_no_sweep(tmp_path: Path, change: dict[str, object], says
         load_sweep(path)
 
 
-def test_what_is_kept_is_the_least_over_the_most() -> None:
-    assert kept([8.0, 10.0, 9.0]) == 0.8
-    assert kept([8.0]) is None
-    assert kept([0.0, 0.0]) is None
-    assert [label(62.5, "Mbps"), label(1000), label((5, 3), "levels")] == ["62.5 Mbps", "1000", "(5, 3) levels"]
+def test_what_is_kept_is_the_last_over_the_first() -> None:
+    assert kept([8.0, 11.0, 9.0]) == 9.0 / 8.0
+    assert [kept([8.0]), kept([8.0, None]), kept([None, 8.0]), kept([0.0, 8.0])] == [None] * 4
+
+
+def test_values_for_people() -> None:
+    assert label(62.5, "Mbps") == "62.5 Mbps"
+    assert label(1000) == "1000"
+    assert label((5, 3), "levels") == "(5, 3) levels"
 
 
 def test_published_figures_belong_to_one_testbed() -> None:
