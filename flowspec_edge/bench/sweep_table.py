@@ -24,9 +24,9 @@ _AXES = {"bandwidth": "link bandwidth", "depth": "tree depths", "stages": "stage
 
 def measured_as(sweep: Sweep) -> str:
     """Whose time the figures are in; what is made up, or in part, says so in capitals."""
-    if sweep.links == "virtual":
-        return timing("virtual", sweep.profile)
-    where = {"namespaces": "shaped links of this machine", "cluster": "a cluster's shaped links"}[sweep.links]
+    if sweep.clock == "virtual":
+        return timing(sweep.clock, sweep.profile)
+    where = {"virtual": "made-up links", "namespaces": "shaped links of this machine", "cluster": "a cluster's shaped links"}[sweep.links]
     if sweep.emulated:
         return f"EMULATED: wall clock, {where}, real processes that compute as long as {sweep.profile} says"
     return f"wall clock, {where}"

@@ -20,7 +20,7 @@ app = typer.Typer(help="How tokens/s change with the links, the stages, the segm
 _FIGURE_5 = "megatron,galaxy,chunk_pp,pipedec,flowspec"
 _SEGMENTED = "chunk_pp,pruned_pp,flowspec"  # PipeDec's layers have a width of their own
 _PAPER = Params(draft="eagle2", pipedec_width=16)  # the FlowSpec paper's comparison, section V-A
-_ALWAYS = ("temperatures", "clock")  # one temperature; the links say whose clock it is
+_ALWAYS = ("temperatures", "clock", "emulate")  # one temperature; the links say whose clock it is
 
 FigureOption = Annotated[Path | None, typer.Option(
     "--out", help="Draw it as a figure, too.", metavar="F.svg|F.png", show_default=False)]
@@ -47,8 +47,8 @@ def bandwidth(
 ) -> None:
     """Measure tokens/s against the bandwidth of the links: Figure 5 of the FlowSpec paper.
 
-    Its methods, all drafting with EAGLE-2 as in the paper, unless --strategies and --draft say
-    otherwise.
+    Its five methods (megatron, galaxy, chunk_pp, pipedec, flowspec), all drafting with EAGLE-2 as
+    in the paper, unless --strategies and --draft say otherwise.
     """
     from flowspec_edge.cli.sweep_measuring import Asked, parse_numbers, run_sweep
 
@@ -71,7 +71,10 @@ def depth(
     sampling: Sampling,
     params: Params,
 ) -> None:
-    """Measure tokens/s for every pair of tree depths: Figure 6 of the FlowSpec paper."""
+    """Measure tokens/s for every pair of tree depths: Figure 6 of the FlowSpec paper.
+
+    Of flowspec, unless --strategies names others.
+    """
     from flowspec_edge.cli.sweep_measuring import Asked, parse_counts, run_sweep
 
     pairs = list(product(parse_counts(depths, "--depths"), parse_counts(expand_depths, "--expand-depths")))
@@ -90,7 +93,8 @@ def stages(
 ) -> None:
     """Measure tokens/s against the number of stages.
 
-    The profile's model keeps its layers: more stages cut it finer.
+    The profile's model keeps its layers: more stages cut it finer.  The methods are those of
+    sweep bandwidth.
     """
     from flowspec_edge.cli.sweep_measuring import Asked, parse_counts, run_sweep
 
@@ -109,7 +113,9 @@ def segment(
 ) -> None:
     """Measure tokens/s against the longest segment.
 
-    A turn is the time of one full segment, so turns at two lengths cannot be compared.
+    Of pruned_pp and flowspec, and of chunk_pp to compare with, which always cuts its tree into one
+    chunk more than there are stages.  A turn is the time of one full segment, so ALT at two
+    lengths cannot be compared.
     """
     from flowspec_edge.cli.sweep_measuring import Asked, parse_counts, run_sweep
 
@@ -126,7 +132,10 @@ def latency(
     sampling: Sampling,
     params: Params,
 ) -> None:
-    """Measure tokens/s against the latency of the links."""
+    """Measure tokens/s against the latency of the links.
+
+    The methods are those of sweep bandwidth.
+    """
     from flowspec_edge.cli.sweep_measuring import Asked, parse_numbers, run_sweep
 
     run_sweep(Asked("latency", parse_numbers(ms, "--ms", zero=True), _FIGURE_5), options, sampling, params,
