@@ -26,7 +26,8 @@ def measured_as(sweep: Sweep) -> str:
     """Whose time the figures are in; what is made up, or in part, says so in capitals."""
     if sweep.clock == "virtual":
         return timing(sweep.clock, sweep.profile)
-    where = {"virtual": "made-up links", "namespaces": "shaped links of this machine", "cluster": "a cluster's shaped links"}[sweep.links]
+    where = {"virtual": "made-up links", "namespaces": "shaped links of this machine",
+             "cluster": "a cluster's shaped links"}[sweep.links]
     if sweep.emulated:
         return f"EMULATED: wall clock, {where}, real processes that compute as long as {sweep.profile} says"
     return f"wall clock, {where}"
