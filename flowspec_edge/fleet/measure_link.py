@@ -1,0 +1,137 @@
+"""What a message takes between two processes of this machine, over the links that a cluster uses.
+
+Two real processes, ``transport``'s sockets on loopback, segments of the model's width.  The one that
+waits has gone to sleep, as a stage has when nothing is there for it.  Links to other devices are
+``linktest``'s.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from statistics import median
+
+import numpy as np
+
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.messages import Payload, Segment, pack_bits
+from flowspec_edge.tensors import parse_dtype, wire_name
+from flowspec_edge.transport.base import Link
+from flowspec_edge.transport.codec import decode, encode
+from flowspec_edge.transport.zmq_links import ZmqTransport
+
+_LOOPBACK = "tcp://127.0.0.1:*"
+_PATIENCE_S = 30.0
+_ROWS = 16
+_LARGE_BYTES = 4_000_000
+_MOST_ROWS = 60_000  # the codec carries no longer ones
+_LARGE_EVERY = 8  # one large message among so many
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One way between two processes; medians.
+
+    latency_ms  from handing a segment of 16 rows to ZeroMQ until the other process, which slept, has it
+    codec_ms    encoding that segment, and decoding it
+    mbps        10^6 bits a second that more bytes take
+    """
+
+    latency_ms: float
+    codec_ms: float
+    mbps: float
+
+
+def segment(width: int, dtype: str, rows: int = _ROWS) -> Segment:
+    """A segment as a stage hands it on."""
+    kind = wire_name(parse_dtype(dtype))
+    array = np.zeros((rows, width), {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[kind])
+    numbers = np.arange(rows, dtype=np.int32)
+    return Segment(session=1, epoch=0, run=0, first=0, stop=rows, numbers=numbers, positions=numbers, base=0,
+                   bits=pack_bits([1] * rows, 1),
+                   committed=numbers[:2], hidden=Payload(kind, array))
+
+
+def measure_hop(width: int, dtype: str, exchanges: int = 200) -> Hop:
+    """Exchange segments of ``width`` values a row with another process; FlowspecError if it is lost."""
+    small = segment(width, dtype)
+    value = small.hidden.array.itemsize if small.hidden else 1
+    large = segment(width, dtype, min(_MOST_ROWS, max(2 * _ROWS, _LARGE_BYTES // (width * value))))
+    codec, frames = _codec(small), encode(small)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_echo, args=(theirs, width, dtype), daemon=True)
+    transport = ZmqTransport()
+    try:
+        back = transport.pull(_LOOPBACK, "echo in")
+        child.start()
+        ours.send(back.endpoint)
+        there = transport.push(ours.recv(), "echo out")
+        trips: dict[bool, list[float]] = {False: [], True: []}
+        for turn in range(exchanges):
+            is_large = turn % _LARGE_EVERY == _LARGE_EVERY - 1
+            _compute()
+            start = time.perf_counter()
+            there.send(large if is_large else small, _PATIENCE_S)
+            _await(transport, back)
+            trips[is_large].append(time.perf_counter() - start)
+        ours.send_bytes(b"")
+        child.join(_PATIENCE_S)
+    except EOFError:
+        raise FlowspecError("the process that was started to measure loopback has gone") from None
+    finally:
+        transport.close()
+        if child.is_alive():
+            child.kill()
+            child.join()
+    short, long = (median(trips[kind][len(trips[kind]) // 10:]) for kind in (False, True))
+    size = sum(map(len, frames))
+    more = sum(map(len, encode(large))) - size
+    rate = more * 8 / max(long - short, 1e-6)
+    latency = max(short / 2 - codec - size * 8 / rate, 1e-6)
+    return Hop(latency * 1e3, codec * 1e3, rate / 1e6)
+
+
+def _codec(message: Segment, times: int = 100) -> float:
+    """Median seconds of encoding and decoding once."""
+    found = []
+    for _ in range(times):
+        start = time.perf_counter()
+        frames = encode(message)
+        middle = time.perf_counter()
+        copied = [bytes(frame) for frame in frames]
+        decoding = time.perf_counter()
+        decode(copied)
+        found.append(time.perf_counter() - decoding + middle - start)
+    return median(found)
+
+
+def _echo(pipe: Connection, width: int, dtype: str) -> None:
+    """The other process: answer everything with a small segment until it is told to end."""
+    transport = ZmqTransport()
+    small = segment(width, dtype)
+    there = transport.pull(_LOOPBACK, "echo in")
+    back = transport.push(pipe.recv(), "echo out")
+    pipe.send(there.endpoint)
+    while not pipe.poll():
+        transport.wait([there], [], 0.1)
+        while there.receive() is not None:
+            back.send(small, _PATIENCE_S)
+    transport.close()
+
+
+def _await(transport: ZmqTransport, link: Link) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while link.receive() is None:
+        if time.monotonic() > deadline:
+            raise FlowspecError("the process that was started to measure loopback does not answer")
+        transport.wait([link], [], 1.0)
+
+
+def _compute() -> None:
+    """Half a millisecond of work: the peer falls asleep meanwhile."""
+    end = time.perf_counter() + 0.5e-3
+    while time.perf_counter() < end:
+        pass

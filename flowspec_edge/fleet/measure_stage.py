@@ -1,0 +1,211 @@
+"""How long a stage takes for a segment: real workers, real links, real segments.
+
+Runs stages as ``flowspec`` runs them, each a process, V1 of a pipeline, and plays D0 and its
+neighbours: a segment goes out, its result comes back.  So everything is in the time that a worker adds
+to its layers: it wakes up, decodes, checks, polls the control channel between layers, and encodes.
+Does not know what the times are used for (``measure_fit``), nor what the way to the worker and back
+takes (``measure_link``).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from flowspec_edge.errors import FlowspecError, PeerLost
+from flowspec_edge.fleet.board import resident_mb
+from flowspec_edge.fleet.memory import ModelBytes
+from flowspec_edge.messages import Credit, Failed, Hello, Int32, Message, Open, Segment, Shutdown, pack_bits
+from flowspec_edge.runtime.children import Children
+from flowspec_edge.runtime.workerconfig import Dtype, WorkerConfig
+from flowspec_edge.stage.shard import even_runs, load_config
+from flowspec_edge.transport.zmq_links import ZmqTransport
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+CONTEXTS = (64, 512, 1500)
+_CHUNK = 64  # prompt tokens a segment
+CAPACITY_BEYOND = 3 * max(ROWS) + _CHUNK  # rows that a session holds beside its text
+_PATIENCE_S = 120.0  # for a shard to load, and for a segment: a slow board may page in first
+_CHECK_S = 0.5
+_SWEEPS = 3  # over all row counts, before the context grows
+_EXIT_S = 2.0
+_SHARE = 0.4  # of the usable memory, for what is measured
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Case:
+    """What was timed: ``rows`` of a segment through ``layers`` layers, over ``context`` cached tokens."""
+
+    layers: int
+    rows: int
+    context: int
+
+
+def choose_cuts(model: ModelBytes, usable_mb: float) -> list[int]:
+    """Into how many stages to cut the model, so that V1 has two different numbers of layers.
+
+    The larger V1 is half of the model, or as much as fits into a share of the memory beside the
+    smaller one, a quarter as long.  There is one number only if nothing but one layer is possible;
+    FlowspecError if not even that fits.
+    """
+    if model.embedding + model.layer > usable_mb * 1e6:
+        raise FlowspecError(f"a layer and the embeddings take {(model.embedding + model.layer) / 1e6:.0f} MB, and "
+                            f"only {usable_mb:.0f} MB of memory are free: end what else runs here")
+    if model.layers <= 2:
+        return list(range(1, model.layers + 1))
+    longest = {stages: even_runs(model.layers, stages)[0][1] for stages in range(2, model.layers + 1)}
+    for stages, large in longest.items():
+        small = min(longest, key=lambda s: (abs(longest[s] - max(1, large // 4)), s))
+        if 2 * model.embedding + (large + longest[small]) * model.layer <= usable_mb * 1e6 * _SHARE:
+            return [stages, small] if large > longest[small] else [stages]
+    return [model.layers]
+
+
+class StageProcess:
+    """One worker, V1 of ``stages``; a session of segments that are never committed but for the text."""
+
+    def __init__(self, transport: ZmqTransport, undo: ExitStack, target: Path, stages: int, dtype: Dtype,
+                 device: str, threads: int) -> None:
+        """Start it; :meth:`ready` waits for it.  ``undo`` ends it."""
+        config = load_config(target)
+        self._vocabulary = int(config.vocab_size)
+        low, high = even_runs(int(config.num_hidden_layers), stages)[0]
+        self.layers = high - low
+        self._transport = transport
+        self._name = f"measured-{uuid.uuid4().hex[:8]}"
+        self._hub = transport.hub("tcp://127.0.0.1:*", f"{self._name} control")
+        self._output = transport.pull("tcp://127.0.0.1:*", f"{self._name} data out")
+        self._children = Children()
+        undo.callback(self._end)
+        with socket.create_server(("127.0.0.1", 0)) as door:
+            listen = f"tcp://127.0.0.1:{door.getsockname()[1]}"
+            self._children.start([WorkerConfig(
+                instance=self._name, stage=1, stages=stages, model=str(target), dtype=dtype, device=device,
+                threads=threads, control=self._hub.endpoint, listen=listen, next=self._output.endpoint,
+                listen_fd=door.fileno(), parent=os.getpid())])
+        self._input = transport.push(listen, f"{self._name} data in")
+        self._heard: set[type[Message]] = set()
+        self._session = self._run = self._next = self._text = 0
+        self._uncommitted: Int32 = np.empty(0, np.int32)
+
+    def ready(self) -> None:
+        """Wait until it has its weights; PeerLost says why it did not come up."""
+        self._await(Hello)
+
+    def open(self, capacity: int) -> None:
+        """A new session of at most ``capacity`` cached rows."""
+        self._session += 1
+        self._run = self._next = self._text = 0
+        self._uncommitted = np.empty(0, np.int32)
+        self._hub.send(self._name, Open(self._session, 0, capacity))
+
+    def read(self, tokens: int) -> None:
+        """Cache text until there are ``tokens`` of it."""
+        while self._text < tokens:
+            n = min(_CHUNK, tokens - self._text)
+            numbers = np.arange(self._next, self._next + n, dtype=np.int32)
+            positions = np.arange(self._text, self._text + n, dtype=np.int32)
+            self._exchange(numbers, positions, [(2 << i) - 1 for i in range(n)])
+            self._uncommitted = numbers
+            self._text += n
+
+    def tree(self, rows: int) -> float:
+        """Seconds from a segment's start to its result: ``rows`` nodes of a binary tree below the text.
+
+        The rows of the tree before are dead by then.
+        """
+        paths = [1]
+        for i in range(1, rows):
+            paths.append(1 << i | paths[(i - 1) // 2])
+        positions = np.array([self._text + path.bit_count() - 1 for path in paths], dtype=np.int32)
+        numbers = np.arange(self._next, self._next + rows, dtype=np.int32)
+        return self._exchange(numbers, positions, paths)
+
+    def resident_mb(self) -> float | None:
+        """Memory that the process holds, 10^6 bytes."""
+        return resident_mb(self._children.pids[0])
+
+    def _exchange(self, numbers: Int32,
+                  positions: Int32, bits: list[int]) -> float:
+        n = len(numbers)
+        tokens = ((numbers * 7919 + 13) % self._vocabulary).astype(np.int32)
+        segment = Segment(
+            session=self._session, epoch=0, run=self._run, first=self._next, stop=self._next + n,
+            numbers=numbers, positions=positions, base=self._next, bits=pack_bits(bits, n),
+            committed=self._uncommitted, tokens=tokens)
+        self._run += 1
+        self._next += n
+        self._uncommitted = np.empty(0, np.int32)
+        start = time.perf_counter()
+        self._input.send(segment, _PATIENCE_S)
+        while self._output.receive() is None:
+            self._transport.wait([self._output, self._hub], [], _CHECK_S)
+            self._control()
+        seconds = time.perf_counter() - start
+        self._await(Credit)
+        return seconds
+
+    def _await(self, kind: type[Message]) -> None:
+        """Until a message of ``kind`` has come since the last one was awaited."""
+        deadline = time.monotonic() + _PATIENCE_S
+        self._control()
+        while kind not in self._heard:
+            if time.monotonic() > deadline:
+                raise PeerLost(f"the stage that was started to be measured said no {kind.__name__} within "
+                               f"{_PATIENCE_S:g} s")
+            self._transport.wait([self._hub], [], _CHECK_S)
+            self._control()
+        self._heard.discard(kind)
+
+    def _control(self) -> None:
+        """Take the control messages that have come."""
+        while (item := self._hub.receive()) is not None:
+            message = item[1]
+            if isinstance(message, Failed):
+                raise FlowspecError(f"the stage that was started to be measured failed: {message.cause}")
+            self._heard.add(type(message))
+        if cause := self._children.exited():
+            raise PeerLost(f"the stage that was started to be measured is gone: {cause}")
+
+    def _end(self) -> None:
+        with suppress(PeerLost):
+            self._hub.send(self._name, Shutdown("measured"))
+        self._children.wait(_EXIT_S)
+        self._children.end()
+
+
+def sample(stages: Sequence[StageProcess], contexts: Sequence[int], seconds: float,
+           advance: Callable[[float], None]) -> dict[Case, float]:
+    """Median seconds of every case: from sending a segment to having its result.
+
+    All cases are gone through again and again, the stages in turn, so that whatever disturbs one
+    disturbs all; for about ``seconds``, but at least twice after a first time that does not count.
+    ``advance`` is told the share of the time that has passed.
+    """
+    times: dict[Case, list[float]] = {}
+    start = time.monotonic()
+    rounds = 0
+    while rounds < 3 or time.monotonic() - start < seconds:
+        for stage in stages:
+            stage.open(contexts[-1] + CAPACITY_BEYOND)
+        for context in contexts:
+            for stage in stages:
+                stage.read(context)
+            for _ in range(_SWEEPS):
+                for rows in ROWS:
+                    for stage in stages:
+                        took = stage.tree(rows)
+                        if rounds:
+                            times.setdefault(Case(stage.layers, rows, context), []).append(took)
+        rounds += 1
+        advance(min(1.0, (time.monotonic() - start) / seconds))
+    return {case: median(taken) for case, taken in times.items()}
