@@ -92,12 +92,12 @@ class Sweep:
         return [(point.value, d) for point in self.points for d in point.report.differences]
 
     def as_json(self) -> dict[str, Any]:
-        """The object that ``flowspec sweep … --json`` writes."""
+        """The object that ``flowspec sweep … --json`` writes; a value not yet measured is left out."""
         return {
             "kind": "sweep", "axis": self.axis, "unit": UNITS[self.axis], "links": self.links,
             "emulated": self.emulated, "profile": self.profile, "clock": self.clock, "date": self.date,
             "complete": self.complete, "machine": self.machine, "settings": self.settings,
-            "points": [_point_json(point) for point in self.points],
+            "points": [_point_json(point) for point in self.points if point.report.samples],
             "published": self.published.model_dump() if self.published else None,
         }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -119,6 +119,27 @@ def test_what_is_there_is_not_measured_again(model: Path) -> None:
     samples = sweep.points[0].report.samples
     assert samples[:2] == known
     assert [sample.strategy for sample in samples] == ["chunk_pp"] * 2 + ["flowspec"] * 2
+
+
+def test_what_is_measured_is_saved_when_a_later_value_fails(model: Path, tmp_path: Path) -> None:
+    class Failing(Opener):
+        def __call__(self, value: Value) -> AbstractContextManager[PointCluster]:
+            if value == 250:
+                raise UsageError("the link is gone")
+            return super().__call__(value)
+
+    sweep, path = bandwidth([]), tmp_path / "a.json"
+    few = replace(PLAN, strategies=["chunk_pp"])
+    with pytest.raises(UsageError, match="the link is gone"):
+        measure_sweep(sweep, dict.fromkeys((500, 250, 125), few), Failing(model), Plain(model),
+                      save=lambda: sweep.save(path))
+    found = load_sweep(path)
+    assert not found.complete
+    assert [point.value for point in found.points] == [500]
+    assert found.points[0].report.rows == sweep.point(500).report.rows
+    measure_sweep(found, dict.fromkeys((500, 250, 125), few), Opener(model), Plain(model))
+    assert found.complete
+    assert [len(point.report.samples) for point in found.points] == [2, 2, 2]
 
 
 def test_a_cluster_that_errs_is_found_out_at_its_value(model: Path) -> None:
