@@ -58,7 +58,7 @@ def notes(sweep: Sweep) -> list[str]:
         found += [_extremes(name, rows) for name, rows in sweep.speeds().items()]
     elif len(sweep.points) > 1:
         first, last = (label(sweep.points[at].value, UNITS[sweep.axis]) for at in (0, -1))
-        found.append(f"kept: tokens/s at {last} as a share of those at {first}.")
+        found.append(f"{_share_name(sweep)}: tokens/s at {last} as a share of those at {first}.")
     if sweep.axis == "stages":
         found.append("The profile's model keeps its layers: more stages cut it finer.")
     match sweep.published:
@@ -89,7 +89,7 @@ def best_and_worst(rows: Mapping[Value, Row]) -> tuple[Value, Value]:
 def _lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, Row]]) -> Table:
     values = [point.value for point in sweep.points]
     made = _table("strategy", [label(value, UNITS[sweep.axis]) for value in values])
-    made.add_column("kept", justify="right", no_wrap=True)
+    made.add_column(_share_name(sweep), justify="right", no_wrap=True)
     for name, rows in speeds.items():
         ours = [rows.get(value) for value in values]
         figures = [row.tokens_per_second if row else None for row in ours]
@@ -104,6 +104,11 @@ def _lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, Row]]) -> Table:
         made.add_section()
         made.add_row("measured Mbps, slowest device", *map(_figure, slowest), "")
     return made
+
+
+def _share_name(sweep: Sweep) -> str:
+    """Links get worse from the first value to the last; on other axes neither end is the better one."""
+    return "kept" if sweep.axis in ("bandwidth", "latency") else "last/first"
 
 
 def _grid(rows: Mapping[Value, Row]) -> Table:

@@ -66,6 +66,8 @@ def test_a_row_a_strategy_and_the_papers_below_it(tasks: tuple[str, ...]) -> Non
     assert rows[3][1:] == ["9.44", "8.76", "–", "–"]
     assert notes(sweep)[1] == "kept: tokens/s at 62.5 Mbps as a share of those at 1000 Mbps."
     assert [line[-1] for line in lines(made("bandwidth", [125, 1000]))[2::2]] == ["42.7%", "92.8%"]
+    said = notes(made("stages", [2, 8]))[1]
+    assert said == "last/first: tokens/s at 8 stages as a share of those at 2 stages."
 
 
 def test_without_published_figures_there_is_no_row_for_them() -> None:
