@@ -146,6 +146,7 @@ def _entries(directory: Path, pattern: str) -> list[Path]:
 
 def _output(*command: str) -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False).stdout
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return ""
+    return done.stdout

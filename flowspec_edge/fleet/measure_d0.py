@@ -11,8 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.load import load_drafter
+from flowspec_edge.fleet.measure_clock import typical, typical_sum
 from flowspec_edge.messages import Credit, Open, Output, Payload, Segment
 from flowspec_edge.runtime.coordinator import Coordinator, Draft
 from flowspec_edge.runtime.request import Request
@@ -47,18 +48,6 @@ class Tally:
     draft: list[float] = field(default_factory=list)  # each pass
     head: list[float] = field(default_factory=list)  # lm_head over 16 rows, once an output
     books: list[float] = field(default_factory=list)  # all else, by output
-
-    @property
-    def draft_s(self) -> float:
-        return sum(self.draft) / max(1, len(self.draft))
-
-    @property
-    def head_s(self) -> float:
-        return median(self.head) if self.head else 0.0
-
-    @property
-    def books_s(self) -> float:
-        return sum(self.books) / max(1, len(self.books))
 
 
 @dataclass(frozen=True)
@@ -118,7 +107,8 @@ class MadeUpTarget:
 class MeasuredDevice0:
     """D0's models on ``device``, and requests to run on them."""
 
-    def __init__(self, model_dir: Path, dtype: str, device: str, kinds: Sequence[str], target: Target) -> None:
+    def __init__(self, model_dir: Path, dtype: str, device: str, kinds: Sequence[str],
+                 target: Target) -> None:
         self._lm_head = load_lm_head(model_dir / "target", dtype, device)
         embedding = load_embedding(model_dir / "target", dtype, device)
         self._drafters: dict[str, Drafter] = {
@@ -152,14 +142,14 @@ class MeasuredDevice0:
             if task is None:
                 segment = waiting.popleft()
                 sent = [bytes(frame) for frame in encode(self._target.output(segment))]
-                took, output = _timed(lambda sent=sent: decode(sent))
+                took, output = _timed(partial(decode, sent))
                 assert isinstance(output, Output)
                 c.receive(output)
                 c.receive(Credit(segment.session, segment.epoch, segment.run))
                 books += took
                 continue
             self._head_s = 0.0
-            took, _ = _timed(lambda task=task: c.complete(task))
+            took, _ = _timed(partial(c.complete, task))
             if isinstance(task, Draft):
                 tally.draft.append(took)
                 continue
@@ -173,26 +163,34 @@ class MeasuredDevice0:
         """As ``runtime.device0`` has it."""
         start = time.perf_counter()
         with torch.inference_mode():
-            logits: NDArray[np.float32] = (to_torch(hidden).to(self._lm_head) @ self._lm_head.mT).float().cpu().numpy()
+            rows = to_torch(hidden).to(self._lm_head)
+            logits: NDArray[np.float32] = (rows @ self._lm_head.mT).float().cpu().numpy()
         self._head_s += time.perf_counter() - start
         return logits
 
 
 def measure_device0(device0: MeasuredDevice0, kinds: Sequence[str], prompt: Sequence[int], new_tokens: int,
                     repeats: int, whole: bool, advance: Callable[[float], None]) -> DraftDeviceTimes:
-    """The medians over ``repeats`` requests of each kind, in turn, after one that does not count."""
-    tallies: dict[str | None, list[Tally]] = {kind: [] for kind in (kinds or [None])}
+    """Typical times over ``repeats`` requests of each kind, in turn, after one that does not count."""
+    wanted: Sequence[str | None] = kinds or [None]
+    tallies: dict[str | None, list[Tally]] = {kind: [] for kind in wanted}
     for repeat in range(repeats + 1):
         for kind, found in tallies.items():
             tally = device0.run(kind, prompt, new_tokens)
             if repeat:
                 found.append(tally)
         advance((repeat + 1) / (repeats + 1))
+    # The same request makes the same steps every time: each has a typical time of its own.
     first = next(iter(tallies.values()))
+    books = [tally.books for tally in first]
     return DraftDeviceTimes(
-        passes={kind: 1e3 * median(t.draft_s for t in found) for kind, found in tallies.items() if kind},
-        lm_head=1e3 * median(t.head_s for found in tallies.values() for t in found),
-        bookkeeping=1e3 * median(t.books_s for t in first), whole=whole)
+        passes={kind: 1e3 * _mean([tally.draft for tally in found]) for kind, found in tallies.items() if kind},
+        lm_head=1e3 * typical([t for found in tallies.values() for tally in found for t in tally.head]),
+        bookkeeping=1e3 * _mean(books), whole=whole)
+
+
+def _mean(runs: Sequence[Sequence[float]]) -> float:
+    return typical_sum(runs) / max(1, len(runs[0]))
 
 
 T = TypeVar("T")

@@ -60,9 +60,10 @@ def fit_stage(milliseconds: Mapping[Case, float]) -> StageCurve:
 
 def deviations(curve: StageCurve, milliseconds: Mapping[Case, float]) -> NDArray[np.float64]:
     """How far the curve is off in each case: fitted / measured - 1."""
-    return np.array([
-        (curve.overhead_ms + case.layers / curve.layers * curve.milliseconds(case.rows, case.context)) / ms - 1
-        for case, ms in sorted(milliseconds.items())])
+    def fitted(case: Case) -> float:
+        return curve.overhead_ms + case.layers / curve.layers * curve.milliseconds(case.rows, case.context)
+
+    return np.array([fitted(case) / ms - 1 for case, ms in sorted(milliseconds.items())])
 
 
 def rising(values: Sequence[float]) -> list[float]:
@@ -85,5 +86,5 @@ def rounded(value: float) -> float:
 def _solve(design: NDArray[np.float64], times: NDArray[np.float64], scale: NDArray[np.float64]
            ) -> NDArray[np.float64]:
     """Least squares of (design @ x - times) / scale."""
-    solution, *_ = np.linalg.lstsq(design / scale[:, None], times / scale, rcond=None)
-    return solution
+    solution = np.linalg.lstsq(design / scale[:, None], times / scale, rcond=None)[0]
+    return np.asarray(solution, dtype=np.float64)

@@ -11,11 +11,11 @@ import multiprocessing
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from statistics import median
 
 import numpy as np
 
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.fleet.measure_clock import typical
 from flowspec_edge.messages import Payload, Segment, pack_bits
 from flowspec_edge.tensors import parse_dtype, wire_name
 from flowspec_edge.transport.base import Link
@@ -32,7 +32,7 @@ _LARGE_EVERY = 8  # one large message among so many
 
 @dataclass(frozen=True)
 class Hop:
-    """One way between two processes; medians.
+    """One way between two processes.
 
     latency_ms  from handing a segment of 16 rows to ZeroMQ until the other process, which slept, has it
     codec_ms    encoding that segment, and decoding it
@@ -47,11 +47,11 @@ class Hop:
 def segment(width: int, dtype: str, rows: int = _ROWS) -> Segment:
     """A segment as a stage hands it on."""
     kind = wire_name(parse_dtype(dtype))
-    array = np.zeros((rows, width), {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[kind])
+    element = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[kind]
     numbers = np.arange(rows, dtype=np.int32)
     return Segment(session=1, epoch=0, run=0, first=0, stop=rows, numbers=numbers, positions=numbers, base=0,
                    bits=pack_bits([1] * rows, 1),
-                   committed=numbers[:2], hidden=Payload(kind, array))
+                   committed=numbers[:2], hidden=Payload(kind, np.zeros((rows, width), element)))
 
 
 def measure_hop(width: int, dtype: str, exchanges: int = 200) -> Hop:
@@ -86,7 +86,7 @@ def measure_hop(width: int, dtype: str, exchanges: int = 200) -> Hop:
         if child.is_alive():
             child.kill()
             child.join()
-    short, long = (median(trips[kind][len(trips[kind]) // 10:]) for kind in (False, True))
+    short, long = (typical(trips[kind][len(trips[kind]) // 10:]) for kind in (False, True))
     size = sum(map(len, frames))
     more = sum(map(len, encode(large))) - size
     rate = more * 8 / max(long - short, 1e-6)
@@ -95,7 +95,7 @@ def measure_hop(width: int, dtype: str, exchanges: int = 200) -> Hop:
 
 
 def _codec(message: Segment, times: int = 100) -> float:
-    """Median seconds of encoding and decoding once."""
+    """Typical seconds of encoding and decoding once."""
     found = []
     for _ in range(times):
         start = time.perf_counter()
@@ -105,7 +105,7 @@ def _codec(message: Segment, times: int = 100) -> float:
         decoding = time.perf_counter()
         decode(copied)
         found.append(time.perf_counter() - decoding + middle - start)
-    return median(found)
+    return typical(found)
 
 
 def _echo(pipe: Connection, width: int, dtype: str) -> None:

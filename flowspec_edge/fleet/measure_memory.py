@@ -6,13 +6,15 @@ Knows boards whose GPU shares the memory (Jetson) and those whose GPU has its ow
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
+from functools import partial
 
 import torch
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.board import Board
+from flowspec_edge.fleet.measure_clock import typical
 
 _MARGIN = 0.05  # of the memory, left to the system
 _MOST_BYTES = 512 * 1024**2  # of what is read to see how fast
@@ -48,7 +50,8 @@ def read_rate(device: str, usable_mb: float) -> float:
     source = torch.ones(count, device=device)
     target = torch.empty_like(source)
     best = 0.0
-    for work in (lambda: source.sum(), lambda: target.copy_(source)):
+    works: tuple[Callable[[], object], ...] = (source.sum, partial(target.copy_, source))
+    for work in works:
         seconds = []
         for _ in range(_REPEATS):
             _finish(device)
@@ -56,7 +59,7 @@ def read_rate(device: str, usable_mb: float) -> float:
             work()
             _finish(device)
             seconds.append(time.perf_counter() - start)
-        best = max(best, 4 * count / median(seconds))
+        best = max(best, 4 * count / typical(seconds))
     return best / 1e9
 
 

@@ -38,7 +38,14 @@ from flowspec_edge.fleet.measure_d0 import (
 from flowspec_edge.fleet.measure_fit import deviations, fit_stage, rounded
 from flowspec_edge.fleet.measure_link import Hop, measure_hop
 from flowspec_edge.fleet.measure_memory import Room, device_used_mb, read_rate, read_room
-from flowspec_edge.fleet.measure_stage import CAPACITY_BEYOND, CONTEXTS, Case, StageProcess, choose_cuts, sample
+from flowspec_edge.fleet.measure_stage import (
+    CAPACITY_BEYOND,
+    CONTEXTS,
+    Case,
+    StageProcess,
+    choose_cuts,
+    sample,
+)
 from flowspec_edge.fleet.memory import ModelBytes, model_bytes
 from flowspec_edge.modeldir import DRAFT_PARTS, ModelDir
 from flowspec_edge.runtime.workerconfig import Dtype
@@ -159,8 +166,8 @@ def _stages(wish: Wish, effort: Effort, model: ModelBytes, room: Room, report: R
         for stage in stages:
             stage.ready()
         times = sample(stages, contexts, effort.stage_s, lambda share: report("stages", share))
-        kept = sum(model.embedding + stage.layers * (model.layer + model.kv_row * (contexts[-1] + CAPACITY_BEYOND))
-                   for stage in stages) / 1e6
+        layer = model.layer + model.kv_row * (contexts[-1] + CAPACITY_BEYOND)
+        kept = sum(model.embedding + stage.layers * layer for stage in stages) / 1e6
         on_host = sum(stage.resident_mb() or 0.0 for stage in stages)
         if wish.device == "cpu":
             taken = on_host - kept
@@ -211,18 +218,19 @@ def _source(stages: Mapping[Case, float], times: DraftDeviceTimes, made_up: Sequ
     layers = " and ".join(str(n) for n in sorted({case.layers for case in stages}))
     contexts = ", ".join(str(n) for n in sorted({case.context for case in stages}))
     words = {"eagle2": "EAGLE head", "lm": "small draft model", "spd": "SPD's module"}
-    text = [f"Measured by flowspec device profile.  The curve is the least-squares fit of median round trips of "
-            f"segments to workers of {layers} layers over {contexts} cached tokens, less two hops."]
+    text = ["Measured by flowspec device profile.  The curve is the least-squares fit of round trips "
+            f"of segments to workers of {layers} layers over {contexts} cached tokens, less two hops."]
     if len({case.layers for case in stages}) == 1:
         text.append("With one number of layers, what every segment costs is in the layers' time.")
-    text.append("D0's figures are medians of real requests in one process."
+    text.append("D0's figures are those of real requests in one process."
                 if times.whole else
-                "The target does not fit beside the draft models: D0's figures are medians of requests with "
+                "The target does not fit beside the draft models: D0's figures are those of requests with "
                 "hidden states by chance.")
     if made_up:
-        text.append(f"The model has no {' and no '.join(words[kind] for kind in made_up)}: that pass is an "
-                    "estimate, the bytes of a module of the usual size (a layer and its input matrix; a sixth of "
-                    "the target; two layers) at the target's pace, and lm_head.")
+        text.append(f"The model has no {' and no '.join(words[kind] for kind in made_up)}: that pass is "
+                    "an estimate, the bytes of a module of the usual size (a layer and its input matrix; a "
+                    "sixth of the target; two layers) at the target's pace, and lm_head.")
+    text.append("Every time is one that a quarter of the runs did not exceed: other work makes runs longer only.")
     text.append("The link is that to the peer." if peer else
                 "The link is this machine's loopback, not a network.")
     if peer:

@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 
 from flowspec_edge.errors import FlowspecError, PeerLost
 from flowspec_edge.fleet.board import resident_mb
+from flowspec_edge.fleet.measure_clock import typical
 from flowspec_edge.fleet.memory import ModelBytes
 from flowspec_edge.messages import Credit, Failed, Hello, Int32, Message, Open, Segment, Shutdown, pack_bits
 from flowspec_edge.runtime.children import Children
@@ -58,8 +58,8 @@ def choose_cuts(model: ModelBytes, usable_mb: float) -> list[int]:
     FlowspecError if not even that fits.
     """
     if model.embedding + model.layer > usable_mb * 1e6:
-        raise FlowspecError(f"a layer and the embeddings take {(model.embedding + model.layer) / 1e6:.0f} MB, and "
-                            f"only {usable_mb:.0f} MB of memory are free: end what else runs here")
+        raise FlowspecError(f"a layer and the embeddings take {(model.embedding + model.layer) / 1e6:.0f} "
+                            f"MB, and only {usable_mb:.0f} MB of memory are free: end what else runs here")
     if model.layers <= 2:
         return list(range(1, model.layers + 1))
     longest = {stages: even_runs(model.layers, stages)[0][1] for stages in range(2, model.layers + 1)}
@@ -185,7 +185,7 @@ class StageProcess:
 
 def sample(stages: Sequence[StageProcess], contexts: Sequence[int], seconds: float,
            advance: Callable[[float], None]) -> dict[Case, float]:
-    """Median seconds of every case: from sending a segment to having its result.
+    """Typical seconds of every case: from sending a segment to having its result.
 
     All cases are gone through again and again, the stages in turn, so that whatever disturbs one
     disturbs all; for about ``seconds``, but at least twice after a first time that does not count.
@@ -208,4 +208,4 @@ def sample(stages: Sequence[StageProcess], contexts: Sequence[int], seconds: flo
                             times.setdefault(Case(stage.layers, rows, context), []).append(took)
         rounds += 1
         advance(min(1.0, (time.monotonic() - start) / seconds))
-    return {case: median(taken) for case, taken in times.items()}
+    return {case: typical(taken) for case, taken in times.items()}

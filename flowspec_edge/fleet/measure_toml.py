@@ -39,8 +39,8 @@ _LEFT_OUT: tuple[Any, ...] = (None, "", [], {})
 def render(profile: Profile) -> str:
     """TOML that ``config.load_profile`` reads back as an equal profile."""
     data = profile.model_dump()
-    plain = {key: value for key, value in data.items() if not isinstance(value, Mapping) and value is not None}
-    lines = [f"{key} = {_long(value) if key == 'source' else _value(value)}" for key, value in plain.items()]
+    lines = [f"{key} = {_long(value) if key == 'source' else _value(value)}" for key, value in data.items()
+             if not isinstance(value, Mapping) and value is not None]
     for table, values in data.items():
         if isinstance(values, Mapping):
             lines += ["", f"[{table}]"]
@@ -60,6 +60,8 @@ def _value(value: Any) -> str:
         return f"{{ {pairs} }}" if pairs else "{}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     return _text(value) if isinstance(value, str) else json.dumps(value)
 
 
