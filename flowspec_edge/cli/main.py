@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from flowspec_edge.cli import bench, demo, generate, listing, models, sweep
+from flowspec_edge.cli import bench, demo, device, generate, listing, models, plan, sweep
 from flowspec_edge.errors import FlowspecError
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -33,7 +33,9 @@ app.command()(demo.demo)
 app.command()(generate.generate)
 app.command()(listing.strategies)
 app.command()(listing.profiles)
+app.command()(plan.plan)
 app.add_typer(bench.app, name="bench")
+app.add_typer(device.app, name="device")
 app.add_typer(models.app, name="models")
 app.add_typer(sweep.app, name="sweep")
 

@@ -33,6 +33,7 @@ _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 class ModelBytes:
     """A model's parts in bytes, in the element type ``dtype``.
 
+    max_positions    tokens of prompt and answer together that the model was made for
     layer            weights of one decoder layer; all layers are alike
     embedding        on V1
     norm             the final norm, on VN
@@ -50,6 +51,7 @@ class ModelBytes:
     layers: int
     hidden_width: int
     vocabulary: int
+    max_positions: int
     layer: int
     embedding: int
     norm: int
@@ -106,8 +108,9 @@ def model_bytes(name_or_path: str, dtype: PlanDtype) -> ModelBytes:
     return ModelBytes(
         name=path.resolve().name, dtype=dtype, layers=int(config.num_hidden_layers),
         hidden_width=int(config.hidden_size), vocabulary=vocabulary,
-        layer=max(_layer(layer, dtype) for layer in core.layers), embedding=matrix,
-        norm=_numel(core.norm.parameters()) * width, lm_head=matrix,
+        max_positions=int(config.max_position_embeddings),
+        layer=max(_layer(layer, dtype) for layer in core.layers),
+        embedding=matrix, norm=_numel(core.norm.parameters()) * width, lm_head=matrix,
         draft=_numel(head.parameters()) * width - looked_up, draft_embedding=looked_up,
         kv_row=_kv_values(config) * width, draft_kv_row=_kv_values(head.config) * width,
         from_weights=from_weights, draft_estimated=draft is None,

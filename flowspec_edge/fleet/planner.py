@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Literal
 
 import numpy as np
@@ -155,16 +154,15 @@ def plan(boards: Sequence[Board], problem: Problem) -> Plan:
     if best is None:
         raise DoesNotFit(f"{problem.size.name} does not fit on {len(boards)} boards")
     slowest, cost, d0, chosen = best
-    stages = _in_order(d0, chosen)
-    used = {id(d0), *(id(t) for t, _ in stages)}
-    ends = list(accumulate((k for _, k in stages), initial=0))
-    return Plan(
-        problem, d0.board,
-        tuple(Stage(t.board, (ends[i], ends[i + 1]), t.board.profile.stage_seconds(
-            problem.rows, k, problem.context), t.occupied / _NS) for i, (t, k) in enumerate(stages)),
-        tuple((t.board, t.why_not(slowest)) for t in tables if id(t) not in used),
-        slowest / _NS, cost // _COUNT / _NS,
-    )
+    left, order = list(tables), _in_order(d0, chosen)
+    drafting = _take(left, d0)
+    stages, placed = [], 0
+    for table, k in order:
+        seconds = table.board.profile.stage_seconds(problem.rows, k, problem.context)
+        stages.append(Stage(_take(left, table), (placed, placed + k), seconds, table.occupied / _NS))
+        placed += k
+    return Plan(problem, drafting, tuple(stages), tuple((t.board, t.why_not(slowest)) for t in left),
+                slowest / _NS, cost // _COUNT / _NS)
 
 
 def alone(board: Board, problem: Problem) -> int:
@@ -322,3 +320,10 @@ def _in_order(d0: _Table, chosen: list[tuple[_Table, int, bool]]) -> list[tuple[
     rest = sorted(((t, k) for t, k, is_first in chosen if not is_first), key=lambda s: s[0].port,
                   reverse=first[0].port >= d0.port)
     return [first, *rest]
+
+
+def _take(left: list[_Table], wanted: _Table) -> Board:
+    """Of the boards alike the first one that is left: they are used in the order given."""
+    found = next(table for table in left if table.key == wanted.key)
+    left.remove(found)
+    return found.board

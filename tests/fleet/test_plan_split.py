@@ -87,7 +87,7 @@ def instances(draw: st.DrawFn) -> tuple[list[Board], Problem]:
     return boards, problem(of, context=1000, tentative=1000)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(instances())
 def test_never_worse_than_every_split_there_is(instance: tuple[list[Board], Problem]) -> None:
     boards, p = instance
@@ -108,7 +108,7 @@ def test_never_worse_than_every_split_there_is(instance: tuple[list[Board], Prob
                                         *(b.name for b, _ in made.left_out)}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(instances())
 def test_most_layers_says_what_memory_alone_allows(instance: tuple[list[Board], Problem]) -> None:
     boards, p = instance

@@ -1,0 +1,115 @@
+"""What a plan would make of a text: tokens/s in virtual time on the plan's own devices.
+
+Knows how a plan becomes devices, and what one board alone would do.  The tokens come from a real
+model whose draft is right as often as it is: a prediction is good for a model with that acceptance.
+Does not know where prompts come from, nor how a plan is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+from flowspec_edge.config import Link, Profile
+from flowspec_edge.errors import UsageError
+from flowspec_edge.fleet.planner import Board, Plan, Problem, alone
+from flowspec_edge.fleet.scaling import at_context
+from flowspec_edge.runtime.devices import Devices
+from flowspec_edge.runtime.request import Request
+from flowspec_edge.runtime.virtual import VirtualCluster
+from flowspec_edge.strategies.registry import strategy_class
+
+STRATEGIES = ("flowspec", "chunk_pp", "pipedec", "speculative", "autoregressive")
+ALONE = ("speculative", "autoregressive")  # those in which D0 and V1 never work at the same time
+_NO_LINK = Link(mbps=1e9, latency_ms=0.0)  # D0 and V1 on one board
+Advance = Callable[[str], None]  # called before each request with its strategy
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A strategy's mean over the requests, in virtual time."""
+
+    strategy: str
+    tokens_per_second: float
+    tokens_per_turn: float
+    speedup: float | None = None  # over Chunk-PP among the same predictions
+
+
+@dataclass(frozen=True)
+class OneBoard:
+    """The board that holds everything by itself, and its best prediction beside all boards'.
+
+    enough  whether it is at least as fast alone; None if nothing was predicted
+    """
+
+    board: str
+    text: str
+    strategy: str | None = None
+    tokens_per_second: float | None = None
+    enough: bool | None = None
+
+
+def check_strategies(names: Sequence[str]) -> None:
+    """UsageError for a strategy that does not split the model as a plan does."""
+    for name in names:
+        if strategy_class(name).parallelism != "pipeline":
+            raise UsageError(f"{name} is tensor parallel: every device holds a part of every layer, so a "
+                             "plan of layers says nothing of it; leave it out of --strategies")
+
+
+def predict(plan: Plan, strategies: Sequence[str], model_dir: Path, requests: Sequence[Request],
+            advance: Advance = lambda _: None) -> list[Prediction]:
+    """Run ``requests`` with each strategy on the plan's devices, at the plan's context.
+
+    model_dir  the model whose tokens are taken; times and bytes are those of the planned one
+    """
+    context = plan.problem.context
+    devices = Devices(
+        at_context(plan.d0.profile, context),
+        tuple(at_context(stage.board.profile, context) for stage in plan.stages),
+        tuple(float(hi - lo) for lo, hi in (stage.layers for stage in plan.stages)), "the plan")
+    return _run(devices, strategies, model_dir, requests, advance)
+
+
+def best_alone(boards: Sequence[Board], problem: Problem) -> Board | None:
+    """Of the boards that hold everything by themselves, the one that goes through it fastest."""
+    able = [b for b in boards if alone(b, problem) >= 0]
+    return min(able, key=lambda b: b.profile.stage_seconds(problem.rows, problem.size.layers, problem.context)
+               + b.profile.lm_head.ms / 1e3, default=None)
+
+
+def predict_alone(board: Board, problem: Problem, model_dir: Path, requests: Sequence[Request],
+                  advance: Advance = lambda _: None) -> list[Prediction]:
+    """The strategies of ``ALONE`` with D0 and V1 on this one board, without a link."""
+    profile: Profile = at_context(board.profile, problem.context).model_copy(update={"link": _NO_LINK})
+    devices = Devices(profile, (profile,), (float(problem.size.layers),), board.name)
+    return _run(devices, ALONE, model_dir, requests, advance)
+
+
+def _run(devices: Devices, strategies: Sequence[str], model_dir: Path, requests: Sequence[Request],
+         advance: Advance) -> list[Prediction]:
+    cluster = VirtualCluster(model_dir, len(devices.stages), devices)
+    found = []
+    for name in strategies:
+        stats = []
+        for request in requests:
+            advance(name)
+            stats.append(cluster.generate(replace(request, strategy=name)).stats)
+        found.append(Prediction(name, fmean(s.tokens_per_second for s in stats), fmean(s.alt for s in stats)))
+    base = next((p.tokens_per_second for p in found if p.strategy == "chunk_pp"), None)
+    return [replace(p, speedup=p.tokens_per_second / base if base else None) for p in found]
+
+
+def compare(board: str, own: Sequence[Prediction], boards: int, pipeline: Sequence[Prediction]) -> OneBoard:
+    """The best of ``own``, one board's predictions, beside the best of all ``boards``' pipeline; the
+    latter may be empty where no pipeline fits."""
+    best = max(own, key=lambda p: p.tokens_per_second)
+    others = max(pipeline, key=lambda p: p.tokens_per_second, default=None)
+    enough = others is None or best.tokens_per_second >= others.tokens_per_second
+    text = f"{board} alone makes {best.tokens_per_second:.2f} tokens/s with {best.strategy}"
+    if others is not None:
+        text += f", all {boards} boards {others.tokens_per_second:.2f} with {others.strategy}"
+    return OneBoard(board, f"one board is enough: {text}" if enough else text, best.strategy,
+                    best.tokens_per_second, enough)
