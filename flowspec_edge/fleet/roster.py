@@ -75,7 +75,7 @@ def _cluster(path: Path) -> list[Member]:
     for device in load_inventory(path).device:
         if not device.profile:
             raise UsageError(f"{path}: device {device.name} has no profile, so nothing is known of its "
-                             "memory and speed: measure it with flowspec device profile and name the file there")
+                             "memory and speed: measure it with flowspec device profile, and name the file")
         beside = path.parent / device.profile
         profile = load_profile(str(beside) if beside.is_file() else device.profile)
         members.append(Member(device.name, profile, device.role))

@@ -1,0 +1,66 @@
+"""What does not fit is refused in bytes, and the advice that goes with it is true."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from plankit import MB, board, problem, size
+
+from flowspec_edge.fleet.memory import ModelBytes, PlanDtype
+from flowspec_edge.fleet.planner import Board, DoesNotFit, Problem, plan
+from flowspec_edge.fleet.refusal import refusal
+
+
+def sizes(of: ModelBytes) -> dict[str, ModelBytes]:
+    return {"fp16": of, "int4": replace(of, dtype="int4", layer=of.layer * 17 // 64)}
+
+
+def refused(boards: list[Board], p: Problem) -> str:
+    with pytest.raises(DoesNotFit):
+        plan(boards, p)
+
+    def size_in(dtype: PlanDtype) -> ModelBytes:
+        return sizes(p.size)[dtype]
+
+    return str(refusal(boards, p, size_in))
+
+
+def test_names_the_bytes_and_what_helps() -> None:
+    p = problem(context=4096)
+    boards = [board("a"), board("b"), board("c", usable_mb=4000)]
+    text = refused(boards, p)
+    whole = (32 * (p.size.layer + 5120 * 16_000) + p.size.norm + p.size.embedding + p.d0) / MB
+    assert text.startswith(f"model in fp16 with 4096 tokens of context needs {whole:,.0f} MB: 32 layers of "
+                           "400 MB and 82 MB of cache, 250 MB of embeddings on V1, 1,132 MB on D0")
+    # A board of 6000 MB that c can draft for leaves 5500: 11 layers, or 10 and the embeddings.
+    assert "Beside D0 there is room for 21 layers; 11 layers (5,301 MB) are missing" in text
+    assert "a has 5,500 MB: 11 layers; b has 5,500 MB: 11 layers; c has 3,500 MB: 7 layers" in text
+    advice = text.split("What would help: ")[1]
+    assert advice == "--dtype int4, or 1 more like a"
+    assert plan(boards, replace(p, size=sizes(p.size)["int4"]))
+    assert plan([*boards, board("d")], p)
+    with pytest.raises(DoesNotFit):
+        plan(boards, replace(p, context=512))
+
+
+def test_a_shorter_context_is_the_longest_that_fits() -> None:
+    p = problem(size(layers=12), context=8192)
+    boards = [board("a"), board("b", usable_mb=6300)]
+    text = refused(boards, p)
+    assert "--context 2048," in text
+    assert plan(boards, replace(p, context=2048))
+    with pytest.raises(DoesNotFit):
+        plan(boards, replace(p, context=4096))
+
+
+def test_no_board_can_draft() -> None:
+    boards = [board("a", role="verify", usable_mb=30_000), board("b", usable_mb=1000)]
+    text = refused(boards, problem())
+    assert "No board that may draft holds D0's part. a has 29,500 MB" in text
+    assert "What would help: 1 more like a" in text
+
+
+def test_nothing_helps_where_not_a_layer_fits() -> None:
+    text = refused([board("a", usable_mb=700), board("b", usable_mb=700)], problem())
+    assert text.endswith("More memory on each board would help")
