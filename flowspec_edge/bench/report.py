@@ -127,6 +127,11 @@ class Report:
     complete: bool = False
 
     @property
+    def emulated(self) -> bool:
+        """Whether processes took the profile's time, rather than their own."""
+        return self.clock == "wall" and self.profile is not None
+
+    @property
     def cells(self) -> set[Cell]:
         """What has been measured."""
         return {sample.cell for sample in self.samples}
@@ -144,7 +149,7 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """The ``bench run --json`` object."""
         return {
-            "profile": self.profile, "clock": self.clock, "date": self.date, "complete": self.complete,
+            "profile": self.profile, "clock": self.clock, "emulated": self.emulated, "date": self.date, "complete": self.complete,
             "machine": self.machine, "settings": self.settings,
             "rows": [asdict(row) for row in self.rows], "means": [asdict(row) for row in self.means],
             "differences": [asdict(d) for d in self.differences],

@@ -21,8 +21,10 @@ def title(clock: str, profile: str | None, stages: int, temperature: float, stra
 
 
 def timing(clock: str, profile: str | None) -> str:
-    """Whose time a figure is in."""
-    return f"VIRTUAL TIME under {profile}" if clock == "virtual" else "wall clock on this machine"
+    """Whose time a figure is in; processes under a profile emulate it."""
+    if profile is None:
+        return "wall clock on this machine"
+    return f"VIRTUAL TIME under {profile}" if clock == "virtual" else f"EMULATED {profile}, wall clock"
 
 
 def show(console: Console, made: Table) -> None:

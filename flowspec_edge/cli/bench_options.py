@@ -15,6 +15,7 @@ import typer
 from flowspec_edge.cli.options import (
     ClockOption,
     DtypeOption,
+    EmulateOption,
     JsonOption,
     MaxNewTokensOption,
     ModelOption,
@@ -63,6 +64,7 @@ class Measuring:
     max_new_tokens: MaxNewTokensOption = 128
     clock: ClockOption = "virtual"
     profile: ProfileOption = "paper-7b"
+    emulate: EmulateOption = None
     out: JsonOption = None
     resume: Annotated[bool, typer.Option(
         "--resume", help="Keep what is in --json's file and measure what it lacks.")] = False

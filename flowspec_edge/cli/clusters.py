@@ -1,34 +1,70 @@
 """From options to a running cluster.
 
-Imports torch and the runtime only when a cluster is wanted, so that help and errors come at once.
+Knows whose time a run is in.  Imports torch and the runtime only when a cluster is wanted, so that
+help and errors come at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from flowspec_edge.cli.options import Clock, Dtype
-from flowspec_edge.config import Profile
+from flowspec_edge.config import Profile, load_profile
 from flowspec_edge.modeldir import ModelDir
 from flowspec_edge.runtime.request import Cluster
 
+if TYPE_CHECKING:
+    from flowspec_edge.runtime.local import Site
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Whose time a run is in.
+
+    profile  what virtual time charges, or what emulating processes take; None: this machine's own time
+    links    while emulating: made up like the rest, or left to a real network
+    """
+
+    clock: Clock
+    profile: Profile | None
+    real_links: bool = False
+
+    @property
+    def emulated(self) -> bool:
+        return self.clock == "wall" and self.profile is not None
+
+
+def timing(clock: Clock, profile: str, emulate: str | None) -> Timing:
+    """From ``--clock``, ``--profile`` and ``--emulate``; UsageError for a profile that is not there."""
+    described = load_profile(profile)  # also when time is real: a wrong name is worth an error
+    if emulate is not None:
+        return Timing("wall", load_profile(emulate))
+    return Timing(clock, described if clock == "virtual" else None)
+
 
 @contextmanager
-def open_cluster(clock: Clock, model: ModelDir, stages: int, profile: Profile | None,
-                 dtype: Dtype) -> Iterator[Cluster]:
-    """Processes (``wall``), started with the first request that needs them, or virtual time under
-    ``profile``; closed on the way out."""
+def open_cluster(when: Timing, model: ModelDir, stages: int, dtype: Dtype,
+                 site: Site | None = None) -> Iterator[Cluster]:
+    """Processes (``wall``), started at ``site`` with the first request that needs them, or virtual
+    time; closed on the way out."""
     cluster: Cluster
-    if clock == "virtual":
+    if when.clock == "virtual":
         from flowspec_edge.runtime.virtual import VirtualCluster
 
-        assert profile is not None
-        cluster = VirtualCluster(model.path, stages, profile, dtype)
+        assert when.profile is not None
+        cluster = VirtualCluster(model.path, stages, when.profile, dtype)
     else:
         from flowspec_edge.runtime.clusters import LocalClusters
+        from flowspec_edge.runtime.devices import Devices
+        from flowspec_edge.runtime.emulation import Emulation
 
-        cluster = LocalClusters(model.path, stages, dtype)
+        emulation = None
+        if when.profile is not None:
+            emulation = Emulation(Devices.even(when.profile, stages), "real" if when.real_links else "made")
+        cluster = LocalClusters(model.path, stages, dtype, site=site, emulation=emulation)
     try:
         yield cluster
     finally:

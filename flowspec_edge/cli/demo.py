@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flowspec_edge.cli.clusters import open_cluster
+from flowspec_edge.cli.clusters import Timing, open_cluster
 from flowspec_edge.cli.options import ModelOption, StagesOption
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.modeldir import DEMO, resolve_model
@@ -57,13 +57,13 @@ def demo(
 
     console.print(f"[bold]FlowSpec over {stages + 1} processes:[/bold] D0, V1…V{stages}, ZeroMQ on loopback")
     write(texts[0].text, "dim")
-    with open_cluster("wall", found, stages, None, "fp32") as cluster:
+    with open_cluster(Timing("wall", None), found, stages, "fp32") as cluster:
         stream = TextStream(tokenizer.decode, write)
         cluster.generate(replace(requests[0], strategy="flowspec"), stream.push)
         stream.close()
         write("\n\n")
         local: tuple[list[Row], list[Difference]] = run(cluster, plain, requests[:1], _STRATEGIES)
-    with open_cluster("virtual", found, stages, profile, "fp32") as cluster, \
+    with open_cluster(Timing("virtual", profile), found, stages, "fp32") as cluster, \
             progress(len(requests) * (1 + len(_STRATEGIES))) as advance:
         virtual = run(cluster, plain, requests, _STRATEGIES, advance)
 

@@ -12,18 +12,18 @@ from typing import Annotated
 import typer
 
 from flowspec_edge.bench.prompts import Prompt
-from flowspec_edge.cli.clusters import open_cluster
+from flowspec_edge.cli.clusters import open_cluster, timing
 from flowspec_edge.cli.measuring import requests_for, require_runnable
 from flowspec_edge.cli.options import (
     ClockOption,
     DtypeOption,
+    EmulateOption,
     MaxNewTokensOption,
     ModelOption,
     ProfileOption,
     StagesOption,
     with_dataclasses,
 )
-from flowspec_edge.config import load_profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.modeldir import DEMO, resolve_model
 from flowspec_edge.runtime.request import Result
@@ -39,6 +39,8 @@ Examples:
   flowspec generate --prompt-file draft.py --temperature 1 --seed 7
 
   flowspec generate "import os" --strategy chunk_pp --clock virtual --json
+
+  flowspec generate "import os" --emulate paper-7b
 """
 
 
@@ -54,6 +56,7 @@ def generate(
     max_new_tokens: MaxNewTokensOption = 128,
     clock: ClockOption = "wall",
     profile: ProfileOption = "paper-7b",
+    emulate: EmulateOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object, not the text.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="A live line per stage, on stderr.")] = False,
     *,
@@ -64,9 +67,8 @@ def generate(
     text = _read_prompt(prompt, prompt_file)
     chosen = strategy_class(strategy)
     found = resolve_model(model)
-    described = load_profile(profile)  # also when time is real: a wrong name is worth an error
-    charged = described if clock == "virtual" else None
-    require_runnable([chosen.name], found, params, clock, stages)
+    when = timing(clock, profile, emulate)
+    require_runnable([chosen.name], found, params, when.clock, stages)
     if verbose:
         logging.basicConfig(format="%(message)s")  # to stderr
         logging.getLogger("flowspec_edge").setLevel(logging.INFO)
@@ -77,15 +79,19 @@ def generate(
     [fitting] = requests_for(tokenizer, found, [Prompt("", "", text)], max_new_tokens, sampling, params)
     request = replace(fitting, strategy=chosen.name)
     stream = None if as_json else TextStream(tokenizer.decode, _write)
-    with open_cluster(clock, found, stages, charged, dtype) as cluster:
+    with open_cluster(when, found, stages, dtype) as cluster:
         result = cluster.generate(request, stream.push if stream else None)
     if stream is None:
-        print(json.dumps(result.as_json(tokenizer.decode(result.tokens))))
+        labels = {"clock": when.clock, "profile": when.profile.name if when.profile else None,
+                  "emulated": when.emulated}
+        print(json.dumps(result.as_json(tokenizer.decode(result.tokens)) | labels))
         return
     stream.close()
     _write("\n")
-    where = f"virtual time, {charged.name}" if charged else "wall clock"
-    print(summary(result, f"{strategy}, {stages} stages, {where}"), file=sys.stderr)
+    from flowspec_edge.bench.table import timing as timing_label
+
+    label = timing_label(when.clock, when.profile.name if when.profile else None)
+    print(summary(result, f"{strategy}, {stages} stages, {label}"), file=sys.stderr)
 
 
 generate.__doc__ = f"{generate.__doc__}\n{_EXAMPLES}"

@@ -15,8 +15,9 @@ from flowspec_edge.bench.report import Report, load_report
 from flowspec_edge.bench.runner import Plain, Plan, Workload
 from flowspec_edge.bench.tasks import Task, load_tasks
 from flowspec_edge.cli.bench_options import Measuring, parse_strategies, parse_temperatures
+from flowspec_edge.cli.clusters import Timing, open_cluster, timing
 from flowspec_edge.cli.options import Clock, Dtype
-from flowspec_edge.config import Profile, load_profile
+from flowspec_edge.config import Profile
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.modeldir import DEMO, DRAFT_PARTS, ModelDir, resolve_model
 from flowspec_edge.resources import resource_dir
@@ -76,18 +77,16 @@ def measure(options: Measuring, sampling: Sampling, params: Params, strategies: 
     """
     from flowspec_edge.bench.output import check_writable
     from flowspec_edge.bench.runner import measure as measure_plan
-    from flowspec_edge.cli.clusters import open_cluster
 
     names = parse_strategies(options.strategies or strategies)
     model = resolve_model(options.model)
-    described = load_profile(options.profile)  # also when time is real: a wrong name is worth an error
-    profile = described if options.clock == "virtual" else None
+    when = timing(options.clock, options.profile, options.emulate)
     tasks = asked_tasks(options)
     heat = parse_temperatures(options.temperatures or temperatures, sampling)
     if options.out is not None:
         check_writable(options.out)
-    report = _report(options, tasks, model, profile, sampling, params)
-    require_runnable(names, model, params, options.clock, options.stages)
+    report = _report(options, when, tasks, model, sampling, params)
+    require_runnable(names, model, params, when.clock, options.stages)
     plan = Plan(names, workloads_for(options, tasks, model, sampling, params), heat, options.repeats,
                 options.warmup)
 
@@ -96,7 +95,7 @@ def measure(options: Measuring, sampling: Sampling, params: Params, strategies: 
             report.save(options.out)
 
     if steps := plan.steps(report):
-        with (open_cluster(options.clock, model, options.stages, profile, options.dtype) as cluster,
+        with (open_cluster(when, model, options.stages, options.dtype) as cluster,
               progress(steps) as advance):
             measure_plan(cluster, plain_decoding(model, options.dtype), plan, report, advance, save)
     return report
@@ -165,13 +164,14 @@ def workloads_for(options: Measuring, tasks: Sequence[Task], model: ModelDir, sa
     return found
 
 
-def _report(options: Measuring, tasks: Sequence[Task], model: ModelDir, profile: Profile | None,
+def _report(options: Measuring, when: Timing, tasks: Sequence[Task], model: ModelDir,
             sampling: Sampling, params: Params) -> Report:
     """A new report, or the one to go on from."""
     from flowspec_edge.bench.machine import machine
 
-    new = Report(profile.name if profile else None, options.clock,
-                 settings_for(options, tasks, model, profile, sampling, params), machine(), str(date.today()))
+    new = Report(when.profile.name if when.profile else None, when.clock,
+                 settings_for(options, tasks, model, when.profile, sampling, params), machine(),
+                 str(date.today()))
     if not options.resume or options.out is None or not options.out.exists():
         return new
     try:
@@ -180,7 +180,7 @@ def _report(options: Measuring, tasks: Sequence[Task], model: ModelDir, profile:
         raise UsageError(f"cannot resume: {error}; or give another --json") from error
     pairs: dict[str, tuple[Any, Any]] = {"clock": (old.clock, new.clock)}
     pairs |= {key: (old.settings.get(key), new.settings.get(key)) for key in old.settings | new.settings}
-    if options.clock == "wall":
+    if when.clock == "wall":
         pairs["machine"] = old.machine, new.machine
     refuse_other(options.out, pairs)
     old.complete = False

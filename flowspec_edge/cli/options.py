@@ -32,6 +32,10 @@ ClockOption = Annotated[
 ProfileOption = Annotated[
     str, typer.Option("--profile", help="What virtual time charges: a profile's name or a TOML file.",
                       metavar="NAME")]
+EmulateOption = Annotated[
+    str | None, typer.Option("--emulate", help="Real processes that take this profile's time (compute, then "
+                                               "wait); implies --clock wall.", metavar="PROFILE",
+                             show_default=False)]
 JsonOption = Annotated[
     Path | None, typer.Option("--json", help="Write the figures here, as JSON.", metavar="OUT")]
 

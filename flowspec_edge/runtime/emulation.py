@@ -25,8 +25,6 @@ from flowspec_edge.strategies.base import Parallelism
 
 Links = Literal["made", "real"]
 
-_NAP_S = 0.001  # waits longer than this listen to the control channel, shorter ones sleep
-
 
 @dataclass(frozen=True)
 class Emulation:
@@ -62,12 +60,13 @@ class EmulatedEngine:
     """
 
     def __init__(self, engine: Engine, seconds: Callable[[int, int], float], layers: float,
-                 breaks_off: bool) -> None:
+                 breaks_off: bool, clock: Callable[[], float] = time.perf_counter) -> None:
         """``seconds`` of (rows, rows in the cache); ``breaks_off``: whether cancels count."""
         self._engine = engine
         self._seconds = seconds
         self._layers = max(layers, 1.0)
         self._breaks_off = breaks_off
+        self._clock = clock
         self._runs: tuple[int, ...] = ()  # cancelled while the newest segment was on
 
     @property
@@ -96,22 +95,23 @@ class EmulatedEngine:
         return self._engine.admit(segment)
 
     def compute(self, admitted: Segment, poll: Poll | None = None) -> tuple[list[Tap], Segment | Output]:
-        start, rows, context = time.perf_counter(), len(admitted.numbers), self._engine.cached
-        skipped = self._engine.counters.get("cancelled", 0)
+        start, rows, context = self._clock(), len(admitted.numbers), self._engine.cached
+        skipped = self._engine.counters["cancelled"]
         taps, result = self._engine.compute(admitted, poll)
-        if self._engine.counters.get("cancelled", 0) > skipped:
+        if self._engine.counters["cancelled"] > skipped:
             return taps, result
         length = self._seconds(rows, context)
         end = start + length
-        while (left := end - time.perf_counter()) > 0:
-            if poll is None or left < _NAP_S:
+        while (left := end - self._clock()) > 0:
+            if poll is None:
                 time.sleep(left)
                 continue
             poll(left)
             if self._breaks_off and admitted.run in self._runs:
-                done = math.ceil((time.perf_counter() - start) / (length / self._layers))
-                end = min(end, start + done * length / self._layers)
+                layer = length / self._layers
+                end = min(end, start + math.ceil((self._clock() - start) / layer) * layer)
                 taps, result = [], emptied(result)
+                self._runs = ()
         return taps, result
 
 

@@ -55,7 +55,7 @@ def test_without_json_the_text_is_streamed_and_the_figures_go_to_stderr(
     assert generate(model, PROMPT, "--strategy", "chunk_pp") == 0
     out, err = capsys.readouterr()
     assert out == reference[1] + "\n"
-    assert "chunk_pp, 2 stages, virtual time, paper-7b" in err
+    assert "chunk_pp, 2 stages, VIRTUAL TIME under paper-7b" in err
 
 
 def test_the_prompt_may_be_a_file_or_standard_input(
