@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -65,3 +66,28 @@ def serving(bed: NetBed, place: int, port: int, measurements: int) -> Iterator[N
     yield
     thread.join(60)
     assert not thread.is_alive()
+
+
+def processes_in(namespace: str) -> dict[int, str]:
+    """The processes in a network namespace: their ids, and the commands with their arguments."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if os.readlink(entry / "ns" / "net") == namespace:
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+    return found
+
+
+def ended(pid: int, within: float) -> bool:
+    """Whether a process ends in time."""
+    try:
+        end = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([end], [], [], within)[0])
+    finally:
+        os.close(end)

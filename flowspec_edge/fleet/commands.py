@@ -22,6 +22,9 @@ class Runner(Protocol):
 
     where: str  # the device, for error messages
 
+    def command(self, argv: Sequence[str]) -> list[str]:
+        """What to start on this machine so that ``argv`` runs there, with its stdin and stdout."""
+
     def run(self, argv: Sequence[str], stdin: str | None = None) -> str:
         """What ``argv`` writes to stdout, given ``stdin``.
 
@@ -38,15 +41,20 @@ class LocalRunner:
         self._prefix = list(prefix)
         self._timeout_s = timeout_s
 
+    def command(self, argv: Sequence[str]) -> list[str]:
+        """See :class:`Runner`."""
+        return [*self._prefix, *argv]
+
     def run(self, argv: Sequence[str], stdin: str | None = None) -> str:
         """See :class:`Runner`."""
-        return finish(self.where, argv[0], [*self._prefix, *argv], stdin, self._timeout_s)
+        return finish(self.where, argv[0], self.command(argv), stdin, self._timeout_s)
 
 
 def finish(where: str, name: str, argv: Sequence[str], stdin: str | None, timeout_s: float) -> str:
     """Run ``argv`` on this machine to its end; its stdout.
 
-    FlowspecError that begins with ``where`` and ``name``, the command as the user knows it.
+    FlowspecError that begins with ``where`` and ``name``, the command as the user knows it; where
+    ssh itself failed, which exits with 255, with that instead.
     """
     try:
         done = subprocess.run(
@@ -57,8 +65,16 @@ def finish(where: str, name: str, argv: Sequence[str], stdin: str | None, timeou
     except subprocess.TimeoutExpired as error:
         raise FlowspecError(f"{where}: {name} has not ended within {timeout_s:g} s") from error
     if done.returncode:
-        raise FlowspecError(f"{where}: {name}: {last_line(done.stderr) or f'exit code {done.returncode}'}")
+        raise FlowspecError(f"{where}: " + failure(name, argv, done.returncode, done.stderr))
     return done.stdout
+
+
+def failure(name: str, argv: Sequence[str], code: int, stderr: str) -> str:
+    """How a command failed, as the end of a sentence; the parameters as those of :func:`finish`."""
+    if code == 255 and argv[0] == "ssh":
+        name = "ssh"
+    prefix = "" if name == "sh" else f"{name}: "  # a script's own commands say who they are
+    return prefix + (last_line(stderr).removeprefix(prefix) or f"exit code {code}")
 
 
 def last_line(text: str) -> str:

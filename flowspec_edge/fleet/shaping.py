@@ -29,12 +29,12 @@ _BURST_BYTES = 1600
 
 
 def commands(interface: str, mbps: float, protected_ports: Iterable[int]) -> list[list[str]]:
-    """Shape ``interface``, which has no root qdisc of ours yet, to ``mbps`` (10^6 bits a second).
+    """Shape ``interface``, whose root qdisc is not ours yet, to ``mbps`` (10^6 bits a second).
 
     The rate counts Ethernet frames without their checksum, as tc does.  Traffic from or to one of
     ``protected_ports`` (TCP), and ARP, goes before the rest and may use the whole rate.
     """
-    return [["tc", "qdisc", "add", "dev", interface, "root", "handle", HANDLE, "htb", "default", "20"],
+    return [["tc", "qdisc", "replace", "dev", interface, "root", "handle", HANDLE, "htb", "default", "20"],
             *rate_commands(interface, mbps), *_filters(interface, protected_ports)]
 
 
@@ -65,11 +65,15 @@ def _filters(interface: str, protected_ports: Iterable[int]) -> list[list[str]]:
     return found
 
 
-def removal(interface: str) -> str:
-    """Shell text that takes our root qdisc away, if it is there; the kernel then puts its default."""
+def removal(interface: str, then: Sequence[str] = ()) -> str:
+    """Shell text that takes our root qdisc away, if it is there, and runs ``then``.
+
+    The kernel puts its default where the qdisc was.
+    """
     device = shlex.quote(interface)
+    after = f"; {shlex.join(then)}" if then else ""
     return (f"if tc qdisc show dev {device} root | grep -q '^qdisc htb {HANDLE} '; "
-            f"then tc qdisc del dev {device} root; fi")
+            f"then tc qdisc del dev {device} root{after}; fi")
 
 
 def script(lines: Iterable[Sequence[str] | str]) -> str:

@@ -1,0 +1,62 @@
+"""Commands on a board, through the system's OpenSSH client.
+
+Knows ssh's options and how a board of the inventory is reached.  Does not know what is run there.
+"""
+
+from __future__ import annotations
+
+import shlex
+import socket
+from collections.abc import Sequence
+
+from flowspec_edge.fleet.commands import LocalRunner, Runner, finish
+from flowspec_edge.fleet.inventory import DeviceEntry, Inventory, resolve
+
+_CONNECT_S = 10
+_ALIVE_S = 5  # between questions whether the board is still there; it may miss three
+
+
+class SshRunner:
+    """Runs commands on one board.  Never asks for a password, nor about a host that is unknown."""
+
+    def __init__(self, inventory: Inventory, device: DeviceEntry, timeout_s: float = 60.0,
+                 own_connection: bool = False) -> None:
+        """``own_connection``: even where ssh's configuration shares one among commands (ControlMaster),
+        so that what runs there can tell by its parent when the command here has ended."""
+        self.where = f"{device.name} ({device.address})"
+        self._timeout_s = timeout_s
+        options = {"BatchMode": "yes", "ConnectTimeout": _CONNECT_S, "ServerAliveInterval": _ALIVE_S,
+                   "ServerAliveCountMax": 3, "LogLevel": "ERROR", "Port": device.ssh_port}
+        if device.ssh_user:
+            options["User"] = device.ssh_user
+        if device.ssh_key:
+            options |= {"IdentityFile": device.ssh_key, "IdentitiesOnly": "yes"}
+        if own_connection:
+            options["ControlPath"] = "none"
+        file = ["-F", inventory.cluster.ssh_config] if inventory.cluster.ssh_config else []
+        self._ssh = ["ssh", "-T", *file, *(part for key, value in options.items()
+                                           for part in ("-o", f"{key}={value}")), "--", device.address]
+
+    def command(self, argv: Sequence[str]) -> list[str]:
+        """See :class:`~flowspec_edge.fleet.commands.Runner`."""
+        # exec: what runs there is then a child of sshd itself, and ends with the connection.
+        return [*self._ssh, f"exec {shlex.join(argv)}"]
+
+    def run(self, argv: Sequence[str], stdin: str | None = None) -> str:
+        """See :class:`~flowspec_edge.fleet.commands.Runner`."""
+        return finish(self.where, argv[0], self.command(argv), stdin, self._timeout_s)
+
+
+def runner_for(inventory: Inventory, device: DeviceEntry) -> Runner:
+    """Runs commands on ``device``: here, if that is this machine, else over ssh."""
+    return LocalRunner(device.name) if is_here(device) else SshRunner(inventory, device)
+
+
+def is_here(device: DeviceEntry) -> bool:
+    """Whether ``device`` is this machine: one of its interfaces has the address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((resolve(device), 0))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,115 @@
+"""Boards for the tests: devices of a bed, each with a real sshd and a /run of its own."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import fleetkit
+
+from flowspec_edge.fleet.commands import search_path
+from flowspec_edge.fleet.inventory import Inventory, load_inventory
+from flowspec_edge.fleet.netbed import NetBed
+
+_SSHD = """
+ListenAddress {address}
+Port 22
+HostKey {directory}/host
+AuthorizedKeysFile {directory}/user.pub
+StrictModes no
+UsePAM no
+PidFile none
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+PermitRootLogin prohibit-password
+"""
+
+
+def why_no_boards() -> str:
+    """Why this machine can have no such boards; empty if it can."""
+    for tool, package in (("sshd", "openssh-server"), ("ssh", "openssh-client"), ("setpriv", "util-linux")):
+        if shutil.which(tool, path=search_path()) is None:
+            return f"{tool} is missing (Debian package {package})"
+    return fleetkit.why_no_bed()
+
+
+class Boards:
+    """Places 0…``stages`` of ``bed`` as boards; ``outside`` is one more place, with no sshd."""
+
+    def __init__(self, bed: NetBed, stages: int, directory: Path, undo: ExitStack) -> None:
+        self.bed, self.outside, self.directory = bed, stages + 1, directory
+        for name in ("host", "user", "stranger"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / name)],
+                           check=True)
+        public = (directory / "host.pub").read_text()
+        places = range(stages + 1)
+        (directory / "known").write_text("".join(f"{bed.address(place)} {public}" for place in places))
+        (directory / "config").write_text(f"UserKnownHostsFile {directory}/known\nStrictHostKeyChecking yes\n"
+                                          f"KexAlgorithms curve25519-sha256\nControlMaster auto\n"
+                                          f"ControlPath {directory}/%C\nControlPersist 60\n")
+        for place in places:
+            undo.enter_context(self._sshd(place))
+        undo.callback(self._disconnect)
+        text = f'[cluster]\nname = "bed"\npython = "{sys.executable}"\nssh_config = "{directory}/config"\n'
+        for place in places:
+            text += (f'[[device]]\nname = "board-{place}"\naddress = "{bed.address(place)}"\n'
+                     'ssh_user = "root"\n'
+                     f'ssh_key = "{directory}/user"\n'
+                     f'role = "{"verify" if place else "draft"}"\n')
+        self.file = directory / "cluster.toml"
+        self.file.write_text(text)
+        self.inventory: Inventory = load_inventory(self.file)
+
+    def shown(self, place: int) -> str:
+        """What ``tc`` says of a board's interface."""
+        show = ["tc", "qdisc", "show", "dev", self.bed.interface(place)]
+        return subprocess.run(self.bed.command(place, show), capture_output=True, text=True,
+                              check=True).stdout
+
+    def tc(self, place: int, *arguments: str) -> None:
+        subprocess.run(self.bed.command(place, ["tc", *arguments]), check=True)
+
+    def namespace(self, place: int) -> str:
+        with self.bed.entered(place):
+            return str(Path("/proc/thread-self/ns/net").readlink())
+
+    def running(self, place: int, command: str) -> list[int]:
+        """Processes of a board whose command line begins with ``command``."""
+        found = fleetkit.processes_in(self.namespace(place))
+        return [pid for pid, line in sorted(found.items()) if line.startswith(command)]
+
+    def _disconnect(self) -> None:
+        """End the connections that commands shared."""
+        for path in self.directory.glob("?" * 40):
+            subprocess.run(["ssh", "-F", "none", "-o", f"ControlPath={path}", "-O", "exit", "any"],
+                           capture_output=True, check=True)
+
+    @contextmanager
+    def _sshd(self, place: int) -> Iterator[None]:
+        config = self.directory / f"sshd{place}"
+        config.write_text(_SSHD.format(address=self.bed.address(place), directory=self.directory))
+        # Process ids of its own, so that whatever a test leaves there ends with it; and its own /run.
+        start = ("mount -t tmpfs tmpfs /run && mkdir /run/sshd && "
+                 "for file in ~/.bashrc; do [ -e $file ] && mount --bind /dev/null $file; done; "
+                 f"exec {shutil.which('sshd', path=search_path())} -D -e -f {config}")
+        command = ["setpriv", "--pdeathsig", "KILL", "--", "unshare", "--mount", "--pid", "--fork",
+                   "--kill-child", "--mount-proc", "--", "sh", "-c", start]
+        with subprocess.Popen(self.bed.command(place, command), stderr=subprocess.PIPE, text=True) as server:
+            try:
+                assert server.stderr is not None
+                assert "listening" in server.stderr.readline()
+                yield
+            finally:
+                server.kill()
+
+
+@contextmanager
+def boards(stages: int, directory: Path) -> Iterator[Boards]:
+    """A draft board, ``stages`` verify boards, and a place to look at them from."""
+    with ExitStack() as undo:
+        bed = undo.enter_context(NetBed(stages + 1))
+        yield Boards(bed, stages, directory, undo)
