@@ -5,7 +5,7 @@ from __future__ import annotations
 from inspect import cleandoc
 from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -18,12 +18,16 @@ app = typer.Typer(help="How tokens/s change with the links, the stages, the segm
                   no_args_is_help=True)
 
 _FIGURE_5 = "megatron,galaxy,chunk_pp,pipedec,flowspec"
+_PIPELINES = "chunk_pp,pipedec,flowspec"
 _SEGMENTED = "chunk_pp,pruned_pp,flowspec"  # PipeDec's layers have a width of their own
 _PAPER = Params(draft="eagle2", pipedec_width=16)  # the FlowSpec paper's comparison, section V-A
 _ALWAYS = ("temperatures", "clock", "emulate")  # one temperature; the links say whose clock it is
 
 FigureOption = Annotated[Path | None, typer.Option(
     "--out", help="Draw it as a figure, too.", metavar="F.svg|F.png", show_default=False)]
+LinksOption = Annotated[Literal["virtual", "namespaces"], typer.Option(
+    "--links", help="virtual: time made up by the profile.  namespaces: real processes over real, shaped "
+                    "links on this machine.")]
 PublishedOption = Annotated[bool, typer.Option(
     "--published/--no-published", help="Show the paper's own figures beside, where the profile is its "
                                        "testbed.")]
@@ -38,6 +42,7 @@ def group() -> None:
 def bandwidth(
     mbps: Annotated[str, typer.Option("--mbps", help="Bandwidths of every link, in 10^6 bits a second.",
                                       metavar="N,N")] = "1000,500,250,125",
+    links: LinksOption = "virtual",
     figure: FigureOption = None,
     published: PublishedOption = True,
     *,
@@ -49,11 +54,18 @@ def bandwidth(
 
     Its five methods (megatron, galaxy, chunk_pp, pipedec, flowspec), all drafting with EAGLE-2 as
     in the paper, unless --strategies and --draft say otherwise.
+
+    With --links namespaces the links are real: every device is a process in a network namespace of
+    its own that takes the profile's time, its messages have the profile's bytes, and the kernel
+    shapes what it sends.  That needs root; nothing of it outlives the command.  Tensor parallelism
+    is left out: its collectives have the bytes of the loaded model.
     """
     from flowspec_edge.cli.sweep_measuring import Asked, parse_numbers, run_sweep
 
-    run_sweep(Asked("bandwidth", parse_numbers(mbps, "--mbps"), _FIGURE_5, published=published), options,
-              sampling, params, figure)
+    real = links == "namespaces"
+    asked = Asked("bandwidth", parse_numbers(mbps, "--mbps"), _PIPELINES if real else _FIGURE_5, links,
+                  emulated=real, published=published)
+    run_sweep(asked, options, sampling, params, figure)
 
 
 @with_dataclasses(without=(*_ALWAYS, "depth", "expand_depth"), options=Measuring, sampling=Sampling,
@@ -147,6 +159,8 @@ _EXAMPLES = {
   flowspec sweep bandwidth --limit 4 --out bandwidth.svg
 
   flowspec sweep bandwidth --mbps 1000,100,10 --strategies chunk_pp,flowspec --json b.json --resume
+
+  sudo flowspec sweep bandwidth --links namespaces --limit 2 --max-new-tokens 48
 """,
     depth: """
   flowspec sweep depth --limit 2 --out depth.png

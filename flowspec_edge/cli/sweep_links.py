@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from flowspec_edge.bench.sweep import Axis, Links, Value
 from flowspec_edge.bench.sweep_runner import OpenPoint, PointCluster, profile_at, stages_at
+from flowspec_edge.cli.clusters import Timing, open_cluster
 from flowspec_edge.cli.options import Dtype
 from flowspec_edge.config import Profile
 from flowspec_edge.modeldir import ModelDir
@@ -64,4 +65,26 @@ def _virtual(setup: Setup) -> Iterator[OpenPoint]:
         close()
 
 
-_WAYS: dict[Links, Callable[[Setup], AbstractContextManager[OpenPoint]]] = {"virtual": _virtual}
+@contextmanager
+def _namespaces(setup: Setup) -> Iterator[OpenPoint]:
+    """Real processes that take the profile's time, each in a network namespace of its own, and
+    messages of the profile's bytes over links that the kernel makes as slow as the point says."""
+    from flowspec_edge.fleet.bedtest import measure_bed
+    from flowspec_edge.fleet.netbed import NetBed
+
+    with NetBed(setup.stages) as bed:
+
+        @contextmanager
+        def open_point(value: Value) -> Iterator[PointCluster]:
+            assert not isinstance(value, tuple)
+            bed.shape(value)
+            given = [link.mbps for link in measure_bed(bed)]
+            when = Timing("wall", profile_at(setup.profile, setup.axis, value), real_links=True)
+            with open_cluster(when, setup.model, setup.stages, setup.dtype, bed) as cluster:
+                yield PointCluster(cluster, given)
+
+        yield open_point
+
+
+_WAYS: dict[Links, Callable[[Setup], AbstractContextManager[OpenPoint]]] = {
+    "virtual": _virtual, "namespaces": _namespaces}

@@ -62,6 +62,11 @@ class NetBed:
             self.close()
             raise
 
+    @property
+    def places(self) -> int:
+        """How many devices there are, D0's included."""
+        return self._places
+
     def address(self, place: int) -> str:
         """The IPv4 address of a device."""
         return f"10.77.0.{self._checked(place) + 1}"
