@@ -68,16 +68,19 @@ class EmulatedEngine:
         self._breaks_off = breaks_off
         self._clock = clock
         self._runs: tuple[int, ...] = ()  # cancelled while the newest segment was on
+        self._late_s = 0.0
 
     @property
     def counters(self) -> dict[str, float]:
-        return self._engine.counters
+        """The engine's, and how much longer than it should this machine took to compute."""
+        return {**self._engine.counters, "late_s": self._late_s}
 
     @property
     def cached(self) -> int:
         return self._engine.cached
 
     def open(self, message: Open) -> None:
+        self._late_s = 0.0
         self._engine.open(message)
 
     def close(self, message: Close) -> None:
@@ -102,6 +105,7 @@ class EmulatedEngine:
             return taps, result
         length = self._seconds(rows, context)
         end = start + length
+        self._late_s += max(0.0, self._clock() - end)
         while (left := end - self._clock()) > 0:
             if poll is None:
                 time.sleep(left)
@@ -121,8 +125,10 @@ def seconds_of(emulation: Emulation, parallelism: Parallelism, place: int) -> Ca
     return parts[place - 1] if parallelism == "pipeline" else parts[0]
 
 
-def rest(start: float, seconds: float) -> None:
-    """Wait until ``seconds`` after ``start`` (of time.perf_counter)."""
+def rest(start: float, seconds: float) -> float:
+    """Wait until ``seconds`` after ``start`` (of time.perf_counter); returns by how much that is over
+    already."""
     left = start + seconds - time.perf_counter()
     if left > 0:
         time.sleep(left)
+    return max(0.0, -left)

@@ -9,6 +9,7 @@ hands segments on as they came; the last one sends the outputs, as in a pipeline
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from contextlib import ExitStack, suppress
@@ -47,6 +48,9 @@ from flowspec_edge.tensors import parse_dtype
 from flowspec_edge.transport import keys
 from flowspec_edge.transport.zmq_links import ZmqTransport
 
+log = logging.getLogger(__name__)
+
+_LATE_SHARE = 0.02  # of the decode time, that all devices together may be late while emulating
 _CHECK_S = 0.1  # how often exits and silences are looked for
 _LAST_REPORT_S = 2.0  # how long the stages' final counters are waited for
 _EXIT_S = 0.5  # how much later than its links a process that dies may be seen to exit
@@ -90,6 +94,7 @@ class ProcessCluster:
         self._session = 0
         self._check_at = 0.0
         self._emulation = emulation
+        self._late_s = 0.0  # D0's own work took so much longer than it should
         self._slot_s = 0.0
         self._pass_s: dict[str, float] = {}  # a draft pass, by the kind of draft model
         self._moved_at = 0.0
@@ -156,7 +161,7 @@ class ProcessCluster:
         self._session = max(self._session + 1, int(time.time() * 1e3))  # above those of a former D0
         c = self._device0.coordinator(request, len(self._members.instances), time.monotonic, self._session,
                                       lambda kind: self._draft_passes(kind, request.params.segment))
-        before = self._own_bytes()
+        before, self._late_s = self._own_bytes(), 0.0
         try:
             self._collect(None)  # heartbeats since the last request
             self._moved_at = time.monotonic()
@@ -179,7 +184,12 @@ class ProcessCluster:
         stages = self._members.counters()
         total = self._own_bytes() - before + sum(
             int(counters.get(kind, 0)) for counters in stages for kind in ("bytes_out", "collective_bytes"))
-        return c.result(self._slot_s or _slowest(stages), total, stages)
+        result = c.result(self._slot_s or _slowest(stages), total, stages)
+        late = self._late_s + sum(counters.get("late_s", 0.0) for counters in stages)
+        if late > _LATE_SHARE * result.stats.decode_s:
+            log.warning("emulation: this machine was too slow or too busy by %.2f s in %.2f s of decoding; "
+                        "figures are too low", late, result.stats.decode_s)
+        return result
 
     def _draft_passes(self, kind: str, rows: int) -> float:
         """How many draft passes a full segment's way through all stages takes."""
@@ -215,7 +225,7 @@ class ProcessCluster:
             start = time.perf_counter()
             c.complete(task)
             if self._emulation:
-                rest(start, self._emulation.devices.task_seconds(c, task))
+                self._late_s += rest(start, self._emulation.devices.task_seconds(c, task))
         if on_tokens and (new := c.new_tokens()):
             on_tokens(new)  # may block; what came meanwhile is read before anybody counts as silent
         if not self._collect(c) and task is None:

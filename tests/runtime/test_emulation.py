@@ -74,6 +74,21 @@ def test_a_segment_takes_what_its_rows_and_the_context_cost(tiny_model: Path) ->
         assert len(output.numbers) == rows
         assert ticks.now - before == pytest.approx(0.1 * rows + 0.001 * context)
     assert engine.cached == 9
+    assert engine.counters["late_s"] == 0
+
+
+def test_a_machine_that_is_too_slow_says_so(tiny_model: Path) -> None:
+    ticks, book = Ticks(), Book()
+    engine = emulated(tiny_model, ticks)
+    admitted = engine.admit(book.text(range(5)))
+    assert admitted is not None
+
+    def slow(wait: float = 0.0) -> None:
+        ticks.now += 0.4  # before each of eight layers; 0.5 s would be right
+
+    engine.compute(admitted, slow)
+    assert engine.counters["late_s"] == pytest.approx(2.7)
+    assert ticks.now == pytest.approx(3.2)
 
 
 @pytest.mark.parametrize(("breaks_off", "ends_at", "rows"), [(True, 0.3, 0), (False, 0.5, 5)])
