@@ -117,6 +117,7 @@ class MeasuredDevice0:
         states = np.random.default_rng(0).standard_normal((_HEAD_ROWS, self._lm_head.shape[1]))
         self._states = from_torch(torch.from_numpy(states).to(self._lm_head.dtype))
         self._sessions = 0
+        self.tokens: list[int] = []  # of the newest request
         self._head_s = 0.0
 
     def run(self, kind: str | None, prompt: Sequence[int], new_tokens: int) -> Tally:
@@ -133,6 +134,7 @@ class MeasuredDevice0:
         """To the end of the text: D0 drafts whatever it may before the oldest segment comes back."""
         tally, waiting = Tally(), deque[Segment]()
         self._target.open(c.open_message())
+        self.tokens = []
         books, decoding = 0.0, False
         while not c.finished:
             took, (frames, task) = _timed(lambda: ([encode(m) for m in c.take_messages()], c.next_task()))
@@ -156,7 +158,9 @@ class MeasuredDevice0:
             if decoding:
                 tally.books.append(books + took - self._head_s)
                 tally.head.append(_timed(lambda: self._head(self._states))[0])
-            books, decoding = 0.0, decoding or bool(c.new_tokens())
+            new = c.new_tokens()
+            self.tokens += new
+            books, decoding = 0.0, decoding or bool(new)
         return tally
 
     def _head(self, hidden: Payload) -> NDArray[np.float32]:
@@ -184,13 +188,16 @@ def measure_device0(device0: MeasuredDevice0, kinds: Sequence[str], prompt: Sequ
     first = next(iter(tallies.values()))
     books = [tally.books for tally in first]
     return DraftDeviceTimes(
-        passes={kind: 1e3 * _mean([tally.draft for tally in found]) for kind, found in tallies.items() if kind},
+        passes={kind: 1e3 * _mean([tally.draft for tally in found])
+                for kind, found in tallies.items() if kind},
         lm_head=1e3 * typical([t for found in tallies.values() for tally in found for t in tally.head]),
         bookkeeping=1e3 * _mean(books), whole=whole)
 
 
 def _mean(runs: Sequence[Sequence[float]]) -> float:
-    return typical_sum(runs) / max(1, len(runs[0]))
+    """Of a step; should rounding on a GPU have changed a text, of the steps that all runs have."""
+    steps = min(map(len, runs))
+    return typical_sum([run[:steps] for run in runs]) / steps if steps else 0.0
 
 
 T = TypeVar("T")

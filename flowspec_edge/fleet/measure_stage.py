@@ -130,9 +130,14 @@ class StageProcess:
         numbers = np.arange(self._next, self._next + rows, dtype=np.int32)
         return self._exchange(numbers, positions, paths)
 
+    @property
+    def pid(self) -> int:
+        """The worker's process id."""
+        return self._children.pids[0]
+
     def resident_mb(self) -> float | None:
         """Memory that the process holds, 10^6 bytes."""
-        return resident_mb(self._children.pids[0])
+        return resident_mb(self.pid)
 
     def _exchange(self, numbers: Int32,
                   positions: Int32, bits: list[int]) -> float:

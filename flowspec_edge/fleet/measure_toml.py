@@ -6,7 +6,7 @@ Knows the order, the units and the remarks.  Does not write files.
 from __future__ import annotations
 
 import json
-import textwrap
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,8 +70,10 @@ def _text(value: str) -> str:
 
 
 def _long(value: str) -> str:
-    """Over several lines, of which a backslash at the end makes one."""
-    inner = _text(value)[1:-1]
-    words = textwrap.wrap(inner, _WIDTH - 2, break_long_words=False, break_on_hyphens=False,
-                          drop_whitespace=False, expand_tabs=False, replace_whitespace=False)
-    return '"""\n' + "\\\n".join(words) + '"""'
+    """Over several lines, of which a backslash at the end makes one; it eats the space after it."""
+    lines = [""]
+    for word in re.findall(r"^ +|[^ ]+ *", _text(value)[1:-1]):
+        if lines[-1] and len(lines[-1]) + len(word) > _WIDTH - 1:
+            lines.append("")
+        lines[-1] += word
+    return '"""\n' + "\\\n".join(lines) + '"""'

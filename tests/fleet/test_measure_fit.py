@@ -1,0 +1,86 @@
+"""Curves from times: known ones are found again, and rising sequences are the nearest there are."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowspec_edge.config import StageCurve
+from flowspec_edge.fleet.measure_clock import typical, typical_sum
+from flowspec_edge.fleet.measure_fit import deviations, fit_stage, rising
+from flowspec_edge.fleet.measure_stage import Case
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+KNOWN = StageCurve(layers=1, rows=list(ROWS), ms=[5, 5, 5.1, 5.3, 6, 8, 12],
+                   context_ms=[0.5, 0.6, 0.6, 0.7, 1, 2, 4], overhead_ms=1.25)
+
+
+def cases(layers: tuple[int, ...] = (2, 8), contexts: tuple[int, ...] = (64, 512, 1500)) -> list[Case]:
+    return [Case(*case) for case in itertools.product(layers, ROWS, contexts)]
+
+
+def milliseconds(curve: StageCurve, case: Case) -> float:
+    """By numpy's interpolation, and the words of StageCurve."""
+    per_layer = np.interp(case.rows, curve.rows, curve.ms)
+    if curve.context_ms:
+        per_layer += np.interp(case.rows, curve.rows, curve.context_ms) * case.context / 1000
+    return float(curve.overhead_ms + case.layers * per_layer / curve.layers)
+
+
+def test_a_curve_is_found_from_its_times() -> None:
+    times = {case: milliseconds(KNOWN, case) for case in cases()}
+    found = fit_stage(times)
+    assert found.rows == list(ROWS)
+    assert found.ms == pytest.approx(KNOWN.ms, rel=1e-3)
+    assert found.context_ms == pytest.approx(KNOWN.context_ms, rel=1e-2)
+    assert found.overhead_ms == pytest.approx(1.25, rel=1e-2)
+    assert np.abs(deviations(found, times)).max() < 1e-3
+
+
+def test_noise_is_averaged() -> None:
+    noise = np.random.default_rng(0)
+    times = {case: milliseconds(KNOWN, case) * noise.normal(1, 0.03) for case in cases()}
+    found = fit_stage(times)
+    for case in cases((4,), (1000,)):
+        fitted = found.overhead_ms + case.layers * found.milliseconds(case.rows, case.context)
+        assert fitted == pytest.approx(milliseconds(KNOWN, case), rel=0.06)
+
+
+def test_one_number_of_layers_has_no_overhead_and_one_context_no_slope() -> None:
+    times = {case: milliseconds(KNOWN, case) for case in cases((4,), (512,))}
+    found = fit_stage(times)
+    assert (found.overhead_ms, found.context_ms) == (0, [])
+    assert [4 * found.milliseconds(rows) for rows in ROWS] == pytest.approx(
+        [times[Case(4, rows, 512)] for rows in ROWS], rel=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_is_measured_makes_a_curve(seed: int) -> None:
+    noise = np.random.default_rng(seed)
+    times = {case: float(noise.lognormal(0, 1.5)) for case in cases()}
+    found = fit_stage(times)  # StageCurve refuses what falls, or is negative
+    assert found.overhead_ms < min(times.values())
+
+
+@given(st.lists(st.integers(-20, 20), min_size=1, max_size=5))
+def test_rising_is_the_nearest_sequence_that_does_not_fall(values: list[int]) -> None:
+    found = rising(values)
+    assert all(b >= a for a, b in itertools.pairwise(found))
+    # The nearest one is constant on runs, with each run's mean: try all ways to cut it into runs.
+    n, best = len(values), np.inf
+    for cuts in itertools.product([False, True], repeat=n - 1):
+        runs = np.split(np.array(values, float), [i + 1 for i, cut in enumerate(cuts) if cut])
+        means = [run.mean() for run in runs]
+        if all(b >= a for a, b in itertools.pairwise(means)):
+            best = min(best, sum(((run - run.mean()) ** 2).sum() for run in runs))
+    assert sum((np.array(found) - values) ** 2) == pytest.approx(best)
+
+
+def test_other_work_at_times_does_not_count() -> None:
+    quiet = [1.0, 1.01, 1.02, 1.03]
+    assert typical([*quiet, 5, 9, 7]) == pytest.approx(1.015, abs=0.01)
+    assert typical_sum([[1, 2], [1, 2], [1, 9], [8, 2]]) == pytest.approx(3)
