@@ -69,8 +69,9 @@ def show(outcome: Outcome) -> None:
         if row.why:
             say(f"left out: {row.name}: {row.why}")
     if plan:
-        say(f"The slowest stage takes {plan.slowest * 1e3:.1f} ms for a segment of {plan.problem.rows} rows, "
-            f"its way through all {plan.way * 1e3:.1f} ms.")
+        what = "link" if plan.link_bound else "stage"
+        say(f"The slowest {what} takes {_ms(plan.slowest * 1e3)} ms for a segment of {plan.problem.rows} "
+            f"rows, its way through all {_ms(plan.way * 1e3)} ms.")
     say("")
     if outcome.label:
         say(outcome.label.replace("virtual time", "VIRTUAL TIME", 1) + "; all draft with the EAGLE head")
@@ -94,7 +95,7 @@ def _boards(outcome: Outcome) -> Table:
         table.add_row(
             row.role, row.name, layers, *(f"{mb:,.0f}" for mb in (row.weights_mb, row.kv_mb, row.process_mb)),
             f"{row.used_mb:,.0f} / {row.usable_mb:,.0f}", f"{row.headroom_mb:,.0f}",
-            "–" if row.stage_ms is None else f"{row.stage_ms:.1f}")
+            "–" if row.stage_ms is None else _ms(row.stage_ms))
     return table
 
 
@@ -104,6 +105,10 @@ def _predictions(predictions: list[Prediction]) -> Table:
         speedup = "–" if p.speedup is None else f"{p.speedup:.2f}×"
         table.add_row(p.strategy, f"{p.tokens_per_second:.2f}", speedup, f"{p.tokens_per_turn:.3f}")
     return table
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:.1f}" if milliseconds >= 1 else f"{milliseconds:.2g}"
 
 
 def _table(title: str | None, names: tuple[str, ...], figures: tuple[str, ...]) -> Table:

@@ -110,7 +110,6 @@ class Stage:
     board: Board
     layers: tuple[int, int]
     seconds: float  # compute for a segment, at the planned context
-    port_seconds: float  # that its port is busy with the segment's hidden states
 
 
 @dataclass(frozen=True)
@@ -123,6 +122,11 @@ class Plan:
     left_out: tuple[tuple[Board, str], ...]  # and why
     slowest: float  # seconds: objective 1
     way: float  # seconds: objective 2
+
+    @property
+    def link_bound(self) -> bool:
+        """Whether the slowest of all is a port, not a stage's compute."""
+        return self.slowest > max(stage.seconds for stage in self.stages) + 1 / _NS
 
 
 class DoesNotFit(FlowspecError):
@@ -159,7 +163,7 @@ def plan(boards: Sequence[Board], problem: Problem) -> Plan:
     stages, placed = [], 0
     for table, k in order:
         seconds = table.board.profile.stage_seconds(problem.rows, k, problem.context)
-        stages.append(Stage(_take(left, table), (placed, placed + k), seconds, table.occupied / _NS))
+        stages.append(Stage(_take(left, table), (placed, placed + k), seconds))
         placed += k
     return Plan(problem, drafting, tuple(stages), tuple((t.board, t.why_not(slowest)) for t in left),
                 slowest / _NS, cost // _COUNT / _NS)

@@ -26,15 +26,24 @@ def refusal(boards: Sequence[Board], problem: Problem,
     text = (f"{size.name} in {size.dtype} with {problem.context} tokens of context needs {_mb(needed)}: "
             f"{size.layers} layers of {_mb(size.layer)} and {_mb(problem.layer - size.layer)} of cache, "
             f"{_mb(size.embedding)} of embeddings on V1, {_mb(problem.d0)} on D0")
-    rooms = "; ".join(f"{b.name} has {_mb(max(b.room, 0))}: {_layers(problem.layers_within(b, False))}"
-                      for b in boards)
     if held < 0:
-        text += f". No board that may draft holds D0's part. {rooms}"
+        text += ". No board that may draft holds D0's part"
     else:
         missing = size.layers - held
         text += (f". Beside D0 there is room for {_layers(held)}; {_layers(missing)} "
-                 f"({_mb(missing * problem.layer)}) are missing. {rooms}")
-    return DoesNotFit(f"{text}. {_advice(boards, problem, size_in)}")
+                 f"({_mb(missing * problem.layer)}) are missing")
+    return DoesNotFit(f"{text}. Room beside the process: {_rooms(boards, problem)}. "
+                      f"{_advice(boards, problem, size_in)}")
+
+
+def _rooms(boards: Sequence[Board], problem: Problem) -> str:
+    """What each board could hold as a stage; boards alike together."""
+    alike: dict[tuple[str, int], list[str]] = {}
+    for board in boards:
+        alike.setdefault((board.profile.name, max(board.room, 0)), []).append(board.name)
+    layers = {board.name: _layers(problem.layers_within(board, False)) for board in boards}
+    return "; ".join(f"{', '.join(names)}{' each' if len(names) > 1 else ''} {_mb(room)}, {layers[names[0]]}"
+                     for (_, room), names in alike.items())
 
 
 def _advice(boards: Sequence[Board], problem: Problem, size_in: Callable[[PlanDtype], ModelBytes]) -> str:

@@ -35,7 +35,7 @@ def test_names_the_bytes_and_what_helps() -> None:
                            "400 MB and 82 MB of cache, 250 MB of embeddings on V1, 1,132 MB on D0")
     # A board of 6000 MB that c can draft for leaves 5500: 11 layers, or 10 and the embeddings.
     assert "Beside D0 there is room for 21 layers; 11 layers (5,301 MB) are missing" in text
-    assert "a has 5,500 MB: 11 layers; b has 5,500 MB: 11 layers; c has 3,500 MB: 7 layers" in text
+    assert "Room beside the process: a, b each 5,500 MB, 11 layers; c 3,500 MB, 7 layers." in text
     advice = text.split("What would help: ")[1]
     assert advice == "--dtype int4, or 1 more like a"
     assert plan(boards, replace(p, size=sizes(p.size)["int4"]))
@@ -57,7 +57,7 @@ def test_a_shorter_context_is_the_longest_that_fits() -> None:
 def test_no_board_can_draft() -> None:
     boards = [board("a", role="verify", usable_mb=30_000), board("b", usable_mb=1000)]
     text = refused(boards, problem())
-    assert "No board that may draft holds D0's part. a has 29,500 MB" in text
+    assert "No board that may draft holds D0's part. Room beside the process: a 29,500 MB, 32 layers" in text
     assert "What would help: 1 more like a" in text
 
 

@@ -167,3 +167,12 @@ def test_a_profile_without_memory_cannot_be_planned() -> None:
     bare = Board("x", board().profile.model_copy(update={"memory": None}))
     with pytest.raises(UsageError, match=r"profile board has no \[memory\]"):
         plan([bare, board()], problem())
+
+
+def test_a_link_may_be_the_slowest_of_all() -> None:
+    p = problem(size(layers=4))
+    quick = [board("a"), board("b", usable_mb=9000)]
+    assert not plan(quick, p).link_bound
+    slow = plan([board("a", mbps=10), board("b", usable_mb=9000, mbps=1000)], p)
+    assert slow.link_bound  # D0's own port counts, too
+    assert slow.slowest == pytest.approx(16 * 4096 * 2 * 8 / 10e6)
