@@ -204,7 +204,7 @@ def test_resuming_from_a_foreign_file_leaves_it_alone(given: list[str], tmp_path
 def test_the_examples_of_the_help_run(command: str, given: list[str], tmp_path: Path,
                                       monkeypatch: pytest.MonkeyPatch,
                                       capsys: pytest.CaptureFixture[str]) -> None:
-    """As they are written but for the model, the length of the texts and the number of prompts."""
+    """The first of each, as it is written but for the model, the strategies, prompts and their length."""
     monkeypatch.chdir(tmp_path)
     assert main(["sweep", command, "--help"]) == 0
     assert f"flowspec sweep {command}" in capsys.readouterr().out
@@ -212,7 +212,8 @@ def test_the_examples_of_the_help_run(command: str, given: list[str], tmp_path: 
               if info.name == command and info.callback]
     examples = re.findall(r"^ +flowspec (.*)$", text, re.MULTILINE)
     assert len(examples) == 2
-    assert main([*shlex.split(examples[0]), *given, "--limit", "1", "--max-new-tokens", "2"]) == 0
+    assert main([*shlex.split(examples[0]), *given, "--limit", "1", "--max-new-tokens", "2", "--strategies",
+                 "flowspec"]) == 0
 
 
 def test_the_group_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
