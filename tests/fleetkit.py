@@ -51,6 +51,27 @@ def inhabited() -> set[str]:
     return found
 
 
+def made_by(pid: int) -> set[str]:
+    """The network namespaces, other than ours, of a process' descendants."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+    family = {pid}
+    while more := {child for child, parent in parents.items() if parent in family} - family:
+        family |= more
+    found = set()
+    for member in family:
+        try:
+            found.add(os.readlink(f"/proc/{member}/ns/net"))
+        except OSError:
+            continue
+    return found - {os.readlink("/proc/self/ns/net")}
+
+
 @contextmanager
 def serving(bed: NetBed, place: int, port: int, measurements: int) -> Iterator[None]:
     """A link's peer on a device of the bed, until it has answered so many measurements."""
