@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from flowspec_edge.cli.options import ModelOption
 from flowspec_edge.errors import UsageError
 from flowspec_edge.modeldir import DEMO, ModelDir, resolve_model
 
@@ -33,7 +32,9 @@ Examples:
 
 
 def plan(
-    model: ModelOption = DEMO,
+    model: Annotated[str, typer.Option(
+        "--model", help="A model that comes with the package, a directory with target/ and eagle2/, a "
+                        "checkpoint's directory, or a config.json alone.", metavar="DIR")] = DEMO,
     devices: Annotated[list[str] | None, typer.Option(
         "--devices", help="A device profile by name or path, NAME:5 for five of them, or a cluster file; may "
                           "be given several times.", show_default=False,
@@ -52,8 +53,8 @@ def plan(
 ) -> None:
     """Split a model over boards: who drafts, who has which layers, what fits, how fast it would be.
 
-    The split makes the slowest stage as fast as the boards' memory allows.  The model may be a
-    directory with target/ and eagle2/, a checkpoint's directory, or a config.json alone.
+    The split makes the slowest stage as fast as the boards' memory allows.  Nothing is downloaded
+    or loaded: sizes follow from config.json.
     """
     from flowspec_edge.cli.bench_options import parse_strategies
     from flowspec_edge.cli.plan_outcome import show
