@@ -36,6 +36,7 @@ _HELLO = b"flowspec-link/1"
 _PING, _DATA, _DONE, _REPORT = b"ping", b"data", b"done", b"report"
 _PINGS = 50
 _CONNECT_S = 3.0
+_MOST_FLOWS = 64  # asking ends at a time; the oldest is forgotten
 _QUEUE = 4  # messages at each end: little is under way when the time is over
 _POLLIN, _POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 
@@ -94,6 +95,8 @@ def _answer(flows: dict[bytes, _Flow], peer: bytes, frames: list[bytes]) -> list
     kind = frames[0] if frames else b""
     if kind == _HELLO and len(frames) == 1:
         flows[peer] = _Flow()
+        if len(flows) > _MOST_FLOWS:
+            del flows[next(iter(flows))]
         return frames
     flow = flows.get(peer)
     if flow is None:

@@ -76,9 +76,9 @@ class NetBed:
         self._checked(place)
         return _INTERFACE
 
-    def command(self, place: int, argv: Sequence[str]) -> list[str]:
-        """``argv`` on that device.  nsenter becomes the command: it keeps the process id and parent."""
-        return self._inside(self._checked(place), argv)
+    def command(self, place: int, command: Sequence[str]) -> list[str]:
+        """What to run for ``command`` to run on that device, as the same process: nsenter becomes it."""
+        return self._inside(self._checked(place), command)
 
     @contextmanager
     def entered(self, place: int) -> Iterator[None]:
@@ -157,8 +157,8 @@ class NetBed:
                              self._inside(place, []))
         runner.run(["sh", "-es"], shaping.script(lines))
 
-    def _inside(self, place: int, argv: Sequence[str]) -> list[str]:
-        return ["nsenter", f"--net={self._namespace(place)}", "--", *argv]
+    def _inside(self, place: int, command: Sequence[str]) -> list[str]:
+        return ["nsenter", f"--net={self._namespace(place)}", "--", *command]
 
     def _namespace(self, place: int) -> str:
         return f"/proc/{self._holders[place].pid}/ns/net"

@@ -17,7 +17,7 @@ from flowspec_edge.fleet.commands import failure
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory, resolve
 from flowspec_edge.fleet.linktest import LinkMeasure
 from flowspec_edge.fleet.shaping_device import DeviceShaping
-from flowspec_edge.fleet.ssh import runner_for
+from flowspec_edge.fleet.ssh import python_for, runner_for
 
 _LINKTEST = ["-m", "flowspec_edge.fleet.linktest"]
 _PEER_S = 60  # after which a peer that nobody asked ends by itself
@@ -102,7 +102,7 @@ def measure_between(inventory: Inventory, source: DeviceEntry, target: DeviceEnt
 def _measured(inventory: Inventory, source: DeviceEntry, target: DeviceEntry, seconds: float) -> LinkMeasure:
     port, address = str(inventory.cluster.peer_port), resolve(target)
     far, near = runner_for(inventory, target), runner_for(inventory, source)
-    serve = far.command([inventory.python(target), *_LINKTEST, "serve", address, port,
+    serve = far.command([python_for(inventory, target), *_LINKTEST, "serve", address, port,
                          "--measurements", "1", "--seconds", str(_PEER_S)])
     with subprocess.Popen(serve, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                           text=True, start_new_session=True) as peer:
@@ -111,7 +111,7 @@ def _measured(inventory: Inventory, source: DeviceEntry, target: DeviceEntry, se
             if not peer.stdout.readline():  # it says so as soon as it listens
                 _, said = peer.communicate()
                 raise FlowspecError(f"{far.where}: {failure('linktest', serve, peer.returncode, said)}")
-            text = near.run([inventory.python(source), *_LINKTEST, "measure", address, port,
+            text = near.run([python_for(inventory, source), *_LINKTEST, "measure", address, port,
                              "--seconds", str(seconds)])
         finally:
             peer.terminate()  # over ssh the far end goes on, but for no longer than it was told

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 import socket
+import sys
 from collections.abc import Sequence
 
 from flowspec_edge.fleet.commands import LocalRunner, Runner, finish
@@ -50,6 +51,11 @@ class SshRunner:
 def runner_for(inventory: Inventory, device: DeviceEntry) -> Runner:
     """Runs commands on ``device``: here, if that is this machine, else over ssh."""
     return LocalRunner(device.name) if is_here(device) else SshRunner(inventory, device)
+
+
+def python_for(inventory: Inventory, device: DeviceEntry) -> str:
+    """The Python interpreter for :func:`runner_for`: if that is this machine, the one that runs this."""
+    return sys.executable if is_here(device) else inventory.python(device)
 
 
 def is_here(device: DeviceEntry) -> bool:

@@ -107,6 +107,24 @@ def test_a_stranger_does_not_disturb_the_peer() -> None:
     context.term()
 
 
+def test_more_strangers_than_the_peer_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linktest, "_MOST_FLOWS", 3)
+    context = zmq.Context()
+    with peer(1) as port:
+        strangers = [context.socket(zmq.DEALER) for _ in range(4)]
+        for stranger in strangers:
+            stranger.linger = 0
+            stranger.connect(f"tcp://{HOST}:{port}")
+            stranger.send(b"flowspec-link/1")
+            assert stranger.recv() == b"flowspec-link/1"
+        strangers[0].send(b"ping")  # forgotten
+        strangers[1].send(b"ping")
+        assert strangers[1].recv() == b"ping"
+        assert not strangers[0].poll(0)
+        assert measure_link(HOST, port, 0.1).mbps > 0
+    context.destroy()
+
+
 def test_the_port_is_taken() -> None:
     with socket.create_server((HOST, 0)) as server, pytest.raises(UsageError, match="cannot listen"):
         serve_link(HOST, server.getsockname()[1], 1)

@@ -35,13 +35,15 @@ def bed() -> Iterator[NetBed]:
 
 @needs_a_bed
 def test_links_are_as_slow_as_they_were_told_to_be(bed: NetBed) -> None:
-    with fleetkit.serving(bed, 1, PORT, 6), bed.entered(0):
-        rates = {}
-        for mbps in (125, 1000):
-            bed.shape(mbps)
-            # The best of three: the processor that all share can slow a link down, but not speed it up.
-            rates[mbps] = max(measure_link(bed.address(1), PORT, 0.3).mbps for _ in range(3))
-    assert rates == {mbps: pytest.approx(mbps, rel=0.1) for mbps in rates}
+    for mbps in (125, 1000):
+        bed.shape(mbps)
+        best = 0.0
+        for _ in range(8):  # a busy processor can slow a link down, but not speed it up
+            with fleetkit.serving(bed, 1, PORT, 1), bed.entered(0):
+                best = max(best, measure_link(bed.address(1), PORT, 0.3).mbps)
+            if best > 0.95 * mbps:
+                break
+        assert best == pytest.approx(mbps, rel=0.1)
 
 
 @needs_a_bed
