@@ -20,6 +20,7 @@ from flowspec_edge.fleet.remote_stages import RemoteStages
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.processes import ProcessCluster
 from flowspec_edge.runtime.request import Request
+from flowspec_edge.strategies.base import Parallelism
 
 WHY_NOT = sshkit.why_no_boards()
 WORKER = f"{sys.executable} -m flowspec_edge.runtime.worker"
@@ -38,11 +39,15 @@ def boards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sshkit.Boards]:
 
 
 @pytest.mark.soak
-def test_a_request_over_encrypted_links(boards: sshkit.Boards, model: Path) -> None:
-    request = Request(PROMPT, "flowspec", max_new_tokens=8)
+@pytest.mark.parametrize(("strategy", "parallelism", "encrypted"), [
+    ("flowspec", "pipeline", True), ("megatron", "megatron", False)])
+def test_a_request_over_boards(boards: sshkit.Boards, model: Path, strategy: str, parallelism: Parallelism,
+                               encrypted: bool) -> None:
+    request = Request(PROMPT, strategy, max_new_tokens=8)
     expected, _ = PlainDecoder(model).generate(PROMPT, 8, request.sampling)
-    with RemoteStages(boards.inventory, str(model), "fp32", threads=1) as stages:
-        with ProcessCluster(model, 2, addresses=stages.addresses) as cluster:
+    with RemoteStages(boards.inventory, str(model), "fp32", parallelism=parallelism, encrypted=encrypted,
+                      threads=1) as stages:
+        with ProcessCluster(model, 2, parallelism=parallelism, addresses=stages.addresses) as cluster:
             assert cluster.generate(request).tokens == expected
         assert stages.exited() is None
         workers = [pid for place in (1, 2) for pid in boards.running(place, WORKER)]
