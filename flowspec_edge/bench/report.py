@@ -149,8 +149,8 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """The ``bench run --json`` object."""
         return {
-            "profile": self.profile, "clock": self.clock, "emulated": self.emulated, "date": self.date, "complete": self.complete,
-            "machine": self.machine, "settings": self.settings,
+            "profile": self.profile, "clock": self.clock, "emulated": self.emulated, "date": self.date,
+            "complete": self.complete, "machine": self.machine, "settings": self.settings,
             "rows": [asdict(row) for row in self.rows], "means": [asdict(row) for row in self.means],
             "differences": [asdict(d) for d in self.differences],
             "samples": [asdict(sample) for sample in self.samples],
