@@ -2,7 +2,7 @@
 
 Runs real requests through the coordinator that a cluster runs, with the real draft models and a stage
 engine that holds the whole target, in this process, and times D0's steps.  What a driver adds to them
-beside the codec (sockets, and waking up) is part of a hop: ``measure_link``.
+beside the codec is ``measure_driver``'s.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ _PLAIN = "autoregressive"  # for a model without draft models
 _HEAD_ROWS = 16
 _STAGES = 4
 
+Clock = Callable[[], float]
+T = TypeVar("T")
+
 
 @dataclass
 class Tally:
@@ -47,6 +50,7 @@ class Tally:
 
     draft: list[float] = field(default_factory=list)  # each pass
     head: list[float] = field(default_factory=list)  # lm_head over 16 rows, once an output
+    own_head: list[float] = field(default_factory=list)  # lm_head over the output's own rows
     books: list[float] = field(default_factory=list)  # all else, by output
 
 
@@ -120,8 +124,13 @@ class MeasuredDevice0:
         self.tokens: list[int] = []  # of the newest request
         self._head_s = 0.0
 
-    def run(self, kind: str | None, prompt: Sequence[int], new_tokens: int) -> Tally:
-        """One request with the strategy that measures this kind of draft model, none of them for None."""
+    def run(self, kind: str | None, prompt: Sequence[int], new_tokens: int,
+            clock: Clock = time.perf_counter) -> Tally:
+        """One request with the strategy that measures this kind of draft model, none of them for None.
+
+        ``clock`` tells seconds: those of the wall, or those that the processor worked.
+        """
+        self._clock = clock
         chosen = strategy_class(STRATEGY[kind] if kind else _PLAIN)
         self._sessions += 1
         request = Request(prompt, chosen.name, new_tokens, params=Params())
@@ -137,27 +146,29 @@ class MeasuredDevice0:
         self.tokens = []
         books, decoding = 0.0, False
         while not c.finished:
-            took, (frames, task) = _timed(lambda: ([encode(m) for m in c.take_messages()], c.next_task()))
+            took, (frames, task) = self._timed(
+                lambda: ([encode(message) for message in c.take_messages()], c.next_task()))
             books += took
             messages = (decode([bytes(frame) for frame in message]) for message in frames)
             waiting += (message for message in messages if isinstance(message, Segment))
             if task is None:
                 segment = waiting.popleft()
                 sent = [bytes(frame) for frame in encode(self._target.output(segment))]
-                took, output = _timed(partial(decode, sent))
+                took, output = self._timed(partial(decode, sent))
                 assert isinstance(output, Output)
                 c.receive(output)
                 c.receive(Credit(segment.session, segment.epoch, segment.run))
                 books += took
                 continue
             self._head_s = 0.0
-            took, _ = _timed(partial(c.complete, task))
+            took, _ = self._timed(partial(c.complete, task))
             if isinstance(task, Draft):
                 tally.draft.append(took)
                 continue
             if decoding:
                 tally.books.append(books + took - self._head_s)
-                tally.head.append(_timed(lambda: self._head(self._states))[0])
+                tally.own_head.append(self._head_s)
+                tally.head.append(self._timed(lambda: self._head(self._states))[0])
             new = c.new_tokens()
             self.tokens += new
             books, decoding = 0.0, decoding or bool(new)
@@ -165,12 +176,17 @@ class MeasuredDevice0:
 
     def _head(self, hidden: Payload) -> NDArray[np.float32]:
         """As ``runtime.device0`` has it."""
-        start = time.perf_counter()
+        start = self._clock()
         with torch.inference_mode():
             rows = to_torch(hidden).to(self._lm_head)
             logits: NDArray[np.float32] = (rows @ self._lm_head.mT).float().cpu().numpy()
-        self._head_s += time.perf_counter() - start
+        self._head_s += self._clock() - start
         return logits
+
+    def _timed(self, work: Callable[[], T]) -> tuple[float, T]:
+        start = self._clock()
+        result = work()
+        return self._clock() - start, result
 
 
 def measure_device0(device0: MeasuredDevice0, kinds: Sequence[str], prompt: Sequence[int], new_tokens: int,
@@ -198,12 +214,3 @@ def _mean(runs: Sequence[Sequence[float]]) -> float:
     """Of a step; should rounding on a GPU have changed a text, of the steps that all runs have."""
     steps = min(map(len, runs))
     return typical_sum([run[:steps] for run in runs]) / steps if steps else 0.0
-
-
-T = TypeVar("T")
-
-
-def _timed(work: Callable[[], T]) -> tuple[float, T]:
-    start = time.perf_counter()
-    result = work()
-    return time.perf_counter() - start, result

@@ -67,6 +67,7 @@ def measure_hop(width: int, dtype: str, exchanges: int = 200) -> Hop:
     try:
         back = transport.pull(_LOOPBACK, "echo in")
         child.start()
+        theirs.close()  # or nobody would notice here that the other process has gone
         ours.send(back.endpoint)
         there = transport.push(ours.recv(), "echo out")
         trips: dict[bool, list[float]] = {False: [], True: []}
@@ -79,7 +80,7 @@ def measure_hop(width: int, dtype: str, exchanges: int = 200) -> Hop:
             trips[is_large].append(time.perf_counter() - start)
         ours.send_bytes(b"")
         child.join(_PATIENCE_S)
-    except EOFError:
+    except (EOFError, BrokenPipeError):
         raise FlowspecError("the process that was started to measure loopback has gone") from None
     finally:
         transport.close()

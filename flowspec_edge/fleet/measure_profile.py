@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from flowspec_edge.fleet.measure_d0 import (
     WholeTarget,
     measure_device0,
 )
+from flowspec_edge.fleet.measure_driver import measure_driver
 from flowspec_edge.fleet.measure_fit import deviations, fit_stage, rounded
 from flowspec_edge.fleet.measure_link import Hop, measure_hop
 from flowspec_edge.fleet.measure_memory import Room, device_used_mb, read_rate, read_room
@@ -72,6 +73,7 @@ _LM_SHARE = 6  # the target is so many times as large as a draft model that is n
 _SPD_LAYERS = 2
 _TREE_ROWS = 10  # of a pass that expands a level of a tree
 _PEER_S = 2.0
+_BEFORE_DRIVER = 0.7  # of the draft device's time
 
 
 @dataclass(frozen=True)
@@ -186,8 +188,13 @@ def _device0(wish: Wish, effort: Effort, model: ModelBytes, room: Room, report: 
     device0 = MeasuredDevice0(wish.model.path, wish.dtype, wish.device, kinds, target)
     new_tokens = min(effort.new_tokens, max(2, wish.model.max_positions // 2))
     prompt = Tokenizer(wish.model).encode(_TEXT)[:max(1, min(_MOST_PROMPT, wish.model.max_positions // 2))]
-    return measure_device0(device0, kinds, prompt, new_tokens, effort.requests, whole,
-                           lambda share: report("draft device", share))
+    times = measure_device0(device0, kinds, prompt, new_tokens, effort.requests, whole,
+                            lambda share: report("draft device", share * _BEFORE_DRIVER))
+    if not whole or wish.device != "cpu":  # no whole target in a process of its own
+        return times
+    driver = measure_driver(device0, wish.model.path, wish.dtype, wish.threads, prompt, new_tokens,
+                            effort.requests)
+    return replace(times, bookkeeping=times.bookkeeping + driver * 1e3)
 
 
 def _draft_cost(times: DraftDeviceTimes, curve: StageCurve, model: ModelBytes) -> tuple[DraftCost, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -38,6 +39,17 @@ def test_a_request_is_the_one_that_a_cluster_would_run(model: Path) -> None:
     times = measure_device0(device0, kinds, prompt, 12, 2, True, lambda share: None)
     assert set(times.passes) == set(kinds)
     assert min(*times.passes.values(), times.lm_head, times.bookkeeping) > 0
+
+
+def test_processor_time_of_a_request_is_what_the_system_counted(model: Path) -> None:
+    device0 = MeasuredDevice0(model, "fp32", "cpu", [], WholeTarget(model / "target", "fp32", "cpu"))
+    prompt = list(range(40))
+    device0.run(None, prompt, 40)
+    before = time.thread_time()
+    tally = device0.run(None, prompt, 40, time.thread_time)
+    spent = time.thread_time() - before
+    assert len(tally.books) == len(tally.own_head) == len(tally.head) == 39
+    assert 0 < sum(tally.books) + sum(tally.own_head) + sum(tally.head) < spent
 
 
 def test_a_target_that_does_not_fit_is_made_up(model: Path) -> None:
