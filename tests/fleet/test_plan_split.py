@@ -82,7 +82,7 @@ def instances(draw: st.DrawFn) -> tuple[list[Board], Problem]:
                                 {"mbps": 125, "latency_ms": 0.2 + 2 * latency}])))
         for i in range(draw(st.integers(2, 4)))]
     of = size(layers=draw(st.integers(1, 6)), layer_mb=200,
-              embedding_mb=draw(st.sampled_from([10, 150, 300])), draft_mb=draw(st.sampled_from([350, 900])),
+              embedding_mb=draw(st.sampled_from([10, 150, 300])), draft_mb=draw(st.sampled_from([390, 900])),
               hidden_width=draw(st.sampled_from([512, 4096])))
     return boards, problem(of, context=1000, tentative=1000)
 
