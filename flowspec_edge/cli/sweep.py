@@ -9,8 +9,10 @@ from typing import Annotated, Literal
 
 import typer
 
+from flowspec_edge.bench.sweep import Links
 from flowspec_edge.cli.bench_options import Measuring
 from flowspec_edge.cli.options import with_dataclasses
+from flowspec_edge.errors import UsageError
 from flowspec_edge.sampling import Sampling
 from flowspec_edge.strategies.params import Params
 
@@ -28,6 +30,12 @@ FigureOption = Annotated[Path | None, typer.Option(
 LinksOption = Annotated[Literal["virtual", "namespaces"], typer.Option(
     "--links", help="virtual: time made up by the profile.  namespaces: real processes over real, shaped "
                     "links on this machine.")]
+ClusterOption = Annotated[Path | None, typer.Option(
+    "--cluster", help="Measure the boards of this cluster.toml, of which this machine is the draft device.",
+    metavar="FILE", show_default=False)]
+BoardModelOption = Annotated[str | None, typer.Option(
+    "--board-model", help="Where the cluster's boards have the model, if not at the same path as here.",
+    metavar="DIR", show_default=False)]
 PublishedOption = Annotated[bool, typer.Option(
     "--published/--no-published", help="Show the paper's own figures beside, where the profile is its "
                                        "testbed.")]
@@ -43,6 +51,8 @@ def bandwidth(
     mbps: Annotated[str, typer.Option("--mbps", help="Bandwidths of every link, in 10^6 bits a second.",
                                       metavar="N,N")] = "1000,500,250,125",
     links: LinksOption = "virtual",
+    cluster: ClusterOption = None,
+    board_model: BoardModelOption = None,
     figure: FigureOption = None,
     published: PublishedOption = True,
     *,
@@ -59,12 +69,19 @@ def bandwidth(
     its own that takes the profile's time, its messages have the profile's bytes, and the kernel
     shapes what it sends.  That needs root; nothing of it outlives the command.  Tensor parallelism
     is left out: its collectives have the bytes of the loaded model.
+
+    With --cluster the boards are real, too, in their own time, over ssh; to be run on the draft
+    device.  What they send is slowed down but for ssh and the control channel.  Every board restores
+    itself if it hears nothing more for five minutes.
     """
     from flowspec_edge.cli.sweep_measuring import Asked, parse_numbers, run_sweep
 
-    real = links == "namespaces"
-    asked = Asked("bandwidth", parse_numbers(mbps, "--mbps"), _PIPELINES if real else _FIGURE_5, links,
-                  emulated=real, published=published)
+    if cluster is not None and links == "namespaces":
+        raise UsageError("give --cluster or --links namespaces, not both: a cluster has links of its own")
+    way: Links = "cluster" if cluster is not None else links
+    asked = Asked("bandwidth", parse_numbers(mbps, "--mbps"), _FIGURE_5 if way == "virtual" else _PIPELINES,
+                  way, emulated=way == "namespaces", published=published, cluster=cluster,
+                  board_model=board_model)
     run_sweep(asked, options, sampling, params, figure)
 
 
@@ -161,6 +178,8 @@ _EXAMPLES = {
   flowspec sweep bandwidth --mbps 1000,100,10 --strategies chunk_pp,flowspec --json b.json --resume
 
   sudo flowspec sweep bandwidth --links namespaces --limit 2 --max-new-tokens 48
+
+  flowspec sweep bandwidth --cluster cluster.toml --model llama-2-7b --json real.json
 """,
     depth: """
   flowspec sweep depth --limit 2 --out depth.png

@@ -6,6 +6,7 @@ sweep ends.  torch and the runtime are imported only when a cluster is wanted.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,11 @@ from flowspec_edge.config import Profile
 from flowspec_edge.modeldir import ModelDir
 
 if TYPE_CHECKING:
+    from flowspec_edge.fleet.inventory import Inventory
     from flowspec_edge.runtime.virtual import VirtualCluster
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,8 @@ class Setup:
     stages: int
     profile: Profile
     dtype: Dtype
+    inventory: Inventory | None = None  # of a real cluster
+    board_model: str = ""  # where its boards have the model
 
 
 def open_points(way: Links, setup: Setup) -> AbstractContextManager[OpenPoint]:
@@ -86,5 +93,35 @@ def _namespaces(setup: Setup) -> Iterator[OpenPoint]:
         yield open_point
 
 
+@contextmanager
+def _cluster(setup: Setup) -> Iterator[OpenPoint]:
+    """The boards of a real cluster, in their own time, what they send slowed down by their kernels."""
+    from flowspec_edge.fleet.remote import RemoteShaping
+    from flowspec_edge.fleet.remote_clusters import RemoteClusters
+
+    assert setup.inventory is not None
+    inventory = setup.inventory
+    with RemoteShaping(inventory) as shaping:
+
+        @contextmanager
+        def open_point(value: Value) -> Iterator[PointCluster]:
+            assert not isinstance(value, tuple)
+            shaping.apply(value)
+            links = shaping.measure()
+            for link in links:
+                if link.measure is None:
+                    log.warning("%s to %s was not measured: %s", link.source, link.target, link.error)
+            shaping.renew()
+            clusters = RemoteClusters(inventory, setup.model.path, setup.board_model, setup.dtype,
+                                      shaping.renew)
+            try:
+                given = [link.measure.mbps for link in links if link.measure]
+                yield PointCluster(clusters, given if len(given) == len(links) else None)
+            finally:
+                clusters.close()
+
+        yield open_point
+
+
 _WAYS: dict[Links, Callable[[Setup], AbstractContextManager[OpenPoint]]] = {
-    "virtual": _virtual, "namespaces": _namespaces}
+    "virtual": _virtual, "namespaces": _namespaces, "cluster": _cluster}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,8 @@ class Asked:
     links: Links = "virtual"
     emulated: bool = False
     published: bool = True
+    cluster: Path | None = None
+    board_model: str | None = None
 
     @property
     def clock(self) -> Clock:
@@ -117,8 +119,14 @@ def measured(asked: Asked, options: Measuring, sampling: Sampling, params: Param
         check_writable(options.out)
     if figure is not None:
         check_figure(figure)
-    if asked.links != "virtual":
+    if asked.links == "namespaces":
         _require_pipelines(names)
+    inventory = None
+    if asked.cluster is not None:
+        from flowspec_edge.fleet.inventory import load_inventory
+
+        inventory = load_inventory(asked.cluster)
+        options = replace(options, stages=len(inventory.verify))
     for value in asked.values:
         require_runnable(names, model, params_at(params, asked.axis, value), asked.clock,
                          stages_at(options.stages, asked.axis, value))
@@ -136,7 +144,8 @@ def measured(asked: Asked, options: Measuring, sampling: Sampling, params: Param
             sweep.save(options.out)
 
     if total := steps(sweep, plans):
-        setup = Setup(asked.axis, model, options.stages, profile, options.dtype)
+        setup = Setup(asked.axis, model, options.stages, profile, options.dtype, inventory,
+                      asked.board_model or str(model.path.resolve()))
         with open_points(asked.links, setup) as open_point, progress(total) as advance:
             measure_sweep(sweep, plans, open_point, plain_decoding(model, options.dtype), advance, save)
     return sweep

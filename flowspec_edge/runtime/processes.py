@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import cast
@@ -68,7 +69,8 @@ class ProcessCluster:
                  parallelism: Parallelism = "pipeline", threads: int | None = None,
                  encrypted: bool = False, dead_after: float = 5.0, start_within: float = 180.0,
                  addresses: Addresses | None = None, site: Site | None = None,
-                 emulation: Emulation | None = None) -> None:
+                 emulation: Emulation | None = None,
+                 watch: Callable[[], str | None] = lambda: None) -> None:
         """Start the stages, or meet those at ``addresses``, and wait until all have their shards.
 
         parallelism   how the stages share the model; one for the cluster's whole life
@@ -78,6 +80,7 @@ class ProcessCluster:
         start_within  seconds for all stages to say Hello
         site          where on this machine the devices are; loopback by default
         emulation     whose time all of them take; by default their own
+        watch         says which of the stages at ``addresses`` has ended, and why, if that is known
 
         UsageError if the model cannot be cut into so many stages, or encryption is not to be had,
         before anything is started; PeerLost if a stage does not come up.
@@ -94,6 +97,7 @@ class ProcessCluster:
         self._session = 0
         self._check_at = 0.0
         self._emulation = emulation
+        self._watch = watch
         self._late_s = 0.0  # D0's own work took so much longer than it should
         self._slot_s = 0.0
         self._pass_s: dict[str, float] = {}  # a draft pass, by the kind of draft model
@@ -301,7 +305,7 @@ class ProcessCluster:
                            "start the cluster again")
 
     def _blame_exit(self, within: float = 0.0) -> None:
-        cause = self._children.exited_within(within)
+        cause = self._children.exited_within(within) or self._watch()
         if cause is not None:
             raise PeerLost(f"{cause}; start the cluster again")
 

@@ -1,0 +1,81 @@
+"""``flowspec sweep bandwidth --cluster``: boards with a real sshd each, shaped, measured and put back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sshkit
+from tiny_dir import tiny_model_dir
+
+from flowspec_edge.cli.main import main
+
+WHY_NOT = sshkit.why_no_boards()
+needs_boards = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "boards can be made")
+SWEEP = ["sweep", "bandwidth", "--strategies", "autoregressive,chunk_pp", "--limit", "1",
+         "--max-new-tokens", "6"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2)
+
+
+@pytest.fixture(scope="module")
+def boards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sshkit.Boards]:
+    with sshkit.boards(1, tmp_path_factory.mktemp("boards")) as boards, boards.bed.entered(0):
+        yield boards
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "def one(n):"}) + "\n")
+    return path
+
+
+@needs_boards
+def test_real_boards_are_shaped_measured_and_put_back(
+        boards: sshkit.Boards, model: Path, prompts: Path, tmp_path: Path,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    before = [boards.shown(place) for place in (0, 1)]
+    out = tmp_path / "real.json"
+    assert main([*SWEEP, "--cluster", str(boards.file), "--mbps", "200,20", "--model", str(model),
+                 "--prompts", str(prompts), "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert (found["links"], found["emulated"], found["clock"], found["profile"]) == (
+        "cluster", False, "wall", None)
+    assert found["settings"]["stages"] == 1
+    assert [point["value"] for point in found["points"]] == [200, 20]
+    for point in found["points"]:
+        payload = point["value"] * 1448 / 1514  # of the frames that the rate counts
+        assert point["measured_mbps"] == pytest.approx([payload, payload], rel=0.1)
+        assert [row["identical"] for row in point["rows"]] == [True, True]
+    assert "wall clock, a cluster's shaped links, 1 stages" in capsys.readouterr().out
+    assert [boards.shown(place) for place in (0, 1)] == before
+    assert boards.running(1, "python") == []
+
+
+@needs_boards
+def test_a_board_without_the_model_is_named_and_all_are_put_back(
+        boards: sshkit.Boards, model: Path, prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = [boards.shown(place) for place in (0, 1)]
+    code = main([*SWEEP, "--cluster", str(boards.file), "--mbps", "200", "--model", str(model),
+                 "--prompts", str(prompts), "--board-model", "/nowhere"])
+    said = capsys.readouterr().err
+    assert code != 0
+    assert "/nowhere/target" in said
+    assert len(said.strip().splitlines()) == 1
+    assert [boards.shown(place) for place in (0, 1)] == before
+
+
+def test_a_cluster_has_links_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SWEEP, "--cluster", "x.toml", "--links", "namespaces"]) == 2
+    assert "not both" in capsys.readouterr().err
+
+
+def test_a_cluster_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SWEEP, "--cluster", "nowhere.toml"]) == 2
+    assert "cannot read nowhere.toml" in capsys.readouterr().err
