@@ -72,7 +72,7 @@ _WHOLE_SHARE = 0.4  # of the usable memory, for a target in D0's process
 _LM_SHARE = 6  # the target is so many times as large as a draft model that is not there
 _SPD_LAYERS = 2
 _TREE_ROWS = 10  # of a pass that expands a level of a tree
-_PEER_S = 2.0
+_PEER_S = 1.0
 _BEFORE_DRIVER = 0.7  # of the draft device's time
 
 
@@ -87,7 +87,7 @@ class Effort:
     exchanges: int = 300
 
 
-QUICK = Effort(contexts=(64, 512), stage_s=4.0, requests=2, new_tokens=32, exchanges=80)
+QUICK = Effort(contexts=(64, 512), stage_s=2.0, requests=2, new_tokens=32, exchanges=80)
 
 
 @dataclass(frozen=True)

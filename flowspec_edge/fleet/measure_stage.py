@@ -94,6 +94,7 @@ class StageProcess:
                 listen_fd=door.fileno(), parent=os.getpid())])
         self._input = transport.push(listen, f"{self._name} data in")
         self._heard: set[type[Message]] = set()
+        self._root: int | None = None  # of the newest tree, if nothing came after it
         self._session = self._run = self._next = self._text = 0
         self._uncommitted: Int32 = np.empty(0, np.int32)
 
@@ -106,10 +107,12 @@ class StageProcess:
         self._session += 1
         self._run = self._next = self._text = 0
         self._uncommitted = np.empty(0, np.int32)
+        self._root = None
         self._hub.send(self._name, Open(self._session, 0, capacity))
 
     def read(self, tokens: int) -> None:
         """Cache text until there are ``tokens`` of it."""
+        self._root = None
         while self._text < tokens:
             n = min(_CHUNK, tokens - self._text)
             numbers = np.arange(self._next, self._next + n, dtype=np.int32)
@@ -121,13 +124,18 @@ class StageProcess:
     def tree(self, rows: int) -> float:
         """Seconds from a segment's start to its result: ``rows`` nodes of a binary tree below the text.
 
-        The rows of the tree before are dead by then.
+        Of the tree before, the root has become text, as in life: no two segments see equally much,
+        and what a library keeps for shapes that it has met does not help.
         """
+        if self._root is not None:
+            self._uncommitted = np.array([self._root], np.int32)
+            self._text += 1
         paths = [1]
         for i in range(1, rows):
             paths.append(1 << i | paths[(i - 1) // 2])
         positions = np.array([self._text + path.bit_count() - 1 for path in paths], dtype=np.int32)
         numbers = np.arange(self._next, self._next + rows, dtype=np.int32)
+        self._root = self._next
         return self._exchange(numbers, positions, paths)
 
     @property
