@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Message
-from flowspec_edge.runtime.emulation import Emulation
+from flowspec_edge.runtime.emulation import Emulation, pause
 from flowspec_edge.runtime.events import added_bytes
 from flowspec_edge.transport.base import Hub, Link
 from flowspec_edge.transport.codec import Buffer
@@ -27,6 +27,7 @@ from flowspec_edge.transport.zmq_links import End, ZmqClientLink, ZmqHub, ZmqLin
 
 # The last frame of every message begins with the time.monotonic from which it may be received.
 _STAMP = struct.Struct("<d")
+_COARSE_S = 0.002  # shorter waits are exact, and hear nothing
 _ZEROS = memoryview(bytes(1 << 20))
 
 
@@ -147,10 +148,10 @@ class EmulatedTransport(ZmqTransport):
         """See :class:`~flowspec_edge.transport.base.Transport`; also until something held back is due."""
         due = min((cast(_Emulated, end).due for end in incoming), default=math.inf)
         timeout = min(timeout, due - time.monotonic())
-        if timeout >= 1e-3:
-            super().wait(incoming, outgoing, math.floor(timeout * 1e3) / 1e3)  # ZeroMQ counts in ms
-        elif timeout > 0:
-            time.sleep(timeout)
+        if timeout >= _COARSE_S:
+            super().wait(incoming, outgoing, math.floor(timeout * 1e3 - 1) / 1e3)  # ZeroMQ counts in ms
+        else:
+            pause(timeout)
 
     def _on(self, link: ZmqClientLink, receiver: int) -> ZmqClientLink:
         cast(_EmulatedClientLink, link).lines = {"": self._line(receiver)}

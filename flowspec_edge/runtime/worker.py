@@ -141,12 +141,12 @@ class Worker:
         self._tokens += len(segment.committed)
         if len(admitted.numbers):
             self._slots.append(seconds)
+        if self._config.stage == 1:  # first, for this stage may have nothing else to do
+            self._send(self._links.control, Credit(segment.session, segment.epoch, segment.run))
         for tap in taps:
             self._send(self._links.control, tap)
         if not hands_on:
             self._send(self._links.next, result)
-        if self._config.stage == 1:
-            self._send(self._links.control, Credit(segment.session, segment.epoch, segment.run))
 
     def _linger(self) -> None:
         """Another rank is lost: go on answering until D0 has found out which, or had time to."""
