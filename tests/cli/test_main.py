@@ -6,33 +6,53 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import typer
 from tiny_dir import tiny_model_dir
 
-from flowspec_edge.cli.main import main
+from flowspec_edge.cli.main import app, main
 from flowspec_edge.config import profile_names
 from flowspec_edge.strategies.registry import STRATEGIES
 
 COMMAND = (sys.executable, "-m", "flowspec_edge.cli.main")
 
 
-@pytest.mark.parametrize("command", [
-    [], ["demo"], ["generate"], ["strategies"], ["profiles"], ["bench"], ["bench", "run"], ["models"],
-    ["models", "list"], ["models", "train-demo"], ["models", "train-spd"],
-])
-def test_every_command_explains_itself(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], bool]]:
+    """Every command's path, and whether it is a group."""
+    children = getattr(group, "commands", {})
+    yield path, bool(children)
+    for name, child in children.items():
+        yield from commands(child, (*path, name))
+
+
+COMMANDS = dict(commands(typer.main.get_command(app)))
+LISTS = {("strategies",), ("profiles",), ("models", "list")}  # which take nothing
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--help"]) == 0
     assert "Usage:" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", [["demo"], ["generate"], ["bench", "run"], ["models", "train-demo"],
-                                     ["models", "train-spd"]])
-def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", [path for path, is_group in COMMANDS.items()
+                                     if not is_group and path not in LISTS])
+def test_help_has_examples(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--help"]) == 0
     out = capsys.readouterr().out
     assert "Example" in out
     assert f"flowspec {' '.join(command)}" in out.split("Example")[1]
+
+
+def test_the_commands_that_others_call() -> None:
+    """Names that are a contract."""
+    assert {("demo",), ("generate",), ("plan",), ("device", "profile"), ("device", "peer"), ("bench", "run"),
+            ("bench", "tables"), ("bench", "plot"), ("bench", "timeline"), ("models", "train-demo"),
+            ("models", "train-spd"), *(("sweep", axis) for axis in (
+                "bandwidth", "depth", "stages", "segment", "latency"))} <= set(COMMANDS)
 
 
 def test_lists_have_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,10 +71,10 @@ def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "flowspec: error: No such command 'fly'.\n"
 
 
-@pytest.mark.parametrize("command", [[], ["bench"], ["models"]])
-def test_a_group_without_a_command_is_its_help_and_no_empty_error(command: list[str],
+@pytest.mark.parametrize("command", [path for path, is_group in COMMANDS.items() if is_group])
+def test_a_group_without_a_command_is_its_help_and_no_empty_error(command: tuple[str, ...],
                                                                   capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(command) == 2
+    assert main(list(command)) == 2
     out, err = capsys.readouterr()
     assert "Usage:" in out + err
     assert "error" not in err
