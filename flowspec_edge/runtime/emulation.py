@@ -79,6 +79,7 @@ class EmulatedEngine:
 
     @property
     def cached(self) -> int:
+        """See :class:`Engine`, and so for all that follows."""
         return self._engine.cached
 
     def open(self, message: Open) -> None:
