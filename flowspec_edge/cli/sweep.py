@@ -20,7 +20,6 @@ app = typer.Typer(help="How tokens/s change with the links, the stages, the segm
                   no_args_is_help=True)
 
 _FIGURE_5 = "megatron,galaxy,chunk_pp,pipedec,flowspec"
-_PIPELINES = "chunk_pp,pipedec,flowspec"
 _SEGMENTED = "chunk_pp,pruned_pp,flowspec"  # PipeDec's layers have a width of their own
 _PAPER = Params(draft="eagle2", pipedec_width=16)  # the FlowSpec paper's comparison, section V-A
 _ALWAYS = ("temperatures", "clock", "emulate")  # one temperature; the links say whose clock it is
@@ -66,9 +65,8 @@ def bandwidth(
     in the paper, unless --strategies and --draft say otherwise.
 
     With --links namespaces the links are real: every device is a process in a network namespace of
-    its own that takes the profile's time, its messages have the profile's bytes, and the kernel
-    shapes what it sends.  That needs root; nothing of it outlives the command.  Tensor parallelism
-    is left out: its collectives have the bytes of the loaded model.
+    its own that takes the profile's time, its messages and collectives have the profile's bytes, and
+    the kernel shapes what it sends.  That needs root; nothing of it outlives the command.
 
     With --cluster the boards are real, too, in their own time, over ssh; to be run on the draft
     device.  What they send is slowed down but for ssh and the control channel.  Every board restores
@@ -79,9 +77,8 @@ def bandwidth(
     if cluster is not None and links == "namespaces":
         raise UsageError("give --cluster or --links namespaces, not both: a cluster has links of its own")
     way: Links = "cluster" if cluster is not None else links
-    asked = Asked("bandwidth", parse_numbers(mbps, "--mbps"), _FIGURE_5 if way == "virtual" else _PIPELINES,
-                  way, emulated=way == "namespaces", published=published, cluster=cluster,
-                  board_model=board_model)
+    asked = Asked("bandwidth", parse_numbers(mbps, "--mbps"), _FIGURE_5, way, emulated=way == "namespaces",
+                  published=published, cluster=cluster, board_model=board_model)
     run_sweep(asked, options, sampling, params, figure)
 
 

@@ -119,8 +119,6 @@ def measured(asked: Asked, options: Measuring, sampling: Sampling, params: Param
         check_writable(options.out)
     if figure is not None:
         check_figure(figure)
-    if asked.links == "namespaces":
-        _require_pipelines(names)
     inventory = None
     if asked.cluster is not None:
         from flowspec_edge.fleet.inventory import load_inventory
@@ -149,15 +147,6 @@ def measured(asked: Asked, options: Measuring, sampling: Sampling, params: Param
         with open_points(asked.links, setup) as open_point, progress(total) as advance:
             measure_sweep(sweep, plans, open_point, plain_decoding(model, options.dtype), advance, save)
     return sweep
-
-
-def _require_pipelines(names: Sequence[str]) -> None:
-    from flowspec_edge.strategies.registry import strategy_class
-
-    for name in names:
-        if strategy_class(name).parallelism != "pipeline":
-            raise UsageError(f"{name} cannot be measured over shaped links: its collectives carry the loaded "
-                             "model's bytes, not the profile's; leave it out, or use --links virtual")
 
 
 def _sweep(asked: Asked, options: Measuring, settings: dict[str, Any], profile: str | None) -> Sweep:

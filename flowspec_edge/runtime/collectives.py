@@ -19,6 +19,11 @@ def tile_bytes(profile: Profile, rows: int, devices: int) -> int:
     return -(-rows // devices) * profile.model.hidden_width * profile.model.bytes_per_value
 
 
+def rings_of(profile: Profile) -> int:
+    """Rings in a pass: each block of a layer is entered with one and left with one."""
+    return profile.model.layers * _BLOCKS * 2
+
+
 def step_seconds(profile: Profile, rows: int, devices: int) -> float:
     """One step of a ring: a tile over the link, and what a collective's step costs beside."""
     occupied, latency = profile.link_seconds(tile_bytes(profile, rows, devices))
@@ -42,7 +47,7 @@ def tensor_seconds(profile: Profile, parallelism: Parallelism, rows: int, device
     step = step_seconds(profile, rows, devices)
     if parallelism == "megatron":
         return compute + layers * _BLOCKS * 2 * (devices - 1) * step
-    rings = layers * _BLOCKS * 2
+    rings = rings_of(profile)
     tile = compute / (rings * devices)
     return rings * (tile + (devices - 1) * max(step, tile)) + (devices - 1) * step
 
@@ -52,5 +57,5 @@ def tensor_bytes(profile: Profile, parallelism: Parallelism, rows: int, devices:
     if not rows:
         return 0
     ring = devices * (devices - 1) * tile_bytes(profile, rows, devices)
-    rings = profile.model.layers * _BLOCKS * 2 + (parallelism == "galaxy")
+    rings = rings_of(profile) + (parallelism == "galaxy")
     return rings * ring

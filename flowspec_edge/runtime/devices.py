@@ -87,11 +87,12 @@ class Devices:
             return self.verify_seconds(len(task.output.numbers))
         kind = coordinator.strategy.drafts_with(coordinator.request.params)
         assert kind is not None
-        return self.d0.draft_seconds(kind)
+        return self.d0.draft_seconds(kind, len(task.request.nodes))
 
     def verify_seconds(self, rows: int) -> float:
         """What D0 takes for an output: bookkeeping, and lm_head if it has rows."""
-        return (self.d0.host.bookkeeping_ms + (self.d0.lm_head.ms if rows else 0.0)) * 1e-3
+        head = self.d0.lm_head
+        return (self.d0.host.bookkeeping_ms + (head.ms + head.row_ms * rows if rows else 0.0)) * 1e-3
 
     def _profile(self, place: int) -> Profile:
         return self.stages[place - 1] if place else self.d0

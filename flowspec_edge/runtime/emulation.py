@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from flowspec_edge.config import Profile
 from flowspec_edge.messages import Cancel, Close, Open, Output, Prune, Segment, Tap
@@ -55,17 +55,41 @@ class Emulation:
         return cls(devices, data["links"])
 
 
+class Charge(Protocol):
+    """What a segment of ``rows`` rows costs, with ``context`` rows in the cache."""
+
+    def begin(self, rows: int, context: int) -> None:
+        """Its computing begins."""
+
+    def seconds(self, rows: int, context: int) -> float:
+        """How long it has to take from there; asked when it is computed."""
+
+
+@dataclass(frozen=True)
+class ProfileCharge:
+    """What virtual time charges for it."""
+
+    of: Callable[[int, int], float]  # of (rows, context)
+
+    def begin(self, rows: int, context: int) -> None:
+        """Nothing is to be prepared."""
+
+    def seconds(self, rows: int, context: int) -> float:
+        """See :class:`Charge`."""
+        return self.of(rows, context)
+
+
 class EmulatedEngine:
-    """An engine whose segments take the time that ``seconds`` says; implements ``Engine``.
+    """An engine whose segments take the time that ``charge`` says; implements ``Engine``.
 
     As in virtual time, a cancelled run ends with the layer that it is in, and comes out empty.
     """
 
-    def __init__(self, engine: Engine, seconds: Callable[[int, int], float], layers: float,
-                 breaks_off: bool, clock: Callable[[], float] = time.perf_counter) -> None:
-        """``seconds`` of (rows, rows in the cache); ``breaks_off``: whether cancels count."""
+    def __init__(self, engine: Engine, charge: Charge, layers: float, breaks_off: bool,
+                 clock: Callable[[], float] = time.perf_counter) -> None:
+        """``layers``: steps between which a cancel is seen; ``breaks_off``: whether cancels count."""
         self._engine = engine
-        self._seconds = seconds
+        self._charge = charge
         self._layers = max(layers, 1.0)
         self._breaks_off = breaks_off
         self._clock = clock
@@ -102,11 +126,12 @@ class EmulatedEngine:
 
     def compute(self, admitted: Segment, poll: Poll | None = None) -> tuple[list[Tap], Segment | Output]:
         start, rows, context = self._clock(), len(admitted.numbers), self._engine.cached
+        self._charge.begin(rows, context)
         skipped = self._engine.counters["cancelled"]
         taps, result = self._engine.compute(admitted, poll)
         if self._engine.counters["cancelled"] > skipped:
             return taps, result
-        length = self._seconds(rows, context)
+        length = self._charge.seconds(rows, context)
         end = start + length
         self._late_s += max(0.0, self._clock() - end)
         while (left := end - self._clock()) > 0:
@@ -122,10 +147,10 @@ class EmulatedEngine:
         return taps, result
 
 
-def seconds_of(emulation: Emulation, parallelism: Parallelism, place: int) -> Callable[[int, int], float]:
-    """What Vi (``place`` = i) takes for (rows, context), in a pipeline or in a group."""
-    parts = emulation.devices.compute_seconds(parallelism)
-    return parts[place - 1] if parallelism == "pipeline" else parts[0]
+def charge_of(devices: Devices, parallelism: Parallelism, place: int) -> ProfileCharge:
+    """What Vi (``place`` = i) takes, in a pipeline or with its whole group."""
+    parts = devices.compute_seconds(parallelism)
+    return ProfileCharge(parts[place - 1] if parallelism == "pipeline" else parts[0])
 
 
 def rest(start: float, seconds: float) -> float:

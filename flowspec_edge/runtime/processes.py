@@ -190,7 +190,7 @@ class ProcessCluster:
             int(counters.get(kind, 0)) for counters in stages for kind in ("bytes_out", "collective_bytes"))
         result = c.result(self._slot_s or _slowest(stages), total, stages)
         late = self._late_s + sum(counters.get("late_s", 0.0) for counters in stages)
-        if late > _LATE_SHARE * result.stats.decode_s:
+        if len(result.tokens) > 1 and late > _LATE_SHARE * result.stats.decode_s:
             log.warning("emulation: this machine was too slow or too busy by %.2f s in %.2f s of decoding; "
                         "figures are too low", late, result.stats.decode_s)
         return result

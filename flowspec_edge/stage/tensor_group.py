@@ -31,7 +31,10 @@ class Group(Protocol):
 
     rank: int
     size: int
-    bytes_sent: int  # by this rank; of an all-reduce, what one round a ring takes
+
+    @property
+    def bytes_sent(self) -> int:
+        """By this rank; of an all-reduce, what one round a ring takes."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' ``x``, of one shape and dtype; ``x`` may be overwritten."""

@@ -94,8 +94,3 @@ def test_nothing_is_left_of_an_interrupted_sweep(number: signal.Signals) -> None
     assert all(fleetkit.ended(pid, PATIENCE_S) for pid in inside)
     assert not made & fleetkit.inhabited()
     assert fleetkit.interfaces() == outside
-
-
-def test_tensor_parallelism_is_refused_on_real_links(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sweep", "bandwidth", "--links", "namespaces", "--strategies", "chunk_pp,galaxy"]) == 2
-    assert "galaxy cannot be measured over shaped links" in capsys.readouterr().err

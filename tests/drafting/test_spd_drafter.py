@@ -159,7 +159,8 @@ class Session:
         """A child of ``parent`` with a token of its own, sent already, and so is all above it."""
         if self.text[-1] < 0:  # a descendant's number is the larger one
             self.text[-1] = self.new_number()
-        node = DraftNode(self.next_id, parent.id, self.new_token(parent), parent.position + 1, self.new_number())
+        node = DraftNode(self.next_id, parent.id, self.new_token(parent), parent.position + 1,
+                         self.new_number())
         self.next_id += 1
         self.nodes[node.id] = node
         return node

@@ -4,23 +4,29 @@ and the figures are those of virtual time."""
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from stagekit import Book, engines
 
-from flowspec_edge.config import Profile, load_profile
+from flowspec_edge.config import Collective, Profile, load_profile
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Cancel, Credit, Output, Payload, Prune
+from flowspec_edge.runtime.collectives import step_seconds, tensor_seconds
 from flowspec_edge.runtime.devices import Devices
+from flowspec_edge.runtime.emulated_group import EmulatedGroup, GroupCharge
 from flowspec_edge.runtime.emulated_links import EmulatedTransport
-from flowspec_edge.runtime.emulation import EmulatedEngine, Emulation, Links
+from flowspec_edge.runtime.emulation import EmulatedEngine, Emulation, Links, ProfileCharge
 from flowspec_edge.runtime.events import wire_bytes
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.processes import ProcessCluster
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual import VirtualCluster
+from flowspec_edge.strategies.base import Parallelism
+from flowspec_edge.strategies.params import Params
 
 PAPER = load_profile("paper-7b")
 PATIENCE = 60.0
@@ -59,8 +65,8 @@ class Ticks:
 
 def emulated(tiny_model: Path, ticks: Ticks, breaks_off: bool = True) -> EmulatedEngine:
     [engine] = engines(tiny_model / "target", 1)
-    return EmulatedEngine(engine, lambda rows, context: 0.1 * rows + 0.001 * context, 5, breaks_off,
-                          ticks.clock)
+    charge = ProfileCharge(lambda rows, context: 0.1 * rows + 0.001 * context)
+    return EmulatedEngine(engine, charge, 5, breaks_off, ticks.clock)
 
 
 def test_a_segment_takes_what_its_rows_and_the_context_cost(tiny_model: Path) -> None:
@@ -241,16 +247,85 @@ def test_every_strategy_gives_the_text_and_at_least_the_time_of_virtual_time(
                 assert sent == [stage["bytes_out"] for stage in made_up.stages]
 
 
-def test_tensor_parallel_ranks_take_the_groups_time(tiny_model: Path) -> None:
-    devices = Devices.even(quick(), 2)
-    request = Request([1, 2, 3, 4, 5], "megatron", 4)
-    with ProcessCluster(tiny_model, 2, threads=1, parallelism="megatron",
-                        emulation=Emulation(devices)) as cluster:
+@pytest.mark.parametrize("links", ["made", "real"])
+@pytest.mark.parametrize("kind", ["megatron", "galaxy"])
+def test_tensor_parallel_ranks_take_the_groups_time(tiny_model: Path, kind: Parallelism,
+                                                    links: Links) -> None:
+    """Real links: exchanges have the bytes of the profile's 32 layers, though 8 are loaded."""
+    data = quick().model_dump()
+    data["collective"]["step_ms"] = 0.2
+    devices = Devices.even(Profile.model_validate(data), 2)
+    request = Request([1, 2, 3, 4, 5, 6], kind, 4, params=Params(draft="eagle2"))
+    with ProcessCluster(tiny_model, 2, threads=1, parallelism=kind,
+                        emulation=Emulation(devices, links)) as cluster:
         result = cluster.generate(request)
     made_up = VirtualCluster(tiny_model, 2, devices).generate(request)
     assert result.tokens == made_up.tokens
     for stage, virtual in zip(result.stats.stages, made_up.stats.stages, strict=True):
-        assert stage["compute_s"] >= virtual["compute_s"]
+        compute = devices.d0.stage_seconds(int(stage["rows"]), 32) / 2  # without any step
+        assert stage["compute_s"] >= (virtual["compute_s"] if links == "made" else compute * 0.99)
+        if links == "real" and kind == "galaxy":
+            # Four of the last gather, where virtual time has one.
+            assert stage["collective_bytes"] == virtual["collective_bytes"] * (128 + 4) / (128 + 1)
+
+
+class Counted:
+    """A group of one that notes what it is asked for."""
+
+    rank, size, bytes_sent = 0, 4, 0
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int]] = []
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.asked.append(("all_reduce", x.nbytes))
+        return 4 * x
+
+    def shift(self, x: torch.Tensor) -> Done:
+        self.asked.append(("shift", x.nbytes))
+        return Done(x + 1)
+
+
+@dataclass
+class Done:
+    x: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        return self.x
+
+
+@pytest.mark.parametrize(("layers", "times"), [(32, [1, 1, 1, 1]), (8, [4, 4, 4, 4]), (20, [1, 2, 1, 2]),
+                                               (64, [1, 1, 1, 1])])
+def test_exchanges_are_as_wide_and_as_many_as_the_profiles(layers: int, times: list[int]) -> None:
+    """Sums and shifts stay what they are; of a deeper model no exchange can be left out."""
+    counted = Counted()
+    group = EmulatedGroup(counted, PAPER.model_copy(update={"collective": Collective()}), layers)
+    x = torch.arange(6.0).reshape(2, 3)
+    for number, expected in enumerate(times):
+        before = len(counted.asked)
+        if number % 2:
+            assert torch.equal(group.all_reduce(x), 4 * x)
+            kind = "all_reduce"
+        else:
+            assert torch.equal(group.shift(x).wait(), x + 1)
+            kind = "shift"
+        assert counted.asked[before:] == [(kind, 2 * 8192)] * expected
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_ranks_time_is_that_of_virtual_time_with_its_own_exchanges(overlaps: bool) -> None:
+    """With steps of known length in place of measured ones."""
+    kind: Parallelism = "galaxy" if overlaps else "megatron"
+    group = EmulatedGroup(Counted(), PAPER, 32)
+    charge = GroupCharge(group, PAPER, overlaps)
+    charge.begin(16, 0)
+    step = step_seconds(PAPER, 16, 4)
+    if overlaps:
+        assert group.tile_s == pytest.approx(0.320 / 4 / 128 / 4)
+        group.spent_s += 128 * 3 * max(step, group.tile_s) + 3 * step
+    else:
+        group.spent_s += 64 * 6 * step
+    assert charge.seconds(16, 0) == pytest.approx(tensor_seconds(PAPER, kind, 16, 4))
 
 
 def test_an_emulation_survives_its_file(tmp_path: Path) -> None:
