@@ -90,17 +90,19 @@ class StageCurve(Strict):
 
 class DraftCost(Strict):
     """One forward pass of a draft model on D0, by kind: an EAGLE head, an ordinary small model,
-    SPD's speculation module."""
+    SPD's speculation module; and what each node that it expands adds, whatever the kind."""
 
     pass_ms: NotNegative
     lm_pass_ms: NotNegative
     spd_pass_ms: NotNegative
+    row_ms: NotNegative = 0.0
 
 
 class LmHeadCost(Strict):
-    """One application of lm_head to the rows of a segment on D0."""
+    """One application of lm_head to the rows of a segment on D0, and what each row adds to D0's work."""
 
     ms: NotNegative
+    row_ms: NotNegative = 0.0
 
 
 class Link(Strict):
@@ -178,10 +180,10 @@ class Profile(Strict):
         share = layers / self.stage.layers
         return (self.stage.overhead_ms + self.stage.milliseconds(rows, context) * share) * 1e-3
 
-    def draft_seconds(self, kind: str) -> float:
-        """One pass of a draft model of this kind: "eagle2", "lm" or "spd"."""
+    def draft_seconds(self, kind: str, nodes: int = 1) -> float:
+        """One pass of a draft model of this kind, "eagle2", "lm" or "spd", that expands ``nodes``."""
         costs = {"eagle2": self.draft.pass_ms, "lm": self.draft.lm_pass_ms, "spd": self.draft.spd_pass_ms}
-        return costs[kind] * 1e-3
+        return (costs[kind] + self.draft.row_ms * nodes) * 1e-3
 
     def link_seconds(self, size: int) -> tuple[float, float]:
         """``size`` bytes over one link: (time the sender's link is occupied, latency after that)."""

@@ -1,8 +1,9 @@
 """What D0 takes for its work: draft passes, lm_head, and its own bookkeeping.
 
-Runs real requests through the coordinator that a cluster runs, with the real draft models and a stage
-engine that holds the whole target, in this process, and times D0's steps.  What a driver adds to them
-beside the codec is ``measure_driver``'s.
+Runs real requests through the coordinator that a cluster runs, in the order of a cluster's loop, with the
+real draft models and a real worker that holds the whole target, and times D0's steps: all that it does
+between two times that it has nothing to do.  So what it takes to send, to receive and to wake up is in
+the figures.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -21,12 +21,13 @@ from numpy.typing import NDArray
 
 from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.load import load_drafter
-from flowspec_edge.fleet.measure_clock import typical, typical_sum
-from flowspec_edge.messages import Credit, Open, Output, Payload, Segment
+from flowspec_edge.fleet.measure_clock import typical
+from flowspec_edge.fleet.measure_fit import lines
+from flowspec_edge.fleet.measure_worker import Answer
+from flowspec_edge.messages import Cancel, Credit, Open, Output, Payload, Prune, Segment
 from flowspec_edge.runtime.coordinator import Coordinator, Draft
 from flowspec_edge.runtime.request import Request
-from flowspec_edge.stage.engine import StageEngine
-from flowspec_edge.stage.shard import load_embedding, load_lm_head, load_shard
+from flowspec_edge.stage.shard import load_embedding, load_lm_head
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import strategy_class
@@ -34,24 +35,35 @@ from flowspec_edge.tensors import from_torch, to_torch
 from flowspec_edge.transport.codec import decode, encode
 
 # Each kind of draft model does what the strategies that want it do most: passes over a tree's level,
-# over one token, over what is in the pipeline.
-STRATEGY = {"eagle2": "flowspec", "lm": "speculative", "spd": "spd"}
-_PLAIN = "autoregressive"  # for a model without draft models
+# over one token, over what is in the pipeline.  Outputs have all their rows with chunk_pp.
+STRATEGIES = {"eagle2": ("flowspec", "chunk_pp"), "lm": ("speculative",), "spd": ("spd",)}
+PLAIN = "autoregressive"
 _HEAD_ROWS = 16
 _STAGES = 4
 
-Clock = Callable[[], float]
-T = TypeVar("T")
+
+@dataclass
+class Piece:
+    """A step of D0: a draft pass over ``size`` nodes, or an output of ``size`` rows."""
+
+    kind: Literal["draft", "verify"]
+    size: int
+    seconds: float
+    head_s: float = 0.0  # of them for lm_head
 
 
 @dataclass
 class Tally:
-    """Seconds that D0 spent in one request after the prompt, by what it did."""
+    """What D0 did in one request after the prompt."""
 
-    draft: list[float] = field(default_factory=list)  # each pass
-    head: list[float] = field(default_factory=list)  # lm_head over 16 rows, once an output
-    own_head: list[float] = field(default_factory=list)  # lm_head over the output's own rows
-    books: list[float] = field(default_factory=list)  # all else, by output
+    pieces: list[Piece] = field(default_factory=list)
+    others_s: float = 0.0  # receiving, and waking up for nothing that calls for a piece
+    heads: list[tuple[int, float]] = field(default_factory=list)  # lm_head beside them: (rows, seconds)
+
+    @property
+    def seconds(self) -> float:
+        """All that D0 was awake."""
+        return self.others_s + sum(piece.seconds for piece in self.pieces)
 
 
 @dataclass(frozen=True)
@@ -59,36 +71,21 @@ class DraftDeviceTimes:
     """In milliseconds; ``passes`` by kind of draft model, for those that the model has."""
 
     passes: dict[str, float]
+    node: float  # that each node adds to a pass
     lm_head: float
+    row: float  # that each row adds to an output
     bookkeeping: float
     whole: bool  # whether the target was run, or its hidden states were made up
 
 
 class Target(Protocol):
-    """What computes segments."""
+    """What computes segments; ``measure_worker.MeasuredWorker`` is one."""
 
-    def open(self, message: Open) -> None: ...
+    def send(self, message: Open | Segment | Prune | Cancel) -> None: ...
 
-    def output(self, segment: Segment) -> Output: ...
+    def receive(self) -> Sequence[Answer]: ...
 
-
-class WholeTarget:
-    """All layers in this process."""
-
-    def __init__(self, target: Path, dtype: str, device: str) -> None:
-        self._engine = StageEngine(load_shard(target, 0, 1, dtype, device))
-
-    def open(self, message: Open) -> None:
-        """A new session."""
-        self._engine.open(message)
-
-    def output(self, segment: Segment) -> Output:
-        """What the last stage would send."""
-        admitted = self._engine.admit(segment)
-        assert admitted is not None, "a segment of the open session is never stale"
-        result = self._engine.compute(admitted)[1]
-        assert isinstance(result, Output)
-        return result
+    def wait(self) -> None: ...
 
 
 class MadeUpTarget:
@@ -97,15 +94,34 @@ class MadeUpTarget:
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         self._width, self._dtype = width, dtype
+        self._waiting: deque[Segment] = deque()
+        self._frames: list[list[bytes]] = []
 
-    def open(self, message: Open) -> None:
-        """A new session: the same states again."""
-        self._random = torch.Generator().manual_seed(0)
+    def send(self, message: Open | Segment | Prune | Cancel) -> None:
+        """Encode it, as a link does."""
+        frames = encode(message)
+        if isinstance(message, Open):  # the same states again
+            self._random = torch.Generator().manual_seed(0)
+            self._waiting.clear()
+            self._frames.clear()
+        elif isinstance(message, Segment):
+            segment = decode([bytes(frame) for frame in frames])
+            assert isinstance(segment, Segment)
+            self._waiting.append(segment)
 
-    def output(self, segment: Segment) -> Output:
-        """States of the right shape."""
+    def receive(self) -> Sequence[Answer]:
+        """What the last wait has brought."""
+        found = [decode(frames) for frames in self._frames]
+        self._frames.clear()
+        return [message for message in found if isinstance(message, Output | Credit)]
+
+    def wait(self) -> None:
+        """Make up the oldest segment's output."""
+        segment = self._waiting.popleft()
         states = torch.randn(len(segment.numbers), self._width, generator=self._random).to(self._dtype)
-        return Output(segment.session, segment.epoch, segment.run, segment.numbers, from_torch(states))
+        answers = (Credit(segment.session, segment.epoch, segment.run),
+                   Output(segment.session, segment.epoch, segment.run, segment.numbers, from_torch(states)))
+        self._frames += [[bytes(frame) for frame in encode(answer)] for answer in answers]
 
 
 class MeasuredDevice0:
@@ -124,14 +140,9 @@ class MeasuredDevice0:
         self.tokens: list[int] = []  # of the newest request
         self._head_s = 0.0
 
-    def run(self, kind: str | None, prompt: Sequence[int], new_tokens: int,
-            clock: Clock = time.perf_counter) -> Tally:
-        """One request with the strategy that measures this kind of draft model, none of them for None.
-
-        ``clock`` tells seconds: those of the wall, or those that the processor worked.
-        """
-        self._clock = clock
-        chosen = strategy_class(STRATEGY[kind] if kind else _PLAIN)
+    def run(self, strategy: str, kind: str | None, prompt: Sequence[int], new_tokens: int) -> Tally:
+        """One request; ``kind`` of draft model that the strategy drafts with, or None."""
+        chosen = strategy_class(strategy)
         self._sessions += 1
         request = Request(prompt, chosen.name, new_tokens, params=Params())
         coordinator = Coordinator(
@@ -140,77 +151,87 @@ class MeasuredDevice0:
         return self._drive(coordinator)
 
     def _drive(self, c: Coordinator) -> Tally:
-        """To the end of the text: D0 drafts whatever it may before the oldest segment comes back."""
-        tally, waiting = Tally(), deque[Segment]()
-        self._target.open(c.open_message())
+        """To the end of the text, in the order of ``runtime.processes``."""
+        target, clock, tally = self._target, time.perf_counter, Tally()
+        target.send(c.open_message())
         self.tokens = []
-        books, decoding = 0.0, False
+        piece: Piece | None = None  # the newest after the prompt; what it gives rise to sending is its own
         while not c.finished:
-            took, (frames, task) = self._timed(
-                lambda: ([encode(message) for message in c.take_messages()], c.next_task()))
-            books += took
-            messages = (decode([bytes(frame) for frame in message]) for message in frames)
-            waiting += (message for message in messages if isinstance(message, Segment))
-            if task is None:
-                segment = waiting.popleft()
-                sent = [bytes(frame) for frame in encode(self._target.output(segment))]
-                took, output = self._timed(partial(decode, sent))
-                assert isinstance(output, Output)
-                c.receive(output)
-                c.receive(Credit(segment.session, segment.epoch, segment.run))
-                books += took
-                continue
-            self._head_s = 0.0
-            took, _ = self._timed(partial(c.complete, task))
-            if isinstance(task, Draft):
-                tally.draft.append(took)
-                continue
-            if decoding:
-                tally.books.append(books + took - self._head_s)
-                tally.own_head.append(self._head_s)
-                tally.head.append(self._timed(lambda: self._head(self._states))[0])
-            new = c.new_tokens()
-            self.tokens += new
-            books, decoding = 0.0, decoding or bool(new)
+            start = clock()
+            for message in c.take_messages():
+                target.send(message)
+            middle = clock()
+            if piece:
+                piece.seconds += middle - start
+            task = c.next_task()
+            if task is not None:
+                self._head_s = 0.0
+                c.complete(task)
+                done = clock()
+                if self.tokens:
+                    piece = (Piece("draft", len(task.request.nodes), done - middle) if isinstance(task, Draft)
+                             else Piece("verify", len(task.output.numbers), done - middle, self._head_s))
+                    tally.pieces.append(piece)
+                middle = done
+                self.tokens += c.new_tokens()
+            arrived = target.receive()
+            for answer in arrived:
+                assert not isinstance(answer, Segment)
+                c.receive(answer)
+            if piece:
+                tally.others_s += clock() - middle
+            if not arrived and task is None:
+                target.wait()
         return tally
+
+    def heads(self, times: int) -> list[tuple[int, float]]:
+        """lm_head over several rows, so often: (rows, seconds)."""
+        found = []
+        for _ in range(times):
+            self._head_s = 0.0
+            self._head(self._states)
+            found.append((_HEAD_ROWS, self._head_s))
+        return found
 
     def _head(self, hidden: Payload) -> NDArray[np.float32]:
         """As ``runtime.device0`` has it."""
-        start = self._clock()
+        start = time.perf_counter()
         with torch.inference_mode():
             rows = to_torch(hidden).to(self._lm_head)
             logits: NDArray[np.float32] = (rows @ self._lm_head.mT).float().cpu().numpy()
-        self._head_s += self._clock() - start
+        self._head_s += time.perf_counter() - start
         return logits
-
-    def _timed(self, work: Callable[[], T]) -> tuple[float, T]:
-        start = self._clock()
-        result = work()
-        return self._clock() - start, result
 
 
 def measure_device0(device0: MeasuredDevice0, kinds: Sequence[str], prompt: Sequence[int], new_tokens: int,
                     repeats: int, whole: bool, advance: Callable[[float], None]) -> DraftDeviceTimes:
-    """Typical times over ``repeats`` requests of each kind, in turn, after one that does not count."""
-    wanted: Sequence[str | None] = kinds or [None]
-    tallies: dict[str | None, list[Tally]] = {kind: [] for kind in wanted}
+    """Typical times over ``repeats`` requests of each strategy, in turn, after one that does not count."""
+    wanted: list[tuple[str, str | None]] = [(name, kind) for kind in kinds for name in STRATEGIES[kind]]
+    tallies: dict[str | None, list[Tally]] = {}
     for repeat in range(repeats + 1):
-        for kind, found in tallies.items():
-            tally = device0.run(kind, prompt, new_tokens)
+        for name, kind in [*wanted, (PLAIN, None)]:
+            tally = device0.run(name, kind, prompt, new_tokens)
+            if not kinds:  # then no output has several rows
+                tally.heads += device0.heads(new_tokens)
             if repeat:
-                found.append(tally)
+                tallies.setdefault(kind, []).append(tally)
         advance((repeat + 1) / (repeats + 1))
-    # The same request makes the same steps every time: each has a typical time of its own.
-    first = next(iter(tallies.values()))
-    books = [tally.books for tally in first]
+    return summary(tallies, whole)
+
+
+def summary(tallies: dict[str | None, list[Tally]], whole: bool) -> DraftDeviceTimes:
+    """The figures that, charged for every piece, come nearest to what was measured."""
+    drafts = {kind: [(p.size, p.seconds) for tally in found for p in tally.pieces if p.kind == "draft"]
+              for kind, found in tallies.items() if kind}
+    passes, node = lines({kind: times for kind, times in drafts.items() if times})
+    every = [tally for found in tallies.values() for tally in found]
+    outputs = [p for tally in every for p in tally.pieces if p.kind == "verify"]
+    heads, head_row = lines({"": [(p.size, p.head_s) for p in outputs if p.size]
+                             + [head for tally in every for head in tally.heads]})
+    books, book_row = lines({"": [(p.size, p.seconds - p.head_s) for p in outputs]})
+    others = typical([tally.others_s / max(1, sum(p.kind == "verify" for p in tally.pieces))
+                      for tally in every])
     return DraftDeviceTimes(
-        passes={kind: 1e3 * _mean([tally.draft for tally in found])
-                for kind, found in tallies.items() if kind},
-        lm_head=1e3 * typical([t for found in tallies.values() for tally in found for t in tally.head]),
-        bookkeeping=1e3 * _mean(books), whole=whole)
-
-
-def _mean(runs: Sequence[Sequence[float]]) -> float:
-    """Of a step; should rounding on a GPU have changed a text, of the steps that all runs have."""
-    steps = min(map(len, runs))
-    return typical_sum([run[:steps] for run in runs]) / steps if steps else 0.0
+        passes={kind: 1e3 * seconds for kind, seconds in passes.items()}, node=1e3 * node,
+        lm_head=1e3 * heads[""], row=1e3 * (head_row + book_row), bookkeeping=1e3 * (books[""] + others),
+        whole=whole)

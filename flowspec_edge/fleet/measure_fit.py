@@ -13,12 +13,13 @@ pooling neighbours that fall: the least-squares fit among all that rise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flowspec_edge.config import StageCurve
+from flowspec_edge.fleet.measure_clock import typical
 from flowspec_edge.fleet.measure_stage import Case
 
 _DIGITS = 4
@@ -76,6 +77,29 @@ def rising(values: Sequence[float]) -> list[float]:
             mean, count = (before * many + mean * count) / (many + count), many + count
         pools.append((mean, count))
     return [mean for mean, count in pools for _ in range(count)]
+
+
+def lines(times: Mapping[str, Sequence[tuple[int, float]]]) -> tuple[dict[str, float], float]:
+    """Straight lines, one for each name, that are equally steep: (each line's time at size 0, slope).
+
+    ``times`` are (size, seconds); of many of one size the typical time counts, as often as there are.
+    No figure is negative; what sizes alike cannot tell apart is no slope.
+    """
+    points = [(name, size, typical([t for s, t in taken if s == size]), sum(s == size for s, _ in taken))
+              for name, taken in times.items() for size in sorted({size for size, _ in taken})]
+
+    def means(of: Callable[[str, int, float], float]) -> dict[str, float]:
+        return {name: sum(of(n, s, t) * w for n, s, t, w in points if n == name)
+                / sum(w for n, _, _, w in points if n == name) for name in times}
+
+    sizes, levels = means(lambda _, s, t: s), means(lambda _, s, t: t)
+    spread = sum(w * (s - sizes[n]) ** 2 for n, s, _, w in points)
+    common = sum(w * (s - sizes[n]) * (t - levels[n]) for n, s, t, w in points)
+    slope = max(0.0, common / spread) if spread > 0 else 0.0
+    for name in times:  # a line through the means that would begin below 0 is too steep
+        if sizes[name] > 0:
+            slope = min(slope, levels[name] / sizes[name])
+    return {name: max(0.0, levels[name] - slope * sizes[name]) for name in times}, slope
 
 
 def rounded(value: float) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,10 +32,8 @@ from flowspec_edge.fleet.measure_d0 import (
     MadeUpTarget,
     MeasuredDevice0,
     Target,
-    WholeTarget,
     measure_device0,
 )
-from flowspec_edge.fleet.measure_driver import measure_driver
 from flowspec_edge.fleet.measure_fit import deviations, fit_stage, rounded
 from flowspec_edge.fleet.measure_link import Hop, measure_hop
 from flowspec_edge.fleet.measure_memory import Room, device_used_mb, read_rate, read_room
@@ -47,6 +45,7 @@ from flowspec_edge.fleet.measure_stage import (
     choose_cuts,
     sample,
 )
+from flowspec_edge.fleet.measure_worker import MeasuredWorker
 from flowspec_edge.fleet.memory import ModelBytes, model_bytes
 from flowspec_edge.modeldir import DRAFT_PARTS, ModelDir
 from flowspec_edge.runtime.workerconfig import Dtype
@@ -73,7 +72,6 @@ _LM_SHARE = 6  # the target is so many times as large as a draft model that is n
 _SPD_LAYERS = 2
 _TREE_ROWS = 10  # of a pass that expands a level of a tree
 _PEER_S = 1.0
-_BEFORE_DRIVER = 0.7  # of the draft device's time
 
 
 @dataclass(frozen=True)
@@ -145,7 +143,8 @@ def measure_profile(wish: Wish, effort: Effort, report: Report) -> Measurement:
         source=_source(stages, times, made_up, peer, hop, wish),
         model=ModelShape(layers=model.layers, hidden_width=model.hidden_width,
                          bytes_per_value=model.bytes_per_value, layer_mb=rounded(model.layer / 1e6)),
-        stage=curve, draft=draft, lm_head=LmHeadCost(ms=rounded(times.lm_head)), link=link,
+        stage=curve, draft=draft, link=link,
+        lm_head=LmHeadCost(ms=rounded(times.lm_head), row_ms=rounded(times.row)),
         host=Host(bookkeeping_ms=rounded(times.bookkeeping)),
         memory=Memory(total_mb=float(round(room.total_mb)), usable_mb=float(round(room.usable_mb)),
                       process_mb=float(round(process_mb)), gb_per_s=rounded(rate)),
@@ -166,11 +165,11 @@ def _stages(wish: Wish, effort: Effort, model: ModelBytes, room: Room, report: R
         stages = [StageProcess(transport, undo, wish.model.target, cut, wish.dtype, wish.device, wish.threads)
                   for cut in choose_cuts(model, room.usable_mb)]
         for stage in stages:
-            stage.ready()
+            stage.worker.ready()
         times = sample(stages, contexts, effort.stage_s, lambda share: report("stages", share))
         layer = model.layer + model.kv_row * (contexts[-1] + CAPACITY_BEYOND)
         kept = sum(model.embedding + stage.layers * layer for stage in stages) / 1e6
-        on_host = sum(stage.resident_mb() or 0.0 for stage in stages)
+        on_host = sum(stage.worker.resident_mb() or 0.0 for stage in stages)
         if wish.device == "cpu":
             taken = on_host - kept
         else:
@@ -182,25 +181,26 @@ def _stages(wish: Wish, effort: Effort, model: ModelBytes, room: Room, report: R
 def _device0(wish: Wish, effort: Effort, model: ModelBytes, room: Room, report: Report) -> DraftDeviceTimes:
     report("draft device", 0.0)
     whole = model.target_weights + model.d0_weights <= room.usable_mb * 1e6 * _WHOLE_SHARE
-    target: Target = (WholeTarget(wish.model.target, wish.dtype, wish.device) if whole
-                      else MadeUpTarget(model.hidden_width, parse_dtype(wish.dtype)))
     kinds = [kind for kind in DRAFT_PARTS if wish.model.draft(kind)]
-    device0 = MeasuredDevice0(wish.model.path, wish.dtype, wish.device, kinds, target)
     new_tokens = min(effort.new_tokens, max(2, wish.model.max_positions // 2))
     prompt = Tokenizer(wish.model).encode(_TEXT)[:max(1, min(_MOST_PROMPT, wish.model.max_positions // 2))]
-    times = measure_device0(device0, kinds, prompt, new_tokens, effort.requests, whole,
-                            lambda share: report("draft device", share * _BEFORE_DRIVER))
-    if not whole or wish.device != "cpu":  # no whole target in a process of its own
-        return times
-    driver = measure_driver(device0, wish.model.path, wish.dtype, wish.threads, prompt, new_tokens,
-                            effort.requests)
-    return replace(times, bookkeeping=times.bookkeeping + driver * 1e3)
+    with ExitStack() as undo:
+        target: Target = MadeUpTarget(model.hidden_width, parse_dtype(wish.dtype))
+        if whole:
+            transport = ZmqTransport()
+            undo.callback(transport.close)
+            target = worker = MeasuredWorker(transport, undo, wish.model.target, 1, wish.dtype, wish.device,
+                                             wish.threads)
+            worker.ready()
+        device0 = MeasuredDevice0(wish.model.path, wish.dtype, wish.device, kinds, target)
+        return measure_device0(device0, kinds, prompt, new_tokens, effort.requests, whole,
+                               lambda share: report("draft device", share))
 
 
 def _draft_cost(times: DraftDeviceTimes, curve: StageCurve, model: ModelBytes) -> tuple[DraftCost, list[str]]:
     """The passes; and which of them are estimates, from the time that the target's bytes take."""
     def layers(count: float, rows: int) -> float:
-        return count * curve.milliseconds(rows) + times.lm_head
+        return count * curve.milliseconds(rows) + times.lm_head + times.row * rows
 
     estimates = {
         "eagle2": layers(model.draft / model.layer, _TREE_ROWS),
@@ -208,7 +208,8 @@ def _draft_cost(times: DraftDeviceTimes, curve: StageCurve, model: ModelBytes) -
         "spd": layers(_SPD_LAYERS, _TREE_ROWS),
     }
     ms = {kind: rounded(times.passes.get(kind, estimate)) for kind, estimate in estimates.items()}
-    return (DraftCost(pass_ms=ms["eagle2"], lm_pass_ms=ms["lm"], spd_pass_ms=ms["spd"]),
+    return (DraftCost(pass_ms=ms["eagle2"], lm_pass_ms=ms["lm"], spd_pass_ms=ms["spd"],
+                      row_ms=rounded(times.node)),
             [kind for kind in estimates if kind not in times.passes])
 
 
@@ -229,7 +230,8 @@ def _source(stages: Mapping[Case, float], times: DraftDeviceTimes, made_up: Sequ
             f"of segments to workers of {layers} layers over {contexts} cached tokens, less two hops."]
     if len({case.layers for case in stages}) == 1:
         text.append("With one number of layers, what every segment costs is in the layers' time.")
-    text.append("D0's figures are those of real requests in one process."
+    text.append("D0's figures are those of real requests to a worker with the whole target: all that D0 is "
+                "awake for."
                 if times.whole else
                 "The target does not fit beside the draft models: D0's figures are those of requests with "
                 "hidden states by chance.")
@@ -237,7 +239,7 @@ def _source(stages: Mapping[Case, float], times: DraftDeviceTimes, made_up: Sequ
         text.append(f"The model has no {' and no '.join(words[kind] for kind in made_up)}: that pass is "
                     "an estimate, the bytes of a module of the usual size (a layer and its input matrix; a "
                     "sixth of the target; two layers) at the target's pace, and lm_head.")
-    text.append("Every time is one that a quarter of the runs did not exceed.")
+    text.append("Every time is a mean without the longest twentieth.")
     text.append("The link is that to the peer." if peer else
                 "The link is this machine's loopback, not a network.")
     if peer:

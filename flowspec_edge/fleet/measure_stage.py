@@ -9,24 +9,21 @@ takes (``measure_link``).
 
 from __future__ import annotations
 
-import os
-import socket
 import time
-import uuid
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from flowspec_edge.errors import FlowspecError, PeerLost
-from flowspec_edge.fleet.board import resident_mb
+from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.measure_clock import typical
+from flowspec_edge.fleet.measure_worker import MeasuredWorker
 from flowspec_edge.fleet.memory import ModelBytes
-from flowspec_edge.messages import Credit, Failed, Hello, Int32, Message, Open, Segment, Shutdown, pack_bits
-from flowspec_edge.runtime.children import Children
-from flowspec_edge.runtime.workerconfig import Dtype, WorkerConfig
+from flowspec_edge.messages import Credit, Int32, Open, Segment, pack_bits
+from flowspec_edge.runtime.workerconfig import Dtype
 from flowspec_edge.stage.shard import even_runs, load_config
 from flowspec_edge.transport.zmq_links import ZmqTransport
 
@@ -34,10 +31,9 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (64, 512, 1500)
 _CHUNK = 64  # prompt tokens a segment
 CAPACITY_BEYOND = 3 * max(ROWS) + _CHUNK  # rows that a session holds beside its text
-_PATIENCE_S = 120.0  # for a shard to load, and for a segment: a slow board may page in first
-_CHECK_S = 0.5
 _SWEEPS = 3  # over all row counts, before the context grows
-_EXIT_S = 2.0
+_PAUSE_S = 0.002  # D0's work for an output, about
+_MATRICES = torch.ones(8, 512, 512)  # what D0 reads meanwhile
 _SHARE = 0.4  # of the usable memory, for what is measured
 
 
@@ -75,32 +71,13 @@ class StageProcess:
 
     def __init__(self, transport: ZmqTransport, undo: ExitStack, target: Path, stages: int, dtype: Dtype,
                  device: str, threads: int) -> None:
-        """Start it; :meth:`ready` waits for it.  ``undo`` ends it."""
-        config = load_config(target)
-        self._vocabulary = int(config.vocab_size)
-        low, high = even_runs(int(config.num_hidden_layers), stages)[0]
-        self.layers = high - low
-        self._transport = transport
-        self._name = f"measured-{uuid.uuid4().hex[:8]}"
-        self._hub = transport.hub("tcp://127.0.0.1:*", f"{self._name} control")
-        self._output = transport.pull("tcp://127.0.0.1:*", f"{self._name} data out")
-        self._children = Children()
-        undo.callback(self._end)
-        with socket.create_server(("127.0.0.1", 0)) as door:
-            listen = f"tcp://127.0.0.1:{door.getsockname()[1]}"
-            self._children.start([WorkerConfig(
-                instance=self._name, stage=1, stages=stages, model=str(target), dtype=dtype, device=device,
-                threads=threads, control=self._hub.endpoint, listen=listen, next=self._output.endpoint,
-                listen_fd=door.fileno(), parent=os.getpid())])
-        self._input = transport.push(listen, f"{self._name} data in")
-        self._heard: set[type[Message]] = set()
+        """Start it; the worker's ``ready`` waits for it.  ``undo`` ends it."""
+        self.worker = MeasuredWorker(transport, undo, target, stages, dtype, device, threads)
+        self.layers = self.worker.layers
+        self._vocabulary = int(load_config(target).vocab_size)
         self._root: int | None = None  # of the newest tree, if nothing came after it
         self._session = self._run = self._next = self._text = 0
         self._uncommitted: Int32 = np.empty(0, np.int32)
-
-    def ready(self) -> None:
-        """Wait until it has its weights; PeerLost says why it did not come up."""
-        self._await(Hello)
 
     def open(self, capacity: int) -> None:
         """A new session of at most ``capacity`` cached rows."""
@@ -108,7 +85,7 @@ class StageProcess:
         self._run = self._next = self._text = 0
         self._uncommitted = np.empty(0, np.int32)
         self._root = None
-        self._hub.send(self._name, Open(self._session, 0, capacity))
+        self.worker.send(Open(self._session, 0, capacity))
 
     def read(self, tokens: int) -> None:
         """Cache text until there are ``tokens`` of it."""
@@ -138,15 +115,6 @@ class StageProcess:
         self._root = self._next
         return self._exchange(numbers, positions, paths)
 
-    @property
-    def pid(self) -> int:
-        """The worker's process id."""
-        return self._children.pids[0]
-
-    def resident_mb(self) -> float | None:
-        """Memory that the process holds, 10^6 bytes."""
-        return resident_mb(self.pid)
-
     def _exchange(self, numbers: Int32,
                   positions: Int32, bits: list[int]) -> float:
         n = len(numbers)
@@ -159,41 +127,16 @@ class StageProcess:
         self._next += n
         self._uncommitted = np.empty(0, np.int32)
         start = time.perf_counter()
-        self._input.send(segment, _PATIENCE_S)
-        while self._output.receive() is None:
-            self._transport.wait([self._output, self._hub], [], _CHECK_S)
-            self._control()
-        seconds = time.perf_counter() - start
-        self._await(Credit)
+        self.worker.send(segment)
+        seconds, credit = 0.0, False
+        while not (seconds and credit):
+            self.worker.wait()
+            for answer in self.worker.receive():
+                if isinstance(answer, Credit):
+                    credit = True
+                else:
+                    seconds = time.perf_counter() - start
         return seconds
-
-    def _await(self, kind: type[Message]) -> None:
-        """Until a message of ``kind`` has come since the last one was awaited."""
-        deadline = time.monotonic() + _PATIENCE_S
-        self._control()
-        while kind not in self._heard:
-            if time.monotonic() > deadline:
-                raise PeerLost(f"the stage that was started to be measured said no {kind.__name__} within "
-                               f"{_PATIENCE_S:g} s")
-            self._transport.wait([self._hub], [], _CHECK_S)
-            self._control()
-        self._heard.discard(kind)
-
-    def _control(self) -> None:
-        """Take the control messages that have come."""
-        while (item := self._hub.receive()) is not None:
-            message = item[1]
-            if isinstance(message, Failed):
-                raise FlowspecError(f"the stage that was started to be measured failed: {message.cause}")
-            self._heard.add(type(message))
-        if cause := self._children.exited():
-            raise PeerLost(f"the stage that was started to be measured is gone: {cause}")
-
-    def _end(self) -> None:
-        with suppress(PeerLost):
-            self._hub.send(self._name, Shutdown("measured"))
-        self._children.wait(_EXIT_S)
-        self._children.end()
 
 
 def sample(stages: Sequence[StageProcess], contexts: Sequence[int], seconds: float,
@@ -216,9 +159,19 @@ def sample(stages: Sequence[StageProcess], contexts: Sequence[int], seconds: flo
             for _ in range(_SWEEPS):
                 for rows in ROWS:
                     for stage in stages:
+                        pause()
                         took = stage.tree(rows)
                         if rounds:
                             times.setdefault(Case(stage.layers, rows, context), []).append(took)
         rounds += 1
         advance(min(1.0, (time.monotonic() - start) / seconds))
     return {case: typical(taken) for case, taken in times.items()}
+
+
+def pause() -> None:
+    """What a stage waits between segments while D0 works: it falls asleep, and its caches grow cold."""
+    rows = torch.ones(8, 512)
+    end = time.perf_counter() + _PAUSE_S
+    while time.perf_counter() < end:
+        for matrix in _MATRICES:
+            rows = rows @ matrix / 512
