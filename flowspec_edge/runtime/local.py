@@ -76,6 +76,14 @@ class Loopback:
         return list(command)
 
 
+def fair_threads(stages: int) -> int:
+    """How many threads of torch each process of a local cluster gets, D0's among them.
+
+    More than there are cores for would spin for one another: twice as many make it half as fast.
+    """
+    return max(1, (os.cpu_count() or 1) // (stages + 1))
+
+
 class LocalPlan:
     """Stages on this machine; holds their listening sockets until :meth:`close`.
 
@@ -104,7 +112,7 @@ class LocalPlan:
             worker_keys=[public.encode() for public in self._public[1:]],
         )
 
-    def configs(self, control: str, output: str, model: Path, dtype: Dtype, threads: int | None,
+    def configs(self, control: str, output: str, model: Path, dtype: Dtype, threads: int,
                 parallelism: Parallelism, emulate: Path | None = None) -> list[WorkerConfig]:
         """The stages' configurations, once D0 listens at ``control`` and ``output``.
 
@@ -112,12 +120,11 @@ class LocalPlan:
         """
         stages = len(self._doors)
         following = [*self._listen[1:], output]
-        shared = threads or max(1, (os.cpu_count() or 1) // stages)
         group = "" if parallelism == "pipeline" else (self._directory / "group").as_uri()
         return [
             WorkerConfig(
                 instance=self.addresses.instances[i], stage=i + 1, stages=stages,
-                model=str(model), dtype=dtype, threads=shared,
+                model=str(model), dtype=dtype, threads=threads,
                 control=control, listen=self._listen[i], next=following[i],
                 listen_fd=self._doors[i].fileno(), parent=os.getpid(),
                 parallelism=parallelism, group=group, interface=self._site.interface(i + 1) if group else "",

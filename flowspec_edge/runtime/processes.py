@@ -17,6 +17,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import cast
 
+import torch
+
 from flowspec_edge.errors import FlowspecError, PeerLost, ProtocolError, UsageError
 from flowspec_edge.messages import (
     Cancel,
@@ -37,7 +39,7 @@ from flowspec_edge.runtime.coordinator import Coordinator
 from flowspec_edge.runtime.device0 import DraftDevice
 from flowspec_edge.runtime.emulated_links import EmulatedTransport
 from flowspec_edge.runtime.emulation import Emulation, rest
-from flowspec_edge.runtime.local import Addresses, LocalPlan, Loopback, Site
+from flowspec_edge.runtime.local import Addresses, LocalPlan, Loopback, Site, fair_threads
 from flowspec_edge.runtime.members import Members
 from flowspec_edge.runtime.request import OnTokens, Request, Result
 from flowspec_edge.runtime.workerconfig import Dtype
@@ -74,7 +76,8 @@ class ProcessCluster:
         """Start the stages, or meet those at ``addresses``, and wait until all have their shards.
 
         parallelism   how the stages share the model; one for the cluster's whole life
-        threads       of torch in each stage; None shares the machine's cores among them
+        threads       of torch in each stage and here; None shares the machine's cores among them.
+                      While the cluster is up, for the whole of this process
         encrypted     CURVE on every link, with keys made for this cluster
         dead_after    seconds of silence after which a stage counts as lost
         start_within  seconds for all stages to say Hello
@@ -103,6 +106,7 @@ class ProcessCluster:
         self._pass_s: dict[str, float] = {}  # a draft pass, by the kind of draft model
         self._moved_at = 0.0
         self._closed = False
+        self._threads = torch.get_num_threads()  # before it was a cluster's
         with ExitStack() as undo:
             self._children = Children()
             undo.callback(self._children.end)
@@ -126,9 +130,12 @@ class ProcessCluster:
                 emulate = self._children.directory / "emulation.json" if emulation else None
                 if emulation and emulate:
                     emulation.save(emulate)
+                fair = threads or fair_threads(stages)
                 self._children.start(plan.configs(self._hub.endpoint, self._output.endpoint, target,
-                                                  cast(Dtype, dtype), threads, parallelism, emulate),
+                                                  cast(Dtype, dtype), fair, parallelism, emulate),
                                      within=place.command)
+                undo.callback(torch.set_num_threads, self._threads)
+                torch.set_num_threads(fair)
                 plan.close()
             self._device0 = DraftDevice(Path(model_dir), dtype)  # while the stages load theirs
             self._gather(start_within)
@@ -329,6 +336,7 @@ class ProcessCluster:
         for instance in self._members.instances if self.pids else ():  # others' stages stay up
             with suppress(PeerLost):
                 self._hub.send(instance, Shutdown("D0 closed the cluster"))
+        torch.set_num_threads(self._threads)
         self._children.wait(_SHUTDOWN_S)
         self._children.end()
         self._transport.close()

@@ -118,6 +118,20 @@ def test_no_model_is_an_error_before_anything_starts(tmp_path: Path) -> None:
         ProcessCluster(tmp_path, 1)
 
 
+def test_d0_takes_no_more_threads_than_its_share_while_the_cluster_is_up(model: Path) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(7)
+    try:
+        with ProcessCluster(model, 2):
+            assert torch.get_num_threads() == max(1, (os.cpu_count() or 1) // 3)
+        assert torch.get_num_threads() == 7
+        with pytest.raises(PeerLost):
+            ProcessCluster(model, 2, dtype="fp32", start_within=0.0)
+        assert torch.get_num_threads() == 7
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_an_encrypted_cluster_ends_cleanly(model: Path) -> None:
     cluster = ProcessCluster(model, 2, threads=1, encrypted=True)
     pids = cluster.pids
