@@ -32,6 +32,14 @@ def test_a_link_is_occupied_by_bits_and_late_by_its_latency() -> None:
     assert latency == pytest.approx(0.0002)
 
 
+def test_each_node_of_a_pass_may_cost() -> None:
+    profile = load_profile("paper-7b")
+    assert profile.draft_seconds("eagle2", 10) == profile.draft_seconds("eagle2") == 0.015
+    dearer = profile.model_copy(update={"draft": profile.draft.model_copy(update={"row_ms": 0.5})})
+    assert dearer.draft_seconds("eagle2", 10) == pytest.approx(0.020)
+    assert dearer.draft_seconds("eagle2") == pytest.approx(0.0155)
+
+
 STEPS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 30)), min_size=2, max_size=6)
 
 

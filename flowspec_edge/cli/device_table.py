@@ -52,8 +52,8 @@ def _lines(profile: Profile) -> list[tuple[str, str]]:
                   "value" + (f", {p.model.layer_mb:g} MB a layer" if p.model.layer_mb else "")),
         ("in every segment", f"{p.stage.overhead_ms:g} ms, whatever the layers"),
         ("draft pass", f"EAGLE head {p.draft.pass_ms:g} ms, small model {p.draft.lm_pass_ms:g} ms, "
-                       f"SPD's module {p.draft.spd_pass_ms:g} ms"),
-        ("lm_head", f"{p.lm_head.ms:g} ms"),
+                       f"SPD's module {p.draft.spd_pass_ms:g} ms" + _more(p.draft.row_ms, "node")),
+        ("lm_head", f"{p.lm_head.ms:g} ms" + _more(p.lm_head.row_ms, "row")),
         ("D0's bookkeeping", f"{p.host.bookkeeping_ms:g} ms an output"),
         ("link", f"{p.link.mbps:g} Mbps, {p.link.latency_ms:g} ms"),
     ]
@@ -73,3 +73,7 @@ def _lines(profile: Profile) -> list[tuple[str, str]]:
             ("temperature", "" if c.temperature_c is None else f"{c.temperature_c:g} °C"),
             ("link measured with", c.peer)) if value]
     return lines
+
+
+def _more(ms: float, unit: str) -> str:
+    return f"; {ms:g} ms more for each {unit}" if ms else ""

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.fleet.measure_clock import typical
+from flowspec_edge.fleet.measure_clock import busy, typical
 from flowspec_edge.messages import Payload, Segment, pack_bits
 from flowspec_edge.tensors import parse_dtype, wire_name
 from flowspec_edge.transport.base import Link
@@ -27,6 +27,7 @@ _PATIENCE_S = 30.0
 _ROWS = 16
 _LARGE_BYTES = 4_000_000
 _MOST_ROWS = 60_000  # the codec carries no longer ones
+_ASLEEP_S = 0.5e-3  # after so long the peer sleeps
 _LARGE_EVERY = 8  # one large message among so many
 
 
@@ -73,7 +74,7 @@ def measure_hop(width: int, dtype: str, exchanges: int = 200) -> Hop:
         trips: dict[bool, list[float]] = {False: [], True: []}
         for turn in range(exchanges):
             is_large = turn % _LARGE_EVERY == _LARGE_EVERY - 1
-            _compute()
+            busy(_ASLEEP_S)
             start = time.perf_counter()
             there.send(large if is_large else small, _PATIENCE_S)
             _await(transport, back)
@@ -129,10 +130,3 @@ def _await(transport: ZmqTransport, link: Link) -> None:
         if time.monotonic() > deadline:
             raise FlowspecError("the process that was started to measure loopback does not answer")
         transport.wait([link], [], 1.0)
-
-
-def _compute() -> None:
-    """Half a millisecond of work: the peer falls asleep meanwhile."""
-    end = time.perf_counter() + 0.5e-3
-    while time.perf_counter() < end:
-        pass

@@ -239,7 +239,7 @@ def _source(stages: Mapping[Case, float], times: DraftDeviceTimes, made_up: Sequ
         text.append(f"The model has no {' and no '.join(words[kind] for kind in made_up)}: that pass is "
                     "an estimate, the bytes of a module of the usual size (a layer and its input matrix; a "
                     "sixth of the target; two layers) at the target's pace, and lm_head.")
-    text.append("Every time is a mean without the longest twentieth.")
+    text.append("Every time is a mean without the longest tenth.")
     text.append("The link is that to the peer." if peer else
                 "The link is this machine's loopback, not a network.")
     if peer:

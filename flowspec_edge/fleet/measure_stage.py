@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.fleet.measure_clock import typical
+from flowspec_edge.fleet.measure_clock import busy, typical
 from flowspec_edge.fleet.measure_worker import MeasuredWorker
 from flowspec_edge.fleet.memory import ModelBytes
 from flowspec_edge.messages import Credit, Int32, Open, Segment, pack_bits
@@ -31,9 +30,8 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (64, 512, 1500)
 _CHUNK = 64  # prompt tokens a segment
 CAPACITY_BEYOND = 3 * max(ROWS) + _CHUNK  # rows that a session holds beside its text
-_SWEEPS = 3  # over all row counts, before the context grows
-_PAUSE_S = 0.002  # D0's work for an output, about
-_MATRICES = torch.ones(8, 512, 512)  # what D0 reads meanwhile
+_SWEEPS = 2  # over all row counts, before the context grows
+_PAUSE_S = 0.002  # about what D0 takes between an output and the next segment
 _SHARE = 0.4  # of the usable memory, for what is measured
 
 
@@ -143,6 +141,8 @@ def sample(stages: Sequence[StageProcess], contexts: Sequence[int], seconds: flo
            advance: Callable[[float], None]) -> dict[Case, float]:
     """Typical seconds of every case: from sending a segment to having its result.
 
+    As in life, half of the segments come at once, as to a stage that is busy with the one before,
+    and half after a while in which D0 worked: the stage has fallen asleep, and its caches are cold.
     All cases are gone through again and again, the stages in turn, so that whatever disturbs one
     disturbs all; for about ``seconds``, but at least twice after a first time that does not count.
     ``advance`` is told the share of the time that has passed.
@@ -156,22 +156,14 @@ def sample(stages: Sequence[StageProcess], contexts: Sequence[int], seconds: flo
         for context in contexts:
             for stage in stages:
                 stage.read(context)
-            for _ in range(_SWEEPS):
+            for sweep in range(_SWEEPS):
                 for rows in ROWS:
                     for stage in stages:
-                        pause()
+                        if sweep % 2:
+                            busy(_PAUSE_S)
                         took = stage.tree(rows)
                         if rounds:
                             times.setdefault(Case(stage.layers, rows, context), []).append(took)
         rounds += 1
         advance(min(1.0, (time.monotonic() - start) / seconds))
     return {case: typical(taken) for case, taken in times.items()}
-
-
-def pause() -> None:
-    """What a stage waits between segments while D0 works: it falls asleep, and its caches grow cold."""
-    rows = torch.ones(8, 512)
-    end = time.perf_counter() + _PAUSE_S
-    while time.perf_counter() < end:
-        for matrix in _MATRICES:
-            rows = rows @ matrix / 512

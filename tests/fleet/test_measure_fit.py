@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowspec_edge.config import StageCurve
-from flowspec_edge.fleet.measure_clock import typical, typical_sum
-from flowspec_edge.fleet.measure_fit import deviations, fit_stage, rising
+from flowspec_edge.fleet.measure_clock import typical
+from flowspec_edge.fleet.measure_fit import deviations, fit_stage, lines, rising
 from flowspec_edge.fleet.measure_stage import Case
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -80,7 +80,27 @@ def test_rising_is_the_nearest_sequence_that_does_not_fall(values: list[int]) ->
     assert sum((np.array(found) - values) ** 2) == pytest.approx(best)
 
 
-def test_other_work_at_times_does_not_count() -> None:
-    quiet = [1.0, 1.01, 1.02, 1.03]
-    assert typical([*quiet, 5, 9, 7]) == pytest.approx(1.015, abs=0.01)
-    assert typical_sum([[1, 2], [1, 2], [1, 9], [8, 2]]) == pytest.approx(3)
+def test_lines_of_one_slope_are_found() -> None:
+    times = {"a": [(n, 2.0 + 0.3 * n) for n in (1, 1, 2, 10)], "b": [(n, 5.0 + 0.3 * n) for n in (1, 4)]}
+    found, slope = lines(times)
+    assert (found, slope) == (pytest.approx({"a": 2.0, "b": 5.0}), pytest.approx(0.3))
+
+
+@given(st.dictionaries(st.sampled_from("abc"), st.lists(st.tuples(st.integers(1, 41), st.floats(0.1, 9)),
+                                                        min_size=1, max_size=9), min_size=1))
+def test_lines_are_never_negative_and_keep_what_all_took(times: dict[str, list[tuple[int, float]]]) -> None:
+    found, slope = lines(times)
+    assert min(*found.values(), slope) >= 0
+    for name, taken in times.items():  # nine are too few to leave any out
+        charged = sum(found[name] + slope * size for size, _ in taken)
+        assert charged == pytest.approx(sum(seconds for _, seconds in taken))
+
+
+def test_sizes_alike_have_no_slope_and_nothing_has_no_lines() -> None:
+    assert lines({"a": [(1, 2.0), (1, 4.0)]}) == ({"a": 3.0}, 0.0)
+    assert lines({}) == ({}, 0.0)
+
+
+def test_other_work_at_times_does_not_count_but_what_many_runs_pay_does() -> None:
+    assert typical([1.0] * 18 + [50.0] * 2) == 1.0
+    assert typical([1.0] * 10 + [3.0] * 10) == pytest.approx((10 + 8 * 3) / 18)

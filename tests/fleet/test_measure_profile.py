@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,19 @@ import torch
 from tiny_dir import tiny_model_dir
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.fleet.measure_d0 import MadeUpTarget, MeasuredDevice0, WholeTarget, measure_device0
+from flowspec_edge.fleet.measure_d0 import (
+    PLAIN,
+    STRATEGIES,
+    MadeUpTarget,
+    MeasuredDevice0,
+    Piece,
+    Tally,
+    measure_device0,
+    summary,
+)
 from flowspec_edge.fleet.measure_profile import QUICK, Wish, measure_profile
 from flowspec_edge.fleet.measure_stage import ROWS, Case, StageProcess, choose_cuts, sample
+from flowspec_edge.fleet.measure_worker import MeasuredWorker
 from flowspec_edge.fleet.memory import model_bytes
 from flowspec_edge.modeldir import resolve_model
 from flowspec_edge.runtime.plain import PlainDecoder
@@ -27,29 +38,51 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_dir(tmp_path_factory.mktemp("measured"))
 
 
+@contextmanager
+def worker(target: Path, stages: int) -> Iterator[MeasuredWorker]:
+    with ExitStack() as undo:
+        transport = ZmqTransport()
+        undo.callback(transport.close)
+        yield MeasuredWorker(transport, undo, target, stages, "fp32", "cpu", 1)
+
+
 def test_a_request_is_the_one_that_a_cluster_would_run(model: Path) -> None:
     kinds = ["eagle2", "lm", "spd"]
-    target = WholeTarget(model / "target", "fp32", "cpu")
-    device0 = MeasuredDevice0(model, "fp32", "cpu", kinds, target)
     prompt = [5, 17, 44, 3, 80, 200]
-    for kind in (*kinds, None):
-        device0.run(kind, prompt, 12)
-        plain, _ = PlainDecoder(model, "fp32").generate(prompt, 12, Sampling(), frozenset())
+    plain, _ = PlainDecoder(model, "fp32").generate(prompt, 12, Sampling(), frozenset())
+    with worker(model / "target", 1) as target:
+        target.ready()
+        device0 = MeasuredDevice0(model, "fp32", "cpu", kinds, target)
+        for kind in kinds:
+            for strategy in STRATEGIES[kind]:
+                tally = device0.run(strategy, kind, prompt, 12)
+                assert device0.tokens == plain
+                assert {piece.kind for piece in tally.pieces} == {"draft", "verify"}
+        start = time.perf_counter()
+        tally = device0.run(PLAIN, None, prompt, 12)
+        passed = time.perf_counter() - start
         assert device0.tokens == plain
-    times = measure_device0(device0, kinds, prompt, 12, 2, True, lambda share: None)
+        assert [(piece.kind, piece.size) for piece in tally.pieces] == [("verify", 1)] * 11
+        assert 0 < sum(piece.head_s for piece in tally.pieces) < tally.seconds < passed
+        times = measure_device0(device0, kinds, prompt, 12, 1, True, lambda share: None)
     assert set(times.passes) == set(kinds)
     assert min(*times.passes.values(), times.lm_head, times.bookkeeping) > 0
 
 
-def test_processor_time_of_a_request_is_what_the_system_counted(model: Path) -> None:
-    device0 = MeasuredDevice0(model, "fp32", "cpu", [], WholeTarget(model / "target", "fp32", "cpu"))
-    prompt = list(range(40))
-    device0.run(None, prompt, 40)
-    before = time.thread_time()
-    tally = device0.run(None, prompt, 40, time.thread_time)
-    spent = time.thread_time() - before
-    assert len(tally.books) == len(tally.own_head) == len(tally.head) == 39
-    assert 0 < sum(tally.books) + sum(tally.own_head) + sum(tally.head) < spent
+def test_figures_are_those_that_the_pieces_were_made_of() -> None:
+    """Passes of 2 and 3 ms and 0.1 a node; outputs of 0.5 ms, lm_head 0.7 and 0.01 a row, 0.02 in the books;
+    0.3 ms an output for all else."""
+    def tally(draft_ms: float, nodes: list[int], rows: list[int]) -> Tally:
+        pieces = [Piece("draft", n, (draft_ms + 0.1 * n) / 1e3) for n in nodes]
+        for r in rows:
+            head = (0.7 + 0.01 * r) / 1e3 if r else 0.0
+            pieces.append(Piece("verify", r, head + (0.5 + 0.02 * r) / 1e3, head))
+        return Tally(pieces, 0.3e-3 * len(rows))
+
+    made = summary({"eagle2": [tally(2, [1, 10, 10], [0, 5, 16, 41])], "lm": [tally(3, [1, 1], [1, 1, 5])],
+                    None: [tally(0, [], [1] * 9)]}, True)
+    assert made.passes == pytest.approx({"eagle2": 2, "lm": 3})
+    assert (made.node, made.lm_head, made.row, made.bookkeeping) == pytest.approx((0.1, 0.7, 0.03, 0.8))
 
 
 def test_a_target_that_does_not_fit_is_made_up(model: Path) -> None:
@@ -65,12 +98,8 @@ def test_a_stage_that_fails_says_why(model: Path, tmp_path: Path) -> None:
         (broken / file.name).write_bytes(file.read_bytes())
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
-    with ExitStack() as undo:
-        transport = ZmqTransport()
-        undo.callback(transport.close)
-        stage = StageProcess(transport, undo, broken, 2, "fp32", "cpu", 1)
-        with pytest.raises(FlowspecError, match="started to be measured"):
-            stage.ready()
+    with worker(broken, 2) as stage, pytest.raises(FlowspecError, match="started to be measured"):
+        stage.ready()
 
 
 def test_longer_segments_and_texts_reach_the_stage(model: Path) -> None:
@@ -78,13 +107,13 @@ def test_longer_segments_and_texts_reach_the_stage(model: Path) -> None:
         transport = ZmqTransport()
         undo.callback(transport.close)
         stage = StageProcess(transport, undo, model / "target", 4, "fp32", "cpu", 1)
-        stage.ready()
+        stage.worker.ready()
         assert stage.layers == 1
         shares: list[float] = []
         times = sample([stage], [3, 130], 0.05, shares.append)
         assert set(times) == {Case(1, rows, context) for rows in ROWS for context in (3, 130)}
         assert shares[-1] == 1.0
-        assert (stage.resident_mb() or 0) > 50
+        assert (stage.worker.resident_mb() or 0) > 50
 
 
 @pytest.mark.parametrize(("layers", "usable_mb", "cuts"), [

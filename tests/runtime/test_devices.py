@@ -55,6 +55,21 @@ def test_context_and_overhead_are_charged() -> None:
     assert devices.stage_seconds(1, 0, 1000) == 0
 
 
+def test_rows_of_an_output_and_nodes_of_a_pass_are_charged(tiny_model) -> None:
+    profile = changed(lm_head={"row_ms": 0.25}, draft={"row_ms": 0.5}, host={"bookkeeping_ms": 1.0})
+    devices = Devices.even(profile, 2)
+    assert devices.verify_seconds(0) == pytest.approx(0.001)
+    assert devices.verify_seconds(16) == pytest.approx(0.001 + 0.005 + 0.004)
+    cluster = VirtualCluster(tiny_model, 2, profile)
+    cluster.generate(Request(list(range(5, 25)), "flowspec", 12))
+    for kind, base in (("draft", 0.015), ("verify", 0.006)):
+        spans = [span for span in cluster.spans if span.kind == kind and span.rows]
+        each = 0.0005 if kind == "draft" else 0.00025
+        assert len({span.rows for span in spans}) > 1
+        for span in spans:
+            assert span.end - span.start == pytest.approx(base + each * span.rows)
+
+
 def test_plain_decoding_takes_what_the_devices_add_up_to(tiny_model) -> None:
     """One row at a time: every token is the sum of stages, hops and lm_head, counted by hand."""
     devices = Devices(BASE, (BASE, FAST, BASE), (16, 4, 12), "three")
