@@ -185,6 +185,11 @@ class Profile(Strict):
         costs = {"eagle2": self.draft.pass_ms, "lm": self.draft.lm_pass_ms, "spd": self.draft.spd_pass_ms}
         return (costs[kind] + self.draft.row_ms * nodes) * 1e-3
 
+    def verify_seconds(self, rows: int) -> float:
+        """What D0 takes for an output: bookkeeping, and lm_head if it has rows."""
+        head = self.lm_head.ms + self.lm_head.row_ms * rows if rows else 0.0
+        return (self.host.bookkeeping_ms + head) * 1e-3
+
     def link_seconds(self, size: int) -> tuple[float, float]:
         """``size`` bytes over one link: (time the sender's link is occupied, latency after that)."""
         return size * 8 / (self.link.mbps * 1e6), self.link.latency_ms * 1e-3

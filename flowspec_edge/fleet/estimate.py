@@ -77,7 +77,7 @@ def best_alone(boards: Sequence[Board], problem: Problem) -> Board | None:
     """Of the boards that hold everything by themselves, the one that goes through it fastest."""
     able = [b for b in boards if alone(b, problem) >= 0]
     return min(able, key=lambda b: b.profile.stage_seconds(problem.rows, problem.size.layers, problem.context)
-               + b.profile.lm_head.ms / 1e3, default=None)
+               + b.profile.verify_seconds(problem.rows), default=None)
 
 
 def predict_alone(board: Board, problem: Problem, model_dir: Path, requests: Sequence[Request],

@@ -201,7 +201,7 @@ class _Table:
         occupied, latency = profile.link_seconds(problem.size.segment_bytes(problem.rows))
         self.occupied, self.latency = _ns(occupied), _ns(latency)
         self.port = self.occupied + self.latency  # a hop, if this is the slower port
-        self.lm_head = _ns((profile.lm_head.ms + profile.host.bookkeeping_ms) / 1e3)
+        self.lm_head = _ns(profile.verify_seconds(problem.rows))
         never = board.role == "draft"
         self.first = 0 if never else problem.layers_within(board, True)  # as V1
         self.later = 0 if never else problem.layers_within(board, False)

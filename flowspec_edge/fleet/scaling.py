@@ -47,9 +47,11 @@ def scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, str]:
     draft = profile.draft.model_copy(update={
         "pass_ms": size.draft / 1e6 * per_mb + head,
         "spd_pass_ms": 2 * size.layer / 1e6 * per_mb + head,
+        "row_ms": profile.draft.row_ms * ratio,
     })
-    update = {"model": shape, "stage": stage, "draft": draft,
-              "lm_head": profile.lm_head.model_copy(update={"ms": head})}
+    own = profile.lm_head
+    lm_head = own.model_copy(update={"ms": head, "row_ms": own.row_ms * (head / own.ms if own.ms else ratio)})
+    update = {"model": shape, "stage": stage, "draft": draft, "lm_head": lm_head}
     return profile.model_copy(update=update), (
         f"scaled from layers of {measured.layer_mb:,.4g} MB and width {measured.hidden_width} "
         f"to {size.layer / 1e6:,.4g} MB and {size.hidden_width}")

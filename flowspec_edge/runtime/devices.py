@@ -79,20 +79,15 @@ class Devices:
         following = [*range(2, len(parts) + 1), 0]  # to whom each part sends, the last one to D0
         hops = sum(sum(self.hop_seconds(place, receiver, hidden))
                    for place, receiver in enumerate(following, start=1))
-        return sum(seconds(rows, 0) for seconds in parts) + hops + self.verify_seconds(rows)
+        return sum(seconds(rows, 0) for seconds in parts) + hops + self.d0.verify_seconds(rows)
 
     def task_seconds(self, coordinator: Coordinator, task: Task) -> float:
         """What D0 takes for a piece of ``coordinator``'s work."""
         if isinstance(task, Verify):
-            return self.verify_seconds(len(task.output.numbers))
+            return self.d0.verify_seconds(len(task.output.numbers))
         kind = coordinator.strategy.drafts_with(coordinator.request.params)
         assert kind is not None
         return self.d0.draft_seconds(kind, len(task.request.nodes))
-
-    def verify_seconds(self, rows: int) -> float:
-        """What D0 takes for an output: bookkeeping, and lm_head if it has rows."""
-        head = self.d0.lm_head
-        return (self.d0.host.bookkeeping_ms + (head.ms + head.row_ms * rows if rows else 0.0)) * 1e-3
 
     def _profile(self, place: int) -> Profile:
         return self.stages[place - 1] if place else self.d0

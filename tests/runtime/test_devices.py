@@ -58,8 +58,8 @@ def test_context_and_overhead_are_charged() -> None:
 def test_rows_of_an_output_and_nodes_of_a_pass_are_charged(tiny_model) -> None:
     profile = changed(lm_head={"row_ms": 0.25}, draft={"row_ms": 0.5}, host={"bookkeeping_ms": 1.0})
     devices = Devices.even(profile, 2)
-    assert devices.verify_seconds(0) == pytest.approx(0.001)
-    assert devices.verify_seconds(16) == pytest.approx(0.001 + 0.005 + 0.004)
+    assert devices.d0.verify_seconds(0) == pytest.approx(0.001)
+    assert devices.d0.verify_seconds(16) == pytest.approx(0.001 + 0.005 + 0.004)
     cluster = VirtualCluster(tiny_model, 2, profile)
     cluster.generate(Request(list(range(5, 25)), "flowspec", 12))
     for kind, base in (("draft", 0.015), ("verify", 0.006)):
