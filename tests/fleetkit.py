@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -22,6 +23,12 @@ def why_no_bed() -> str:
     except FlowspecError as error:
         return str(error)
     return ""
+
+
+def heed_ctrl_c() -> None:
+    """For a process to be interrupted: what a shell starts in the background ignores SIGINT, and so
+    would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def interfaces() -> str:

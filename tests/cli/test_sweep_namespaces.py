@@ -25,7 +25,7 @@ SWEEP = ["sweep", "bandwidth", "--strategies", "chunk_pp,flowspec", "--stages", 
 
 def sweep(out: Path, *more: str) -> dict[tuple[float, str], float]:
     """Value and strategy → tokens/s."""
-    assert main([*SWEEP, "--mbps", "1000,125", "--max-new-tokens", "20", "--json", str(out), *more]) == 0
+    assert main([*SWEEP, "--mbps", "1000,125", "--max-new-tokens", "14", "--json", str(out), *more]) == 0
     found = json.loads(out.read_text())
     assert found["complete"]
     return {(point["value"], row["strategy"]): row["tokens_per_second"]
@@ -70,7 +70,8 @@ def test_nothing_is_left_of_an_interrupted_sweep(number: signal.Signals) -> None
     command = subprocess.Popen(
         [sys.executable, "-m", "flowspec_edge.cli.main", *SWEEP, "--links", "namespaces", "--mbps", "125",
          "--max-new-tokens", "400"],
-        stdout=subprocess.DEVNULL, stderr=terminal, start_new_session=True)
+        stdout=subprocess.DEVNULL, stderr=terminal, start_new_session=True,
+        preexec_fn=fleetkit.heed_ctrl_c)
     os.close(terminal)
     try:
         shown = b""

@@ -156,7 +156,8 @@ with NetBed(2) as bed:
 def test_nothing_stays_when_the_process_is_killed(number: signal.Signals) -> None:
     before = (fleetkit.interfaces(), fleetkit.named_namespaces())
     with subprocess.Popen([sys.executable, "-c", _HOLDS_A_BED], stdin=subprocess.PIPE,
-                          stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as parent:
+                          stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                          preexec_fn=fleetkit.heed_ctrl_c) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 4
