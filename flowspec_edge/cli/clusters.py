@@ -57,6 +57,10 @@ def open_cluster(when: Timing, model: ModelDir, stages: int, dtype: Dtype,
         assert when.profile is not None
         cluster = VirtualCluster(model.path, stages, when.profile, dtype)
     else:
+        from flowspec_edge.runtime.nursery import nursery
+
+        if site is None:
+            nursery()  # it imports while we do
         from flowspec_edge.runtime.clusters import LocalClusters
         from flowspec_edge.runtime.devices import Devices
         from flowspec_edge.runtime.emulation import Emulation

@@ -17,7 +17,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import flowspec_edge
+from flowspec_edge.runtime.nursery import Nursling, nursery
 from flowspec_edge.runtime.workerconfig import WorkerConfig
+
+Within = Callable[[int, Sequence[str]], list[str]]
 
 _GRACE_S = 2.0  # between asking a process to end and killing it
 
@@ -28,30 +31,42 @@ class Children:
     def __init__(self) -> None:
         self._temporary = TemporaryDirectory(prefix="flowspec-")
         self.directory = Path(self._temporary.name)
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes] | Nursling] = []
 
     @property
     def pids(self) -> list[int]:
         """Process ids, V1's first."""
         return [process.pid for process in self._processes]
 
-    def start(self, configs: Sequence[WorkerConfig], verbose: bool = False,
-              within: Callable[[int, Sequence[str]], list[str]] = lambda _, command: list(command)) -> None:
-        """Start a worker for each of ``configs``; ``within`` says what to run for a place's command."""
-        package = str(Path(flowspec_edge.__file__).parent.parent)
-        path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+    def start(self, configs: Sequence[WorkerConfig], verbose: bool = False, within: Within | None = None,
+              ) -> None:
+        """Start a worker for each of ``configs``; ``within`` says what to run for a place's command.
+
+        Without that, workers that compute on the CPU are forked (``nursery``): no other device
+        survives a fork.
+        """
         for config in configs:
             file = self.directory / f"v{config.stage}.toml"
             file.write_text(config.dump(), encoding="utf-8")
-            command = within(config.stage, [sys.executable, "-m", "flowspec_edge.runtime.worker",
-                                            "--config", str(file)])
-            with self._stderr(config.stage).open("wb") as stderr:
-                self._processes.append(subprocess.Popen(
-                    [*command, "--verbose"] if verbose else command, stdin=subprocess.DEVNULL,
-                    stdout=stderr, stderr=stderr,  # our own stdout is for the answer alone
-                    pass_fds=[config.listen_fd] if config.listen_fd >= 0 else [],
-                    start_new_session=True,  # Ctrl-C is for D0, which then ends them in order
-                    env={**os.environ, "PYTHONPATH": path}))
+            if within is None and config.device == "cpu":
+                self._processes.append(nursery().start(file, self._stderr(config.stage), config.listen_fd,
+                                                       verbose))
+            else:
+                self._processes.append(self._spawned(config, file, verbose, within))
+
+    def _spawned(self, config: WorkerConfig, file: Path, verbose: bool, within: Within | None,
+                 ) -> subprocess.Popen[bytes]:
+        package = str(Path(flowspec_edge.__file__).parent.parent)
+        path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+        command = [sys.executable, "-m", "flowspec_edge.runtime.worker", "--config", str(file),
+                   *(["--verbose"] if verbose else [])]
+        with self._stderr(config.stage).open("wb") as stderr:
+            return subprocess.Popen(
+                within(config.stage, command) if within else command, stdin=subprocess.DEVNULL,
+                stdout=stderr, stderr=stderr,  # our own stdout is for the answer alone
+                pass_fds=[config.listen_fd] if config.listen_fd >= 0 else [],
+                start_new_session=True,  # Ctrl-C is for D0, which then ends them in order
+                env={**os.environ, "PYTHONPATH": path})
 
     def exited(self) -> str | None:
         """The first process that has ended, and why: "V2 was killed by ..."; None while all run."""

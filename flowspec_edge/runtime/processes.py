@@ -133,7 +133,7 @@ class ProcessCluster:
                 fair = threads or fair_threads(stages)
                 self._children.start(plan.configs(self._hub.endpoint, self._output.endpoint, target,
                                                   cast(Dtype, dtype), fair, parallelism, emulate),
-                                     within=place.command)
+                                     within=place.command if site else None)
                 undo.callback(torch.set_num_threads, self._threads)
                 torch.set_num_threads(fair)
                 plan.close()

@@ -16,10 +16,12 @@ import signal
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from types import FrameType
+from typing import Any
 
 from flowspec_edge.errors import FlowspecError, PeerLost, ProtocolError
 from flowspec_edge.messages import (
@@ -325,17 +327,16 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
     raise Stopped
 
 
-def main() -> int:
-    """The command line; an error is one line on stderr and a non-zero exit."""
-    parser = argparse.ArgumentParser(description="One verification device of a flowspec cluster.")
-    parser.add_argument("--config", type=Path, required=True, help="a worker's TOML file")
-    parser.add_argument("--verbose", action="store_true", help="log what happens")
-    arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING)
+def serve(path: Path, verbose: bool = False, changes: Mapping[str, Any] | None = None) -> int:
+    """Be the worker of a configuration file, with ``changes`` to it; returns the exit code.
+
+    An error is one line on stderr.
+    """
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING)
     signal.signal(signal.SIGTERM, _on_signal)
     signal.signal(signal.SIGINT, _on_signal)
     try:
-        run_worker(WorkerConfig.load(arguments.config))
+        run_worker(WorkerConfig.load(path).model_copy(update=changes or {}))
     except Stopped:
         return 0
     except Exception as error:
@@ -344,6 +345,15 @@ def main() -> int:
         print(f"flowspec worker: {one_line(error)}", file=sys.stderr)
         return error.exit_code if isinstance(error, FlowspecError) else 1
     return 0
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="One verification device of a flowspec cluster.")
+    parser.add_argument("--config", type=Path, required=True, help="a worker's TOML file")
+    parser.add_argument("--verbose", action="store_true", help="log what happens")
+    arguments = parser.parse_args()
+    return serve(arguments.config, arguments.verbose)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,110 @@
+"""Workers that are forked: they are what a worker started by itself is, and their ends are told."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import fleetkit
+import pytest
+from clusterkit import PATIENCE
+
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.runtime import nursery as module
+from flowspec_edge.runtime.nursery import Nursery
+from flowspec_edge.runtime.workerconfig import WorkerConfig
+
+
+@pytest.fixture
+def nursery() -> Iterator[Nursery]:
+    made = Nursery()
+    yield made
+    made.close()
+
+
+def waiting(tmp_path: Path, tiny_model: Path) -> Path:
+    """The configuration of a worker that waits for a D0 which never comes."""
+    config = WorkerConfig(instance="v1", stage=1, stages=2, model=str(tiny_model / "target"), threads=1,
+                          control="tcp://127.0.0.1:1", listen="tcp://127.0.0.1:*", next="tcp://127.0.0.1:2",
+                          parent=1)  # its real parent is put in
+    path = tmp_path / "v1.toml"
+    path.write_text(config.dump())
+    return path
+
+
+@pytest.mark.parametrize(("act", "code"), [("terminate", 0), ("kill", -signal.SIGKILL)])
+def test_a_worker_runs_until_it_is_ended(nursery: Nursery, tmp_path: Path, tiny_model: Path, act: str,
+                                         code: int) -> None:
+    worker = nursery.start(waiting(tmp_path, tiny_model), tmp_path / "said")
+    other = nursery.start(waiting(tmp_path, tiny_model), tmp_path / "other")
+    try:
+        with pytest.raises(subprocess.TimeoutExpired):
+            worker.wait(0.2)
+        assert (worker.poll(), nursery.idle) == (None, False)
+        assert os.getsid(worker.pid) == worker.pid  # Ctrl-C is not for it
+        getattr(worker, act)()
+        assert worker.wait(PATIENCE) == code
+        assert worker.poll() == code
+        worker.kill()  # too late, and harmless
+        assert other.poll() is None
+    finally:
+        other.kill()
+    assert other.wait(PATIENCE) == -signal.SIGKILL
+    assert nursery.idle
+
+
+def test_what_is_wrong_is_in_its_output_and_its_exit_code(nursery: Nursery, tmp_path: Path) -> None:
+    worker = nursery.start(tmp_path / "nothing.toml", tmp_path / "said")
+    assert worker.wait(PATIENCE) == 2
+    alone = subprocess.run([sys.executable, "-m", "flowspec_edge.runtime.worker", "--config",
+                            str(tmp_path / "nothing.toml")], capture_output=True, text=True, check=False)
+    assert ((tmp_path / "said").read_text(), 2) == (alone.stderr, alone.returncode)
+
+
+def test_workers_do_not_outlive_their_nursery(nursery: Nursery, tmp_path: Path, tiny_model: Path) -> None:
+    worker = nursery.start(waiting(tmp_path, tiny_model), tmp_path / "said")
+    os.kill(nursery._process.pid, signal.SIGKILL)
+    assert worker.wait(PATIENCE) != 0
+    assert not nursery.usable
+    with pytest.raises(FlowspecError, match="the process that starts workers is gone"):
+        nursery.start(waiting(tmp_path, tiny_model), tmp_path / "said")
+
+
+_ASKS = """
+import sys
+from pathlib import Path
+from flowspec_edge.runtime.nursery import nursery
+worker = nursery().start(Path(sys.argv[1]), Path(sys.argv[2]))
+print(nursery()._process.pid, worker.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_nobody_outlives_the_process_that_asked(tmp_path: Path, tiny_model: Path) -> None:
+    files = [str(waiting(tmp_path, tiny_model)), str(tmp_path / "said")]
+    with subprocess.Popen([sys.executable, "-c", _ASKS, *files], stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE, text=True) as asking:
+        assert asking.stdout is not None
+        pids = [int(pid) for pid in asking.stdout.readline().split()]
+        ends = [os.pidfd_open(pid) for pid in pids]
+        asking.kill()
+    for end in ends:
+        assert select.select([end], [], [], PATIENCE)[0]
+        os.close(end)
+
+
+def test_a_changed_environment_wants_another_nursery(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = module.nursery()
+    assert module.nursery() is first
+    monkeypatch.setenv("FLOWSPEC_TEST", "1")
+    second = module.nursery()
+    assert second is not first
+    if first.idle:
+        assert fleetkit.ended(first._process.pid, PATIENCE)
+    monkeypatch.undo()
+    assert module.nursery() is not second
