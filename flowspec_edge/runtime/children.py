@@ -6,7 +6,6 @@ Knows processes, exit codes and what they wrote to stderr.  Does not know what w
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from tempfile import TemporaryDirectory
 
 import flowspec_edge
 from flowspec_edge.runtime.nursery import Nursling, nursery
+from flowspec_edge.runtime.waiting import readable
 from flowspec_edge.runtime.workerconfig import WorkerConfig
 
 Within = Callable[[int, Sequence[str]], list[str]]
@@ -84,7 +84,7 @@ class Children:
                 ends = [os.pidfd_open(pid) for pid in self.pids]
                 for end in ends:
                     opened.callback(os.close, end)
-                select.select(ends, [], [], timeout)  # whichever ends first
+                readable(ends, timeout)  # whichever ends first
             cause = self.exited()
         return cause
 

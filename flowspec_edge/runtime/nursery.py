@@ -18,7 +18,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -28,6 +27,7 @@ from typing import Any
 
 import flowspec_edge
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.runtime.waiting import readable
 
 _MOST_BYTES = 65536
 _UNKNOWN = 1  # exit code of a worker that the nursery can tell nothing of any more
@@ -47,7 +47,7 @@ class Nursling:
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while it runs."""
-        if self._code is None and select.select([self._end], [], [], 0)[0]:
+        if self._code is None and readable([self._end], 0):
             self._code = self._nursery.code(self.pid)
             os.close(self._end)
         return self._code
@@ -55,7 +55,7 @@ class Nursling:
     def wait(self, timeout: float | None = None) -> int:
         """The exit code once it has ended; subprocess.TimeoutExpired if that takes too long."""
         if self._code is None:
-            select.select([self._end], [], [], timeout)
+            readable([self._end], timeout)
         code = self.poll()
         if code is None:
             raise subprocess.TimeoutExpired("worker", timeout or 0.0)
@@ -137,7 +137,7 @@ class Nursery:
         self._process.wait()
 
     def _answer(self, timeout: float | None) -> Answer:
-        if not select.select([self._socket], [], [], timeout)[0]:
+        if not readable([self._socket.fileno()], timeout):
             raise TimeoutError("no word")
         data = self._socket.recv(_MOST_BYTES)
         if not data:
@@ -165,8 +165,7 @@ def _serve(channel: socket.socket) -> None:
     """Fork for every request, tell every end; until the asking process is gone."""
     workers: dict[int, int] = {}  # pidfd -> pid
     while True:
-        ready, _, _ = select.select([channel.fileno(), *workers], [], [])
-        for end in ready:
+        for end in readable([channel.fileno(), *workers], None):
             if end == channel.fileno():
                 data, fds, _, _ = socket.recv_fds(channel, _MOST_BYTES, 1)
                 if not data:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import fleetkit
@@ -20,7 +22,7 @@ from flowspec_edge.runtime.nursery import Nursery
 from flowspec_edge.runtime.workerconfig import WorkerConfig
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def nursery() -> Iterator[Nursery]:
     made = Nursery()
     yield made
@@ -58,6 +60,21 @@ def test_a_worker_runs_until_it_is_ended(nursery: Nursery, tmp_path: Path, tiny_
     assert nursery.idle
 
 
+def test_descriptors_beyond_those_of_select(nursery: Nursery, tmp_path: Path) -> None:
+    with ExitStack() as opened:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limit)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, limit[1]), limit[1]))
+        highest = 0
+        while highest < 1024:
+            highest = os.dup(0)
+            opened.callback(os.close, highest)
+        another = Nursery()
+        opened.callback(another.close)
+        for made in (nursery, another):
+            assert made.start(tmp_path / "nothing.toml", tmp_path / "said").wait(PATIENCE) == 2
+
+
 def test_what_is_wrong_is_in_its_output_and_its_exit_code(nursery: Nursery, tmp_path: Path) -> None:
     worker = nursery.start(tmp_path / "nothing.toml", tmp_path / "said")
     assert worker.wait(PATIENCE) == 2
@@ -66,13 +83,15 @@ def test_what_is_wrong_is_in_its_output_and_its_exit_code(nursery: Nursery, tmp_
     assert ((tmp_path / "said").read_text(), 2) == (alone.stderr, alone.returncode)
 
 
-def test_workers_do_not_outlive_their_nursery(nursery: Nursery, tmp_path: Path, tiny_model: Path) -> None:
+def test_workers_do_not_outlive_their_nursery(tmp_path: Path, tiny_model: Path) -> None:
+    nursery = Nursery()
     worker = nursery.start(waiting(tmp_path, tiny_model), tmp_path / "said")
     os.kill(nursery._process.pid, signal.SIGKILL)
     assert worker.wait(PATIENCE) != 0
     assert not nursery.usable
     with pytest.raises(FlowspecError, match="the process that starts workers is gone"):
         nursery.start(waiting(tmp_path, tiny_model), tmp_path / "said")
+    nursery.close()
 
 
 _ASKS = """
