@@ -82,6 +82,14 @@ class Boards:
         found = fleetkit.processes_in(self.namespace(place))
         return [pid for pid, line in sorted(found.items()) if line.startswith(command)]
 
+    def left(self, place: int, command: str, newest: int = 0) -> int:
+        """How many of those there are, once all but so many of the ``newest`` have had time to end: what
+        was killed may still be there for a moment."""
+        pids = self.running(place, command)
+        for pid in pids[: len(pids) - newest]:
+            fleetkit.ended(pid, 10)
+        return len(self.running(place, command))
+
     def _disconnect(self) -> None:
         """End the connections that commands shared."""
         for path in self.directory.glob("?" * 40):

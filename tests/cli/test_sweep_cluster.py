@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def test_real_boards_are_shaped_measured_and_put_back(
         assert [row["identical"] for row in point["rows"]] == [True, True]
     assert "wall clock, a cluster's shaped links, 1 stages" in capsys.readouterr().out
     assert [boards.shown(place) for place in (0, 1)] == before
-    assert boards.running(1, "python") == []
+    assert boards.left(1, f"{sys.executable} -m flowspec_edge.runtime.worker") == 0
 
 
 @needs_boards

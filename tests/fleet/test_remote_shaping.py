@@ -56,11 +56,10 @@ def test_shaped_measured_and_restored(boards: sshkit.Boards) -> None:
         links.apply(None)
         assert [boards.shown(place) for place in (0, 1)] == before
         links.apply(50)
-        assert all(len(boards.running(place, SLEEPER)) == 1 for place in (0, 1))  # renewed, not piled up
+        assert all(boards.left(place, SLEEPER, newest=1) == 1 for place in (0, 1))  # renewed, not piled up
     assert [boards.shown(place) for place in (0, 1)] == before
     for place in (0, 1):
-        left = [*boards.running(place, SLEEPER), *boards.running(place, "sleep")]
-        assert all(fleetkit.ended(pid, 10) for pid in left)  # killed, and perhaps not reaped yet
+        assert boards.left(place, SLEEPER) == boards.left(place, "sleep") == 0
         assert runner(boards, place).run(["ls", STATE]) == ""
     links.restore()
 
@@ -122,7 +121,7 @@ def test_a_board_that_fails_undoes_those_before_it(boards: sshkit.Boards) -> Non
         with pytest.raises(UsageError, match=r"board-1 .* \(tbf 1:\) that could not be put back"):
             RemoteShaping(boards.inventory).start()
         assert [boards.shown(place) for place in (0, 1)] == before
-        assert boards.running(0, SLEEPER) == []
+        assert boards.left(0, SLEEPER) == 0
     finally:
         boards.tc(1, "qdisc", "del", "dev", "eth0", "root")
 
