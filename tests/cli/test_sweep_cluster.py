@@ -43,13 +43,13 @@ def test_real_boards_are_shaped_measured_and_put_back(
         capsys: pytest.CaptureFixture[str]) -> None:
     before = [boards.shown(place) for place in (0, 1)]
     out = tmp_path / "real.json"
-    assert main([*SWEEP, "--cluster", str(boards.file), "--mbps", "200,20", "--model", str(model),
+    assert main([*SWEEP, "--cluster", str(boards.file), "--mbps", "50,10", "--model", str(model),
                  "--prompts", str(prompts), "--json", str(out)]) == 0
     found = json.loads(out.read_text())
     assert (found["links"], found["emulated"], found["clock"], found["profile"]) == (
         "cluster", False, "wall", None)
     assert found["settings"]["stages"] == 1
-    assert [point["value"] for point in found["points"]] == [200, 20]
+    assert [point["value"] for point in found["points"]] == [50, 10]
     for point in found["points"]:
         payload = point["value"] * 1448 / 1514  # of the frames that the rate counts
         assert point["measured_mbps"] == pytest.approx([payload, payload], rel=0.1)

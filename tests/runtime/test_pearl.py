@@ -19,6 +19,7 @@ def speed(cluster: VirtualCluster, prompts: list[list[int]], name: str, params: 
     return 39 * len(stats) / sum(s.decode_s for s in stats)
 
 
+@pytest.mark.soak
 def test_the_best_block_is_the_speed_ratio(demo_model: Path, demo_prompts: list[list[int]]) -> None:
     """T_target / T_draft: four stages of 80 ms and the way through, over 45 ms, is 7.3."""
     cluster = VirtualCluster(demo_model, 4, PROFILE)
