@@ -37,6 +37,9 @@ def why_no_boards() -> str:
     return fleetkit.why_no_bed()
 
 
+needs_boards = fleetkit.needs("boards with a real sshd", why_no_boards())
+
+
 class Boards:
     """Places 0…``stages`` of ``bed`` as boards; ``outside`` is one more place, with no sshd."""
 

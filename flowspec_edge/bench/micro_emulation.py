@@ -9,6 +9,7 @@ in tokens per turn, 1.43 × in tokens/s).  Does not know how either clock works.
 from __future__ import annotations
 
 import argparse
+from contextlib import closing
 from statistics import fmean
 
 from flowspec_edge.bench.prompts import load_prompts
@@ -33,10 +34,9 @@ def measure(prompts: int, tokens: int, profile: str, stages: int) -> dict[str, d
     requests = [tokenizer.encode(text.text) for text in texts]
 
     def run(cluster: Cluster) -> dict[str, list[Stats]]:
-        found = {name: [cluster.generate(Request(ids, name, tokens)).stats for ids in requests]
-                 for name in STRATEGIES}
-        cluster.close()
-        return found
+        with closing(cluster):
+            return {name: [cluster.generate(Request(ids, name, tokens)).stats for ids in requests]
+                    for name in STRATEGIES}
 
     return {"emulated": run(LocalClusters(model.path, stages, emulation=Emulation(devices))),
             "virtual": run(VirtualCluster(model.path, stages, devices))}

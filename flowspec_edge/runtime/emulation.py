@@ -165,6 +165,7 @@ def pause(seconds: float) -> None:
     """Wait, and be back in time: the system wakes a sleeper some tenths of a millisecond late."""
     end = time.perf_counter() + seconds
     if seconds > _WAKES_LATE_S:
+        # Nothing is waited for: the time itself is what the emulated device would spend computing.
         time.sleep(seconds - _WAKES_LATE_S)
     while time.perf_counter() < end:
         pass

@@ -131,9 +131,10 @@ class Nursery:
         return self._codes.pop(pid)
 
     def close(self) -> None:
-        """End the process; workers that are left end, too."""
+        """End the process, which may still be importing; workers that are left end, too."""
         atexit.unregister(self.close)
         self._socket.close()
+        self._process.terminate()
         self._process.wait()
 
     def _answer(self, timeout: float | None) -> Answer:
@@ -208,7 +209,7 @@ def _become(request: dict[str, Any], fd: int) -> None:
 
 def main() -> None:
     """Import, then serve."""
-    import flowspec_edge.runtime.worker_imports  # noqa: F401
+    import flowspec_edge.runtime.worker_load  # noqa: F401
 
     with socket.socket(fileno=int(sys.argv[1])) as channel:
         _serve(channel)

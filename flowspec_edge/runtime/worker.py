@@ -38,7 +38,7 @@ from flowspec_edge.messages import (
     Shutdown,
 )
 from flowspec_edge.runtime.emulated_links import EmulatedTransport
-from flowspec_edge.runtime.emulation import Charge, EmulatedEngine, Emulation, charge_of
+from flowspec_edge.runtime.emulation import Emulation
 from flowspec_edge.runtime.engine import Engine
 from flowspec_edge.runtime.workerconfig import WorkerConfig
 from flowspec_edge.transport import keys
@@ -269,8 +269,9 @@ def run_worker(config: WorkerConfig) -> None:
     try:
         links = connect(config, transport)
         try:
-            engine, hello = _load(config, emulation)
-            Worker(config, links, engine, hello).run()
+            from flowspec_edge.runtime.worker_load import load_engine  # now: it imports torch
+
+            Worker(config, links, *load_engine(config, emulation)).run()
         except Stopped:
             return
         except Exception as error:
@@ -278,41 +279,6 @@ def run_worker(config: WorkerConfig) -> None:
             raise
     finally:
         transport.close()
-
-
-def _load(config: WorkerConfig, emulation: Emulation | None) -> tuple[Engine, Hello]:
-    """Load the shard; the engine that runs it, and how the stage introduces itself."""
-    import torch  # here, so that a wrong configuration is told at once
-
-    from flowspec_edge.runtime.emulated_group import EmulatedGroup, GroupCharge
-    from flowspec_edge.stage.engine import StageEngine
-    from flowspec_edge.stage.shard import Shard, load_config, load_shard
-    from flowspec_edge.stage.tensor_engine import TensorEngine
-    from flowspec_edge.stage.tensor_group import GlooGroup, Group
-    from flowspec_edge.stage.tensor_shard import load_tensor_shard
-
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    rank, stages = config.stage - 1, config.stages
-    devices = emulation.devices if emulation else None
-    charge: Charge | None = charge_of(devices, config.parallelism, config.stage) if devices else None
-    shard: Shard
-    engine: Engine
-    if config.parallelism == "pipeline":
-        shard = load_shard(config.model, rank, stages, config.dtype, config.device)
-        engine = StageEngine(shard)
-    else:
-        group: Group = GlooGroup(rank, stages, config.group, config.interface, config.group_within_s)
-        if emulation and emulation.links == "real":
-            profile = emulation.devices.stages[rank]
-            wide = group = EmulatedGroup(group, profile, load_config(config.model).num_hidden_layers)
-            charge = GroupCharge(wide, profile, overlaps=config.parallelism == "galaxy")
-        rank_shard = load_tensor_shard(config.model, config.parallelism, group, config.dtype, config.device)
-        shard, engine = rank_shard, TensorEngine(rank_shard, group)
-    if devices and charge:
-        engine = EmulatedEngine(engine, charge, devices.layers[rank], breaks_off=not config.tensor_parallel)
-    hello = Hello(config.instance, config.stage, stages, shard.layers, shard.digest)
-    return engine, hello
 
 
 def one_line(error: BaseException) -> str:

@@ -13,8 +13,6 @@ from tiny_dir import tiny_model_dir
 
 from flowspec_edge.cli.main import main
 
-WHY_NOT = sshkit.why_no_boards()
-needs_boards = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "boards can be made")
 SWEEP = ["sweep", "bandwidth", "--strategies", "autoregressive,chunk_pp", "--limit", "1",
          "--max-new-tokens", "6"]
 
@@ -37,7 +35,7 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-@needs_boards
+@sshkit.needs_boards
 def test_real_boards_are_shaped_measured_and_put_back(
         boards: sshkit.Boards, model: Path, prompts: Path, tmp_path: Path,
         capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,7 +57,7 @@ def test_real_boards_are_shaped_measured_and_put_back(
     assert boards.left(1, f"{sys.executable} -m flowspec_edge.runtime.worker") == 0
 
 
-@needs_boards
+@sshkit.needs_boards
 def test_a_board_without_the_model_is_named_and_all_are_put_back(
         boards: sshkit.Boards, model: Path, prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = [boards.shown(place) for place in (0, 1)]

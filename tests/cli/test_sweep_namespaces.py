@@ -15,8 +15,6 @@ import pytest
 
 from flowspec_edge.cli.main import main
 
-WHY_NOT = fleetkit.why_no_bed()
-needs_a_bed = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "a bed can be made")
 PATIENCE_S = 120.0  # only a failing test waits so long
 TRIES = 3
 SWEEP = ["sweep", "bandwidth", "--strategies", "chunk_pp,flowspec", "--stages", "2", "--limit", "1",
@@ -32,7 +30,7 @@ def sweep(out: Path, *more: str) -> dict[tuple[float, str], float]:
             for point in found["points"] for row in point["rows"]}
 
 
-@needs_a_bed
+@fleetkit.needs_a_bed
 def test_shaped_links_agree_with_virtual_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Within 10 %, the links' measured rates too; other work on the machine only makes it slower, so the
     best of a few tries counts."""
@@ -62,7 +60,7 @@ def agrees(found: dict[object, float], expected: dict[object, float]) -> bool:
     return found == pytest.approx(expected, rel=0.1)
 
 
-@needs_a_bed
+@fleetkit.needs_a_bed
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_of_an_interrupted_sweep(number: signal.Signals) -> None:
     outside = fleetkit.interfaces()

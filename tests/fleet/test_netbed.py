@@ -22,8 +22,6 @@ from flowspec_edge.fleet import netbed
 from flowspec_edge.fleet.linktest import measure_link, round_trips
 from flowspec_edge.fleet.netbed import NetBed
 
-WHY_NOT = fleetkit.why_no_bed()
-needs_a_bed = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "a bed can be made")
 PORT, OTHER_PORT = 7000, 7002
 
 
@@ -33,7 +31,7 @@ def bed() -> Iterator[NetBed]:
         yield bed
 
 
-@needs_a_bed
+@fleetkit.needs_a_bed
 def test_links_are_as_slow_as_they_were_told_to_be(bed: NetBed) -> None:
     for mbps in (125, 1000):
         bed.shape(mbps)
@@ -46,7 +44,7 @@ def test_links_are_as_slow_as_they_were_told_to_be(bed: NetBed) -> None:
         assert best == pytest.approx(mbps, rel=0.1)
 
 
-@needs_a_bed
+@fleetkit.needs_a_bed
 def test_a_bed_can_be_unshaped_and_every_device_is_shaped(bed: NetBed) -> None:
     bed.shape(None)
     bed.shape(50)
@@ -60,7 +58,7 @@ def test_a_bed_can_be_unshaped_and_every_device_is_shaped(bed: NetBed) -> None:
     assert fast > 2 * slow
 
 
-@needs_a_bed
+@fleetkit.needs_a_bed
 def test_the_control_port_does_not_wait_behind_data(bed: NetBed) -> None:
     bed.shape(100)
     with (fleetkit.serving(bed, 1, PORT, 1), fleetkit.serving(bed, 1, bed.control_port, 1),
@@ -90,7 +88,7 @@ def test_the_control_port_does_not_wait_behind_data(bed: NetBed) -> None:
     assert rate[0] == pytest.approx(100, rel=0.1)
 
 
-@needs_a_bed
+@fleetkit.needs_a_bed
 def test_a_thread_and_a_command_are_inside_and_this_thread_is_outside(bed: NetBed) -> None:
     here = os.readlink("/proc/thread-self/ns/net")
     with bed.entered(1):
@@ -119,7 +117,7 @@ def test_a_thread_and_a_command_are_inside_and_this_thread_is_outside(bed: NetBe
         bed.command(1, ["ip", "-o", "address"]), capture_output=True, text=True, check=True).stdout
 
 
-@needs_a_bed
+@fleetkit.needs_a_bed
 def test_nothing_stays_after_close_nor_after_an_exception() -> None:
     before = (fleetkit.interfaces(), fleetkit.named_namespaces())
     bed = NetBed(3)
@@ -151,7 +149,7 @@ with NetBed(2) as bed:
 """
 
 
-@needs_a_bed
+@fleetkit.needs_a_bed
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_stays_when_the_process_is_killed(number: signal.Signals) -> None:
     before = (fleetkit.interfaces(), fleetkit.named_namespaces())
@@ -172,14 +170,14 @@ def test_nothing_stays_when_the_process_is_killed(number: signal.Signals) -> Non
     assert (fleetkit.interfaces(), fleetkit.named_namespaces()) == before
 
 
-@needs_a_bed
+@fleetkit.needs_a_bed
 @pytest.mark.parametrize("stages", [0, 65])
 def test_how_many_stages(stages: int) -> None:
     with pytest.raises(UsageError, match="1 to 64 stages"):
         NetBed(stages)
 
 
-@needs_a_bed
+@fleetkit.needs_a_bed
 def test_wrong_places_and_rates(bed: NetBed) -> None:
     with pytest.raises(UsageError, match="places 0 to 1, not 2"):
         bed.address(2)
@@ -194,7 +192,7 @@ def test_missing_tools_are_named_with_their_packages(monkeypatch: pytest.MonkeyP
         netbed.check_machine()
 
 
-@needs_a_bed
+@fleetkit.needs_a_bed
 def test_an_ordinary_user_is_told_so() -> None:
     code = ("import os\n"
             "from flowspec_edge.fleet.netbed import NetBed\nfrom flowspec_edge.errors import UsageError\n"

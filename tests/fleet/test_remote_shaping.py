@@ -20,8 +20,7 @@ from flowspec_edge.fleet.remote import RemoteShaping, measure_between
 from flowspec_edge.fleet.shaping_device import STATE, DeviceShaping
 from flowspec_edge.fleet.ssh import SshRunner, runner_for
 
-WHY_NOT = sshkit.why_no_boards()
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "boards can be made")
+pytestmark = sshkit.needs_boards
 SLEEPER = "sh -c sleep"  # a dead-man's command line
 
 

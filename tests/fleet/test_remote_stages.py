@@ -22,9 +22,8 @@ from flowspec_edge.runtime.processes import ProcessCluster
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.strategies.base import Parallelism
 
-WHY_NOT = sshkit.why_no_boards()
 WORKER = f"{sys.executable} -m flowspec_edge.runtime.worker"
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "boards can be made")
+pytestmark = sshkit.needs_boards
 
 
 @pytest.fixture(scope="module")

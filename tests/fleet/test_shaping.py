@@ -12,9 +12,6 @@ from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet import shaping
 from flowspec_edge.fleet.commands import LocalRunner
 
-WHY_NOT = fleetkit.why_no_bed()
-needs_a_bed = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "a bed can be made")
-
 
 def in_a_namespace(text: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["unshare", "--net", "--", "sh", "-es"], input=text, capture_output=True, text=True,
@@ -27,7 +24,7 @@ def bits(shown: str) -> float:
     return float(number) * {"": 1, "K": 1e3, "M": 1e6, "G": 1e9}[unit]
 
 
-@needs_a_bed
+@fleetkit.needs_a_bed
 @pytest.mark.parametrize("mbps", [0.1, 10, 125, 1000, 40_000])
 def test_tc_accepts_it_without_a_warning(mbps: float) -> None:
     lines = [*shaping.commands("lo", mbps, [22, 7701]), *shaping.rate_commands("lo", 2 * mbps)]
@@ -42,7 +39,7 @@ def test_tc_accepts_it_without_a_warning(mbps: float) -> None:
     assert classes["f5ec:10"][0] < classes["f5ec:20"][0]
 
 
-@needs_a_bed
+@fleetkit.needs_a_bed
 def test_the_kernel_has_no_complaint_about_quanta() -> None:
     """HTB complains in the kernel's log, where tc does not look."""
     marker = subprocess.run(["dmesg"], capture_output=True, text=True, check=False)
@@ -53,7 +50,7 @@ def test_the_kernel_has_no_complaint_about_quanta() -> None:
     assert "quantum" not in after[len(marker.stdout):]
 
 
-@needs_a_bed
+@fleetkit.needs_a_bed
 def test_removal_takes_ours_and_nothing_else() -> None:
     show = "tc qdisc show dev lo root"
     ours = in_a_namespace(shaping.script([*shaping.commands("lo", 10, []), shaping.removal("lo"),
@@ -65,7 +62,7 @@ def test_removal_takes_ours_and_nothing_else() -> None:
     assert "htb 1:" in other.stdout
 
 
-@needs_a_bed
+@fleetkit.needs_a_bed
 def test_the_trial_touches_nothing_and_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     before = subprocess.run(["tc", "qdisc"], capture_output=True, text=True, check=True).stdout
     shaping.check_kernel(LocalRunner())

@@ -22,7 +22,7 @@ TOOLS = (("systemd-nspawn", "systemd-container"), ("/lib/systemd/systemd", "syst
 WHY_NOT = fleetkit.why_no_bed() or next(
     (f"{tool} is missing (Debian package {package})" for tool, package in TOOLS
      if shutil.which(tool) is None), "")
-pytestmark = [pytest.mark.soak, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "systemd can be booted")]
+pytestmark = [pytest.mark.soak, fleetkit.needs("a container with a systemd of its own", WHY_NOT)]
 
 
 @pytest.fixture(scope="module")
