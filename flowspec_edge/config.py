@@ -181,8 +181,11 @@ class Profile(Strict):
         return (self.stage.overhead_ms + self.stage.milliseconds(rows, context) * share) * 1e-3
 
     def draft_seconds(self, kind: str, nodes: int = 1) -> float:
-        """One pass of a draft model of this kind, "eagle2", "lm" or "spd", that expands ``nodes``."""
-        costs = {"eagle2": self.draft.pass_ms, "lm": self.draft.lm_pass_ms, "spd": self.draft.spd_pass_ms}
+        """One pass of a draft model of this kind (``modeldir.DRAFT_PARTS``, or "ngram", which looks
+        up and computes nothing) that expands ``nodes``; an EAGLE-3 head costs what an EAGLE-2 head does."""
+        eagle = self.draft.pass_ms
+        costs = {"eagle2": eagle, "eagle3": eagle, "lm": self.draft.lm_pass_ms,
+                 "spd": self.draft.spd_pass_ms, "ngram": 0.0}
         return (costs[kind] + self.draft.row_ms * nodes) * 1e-3
 
     def verify_seconds(self, rows: int) -> float:

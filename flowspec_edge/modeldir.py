@@ -1,7 +1,9 @@
 """A model on disk: which parts a directory holds, and the few facts its config.json files state.
 
-Knows the layout ``DIR/target``, ``DIR/eagle2``, ``DIR/draft-lm``, ``DIR/spd`` and which files each
-part needs.  Loads no weights and imports neither torch nor transformers.
+Knows the three layouts: flowspec's own (``DIR/target`` and the draft parts ``DIR/eagle2``,
+``DIR/eagle3``, ``DIR/draft-lm``, ``DIR/spd``), a plain Hugging Face checkpoint (the target's files in
+DIR itself), and a sharded model (``DIR/manifest.json``, ``DIR/stage-1`` …, and in ``DIR/draft`` what
+D0 needs, laid out like flowspec's own).  Loads no weights and imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -16,14 +18,17 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.resources import resource_dir
 
 DEMO = "demo"
-DRAFT_PARTS = {"eagle2": "eagle2", "lm": "draft-lm", "spd": "spd"}  # kind of draft model -> directory
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+MANIFEST = "manifest.json"
+# Kind of draft model -> directory.  The kind "ngram" looks up in the text and has none.
+DRAFT_PARTS = {"eagle2": "eagle2", "eagle3": "eagle3", "lm": "draft-lm", "spd": "spd"}
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
+            "pytorch_model.bin.index.json")
 _TOKENIZER = ("tokenizer.json", "tokenizer.model")
 
 
 @dataclass(frozen=True)
 class ModelDir:
-    """A directory whose ``target`` part is known to be there; the draft parts are optional."""
+    """A directory whose target is known to be there; the draft parts are optional."""
 
     path: Path
 
@@ -32,8 +37,24 @@ class ModelDir:
         return self.path.resolve().name
 
     @property
+    def sharded(self) -> bool:
+        """Whether the target is cut into shards, one directory a stage."""
+        return (self.path / MANIFEST).is_file()
+
+    @property
     def target(self) -> Path:
-        return self.path / "target"
+        """The target's config and tokenizer; all its weights, or, sharded, those that D0 holds."""
+        own = self._parts / "target"
+        return own if own.is_dir() or self.sharded else self.path
+
+    @property
+    def stages(self) -> Path:
+        """Where a stage finds its weights: the target, or the sharded model."""
+        return self.path if self.sharded else self.target
+
+    @property
+    def _parts(self) -> Path:
+        return self.path / "draft" if self.sharded else self.path
 
     @property
     def eagle2(self) -> Path | None:
@@ -49,7 +70,7 @@ class ModelDir:
 
     def draft(self, kind: str) -> Path | None:
         """Where the draft model of this kind lies (the keys of ``DRAFT_PARTS``); None without one."""
-        path = self.path / DRAFT_PARTS[kind]
+        path = self._parts / DRAFT_PARTS[kind]
         return path if (path / "config.json").is_file() else None
 
     @cached_property

@@ -21,11 +21,12 @@ MAY_IMPORT = {
     "stage": {"tree"},
     "transport": {"tree"},
     "training": {"tree", "drafting", "stage"},
+    "sharding": {"tree", "drafting", "stage"},
     "runtime": BELOW_RUNTIME,
     "serving": BELOW_RUNTIME | {"runtime"},
     "fleet": BELOW_RUNTIME | {"runtime"},
-    "bench": BELOW_RUNTIME | {"runtime"},
-    "cli": BELOW_RUNTIME | {"runtime", "serving", "fleet", "bench", "training"},
+    "bench": BELOW_RUNTIME | {"runtime", "sharding"},
+    "cli": BELOW_RUNTIME | {"runtime", "serving", "fleet", "bench", "training", "sharding"},
 }
 PURE = ("tree", "strategies")  # decide, and do not act: no clock, no socket, no tensor library
 NOT_PURE = {"time", "datetime", "random", "socket", "select", "selectors", "asyncio", "threading",
