@@ -44,7 +44,7 @@ class ModelDir:
     @property
     def target(self) -> Path:
         """The target's config and tokenizer; all its weights, or, sharded, those that D0 holds."""
-        own = self._parts / "target"
+        own = self.parts / "target"
         return own if own.is_dir() or self.sharded else self.path
 
     @property
@@ -53,7 +53,8 @@ class ModelDir:
         return self.path if self.sharded else self.target
 
     @property
-    def _parts(self) -> Path:
+    def parts(self) -> Path:
+        """Where D0's parts lie, the draft models among them."""
         return self.path / "draft" if self.sharded else self.path
 
     @property
@@ -70,7 +71,7 @@ class ModelDir:
 
     def draft(self, kind: str) -> Path | None:
         """Where the draft model of this kind lies (the keys of ``DRAFT_PARTS``); None without one."""
-        path = self._parts / DRAFT_PARTS[kind]
+        path = self.parts / DRAFT_PARTS[kind]
         return path if (path / "config.json").is_file() else None
 
     @cached_property

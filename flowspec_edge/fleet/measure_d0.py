@@ -25,6 +25,7 @@ from flowspec_edge.fleet.measure_clock import typical
 from flowspec_edge.fleet.measure_fit import lines
 from flowspec_edge.fleet.measure_worker import Answer
 from flowspec_edge.messages import Cancel, Credit, Open, Output, Payload, Prune, Segment
+from flowspec_edge.modeldir import ModelDir
 from flowspec_edge.runtime.coordinator import Coordinator, Draft
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.stage.shard import load_embedding, load_lm_head
@@ -129,10 +130,11 @@ class MeasuredDevice0:
 
     def __init__(self, model_dir: Path, dtype: str, device: str, kinds: Sequence[str],
                  target: Target) -> None:
-        self._lm_head = load_lm_head(model_dir / "target", dtype, device)
-        embedding = load_embedding(model_dir / "target", dtype, device)
+        model = ModelDir(model_dir)
+        self._lm_head = load_lm_head(model.target, dtype, device)
+        embedding = load_embedding(model.target, dtype, device)
         self._drafters: dict[str, Drafter] = {
-            kind: load_drafter(kind, model_dir, self._lm_head, embedding, dtype) for kind in kinds}
+            kind: load_drafter(kind, model.parts, self._lm_head, embedding, dtype) for kind in kinds}
         self._target = target
         states = np.random.default_rng(0).standard_normal((_HEAD_ROWS, self._lm_head.shape[1]))
         self._states = from_torch(torch.from_numpy(states).to(self._lm_head.dtype))

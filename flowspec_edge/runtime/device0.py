@@ -17,10 +17,11 @@ from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.load import load_drafter
 from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Payload
+from flowspec_edge.modeldir import ModelDir
 from flowspec_edge.runtime.coordinator import Coordinator
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.sampling import Sampling
-from flowspec_edge.stage.shard import load_config, load_embedding, load_lm_head, split_layers
+from flowspec_edge.stage.shard import load_config, load_embedding, load_lm_head, stage_ranges
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.registry import strategy_class
 from flowspec_edge.tensors import from_torch, to_torch
@@ -33,11 +34,10 @@ class DraftDevice:
     """What D0 holds for all requests; a drafter is loaded when a strategy first wants it."""
 
     def __init__(self, model_dir: Path, dtype: str = "fp32") -> None:
-        self._model_dir = model_dir
+        self._model = ModelDir(model_dir)
         self._dtype = dtype
-        self._lm_head = load_lm_head(model_dir / "target", dtype)
-        config = load_config(model_dir / "target")
-        self._layers = int(config.num_hidden_layers)
+        self._lm_head = load_lm_head(self._model.target, dtype)
+        config = load_config(self._model.target)
         self._limit = int(config.max_position_embeddings)
         self._drafters: dict[str, Drafter] = {}
 
@@ -67,7 +67,7 @@ class DraftDevice:
             raise UsageError(f"the prompt has a token id outside the vocabulary of {vocabulary}")
         kind = chosen.drafts_with(request.params)
         drafter = self._drafter(kind) if kind else None
-        depths = tuple(hi for _, hi in split_layers(self._layers, stages, allow_empty=True))
+        depths = tuple(hi for _, hi in stage_ranges(self._model.stages, stages, allow_empty=True))
         pipeline = Pipeline(stages, depths, passes(kind) if kind else 1.0)
         return Coordinator(request, lambda ledger: chosen(request.params, ledger, pipeline), drafter,
                            self.head, clock, session, epoch)
@@ -89,6 +89,7 @@ class DraftDevice:
 
     def _drafter(self, kind: str) -> Drafter:
         if kind not in self._drafters:
-            embedding = load_embedding(self._model_dir / "target", self._dtype)
-            self._drafters[kind] = load_drafter(kind, self._model_dir, self._lm_head, embedding, self._dtype)
+            embedding = load_embedding(self._model.target, self._dtype)
+            self._drafters[kind] = load_drafter(kind, self._model.parts, self._lm_head, embedding,
+                                                self._dtype)
         return self._drafters[kind]

@@ -34,6 +34,7 @@ from flowspec_edge.messages import (
     Shutdown,
     Tap,
 )
+from flowspec_edge.modeldir import ModelDir
 from flowspec_edge.runtime.children import Children
 from flowspec_edge.runtime.coordinator import Coordinator
 from flowspec_edge.runtime.device0 import DraftDevice
@@ -43,7 +44,7 @@ from flowspec_edge.runtime.local import Addresses, LocalPlan, Loopback, Site, fa
 from flowspec_edge.runtime.members import Members
 from flowspec_edge.runtime.request import OnTokens, Request, Result
 from flowspec_edge.runtime.workerconfig import Dtype
-from flowspec_edge.stage.shard import load_config, split_layers
+from flowspec_edge.stage.shard import stage_ranges
 from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import strategy_class
@@ -88,10 +89,10 @@ class ProcessCluster:
         UsageError if the model cannot be cut into so many stages, or encryption is not to be had,
         before anything is started; PeerLost if a stage does not come up.
         """
-        target = Path(model_dir) / "target"
+        weights = ModelDir(Path(model_dir)).stages
         parse_dtype(dtype)
         grouped = parallelism != "pipeline"
-        split_layers(load_config(target).num_hidden_layers, stages, allow_empty=grouped)
+        stage_ranges(weights, stages, allow_empty=grouped)
         if grouped and encrypted:
             raise UsageError(f"{parallelism}: collectives cannot be encrypted; "
                              "use a pipeline, or a network that you trust")
@@ -131,7 +132,7 @@ class ProcessCluster:
                 if emulation and emulate:
                     emulation.save(emulate)
                 fair = threads or fair_threads(stages)
-                self._children.start(plan.configs(self._hub.endpoint, self._output.endpoint, target,
+                self._children.start(plan.configs(self._hub.endpoint, self._output.endpoint, weights,
                                                   cast(Dtype, dtype), fair, parallelism, emulate),
                                      within=place.command if site else None)
                 undo.callback(torch.set_num_threads, self._threads)

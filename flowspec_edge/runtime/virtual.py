@@ -20,6 +20,7 @@ from pathlib import Path
 
 from flowspec_edge.config import Profile
 from flowspec_edge.messages import Cancel, Credit, Open, Output, Prune, Segment, Tap
+from flowspec_edge.modeldir import ModelDir
 from flowspec_edge.runtime.collectives import tensor_bytes
 from flowspec_edge.runtime.coordinator import Coordinator, Task, Verify
 from flowspec_edge.runtime.device0 import DraftDevice
@@ -184,7 +185,7 @@ class VirtualCluster:
         self.devices = profile if isinstance(profile, Devices) else Devices.even(profile, stages)
         self._device0 = DraftDevice(model_dir, dtype)
         self._stages = stages
-        self._target, self._dtype = model_dir / "target", dtype
+        self._target, self._dtype = ModelDir(model_dir).stages, dtype
         self._engines: dict[int, list[StageEngine]] = {}  # by how many the model is cut into
         self._session = 0
         self.spans = []

@@ -86,6 +86,11 @@ def split_layers(layers: int, stages: int, allow_empty: bool = False) -> list[tu
     return even_runs(layers, stages)
 
 
+def stage_ranges(model_dir: Path | str, stages: int, allow_empty: bool = False) -> list[tuple[int, int]]:
+    """The layers [lo, hi) of each stage: an even split; errors as :func:`split_layers`."""
+    return split_layers(load_config(model_dir).num_hidden_layers, stages, allow_empty)
+
+
 def even_runs(total: int, parts: int) -> list[tuple[int, int]]:
     """Cut [0, total) into runs [lo, hi), the first ones one longer; with more parts the last are empty."""
     size, longer = divmod(total, parts)
