@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flowspec_edge.errors import UsageError
+from flowspec_edge.positions import position_limit
 from flowspec_edge.resources import resource_dir
 
 DEMO = "demo"
@@ -89,8 +90,8 @@ class ModelDir:
 
     @property
     def max_positions(self) -> int:
-        """Tokens of prompt and answer together that the target was made for."""
-        return int(self.config["max_position_embeddings"])
+        """Tokens of prompt and answer together that the target was made for and stages can run."""
+        return position_limit(self.config)
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:

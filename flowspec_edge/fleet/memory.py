@@ -20,6 +20,7 @@ from transformers import LlamaConfig
 from flowspec_edge.drafting.eagle_checkpoint import head_config, head_skeleton
 from flowspec_edge.errors import UsageError
 from flowspec_edge.modeldir import resolve_model, shipped_models
+from flowspec_edge.positions import position_limit
 from flowspec_edge.stage.checkpoint import Checkpoint, check_shape
 from flowspec_edge.stage.shard import load_config, skeleton
 
@@ -94,7 +95,7 @@ def model_bytes(name_or_path: str, dtype: PlanDtype) -> ModelBytes:
     weights.
     """
     path, target, draft = _locate(name_or_path)
-    config = load_config(target)
+    config = load_config(target, quantised=True)
     if getattr(config, "quantization_config", None) is not None:
         raise UsageError(f"{target} is a quantised checkpoint: give the 16 bit one, and --dtype int4")
     core = skeleton(config)
@@ -108,7 +109,7 @@ def model_bytes(name_or_path: str, dtype: PlanDtype) -> ModelBytes:
     return ModelBytes(
         name=path.resolve().name, dtype=dtype, layers=int(config.num_hidden_layers),
         hidden_width=int(config.hidden_size), vocabulary=vocabulary,
-        max_positions=int(config.max_position_embeddings),
+        max_positions=position_limit(config.to_dict()),
         layer=max(_layer(layer, dtype) for layer in core.layers),
         embedding=matrix, norm=_numel(core.norm.parameters()) * width, lm_head=matrix,
         draft=_numel(head.parameters()) * width - looked_up, draft_embedding=looked_up,

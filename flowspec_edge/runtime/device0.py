@@ -37,8 +37,8 @@ class DraftDevice:
         self._model = ModelDir(model_dir)
         self._dtype = dtype
         self._lm_head = load_lm_head(self._model.target, dtype)
-        config = load_config(self._model.target)
-        self._limit = int(config.max_position_embeddings)
+        load_config(self._model.target)  # refuses what stages cannot run
+        self._limit = self._model.max_positions
         self._drafters: dict[str, Drafter] = {}
 
     def head(self, hidden: Payload) -> NDArray[np.float32]:

@@ -16,13 +16,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.stage import attention
+from flowspec_edge.stage import attention, families
 from flowspec_edge.stage.checkpoint import Checkpoint, check_shape, digest
 from flowspec_edge.tensors import parse_dtype
-
-# Families whose forward is: embed, then layers with one full-attention mask, then norm, with
-# nothing between them.  A family belongs here once tests/stage compares it with transformers.
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,24 +93,21 @@ def even_runs(total: int, parts: int) -> list[tuple[int, int]]:
     return list(pairwise(i * size + min(i, longer) for i in range(parts + 1)))
 
 
-def load_config(model_dir: Path | str) -> Any:
+def load_config(model_dir: Path | str, quantised: bool = False) -> Any:
     """transformers' configuration of the model in ``model_dir``.
 
-    UsageError if there is none or if stages cannot run its architecture.
+    UsageError if there is none or if stages cannot run such a model (``stage.families``); weights that
+    somebody else has quantised only with ``quantised``: they must be sharded first.
     """
     path = Path(model_dir) / "config.json"
     if not path.is_file():
         raise UsageError(f"no model at {model_dir}: config.json is missing")
     try:
-        config = AutoConfig.from_pretrained(model_dir)
+        config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).split("\n", 1)[0]
         raise UsageError(f"{path} is not a model configuration: {reason}") from error
-    if config.model_type not in ARCHITECTURES:
-        raise UsageError(f"{path}: stages cannot run {config.model_type!r} models, "
-                         f"only {', '.join(ARCHITECTURES)}")
-    if _sliding(config):
-        raise UsageError(f"{path}: sliding-window attention is not supported")
+    families.check(config, path, quantised)
     return config
 
 
@@ -206,10 +199,3 @@ def laid_out(weight: Tensor) -> Tensor:
     if weight.device.type == "cpu" and weight.dtype == torch.float32:
         return weight.t().contiguous().t()
     return weight
-
-
-def _sliding(config: Any) -> bool:
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        return any(kind != "full_attention" for kind in kinds)
-    return getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)

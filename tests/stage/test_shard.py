@@ -154,7 +154,6 @@ def test_no_model(tmp_path: Path, copy: Path) -> None:
     ("{}", "is not a model configuration"),
     ('{"model_type": "no-such-thing"}', "is not a model configuration"),
     ('{"model_type": "gemma"}', "stages cannot run 'gemma' models, only llama"),
-    ('{"model_type": "mistral", "sliding_window": 16}', "sliding-window attention is not supported"),
 ])
 def test_configurations_that_cannot_run(copy: Path, content: str, complaint: str) -> None:
     (copy / "config.json").write_text(content)
