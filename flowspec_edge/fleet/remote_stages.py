@@ -63,7 +63,7 @@ class RemoteStages:
                  parallelism: Parallelism = "pipeline", encrypted: bool = True, threads: int = 0) -> None:
         """Start them; that they are up is D0's to find out.
 
-        model      the model's directory on the boards, the same on all; its target part is loaded
+        model      the model's directory on the boards, the same on all; of a sharded one its part is enough
         encrypted  CURVE on every link, with keys made for this run
         threads    of torch in each stage; 0 leaves its default
 
@@ -81,7 +81,7 @@ class RemoteStages:
                 keys.save(pair, directory / f"key{place}")
             self.addresses = _addresses(inventory, pairs, directory / "key0")
             configs = _configs(inventory, self.addresses, pairs, {
-                "model": f"{model.rstrip('/')}/target", "dtype": dtype, "threads": threads,
+                "model": model, "dtype": dtype, "threads": threads,
                 "parallelism": parallelism})
             for device, config in zip(inventory.verify, configs, strict=True):
                 key = (directory / f"key{config.stage}").read_text(encoding="ascii") if pairs else ""

@@ -89,10 +89,9 @@ class ProcessCluster:
         UsageError if the model cannot be cut into so many stages, or encryption is not to be had,
         before anything is started; PeerLost if a stage does not come up.
         """
-        weights = ModelDir(Path(model_dir)).stages
         parse_dtype(dtype)
         grouped = parallelism != "pipeline"
-        stage_ranges(weights, stages, allow_empty=grouped)
+        stage_ranges(ModelDir(Path(model_dir)).stages, stages, allow_empty=grouped)
         if grouped and encrypted:
             raise UsageError(f"{parallelism}: collectives cannot be encrypted; "
                              "use a pipeline, or a network that you trust")
@@ -132,7 +131,7 @@ class ProcessCluster:
                 if emulation and emulate:
                     emulation.save(emulate)
                 fair = threads or fair_threads(stages)
-                self._children.start(plan.configs(self._hub.endpoint, self._output.endpoint, weights,
+                self._children.start(plan.configs(self._hub.endpoint, self._output.endpoint, Path(model_dir),
                                                   cast(Dtype, dtype), fair, parallelism, emulate),
                                      within=place.command if site else None)
                 undo.callback(torch.set_num_threads, self._threads)

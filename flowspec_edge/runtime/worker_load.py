@@ -7,9 +7,12 @@ been found right, a nursery before it forks.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from flowspec_edge.messages import Hello
+from flowspec_edge.modeldir import ModelDir
 from flowspec_edge.runtime.emulated_group import EmulatedGroup, GroupCharge
 from flowspec_edge.runtime.emulation import Charge, EmulatedEngine, Emulation, charge_of
 from flowspec_edge.runtime.engine import Engine
@@ -26,20 +29,21 @@ def load_engine(config: WorkerConfig, emulation: Emulation | None) -> tuple[Engi
     if config.threads:
         torch.set_num_threads(config.threads)
     rank, stages = config.stage - 1, config.stages
+    weights = ModelDir(Path(config.model)).stages
     charge: Charge | None = (
         charge_of(emulation.devices, config.parallelism, config.stage) if emulation else None)
     shard: Shard
     engine: Engine
     if config.parallelism == "pipeline":
-        shard = load_shard(config.model, rank, stages, config.dtype, config.device)
+        shard = load_shard(weights, rank, stages, config.dtype, config.device)
         engine = StageEngine(shard)
     else:
         group: Group = GlooGroup(rank, stages, config.group, config.interface, config.group_within_s)
         if emulation and emulation.links == "real":
             profile = emulation.devices.stages[rank]
-            wide = group = EmulatedGroup(group, profile, load_config(config.model).num_hidden_layers)
+            wide = group = EmulatedGroup(group, profile, load_config(weights).num_hidden_layers)
             charge = GroupCharge(wide, profile, overlaps=config.parallelism == "galaxy")
-        rank_shard = load_tensor_shard(config.model, config.parallelism, group, config.dtype, config.device)
+        rank_shard = load_tensor_shard(weights, config.parallelism, group, config.dtype, config.device)
         shard, engine = rank_shard, TensorEngine(rank_shard, group)
     if emulation and charge:
         engine = EmulatedEngine(engine, charge, emulation.devices.layers[rank],

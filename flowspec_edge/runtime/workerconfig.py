@@ -25,7 +25,7 @@ class WorkerConfig(Strict):
     instance: Text  # the identity on the control channel; unique in the cluster
     stage: Annotated[int, Field(ge=1)]
     stages: Annotated[int, Field(ge=1)]
-    model: Text  # directory of the target model
+    model: Text  # the model's directory; of a sharded one the stage's own part is enough
     dtype: Dtype = "fp32"
     device: Text = "cpu"
     threads: Annotated[int, Field(ge=0)] = 0  # of torch; 0 leaves its default
