@@ -21,6 +21,18 @@ from flowspec_edge.errors import UsageError
 Rank = Literal["draft", "noise"]
 
 
+@dataclass(frozen=True, eq=False)
+class DraftVocabulary:
+    """The tokens that a draft model can name, where they are only a part of the target's.
+
+    ids         [D]  int64, distinct: the target's id of each
+    vocabulary  V, the target's tokens
+    """
+
+    ids: NDArray[np.int64]
+    vocabulary: int
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """A request's sampling parameters; ``temperature`` 0 is greedy, ``top_k`` 0 keeps all."""
@@ -97,13 +109,16 @@ def choose(logits: NDArray[np.floating], positions: NDArray[np.integer], samplin
 
 
 def rank_children(logits: NDArray[np.floating], positions: NDArray[np.integer], k: int,
-                  sampling: Sampling, rank: Rank, tau: float = 0.6
+                  sampling: Sampling, rank: Rank, tau: float = 0.6, drafted: DraftVocabulary | None = None
                   ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
     """The k best children of each row in falling order: ids int32 [n, k], log scores float64 [n, k].
 
     ``rank="draft"``: by the draft's confidence, log softmax(logits) (EAGLE-2).
     ``rank="noise"``: by log q + g with the very noise the target will be sampled with; scores are
     log softmax((log q + g) / tau).  Greedy sampling has no noise, so both are the same there.
+
+    ``logits`` are over all tokens, [n, V], or over those of ``drafted`` only, [n, D]: then q is 0
+    elsewhere, and g is still the target's.  The ids returned are always the target's.
     """
     noisy = rank == "noise" and not sampling.greedy
     x = logits.astype(np.float64)
@@ -111,14 +126,19 @@ def rank_children(logits: NDArray[np.floating], positions: NDArray[np.integer], 
         x = x / sampling.temperature
         x = x - _logsumexp(x)
         for i, position in enumerate(positions):
-            x[i] += gumbel(sampling.seed, int(position) + 1, x.shape[-1])
+            if drafted is None:
+                x[i] += gumbel(sampling.seed, int(position) + 1, x.shape[-1])
+            else:
+                x[i] += gumbel(sampling.seed, int(position) + 1, drafted.vocabulary)[drafted.ids]
         x = x / tau
     k = min(k, x.shape[-1])
     best = np.argpartition(x, -k, axis=-1)[:, -k:]
     score = np.take_along_axis(x, best, axis=-1) - _logsumexp(x)
     order = np.argsort(-score, axis=-1, kind="stable")
-    return (np.take_along_axis(best, order, axis=-1).astype(np.int32),
-            np.take_along_axis(score, order, axis=-1))
+    tokens = np.take_along_axis(best, order, axis=-1)
+    if drafted is not None:
+        tokens = drafted.ids[tokens]
+    return tokens.astype(np.int32), np.take_along_axis(score, order, axis=-1)
 
 
 def _logsumexp(x: NDArray[np.float64]) -> NDArray[np.float64]:

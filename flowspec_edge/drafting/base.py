@@ -16,7 +16,14 @@ from flowspec_edge.tree.requests import DraftRequest, Expansion
 
 
 class Drafter(Protocol):
-    """One draft model, one session at a time."""
+    """One draft model, one session at a time.
+
+    ``taps``: after how many layers it must know the hidden state of every row whose successor is
+    committed; :meth:`commit` comes after the :meth:`tap` calls with these.  Empty for most.
+    """
+
+    @property
+    def taps(self) -> tuple[int, ...]: ...
 
     def reset(self, sampling: Sampling, rank: Rank, tau: float) -> None:
         """Forget everything; rank the children of the coming session like this."""
@@ -33,4 +40,5 @@ class Drafter(Protocol):
         """One forward pass: everything committed since the last one, and the request's nodes."""
 
     def tap(self, message: Tap) -> None:
-        """Hidden states of an inner layer, for drafters that asked for them (others ignore)."""
+        """Hidden states of an inner layer, for drafters that asked for them (others ignore), be it
+        with ``taps`` or because their strategy asks."""

@@ -11,7 +11,8 @@ not computed yet; the text's rows always have true features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 import torch
@@ -29,7 +30,7 @@ from flowspec_edge.drafting.tree_cache import CacheShape
 from flowspec_edge.drafting.tree_drafter import TreeDrafter
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Payload
-from flowspec_edge.sampling import Rank, Sampling
+from flowspec_edge.sampling import DraftVocabulary, Rank, Sampling
 from flowspec_edge.tensors import to_torch
 from flowspec_edge.tree.requests import DraftNode
 
@@ -88,28 +89,39 @@ class EagleHead(nn.Module):
         return out
 
 
-class EagleDrafter(TreeDrafter):
-    """Drafts with an EAGLE-1/2 head.
+class HeadDrafter(TreeDrafter):
+    """What drafting with a head of either kind has in common: rows that pair a state with a token.
 
-    ``lm_head`` is the target's, [V, H], of the head's dtype and on its device; ``head`` already
-    has its embedding (:func:`flowspec_edge.drafting.load.load_drafter` puts both together).
+    ``head`` is a module that is called like :meth:`EagleHead.forward`, with its ``config`` and
+    ``fc``; it already has its embedding.  The rest is :class:`TreeDrafter`'s.
     """
 
-    def __init__(self, head: EagleHead, lm_head: Tensor) -> None:
+    def __init__(self, head: nn.Module, logits: Callable[[Tensor], Tensor],
+                 drafted: DraftVocabulary | None = None) -> None:
         self._head = head.eval().requires_grad_(False)
-        self._features: list[Tensor] = []
-        config, weight = head.config, head.fc.weight
+        self._states: list[Tensor] = []  # of queued text rows, [n, width] each, in their order
+        config: LlamaConfig = head.config
+        fc = cast(nn.Linear, head.fc)
+        self._dtype, self._device = fc.weight.dtype, fc.weight.device
         shape = CacheShape(
             layers=1,
             kv_heads=config.num_key_value_heads or config.num_attention_heads,
             head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
-            dtype=weight.dtype, device=weight.device,
+            dtype=self._dtype, device=self._device, window=config.max_position_embeddings,
         )
-        super().__init__(shape, lambda outputs: F.linear(outputs, lm_head))
+        super().__init__(shape, logits, drafted)
 
     def reset(self, sampling: Sampling, rank: Rank, tau: float) -> None:
         super().reset(sampling, rank, tau)
-        self._features.clear()
+        self._states.clear()
+
+    @abstractmethod
+    def _known(self, features: Payload, rows: Sequence[int]) -> Tensor:
+        """What text rows are made of: for each row that ``features`` and ``rows`` name, [n, width]."""
+
+    @abstractmethod
+    def _enter(self, known: Tensor) -> Tensor:
+        """[n, width] of text rows as the head takes it: [n, H]."""
 
     def commit(self, tokens: Sequence[int], features: Payload | None, rows: Sequence[int] = ()) -> None:
         if features is None:
@@ -122,21 +134,40 @@ class EagleDrafter(TreeDrafter):
                 f"{len(tokens)} committed tokens need as many features after the text's first "
                 f"token, not {len(features.array)} after {self._text_length}"
             )
-        weight = self._head.fc.weight
-        self._features.append(to_torch(features).to(weight.device, weight.dtype))
+        if not tokens:
+            return
+        self._states.append(self._known(features, rows))
         self._queue.extend(tokens)
         self._text_length += len(tokens)
 
     def _rows(self, text: list[int], nodes: list[DraftNode], mask: Tensor) -> Tensor:
-        features = [*self._features, *(self._outputs[node.parent][None] for node in nodes)]
-        self._features.clear()
+        entering = [self._enter(torch.cat(self._states))] if text else []
+        entering += [self._outputs[node.parent][None] for node in nodes]
+        self._states.clear()
         start = self._cache.committed - len(text)
         device = mask.device
         tokens = torch.tensor([[*text, *(node.token for node in nodes)]], device=device)
         # Text rows stand at 0, 1, ...: row i holds token i + 1.  So a node's row is one below it.
         positions = [*range(start, start + len(text)), *(node.position - 1 for node in nodes)]
         out: Tensor = self._head(
-            torch.cat(features)[None], tokens, torch.tensor([positions], device=device),
+            torch.cat(entering)[None], tokens, torch.tensor([positions], device=device),
             mask[None, None], self._cache,
         )
         return out[0]
+
+
+class EagleDrafter(HeadDrafter):
+    """Drafts with an EAGLE-1/2 head.
+
+    ``lm_head`` is the target's, [V, H], of the head's dtype and on its device; ``head`` already
+    has its embedding (:func:`flowspec_edge.drafting.load.load_drafter` puts both together).
+    """
+
+    def __init__(self, head: EagleHead, lm_head: Tensor) -> None:
+        super().__init__(head, lambda outputs: F.linear(outputs, lm_head))
+
+    def _known(self, features: Payload, rows: Sequence[int]) -> Tensor:
+        return to_torch(features).to(self._device, self._dtype)
+
+    def _enter(self, known: Tensor) -> Tensor:
+        return known

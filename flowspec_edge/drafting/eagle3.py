@@ -7,10 +7,18 @@ Row i pairs h_i, fused from three inner states of token i, with token i + 1 and 
 i.  Its output approximates h_{i+1}; after the head's own norm and lm_head it ranks the children of
 token i + 1, over a draft vocabulary that may be a part of the target's.  A tree row takes its
 parent's *output*, before the norm, in place of the states that the target has not computed yet.
+
+How the states come.  The stages that compute them send them to D0 in Tap messages: in 16 bit three
+times 2 bytes a value, each over one link, beside the segment's own way.  fc is linear, so every stage
+could instead add its share to an accumulator that travels with the segment; but sums of shares need
+float32, so that is 4 bytes a value on each of up to N hops, from two stages on more than the 6 bytes
+of the taps, and on the way that the next token waits for: a hop would carry three times the bytes of
+the hidden states alone.  And each stage would hold its columns of fc.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -23,7 +31,11 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from flowspec_edge.drafting.eagle import KeyValues
+from flowspec_edge.drafting.eagle import HeadDrafter, KeyValues
+from flowspec_edge.errors import ProtocolError
+from flowspec_edge.messages import Payload, Tap
+from flowspec_edge.sampling import DraftVocabulary, Rank, Sampling
+from flowspec_edge.tensors import to_torch
 
 CAPTURED = 3  # inner states of the target that a row is fused from
 
@@ -110,3 +122,47 @@ class Eagle3Head(nn.Module):
         """int64 [draft_vocab]: the target's id of each draft token."""
         ids = torch.arange(self.config.draft_vocab_size, device=self.lm_head.weight.device)
         return ids + self.d2t if "d2t" in self._buffers else ids
+
+
+class Eagle3Drafter(HeadDrafter):
+    """Drafts with an EAGLE-3 head.
+
+    ``layers``: after how many of the target's layers its three states are captured, in the order in
+    which ``fc`` takes them; a layer may be named twice.
+    """
+
+    def __init__(self, head: Eagle3Head, layers: Sequence[int]) -> None:
+        self._layers = tuple(layers)
+        self.taps = tuple(sorted(set(layers)))
+        self._tapped: dict[int, dict[int, Tensor]] = {}  # number -> layer -> state [target_H]
+        drafted = None
+        if head.config.draft_vocab_size != head.config.vocab_size:
+            drafted = DraftVocabulary(head.target_ids().cpu().numpy(), head.config.vocab_size)
+        self._fuse = head.fuse
+        super().__init__(head, head.logits, drafted)
+
+    def reset(self, sampling: Sampling, rank: Rank, tau: float) -> None:
+        super().reset(sampling, rank, tau)
+        self._tapped.clear()
+
+    def tap(self, message: Tap) -> None:
+        if message.layer in self.taps:
+            states = to_torch(message.hidden).to(self._device, self._dtype)
+            for number, state in zip(message.numbers.tolist(), states, strict=True):
+                self._tapped.setdefault(number, {})[message.layer] = state
+
+    def _known(self, features: Payload, rows: Sequence[int]) -> Tensor:
+        known = torch.stack([torch.cat([self._state(row, layer) for layer in self._layers]) for row in rows])
+        # Nothing older can predict a token any more.
+        self._tapped = {n: states for n, states in self._tapped.items() if n >= rows[-1]}
+        return known
+
+    def _state(self, row: int, layer: int) -> Tensor:
+        state = self._tapped.get(row, {}).get(layer)
+        if state is None:
+            raise ProtocolError(f"the state of row {row} after {layer} layers is missing: a token that it "
+                                "predicted was committed before its taps came")
+        return state
+
+    def _enter(self, known: Tensor) -> Tensor:
+        return self._fuse(known)

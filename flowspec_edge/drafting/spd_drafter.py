@@ -34,6 +34,8 @@ class SpdDrafter:
     taps that are late or lost make the drafts worse and nothing else.
     """
 
+    taps: tuple[int, ...] = ()  # none that it must have: its strategy asks for what it can use
+
     def __init__(self, module: SpdModule, embedding: Tensor) -> None:
         self._module = module.eval().requires_grad_(False)
         self._embedding = embedding

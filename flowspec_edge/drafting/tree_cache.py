@@ -22,13 +22,18 @@ _FIRST_CAPACITY = 256
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What one cache must hold: ``layers`` pairs of [1, kv_heads, capacity, head_dim]."""
+    """What one cache must hold: ``layers`` pairs of [1, kv_heads, capacity, head_dim].
+
+    ``window``: how many rows a row may see, itself included, the nearest ones; None: all.  Rotary
+    positions are relative, so a model never meets a distance that it was not trained for.
+    """
 
     layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    window: int | None = None
 
 
 class TreeCache:
@@ -106,10 +111,16 @@ class TreeCache:
         mask[:, :start] = True
         mask[:text, start : self.committed] = np.tri(text, dtype=bool)
         mask[text:, start : self.committed] = True
+        window = self._shape.window or self._used
+        for row in range(max(0, window - start), text):
+            mask[row, : start + row + 1 - window] = False
         for row, (node, _) in enumerate(nodes, start=text):
-            while node in self._slot:  # up to, and not including, the root
+            depth = 0  # below the root
+            while node in self._slot and depth < window:  # up to, and not including, the root
                 mask[row, self._slot[node]] = True
                 node = self._parent[node]
+                depth += 1
+            mask[row, : max(0, self.committed + depth - window)] = False
         return mask
 
     def _compact(self, first: int, count: int) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from flowspec_edge.drafting.tree_cache import CacheShape, TreeCache
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Payload, Tap
-from flowspec_edge.sampling import Rank, Sampling, rank_children
+from flowspec_edge.sampling import DraftVocabulary, Rank, Sampling, rank_children
 from flowspec_edge.tree.requests import DraftNode, DraftRequest, Expansion
 
 _NO_ROOT = -2  # no node has this id (-1 is the root's parent)
@@ -29,10 +29,14 @@ _NO_ROOT = -2  # no node has this id (-1 is the root's parent)
 class TreeDrafter(ABC):
     """Implements :class:`flowspec_edge.drafting.base.Drafter` on one model's rows."""
 
-    def __init__(self, shape: CacheShape, logits: Callable[[Tensor], Tensor]) -> None:
-        """``logits`` maps row outputs [n, H] to logits [n, V]."""
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, shape: CacheShape, logits: Callable[[Tensor], Tensor],
+                 drafted: DraftVocabulary | None = None) -> None:
+        """``logits`` maps row outputs [n, H] to logits [n, V], or [n, D] over the ``drafted`` tokens."""
         self._cache = TreeCache(shape)
         self._logits = logits
+        self._drafted = drafted
         self.reset(Sampling(), "draft", 1.0)
 
     def reset(self, sampling: Sampling, rank: Rank, tau: float) -> None:
@@ -67,7 +71,7 @@ class TreeDrafter(ABC):
         return self._rank(request)
 
     def tap(self, message: Tap) -> None:
-        """Inner hidden states are of no use to these drafters."""
+        """Inner hidden states are of no use to most drafters."""
         return
 
     def _reroot(self, root: int) -> None:
@@ -97,6 +101,6 @@ class TreeDrafter(ABC):
         positions = np.fromiter((node.position for node in request.nodes), np.int64)
         sampling, rank, tau = self._ranking
         tokens, scores = rank_children(
-            logits.float().cpu().numpy(), positions, request.children, sampling, rank, tau
+            logits.float().cpu().numpy(), positions, request.children, sampling, rank, tau, self._drafted
         )
         return Expansion(tokens, scores)

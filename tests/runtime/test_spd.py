@@ -130,6 +130,8 @@ def test_taps_are_every_boundary_and_its_half(depths: tuple[int, ...], taps: tup
 class Witness:
     """A drafter that writes down when it was shown a tap and when it was asked."""
 
+    taps = ()
+
     def __init__(self) -> None:
         self.seen: list[str | int] = []
 
