@@ -1,0 +1,78 @@
+"""Tiny checkpoints of every family that stages run, one for each feature that sets it apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import tiny_llama, tiny_model
+from tiny_dir import tiny_spd
+from transformers import LlamaConfig
+
+from flowspec_edge.drafting.eagle import EagleHead
+from flowspec_edge.drafting.eagle_checkpoint import save_head
+
+VOCAB = 61
+WINDOW = 40
+
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+           "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+
+# Name -> (transformers' model type, what its configuration has besides the usual).
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama-llama3": ("llama", {"rope_parameters": _LLAMA3}),
+    "llama-yarn": ("llama", {"rope_parameters": _YARN}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-mha": ("llama", {"num_key_value_heads": 4}),
+    "llama-mqa": ("llama", {"num_key_value_heads": 1}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-window": ("mistral", {"sliding_window": WINDOW}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
+    "qwen3": ("qwen3", {"head_dim": 24}),
+    "qwen3-tied-yarn": ("qwen3", {"head_dim": 24, "tie_word_embeddings": True, "rope_parameters": _YARN}),
+}
+
+
+def family_model(name: str, path: Path, layers: int = 4, hidden: int = 32, vocab: int = VOCAB) -> Path:
+    """Write a random model of ``FAMILIES[name]`` (fp32) to ``path``; returns it."""
+    family, extra = FAMILIES[name]
+    tiny_model(family, path, layers=layers, hidden=hidden, vocab=vocab, **extra)
+    _shake(path / "model.safetensors")
+    return path
+
+
+def family_dir(name: str, path: Path) -> Path:
+    """A whole model directory around it, with random draft parts; returns ``path``.
+
+    The plain Llama drafts for itself, so every draft of its small model is right.
+    """
+    family_model(name, path / "target")
+    if name == "llama":
+        (path / "draft-lm").symlink_to(path / "target")
+    else:
+        tiny_llama(path / "draft-lm", layers=1, hidden=32, vocab=VOCAB, seed=2)
+    config = LlamaConfig(vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+                         num_attention_heads=4, num_key_value_heads=2, bias=True)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        save_head(EagleHead(config), path / "eagle2", torch.float32)
+    tiny_spd(path)
+    return path
+
+
+def _shake(path: Path) -> None:
+    """Norms and biases away from one and zero, where a fresh model has them and hides their absence."""
+    tensors = load_file(path)
+    generator = torch.Generator().manual_seed(5)
+    for name in sorted(tensors):
+        if tensors[name].ndim == 1:
+            tensors[name] += 0.3 * torch.randn(tensors[name].shape, generator=generator)
+    save_file(tensors, path, metadata={"format": "pt"})

@@ -1,0 +1,153 @@
+"""Every family that stages run, against transformers' unsharded model; and those they refuse."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from familykit import FAMILIES, VOCAB, WINDOW, family_model
+from stagekit import Book, engines, random_tokens, through
+from tiny import tiny_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from flowspec_edge.errors import UsageError
+from flowspec_edge.messages import Output
+from flowspec_edge.positions import position_limit
+from flowspec_edge.stage.shard import load_config, load_lm_head
+from flowspec_edge.tensors import to_torch
+
+TEXT = random_tokens(24, VOCAB, seed=3)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("families")
+    return {name: family_model(name, base / name) for name in FAMILIES}
+
+
+class Reference:
+    """transformers' logits for the last token of a text: [V]."""
+
+    def __init__(self, path: Path, dtype: torch.dtype) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+        self._known: dict[tuple[int, ...], Tensor] = {}
+
+    @torch.inference_mode()
+    def logits(self, text: tuple[int, ...]) -> Tensor:
+        if text not in self._known:
+            rows = self._model(torch.tensor([text]), use_cache=False).logits[0].float()
+            self._known.update({text[: n + 1]: row for n, row in enumerate(rows)})
+        return self._known[text]
+
+
+@lru_cache(maxsize=2)
+def reference(path: Path, dtype: torch.dtype = torch.float32) -> Reference:
+    found = Reference(path, dtype)
+    found.logits(tuple(TEXT))  # and with it those of all its beginnings
+    return found
+
+
+def run(path: Path, stages: int, dtype: str = "fp32") -> list[tuple[tuple[int, ...], Tensor]]:
+    """(text, logits [V]) of a prompt in two pieces and of a random draft tree in two segments."""
+    book, chain, rng = Book(), engines(path, stages, dtype), np.random.default_rng(0)
+    head = load_lm_head(path, dtype)
+    found = []
+
+    def collect(output: Output) -> None:
+        rows = (to_torch(output.hidden) @ head.mT).float()
+        found.extend((book.paths[n], row) for n, row in zip(output.numbers.tolist(), rows, strict=True))
+
+    collect(through(chain, book.text(TEXT[:17]))[1])
+    collect(through(chain, book.text(TEXT[17:]))[1])
+    nodes = book.committed[-1:]
+    for _ in range(2):
+        for _ in range(5):
+            parent = nodes[int(rng.integers(len(nodes)))]
+            nodes.append(book.add(int(rng.integers(VOCAB)), parent))
+        collect(through(chain, book.ledger.seal())[1])
+    return found
+
+
+@pytest.mark.parametrize(("name", "stages"), [(name, stages) for name in FAMILIES for stages in (2, 4)])
+def test_logits_are_those_of_transformers(models: dict[str, Path], name: str, stages: int) -> None:
+    exact = reference(models[name])
+    rows = run(models[name], stages)
+    assert len(rows) == len(TEXT) + 10
+    for text, logits in rows:
+        torch.testing.assert_close(logits, exact.logits(text), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "llama-yarn", "mistral-window", "qwen2", "qwen3"])
+def test_bf16_is_as_near_as_transformers_in_bf16(models: dict[str, Path], name: str) -> None:
+    """On average over all rows, within half as much again of transformers' own distance from fp32."""
+    exact, theirs = reference(models[name]), reference(models[name], torch.bfloat16)
+    rows = run(models[name], 2, "bf16")
+    truth = torch.stack([exact.logits(text) for text, _ in rows])
+    ours = (torch.stack([logits for _, logits in rows]) - truth).abs().mean()
+    allowed = (torch.stack([theirs.logits(text) for text, _ in rows]) - truth).abs().mean()
+    assert 0 < ours < 1.5 * allowed
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "qwen2-window"])
+def test_a_sliding_window_is_the_limit(models: dict[str, Path], name: str) -> None:
+    """Up to the window full attention is the same; the row behind it would be another."""
+    text = random_tokens(WINDOW + 1, VOCAB, seed=4)
+    assert position_limit(load_config(models[name]).to_dict()) == WINDOW
+    chain, book, head = engines(models[name], 2), Book(), load_lm_head(models[name], "fp32")
+    logits = to_torch(through(chain, book.text(text))[1].hidden) @ head.mT
+    exact = reference(models[name])
+    torch.testing.assert_close(logits[WINDOW - 1], exact.logits(tuple(text[:WINDOW])), atol=1e-4, rtol=0)
+    assert (logits[WINDOW] - exact.logits(tuple(text))).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(("family", "says"), [
+    ("gemma", "stages cannot run 'gemma' models, only llama, mistral, qwen2, qwen3"),
+    ("mixtral", "stages cannot run 'mixtral' models, only llama"),
+    ("qwen3_moe", "stages cannot run 'qwen3_moe' models, only llama"),
+    ("gpt2", "stages cannot run 'gpt2' models, only llama"),
+])
+def test_other_architectures_are_refused_with_the_list(tmp_path: Path, family: str, says: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    with pytest.raises(UsageError, match=says):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize(("extra", "says"), [
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' .* as the text grows"),
+    ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16,
+                          "long_factor": [2.0] * 16, "original_max_position_embeddings": 64}},
+     "rope type 'longrope' .* one of: default, linear, llama3, yarn"),
+    ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "no rope type 'spiral', only default, linear"),
+    ({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}},
+     "AWQ weights must be converted first: flowspec models shard --model .* --stages N --out DIR"),
+    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "GPTQ weights must be converted first"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "weights quantised with fp8 cannot be read; take"),
+])
+def test_configurations_that_stages_cannot_run(tmp_path: Path, extra: dict[str, object], says: str) -> None:
+    small = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(small | extra))
+    with pytest.raises(UsageError, match=says) as caught:
+        load_config(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_sharder_may_read_a_quantised_configuration(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(
+        {"model_type": "llama", "quantization_config": {"quant_method": "awq", "bits": 4}}))
+    assert load_config(tmp_path, quantised=True).model_type == "llama"
+
+
+def test_layers_of_unknown_kinds_are_refused(tmp_path: Path) -> None:
+    tiny_model("qwen3", tmp_path, layers=2, hidden=32, layer_types=["full_attention", "sliding_attention"],
+               use_sliding_window=True, sliding_window=8)
+    path = tmp_path / "config.json"
+    assert position_limit(load_config(tmp_path).to_dict()) == 8
+    config = json.loads(path.read_text()) | {"layer_types": ["full_attention", "linear_attention"]}
+    path.write_text(json.dumps(config))
+    with pytest.raises(UsageError, match="layers of type linear_attention cannot be run, only full"):
+        load_config(tmp_path)
