@@ -1,27 +1,30 @@
-"""A model directory's safetensors, read tensor by tensor.
+"""A model directory's weights, read piece by piece.
 
-Knows single files and files with an index.  Reads only the tensors it is asked for.  Does not
-know what a tensor is for.
+Knows single files and files with an index, safetensors and, as a fallback, PyTorch's ``.bin``.  Reads
+only what it is asked for, and holds no more than some tens of MB of it (``pieces``).  Does not know
+what a tensor is for.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.stage.weight_files import PICKLED, SAFE, WeightFile, naming, open_weights
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+_INDEX = ".index.json"
 _SAMPLE = 1024  # elements at either end of a tensor that enter the digest
+_PIECE = 8 << 20  # bytes of a tensor that are handed out at a time
+_MAPPED = 4 * _PIECE  # bytes read from a file before it is closed, and its pages are no longer resident
 
 T = TypeVar("T")
 
@@ -36,10 +39,22 @@ class Cut:
     hi: int
 
 
+@dataclass(frozen=True)
+class Stored:
+    """What a file's header says of a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
 class Checkpoint:
     """The tensors of one model directory, by name.
 
-    UsageError if the directory holds no safetensors; FlowspecError for a damaged file or tensor.
+    UsageError if the directory holds no weights; FlowspecError for a damaged file or tensor.
     """
 
     def __init__(self, directory: Path | str) -> None:
@@ -51,13 +66,22 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
+    @property
+    def names(self) -> list[str]:
+        """All tensors, in the order of the files."""
+        return list(self._files)
+
     def tensors(self, names: list[str]) -> dict[str, Tensor]:
         """The named tensors as stored, mapped from disk where the platform can."""
-        return self._read(names, lambda file, name: file.get_tensor(name))
+        return self._read(names, _whole)
 
     def shapes(self, names: list[str]) -> dict[str, torch.Size]:
         """The named tensors' shapes, from the files' headers alone."""
-        return self._read(names, lambda file, name: torch.Size(file.get_slice(name).get_shape()))
+        return self._read(names, lambda file, name: file.shape(name))
+
+    def stored(self, names: list[str]) -> dict[str, Stored]:
+        """The named tensors' shapes and dtypes, from the files' headers alone."""
+        return self._read(names, lambda file, name: Stored(file.shape(name), file.dtype(name)))
 
     def cuts(self, wanted: Mapping[str, Cut]) -> dict[str, Tensor]:
         """A part of each named tensor, as stored; no more than that is read.
@@ -65,50 +89,80 @@ class Checkpoint:
         FlowspecError for a tensor of another shape than its cut says.
         """
 
-        def read(file: Any, name: str) -> Tensor:
-            cut, stored = wanted[name], file.get_slice(name)
-            check_shape(self.directory, name, torch.Size(stored.get_shape()), cut.shape)
+        def read(file: WeightFile, name: str) -> Tensor:
+            cut = wanted[name]
+            check_shape(self.directory, name, file.shape(name), cut.shape)
             index = [slice(None)] * len(cut.shape)
             index[cut.dim] = slice(cut.lo, cut.hi)
-            part: Tensor = stored[tuple(index)]
-            return part
+            return file.cut(name, tuple(index))
 
         return self._read(wanted, read)
 
-    def _read(self, names: Iterable[str], read: Callable[[Any, str], T]) -> dict[str, T]:
+    def pieces(self, name: str, rows: int = 0) -> Iterator[tuple[int, Tensor]]:
+        """Runs of rows of one tensor, in order: (the first row, the rows as stored), together all of it.
+
+        rows  how many at a time; 0 takes as many as make 8 MB
+
+        A piece is mapped and dies with the next one: copy what is to stay.  A tensor without
+        dimensions is one piece.
+        """
+        path = self._path(name)
+        with naming(path):
+            file = open_weights(path)
+            shape, read = file.shape(name), 0
+            row_bytes = prod(shape[1:]) * file.dtype(name).itemsize
+            step = rows or max(1, _PIECE // max(1, row_bytes))
+            for lo in range(0, shape[0] if shape else 1, step):
+                if read + step * row_bytes > _MAPPED:
+                    file, read = open_weights(path), 0
+                yield lo, file.cut(name, (slice(lo, lo + step),) if shape else ())
+                read += step * row_bytes
+
+    def digest(self, names: Iterable[str]) -> str:
+        """The :func:`digest` of the named tensors, of which no more than both ends are read."""
+        return _digest(self._read(list(names), _ends))
+
+    def _read(self, names: Iterable[str], read: Callable[[WeightFile, str], T]) -> dict[str, T]:
         """``read`` each tensor from its file, every file opened once."""
         by_file: dict[Path, list[str]] = {}
         for name in names:
-            if name not in self._files:
-                raise FlowspecError(f"{self.directory} has no tensor {name}: "
-                                    "the checkpoint is incomplete, or not of this architecture")
-            by_file.setdefault(self._files[name], []).append(name)
+            by_file.setdefault(self._path(name), []).append(name)
         found: dict[str, T] = {}
         for path, wanted in by_file.items():
-            try:
-                with safe_open(path, framework="pt") as file:
-                    for name in wanted:
-                        found[name] = read(file, name)
-            except (SafetensorError, OSError) as error:
-                raise _damaged(path, error) from error
+            with naming(path):
+                file = open_weights(path)
+                for name in wanted:
+                    found[name] = read(file, name)
         return {name: found[name] for name in names}
+
+    def _path(self, name: str) -> Path:
+        if name not in self._files:
+            raise FlowspecError(f"{self.directory} has no tensor {name}: "
+                                "the checkpoint is incomplete, or not of this architecture")
+        return self._files[name]
 
     def _locate(self) -> dict[str, Path]:
         """Tensor name -> file."""
-        single, index = self.directory / _SINGLE, self.directory / _INDEX
-        if index.is_file():
-            try:
-                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-                return {name: self.directory / file for name, file in weight_map.items()}
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise FlowspecError(f"{index} is not a safetensors index: {error!r}") from error
-        if not single.is_file():
-            raise UsageError(f"no model at {self.directory}: neither {_SINGLE} nor {_INDEX} is there")
+        for single in (SAFE, PICKLED):
+            index, path = self.directory / f"{single}{_INDEX}", self.directory / single
+            if index.is_file():
+                return self._indexed(index)
+            if path.is_file():
+                with naming(path):
+                    return dict.fromkeys(open_weights(path).names(), path)
+        raise UsageError(f"no model at {self.directory}: neither {SAFE} nor {SAFE}{_INDEX} nor {PICKLED} "
+                         "is there")
+
+    def _indexed(self, index: Path) -> dict[str, Path]:
         try:
-            with safe_open(single, framework="pt") as file:
-                return dict.fromkeys(file.keys(), single)
-        except (SafetensorError, OSError) as error:
-            raise _damaged(single, error) from error
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = {str(name): str(file) for name, file in weight_map.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise FlowspecError(f"{index} is not a safetensors index: {error!r}") from error
+        for file in files.values():
+            if Path(file).name != file:
+                raise FlowspecError(f"{index}: {file!r} is not the name of a file beside it")
+        return {name: self.directory / file for name, file in files.items()}
 
 
 def check_shape(directory: Path | str, name: str, stored: torch.Size, shape: torch.Size) -> None:
@@ -118,22 +172,36 @@ def check_shape(directory: Path | str, name: str, stored: torch.Size, shape: tor
                             f"config.json asks for {list(shape)}")
 
 
-def digest(tensors: dict[str, Tensor]) -> str:
+def digest(tensors: Mapping[str, Tensor]) -> str:
     """A fingerprint of stored tensors: sha256 over names, dtypes, shapes and both ends of each.
 
     Cheap: it tells models, layers and fine-tunes apart, but does not prove that a file is intact.
     """
+    return _digest({name: (tensor.shape, tensor.flatten()[:_SAMPLE], tensor.flatten()[-_SAMPLE:])
+                    for name, tensor in tensors.items()})
+
+
+def _digest(ends: Mapping[str, tuple[torch.Size, Tensor, Tensor]]) -> str:
     sha = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        flat = tensor.flatten()
-        for sample in (flat[:_SAMPLE], flat[-_SAMPLE:]):
+    for name in sorted(ends):
+        shape, *samples = ends[name]
+        sha.update(f"{name} {samples[0].dtype} {tuple(shape)}".encode())
+        for sample in samples:
             sha.update(sample.contiguous().view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()
 
 
-def _damaged(path: Path, error: Exception) -> FlowspecError:
-    if not path.is_file():
-        return FlowspecError(f"{path} is missing: copy the model again")
-    return FlowspecError(f"{path} is truncated or damaged ({error}): copy the model again")
+def _ends(file: WeightFile, name: str) -> tuple[torch.Size, Tensor, Tensor]:
+    """Shape, and copies of the first and the last elements."""
+    shape = file.shape(name)
+    if not shape:
+        value = _whole(file, name).clone().flatten()
+        return shape, value, value
+    rows = -(-_SAMPLE // max(1, prod(shape[1:])))
+    first = file.cut(name, (slice(0, min(rows, shape[0])),)).flatten()[:_SAMPLE]
+    last = file.cut(name, (slice(max(0, shape[0] - rows), shape[0]),)).flatten()[-_SAMPLE:]
+    return shape, first.clone(), last.clone()
+
+
+def _whole(file: WeightFile, name: str) -> Tensor:
+    return file.cut(name, (slice(None),) if file.shape(name) else ())

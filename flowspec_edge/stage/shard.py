@@ -1,7 +1,7 @@
 """One stage's part of a model: a run of decoder layers, with the embeddings or the final norm.
 
-Knows how a decoder-only model of transformers is put together and loads only what the stage
-needs.  Does not know sessions, caches or messages.
+Knows how a decoder-only model of transformers is put together, loads only what the stage needs, and
+checks a sharded model's part against its manifest.  Does not know sessions, caches or messages.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.stage import attention, families
-from flowspec_edge.stage.checkpoint import Checkpoint, check_shape, digest
+from flowspec_edge.manifest import DRAFT_TARGET, Manifest, stage_part
+from flowspec_edge.modeldir import MANIFEST
+from flowspec_edge.stage import attention, families, keys
+from flowspec_edge.stage.checkpoint import Checkpoint
+from flowspec_edge.stage.filling import fill, load_tensor
+from flowspec_edge.stage.quant import Scheme, scheme
 from flowspec_edge.tensors import parse_dtype
 
 
@@ -63,9 +67,9 @@ class Shard:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights."""
+        """Bytes of all weights, packed ones included."""
         held = [*self.modules, *(m for m in (self.embed, self.norm) if m is not None)]
-        return sum(p.numel() * p.element_size() for m in held for p in m.parameters())
+        return sum(t.numel() * t.element_size() for m in held for t in (*m.parameters(), *m.buffers()))
 
 
 def split_layers(layers: int, stages: int, allow_empty: bool = False) -> list[tuple[int, int]]:
@@ -83,8 +87,20 @@ def split_layers(layers: int, stages: int, allow_empty: bool = False) -> list[tu
 
 
 def stage_ranges(model_dir: Path | str, stages: int, allow_empty: bool = False) -> list[tuple[int, int]]:
-    """The layers [lo, hi) of each stage: an even split; errors as :func:`split_layers`."""
+    """The layers [lo, hi) of each stage: as a sharded model was cut, else an even split.
+
+    UsageError when a sharded model was cut into another number of stages; otherwise as
+    :func:`split_layers`.
+    """
+    if is_sharded(model_dir):
+        manifest = Manifest.read(model_dir)
+        manifest.check_stages(stages)
+        return list(manifest.ranges)
     return split_layers(load_config(model_dir).num_hidden_layers, stages, allow_empty)
+
+
+def is_sharded(model_dir: Path | str) -> bool:
+    return (Path(model_dir) / MANIFEST).is_file()
 
 
 def even_runs(total: int, parts: int) -> list[tuple[int, int]]:
@@ -97,9 +113,11 @@ def load_config(model_dir: Path | str, quantised: bool = False) -> Any:
     """transformers' configuration of the model in ``model_dir``.
 
     UsageError if there is none or if stages cannot run such a model (``stage.families``); weights that
-    somebody else has quantised only with ``quantised``: they must be sharded first.
+    somebody else has quantised only with ``quantised``: they must be sharded first.  Every part of a
+    sharded model holds a copy.
     """
-    path = Path(model_dir) / "config.json"
+    model_dir = _config_home(Path(model_dir))
+    path = model_dir / "config.json"
     if not path.is_file():
         raise UsageError(f"no model at {model_dir}: config.json is missing")
     try:
@@ -111,35 +129,65 @@ def load_config(model_dir: Path | str, quantised: bool = False) -> Any:
     return config
 
 
+def _config_home(model_dir: Path) -> Path:
+    """Where config.json lies: in a sharded model, in the first part that is here."""
+    if not is_sharded(model_dir):
+        return model_dir
+    parts = [DRAFT_TARGET, *(Path(stage_part(i)) for i in range(Manifest.read(model_dir).stages))]
+    homes = [model_dir / part for part in parts if (model_dir / part / "config.json").is_file()]
+    return homes[0] if homes else model_dir / parts[0]
+
+
 def load_shard(model_dir: Path | str, index: int, stages: int, dtype: str,
                device: torch.device | str = "cpu", allow_empty: bool = False) -> Shard:
     """Load stage ``index`` (from 0) of ``stages``: its own tensors and nothing else.
 
-    dtype    "fp32", "bf16" or "fp16"
+    model_dir    a checkpoint, or a sharded model of which no more than this stage's part need be there:
+                 every file of it is checked against the manifest first
+    dtype        "fp32", "bf16" or "fp16": of activations, caches and all weights that are not in 4 bits
+    allow_empty  whether there may be more stages than layers
 
     UsageError for a model or split that cannot work, FlowspecError that names the file or
-    tensor for a missing, misshapen or truncated one.
+    tensor for a missing, misshapen, truncated, altered or unexpected one.
     """
-    torch_dtype = parse_dtype(dtype)
-    config = load_config(model_dir)
-    ranges = split_layers(config.num_hidden_layers, stages, allow_empty)
+    torch_dtype, torch_device = parse_dtype(dtype), torch.device(device)
+    ranges = stage_ranges(model_dir, stages, allow_empty)
     if not 0 <= index < stages:
         raise UsageError(f"no stage {index} of {stages}: stages count from 0")
     lo, hi = ranges[index]
+    weights = part_of(model_dir, stage_part(index))
+    config, checkpoint = load_config(weights), Checkpoint(weights)
     core = skeleton(config)
     parts: dict[str, nn.Module] = {f"model.layers.{i}": core.layers[i] for i in range(lo, hi)}
     if index == 0:
         parts["model.embed_tokens"] = core.embed_tokens
     if index == stages - 1:
         parts["model.norm"] = core.norm
-    fingerprint = digest(fill(parts, Checkpoint(model_dir), torch_dtype, torch.device(device)))
+    wanted = keys.whole_model(core)
+    read = fill(parts, checkpoint, torch_dtype, torch_device, scheme_of(model_dir))
+    keys.refuse_unexpected(weights, checkpoint.names, read if is_sharded(model_dir) else wanted)
     rotary = type(core.rotary_emb)(config=config).to(device)  # computed from the config alone
     return Shard(
         index=index, stages=stages, layers=(lo, hi), config=config,
         modules=tuple(parts[f"model.layers.{i}"] for i in range(lo, hi)), rotary=rotary,
         embed=parts.get("model.embed_tokens"), norm=parts.get("model.norm"),
-        dtype=torch_dtype, device=torch.device(device), digest=fingerprint,
+        dtype=torch_dtype, device=torch_device, digest=checkpoint.digest(read),
     )
+
+
+def part_of(model_dir: Path | str, part: str) -> Path:
+    """Where a part's weights lie: a sharded model's part, checked against its manifest, or the whole
+    checkpoint."""
+    if not is_sharded(model_dir):
+        return Path(model_dir)
+    Manifest.read(model_dir).check(part)
+    return Path(model_dir) / part
+
+
+def scheme_of(model_dir: Path | str) -> Scheme | None:
+    """How a model's matrices are stored, if in 4 bits."""
+    how = Manifest.read(model_dir).quantisation if is_sharded(model_dir) else None
+    return scheme(how.kind, how.group) if how else None
 
 
 def skeleton(config: Any) -> Any:
@@ -154,48 +202,18 @@ def skeleton(config: Any) -> Any:
 
 def load_embedding(model_dir: Path | str, dtype: str, device: torch.device | str = "cpu") -> Tensor:
     """The token embeddings [V, H]."""
-    return _load_matrix(model_dir, "model.embed_tokens.weight", dtype, device)
+    return _load_matrix(model_dir, keys.EMBEDDING, dtype, device)
 
 
 def load_lm_head(model_dir: Path | str, dtype: str, device: torch.device | str = "cpu") -> Tensor:
     """The output matrix [V, H]; the embeddings where the model ties the two."""
-    name = "lm_head.weight"
+    name = keys.LM_HEAD
     if load_config(model_dir).tie_word_embeddings and name not in Checkpoint(model_dir):
-        name = "model.embed_tokens.weight"
+        name = keys.EMBEDDING
     return _load_matrix(model_dir, name, dtype, device)
 
 
 def _load_matrix(model_dir: Path | str, name: str, dtype: str, device: torch.device | str) -> Tensor:
     torch_dtype, config = parse_dtype(dtype), load_config(model_dir)
-    tensor = Checkpoint(model_dir).tensors([name])[name]
-    check_shape(model_dir, name, tensor.shape, torch.Size((config.vocab_size, config.hidden_size)))
-    return tensor.to(device=device, dtype=torch_dtype, copy=True)
-
-
-def fill(parts: dict[str, nn.Module], checkpoint: Checkpoint, dtype: torch.dtype,
-         device: torch.device) -> dict[str, Tensor]:
-    """Give every meta parameter of ``parts``, named by prefix, its stored values; returns these."""
-    stored: dict[str, Tensor] = {}
-    for prefix, module in parts.items():
-        wanted = module.state_dict()
-        tensors = checkpoint.tensors([f"{prefix}.{key}" for key in wanted])
-        stored.update(tensors)
-        for key, meta in wanted.items():
-            check_shape(checkpoint.directory, f"{prefix}.{key}", tensors[f"{prefix}.{key}"].shape, meta.shape)
-        # A copy, so that weights live in memory and not in pages that the kernel may drop.
-        values = {key: tensors[f"{prefix}.{key}"].to(device=device, dtype=dtype, copy=True)
-                  for key in wanted}
-        module.load_state_dict(values, strict=True, assign=True)
-        module.requires_grad_(False).eval()
-        for linear in module.modules():
-            if isinstance(linear, nn.Linear):
-                linear.weight.data = laid_out(linear.weight.data)
-    return stored
-
-
-def laid_out(weight: Tensor) -> Tensor:
-    """A linear layer's weight as it is read fastest: in float32, with MKL, transposed in memory, a
-    tenth faster for 1 to 64 rows."""
-    if weight.device.type == "cpu" and weight.dtype == torch.float32:
-        return weight.t().contiguous().t()
-    return weight
+    shape = torch.Size((config.vocab_size, config.hidden_size))
+    return load_tensor(Checkpoint(model_dir), name, shape, torch_dtype, torch.device(device))

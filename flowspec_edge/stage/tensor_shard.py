@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.stage.checkpoint import Checkpoint, Cut, digest
-from flowspec_edge.stage.shard import Shard, even_runs, fill, laid_out, load_config, skeleton
+from flowspec_edge.stage.filling import fill, laid_out
+from flowspec_edge.stage.shard import Shard, even_runs, is_sharded, load_config, skeleton
 from flowspec_edge.stage.tensor_connect import Joined, Split, TensorKind, connect
 from flowspec_edge.stage.tensor_group import Group
 from flowspec_edge.stage.tensor_layers import Heads, Projection, TensorLayer
@@ -50,6 +51,9 @@ def load_tensor_shard(model_dir: Path | str, kind: TensorKind, group: Group, dty
     Errors are those of :func:`~flowspec_edge.stage.shard.load_shard`.
     """
     torch_dtype, torch_device = parse_dtype(dtype), torch.device(device)
+    if is_sharded(model_dir):
+        raise UsageError(f"{model_dir} is cut by layers, for a pipeline: tensor parallelism needs the "
+                         "checkpoint it was made from")
     config = load_config(model_dir)
     rank, ranks = group.rank, group.size
     if not 0 <= rank < ranks:
@@ -91,7 +95,8 @@ class _Loader:
 
     def fill(self, parts: dict[str, nn.Module]) -> None:
         """Load whole modules."""
-        self._sha.update(digest(fill(parts, self._checkpoint, self._dtype, self._device)).encode())
+        read = fill(parts, self._checkpoint, self._dtype, self._device)
+        self._sha.update(self._checkpoint.digest(read).encode())
 
     def whole(self, prefix: str, layer: Any) -> Any:
         """Load the norms of ``layer``; returns it."""

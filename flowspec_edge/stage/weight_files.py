@@ -1,0 +1,111 @@
+"""Files of weights: safetensors, and PyTorch's own format through its weights-only loader.
+
+Knows how one file is opened, what it holds and how rows of a tensor are read.  Tensors are mapped
+from disk, so that nothing is read before it is used; the touched pages of a mapping count as resident
+memory until the file is closed and the tensors are gone.  Does not know models, nor which file holds
+what.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from flowspec_edge.errors import FlowspecError
+
+SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
+
+
+class WeightFile(Protocol):
+    """An open file; tensors are as stored, and mapped."""
+
+    def names(self) -> Iterable[str]: ...
+
+    def shape(self, name: str) -> torch.Size: ...
+
+    def dtype(self, name: str) -> torch.dtype: ...
+
+    def cut(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        """The part that ``index``, one slice a dimension, picks; all of a tensor without dimensions."""
+
+
+def open_weights(path: Path) -> WeightFile:
+    """Open ``path``; its suffix says what it is.  It closes when nothing refers to it any more.
+
+    FlowspecError for a file that is missing, damaged, or in PyTorch's format of before version 1.6.
+    """
+    with naming(path):
+        if path.suffix == ".safetensors":
+            return _Safe(path)
+        if path.is_file() and not zipfile.is_zipfile(path) and _starts_like_pickle(path):
+            raise FlowspecError(f"{path} is in PyTorch's old format, which cannot be read piece by piece: "
+                                "load the model with transformers and save it again as safetensors")
+        return _Pickled(path)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Turn what the libraries raise about ``path`` into a FlowspecError that names it."""
+    try:
+        yield
+    except (SafetensorError, pickle.UnpicklingError, EOFError, OSError, RuntimeError) as error:
+        if not path.is_file():
+            raise FlowspecError(f"{path} is missing: copy the model again") from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise FlowspecError(f"{path} is truncated or damaged ({reason}): copy the model again") from error
+
+
+class _Safe:
+    def __init__(self, path: Path) -> None:
+        self._file: Any = safe_open(path, framework="pt")
+
+    def names(self) -> Iterable[str]:
+        return list(self._file.keys())
+
+    def shape(self, name: str) -> torch.Size:
+        return torch.Size(self._file.get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        nothing = tuple(slice(0, 0) for _ in self.shape(name))
+        return self.cut(name, nothing).dtype
+
+    def cut(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        part: Tensor = self._file.get_slice(name)[index] if index else self._file.get_tensor(name)
+        return part
+
+
+class _Pickled:
+    def __init__(self, path: Path) -> None:
+        held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if not isinstance(held, dict) or not all(isinstance(value, Tensor) for value in held.values()):
+            raise FlowspecError(f"{path} does not hold tensors by name: it is not a model's file of weights")
+        self._tensors: dict[str, Tensor] = held
+
+    def names(self) -> Iterable[str]:
+        return list(self._tensors)
+
+    def shape(self, name: str) -> torch.Size:
+        return self._tensors[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
+
+    def cut(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        if name not in self._tensors:
+            raise RuntimeError(f"File does not contain tensor {name}")
+        return self._tensors[name].detach()[index] if index else self._tensors[name].detach()
+
+
+def _starts_like_pickle(path: Path) -> bool:
+    """Whether these are the first bytes that ``pickle`` of protocol 2 or later writes."""
+    with path.open("rb") as file:
+        head = file.read(2)
+    return len(head) == 2 and head[0] == 0x80 and head[1] >= 2
