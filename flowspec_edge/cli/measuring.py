@@ -53,17 +53,18 @@ def require_runnable(strategies: Sequence[str], model: ModelDir, params: Params,
                      stages: int) -> None:
     """UsageError for what no strategy can do without, before torch is imported or any of them runs:
     its draft model, and in processes at least one layer for each stage of a pipeline."""
-    from flowspec_edge.strategies.registry import strategy_class
+    from flowspec_edge.strategies.registry import draft_kind, strategy_class
 
     for name in strategies:
         chosen = strategy_class(name)
-        kind = chosen.drafts_with(params)
-        if kind and not model.draft(kind):
+        kind = draft_kind(chosen, params, model)
+        if kind and kind != "ngram" and not model.draft(kind):
             part = DRAFT_PARTS[kind]
-            advice = (f"make it with: flowspec models train-spd --model {model.path}" if kind == "spd" else
-                      f"put one there, or see --draft for another kind (it has: {_drafts(model)})")
-            raise UsageError(f"{name} drafts with {part}/, which {model.path} does not have; {advice}; "
-                             "or leave this strategy out")
+            ways = f"make it with: flowspec models train-spd --model {model.path}; or leave this strategy out"
+            if kind != "spd":
+                ways = (f"put one there, see --draft for another kind (it has: {_drafts(model)}), look up in "
+                        "the text instead with --draft ngram, or do not draft: --strategy autoregressive")
+            raise UsageError(f"{name} drafts with {part}/, which {model.path} does not have; {ways}")
         if clock == "wall" and chosen.parallelism == "pipeline" and stages > model.layers:
             raise UsageError(f"{name}: {stages} stages are more than the model's {model.layers} layers: "
                              f"use at most --stages {model.layers}, or --clock virtual")

@@ -56,7 +56,11 @@ _HELP = {
     "rank": "How drafted children are ranked when sampling: by the draft's confidence, or with the noise "
             "the target will be sampled with.",
     "tau": "Softness of the noise ranking.",
-    "draft": "The draft model: each strategy's own kind, or this one for all that draft (but SPD).",
+    "draft": "The draft model: each strategy's own kind, or this one for all that draft (but SPD); ngram "
+             "looks up in the text and needs no model.",
+    "ngram": "Merge looked-up continuations into the drafts.",
+    "ngram_max": "Longest run of tokens that is looked up in the text.",
+    "ngram_min": "Shortest run of tokens that is looked up.",
     "pipedec_width": "Nodes of a tree layer (w).",
     "pipedec_children": "Children per node (c).",
     "pipeinfer_tokens": "Longest micro-batch, in tokens of one sequence.",
@@ -118,8 +122,9 @@ def _annotated(hint: Any, group: type[Any], name: str) -> Any:
     """A field that describes its option itself keeps its description."""
     if get_origin(hint) is Annotated:
         return hint
-    return Annotated[hint, typer.Option(f"--{name.replace('_', '-')}", help=_HELP.get(name),
-                                        rich_help_panel=_panel(group, name))]
+    option = name.replace("_", "-")
+    return Annotated[hint, typer.Option(f"--{option}/--no-{option}" if hint is bool else f"--{option}",
+                                        help=_HELP.get(name), rich_help_panel=_panel(group, name))]
 
 
 def _panel(group: type[Any], field: str) -> str | None:

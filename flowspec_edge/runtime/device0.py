@@ -15,15 +15,18 @@ from numpy.typing import NDArray
 
 from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.load import load_drafter
+from flowspec_edge.drafting.merged import MergedDrafter
+from flowspec_edge.drafting.ngram import NgramDrafter
 from flowspec_edge.errors import UsageError
-from flowspec_edge.messages import Payload
+from flowspec_edge.messages import Payload, Tap
 from flowspec_edge.modeldir import ModelDir
 from flowspec_edge.runtime.coordinator import Coordinator
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.sampling import Sampling
 from flowspec_edge.stage.shard import load_config, load_embedding, load_lm_head, stage_ranges
 from flowspec_edge.strategies.base import Pipeline
-from flowspec_edge.strategies.registry import strategy_class
+from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.registry import draft_kind, strategy_class
 from flowspec_edge.tensors import from_torch, to_torch
 from flowspec_edge.tree.requests import DraftNode, DraftRequest
 
@@ -65,8 +68,8 @@ class DraftDevice:
         vocabulary = self._lm_head.shape[0]
         if not all(0 <= token < vocabulary for token in request.prompt):
             raise UsageError(f"the prompt has a token id outside the vocabulary of {vocabulary}")
-        kind = chosen.drafts_with(request.params)
-        drafter = self._drafter(kind) if kind else None
+        kind = draft_kind(chosen, request.params, self._model)
+        drafter = self._drafter(kind, request.params) if kind else None
         depths = tuple(hi for _, hi in stage_ranges(self._model.stages, stages, allow_empty=True))
         pipeline = Pipeline(stages, depths, passes(kind) if kind else 1.0)
         return Coordinator(request, lambda ledger: chosen(request.params, ledger, pipeline), drafter,
@@ -74,10 +77,13 @@ class DraftDevice:
 
     def pass_seconds(self, kind: str) -> float:
         """How long a pass over one row takes here: the fastest of a few."""
-        drafter = self._drafter(kind)
+        drafter = self._drafter(kind, Params())
         drafter.reset(Sampling(), "draft", 1.0)
+        state = from_torch(self._lm_head.new_zeros(1, self._lm_head.shape[1]))
+        for layer in drafter.taps:
+            drafter.tap(Tap(0, 0, 0, layer, np.zeros(1, np.int32), state))
         drafter.commit([0], None)
-        drafter.commit([0], from_torch(self._lm_head.new_zeros(1, self._lm_head.shape[1])), [0])
+        drafter.commit([0], state, [0])
         request = DraftRequest(0, (DraftNode(0, -1, 0, 1),), 1)
         seconds = []
         for child in range(1, _TIMED_PASSES + 1):
@@ -87,9 +93,13 @@ class DraftDevice:
             request = DraftRequest(0, (DraftNode(child, child - 1, 0, child + 1),), 1)
         return min(seconds[1:])  # the first one takes in the text
 
-    def _drafter(self, kind: str) -> Drafter:
+    def _drafter(self, kind: str, params: Params) -> Drafter:
+        """The draft model of this kind, loaded once, with the look-up that ``params`` ask for."""
+        looked_up = NgramDrafter(len(self._lm_head), params.ngram_max, params.ngram_min)
+        if kind == "ngram":
+            return looked_up
         if kind not in self._drafters:
             embedding = load_embedding(self._model.target, self._dtype)
             self._drafters[kind] = load_drafter(kind, self._model.parts, self._lm_head, embedding,
-                                                self._dtype)
-        return self._drafters[kind]
+                                                self._dtype, self._model.layers)
+        return MergedDrafter(self._drafters[kind], looked_up) if params.ngram else self._drafters[kind]

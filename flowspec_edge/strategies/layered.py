@@ -82,7 +82,7 @@ class LayeredStrategy(TreeStrategy):
         columns = scores.shape[1]
         self._candidates = [
             (float(scores.flat[i]), parents[request.nodes[i // columns].id], int(expansion.tokens.flat[i]))
-            for i in order.tolist()
+            for i in order.tolist() if np.isfinite(scores.flat[i])  # not absent
         ]
         # In the tree already: a successor that is found here is a hit, though it was not sent.
         self._adopt(self._candidates)

@@ -34,6 +34,9 @@ class Params:
     rank: Rank = "noise"  # how children are ranked when sampling
     tau: float = 0.6  # softness of the noise ranking
     draft: Draft = "own"  # the draft model: each strategy's own kind, or this one for all
+    ngram: bool = False  # look-up in the text merged into the draft model's children
+    ngram_max: int = 4  # the longest run of tokens that is looked up
+    ngram_min: int = 2  # the shortest
     pipedec_width: int = 32  # w: nodes of a layer (FlowSpec's comparison takes 16)
     pipedec_children: int = 16  # c: children per node
     pipeinfer_tokens: int = 4  # the longest micro-batch, in tokens of one sequence
@@ -61,6 +64,9 @@ class Params:
                 raise UsageError(f"{name} must not be negative, not {value}")
         if not self.tau > 0:
             raise UsageError(f"tau must be positive, not {self.tau}")
+        if not self.ngram_min <= self.ngram_max <= _LONGEST_LOOK_UP:
+            raise UsageError(f"ngram-max must be ngram-min ({self.ngram_min}) to {_LONGEST_LOOK_UP}, "
+                             f"not {self.ngram_max}")
         if (rows := self.largest_segment()) > _MOST_ROWS:
             raise UsageError(f"a segment of {rows} rows is more than {_MOST_ROWS}: lower the tree, width, "
                              "gamma or branching that asks for it")
@@ -87,4 +93,5 @@ class Params:
 
 
 _MAY_BE_ZERO = ("pearl_gamma",)
+_LONGEST_LOOK_UP = 32  # the index takes so many steps and entries a token
 _MOST_ROWS = 8192  # of a segment: a stage's attention mask alone would need gigabytes

@@ -19,6 +19,8 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
+
 from flowspec_edge.messages import Cancel, Prune, Segment
 from flowspec_edge.strategies.tree_strategy import TreeStrategy
 from flowspec_edge.tree.draft_tree import Node
@@ -91,6 +93,8 @@ class PipeInfer(TreeStrategy):
         if commits:
             self._reset_cutoff()
             self._cancel_refuted(restarted)
+            if self._held is not None and not np.isfinite(self._held[1].scores).any():
+                self._held = None  # there was no child at all, but a longer text may offer one
         return commits
 
     def _commit(self, node: Node) -> None:
@@ -175,7 +179,7 @@ class PipeInfer(TreeStrategy):
         """
         asked = {node.id for node in request.nodes}
         if any(tip.alive and tip.id in asked for tip in self._tips):
-            if math.exp(expansion.scores.max()) < self.cutoff:
+            if not 0 < math.exp(expansion.scores.max()) >= self.cutoff:
                 self._failures += 1
                 return False
             self.drafted(request, expansion)
@@ -186,9 +190,9 @@ class PipeInfer(TreeStrategy):
         """The children of ``tip`` that are confident enough: the best, and branches beside it."""
         children: list[Node] = []
         for token, score in zip(tokens, scores, strict=True):
-            confidence = math.exp(score)
+            confidence = math.exp(score)  # 0: an absent child, below any cutoff
             wanted = self.params.pipeinfer_split if children else self.cutoff
-            if len(children) < room and confidence >= wanted:
+            if len(children) < room and 0 < confidence >= wanted:
                 children.append(self.tree.add(tip, token, tip.score + score))
         return children
 

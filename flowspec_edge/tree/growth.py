@@ -50,14 +50,20 @@ class Growth:
         return self._width
 
     def absorb(self, expansion: Expansion) -> None:
-        """Add the children that the pass found, and choose the next level's nodes."""
+        """Add the children that the pass found, and choose the next level's nodes.
+
+        Absent children are none.  A level without a single child ends the expansion.
+        """
         self._levels -= 1
         parents = self._frontier
         cumulative = expansion.scores + np.array([[n.score] for n in parents])
         for node in parents:
             node.expanded = True
         flat = cumulative.ravel()
-        limit = min(self._keep, flat.size)
+        limit = min(self._keep, int(np.isfinite(flat).sum()))
+        if not limit:
+            self._frontier = []
+            return
         best = np.argpartition(-flat, limit - 1)[:limit]
         best = best[np.lexsort((best, -flat[best]))]
         children = expansion.tokens.shape[1]

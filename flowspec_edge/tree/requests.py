@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+ABSENT = -1  # in the place of a child's token
+
 
 @dataclass(frozen=True, slots=True)
 class DraftNode:
@@ -46,10 +48,18 @@ class Expansion:
     """The children of each node of a request, best first.
 
     tokens [n, k] int32; scores [n, k] float64, log confidences (at most 0) of each child alone.
+
+    A drafter that knows fewer than k children of a node leaves the rest of its row *absent*: the
+    score is -inf, the token means nothing (``ABSENT``).  No absent child may enter a tree.
     """
 
     tokens: NDArray[np.int32]
     scores: NDArray[np.float64]
+
+    @classmethod
+    def empty(cls, nodes: int, children: int) -> Expansion:
+        """All children absent; for a drafter to fill in."""
+        return cls(np.full((nodes, children), ABSENT, np.int32), np.full((nodes, children), -np.inf))
 
 
 @dataclass(frozen=True, slots=True)
