@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from rich.progress import Progress, track
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
 
 from flowspec_edge.errors import FlowspecError, UsageError
 
@@ -113,6 +115,15 @@ class TokenizedCorpus:
     held_out_bytes: int
     tokenizer: Tokenizer
     summary: dict[str, Any]
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """``train`` and ``held_out``, int32."""
+        return torch.from_numpy(self.train.astype("int32")), torch.from_numpy(self.held_out.astype("int32"))
+
+    def described(self) -> list[str]:
+        """Where the text is from: source, version and licence."""
+        return [f"{name} {self.summary['versions'][name]} ({self.summary['licences'][name]})"
+                for name in self.summary["train_bytes_by_source"]]
 
 
 def prepare(work: Path, vocab_size: int, seed: int, limit: int | None = None) -> TokenizedCorpus:

@@ -20,7 +20,9 @@ from flowspec_edge.drafting.eagle_checkpoint import load_head, save_head
 from flowspec_edge.errors import UsageError
 from flowspec_edge.training.card import write_card
 from flowspec_edge.training.corpus import TokenizedCorpus, prepare
-from flowspec_edge.training.eagle import agreement, greedy_text, train_head
+from flowspec_edge.training.eagle import Eagle2, new_head
+from flowspec_edge.training.heads import agreement, greedy_text, train_head
+from flowspec_edge.training.loop import device
 from flowspec_edge.training.parts import bind, make_directory, make_part
 from flowspec_edge.training.recipes import DEMO, QUICK, DemoRecipe
 from flowspec_edge.training.target import bits_per_byte, load_lm, save_lm, train_lm
@@ -51,9 +53,11 @@ def train_demo(out: Path, work: Path | None = None, quick: bool = False) -> None
         save_lm(model, corpus, directory)
 
     def eagle_part(directory: Path) -> None:
-        target = load_lm(out / "target")  # as it is shipped: rounded to float16
-        save_head(train_head(recipe.eagle, target, corpus, work, recipe.seed, recipe.pace), directory,
-                  torch.float16)
+        target = load_lm(out / "target").to(device())  # as it is shipped: rounded to float16
+        torch.manual_seed(recipe.seed)
+        student = Eagle2(new_head(target).to(device()), target, recipe.eagle.soft_weight)
+        train_head(recipe.eagle, student, *corpus.tensors(), work, recipe.seed, recipe.pace)
+        save_head(student.head, directory, torch.float16)
 
     def draft_part(directory: Path) -> None:
         teacher = load_lm(out / "target")
@@ -83,12 +87,13 @@ def _figures(out: Path, corpus: TokenizedCorpus) -> dict[str, Any]:
     """What the card tells of the finished parts."""
     target, draft = load_lm(out / "target"), load_lm(out / "draft-lm")
     head = load_head(out / "eagle2", None, torch.float32)
+    student, (_, held_out) = Eagle2(head, target), corpus.tensors()
     prompt = torch.tensor([corpus.tokenizer.encode(_SAMPLE_PROMPT).ids])
     return {
         "bits_per_byte": bits_per_byte(target, corpus),
         "draft_bits_per_byte": bits_per_byte(draft, corpus),
-        "agreement_greedy": agreement(head, target, corpus, greedy=True),
-        "agreement_text": agreement(head, target, corpus),
+        "agreement_greedy": agreement(student, held_out, greedy=True),
+        "agreement_text": agreement(student, held_out),
         "sample": corpus.tokenizer.decode(greedy_text(target, prompt, 160)[0].tolist()),
         "parameters": {
             "target": sum(p.numel() for p in target.parameters()),
@@ -96,3 +101,4 @@ def _figures(out: Path, corpus: TokenizedCorpus) -> dict[str, Any]:
             "draft-lm": sum(p.numel() for p in draft.parameters()),
         },
     }
+

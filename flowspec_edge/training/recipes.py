@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from flowspec_edge.training.eagle import EagleRecipe
+from flowspec_edge.training.eagle3 import Eagle3Recipe
+from flowspec_edge.training.heads import HeadRecipe
 from flowspec_edge.training.loop import Pace
 from flowspec_edge.training.spd import SpdRecipe
 from flowspec_edge.training.target import LMRecipe
@@ -51,3 +53,11 @@ QUICK = DemoRecipe(
 
 SPD = SpdRecipe(steps=600)
 SPD_QUICK = SpdRecipe(steps=60, window=64, tokens_per_step=256, micro_batch=128)
+
+# Heads for any target, by kind; the demonstration's schedule does for any width, for more text more
+# steps are better.
+HEADS: dict[str, HeadRecipe] = {"eagle2": EagleRecipe(steps=900), "eagle3": Eagle3Recipe(steps=900)}
+HEADS_QUICK: dict[str, HeadRecipe] = {
+    "eagle2": EagleRecipe(steps=60, window=64, tokens_per_step=256, micro_batch=128, chains=16),
+    "eagle3": Eagle3Recipe(steps=60, window=64, tokens_per_step=256, micro_batch=128, chains=16),
+}

@@ -17,19 +17,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import LlamaConfig
 
 from flowspec_edge.drafting.spd import SpdModule
 from flowspec_edge.stage.shard import split_layers
-from flowspec_edge.training.eagle import greedy_text
+from flowspec_edge.training.heads import greedy_text
 from flowspec_edge.training.loop import Pace, Run, compiled, device, micro_batches, train, windows
 from flowspec_edge.training.optim import Optimiser
+from flowspec_edge.training.targets import layer_config
 
 STAGES = (1, 2, 4, 8)  # the stage counts that agreement is measured for
-
-_SHAPE = ("attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size",
-          "max_position_embeddings", "mlp_bias", "num_attention_heads", "num_key_value_heads",
-          "rms_norm_eps", "rope_parameters", "vocab_size")  # of the target, and so of the module
 
 
 @dataclass(frozen=True)
@@ -93,9 +89,7 @@ def speculate(module: SpdModule, states: Sequence[Tensor], levels: Sequence[int]
 
 def new_module(target: Any, layers: int) -> SpdModule:
     """An untrained module for ``target``: its shape, its lm_head and final norm to start from."""
-    shape = target.config.to_dict()
-    config = LlamaConfig(**{key: shape[key] for key in _SHAPE if key in shape},
-                         num_hidden_layers=layers, tie_word_embeddings=False)
+    config = layer_config(target.config, num_hidden_layers=layers)
     config.target_layers = target.config.num_hidden_layers
     module = SpdModule(config)
     module.lm_head.weight.data.copy_(target.get_output_embeddings().weight)

@@ -13,20 +13,16 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from flowspec_edge.drafting.spd_checkpoint import load_module, save_module
-from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.modeldir import ModelDir
-from flowspec_edge.stage.checkpoint import digest
-from flowspec_edge.stage.shard import load_config, load_lm_head
 from flowspec_edge.training.corpus import TokenizedCorpus, prepare_for
 from flowspec_edge.training.parts import bind, claim_part, make_directory, make_part
 from flowspec_edge.training.recipes import DEMO, QUICK, SPD, SPD_QUICK
 from flowspec_edge.training.spd import STAGES, SpdRecipe, agreement, train_module
+from flowspec_edge.training.targets import check_target, fingerprint, load_target, load_tokenizer
 
 _SEED = 0
 
@@ -47,19 +43,17 @@ def train_spd(model: ModelDir, out: Path | None = None, work: Path | None = None
     logging.disable_progress_bar()  # transformers' own, for files that are read in no time
     out = out or model.path / "spd"
     work = work or model.path.with_name(model.name + ".spd-work")
-    load_config(model.target)
-    if not model.stop_ids:
-        raise UsageError(f"{model.target / 'config.json'} has no eos_token_id, which ends a training text")
+    eos = check_target(model)
     if out.is_dir():
         console.print(f"{out} is there already; delete it to have it made again")
         return
     claim_part(out)
     _claim(work, recipe, model)
-    corpus = prepare_for(work, _tokenizer(model), min(model.stop_ids), _SEED, around.corpus_limit)
-    text, held_out = (torch.from_numpy(ids.astype("int32")) for ids in (corpus.train, corpus.held_out))
+    corpus = prepare_for(work, load_tokenizer(model).backend_tokenizer, eos, _SEED, around.corpus_limit)
+    text, held_out = corpus.tensors()
 
     def part(directory: Path) -> None:
-        target = _target(model)
+        target = load_target(model)
         module = train_module(recipe, target, text, held_out, work, _SEED, around.pace)
         save_module(module, directory, torch.float16)
         console.print("measuring on held-out text")
@@ -71,39 +65,20 @@ def train_spd(model: ModelDir, out: Path | None = None, work: Path | None = None
 def _claim(work: Path, recipe: SpdRecipe, model: ModelDir) -> None:
     """Bind the work directory to the recipe and the target."""
     make_directory(work)
-    target = digest({"lm_head": load_lm_head(model.target, "fp32")})
-    bind(work / "spd.json", {"recipe": asdict(recipe), "target": target}, "another model or recipe")
-
-
-def _tokenizer(model: ModelDir) -> Tokenizer:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model.target, local_files_only=True)
-    except Exception as error:  # tokenizers raises bare Exceptions for a file it cannot read
-        raise UsageError(f"the tokenizer in {model.target} cannot be loaded: {_first(error)}") from error
-    fast: Tokenizer = tokenizer.backend_tokenizer
-    return fast
-
-
-def _target(model: ModelDir) -> Any:
-    """The target as it is stored, in float32."""
-    try:
-        return AutoModelForCausalLM.from_pretrained(model.target, dtype=torch.float32, local_files_only=True)
-    except Exception as error:  # transformers and safetensors raise many kinds for one fact
-        raise FlowspecError(f"{model.target}: the model cannot be loaded: {_first(error)}") from error
+    bind(work / "spd.json", {"recipe": asdict(recipe), "target": fingerprint(model)},
+         "another model or recipe")
 
 
 def _card(directory: Path, recipe: SpdRecipe, target: Any, corpus: TokenizedCorpus, held_out: Tensor) -> str:
     """``card.toml``: what the part is and how good, measured on the weights as they are stored."""
     module = load_module(directory, torch.float32).to(target.device)
-    data = corpus.summary
     facts: dict[str, Any] = {
         "summary": "SPD's speculation module; a demonstration, trained by flowspec; not for real use",
         "layers": recipe.layers,
         "parameters": sum(p.numel() for p in module.parameters()),
         "bytes": sum(file.stat().st_size for file in directory.iterdir()),
         "training_tokens": recipe.steps * recipe.tokens_per_step,
-        "training_text": [f"{name} {data['versions'][name]} ({data['licences'][name]})"
-                          for name in data["train_bytes_by_source"]],
+        "training_text": corpus.described(),
         "stages": list(STAGES),
     }
     for kind, greedy in (("greedy", True), ("text", False)):
@@ -112,6 +87,3 @@ def _card(directory: Path, recipe: SpdRecipe, target: Any, corpus: TokenizedCorp
     # JSON's strings, numbers and lists of them are TOML's.
     return "".join(f"{key} = {json.dumps(value)}\n" for key, value in facts.items())
 
-
-def _first(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -18,7 +18,7 @@ from flowspec_edge.drafting.spd_drafter import SpdDrafter
 from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Payload, Tap
 from flowspec_edge.modeldir import resolve_model
-from flowspec_edge.training.eagle import greedy_text
+from flowspec_edge.training.heads import greedy_text
 from flowspec_edge.training.spd import (
     STAGES,
     agreement,

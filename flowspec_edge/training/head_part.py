@@ -1,0 +1,186 @@
+"""``flowspec models train-head``: an EAGLE head for a model that is there already.
+
+Knows which text a head is trained on, where it goes, what is measured, and how it is described.  Does
+not know how a head is trained (``training.heads``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from transformers.utils import logging
+
+from flowspec_edge.drafting.eagle3_checkpoint import load_head3, save_head3
+from flowspec_edge.drafting.eagle_checkpoint import load_head, save_head
+from flowspec_edge.errors import UsageError
+from flowspec_edge.modeldir import DRAFT_PARTS, ModelDir
+from flowspec_edge.stage.shard import load_config
+from flowspec_edge.training.corpus import prepare_for
+from flowspec_edge.training.eagle import Eagle2, EagleRecipe, new_head
+from flowspec_edge.training.eagle3 import DRAFT_VOCABULARY, Eagle3, draft_vocabulary, new_head3
+from flowspec_edge.training.heads import DEPTHS, LENGTH, HeadRecipe, Student, agreement, train_head
+from flowspec_edge.training.parts import bind, claim_part, make_directory, make_part
+from flowspec_edge.training.recipes import DEMO, HEADS, HEADS_QUICK, QUICK
+from flowspec_edge.training.targets import check_target, fingerprint, load_target, load_tokenizer
+from flowspec_edge.training.texts import TrainingText, data_files, digest, prepare_files
+
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """What may differ from a kind's recipe.
+
+    data         files and directories; empty: the interpreter's Python source
+    steps        of the optimiser
+    draft_vocab  tokens that an EAGLE-3 head drafts
+    quick        a few steps, to try it
+    """
+
+    data: tuple[Path, ...] = ()
+    steps: int | None = None
+    draft_vocab: int | None = None
+    quick: bool = False
+
+
+def train_head_part(model: ModelDir, kind: str, options: HeadOptions, date: str, out: Path | None = None,
+                    work: Path | None = None) -> None:
+    """Train a head for ``model``, unless it is there.
+
+    kind  "eagle2" or "eagle3"
+    date  of the training, for the card
+    out   where the head goes; MODEL/KIND by default, which a plain checkpoint has no place for
+    work  checkpoints and the tokenized text; MODEL.KIND-work beside the model by default.  Resumes
+          what it finds there
+
+    Raises UsageError when stages cannot run the model, for data that cannot be used, and when
+    ``work`` belongs to another model, recipe or data.
+    """
+    console = Console(soft_wrap=True)
+    logging.disable_progress_bar()  # transformers' own, for files that are read in no time
+    eos = check_target(model)
+    out = out or _place(model, kind)
+    work = work or model.path.with_name(f"{model.name}.{kind}-work")
+    drafted = _drafted(model, kind, options.draft_vocab)
+    recipe = (HEADS_QUICK if options.quick else HEADS)[kind]
+    recipe = replace(recipe, steps=options.steps or recipe.steps)
+    files = data_files(options.data)
+    if out.is_dir():
+        console.print(f"{out} is there already; delete it to have it made again")
+        return
+    claim_part(out)
+    make_directory(work)
+    bind(work / f"{kind}.json", {
+        "recipe": asdict(recipe), "draft_vocabulary": drafted, "target": fingerprint(model),
+        "data": digest(files) if files else "python",
+    }, "another model, recipe or data")
+    text = _text(model, eos, work, files, recipe, options.quick)
+
+    def part(directory: Path) -> None:
+        target = load_target(model)
+        student = _student(kind, target, text, drafted, recipe)
+        pace = (QUICK if options.quick else DEMO).pace
+        train_head(recipe, student, text.train, text.held_out, work, _SEED, pace)
+        _save(student, directory)
+        console.print("measuring on held-out text")
+        facts = _facts(directory, kind, target, recipe, text, date)
+        # JSON's strings, numbers and lists of them are TOML's.
+        card = "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in facts.items())
+        (directory / "card.toml").write_text(card, encoding="utf-8")
+        _print(console, facts)
+
+    make_part(console, out, part)
+
+
+def _place(model: ModelDir, kind: str) -> Path:
+    if model.target == model.path:
+        raise UsageError(f"{model.path} is a plain checkpoint, which has no place for a head: say where it "
+                         "goes with --out DIR, and bring it to the boards with models shard --draft DIR")
+    return model.path / DRAFT_PARTS[kind]
+
+
+def _drafted(model: ModelDir, kind: str, asked: int | None) -> int | None:
+    """Tokens that an EAGLE-3 head drafts; None for other kinds."""
+    vocabulary = int(load_config(model.target).vocab_size)
+    if kind != "eagle3":
+        if asked is not None:
+            raise UsageError(f"--draft-vocab is for eagle3: {kind} drafts the target's whole vocabulary")
+        return None
+    if asked is not None and not 1 <= asked <= vocabulary:
+        raise UsageError(f"--draft-vocab must be 1 to {vocabulary}, the target's vocabulary, not {asked}")
+    return asked or min(vocabulary, DRAFT_VOCABULARY)
+
+
+def _text(model: ModelDir, eos: int, work: Path, files: Sequence[Path], recipe: HeadRecipe, quick: bool
+          ) -> TrainingText:
+    tokenizer = load_tokenizer(model)
+    if files:
+        return prepare_files(work, files, tokenizer, eos, recipe.window + 1, LENGTH + 1)
+    limit = (QUICK if quick else DEMO).corpus_limit
+    corpus = prepare_for(work, tokenizer.backend_tokenizer, eos, _SEED, limit)
+    return TrainingText(*corpus.tensors(), corpus.described())
+
+
+def _student(kind: str, target: Any, text: TrainingText, drafted: int | None, recipe: HeadRecipe) -> Student:
+    """An untrained head with its teacher."""
+    torch.manual_seed(_SEED)
+    if isinstance(recipe, EagleRecipe):
+        return Eagle2(new_head(target).to(target.device), target, recipe.soft_weight)
+    vocabulary = target.config.vocab_size
+    ids = draft_vocabulary(text.train, vocabulary, drafted or vocabulary)
+    return Eagle3(new_head3(target, ids).to(target.device), target)
+
+
+def _save(student: Student, directory: Path) -> None:
+    """In float16, without the embedding: it is the target's."""
+    if isinstance(student, Eagle3):
+        save_head3(student.head, directory, torch.float16)
+    else:
+        save_head(student.head, directory, torch.float16, with_embedding=False)
+
+
+def _stored(kind: str, directory: Path, target: Any) -> Student:
+    """The head as it is stored, and as drafting will load it."""
+    embedding: Tensor = target.get_input_embeddings().weight
+    if kind == "eagle3":
+        return Eagle3(load_head3(directory, embedding, torch.float32).to(target.device), target)
+    return Eagle2(load_head(directory, embedding, torch.float32).to(target.device), target)
+
+
+def _facts(directory: Path, kind: str, target: Any, recipe: HeadRecipe, text: TrainingText, date: str
+           ) -> dict[str, Any]:
+    """What the card tells: what the head is and how good, measured on the weights as they are stored."""
+    student = _stored(kind, directory, target)
+    head = student.head
+    facts: dict[str, Any] = {
+        "summary": "an EAGLE head for one target; a demonstration, trained by flowspec; not for real use",
+        "kind": kind,
+        "date": date,
+        "parameters": sum(p.numel() for name, p in head.named_parameters() if "embed_tokens" not in name),
+        "bytes": sum(file.stat().st_size for file in directory.iterdir()),
+        "steps": recipe.steps,
+        "training_tokens": recipe.steps * recipe.tokens_per_step,
+        "training_text": text.described,
+    }
+    if isinstance(student, Eagle3):
+        ids = student.head.target_ids()
+        share = torch.isin(text.held_out.to(ids.device), ids).float().mean().item()
+        facts |= {"draft_vocabulary": len(ids), "held_out_tokens_in_it": round(share, 4)}
+    for where, greedy in (("greedy", True), ("text", False)):
+        facts[f"agreement_{where}"] = [round(share, 4) for share in agreement(student, text.held_out, greedy)]
+    return facts
+
+
+def _print(console: Console, facts: dict[str, Any]) -> None:
+    """Agreement by depth, as people read it."""
+    console.print("how often the head's best token is the target's, by depth")
+    console.print(f"  {'depth':30}" + "".join(f"{depth:>7}" for depth in range(1, DEPTHS + 1)))
+    for key, where in (("greedy", "along the target's own text"), ("text", "along the held-out text")):
+        console.print(f"  {where:30}" + "".join(f"{share:7.3f}" for share in facts[f"agreement_{key}"]))
