@@ -94,10 +94,15 @@ class ModelDir:
         return position_limit(self.config)
 
     @cached_property
+    def generation_config(self) -> dict[str, Any]:
+        """The target's generation_config.json; empty without one."""
+        path = self.target / "generation_config.json"
+        return _read_json(path) if path.is_file() else {}
+
+    @cached_property
     def stop_ids(self) -> frozenset[int]:
         """The ids that end a text: generation_config.json's, else config.json's."""
-        generation = self.target / "generation_config.json"
-        ids = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+        ids = self.generation_config.get("eos_token_id")
         if ids is None:
             ids = self.config.get("eos_token_id")
         if ids is None:

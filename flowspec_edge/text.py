@@ -1,30 +1,47 @@
 """Text to token ids and back, the way a stream needs it.
 
-Knows the target's tokenizer.  Does not know where the tokens come from.
+Knows the target's tokenizer and its chat template.  Does not know where the tokens come from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+from flowspec_edge.chat import BUILT_IN, TURN_ENDS, Message, read_template, recognise
 from flowspec_edge.errors import UsageError
 from flowspec_edge.modeldir import ModelDir
 
 _UNFINISHED = "\ufffd"  # what decoders put for bytes that are not (yet) a character
+_CONTEXT = 8  # tokens of the text so far that decide how the next one is written
 
 
 class Tokenizer:
-    """The tokenizer of a model's target."""
+    """The tokenizer of a model's target, and the template of its chats.
 
-    def __init__(self, model: ModelDir) -> None:
+    chat_template  one of ``chat.BUILT_IN``, or a file with a Jinja template; None takes the tokenizer's own,
+                   else the built-in one that the model's name asks for
+    """
+
+    def __init__(self, model: ModelDir, chat_template: str | None = None) -> None:
+        _check_sentencepiece(model.target)
         from transformers import AutoTokenizer  # slow to import
 
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(model.target, local_files_only=True)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(model.target, local_files_only=True,
+                                                                 trust_remote_code=False)
         except Exception as error:  # tokenizers raises bare Exceptions for a file it cannot read
-            first = str(error).strip().splitlines()[0]
-            raise UsageError(f"the tokenizer in {model.target} cannot be loaded: {first}") from error
+            raise UsageError(f"the tokenizer in {model.target} cannot be loaded: {_first_line(error)}"
+                             ) from error
+        self._model = model
+        self._jinja: str | None = None
+        if chat_template is not None and chat_template not in BUILT_IN:
+            self._jinja = read_template(Path(chat_template))
+        elif chat_template is None:
+            self._jinja = self._own_template()
+        self._built_in = None if self._jinja is not None else chat_template or recognise(model)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, special tokens added as the model wants; UsageError if it is empty."""
@@ -33,19 +50,84 @@ class Tokenizer:
             raise UsageError("the prompt is empty; give some text to continue")
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``, special tokens left out."""
+    def chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a chat, up to where the assistant's answer begins.
+
+        UsageError if the model has no template, or if its template does not take such a chat.
+        """
+        if self._jinja is not None:
+            return self._rendered(messages, self._jinja)
+        if self._built_in is None:
+            raise UsageError(f"{self._model.path} has no chat template, and its name is not that of a model "
+                             f"with a known one; give --chat-template {', '.join(BUILT_IN)} or a file with a "
+                             "Jinja template, or leave out --chat")
+        ids: list[int] = []
+        for piece in BUILT_IN[self._built_in](messages):
+            begin, end = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
+            ids += [begin] if piece.begins and begin is not None else []
+            ids += self._tokenizer(piece.text, add_special_tokens=False, verbose=False)["input_ids"]
+            ids += [end] if piece.ends and end is not None else []
+        return ids
+
+    @property
+    def chat_stop_ids(self) -> frozenset[int]:
+        """The ids that end an answer: the tokenizer's end of sequence, and what ends a turn in the chat
+        template.  ``ModelDir.stop_ids`` come on top."""
+        ends = {self._tokenizer.eos_token_id} - {None}
+        special = {str(token): number for number, token in self._tokenizer.added_tokens_decoder.items()
+                   if token.special}
+        template = self._jinja or ""
+        return frozenset(ends | {special[end] for end in TURN_ENDS if end in special and end in template})
+
+    def decode(self, ids: Sequence[int], after: Sequence[int] = ()) -> str:
+        """The text of ``ids``, special tokens left out.
+
+        after  the ids before them: some tokenizers drop the space that a text's first token begins with,
+               and only what comes before tells that it is not the first
+        """
+        context = list(after[-_CONTEXT:])
+        before = self._decode(context) if context else ""
+        return _behind(before, self._decode([*context, *ids]), lambda: self._decode(ids))
+
+    def _decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True,
                                           clean_up_tokenization_spaces=False))
 
+    def _own_template(self) -> str | None:
+        """The tokenizer's chat template; of several the one it calls the default."""
+        own = self._tokenizer.chat_template
+        if isinstance(own, dict):
+            own = own.get("default")
+        return None if own is None else str(own)
+
+    def _rendered(self, messages: Sequence[Message], template: str) -> list[int]:
+        from jinja2 import TemplateError
+
+        chat = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            ids: list[int] = self._tokenizer.apply_chat_template(
+                chat, chat_template=template, add_generation_prompt=True, tokenize=True, return_dict=False)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise UsageError(f"the chat template of {self._model.path} cannot be used for this chat: "
+                             f"{_first_line(error)}") from error
+        if not ids:
+            raise UsageError(f"the chat template of {self._model.path} makes nothing of this chat")
+        return list(ids)
+
 
 class TextStream:
-    """Turns tokens into text as they come; a character split over tokens waits for its last byte."""
+    """Turns tokens into text as they come; a character split over tokens waits for its last byte.
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], write: Callable[[str], None]) -> None:
+    The pieces together are the text of all tokens, unless that has bytes which are no character: there
+    a tokenizer may spoil the characters beside them too, which a stream has long since written.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], write: Callable[[str], None],
+                 after: Sequence[int] = ()) -> None:
+        """``after``: the ids before the first, as for ``Tokenizer.decode``."""
         self._decode, self._write = decode, write
-        self._ids: list[int] = []
-        self._done = 0  # ids whose text has been written
+        self._ids: list[int] = list(after[-_CONTEXT:])
+        self._done = len(self._ids)  # ids whose text has been written
         self._context = 0  # ids decoded again before them: some tokenizers drop a text's first space
 
     def push(self, ids: Sequence[int]) -> None:
@@ -61,9 +143,41 @@ class TextStream:
 
     def _new_text(self) -> str:
         before = self._decode(self._ids[self._context : self._done])
-        return self._decode(self._ids[self._context :])[len(before) :]
+        return _behind(before, self._decode(self._ids[self._context :]),
+                       lambda: self._decode(self._ids[self._done :]))
 
     def _flush(self, text: str) -> None:
         if text:
             self._write(text)
         self._context, self._done = self._done, len(self._ids)
+
+
+def _behind(before: str, whole: str, alone: Callable[[], str]) -> str:
+    """What ``whole`` has behind ``before``; where it does not begin so, the new tokens' text ``alone``.
+
+    It does not where the new tokens begin with bytes that are no character: decoders of byte-fallback
+    tokens then give up a run of bytes as a whole, with what had been good in it.
+    """
+    return whole[len(before) :] if whole.startswith(before) else alone()
+
+
+def _check_sentencepiece(directory: Path) -> None:
+    """UsageError for a tokenizer that needs a library to be read which is not installed."""
+    if (directory / "tokenizer.json").is_file() or not (directory / "tokenizer.model").is_file():
+        return
+    missing = [package for package, module in (("sentencepiece", "sentencepiece"),
+                                               ("protobuf", "google.protobuf")) if not _installed(module)]
+    if missing:
+        raise UsageError(f"{directory} has its tokenizer as tokenizer.model only: install "
+                         f"{' and '.join(missing)} with pip, or put the model's tokenizer.json beside it")
+
+
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package that the module would be in
+        return False
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

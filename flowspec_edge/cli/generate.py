@@ -1,19 +1,24 @@
-"""``flowspec generate``: continue one text."""
+"""``flowspec generate``: continue one text, or answer one question.
+
+Knows which sampling options were given and which the model's makers may fill in.  Does not know chat
+templates.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import sys
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from flowspec_edge.bench.prompts import Prompt
+from flowspec_edge.chat import BUILT_IN, Message
 from flowspec_edge.cli.clusters import open_cluster, timing
-from flowspec_edge.cli.measuring import requests_for, require_runnable
+from flowspec_edge.cli.measuring import require_fitting, require_runnable
 from flowspec_edge.cli.options import (
     ClockOption,
     DtypeOption,
@@ -25,8 +30,9 @@ from flowspec_edge.cli.options import (
     with_dataclasses,
 )
 from flowspec_edge.errors import UsageError
+from flowspec_edge.generation import Origin, choose_sampling, not_applied
 from flowspec_edge.modeldir import DEMO, resolve_model
-from flowspec_edge.runtime.request import Result
+from flowspec_edge.runtime.request import Request, Result
 from flowspec_edge.sampling import Sampling
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import strategy_class
@@ -41,14 +47,25 @@ Examples:
   flowspec generate "import os" --strategy chunk_pp --clock virtual --json
 
   flowspec generate "import os" --emulate paper-7b
+
+  flowspec generate --chat "What is a pipeline?" --model vicuna-7b-v1.5
 """
 
 
 @with_dataclasses(sampling=Sampling, params=Params)
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="The text to continue.", show_default=False)] = None,
+    context: typer.Context,
+    prompt: Annotated[str | None, typer.Argument(
+        help="The text to continue; with --chat, the question.", show_default=False)] = None,
     prompt_file: Annotated[str | None, typer.Option(
         "--prompt-file", help="Read the text from a file; - is standard input.", metavar="F")] = None,
+    chat: Annotated[bool, typer.Option(
+        "--chat", help="The text is a question: put it into the model's chat template.")] = False,
+    system: Annotated[str | None, typer.Option(
+        "--system", help="With --chat: the system's message.", metavar="TEXT", show_default=False)] = None,
+    chat_template: Annotated[str | None, typer.Option(
+        "--chat-template", help=f"With --chat: {', '.join(BUILT_IN)}, or a file with a Jinja template, "
+                                "instead of the tokenizer's own.", metavar="NAME", show_default=False)] = None,
     model: ModelOption = DEMO,
     strategy: Annotated[str, typer.Option("--strategy", help="See: flowspec strategies.")] = "flowspec",
     stages: StagesOption = 4,
@@ -63,46 +80,77 @@ def generate(
     sampling: Sampling,
     params: Params,
 ) -> None:
-    """Continue a text over a pipeline of stages, streaming it as it is accepted."""
+    """Continue a text over a pipeline of stages, streaming it as it is accepted.
+
+    Sampling options that are not given are those of the model's generation_config.json, if it samples.
+    """
     text = _read_prompt(prompt, prompt_file)
+    if not chat and (system is not None or chat_template is not None):
+        raise UsageError(f"{'--chat-template' if system is None else '--system'} goes with --chat only")
     chosen = strategy_class(strategy)
     found = resolve_model(model)
     when = timing(clock, profile, emulate)
     require_runnable([chosen.name], found, params, when.clock, stages)
+    sampling, origins = choose_sampling(sampling, _given(context, asdict(sampling)), found)
+    if ignored := not_applied(found, sampling):
+        print(f"flowspec: note: {found.name} asks for what is not applied here: {', '.join(ignored)}",
+              file=sys.stderr)
     if verbose:
         logging.basicConfig(format="%(message)s")  # to stderr
         logging.getLogger("flowspec_edge").setLevel(logging.INFO)
 
     from flowspec_edge.text import TextStream, Tokenizer
 
-    tokenizer = Tokenizer(found)
-    [fitting] = requests_for(tokenizer, found, [Prompt("", "", text)], max_new_tokens, sampling, params)
-    request = replace(fitting, strategy=chosen.name)
-    stream = None if as_json else TextStream(tokenizer.decode, _write)
+    tokenizer = Tokenizer(found, chat_template)
+    stops, before = found.stop_ids, list[int]()
+    if chat:
+        asked = [Message("system", system)] if system is not None else []
+        ids = tokenizer.chat([*asked, Message("user", text)])
+        stops |= tokenizer.chat_stop_ids
+    else:
+        ids = before = tokenizer.encode(text)
+    require_fitting(len(ids), found, max_new_tokens)
+    request = Request(ids, chosen.name, max_new_tokens, sampling, params, stops)
+    stream = None if as_json else TextStream(tokenizer.decode, _write, before)
     with open_cluster(when, found, stages, dtype) as cluster:
         result = cluster.generate(request, stream.push if stream else None)
     if stream is None:
         labels = {"clock": when.clock, "profile": when.profile.name if when.profile else None,
-                  "emulated": when.emulated}
-        print(json.dumps(result.as_json(tokenizer.decode(result.tokens)) | labels))
+                  "emulated": when.emulated,
+                  "sampling": {name: {"value": value, "from": origins[name]}
+                               for name, value in asdict(sampling).items()}}
+        print(json.dumps(result.as_json(tokenizer.decode(result.tokens, before)) | labels))
         return
     stream.close()
     _write("\n")
     from flowspec_edge.bench.table import timing as timing_label
 
     label = timing_label(when.clock, when.profile.name if when.profile else None)
-    print(summary(result, f"{strategy}, {stages} stages, {label}"), file=sys.stderr)
+    print(summary(result, f"{strategy}, {stages} stages, {label}", drawn(sampling, origins)), file=sys.stderr)
 
 
 generate.__doc__ = f"{generate.__doc__}\n{_EXAMPLES}"
 
 
-def summary(result: Result, how: str) -> str:
+def summary(result: Result, how: str, sampling: str = "") -> str:
     """One line of figures for a person."""
     stats = result.stats
     return (f"[{how}: {len(result.tokens)} tokens ({result.finish_reason}), "
             f"{stats.tokens_per_second:.2f} tokens/s, {stats.alt:.2f} a turn, {stats.alr:.2f} a round, "
-            f"first token after {stats.ttft_s:.2f} s]")
+            f"first token after {stats.ttft_s:.2f} s{sampling and f'; {sampling}'}]")
+
+
+def drawn(sampling: Sampling, origins: Mapping[str, Origin]) -> str:
+    """The sampling values that are not defaults, and where they came from; empty without any."""
+    return ", ".join(f"{name.replace('_', '-')} {value}" +
+                     ("" if origins[name] == "command line" else f" from {origins[name]}")
+                     for name, value in asdict(sampling).items() if origins[name] != "default")
+
+
+def _given(context: typer.Context, names: Iterable[str]) -> set[str]:
+    """Those options that are on the command line."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
 
 
 def _read_prompt(prompt: str | None, prompt_file: str | None) -> str:

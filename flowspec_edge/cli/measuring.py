@@ -40,13 +40,19 @@ def requests_for(tokenizer: Tokenizer, model: ModelDir, prompts: Sequence[Prompt
     for prompt in prompts:
         ids = tokenizer.encode(prompt.text)
         ids = ids[-truncate:] if truncate else ids
-        if len(ids) + max_new_tokens > model.max_positions:
-            name = f"prompt {prompt.id}" if prompt.id else "the prompt"
-            raise UsageError(f"{name} has {len(ids)} tokens and {max_new_tokens} more are asked "
-                             f"for, but the model stops at {model.max_positions}; {advice}")
+        name = f"prompt {prompt.id}" if prompt.id else "the prompt"
+        require_fitting(len(ids), model, max_new_tokens, name, advice)
         requests.append(Request(ids, max_new_tokens=max_new_tokens, sampling=sampling, params=params,
                                 stop_ids=model.stop_ids))
     return requests
+
+
+def require_fitting(length: int, model: ModelDir, max_new_tokens: int, name: str = "the prompt",
+                    advice: str = "lower --max-new-tokens") -> None:
+    """UsageError if a prompt of ``length`` tokens and its answer are more than the model takes."""
+    if length + max_new_tokens > model.max_positions:
+        raise UsageError(f"{name} has {length} tokens and {max_new_tokens} more are asked for, but the model "
+                         f"stops at {model.max_positions}; {advice}")
 
 
 def require_runnable(strategies: Sequence[str], model: ModelDir, params: Params, clock: Clock,
