@@ -9,6 +9,8 @@ from tiny import tiny_llama
 from transformers import LlamaConfig
 
 from flowspec_edge.drafting.eagle import EagleHead
+from flowspec_edge.drafting.eagle3 import Eagle3Head
+from flowspec_edge.drafting.eagle3_checkpoint import save_head3
 from flowspec_edge.drafting.eagle_checkpoint import save_head
 from flowspec_edge.drafting.spd import SpdModule
 from flowspec_edge.drafting.spd_checkpoint import save_module
@@ -28,6 +30,28 @@ def tiny_spd(model_dir: Path, layers: int = 2, seed: int = 0) -> None:
             if parameter.ndim == 2:
                 torch.nn.init.normal_(parameter, std=1.5 / parameter.shape[-1] ** 0.5)
     save_module(module, model_dir / "spd", torch.float32)
+
+
+def tiny_eagle3(model_dir: Path, drafted: int | None = None, seed: int = 0, max_positions: int = 2048) -> None:
+    """Write ``eagle3``, a random head for the ``target`` below ``model_dir``, in fp32, without embeddings.
+
+    ``drafted``: tokens that it can name, drawn at random; all by default.
+    """
+    config = LlamaConfig.from_pretrained(model_dir / "target")
+    config.num_hidden_layers, config.max_position_embeddings = 1, max_positions
+    config.target_hidden_size = config.hidden_size
+    config.draft_vocab_size = drafted or config.vocab_size
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        head = Eagle3Head(config)
+        for parameter in head.parameters():
+            if parameter.ndim == 2:
+                torch.nn.init.normal_(parameter, std=1.5 / parameter.shape[-1] ** 0.5)
+        if config.draft_vocab_size < config.vocab_size:
+            ids = torch.randperm(config.vocab_size)[:drafted].sort().values
+            head.d2t.copy_(ids - torch.arange(len(ids)))
+            head.t2d.fill_(False)[ids] = True
+    save_head3(head, model_dir / "eagle3", torch.float32)
 
 
 def tiny_model_dir(path: Path, layers: int = 4, hidden: int = 64, vocab: int = 300, seed: int = 0) -> Path:

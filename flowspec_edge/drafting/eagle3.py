@@ -40,6 +40,13 @@ from flowspec_edge.tensors import to_torch
 CAPTURED = 3  # inner states of the target that a row is fused from
 
 
+def captured_layers(layers: int) -> tuple[int, ...]:
+    """The states that EAGLE-3 captures of a target of so many ``layers``: the inputs of its layers 2,
+    n // 2 and n - 3, in rising order and as far as it has them; so many layers a row has passed."""
+    first, last = min(1, layers - 1), layers - 1
+    return tuple(sorted(min(max(layer, first), last) for layer in (2, layers // 2, layers - 3)))
+
+
 class Eagle3Layer(nn.Module):
     """A Llama decoder layer whose attention reads [embedding; hidden], each under a norm of its own."""
 

@@ -17,7 +17,7 @@ from flowspec_edge.errors import FlowspecError
 
 _WHAT = "an EAGLE head"
 _EMBEDDING = "embed_tokens.weight"
-_PUBLISHED = (  # what a head's config.json says of its layer
+PUBLISHED = (  # what a head's config.json says of its layer
     "attention_bias", "bos_token_id", "eos_token_id", "head_dim", "hidden_act", "hidden_size",
     "intermediate_size", "max_position_embeddings", "mlp_bias", "model_type", "num_attention_heads",
     "num_hidden_layers", "num_key_value_heads", "pad_token_id", "qkv_bias", "rms_norm_eps",
@@ -32,12 +32,10 @@ def load_head(directory: Path, embedding: Tensor | None, dtype: torch.dtype) -> 
     missing, unexpected, misshapen or unreadable: the text names it.
     """
     config = head_config(directory)
-    stored = weights.read_weights(directory, _WHAT)
-    if embedding is not None and embedding.shape[-1] != config.hidden_size:
-        raise FlowspecError(
-            f"{directory}: the head's width is {config.hidden_size}, the target's {embedding.shape[-1]}; "
-            "a head works with the target that it was trained for only"
-        )
+    stored = weights.plain_names(weights.read_weights(directory, _WHAT), directory)
+    if embedding is not None:
+        require_fit(directory, "width", config.hidden_size, embedding.shape[1])
+        require_fit(directory, "vocabulary", config.vocab_size, len(embedding))
     if _EMBEDDING not in stored and embedding is not None:
         stored[_EMBEDDING] = embedding
     head = head_skeleton(config)
@@ -49,13 +47,21 @@ def load_head(directory: Path, embedding: Tensor | None, dtype: torch.dtype) -> 
 def save_head(head: EagleHead, directory: Path, dtype: torch.dtype, with_embedding: bool = True) -> None:
     """Write config.json and model.safetensors in ``dtype``."""
     facts = head.config.to_dict()
-    config = {key: facts[key] for key in _PUBLISHED if key in facts}
+    config = {key: facts[key] for key in PUBLISHED if key in facts}
     config.update(architectures=["LlamaForCausalLM"], bias=head.fc.bias is not None,
                   rope_theta=facts["rope_parameters"]["rope_theta"],
                   torch_dtype=str(dtype).removeprefix("torch."))
     stored = {name: weight for name, weight in head.state_dict().items()
               if with_embedding or name != _EMBEDDING}
     weights.write(directory, config, stored, dtype)
+
+
+def require_fit(directory: Path, what: str, heads: int, targets: int) -> None:
+    """FlowspecError unless the head was made for a target of this width, this vocabulary, …"""
+    if heads != targets:
+        unit = " tokens" if what == "vocabulary" else ""
+        raise FlowspecError(f"{directory}: the head's {what} is {heads}{unit}, the target's {targets}; "
+                            "a head works with the target that it was trained for only")
 
 
 def head_skeleton(config: LlamaConfig) -> EagleHead:

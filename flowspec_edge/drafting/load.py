@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging
 
 from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.eagle import EagleDrafter
+from flowspec_edge.drafting.eagle3 import Eagle3Drafter
+from flowspec_edge.drafting.eagle3_checkpoint import head3_layers, load_head3
 from flowspec_edge.drafting.eagle_checkpoint import load_head
-from flowspec_edge.drafting.lm import LMDrafter
+from flowspec_edge.drafting.lm_checkpoint import load_lm
 from flowspec_edge.drafting.spd_checkpoint import load_module
 from flowspec_edge.drafting.spd_drafter import SpdDrafter
 from flowspec_edge.errors import FlowspecError, UsageError
@@ -21,14 +19,16 @@ from flowspec_edge.modeldir import DRAFT_PARTS
 from flowspec_edge.tensors import parse_dtype
 
 
-def load_drafter(kind: str, model_dir: Path, lm_head: Tensor, embedding: Tensor, dtype: str) -> Drafter:
+def load_drafter(kind: str, model_dir: Path, lm_head: Tensor, embedding: Tensor, dtype: str, layers: int
+                 ) -> Drafter:
     """Load one draft model of ``model_dir`` for the target whose weights these are.
 
-    kind       "eagle2" (an EAGLE-1/2 head), "lm" (a causal LM that transformers can load) or
-               "spd" (SPD's speculation module)
+    kind       "eagle2" (an EAGLE-1/2 head), "eagle3" (an EAGLE-3 head), "lm" (a causal LM that
+               transformers can load) or "spd" (SPD's speculation module)
     lm_head    [V, H], the target's; the drafter works on its device
     embedding  [V, H], the target's; used by "spd", and when an EAGLE head brings none of its own
     dtype      "fp32", "fp16" or "bf16": of the draft model's weights, cache and arithmetic
+    layers     the target's; they decide which of its states an EAGLE-3 head captures
 
     Raises UsageError for an unknown kind or a missing directory, FlowspecError for bad weights.
     """
@@ -40,6 +40,10 @@ def load_drafter(kind: str, model_dir: Path, lm_head: Tensor, embedding: Tensor,
         head = load_head(path, embedding, torch_dtype).to(lm_head.device)
         vocabulary = head.config.vocab_size
         drafter = EagleDrafter(head, lm_head.to(torch_dtype))
+    elif kind == "eagle3":
+        head3 = load_head3(path, embedding, torch_dtype).to(lm_head.device)
+        vocabulary = head3.config.vocab_size
+        drafter = Eagle3Drafter(head3, head3_layers(path, head3.config, layers))
     elif kind == "spd":
         module = load_module(path, torch_dtype).to(lm_head.device)
         vocabulary = module.config.vocab_size
@@ -49,27 +53,9 @@ def load_drafter(kind: str, model_dir: Path, lm_head: Tensor, embedding: Tensor,
                 f"{embedding.shape[-1]}; a module works with the target that it was trained for only"
             )
         drafter = SpdDrafter(module, embedding.to(lm_head.device, torch_dtype))
-    else:
-        model = _load_lm(path, torch_dtype, lm_head.device)
-        vocabulary = model.config.vocab_size
-        drafter = LMDrafter(model)
+    else:  # which judges vocabularies by the tokenizers
+        return load_lm(path, model_dir / "target", len(lm_head), torch_dtype, lm_head.device)
     if vocabulary != len(lm_head):
         raise FlowspecError(f"{path}: the draft model's vocabulary has {vocabulary} tokens, "
                             f"the target's {len(lm_head)}; they must share one tokenizer")
     return drafter
-
-
-def _load_lm(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    if not (path / "config.json").is_file():
-        raise UsageError(f"no draft model at {path}: config.json is missing")
-    logging.disable_progress_bar()  # a bar for a model of a few megabytes is noise on the terminal
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, local_files_only=True, output_loading_info=True
-        )
-    except Exception as error:  # transformers and safetensors raise many kinds for one fact
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise FlowspecError(f"{path}: the draft model cannot be loaded: {first}") from error
-    if report["missing_keys"]:  # transformers would go on with random weights
-        raise FlowspecError(f"{path}: tensor {min(report['missing_keys'])} is missing from the draft model")
-    return model.to(device)

@@ -1,7 +1,7 @@
-"""A draft model's files: config.json beside one file of weights, and strictness about both.
+"""A draft model's files: config.json beside its weights, and strictness about both.
 
-Knows file names and what can be wrong with them.  Does not know any draft model: the caller says
-what it is called in messages and which tensors it has.
+Knows file names, shards with their index, and what can be wrong with them.  Does not know any draft
+model: the caller says what it is called in messages and which tensors it has.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from flowspec_edge.errors import FlowspecError, UsageError
 
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
+_COMPUTED = "rotary_emb.inv_freq"  # stored by old releases of transformers; it follows from the config
+_PREFIXES = ("module.", "model.")  # of a training framework's wrapper, and of a whole model
 
 
 def read_config(directory: Path, what: str) -> dict[str, Any]:
@@ -37,26 +39,65 @@ def read_config(directory: Path, what: str) -> dict[str, Any]:
 
 
 def read_weights(directory: Path, what: str) -> dict[str, Tensor]:
-    """The tensors as stored; UsageError if there are none, FlowspecError if they are unreadable."""
-    safe, pickled = directory / SAFE, directory / PICKLED
-    try:
-        if safe.exists():
-            return safetensors.torch.load_file(safe)
-        if pickled.exists():
-            return dict(torch.load(pickled, map_location="cpu", weights_only=True))
-    except Exception as error:  # both readers raise many kinds for one fact: the file is no good
-        name = safe if safe.exists() else pickled
-        raise FlowspecError(f"{name} cannot be read as weights: {_first_line(error)}") from error
+    """The tensors as stored: safetensors before ``.bin``, one file before shards with an index.
+
+    UsageError if there are none, FlowspecError if they are unreadable.
+    """
+    for name in (SAFE, f"{SAFE}.index.json", PICKLED, f"{PICKLED}.index.json"):
+        path = directory / name
+        if path.exists():
+            files = _shards(path) if name.endswith(".json") else [path]
+            return {key: tensor for file in files for key, tensor in _read(file).items()}
     raise UsageError(f"no {_bare(what)} at {directory}: neither {SAFE} nor {PICKLED} is there")
+
+
+def plain_names(weights: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
+    """The tensors without what may stand before their names, and without those that are computed.
+
+    FlowspecError if two come to the same name.
+    """
+    plain: dict[str, Tensor] = {}
+    for stored, tensor in weights.items():
+        name = stored
+        for prefix in _PREFIXES:
+            name = name.removeprefix(prefix)
+        if name.endswith(_COMPUTED):
+            continue
+        if name in plain:
+            raise FlowspecError(f"{directory}: tensor {name} is stored twice, also as {stored}")
+        plain[name] = tensor
+    return plain
+
+
+def _shards(index: Path) -> list[Path]:
+    """The files that an index names."""
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FlowspecError(f"{index} is not an index of weights: {error!r}") from None
+    return [index.parent / name for name in names]
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if not path.exists():
+        raise FlowspecError(f"{path} is missing: copy the draft model again")
+    try:
+        if path.suffix == ".safetensors":
+            return safetensors.torch.load_file(path)
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
+    except Exception as error:  # both readers raise many kinds for one fact: the file is no good
+        raise FlowspecError(f"{path} cannot be read as weights: {_first_line(error)}") from error
 
 
 def assign(module: nn.Module, weights: dict[str, Tensor], directory: Path, what: str, dtype: torch.dtype
            ) -> None:
-    """Put ``weights`` in ``dtype`` in the place of all parameters of ``module``.
+    """Put ``weights`` in ``dtype`` in the place of all parameters of ``module``; what is whole numbers
+    or truth values there stays so.
 
-    FlowspecError that names a tensor which is missing, unexpected or misshapen.
+    FlowspecError that names a tensor which is missing, unexpected, misshapen or of another kind.
     """
-    wanted = {name: tuple(w.shape) for name, w in module.state_dict().items()}
+    held = module.state_dict()
+    wanted = {name: tuple(w.shape) for name, w in held.items()}
     for name in wanted:
         if name not in weights:
             raise FlowspecError(f"{directory}: tensor {name} is missing from the {_bare(what)}")
@@ -68,13 +109,17 @@ def assign(module: nn.Module, weights: dict[str, Tensor], directory: Path, what:
                 f"{directory}: tensor {name} has shape {list(weight.shape)}, "
                 f"config.json asks for {list(wanted[name])}"
             )
-    module.load_state_dict({name: w.to(dtype) for name, w in weights.items()}, strict=True, assign=True)
+        if weight.is_floating_point() != held[name].is_floating_point():
+            raise FlowspecError(f"{directory}: tensor {name} holds {weight.dtype}, not {held[name].dtype}")
+    placed = {name: w.to(dtype if w.is_floating_point() else held[name].dtype) for name, w in weights.items()}
+    module.load_state_dict(placed, strict=True, assign=True)
 
 
 def write(directory: Path, config: dict[str, Any], weights: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """Write config.json and model.safetensors in ``dtype``."""
+    """Write config.json and model.safetensors, floating-point tensors in ``dtype``."""
     directory.mkdir(parents=True, exist_ok=True)
-    stored = {name: w.detach().to("cpu", dtype).contiguous() for name, w in weights.items()}
+    stored = {name: w.detach().to("cpu", dtype if w.is_floating_point() else w.dtype).contiguous()
+              for name, w in weights.items()}
     safetensors.torch.save_file(stored, directory / SAFE, metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 

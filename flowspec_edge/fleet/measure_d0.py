@@ -134,7 +134,8 @@ class MeasuredDevice0:
         self._lm_head = load_lm_head(model.target, dtype, device)
         embedding = load_embedding(model.target, dtype, device)
         self._drafters: dict[str, Drafter] = {
-            kind: load_drafter(kind, model.parts, self._lm_head, embedding, dtype) for kind in kinds}
+            kind: load_drafter(kind, model.parts, self._lm_head, embedding, dtype, model.layers)
+            for kind in kinds}
         self._target = target
         states = np.random.default_rng(0).standard_normal((_HEAD_ROWS, self._lm_head.shape[1]))
         self._states = from_torch(torch.from_numpy(states).to(self._lm_head.dtype))

@@ -28,6 +28,7 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.board import Board, read_board
 from flowspec_edge.fleet.linktest import LinkMeasure, measure_link
 from flowspec_edge.fleet.measure_d0 import (
+    STRATEGIES,
     DraftDeviceTimes,
     MadeUpTarget,
     MeasuredDevice0,
@@ -47,7 +48,7 @@ from flowspec_edge.fleet.measure_stage import (
 )
 from flowspec_edge.fleet.measure_worker import MeasuredWorker
 from flowspec_edge.fleet.memory import ModelBytes, model_bytes
-from flowspec_edge.modeldir import DRAFT_PARTS, ModelDir
+from flowspec_edge.modeldir import ModelDir
 from flowspec_edge.runtime.workerconfig import Dtype
 from flowspec_edge.tensors import parse_dtype
 from flowspec_edge.text import Tokenizer
@@ -181,7 +182,7 @@ def _stages(wish: Wish, effort: Effort, model: ModelBytes, room: Room, report: R
 def _device0(wish: Wish, effort: Effort, model: ModelBytes, room: Room, report: Report) -> DraftDeviceTimes:
     report("draft device", 0.0)
     whole = model.target_weights + model.d0_weights <= room.usable_mb * 1e6 * _WHOLE_SHARE
-    kinds = [kind for kind in DRAFT_PARTS if wish.model.draft(kind)]
+    kinds = [kind for kind in STRATEGIES if wish.model.draft(kind)]
     new_tokens = min(effort.new_tokens, max(2, wish.model.max_positions // 2))
     prompt = Tokenizer(wish.model).encode(_TEXT)[:max(1, min(_MOST_PROMPT, wish.model.max_positions // 2))]
     with ExitStack() as undo:

@@ -65,7 +65,8 @@ class Coordinator:
         if request.max_new_tokens < 1:
             raise UsageError(f"max-new-tokens must be at least 1, not {request.max_new_tokens}")
         self.request = request
-        self.ledger = Ledger(session, epoch)
+        self._needed = frozenset(drafter.taps if drafter else ())  # states that its commits rest on
+        self.ledger = Ledger(session, epoch, tuple(sorted(self._needed)))
         self.strategy = make(self.ledger)
         self._drafter = drafter
         self._head = head
@@ -75,6 +76,7 @@ class Coordinator:
         self._prompt_left = len(request.prompt)  # rows of it that have not come back
         self._outputs: deque[Output] = deque()
         self._taps: list[Tap] = []  # not yet shown to the drafter
+        self._tapped: dict[int, set[int]] = {}  # run -> needed states that have come of it
         self._hidden: dict[int, tuple[Payload, int]] = {}  # number -> where its hidden state lies
         self._tokens: list[int] = []
         self._token_at: list[float] = []  # when each of them became text
@@ -134,6 +136,8 @@ class Coordinator:
                 self._outputs.append(message)
             case Tap():
                 self._taps.append(message)
+                if message.layer in self._needed:
+                    self._tapped.setdefault(message.run, set()).add(message.layer)
 
     # ---- what D0 computes ------------------------------------------------------------------
 
@@ -141,17 +145,28 @@ class Coordinator:
         """The most urgent work: what has arrived before what may come."""
         if self.finished:
             return None
-        if self._outputs:
+        if self._outputs and self._is_whole(self._outputs[0]):
             return Verify(self._outputs.popleft())
         if self._prompt_left or self._drafter is None:
             return None
         request = self.strategy.next_draft()
         if request is None:
             return None
-        for tap in self._taps:  # now: what arrives during a pass is for the pass after it
-            self._drafter.tap(tap)
-        self._taps.clear()
+        self._show_taps(self._drafter)  # now: what arrives during a pass is for the pass after it
         return Draft(request)
+
+    def _is_whole(self, output: Output) -> bool:
+        """Whether the drafter's states of all rows are here, too: taps have a way of their own.
+
+        A row that came out was computed, and tapped, by every stage; one that did not come out
+        predicts nothing, so an output without rows waits for nothing.
+        """
+        return not len(output.numbers) or self._needed <= self._tapped.get(output.run, set())
+
+    def _show_taps(self, drafter: Drafter) -> None:
+        for tap in self._taps:
+            drafter.tap(tap)
+        self._taps.clear()
 
     def complete(self, task: Task) -> None:
         """Do the work and let the strategy decide on it."""
@@ -168,6 +183,9 @@ class Coordinator:
         at = np.searchsorted(numbers, output.numbers)
         if (at >= len(numbers)).any() or (numbers[at] != output.numbers).any():
             raise ProtocolError(f"the output of segment {output.run} has rows that were not sent in it")
+        if self._drafter and self._needed:
+            self._show_taps(self._drafter)  # they come before the commits that rest on them
+            self._tapped = {run: layers for run, layers in self._tapped.items() if run > output.run}
         if self._prompt_left:
             self._verify_prompt(output, positions[at])
             return

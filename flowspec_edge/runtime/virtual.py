@@ -58,7 +58,9 @@ class VirtualRun:
         self._data = ([link(0, 1, n), link(n, 0)] if self._grouped else
                       [link(a, b) for a, b in pairwise(ring)])
         self._control = [link(0, place) for place in ring[1:-1]]
-        self._back = link(1, 0)  # control messages from the stages to D0
+        self._back = link(1, 0)  # V1's credits: a worker sends them before anything else
+        # Taps go straight to D0, each stage's over its own port.
+        self._taps = [link(place, 0) for place in ring[1:-1]]
         share = devices.d0.model.layers / n
         self._stages = [
             VirtualStage(i + 1, clock, engine, seconds, share if self._grouped else devices.layers[i],
@@ -78,7 +80,7 @@ class VirtualRun:
         if not self._c.finished:
             raise RuntimeError("virtual time stopped before the text was complete")
         slot = self._devices.slot_seconds(self._c.request.params.segment)
-        total = sum(link.bytes for link in (*self._data, *self._control, self._back))
+        total = sum(link.bytes for link in (*self._data, *self._control, *self._taps, self._back))
         stats = [self._stage_stats(i) for i in range(len(self._stages))]
         if self._grouped:
             exchanged = self._spread_spans()
@@ -114,7 +116,7 @@ class VirtualRun:
                 following = self._stages[index + 1]
                 self._data[index + 1].send(size, partial(following.receive, message))
             else:
-                link = self._data[-1] if isinstance(message, Output) else self._back
+                link = self._data[-1] if isinstance(message, Output) else self._taps[index]
                 link.send(size, partial(self._arrived, message))
 
         return forward

@@ -209,7 +209,8 @@ class StageEngine:
                                 segment.positions, mask, enter)
         if hidden is None:
             return [], None
-        if last in segment.taps and last > first:
+        # A stage without layers has made nothing but, if it is the first, the embeddings.
+        if last in segment.taps and (last > first or self.shard.embed is not None):
             taps.append((last, hidden))
         return taps, forward.outputs(self.shard, hidden)
 

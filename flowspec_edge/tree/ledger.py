@@ -20,9 +20,11 @@ class Ledger:
     the next sealed segment, so every stage learns of them in order.
     """
 
-    def __init__(self, session: int = 0, epoch: int = 0) -> None:
+    def __init__(self, session: int = 0, epoch: int = 0, taps: tuple[int, ...] = ()) -> None:
+        """``taps``: hidden states that are wanted of every row (``messages.Segment``)."""
         self.session = session
         self.epoch = epoch
+        self.taps = taps
         self.next_number = 0
         self.base = 0  # one past the newest committed number
         self._run = 0
@@ -55,7 +57,10 @@ class Ledger:
         return number
 
     def seal(self, taps: tuple[int, ...] = ()) -> Segment:
-        """The segment of all rows added since the last one; it may be empty."""
+        """The segment of all rows added since the last one; it may be empty.
+
+        ``taps``: hidden states that are wanted of these rows, beside those that are wanted of all.
+        """
         rows, self._rows = self._rows, []
         first = rows[0][0] if rows else self.next_number
         width = self.next_number - self.base
@@ -66,7 +71,8 @@ class Ledger:
             stop=self.next_number, numbers=numbers, positions=positions, base=self.base,
             bits=pack_bits([r[3] for r in rows], width),
             committed=np.array(self._commits, dtype=np.int32),
-            tokens=np.array([r[1] for r in rows], dtype=np.int32), taps=taps,
+            tokens=np.array([r[1] for r in rows], dtype=np.int32),
+            taps=tuple(sorted({*self.taps, *taps})),
         )
         self._sent_positions[self._run] = (numbers, positions)
         self._run += 1

@@ -166,24 +166,24 @@ def test_load_drafter_knows_both_kinds(tmp_path):
                                       num_attention_heads=2, num_key_value_heads=1))
     lm.save_pretrained(tmp_path / "draft-lm")
     for kind in ("eagle2", "lm"):
-        drafter = load_drafter(kind, tmp_path, torch.randn(V, H), EMBEDDING, "fp32")
+        drafter = load_drafter(kind, tmp_path, torch.randn(V, H), EMBEDDING, "fp32", 2)
         drafter.commit([4], None)
         drafter.commit([5], Payload("float32", np.ones((1, H), np.float32)))
         got = drafter.expand(DraftRequest(0, (DraftNode(0, -1, 5, 1),), 3))
         assert got.tokens.shape == got.scores.shape == (1, 3)
         with pytest.raises(FlowspecError, match=r"vocabulary has 53 tokens, the target's 60"):
-            load_drafter(kind, tmp_path, torch.randn(60, H), torch.randn(60, H)[:V], "fp32")
+            load_drafter(kind, tmp_path, torch.randn(60, H), torch.randn(60, H)[:V], "fp32", 2)
         with pytest.raises(UsageError, match="missing"):
-            load_drafter(kind, tmp_path / "none", torch.randn(V, H), EMBEDDING, "fp32")
+            load_drafter(kind, tmp_path / "none", torch.randn(V, H), EMBEDDING, "fp32", 2)
     with pytest.raises(UsageError, match="unknown kind of draft model 'medusa'"):
-        load_drafter("medusa", tmp_path, torch.randn(V, H), EMBEDDING, "fp32")
+        load_drafter("medusa", tmp_path, torch.randn(V, H), EMBEDDING, "fp32", 2)
     path = tmp_path / "draft-lm" / "model.safetensors"
     weights = safetensors.torch.load_file(path)
     del weights["model.norm.weight"]
     safetensors.torch.save_file(weights, path, metadata={"format": "pt"})
     with pytest.raises(FlowspecError, match=r"tensor model\.norm\.weight is missing"):
-        load_drafter("lm", tmp_path, torch.randn(V, H), EMBEDDING, "fp32")
+        load_drafter("lm", tmp_path, torch.randn(V, H), EMBEDDING, "fp32", 2)
     path.write_bytes(b"junk")
     with pytest.raises(FlowspecError, match="cannot be loaded") as caught:
-        load_drafter("lm", tmp_path, torch.randn(V, H), EMBEDDING, "fp32")
+        load_drafter("lm", tmp_path, torch.randn(V, H), EMBEDDING, "fp32", 2)
     assert "\n" not in str(caught.value)
