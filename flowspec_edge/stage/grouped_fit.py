@@ -13,10 +13,10 @@ from flowspec_edge.errors import FlowspecError
 
 LEVELS = 16
 _MIDDLE = 8  # the code that stands for ``zero`` itself
-# Of the range from a group's least to its greatest weight.  Clipping the ends makes the steps between
-# finer; for bell-shaped weights the best is near 0.8 with 128 in a group, for even ones 1.
-_SHRINK = (1.0, 0.92, 0.84, 0.76, 0.68)
-_REFITS = 2  # least squares and rounding in turn, once the best range is known
+# Shares of a group's least and of its greatest weight between which the levels lie at first.  Clipping the
+# ends makes the steps finer; ends that are clipped alike only lose half of what there is to gain.
+_ENDS = ((1.0, 1.0), (0.95, 0.9), (0.9, 0.95), (0.85, 0.75), (0.75, 0.85))
+_REFITS = 3  # least squares and rounding in turn, once the best ends are known
 
 
 def quantise_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -27,9 +27,9 @@ def quantise_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]
     Returns codes, two a byte, the even column in the low half: uint8 [n, k / 2]; scales and zeros:
     bfloat16 [n, k / group]; w is about (code - 8) * scale + zero.
 
-    For each of a few shares of the group's range the weights are rounded; the scale and zero that fit
-    those codes best follow from linear regression of w on the codes, and so does their error.  The best
-    share wins, rounding and regression are repeated, and the codes are chosen for what is stored.
+    For each of a few places of the ends the weights are rounded; the scale and zero that fit those codes
+    best follow from linear regression of w on the codes, and so does their error.  The best ends win,
+    rounding and regression are repeated, and the codes are chosen for what is stored.
     """
     rows, columns = weight.shape
     w = weight.float().reshape(-1, group)
@@ -37,9 +37,9 @@ def quantise_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]
     if not bool((torch.isfinite(low) & torch.isfinite(high)).all()):
         raise FlowspecError("a weight is infinite or not a number: the checkpoint is damaged")
     fit = _Fit(w)
-    for share in _SHRINK:
-        scale = (high - low) * (share / (LEVELS - 1))
-        fit.consider(scale, low * share + _MIDDLE * scale)
+    for least, greatest in _ENDS:
+        scale = (high * greatest - low * least) / (LEVELS - 1)
+        fit.consider(scale, low * least + _MIDDLE * scale)
     for _ in range(_REFITS):
         fit.consider(fit.scale, fit.zero)
     scales, zeros = fit.scale.to(torch.bfloat16), fit.zero.to(torch.bfloat16)

@@ -26,7 +26,7 @@ from flowspec_edge.stage.quant import DEFAULT_GROUP, Kind, QuantLinear, Scheme, 
 GROUPS = (32, 64, 128, 256)  # that the kernels take
 _ROWS = 16  # the CPU's kernel takes multiples of this many rows of a matrix; the GPU's, of 8
 _EXPANDED_WEIGHTS = 1 << 20  # at a time: 4 MB in float32, which stay in a cache
-_FITTED_WEIGHTS = 1 << 18
+_FITTED_WEIGHTS = 1 << 17  # at a time: what the fit works on stays in a cache
 
 
 class GroupedScheme(Scheme):
