@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.stage.weight_files import PICKLED, SAFE, WeightFile, naming, open_weights
+from flowspec_edge.stage.weight_files import INDEX, PICKLED, SAFE, WeightFile, naming, open_weights
 
-_INDEX = ".index.json"
 _SAMPLE = 1024  # elements at either end of a tensor that enter the digest
 _PIECE = 8 << 20  # bytes of a tensor that are handed out at a time
 _MAPPED = 4 * _PIECE  # bytes read from a file before it is closed, and its pages are no longer resident
@@ -63,7 +62,7 @@ class Checkpoint:
             raise UsageError(f"no model at {self.directory}: not a directory")
         self._files = self._locate()
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._files
 
     @property
@@ -144,13 +143,13 @@ class Checkpoint:
     def _locate(self) -> dict[str, Path]:
         """Tensor name -> file."""
         for single in (SAFE, PICKLED):
-            index, path = self.directory / f"{single}{_INDEX}", self.directory / single
+            index, path = self.directory / f"{single}{INDEX}", self.directory / single
             if index.is_file():
                 return self._indexed(index)
             if path.is_file():
                 with naming(path):
                     return dict.fromkeys(open_weights(path).names(), path)
-        raise UsageError(f"no model at {self.directory}: neither {SAFE} nor {SAFE}{_INDEX} nor {PICKLED} "
+        raise UsageError(f"no model at {self.directory}: neither {SAFE} nor {SAFE}{INDEX} nor {PICKLED} "
                          "is there")
 
     def _indexed(self, index: Path) -> dict[str, Path]:

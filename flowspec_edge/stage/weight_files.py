@@ -22,6 +22,7 @@ from torch import Tensor
 from flowspec_edge.errors import FlowspecError
 
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
+INDEX = ".index.json"  # after either name: which file holds what
 
 
 class WeightFile(Protocol):

@@ -1,0 +1,271 @@
+"""What is written when a model is cut: every file, what is in it and where that comes from.
+
+Decides from names, shapes and dtypes alone; reads no weights and writes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import cast, get_args
+
+import torch
+
+from flowspec_edge.errors import UsageError
+from flowspec_edge.manifest import DRAFT, DRAFT_TARGET, ComputeDtype, QuantKind, ShardDtype, stage_part
+from flowspec_edge.modeldir import DRAFT_PARTS
+from flowspec_edge.sharding.source import Linear, Source
+from flowspec_edge.sharding.writer import Layout, file_size
+from flowspec_edge.stage import keys
+from flowspec_edge.stage.quant import DEFAULT_GROUP, Scheme, scheme
+from flowspec_edge.stage.shard import split_layers
+from flowspec_edge.stage.weight_files import INDEX, SAFE
+from flowspec_edge.tensors import DTYPES
+
+DTYPE_NAMES: dict[torch.dtype, ComputeDtype] = {
+    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How weights are stored; all that ``--dtype``, ``--group`` and ``--compute-dtype`` decide.
+
+    dtype    what was asked for
+    compute  what devices compute in
+    plain    of all that is not quantised
+    scheme   of the matrices of decoder layers, None where they stay plain
+    group    of the scheme
+    """
+
+    dtype: ShardDtype
+    compute: ComputeDtype
+    plain: torch.dtype
+    scheme: Scheme | None
+    group: int
+
+    @property
+    def kind(self) -> QuantKind | None:
+        return self.scheme.kind if self.scheme else None
+
+
+@dataclass(frozen=True)
+class TensorsFile:
+    """A safetensors file: tensors of the source that are cast, and matrices in 4 bits."""
+
+    path: Path
+    plain: tuple[str, ...]
+    packed: tuple[Linear, ...] = ()
+
+
+@dataclass(frozen=True)
+class TextFile:
+    path: Path
+    data: bytes
+
+
+@dataclass(frozen=True)
+class CopiedFile:
+    path: Path
+    source: Path
+
+
+PlannedFile = TensorsFile | TextFile | CopiedFile
+
+
+@dataclass(frozen=True)
+class PlannedPart:
+    """A part's files and figures, as the manifest gives them; see ``flowspec_edge.manifest.Part``."""
+
+    name: str
+    files: tuple[PlannedFile, ...]
+    parameters: int
+    weight_bytes: int
+    row_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All parts, the draft device's last.  ``kept``: matrices that no 4-bit group divides."""
+
+    source: Source
+    recipe: Recipe
+    ranges: tuple[tuple[int, int], ...]
+    parts: tuple[PlannedPart, ...]
+    kept: tuple[str, ...]
+
+    def layout(self, file: TensorsFile) -> Layout:
+        """Name -> shape and dtype of everything in ``file``."""
+        return _layout(self.source, self.recipe, file)
+
+    def size(self, file: PlannedFile) -> int:
+        """Bytes that the file will have."""
+        if isinstance(file, TensorsFile):
+            return file_size(self.layout(file))
+        return len(file.data) if isinstance(file, TextFile) else file.source.stat().st_size
+
+    @cached_property
+    def request(self) -> str:
+        """A fingerprint of everything that decides what is written: the source's weights too."""
+        source = self.source
+        facts = [
+            source.config_sha256, source.weights.digest(source.weights.names), self.ranges,
+            self.recipe.dtype, self.recipe.compute, str(self.recipe.plain), self.recipe.group,
+            [(path.name, path.stat().st_size) for path in source.beside],
+            [(d.kind, d.fingerprint, [(path.name, path.stat().st_size) for path in d.files])
+             for d in source.drafts],
+        ]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def recipe_for(source: Source, dtype: ShardDtype | None = None, group: int | None = None,
+               compute: ComputeDtype | None = None) -> Recipe:
+    """How to store ``source``'s weights.
+
+    dtype    None: the checkpoint's own 16-bit type, fp16 where it has none; int4 where others have
+             quantised it already, which permits nothing else
+    group    weights that share a scale in int4; None: 128, or what a quantised checkpoint has
+    compute  None: bf16 where matrices are in 4 bits, else what the weights are stored in
+
+    UsageError for what does not go together.
+    """
+    own = source.dtype if source.dtype in (torch.float16, torch.bfloat16) else torch.float16
+    read = source.imported
+    if read is not None:
+        if dtype not in (None, "int4") or group not in (None, read.group):
+            raise UsageError(f"{source.weights.directory} is quantised already, in groups of {read.group}: "
+                             "it can only become int4 with these; for another kind take it in 16 bits")
+        dtype, group = "int4", read.group
+    if dtype is None:
+        dtype = DTYPE_NAMES[own]
+    if dtype not in get_args(QuantKind):
+        if group is not None:
+            raise UsageError(f"--group goes with --dtype int4, not with {dtype}")
+        plain = DTYPES[dtype]
+        return Recipe(dtype, compute or DTYPE_NAMES[plain], plain, None, 0)
+    if group is not None and dtype != "int4":
+        raise UsageError(f"--group goes with --dtype int4; {dtype} has blocks of 64")
+    compute = compute or "bf16"
+    if source.dtype not in DTYPE_NAMES or source.dtype == torch.float32:
+        own = DTYPES[compute] if compute != "fp32" else torch.float16
+    how = scheme(cast(QuantKind, dtype), group or DEFAULT_GROUP)
+    return Recipe(dtype, compute, own, how, (group or DEFAULT_GROUP) if dtype == "int4" else 64)
+
+
+def ranges_for(layers: int, stages: int | None, split: Sequence[int] | None) -> tuple[tuple[int, int], ...]:
+    """[lo, hi) of every stage: an even split into ``stages``, or runs of the given lengths.
+
+    UsageError unless exactly one is given and every stage has a layer and every layer a stage.
+    """
+    if (stages is None) == (split is None):
+        raise UsageError("give either --stages N or --split, such as --split 8,8,8,8")
+    if split is None:
+        assert stages is not None
+        return tuple(split_layers(layers, stages))
+    if min(split, default=0) < 1:
+        raise UsageError(f"--split {','.join(map(str, split))}: every stage needs at least one layer")
+    if sum(split) != layers:
+        raise UsageError(f"--split {','.join(map(str, split))} makes {sum(split)} layers, and the model has "
+                         f"{layers}")
+    ends = [sum(split[: i + 1]) for i in range(len(split))]
+    return tuple((end - length, end) for end, length in zip(ends, split, strict=True))
+
+
+def make_plan(source: Source, recipe: Recipe, ranges: Sequence[tuple[int, int]]) -> Plan:
+    """Lay out every file of every part."""
+    stages = [_stage(source, recipe, i, ranges) for i in range(len(ranges))]
+    kept = tuple(f"{linear.prefix}.weight" for layer in source.linears for linear in layer
+                 if recipe.scheme is not None and not _is_packed(source, recipe, linear))
+    return Plan(source, recipe, tuple(ranges), (*stages, _draft(source, recipe)), kept)
+
+
+def _stage(source: Source, recipe: Recipe, index: int, ranges: Sequence[tuple[int, int]]) -> PlannedPart:
+    lo, hi = ranges[index]
+    home = Path(stage_part(index))
+    files: list[TensorsFile] = []
+    if index == 0:
+        files.append(TensorsFile(home / "embed.safetensors", (keys.EMBEDDING,)))
+    for i in range(lo, hi):
+        packed = tuple(linear for linear in source.linears[i] if _is_packed(source, recipe, linear))
+        inside = {f"{linear.prefix}.weight" for linear in packed}
+        plain = tuple(name for name in source.tensors
+                      if name.startswith(f"model.layers.{i}.") and name not in inside)
+        files.append(TensorsFile(home / f"layer-{i:05d}.safetensors", plain, packed))
+    if index == len(ranges) - 1:
+        files.append(TensorsFile(home / "norm.safetensors", ("model.norm.weight",)))
+    width = DTYPES[recipe.compute].itemsize
+    layouts = {file.path.name: _layout(source, recipe, file) for file in files}
+    index_file = {
+        "metadata": {"total_size": sum(prod(shape) * dtype.itemsize for layout in layouts.values()
+                                       for shape, dtype in layout.values())},
+        "weight_map": {name: file for file, layout in layouts.items() for name in layout},
+    }
+    texts = (TextFile(home / f"{SAFE}{INDEX}", (json.dumps(index_file, indent=1) + "\n").encode()),
+             TextFile(home / "config.json", source.plain_config))
+    plain_values = sum(prod(source.tensors[name].shape) for file in files for name in file.plain)
+    packed_all = [linear for file in files for linear in file.packed]
+    return PlannedPart(
+        home.name, (*files, *texts),
+        parameters=plain_values + sum(linear.rows * linear.columns for linear in packed_all),
+        weight_bytes=plain_values * width + sum(_packed_bytes(recipe, linear) for linear in packed_all),
+        row_bytes=(hi - lo) * _kv_row(source) * width)
+
+
+def _draft(source: Source, recipe: Recipe) -> PlannedPart:
+    """lm_head, the embeddings where a draft model looks them up, and the draft models as they are.
+
+    Tied weights are stored once, as the embeddings, which is where loaders look for both.
+    """
+    target = DRAFT_TARGET
+    wanted = any(draft.embeddings for draft in source.drafts)
+    head = keys.EMBEDDING if source.tied else keys.LM_HEAD
+    names = (head,) if source.tied or not wanted else (head, keys.EMBEDDING)
+    files: list[PlannedFile] = [TensorsFile(target / SAFE, names),
+                                TextFile(target / "config.json", source.plain_config)]
+    files += [CopiedFile(target / path.name, path) for path in source.beside]
+    for draft in source.drafts:
+        home = Path(DRAFT, DRAFT_PARTS[draft.kind])
+        files += [CopiedFile(home / path.name, path) for path in draft.files]
+    width = DTYPES[recipe.compute].itemsize
+    matrix = prod(source.tensors[head].shape)
+    return PlannedPart(
+        DRAFT, tuple(files),
+        parameters=matrix * len(names) + sum(draft.parameters for draft in source.drafts),
+        weight_bytes=matrix * width * (2 if wanted else 1) + sum(
+            draft.weight_bytes(width) for draft in source.drafts),
+        row_bytes=sum(draft.kv_row for draft in source.drafts) * width)
+
+
+def _layout(source: Source, recipe: Recipe, file: TensorsFile) -> Layout:
+    layout = {name: (tuple(source.tensors[name].shape), recipe.plain) for name in file.plain}
+    for linear in file.packed:
+        assert recipe.scheme is not None
+        layout.update({f"{linear.prefix}.{suffix}": stored
+                       for suffix, stored in recipe.scheme.stored(linear.rows, linear.columns).items()})
+    return layout
+
+
+def _is_packed(source: Source, recipe: Recipe, linear: Linear) -> bool:
+    """Whether the matrix is stored in 4 bits: where others have quantised, as they did."""
+    if recipe.scheme is None:
+        return False
+    if source.imported is not None:
+        return f"{linear.prefix}.weight" not in source.tensors
+    return recipe.scheme.fits(linear.rows, linear.columns) is not None
+
+
+def _packed_bytes(recipe: Recipe, linear: Linear) -> int:
+    assert recipe.scheme is not None
+    return sum(prod(shape) * dtype.itemsize
+               for shape, dtype in recipe.scheme.stored(linear.rows, linear.columns).values())
+
+
+def _kv_row(source: Source) -> int:
+    """Elements of a row's keys and values in one layer."""
+    config = source.config
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * int(config.num_key_value_heads) * int(width)
