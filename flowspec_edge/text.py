@@ -85,8 +85,8 @@ class Tokenizer:
         after  the ids before them: some tokenizers drop the space that a text's first token begins with,
                and only what comes before tells that it is not the first
         """
-        context = list(after[-_CONTEXT:])
-        before = self._decode(context) if context else ""
+        context = _context(self._decode, after)
+        before = self._decode(context)
         return _behind(before, self._decode([*context, *ids]), lambda: self._decode(ids))
 
     def _decode(self, ids: Sequence[int]) -> str:
@@ -126,7 +126,7 @@ class TextStream:
                  after: Sequence[int] = ()) -> None:
         """``after``: the ids before the first, as for ``Tokenizer.decode``."""
         self._decode, self._write = decode, write
-        self._ids: list[int] = list(after[-_CONTEXT:])
+        self._ids = _context(decode, after)
         self._done = len(self._ids)  # ids whose text has been written
         self._context = 0  # ids decoded again before them: some tokenizers drop a text's first space
 
@@ -150,6 +150,12 @@ class TextStream:
         if text:
             self._write(text)
         self._context, self._done = self._done, len(self._ids)
+
+
+def _context(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> list[int]:
+    """The last few of ``ids``, cut where a character begins: half of one would spoil the bytes after it."""
+    starts = range(max(0, len(ids) - _CONTEXT), len(ids))
+    return next((list(ids[start:]) for start in starts if _UNFINISHED not in decode(ids[start:])), [])
 
 
 def _behind(before: str, whole: str, alone: Callable[[], str]) -> str:

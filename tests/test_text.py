@@ -1,53 +1,125 @@
-"""Tokens to text as they come, with a real byte-level tokenizer."""
+"""Tokens to text as they come, with real tokenizers: byte-level, and pieces with byte fallback."""
 
 from __future__ import annotations
 
+import json
+import struct
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import tiny_llama, tiny_tokenizer
+from tokenizerkit import sentencepiece_style
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.modeldir import resolve_model
 from flowspec_edge.text import TextStream, Tokenizer
 
-TOKENIZER = tiny_tokenizer(260)  # a few merges only: most characters beyond ASCII take several tokens
+BROKEN = "\ufffd"
 
 
-def decode(ids: list[int]) -> str:
-    return str(TOKENIZER.decode(ids))
+@cache
+def backend(kind: str) -> Any:
+    # Byte level with a few merges only: most characters beyond ASCII take several tokens.
+    return tiny_tokenizer(260) if kind == "bytes" else sentencepiece_style()
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), st.data())
-def test_pieces_of_any_size_join_to_the_text(text: str, data: st.DataObject) -> None:
-    ids = TOKENIZER(text)["input_ids"]
+@cache
+def decoder(kind: str) -> Callable[[list[int]], str]:
+    return lambda ids: str(backend(kind).decode(ids, skip_special_tokens=True))
+
+
+KINDS = pytest.mark.parametrize("kind", ["bytes", "pieces"])
+# Letters that are tokens, spaces, accents that combine, CJK within and without the vocabulary, emoji of
+# several code points, and whatever else Unicode has.
+TEXTS = st.text(st.one_of(st.sampled_from("the inaé中文 \n"),
+                          st.sampled_from("e\u0301o\u0308ñ語한🙂👩\u200d🚀🇨🇭\ufe0f"),
+                          st.characters(exclude_categories=["Cs"])), max_size=20)
+
+
+def streamed(kind: str, ids: list[int], data: st.DataObject, after: list[int] | None = None) -> list[str]:
     pieces: list[str] = []
-    stream = TextStream(decode, pieces.append)
+    stream = TextStream(decoder(kind), pieces.append, after or [])
     while ids:
-        count = data.draw(st.integers(1, len(ids)))
+        count = data.draw(st.integers(1, min(5, len(ids))))
         stream.push(ids[:count])
         ids = ids[count:]
     stream.close()
-    assert "".join(pieces) == text
+    return pieces
 
 
-def test_a_split_character_waits_for_its_last_byte() -> None:
+@KINDS
+@given(TEXTS, st.data())
+def test_pieces_of_any_size_join_to_the_text(kind: str, text: str, data: st.DataObject) -> None:
+    ids = backend(kind)(text)["input_ids"]
+    special = backend(kind).all_special_ids
+    for place in data.draw(st.lists(st.integers(0, len(ids)), max_size=2)):
+        ids.insert(place, data.draw(st.sampled_from(special)))
+    whole = decoder(kind)(ids)
+    pieces = streamed(kind, ids, data)
+    if BROKEN not in whole:
+        assert "".join(pieces) == whole
+        assert all(pieces)
+        assert not any(BROKEN in piece for piece in pieces)
+
+
+@KINDS
+@given(TEXTS, TEXTS, st.data())
+def test_a_continuation_joins_to_its_prompt(kind: str, prompt: str, text: str, data: st.DataObject) -> None:
+    """Also where the cut goes through a word, or through the bytes of one character after another."""
+    ids = backend(kind)(prompt + text)["input_ids"]
+    before = backend(kind)(prompt)["input_ids"]
+    if ids[: len(before)] != before or BROKEN in prompt + text:
+        return  # the cut is inside a token
+    rest = "".join(streamed(kind, ids[len(before):], data, before))
+    assert decoder(kind)(before) + rest == decoder(kind)(ids)
+
+
+@KINDS
+@given(st.data())
+def test_any_tokens_make_text(kind: str, data: st.DataObject) -> None:
+    """What a model may say: bytes that are no characters, special tokens anywhere."""
+    ids = data.draw(st.lists(st.integers(0, len(backend(kind)) - 1), max_size=12))
+    whole, text = decoder(kind)(ids), "".join(streamed(kind, ids, data))
+    if BROKEN in whole:
+        assert text  # broken characters are shown, in as many signs as the decoder likes
+    else:
+        assert text == whole
+
+
+@KINDS
+def test_a_split_character_waits_for_its_last_byte(kind: str) -> None:
     pieces: list[str] = []
-    stream = TextStream(decode, pieces.append)
-    for token in TOKENIZER("a€b")["input_ids"]:
+    stream = TextStream(decoder(kind), pieces.append)
+    for token in backend(kind)("a€b")["input_ids"]:
         stream.push([token])
     assert pieces == ["a", "€", "b"]
 
 
-def test_bytes_that_never_become_a_character_are_shown_at_the_end() -> None:
+@KINDS
+def test_bytes_that_never_become_a_character_are_shown_at_the_end(kind: str) -> None:
     pieces: list[str] = []
-    stream = TextStream(decode, pieces.append)
-    stream.push(TOKENIZER("€")["input_ids"][:2])
+    stream = TextStream(decoder(kind), pieces.append)
+    stream.push(backend(kind)("€")["input_ids"][:-1])
     assert pieces == []
     stream.close()
-    assert pieces == ["\ufffd"]
+    assert set("".join(pieces)) == {BROKEN}
+
+
+def test_a_broken_byte_leaves_written_characters_alone() -> None:
+    """A decoder with byte fallback gives up a whole run of bytes; what was written before it stands."""
+    euro, e2, a = [3 + 0xE2, 3 + 0x82, 3 + 0xAC], 3 + 0xE2, backend("pieces")("a")["input_ids"][-1]
+    pieces: list[str] = []
+    stream = TextStream(decoder("pieces"), pieces.append)
+    for token in [*euro, e2, a]:
+        stream.push([token])
+    stream.close()
+    assert pieces == ["€", f"{BROKEN} a"]
 
 
 def test_encode_and_decode_are_the_targets(tmp_path: Path) -> None:
@@ -59,4 +131,51 @@ def test_encode_and_decode_are_the_targets(tmp_path: Path) -> None:
         tokenizer.encode("")
     (tmp_path / "target" / "tokenizer.json").write_text("not json")
     with pytest.raises(UsageError, match=r"the tokenizer in .* cannot be loaded"):
+        Tokenizer(resolve_model(tmp_path))
+
+
+def test_a_continuation_keeps_its_first_space(tmp_path: Path) -> None:
+    tiny_llama(tmp_path / "target", layers=1, hidden=32, vocab=97)
+    sentencepiece_style().save_pretrained(tmp_path / "target")
+    tokenizer = Tokenizer(resolve_model(tmp_path))
+    the, a = tokenizer.encode("in the"), tokenizer.encode("a")[1:]
+    assert tokenizer.decode([*the, *a]) == "in the a"
+    assert tokenizer.decode(a, after=the) == " a"
+    assert tokenizer.decode(a) == "a"
+
+
+def sentencepiece_model() -> bytes:
+    """A tokenizer.model with "▁a", "b" and bytes, in the protocol buffer that sentencepiece writes."""
+
+    def field(number: int, value: bytes | int | float) -> bytes:
+        if isinstance(value, bytes):
+            assert len(value) < 128
+            return bytes([number << 3 | 2, len(value)]) + value
+        if isinstance(value, float):
+            return bytes([number << 3 | 5]) + struct.pack("<f", value)
+        return bytes([number << 3, value])
+
+    kinds = {"<unk>": 2, "<s>": 3, "</s>": 3, **{f"<0x{i:02X}>": 6 for i in range(256)},
+             "▁a": 1, "▁": 1, "a": 1, "b": 1}
+    pieces = b"".join(_sub(1, field(1, text.encode()) + field(2, -float(i)) + field(3, kind))
+                      for i, (text, kind) in enumerate(kinds.items()))
+    return pieces + _sub(2, field(3, 2)) + _sub(3, field(1, b"identity") + field(3, 1) + field(4, 0))
+
+
+def _sub(number: int, message: bytes) -> bytes:
+    return bytes([number << 3 | 2, len(message)]) + message
+
+
+def test_a_tokenizer_as_sentencepiece_model_only(tmp_path: Path) -> None:
+    """Old checkpoints have no tokenizer.json: one line says what to install; with that, it works."""
+    target = tiny_llama(tmp_path / "target", layers=1, hidden=32, vocab=50)
+    (target / "tokenizer.model").write_bytes(sentencepiece_model())
+    (target / "tokenizer_config.json").write_text(json.dumps(
+        {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}))
+    if find_spec("sentencepiece") and find_spec("google") and find_spec("google.protobuf"):
+        tokenizer = Tokenizer(resolve_model(tmp_path))
+        assert tokenizer.decode(tokenizer.encode("ab é")) == "ab é"
+        return
+    with pytest.raises(UsageError, match=r"target has its tokenizer as tokenizer\.model only: install "
+                                         r".* with pip, or put the model's tokenizer\.json beside it"):
         Tokenizer(resolve_model(tmp_path))

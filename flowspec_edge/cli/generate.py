@@ -18,6 +18,7 @@ import typer
 
 from flowspec_edge.chat import BUILT_IN, Message
 from flowspec_edge.cli.clusters import open_cluster, timing
+from flowspec_edge.cli.cut import stages_of
 from flowspec_edge.cli.measuring import require_fitting, require_runnable
 from flowspec_edge.cli.options import (
     ClockOption,
@@ -64,12 +65,13 @@ def generate(
     system: Annotated[str | None, typer.Option(
         "--system", help="With --chat: the system's message.", metavar="TEXT", show_default=False)] = None,
     chat_template: Annotated[str | None, typer.Option(
-        "--chat-template", help=f"With --chat: {', '.join(BUILT_IN)}, or a file with a Jinja template, "
-                                "instead of the tokenizer's own.", metavar="NAME", show_default=False)] = None,
+        "--chat-template", metavar="NAME", show_default=False, help=(
+            f"With --chat: {', '.join(BUILT_IN)}, or a file with a Jinja template; by default the "
+            "tokenizer's own."))] = None,
     model: ModelOption = DEMO,
     strategy: Annotated[str, typer.Option("--strategy", help="See: flowspec strategies.")] = "flowspec",
-    stages: StagesOption = 4,
-    dtype: DtypeOption = "fp32",
+    stages: StagesOption = 0,
+    dtype: DtypeOption = "auto",
     max_new_tokens: MaxNewTokensOption = 128,
     clock: ClockOption = "wall",
     profile: ProfileOption = "paper-7b",
@@ -89,12 +91,10 @@ def generate(
         raise UsageError(f"{'--chat-template' if system is None else '--system'} goes with --chat only")
     chosen = strategy_class(strategy)
     found = resolve_model(model)
+    stages = stages_of(found, stages)
     when = timing(clock, profile, emulate)
     require_runnable([chosen.name], found, params, when.clock, stages)
     sampling, origins = choose_sampling(sampling, _given(context, asdict(sampling)), found)
-    if ignored := not_applied(found, sampling):
-        print(f"flowspec: note: {found.name} asks for what is not applied here: {', '.join(ignored)}",
-              file=sys.stderr)
     if verbose:
         logging.basicConfig(format="%(message)s")  # to stderr
         logging.getLogger("flowspec_edge").setLevel(logging.INFO)
@@ -102,14 +102,17 @@ def generate(
     from flowspec_edge.text import TextStream, Tokenizer
 
     tokenizer = Tokenizer(found, chat_template)
-    stops, before = found.stop_ids, list[int]()
     if chat:
         asked = [Message("system", system)] if system is not None else []
-        ids = tokenizer.chat([*asked, Message("user", text)])
-        stops |= tokenizer.chat_stop_ids
+        ids, before = tokenizer.chat([*asked, Message("user", text)]), []
+        stops = found.stop_ids | tokenizer.chat_stop_ids
     else:
         ids = before = tokenizer.encode(text)
+        stops = found.stop_ids
     require_fitting(len(ids), found, max_new_tokens)
+    if ignored := not_applied(found, sampling):
+        print(f"flowspec: note: {found.name} asks for what is not applied here: {', '.join(ignored)}",
+              file=sys.stderr)
     request = Request(ids, chosen.name, max_new_tokens, sampling, params, stops)
     stream = None if as_json else TextStream(tokenizer.decode, _write, before)
     with open_cluster(when, found, stages, dtype) as cluster:
