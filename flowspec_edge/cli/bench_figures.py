@@ -69,8 +69,8 @@ def timeline(
     skip_turns: Annotated[int, typer.Option(
         "--skip-turns", min=0, help="Begin so many turns after the first token.")] = 0,
     model: ModelOption = DEMO,
-    stages: StagesOption = 4,
-    dtype: DtypeOption = "fp32",
+    stages: StagesOption = 0,
+    dtype: DtypeOption = "auto",
     max_new_tokens: MaxNewTokensOption = 128,
     profile: ProfileOption = "paper-7b",
     out: Annotated[Path | None, typer.Option(
@@ -87,6 +87,7 @@ def timeline(
     from flowspec_edge.bench.prompts import Prompt, load_prompts
     from flowspec_edge.bench.table import title
     from flowspec_edge.bench.timeline import draw, window
+    from flowspec_edge.cli.cut import dtype_of, stages_of
     from flowspec_edge.cli.measuring import demo_prompts, requests_for, require_runnable
     from flowspec_edge.config import load_profile
     from flowspec_edge.modeldir import resolve_model
@@ -95,6 +96,7 @@ def timeline(
 
     chosen = strategy_class(strategy)
     found, charged = resolve_model(model), load_profile(profile)
+    stages = stages_of(found, stages)
     require_runnable([chosen.name], found, params, "virtual", stages)
     if out is not None:
         check_figure(out)
@@ -105,7 +107,7 @@ def timeline(
 
     from flowspec_edge.runtime.virtual import VirtualCluster
 
-    cluster = VirtualCluster(found.path, stages, charged, dtype)
+    cluster = VirtualCluster(found.path, stages, charged, dtype_of(found, dtype))
     stats = cluster.generate(replace(request, strategy=chosen.name)).stats
     view = window(stats.ttft_s, stats.ttft_s + stats.decode_s, stats.slot_s, turns, skip_turns)
     caption = title("virtual", charged.name, stages, sampling.temperature, strategy)

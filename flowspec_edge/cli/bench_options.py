@@ -59,8 +59,8 @@ class Measuring:
     warmup: Annotated[int, typer.Option(
         "--warmup", min=0, help="Requests a strategy before measuring; they do not count.", metavar="W")] = 0
     model: ModelOption = DEMO
-    stages: StagesOption = 4
-    dtype: DtypeOption = "fp32"
+    stages: StagesOption = 0
+    dtype: DtypeOption = "auto"
     max_new_tokens: MaxNewTokensOption = 128
     clock: ClockOption = "virtual"
     profile: ProfileOption = "paper-7b"

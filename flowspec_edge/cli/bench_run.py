@@ -38,7 +38,8 @@ def run(*, options: Measuring, sampling: Sampling, params: Params) -> None:
         rows = [row for row in report.rows if row.temperature == temperature]
         if len({row.task for row in rows}) > 1:
             rows += [row for row in report.means if row.temperature == temperature]
-        show(console, table(rows, title(report.clock, report.profile, options.stages, temperature)))
+        how = title(report.clock, report.profile, report.settings["stages"], temperature)
+        show(console, table(rows, how))
     fail_if_different(report)
 
 

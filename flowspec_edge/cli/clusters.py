@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flowspec_edge.cli.options import Clock, Dtype
+from flowspec_edge.cli.cut import dtype_of
+from flowspec_edge.cli.options import Clock, DtypeChoice
 from flowspec_edge.config import Profile, load_profile
 from flowspec_edge.modeldir import ModelDir
 from flowspec_edge.runtime.request import Cluster
@@ -46,7 +47,7 @@ def timing(clock: Clock, profile: str, emulate: str | None) -> Timing:
 
 
 @contextmanager
-def open_cluster(when: Timing, model: ModelDir, stages: int, dtype: Dtype,
+def open_cluster(when: Timing, model: ModelDir, stages: int, dtype: DtypeChoice,
                  site: Site | None = None) -> Iterator[Cluster]:
     """Processes (``wall``), started at ``site`` with the first request that needs them, or virtual
     time; closed on the way out."""
@@ -55,7 +56,7 @@ def open_cluster(when: Timing, model: ModelDir, stages: int, dtype: Dtype,
         from flowspec_edge.runtime.virtual import VirtualCluster
 
         assert when.profile is not None
-        cluster = VirtualCluster(model.path, stages, when.profile, dtype)
+        cluster = VirtualCluster(model.path, stages, when.profile, dtype_of(model, dtype))
     else:
         from flowspec_edge.runtime.nursery import nursery
 
@@ -68,7 +69,7 @@ def open_cluster(when: Timing, model: ModelDir, stages: int, dtype: Dtype,
         emulation = None
         if when.profile is not None:
             emulation = Emulation(Devices.even(when.profile, stages), "real" if when.real_links else "made")
-        cluster = LocalClusters(model.path, stages, dtype, site=site, emulation=emulation)
+        cluster = LocalClusters(model.path, stages, dtype_of(model, dtype), site=site, emulation=emulation)
     try:
         yield cluster
     finally:

@@ -18,7 +18,7 @@ _PROFILE = "paper-7b"
 
 def demo(
     model: ModelOption = DEMO,
-    stages: StagesOption = 4,
+    stages: StagesOption = 0,
     prompts: Annotated[int, typer.Option("--prompts", min=1, help="Held-out prompts to compare on.")] = 4,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=2, help="Tokens a prompt.")] = 96,
 ) -> None:
@@ -39,6 +39,7 @@ def demo(
     from flowspec_edge.bench.report import Difference, Row
     from flowspec_edge.bench.runner import run
     from flowspec_edge.bench.table import show, table, title
+    from flowspec_edge.cli.cut import stages_of
     from flowspec_edge.cli.measuring import demo_prompts, plain_decoding, progress, requests_for
     from flowspec_edge.config import load_profile
     from flowspec_edge.sampling import Sampling
@@ -47,23 +48,24 @@ def demo(
 
     console = Console(highlight=False)
     found, profile = resolve_model(model), load_profile(_PROFILE)
+    stages = stages_of(found, stages)
     texts = load_prompts(demo_prompts(), prompts)
     tokenizer = Tokenizer(found)
     requests = requests_for(tokenizer, found, texts, max_new_tokens, Sampling(), Params())
-    plain = plain_decoding(found, "fp32")
+    plain = plain_decoding(found, "auto")
 
     def write(text: str, style: str = "") -> None:
         console.print(text, style=style, markup=False, end="", soft_wrap=True)
 
     console.print(f"[bold]FlowSpec over {stages + 1} processes:[/bold] D0, V1…V{stages}, ZeroMQ on loopback")
     write(texts[0].text, "dim")
-    with open_cluster(Timing("wall", None), found, stages, "fp32") as cluster:
+    with open_cluster(Timing("wall", None), found, stages, "auto") as cluster:
         stream = TextStream(tokenizer.decode, write)
         cluster.generate(replace(requests[0], strategy="flowspec"), stream.push)
         stream.close()
         write("\n\n")
         local: tuple[list[Row], list[Difference]] = run(cluster, plain, requests[:1], _STRATEGIES)
-    with open_cluster(Timing("virtual", profile), found, stages, "fp32") as cluster, \
+    with open_cluster(Timing("virtual", profile), found, stages, "auto") as cluster, \
             progress(len(requests) * (1 + len(_STRATEGIES))) as advance:
         virtual = run(cluster, plain, requests, _STRATEGIES, advance)
 

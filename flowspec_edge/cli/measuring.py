@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from flowspec_edge.bench.runner import Plain, Plan, Workload
 from flowspec_edge.bench.tasks import Task, load_tasks
 from flowspec_edge.cli.bench_options import Measuring, parse_strategies, parse_temperatures
 from flowspec_edge.cli.clusters import Timing, open_cluster, timing
-from flowspec_edge.cli.options import Clock, Dtype
+from flowspec_edge.cli.cut import dtype_of, require_whole, stages_of
+from flowspec_edge.cli.options import Clock, DtypeChoice
 from flowspec_edge.config import Profile
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.modeldir import DEMO, DRAFT_PARTS, ModelDir, resolve_model
@@ -71,6 +72,8 @@ def require_runnable(strategies: Sequence[str], model: ModelDir, params: Params,
                 ways = (f"put one there, see --draft for another kind (it has: {_drafts(model)}), look up in "
                         "the text instead with --draft ngram, or do not draft: --strategy autoregressive")
             raise UsageError(f"{name} drafts with {part}/, which {model.path} does not have; {ways}")
+        if chosen.parallelism != "pipeline":
+            require_whole(model, name)
         if clock == "wall" and chosen.parallelism == "pipeline" and stages > model.layers:
             raise UsageError(f"{name}: {stages} stages are more than the model's {model.layers} layers: "
                              f"use at most --stages {model.layers}, or --clock virtual")
@@ -87,6 +90,7 @@ def measure(options: Measuring, sampling: Sampling, params: Params, strategies: 
 
     names = parse_strategies(options.strategies or strategies)
     model = resolve_model(options.model)
+    options = settled(options, model)
     when = timing(options.clock, options.profile, options.emulate)
     tasks = asked_tasks(options)
     heat = parse_temperatures(options.temperatures or temperatures, sampling)
@@ -108,6 +112,11 @@ def measure(options: Measuring, sampling: Sampling, params: Params, strategies: 
     return report
 
 
+def settled(options: Measuring, model: ModelDir) -> Measuring:
+    """The options with what a sharded model decides where they leave it open."""
+    return replace(options, stages=stages_of(model, options.stages), dtype=dtype_of(model, options.dtype))
+
+
 def fail_if_different(report: Report) -> None:
     """A text that is not plain decoding's: one line for each on stderr, then an error."""
     for difference in report.differences:
@@ -116,11 +125,11 @@ def fail_if_different(report: Report) -> None:
         raise FlowspecError("not every text is that of plain decoding; see above")
 
 
-def plain_decoding(model: ModelDir, dtype: Dtype) -> Plain:
+def plain_decoding(model: ModelDir, dtype: DtypeChoice) -> Plain:
     """The unsharded model, one token at a time."""
     from flowspec_edge.runtime.plain import PlainDecoder
 
-    decoder = PlainDecoder(model.path, dtype)
+    decoder = PlainDecoder(model.path, dtype_of(model, dtype))
     return lambda r: decoder.generate(list(r.prompt), r.max_new_tokens, r.sampling, r.stop_ids)
 
 

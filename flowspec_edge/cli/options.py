@@ -20,12 +20,27 @@ from flowspec_edge.strategies.params import Params
 
 Clock = Literal["wall", "virtual"]
 Dtype = Literal["fp32", "bf16", "fp16"]
+DtypeChoice = Literal["auto", "fp32", "bf16", "fp16"]
+
+
+
+def _at_least_one(context: typer.Context, value: int) -> int:
+    given = context.get_parameter_source("stages")
+    if value < 1 and given is not None and given.name == "COMMANDLINE":
+        raise typer.BadParameter(f"{value} is not at least 1")
+    return value
+
 
 ModelOption = Annotated[
-    str, typer.Option("--model", help="A model that comes with the package, or a directory with target/ "
-                                      "and eagle2/.", metavar="DIR")]
-StagesOption = Annotated[int, typer.Option("--stages", min=1, help="Verification devices V1…VN.")]
-DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Element type of weights and caches.")]
+    str, typer.Option("--model", help="A model that comes with the package, or a directory: target/ and "
+                                      "eagle2/, a Hugging Face checkpoint, or what models shard made.",
+                      metavar="DIR")]
+StagesOption = Annotated[int, typer.Option(
+    "--stages", help="Verification devices V1…VN.  [default: 4, or as a sharded model was cut]",
+    show_default=False, callback=_at_least_one)]  # 0: not given (``cli.cut``)
+DtypeOption = Annotated[DtypeChoice, typer.Option(
+    "--dtype", help="Element type of activations, caches and what is not quantised; auto: as a sharded model "
+                    "was made for, else fp32.")]
 MaxNewTokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1, help="At most so many tokens.")]
 ClockOption = Annotated[
     Clock, typer.Option("--clock", help="wall: one process per device.  virtual: time made up by a profile.")]

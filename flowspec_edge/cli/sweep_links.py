@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from flowspec_edge.bench.sweep import Axis, Links, Value
 from flowspec_edge.bench.sweep_runner import OpenPoint, PointCluster, profile_at, stages_at
 from flowspec_edge.cli.clusters import Timing, open_cluster
-from flowspec_edge.cli.options import Dtype
+from flowspec_edge.cli.cut import dtype_of
+from flowspec_edge.cli.options import DtypeChoice
 from flowspec_edge.config import Profile
 from flowspec_edge.modeldir import ModelDir
 
@@ -35,7 +36,7 @@ class Setup:
     model: ModelDir
     stages: int
     profile: Profile
-    dtype: Dtype
+    dtype: DtypeChoice
     inventory: Inventory | None = None  # of a real cluster
     board_model: str = ""  # where its boards have the model
 
@@ -59,7 +60,8 @@ def _virtual(setup: Setup) -> Iterator[OpenPoint]:
         key = stages, profile.model_dump_json()
         if key not in loaded:
             close()
-            loaded[key] = VirtualCluster(setup.model.path, stages, profile, setup.dtype)
+            loaded[key] = VirtualCluster(setup.model.path, stages, profile,
+                                         dtype_of(setup.model, setup.dtype))
         yield PointCluster(loaded[key], None)
 
     def close() -> None:
@@ -112,8 +114,8 @@ def _cluster(setup: Setup) -> Iterator[OpenPoint]:
                 if link.measure is None:
                     log.warning("%s to %s was not measured: %s", link.source, link.target, link.error)
             shaping.renew()
-            clusters = RemoteClusters(inventory, setup.model.path, setup.board_model, setup.dtype,
-                                      shaping.renew)
+            clusters = RemoteClusters(inventory, setup.model.path, setup.board_model,
+                                      dtype_of(setup.model, setup.dtype), shaping.renew)
             try:
                 given = [link.measure.mbps for link in links if link.measure]
                 yield PointCluster(clusters, given if len(given) == len(links) else None)

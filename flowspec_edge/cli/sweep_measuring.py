@@ -24,6 +24,7 @@ from flowspec_edge.cli.measuring import (
     refuse_other,
     require_runnable,
     settings_for,
+    settled,
     workloads_for,
 )
 from flowspec_edge.config import load_profile
@@ -114,6 +115,7 @@ def measured(asked: Asked, options: Measuring, sampling: Sampling, params: Param
 
     names = parse_strategies(options.strategies or asked.strategies)
     model, profile = resolve_model(options.model), load_profile(options.profile)
+    options = settled(options, model)
     tasks = asked_tasks(options)
     if options.out is not None:
         check_writable(options.out)

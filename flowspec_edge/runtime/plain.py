@@ -1,7 +1,8 @@
 """Plain decoding with the unsharded model: the reference that every strategy must reproduce.
 
 Uses transformers' own model and cache, one token at a time, and the shared-noise rule for
-sampling.  Shares no code with stages, trees or strategies, so it can serve as their check.
+sampling.  Shares no code with trees or strategies, and with stages only how a sharded model's files
+are read, so it can serve as their check.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from flowspec_edge.modeldir import ModelDir
 from flowspec_edge.runtime.request import FinishReason
 from flowspec_edge.sampling import Sampling, choose
+from flowspec_edge.stage.whole import load_whole
 from flowspec_edge.tensors import parse_dtype
 
 
@@ -21,8 +24,11 @@ class PlainDecoder:
     """The whole target in one piece."""
 
     def __init__(self, model_dir: Path, dtype: str = "fp32") -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(model_dir / "target", dtype=parse_dtype(dtype))
-        self.model.eval()
+        found = ModelDir(model_dir)
+        if found.sharded:
+            self.model = load_whole(found.stages, dtype)
+        else:
+            self.model = AutoModelForCausalLM.from_pretrained(found.target, dtype=parse_dtype(dtype)).eval()
 
     @torch.inference_mode()
     def generate(self, prompt: list[int], max_new_tokens: int, sampling: Sampling,
