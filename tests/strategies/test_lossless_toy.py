@@ -24,10 +24,11 @@ from flowspec_edge.sampling import Rank, Sampling
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES
-from flowspec_edge.tree.requests import DraftRequest, Expansion
+from flowspec_edge.tree.requests import ABSENT, DraftRequest, Expansion
 
 VOCABULARY = 12
 STOP = 11
+MOST_PASSES = 500  # in a row, without anything arriving
 
 
 def toy_next(seen: tuple[int, ...]) -> int:
@@ -48,7 +49,15 @@ def plain(prompt: list[int], limit: int) -> tuple[list[int], str]:
 
 
 class ToyDrafter:
-    """Ranks the children of a path: the truth is among them most of the time."""
+    """Ranks the children of a path: the truth is among them most of the time.
+
+    Of every node's children only the first few are there; each is the last with probability ``absent``.
+    """
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, absent: float) -> None:
+        self.absent = absent
 
     def reset(self, sampling: Sampling, rank: Rank, tau: float) -> None:
         self.text: list[int] = []
@@ -65,6 +74,7 @@ class ToyDrafter:
     def expand(self, request: DraftRequest) -> Expansion:
         tokens, scores = [], []
         for node in request.nodes:
+            assert node.token >= 0
             if node.id == request.root:
                 path: tuple[int, ...] = ()
                 assert node.token == self.text[-1]
@@ -80,7 +90,9 @@ class ToyDrafter:
             _, first = np.unique(order, return_index=True)
             order = np.concatenate([order[np.sort(first)], np.setdiff1d(np.arange(VOCABULARY), order)])
             tokens.append(order[: request.children])
-            scores.append(np.sort(np.log(rng.dirichlet(np.ones(request.children) * 0.4) + 1e-9))[::-1])
+            scores.append(np.sort(np.log(rng.dirichlet(np.ones(request.children) * 0.4) + 1e-9))[::-1].copy())
+            gone = np.logical_or.accumulate(rng.random(request.children) < self.absent)
+            tokens[-1][gone], scores[-1][gone] = ABSENT, -np.inf
         return Expansion(np.array(tokens, np.int32), np.minimum(np.array(scores), 0.0))
 
     def _path(self, node: int, root: int) -> tuple[int, ...]:
@@ -145,11 +157,12 @@ def toy_head(hidden: Payload) -> np.ndarray:
 
 
 def drive(name: str, stages: int, prompt: list[int], limit: int, params: Params,
-          choice: st.DataObject) -> Coordinator:
+          choice: st.DataObject, absent: float = 0.0, eager: bool = False) -> Coordinator:
+    """``eager``: passes take no time, so that D0 drafts until it has nothing left to draft."""
     now = [0.0]
     request = Request(prompt, name, limit, params=params, stop_ids=frozenset({STOP}))
-    c = Coordinator(request, lambda ledger: STRATEGIES[name](params, ledger, Pipeline(stages)), ToyDrafter(),
-                    toy_head, lambda: now[0])
+    c = Coordinator(request, lambda ledger: STRATEGIES[name](params, ledger, Pipeline(stages)),
+                    ToyDrafter(absent), toy_head, lambda: now[0])
     pipeline = [ToyStage() for _ in range(stages)]
     undelivered: list[tuple[int, Prune | Cancel]] = []
     outputs: deque[Output] = deque()
@@ -186,26 +199,31 @@ def drive(name: str, stages: int, prompt: list[int], limit: int, params: Params,
         elif kind == "output" and outputs:
             c.receive(outputs.popleft())
         elif kind == "d0":
-            task = c.next_task()
-            if task is not None:
+            for _ in range(MOST_PASSES if eager else 1):
+                if (task := c.next_task()) is None:
+                    break
                 c.complete(task)
+            else:
+                assert not eager, "D0 never falls idle"
     raise AssertionError("the text was never completed")
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 @given(stages=st.integers(1, 8), prompt=st.lists(st.integers(0, 9), min_size=1, max_size=9),
        limit=st.integers(1, 24), segment=st.sampled_from([1, 2, 5, 16]), depth=st.integers(1, 4),
-       width=st.integers(1, 4), size=st.integers(4, 30), choice=st.data())
+       width=st.integers(1, 4), size=st.integers(4, 30), absent=st.sampled_from([0.0, 0.0, 0.3, 0.7, 1.0]),
+       eager=st.booleans(), choice=st.data())
 @settings(max_examples=40, deadline=None)
 def test_the_tokens_of_plain_decoding(name: str, stages: int, prompt: list[int], limit: int, segment: int,
-                                      depth: int, width: int, size: int, choice: st.DataObject) -> None:
+                                      depth: int, width: int, size: int, absent: float, eager: bool,
+                                      choice: st.DataObject) -> None:
     params = Params(tree_size=size, width=width, segment=segment, depth=depth, expand_depth=depth,
                     expand_size=size, extend_size=size, prefill_chunk=3, pipedec_width=size,
                     pipedec_children=width, pipeinfer_tokens=depth, pipeinfer_split=0.3, pearl_gamma=depth,
                     pipeinfer_canonical=choice.draw(st.sampled_from(["all", "needed"])),
                     speculative_gamma=depth, stpp_branching=f"{width},1,2", spd_width=width)
     expected, reason = plain(prompt, limit)
-    c = drive(name, stages, prompt, limit, params, choice)
+    c = drive(name, stages, prompt, limit, params, choice, absent, eager)
     assert c.new_tokens() == expected
     assert c.finish_reason == reason
     result = c.result(1.0, 0)
