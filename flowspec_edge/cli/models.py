@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import typer
 
-from flowspec_edge.cli import models_train
+from flowspec_edge.cli import models_shard, models_train
 from flowspec_edge.cli.listing import print_columns
 from flowspec_edge.modeldir import DRAFT_PARTS, ModelDir, resolve_model, shipped_models
 
-app = typer.Typer(help="Models: what there is, and training.", no_args_is_help=True)
+app = typer.Typer(help="Models: what there is, cutting them into parts, and training.", no_args_is_help=True)
 
 
 @app.command("list")
@@ -24,6 +24,9 @@ def list_models() -> None:
 app.command("train-demo")(models_train.train_demo)
 app.command("train-head")(models_train.train_head)
 app.command("train-spd")(models_train.train_spd)
+app.command("shard")(models_shard.shard)
+app.command("inspect")(models_shard.inspect)
+app.command("verify")(models_shard.verify)
 
 
 def _describe(model: ModelDir) -> str:

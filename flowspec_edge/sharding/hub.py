@@ -28,8 +28,9 @@ def download(name: str) -> tuple[Path, str]:
     """
     import huggingface_hub as client  # slow to import, and only needed here
 
+    client.logging.set_verbosity_error()
     try:
-        files = client.HfApi().list_repo_files(name)
+        files = [file.rfilename for file in client.HfApi().model_info(name).siblings or ()]
         safe = any(file.endswith(".safetensors") and "/" not in file for file in files)
         directory = client.snapshot_download(
             name, allow_patterns=[*_BESIDE, _SAFE if safe else _PICKLED], ignore_patterns=["*/*"])
