@@ -90,7 +90,7 @@ def train_head_part(model: ModelDir, kind: str, options: HeadOptions, date: str,
         train_head(recipe, student, text.train, text.held_out, work, _SEED, pace)
         _save(student, directory)
         console.print("measuring on held-out text")
-        facts = _facts(directory, kind, target, recipe, text, date)
+        facts = _facts(directory, kind, target, recipe, text, date, windows=8 if options.quick else 48)
         # JSON's strings, numbers and lists of them are TOML's.
         card = "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in facts.items())
         (directory / "card.toml").write_text(card, encoding="utf-8")
@@ -154,9 +154,10 @@ def _stored(kind: str, directory: Path, target: Any) -> Student:
     return Eagle2(load_head(directory, embedding, torch.float32).to(target.device), target)
 
 
-def _facts(directory: Path, kind: str, target: Any, recipe: HeadRecipe, text: TrainingText, date: str
-           ) -> dict[str, Any]:
-    """What the card tells: what the head is and how good, measured on the weights as they are stored."""
+def _facts(directory: Path, kind: str, target: Any, recipe: HeadRecipe, text: TrainingText, date: str,
+           windows: int) -> dict[str, Any]:
+    """What the card tells: what the head is and how good, measured on the weights as they are stored, on
+    so many windows of held-out text."""
     student = _stored(kind, directory, target)
     head = student.head
     facts: dict[str, Any] = {
@@ -174,7 +175,8 @@ def _facts(directory: Path, kind: str, target: Any, recipe: HeadRecipe, text: Tr
         share = torch.isin(text.held_out.to(ids.device), ids).float().mean().item()
         facts |= {"draft_vocabulary": len(ids), "held_out_tokens_in_it": round(share, 4)}
     for where, greedy in (("greedy", True), ("text", False)):
-        facts[f"agreement_{where}"] = [round(share, 4) for share in agreement(student, text.held_out, greedy)]
+        shares = agreement(student, text.held_out, greedy, windows)
+        facts[f"agreement_{where}"] = [round(share, 4) for share in shares]
     return facts
 
 

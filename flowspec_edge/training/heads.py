@@ -153,9 +153,9 @@ def agreement(student: Student, held_out: Tensor, greedy: bool = False, limit: i
     texts = torch.stack([held_out[s : s + length] for s in starts]).long().to(student.target.device)
     hits = torch.zeros(DEPTHS)
     anchors = torch.arange(prompt, length - DEPTHS, device=texts.device)
+    if greedy:
+        texts = greedy_text(student.target, texts[:, :prompt], length)
     for rows in texts.split(8):  # logits over a large vocabulary are large
-        if greedy:
-            rows = greedy_text(student.target, rows[:, :prompt], length)
         states, features = student.read(rows)
         best = student.ranked(features[:, 1:]).argmax(-1)
         outputs = unroll(student.head, student.enter(states[:, :-1]), rows[:, 1:], anchors, DEPTHS)
@@ -169,9 +169,9 @@ def agreement(student: Student, held_out: Tensor, greedy: bool = False, limit: i
 @torch.no_grad()
 def greedy_text(target: Any, rows: Tensor, length: int) -> Tensor:
     """Greedy continuation of [B, n] to [B, length], past end-of-text marks too."""
-    out = target(input_ids=rows, use_cache=True)
+    out = target(input_ids=rows, use_cache=True, logits_to_keep=1)
     while rows.shape[1] < length:
-        rows = torch.cat((rows, out.logits[:, -1:].argmax(-1)), dim=1)
+        rows = torch.cat((rows, out.logits.argmax(-1)), dim=1)
         out = target(input_ids=rows[:, -1:], past_key_values=out.past_key_values, use_cache=True)
     return rows
 

@@ -1,0 +1,154 @@
+"""EAGLE-3's training computes what its drafter computes, and a head learns from it."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from flowspec_edge.drafting.eagle3 import Eagle3Drafter, captured_layers
+from flowspec_edge.messages import Payload, Tap
+from flowspec_edge.training.eagle import Eagle2, EagleRecipe, new_head
+from flowspec_edge.training.eagle3 import Eagle3, Eagle3Recipe, draft_vocabulary, new_head3
+from flowspec_edge.training.heads import Student, agreement, train_head
+from flowspec_edge.training.loop import Pace
+from flowspec_edge.training.unroll import unroll
+from flowspec_edge.tree.requests import DraftNode, DraftRequest
+
+V, H, LAYERS = 29, 32, 6
+SMALL = {"steps": 120, "window": 32, "tokens_per_step": 256, "micro_batch": 256, "chains": 8}
+DRAFTED = torch.tensor([i for i in range(V) if i % 4])
+
+
+@pytest.fixture(scope="module")
+def target():
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=V, hidden_size=H, intermediate_size=48, num_hidden_layers=LAYERS,
+                         num_attention_heads=4, num_key_value_heads=2, initializer_range=0.25)
+    return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+def random_head(target, drafted):
+    torch.manual_seed(1)
+    head = new_head3(target, drafted)
+    with torch.no_grad():
+        for parameter in (head.fc.weight, *head.midlayer.parameters()):
+            random = torch.randn_like(parameter) * 0.2 if parameter.ndim == 2 else torch.rand_like(parameter)
+            parameter.copy_(random)
+    return head
+
+
+@torch.no_grad()
+def drafted_chain(target, head, text, anchor, depth):
+    """All children's scores, depth by depth, of a chain that knows states 0 … anchor and follows ``text``."""
+    out = target.model(input_ids=text[None], output_hidden_states=True)
+    drafter = Eagle3Drafter(head, captured_layers(LAYERS))
+    rows = list(range(anchor + 1))
+    drafter.commit(text[:1].tolist(), None)
+    for layer in drafter.taps:
+        states = out.hidden_states[layer][0, : anchor + 1].numpy()
+        drafter.tap(Tap(0, 0, 0, layer, np.array(rows, np.int32), Payload("float32", states)))
+    features = out.last_hidden_state[0, : anchor + 1].numpy()
+    drafter.commit(text[1 : anchor + 2].tolist(), Payload("float32", features), rows)
+    scores = []
+    for d in range(depth):
+        token, position = int(text[anchor + 1 + d]), anchor + 1 + d
+        got = drafter.expand(DraftRequest(0, (DraftNode(d, d - 1, token, position),),
+                                          head.config.draft_vocab_size))
+        scores.append(dict(zip(got.tokens[0].tolist(), got.scores[0].tolist(), strict=True)))
+    return scores
+
+
+@pytest.mark.parametrize("drafted", [torch.arange(V), DRAFTED], ids=["whole", "part"])
+def test_unrolled_rows_are_the_drafters_rows(target, drafted):
+    head = random_head(target, drafted)
+    student = Eagle3(head, target)
+    text = torch.randint(0, V, (20,), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        states, _ = student.read(text[None])
+        anchors = torch.tensor([0, 4, 5, 12])
+        outputs = list(unroll(head, student.enter(states[:, :-1]), text[None, 1:], anchors, 7))
+        scores = [head.logits(out).log_softmax(-1)[0] for out in outputs]
+    for chain, anchor in enumerate(anchors.tolist()):
+        want = drafted_chain(target, head, text, anchor, 7)
+        for d in range(7):
+            got = scores[d][chain if d else anchor].tolist()
+            assert want[d] == pytest.approx(dict(zip(drafted.tolist(), got, strict=True)), rel=1e-4, abs=1e-3)
+            best = student.best(outputs[d][0, chain if d else anchor])
+            assert best == max(want[d], key=want[d].get)
+
+
+def test_the_loss_is_the_papers_sum_over_the_draft_vocabulary(target):
+    """Cross-entropy to the target's distribution, cut to the draft vocabulary and made to sum to one;
+    a position whose best token is not in it does not count."""
+    student = Eagle3(random_head(target, DRAFTED), target)
+    text = torch.randint(0, V, (2, 11), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        features = student.read(text).features[:, 1:]
+        out = torch.randn(2, 10, H, generator=torch.Generator().manual_seed(5))
+        got = student.loss(out, student.truth(features)).item()
+        logits = target.lm_head(features).double().reshape(-1, V).tolist()
+        heads = student.head.logits(out).double().reshape(-1, len(DRAFTED)).tolist()
+    total, count = 0.0, 0
+    for wanted, own in zip(logits, heads, strict=True):
+        if int(np.argmax(wanted)) % 4:
+            p = np.exp([wanted[i] for i in DRAFTED.tolist()])
+            total -= float(p / p.sum() @ (np.array(own) - np.log(np.exp(own).sum())))
+            count += 1
+    assert 0 < count < 20
+    assert got == pytest.approx(total / count, rel=1e-5)
+
+
+def test_the_draft_vocabulary_is_the_most_frequent_tokens_in_order():
+    tokens = torch.tensor([7, 7, 7, 3, 3, 9, 9, 1], dtype=torch.int32)
+    assert draft_vocabulary(tokens, 12, 3).tolist() == [3, 7, 9]
+    assert draft_vocabulary(tokens, 12, 5).tolist() == [0, 1, 3, 7, 9]  # the first that never occurs
+    assert draft_vocabulary(tokens, 12, 12).tolist() == list(range(12))
+
+
+def test_an_untrained_head_starts_from_the_target(target):
+    head = new_head3(target, DRAFTED)
+    assert torch.equal(head.lm_head.weight, target.lm_head.weight[DRAFTED])
+    assert torch.equal(head.norm.weight, target.model.norm.weight)
+    assert torch.equal(head.target_ids(), DRAFTED)
+    assert torch.equal(head.t2d.nonzero()[:, 0], DRAFTED)
+    assert not head.embed_tokens.weight.requires_grad
+    assert "d2t" not in new_head3(target, torch.arange(V)).state_dict()
+
+
+@pytest.fixture(scope="module")
+def predictable(target):
+    """A target whose layers say little, so that its last token all but decides the next."""
+    target = copy.deepcopy(target)
+    for parameter in target.model.layers.parameters():
+        if parameter.ndim == 2:
+            parameter.mul_(0.2)
+    return target
+
+
+@pytest.fixture(scope="module")
+def text(predictable):
+    """What the target itself writes when it is sampled from."""
+    torch.manual_seed(6)
+    start = torch.randint(1, V, (64, 1))
+    return predictable.generate(start, attention_mask=torch.ones_like(start), max_new_tokens=99,
+                                do_sample=True, top_k=0, eos_token_id=None, pad_token_id=0)
+
+
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
+def test_a_head_learns_what_the_target_writes(predictable, text, tmp_path, kind):
+    """At every depth, and far above what always guessing the commonest token would get."""
+    torch.manual_seed(7)
+    train, held_out = text[:56].flatten(), text[56:].flatten()
+    student: Student
+    if kind == "eagle2":
+        recipe, student = EagleRecipe(**SMALL), Eagle2(new_head(predictable), predictable)
+    else:
+        recipe, student = Eagle3Recipe(**SMALL), Eagle3(new_head3(predictable, torch.arange(V)), predictable)
+    train_head(recipe, student, train, held_out, tmp_path, 0, Pace(compile=False))
+    best = predictable(input_ids=held_out[None]).logits[0].argmax(-1)
+    commonest = torch.bincount(best).max().item() / len(best)
+    shares = agreement(student, held_out, limit=8)
+    assert shares[0] > commonest + 0.3
+    assert min(shares) > commonest + 0.1
