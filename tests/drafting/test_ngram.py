@@ -1,0 +1,188 @@
+"""Look-up against brute force over the whole text, and its scores against their definition."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowspec_edge.drafting.ngram import NgramDrafter, TextIndex
+from flowspec_edge.errors import ProtocolError
+from flowspec_edge.sampling import Sampling, gumbel
+from flowspec_edge.tree.requests import DraftNode, DraftRequest, Expansion
+
+V = 50
+E = {1: 4.0, 2: 1.0, 3: 0.8}  # and 1/3 from four tokens on
+
+
+def followers(text: list[int], path: list[int], n: int) -> list[int]:
+    """What followed the last n tokens of ``path`` in ``text``, one entry an occurrence."""
+    return [text[i] for i in range(n, len(text)) if text[i - n : i] == path[len(path) - n :]]
+
+
+def brute_force(text: list[int], path: list[int], longest: int, shortest: int) -> dict[int, float]:
+    """Every token that the text offers after ``path``, with its estimate."""
+    found: dict[int, float] = {}
+    left = 1.0
+    for n in range(min(longest, len(path)), shortest - 1, -1):
+        after = followers(text, path, n)
+        if not after:
+            continue
+        distinct = len(set(after))
+        total = len(after) + E.get(n, 1 / 3) * distinct**2
+        for token in set(after):
+            found.setdefault(token, left * after.count(token) / total)
+        left *= 1 - len(after) / total
+    return found
+
+
+texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
+lengths = st.tuples(st.integers(1, 6), st.integers(1, 6)).map(sorted)
+
+
+@given(text=texts, below=st.lists(st.integers(0, 3), max_size=5), lengths=lengths)
+@settings(max_examples=300, deadline=None)
+def test_candidates_are_those_of_brute_force(text: list[int], below: list[int], lengths: list[int]) -> None:
+    shortest, longest = lengths
+    index = TextIndex(longest, shortest)
+    for token in text:
+        index.append(token)
+    path = text + below
+    expected = brute_force(text, path, longest, shortest)
+    found = index.candidates(path, 10)
+    assert dict(found) == pytest.approx(expected)
+    assert sum(p for _, p in found) < 1
+    values = [p for _, p in found]
+    assert values == sorted(values, reverse=True)
+    assert index.candidates(path, 2) == found[:2]
+
+
+def test_of_equals_the_newest_and_of_all_the_most_frequent_come_first() -> None:
+    index = TextIndex(2, 2)
+    for token in [1, 2, 7, 1, 2, 8, 1, 2, 9, 1, 2, 8, 1, 2, 7, 1, 2]:
+        index.append(token)
+    assert [token for token, _ in index.candidates([1, 2], 5)] == [7, 8, 9]
+    assert [token for token, _ in index.candidates([1, 2], 1)] == [7]
+    assert index.candidates([2, 2], 5) == []
+
+
+def test_a_context_with_many_followers_offers_the_newest() -> None:
+    """So that a look-up takes no longer in a text that has gone on from one token in many ways."""
+    index = TextIndex(1, 1)
+    for follower in range(1, 40):
+        index.append(0)
+        index.append(follower)
+    found = [token for token, _ in index.candidates([0], 40)]
+    assert found == list(range(39, 0, -1))
+    assert [token for token, _ in index.candidates([0], 3)] == [39, 38, 37]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_walks_agree_with_brute_force(seed: int) -> None:
+    """A session: the tree grows below looked-up and other nodes, the text goes on along it or not."""
+    rng = np.random.default_rng(seed)
+    drafter = NgramDrafter(V, 3, 1)
+    drafter.reset(Sampling(), "noise", 0.6)
+    text: list[int] = []
+
+    def commit(tokens: list[int]) -> None:
+        drafter.commit(tokens, None)
+        text.extend(tokens)
+
+    commit([0])
+    commit(rng.integers(0, 4, 8).tolist())
+    next_id, root, tree = 1, 0, {}  # tree: id -> (node, path below the root)
+    expanded: set[int] = set()
+    seen = 0
+    for _ in range(60):
+        top = DraftNode(root, -1, text[-1], len(text) - 1)
+        known = [i for i, (node, _) in tree.items() if node.parent in expanded | {root}]
+        picked = rng.choice(known, min(4, len(known)), replace=False).tolist() if known else []
+        picked = [i for i in picked if tree[i][0].parent not in picked]
+        nodes = [(top, [])] + [tree[i] for i in picked]
+        got = drafter.expand(DraftRequest(root, tuple(node for node, _ in nodes), 3))
+        assert got.tokens.shape == got.scores.shape == (len(nodes), 3)
+        for (node, path), tokens, scores in zip(nodes, got.tokens.tolist(), got.scores, strict=True):
+            expected = brute_force(text, text + path, 3, 1)
+            there = int(np.isfinite(scores).sum())
+            seen += there
+            assert there == min(3, len(expected))
+            assert (scores[there:] == -np.inf).all()
+            best = sorted(expected.values(), reverse=True)[:there]
+            np.testing.assert_allclose(np.exp(scores[:there]), best)
+            assert [expected[t] for t in tokens[:there]] == pytest.approx(best)
+            expanded.add(node.id)
+            there_already = {other.token for other, _ in tree.values() if other.parent == node.id}
+            for token in {*tokens[:there], int(rng.integers(0, 4))} - there_already:
+                tree[next_id] = (DraftNode(next_id, node.id, token, node.position + 1), [*path, token])
+                next_id += 1
+        again = drafter.expand(DraftRequest(root, tuple(node for node, _ in nodes), 3))
+        assert again.tokens.tolist() == got.tokens.tolist()  # asking twice changes nothing
+        if rng.random() < 0.6:  # the text follows the tree
+            root = int(rng.choice(list(tree)))
+            followed = tree[root][1]
+            commit(followed)
+            tree = {i: (node, path[len(followed):]) for i, (node, path) in tree.items()
+                    if path[: len(followed)] == followed and len(path) > len(followed)}
+        elif rng.random() < 0.5:  # a miss
+            commit(rng.integers(0, 4, 1).tolist())
+            root, tree, next_id = next_id, {}, next_id + 1
+    assert seen > 100
+
+
+def expand(drafter: NgramDrafter, text: list[int]) -> Expansion:
+    drafter.commit(text, None)
+    return drafter.expand(DraftRequest(0, (DraftNode(0, -1, text[-1], len(text) - 1),), 2))
+
+
+def test_with_noise_a_score_is_the_chance_to_win_against_all_else() -> None:
+    """Drawn anew many times: the token's own noise is known, the best of all others is not."""
+    text = [5, 6, 7, 1, 5, 6, 8, 1, 5, 6]
+    p = 1 / 6  # of 7 and of 8: 1 / (2 + 2^2)
+    rng = np.random.default_rng(0)
+    for seed in range(5):
+        sampling = Sampling(1.0, seed=seed)
+        drafter = NgramDrafter(V, 2, 2)
+        drafter.reset(sampling, "noise", 0.6)
+        got = expand(drafter, text)
+        assert {*got.tokens[0].tolist()} == {7, 8}
+        own = gumbel(seed, len(text), V)
+        for token, score in zip(got.tokens[0].tolist(), got.scores[0].tolist(), strict=True):
+            others = np.log((1 - p) / 99) + rng.gumbel(size=(20_000, 99))
+            wins = (others.max(axis=1) < np.log(p) + own[token]).mean()
+            assert np.exp(score) == pytest.approx(wins, abs=0.015)
+        assert got.scores[0, 0] >= got.scores[0, 1]
+
+
+def test_the_chance_to_win_is_the_estimate_on_average() -> None:
+    text = [5, 6, 7, 1, 5, 6]
+    chances = []
+    for seed in range(2000):
+        drafter = NgramDrafter(V, 2, 2)
+        drafter.reset(Sampling(1.0, seed=seed), "noise", 0.6)
+        chances.append(float(np.exp(expand(drafter, text).scores[0, 0])))
+    assert np.mean(chances) == pytest.approx(0.5, abs=0.03)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=3)])
+def test_without_noise_a_score_is_the_estimate(sampling: Sampling) -> None:
+    drafter = NgramDrafter(V, 4, 2)
+    drafter.reset(sampling, "draft", 0.6)
+    assert expand(drafter, [5, 6, 7, 1, 5, 6]).scores[0].tolist() == [np.log(0.5), -np.inf]
+
+
+def test_a_new_session_knows_nothing_of_the_old_one() -> None:
+    drafter = NgramDrafter(V, 4, 1)
+    assert np.isfinite(expand(drafter, [1, 2, 1, 2]).scores).any()
+    drafter.reset(Sampling(), "noise", 0.6)
+    assert not np.isfinite(expand(drafter, [1, 2, 3, 1]).scores[0, 1:]).any()
+
+
+def test_what_the_protocol_forbids_is_refused() -> None:
+    drafter = NgramDrafter(V, 4, 2)
+    drafter.commit([1, 2, 3], None)
+    with pytest.raises(ProtocolError, match="position 3, but the drafter was given a text of 3 tokens"):
+        drafter.expand(DraftRequest(0, (DraftNode(0, -1, 3, 3),), 1))
+    with pytest.raises(ProtocolError, match="node 5 was asked for before its parent 4"):
+        drafter.expand(DraftRequest(0, (DraftNode(5, 4, 3, 4),), 1))
