@@ -79,17 +79,8 @@ class Tokenizer:
         template = self._jinja or ""
         return frozenset(ends | {special[end] for end in TURN_ENDS if end in special and end in template})
 
-    def decode(self, ids: Sequence[int], after: Sequence[int] = ()) -> str:
-        """The text of ``ids``, special tokens left out.
-
-        after  the ids before them: some tokenizers drop the space that a text's first token begins with,
-               and only what comes before tells that it is not the first
-        """
-        context = _context(self._decode, after)
-        before = self._decode(context)
-        return _behind(before, self._decode([*context, *ids]), lambda: self._decode(ids))
-
-    def _decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``, special tokens left out."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True,
                                           clean_up_tokenization_spaces=False))
 
@@ -118,53 +109,55 @@ class Tokenizer:
 class TextStream:
     """Turns tokens into text as they come; a character split over tokens waits for its last byte.
 
-    The pieces together are the text of all tokens, unless that has bytes which are no character: there
-    a tokenizer may spoil the characters beside them too, which a stream has long since written.
+    The pieces together depend on the tokens alone, not on how many come at a time.  They are the text
+    of all tokens, unless that has bytes which are no character: there some tokenizers spoil the
+    characters beside them too, which a stream has written long before.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], write: Callable[[str], None],
                  after: Sequence[int] = ()) -> None:
-        """``after``: the ids before the first, as for ``Tokenizer.decode``."""
+        """``after``: the ids before the first.  Some tokenizers drop the space that a text's first token
+        begins with, and only what comes before tells that it is not the first."""
         self._decode, self._write = decode, write
-        self._ids = _context(decode, after)
+        self._ids = self._lead(after)
         self._done = len(self._ids)  # ids whose text has been written
-        self._context = 0  # ids decoded again before them: some tokenizers drop a text's first space
+        self._context = 0  # ids decoded again before them, for the same reason
 
     def push(self, ids: Sequence[int]) -> None:
         """Write what ``ids`` completes."""
-        self._ids.extend(ids)
-        new = self._new_text()
-        if new and not new.endswith(_UNFINISHED):
-            self._flush(new)
+        pieces = []
+        for token in ids:
+            self._ids.append(token)
+            new = self._new_text()
+            if new and not new.endswith(_UNFINISHED):
+                pieces.append(self._take(new))
+        if pieces:
+            self._write("".join(pieces))
 
     def close(self) -> None:
         """Write what is left, complete or not."""
-        self._flush(self._new_text())
+        if left := self._take(self._new_text()):
+            self._write(left)
+
+    def _lead(self, ids: Sequence[int]) -> list[int]:
+        """The last few of ``ids``, cut where a character begins: half of one would spoil those after it."""
+        starts = range(max(0, len(ids) - _CONTEXT), len(ids))
+        tails = (list(ids[start:]) for start in starts)
+        return next((tail for tail in tails if _UNFINISHED not in self._decode(tail)), [])
 
     def _new_text(self) -> str:
         before = self._decode(self._ids[self._context : self._done])
-        return _behind(before, self._decode(self._ids[self._context :]),
-                       lambda: self._decode(self._ids[self._done :]))
+        text = self._decode(self._ids[self._context :])
+        if text.startswith(before):
+            return text[len(before) :]
+        # The new tokens begin with bytes that are no character, and a decoder with byte fallback gives up
+        # a whole run of bytes, with what had been good in it.
+        return self._decode(self._ids[self._done :])
 
-    def _flush(self, text: str) -> None:
-        if text:
-            self._write(text)
+    def _take(self, text: str) -> str:
+        """``text``, of all tokens so far, is done with."""
         self._context, self._done = self._done, len(self._ids)
-
-
-def _context(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> list[int]:
-    """The last few of ``ids``, cut where a character begins: half of one would spoil the bytes after it."""
-    starts = range(max(0, len(ids) - _CONTEXT), len(ids))
-    return next((list(ids[start:]) for start in starts if _UNFINISHED not in decode(ids[start:])), [])
-
-
-def _behind(before: str, whole: str, alone: Callable[[], str]) -> str:
-    """What ``whole`` has behind ``before``; where it does not begin so, the new tokens' text ``alone``.
-
-    It does not where the new tokens begin with bytes that are no character: decoders of byte-fallback
-    tokens then give up a run of bytes as a whole, with what had been good in it.
-    """
-    return whole[len(before) :] if whole.startswith(before) else alone()
+        return text
 
 
 def _check_sentencepiece(directory: Path) -> None:

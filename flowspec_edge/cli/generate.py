@@ -114,17 +114,18 @@ def generate(
         print(f"flowspec: note: {found.name} asks for what is not applied here: {', '.join(ignored)}",
               file=sys.stderr)
     request = Request(ids, chosen.name, max_new_tokens, sampling, params, stops)
-    stream = None if as_json else TextStream(tokenizer.decode, _write, before)
+    pieces: list[str] = []
+    stream = TextStream(tokenizer.decode, pieces.append if as_json else _write, before)
     with open_cluster(when, found, stages, dtype) as cluster:
-        result = cluster.generate(request, stream.push if stream else None)
-    if stream is None:
+        result = cluster.generate(request, stream.push)
+    stream.close()
+    if as_json:
         labels = {"clock": when.clock, "profile": when.profile.name if when.profile else None,
                   "emulated": when.emulated,
                   "sampling": {name: {"value": value, "from": origins[name]}
                                for name, value in asdict(sampling).items()}}
-        print(json.dumps(result.as_json(tokenizer.decode(result.tokens, before)) | labels))
+        print(json.dumps(result.as_json("".join(pieces)) | labels))
         return
-    stream.close()
     _write("\n")
     from flowspec_edge.bench.table import timing as timing_label
 
