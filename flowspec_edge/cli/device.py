@@ -1,4 +1,4 @@
-"""``flowspec device``: measure a board once, answer another one's link test, show a profile."""
+"""``flowspec device``: measure a board once, answer another one's link test, show a profile, try kernels."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from flowspec_edge.cli.device_kernels import kernels
 from flowspec_edge.cli.options import Dtype, ModelOption
 from flowspec_edge.errors import UsageError
 from flowspec_edge.modeldir import DEMO
@@ -25,6 +26,9 @@ app = typer.Typer(help="A board: measure it, show what was measured.", no_args_i
 @app.callback()
 def group() -> None:
     """A board: measure it, show what was measured."""
+
+
+app.command()(kernels)
 
 
 @app.command()

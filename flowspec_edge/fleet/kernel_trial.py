@@ -1,0 +1,155 @@
+"""Does a kind of weights multiply right on this device?  Run as a process, since it may not survive it.
+
+A library that was built for another GPU imports well and ends the process at its first kernel; a kernel
+that fails leaves its CUDA context unusable.  So every product is tried out in a child process that writes a
+line of JSON for each kind, and whoever reads them knows at which kind the process died.  Knows products and
+how to check them.  Does not time anything (``kernels``).
+
+    python -m flowspec_edge.fleet.kernel_trial '{"kinds": ["bf16", "nf4"], "device": "cuda", ...}'
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.stage.quant import KINDS as QUANTISED
+from flowspec_edge.stage.quant import scheme
+from flowspec_edge.tensors import DTYPES, parse_dtype
+
+KINDS = ("fp32", "bf16", "fp16", *QUANTISED)  # weights in full, and in 4 bits
+_LARGEST = 1024  # rows and columns of what is tried out
+_PATIENCE_S = 300.0  # for a child: it imports torch, on a small board, and maybe compiles kernels
+# Of the largest result: a few roundings of the activations' type.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-8}
+_QUANTISED_WITHIN = 0.2  # of the weights' norm; 4 bits lose about 0.1
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How a kind fared.
+
+    why    in words, where it does not work
+    error  of the largest result, against float64; None where there was no result
+    """
+
+    kind: str
+    works: bool
+    why: str = ""
+    error: float | None = None
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What to try: products of ``rows`` rows with a matrix of ``shape`` (outputs, inputs), the activations
+    of 4-bit kinds in ``dtype``."""
+
+    kinds: tuple[str, ...]
+    device: str
+    shape: tuple[int, int]
+    rows: tuple[int, ...]
+    dtype: str
+
+
+def try_kinds(wish: Wish) -> list[Trial]:
+    """Try every kind, in as many child processes as it takes; in the order of ``wish.kinds``."""
+    trials: list[Trial] = []
+    while len(trials) < len(wish.kinds):
+        left = wish.kinds[len(trials):]
+        trials += _child(Wish(left, wish.device, wish.shape, wish.rows, wish.dtype))
+    return trials
+
+
+def _child(wish: Wish) -> list[Trial]:
+    """What one child process found; the last is the kind that ended it, unless it came to its own end."""
+    command = [sys.executable, "-m", __name__, json.dumps(asdict(wish))]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
+        out, end = run.stdout, f"its kernel ended the process with code {run.returncode}"
+        said = [line for line in run.stderr.splitlines() if line.strip()]
+        if run.returncode and said:
+            end += f": {said[-1].strip()}"
+    except subprocess.TimeoutExpired as error:
+        raw = error.stdout or b""
+        out = raw.decode(errors="replace") if isinstance(raw, bytes) else raw
+        end = f"no answer in {_PATIENCE_S:.0f} s"
+    lines = [line for line in out.splitlines() if line.startswith('{"kind"')]
+    trials = [Trial(**json.loads(line)) for line in lines]
+    if len(trials) < len(wish.kinds):
+        trials.append(Trial(wish.kinds[len(trials)], False, end))
+    return trials
+
+
+def attempt(kind: str, wish: Wish) -> Trial:
+    """Try one kind in this process."""
+    try:
+        error = _error(kind, wish)
+    except FlowspecError as failure:
+        return Trial(kind, False, str(failure))
+    except Exception as failure:  # whatever a kernel or its library may raise: that is the finding
+        text = str(failure).strip().splitlines() or [type(failure).__name__]
+        return Trial(kind, False, text[0])
+    limit = _TOLERANCE[activations(kind, wish.dtype)]
+    if not error <= limit:
+        return Trial(kind, False, f"results are wrong by {error:.2g} of the largest", error)
+    return Trial(kind, True, "", error)
+
+
+def activations(kind: str, dtype: str) -> torch.dtype:
+    """The type of what enters a product: of a kind in full its own."""
+    return DTYPES[kind] if kind in DTYPES else parse_dtype(dtype)
+
+
+@torch.inference_mode()
+def _error(kind: str, wish: Wish) -> float:
+    """The greatest difference from float64, of the largest result, over all numbers of rows."""
+    rows, columns = (min(side, _LARGEST) for side in wish.shape)
+    dtype, device = activations(kind, wish.dtype), torch.device(wish.device)
+    generator = torch.Generator().manual_seed(0)
+    weight = 0.02 * torch.randn(rows, columns, generator=generator)
+    if kind in DTYPES:
+        held = weight.to(dtype)
+        exact, product = held.double(), _dense(held.to(device))
+    else:
+        chosen = scheme(next(k for k in QUANTISED if k == kind))
+        stored = chosen.quantise(weight.to(device))
+        exact = chosen.dequantise(stored).cpu().double()
+        lost = float((exact - weight).norm() / weight.norm())
+        if not lost < _QUANTISED_WITHIN:
+            raise FlowspecError(f"quantising loses {lost:.0%} of the weights' norm")
+        product = chosen.linear(rows, columns, False, dtype, device)
+        product.fill(stored)
+    worst = 0.0
+    for n in wish.rows:
+        x = torch.randn(n, columns, generator=generator).to(dtype)
+        expected = x.double() @ exact.T
+        found: Tensor = product(x.to(device))
+        difference = (found.cpu().double() - expected).abs().max() / expected.abs().max()
+        worst = max(worst, float(difference)) if bool(difference.isfinite()) else float("inf")
+    return worst
+
+
+def _dense(weight: Tensor) -> torch.nn.Module:
+    linear = torch.nn.Linear(1, 1, bias=False)
+    linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return linear
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Try what the argument, a ``Wish`` in JSON, asks for; a line of JSON for each kind."""
+    facts = json.loads(arguments[0])
+    wish = Wish(tuple(facts["kinds"]), facts["device"], tuple(facts["shape"]), tuple(facts["rows"]),
+                facts["dtype"])
+    for kind in wish.kinds:
+        print(json.dumps(asdict(attempt(kind, wish))), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,132 @@
+"""The kernel test of a device: real products, wrong ones, and a library that ends the process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from quantkit import DEVICES
+
+from flowspec_edge.errors import UsageError
+from flowspec_edge.fleet import kernel_trial
+from flowspec_edge.fleet.kernel_trial import KINDS, Trial, Wish, attempt, try_kinds
+from flowspec_edge.fleet.kernels import KernelReport, KindResult, measure_kernels
+from flowspec_edge.stage import quant_grouped
+from flowspec_edge.stage.quant import KINDS as QUANTISED
+
+# What bitsandbytes does on a board that its wheel was not built for: all is well until the first kernel.
+ENDS_THE_PROCESS = """
+import os, sys
+class functional:
+    class QuantState:
+        pass
+    @staticmethod
+    def quantize_4bit(*arguments, **named):
+        print("Error no kernel image is available for execution on the device at line 62", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)
+"""
+
+
+def wish(*kinds: str, device: str = "cpu", dtype: str = "bf16") -> Wish:
+    return Wish(kinds, device, (64, 128), (1, 5), dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_kind_is_tried_and_timed(device: str) -> None:
+    """bitsandbytes' kinds too where the command's own test, on a CPU, does not see to it."""
+    kinds = KINDS if device == "cuda" else ("fp32", "bf16", "fp16", "int4")
+    report = measure_kernels(device, (64, 128), (4, 1), kinds=kinds, rounds=2)
+    assert list(report.kinds) == list(kinds)
+    assert report.rows == (1, 4)
+    for kind, found in report.kinds.items():
+        assert found.trial.works, f"{kind}: {found.trial.why}"
+        assert found.trial.error is not None
+        assert 0 < found.trial.error < 2**-6
+        assert set(found.ms) == {1, 4}
+        assert min(found.ms.values()) > 0
+    assert report.kinds["fp32"].nbytes == 64 * 128 * 4
+    assert report.kinds["int4"].nbytes == 64 * 128 // 2 + 64 * 4
+    assert report.fastest in QUANTISED if device == "cuda" else report.fastest == "int4"
+    assert report.copy_rate > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trial_in_every_type(kind: str, dtype: str, device: str) -> None:
+    found = attempt(kind, wish(kind, device=device, dtype=dtype))
+    assert found.works, found.why
+    exact = kind == "fp32" or (kind in QUANTISED and dtype == "fp32")
+    assert found.error is not None
+    assert found.error < (1e-5 if exact else 2**-6)
+
+
+def test_a_library_that_ends_the_process_is_a_finding(tmp_path: Path,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bitsandbytes.py").write_text(ENDS_THE_PROCESS, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    died, lived = try_kinds(wish("nf4", "int4"))
+    assert (died.kind, died.works, died.error) == ("nf4", False, None)
+    assert died.why == ("its kernel ended the process with code 1: "
+                        "Error no kernel image is available for execution on the device at line 62")
+    assert (lived.kind, lived.works) == ("int4", True)
+
+
+def test_a_wrong_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed for another layout, every row is another row's."""
+    pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu
+    monkeypatch.setattr(quant_grouped.torch.ops.aten, "_convert_weight_to_int4pack_for_cpu",
+                        lambda codes, tiles: pack(codes.flip(0).contiguous(), tiles))
+    found = attempt("int4", wish("int4"))
+    assert not found.works
+    assert found.why.startswith("results are wrong by")
+
+
+def test_what_a_kernel_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = attempt("bf16", wish("bf16", device="meta"))  # there is no result to copy from it
+    assert not found.works
+    assert "meta" in found.why
+    monkeypatch.setattr(kernel_trial, "_PATIENCE_S", 0.01)
+    assert try_kinds(wish("fp32")) == [Trial("fp32", False, "no answer in 0 s")]
+
+
+def report(device: str = "cpu", **ms: dict[int, float]) -> KernelReport:
+    kinds = {kind: KindResult(Trial(kind, True, "", 1e-3), times, 1000) if times
+             else KindResult(Trial(kind, False, "broken"), {}, 0) for kind, times in ms.items()}
+    return KernelReport(device, "a board", (64, 128), tuple(next(t for t in ms.values() if t)), "bf16", kinds,
+                        copy_rate=4e6)
+
+
+def test_the_fastest_is_judged_at_16_rows() -> None:
+    found = report(bf16={1: 0.5, 16: 0.5}, int4={1: 1.0, 16: 3.0}, nf4={1: 2.0, 16: 2.0}, fp4={})
+    assert (found.fastest, found.judged_at) == ("nf4", 16)
+    assert report(int4={1: 1.0, 8: 3.0, 64: 1.0}, nf4={1: 1.0, 8: 2.0, 64: 9.0}).fastest == "nf4"
+    assert report(bf16={16: 1.0}, int4={}, nf4={}, fp4={}).fastest is None
+
+
+def test_the_file() -> None:
+    found = json.loads(json.dumps(report("cuda", int4={1: 1.0, 16: 0.5}, nf4={}).as_json()))
+    assert {key: found[key] for key in ("device", "shape", "rows", "fastest", "judged_at_rows")} == {
+        "device": "cuda", "shape": [64, 128], "rows": [1, 16], "fastest": "int4", "judged_at_rows": 16}
+    assert found["kinds"]["int4"] == {"works": True, "why": "", "error": 1e-3, "bytes": 1000,
+                                      "ms": {"1": 1.0, "16": 0.5}, "bandwidth_share": {"1": 0.25, "16": 0.5}}
+    assert found["kinds"]["nf4"]["why"] == "broken"
+    assert found["torch"] == torch.__version__
+    assert "bandwidth_share" not in report(int4={1: 1.0}).as_json()["kinds"]["int4"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there() -> None:
+    with pytest.raises(UsageError, match="no CUDA device here; use --device cpu"):
+        measure_kernels("cuda")
+
+
+@pytest.mark.parametrize(("shape", "rows"), [
+    ((60, 128), [1]), ((64, 96), [1]), ((64, 64), []), ((64, 64), [0]),
+])
+def test_products_that_cannot_be(shape: tuple[int, int], rows: list[int]) -> None:
+    with pytest.raises(UsageError, match="give rows from 1 on, and a matrix of a multiple of 16 outputs"):
+        measure_kernels("cpu", shape, rows)
