@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.sampling import Sampling, choose, gumbel, log_probs, rank_children
+from flowspec_edge.sampling import DraftVocabulary, Rank, Sampling, choose, gumbel, log_probs, rank_children
 
 
 def warped(logits: np.ndarray, s: Sampling) -> np.ndarray:
@@ -109,6 +109,21 @@ def test_draft_ranking_is_the_top_of_log_softmax() -> None:
     top = torch.log_softmax(torch.tensor(logits), -1).topk(4, dim=-1)
     np.testing.assert_array_equal(tokens, top.indices.numpy())
     np.testing.assert_allclose(scores, top.values.numpy(), atol=1e-12)
+
+
+@pytest.mark.parametrize("rank", ["draft", "noise"])
+def test_a_part_of_the_vocabulary_is_ranked_as_if_the_rest_had_no_chance(rank: Rank) -> None:
+    rng = np.random.default_rng(3)
+    ids = rng.permutation(500)[:40]
+    logits = rng.normal(0, 2, (6, 40))
+    whole = np.full((6, 500), -np.inf)
+    whole[:, ids] = logits
+    positions, s = np.array([3, 4, 90, 3, 0, 7]), Sampling(0.7, seed=5)
+    tokens, scores = rank_children(logits, positions, 8, s, rank, 0.6, DraftVocabulary(ids, 500))
+    expected, expected_scores = rank_children(whole, positions, 8, s, rank, 0.6)
+    np.testing.assert_array_equal(tokens, expected)
+    assert tokens.dtype == np.int32
+    np.testing.assert_allclose(scores, expected_scores, atol=1e-12)
 
 
 @pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": -1},

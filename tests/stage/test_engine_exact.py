@@ -11,9 +11,9 @@ import torch
 from stagekit import Book, Oracle, assert_cache, assert_rows, engines, random_tokens, through
 from tiny import tiny_llama, tiny_model
 
-from flowspec_edge.messages import Cancel, Segment
+from flowspec_edge.messages import Cancel, Open, Segment
 from flowspec_edge.stage.engine import StageEngine
-from flowspec_edge.stage.shard import load_lm_head
+from flowspec_edge.stage.shard import load_lm_head, load_shard
 from flowspec_edge.tensors import to_torch
 
 VOCAB = 97
@@ -160,6 +160,28 @@ def test_a_boundary_is_tapped_before_the_next_stage_begins(model: Path) -> None:
     admitted = chain[1].admit(passed_on)
     assert admitted is not None
     assert chain[1].compute(admitted)[0] == []
+
+
+def test_the_state_after_all_layers_is_tapped_before_the_final_norm(model: Path, oracle: Oracle) -> None:
+    book, chain = Book(), engines(model, 3)
+    (tap,), output = through(chain, replace(book.text(TEXT), taps=(8,)))
+    with torch.inference_mode():
+        normed = oracle.model.model.norm(to_torch(tap.hidden))
+    torch.testing.assert_close(normed, to_torch(output.hidden), atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(normed, to_torch(tap.hidden), atol=1e-2)
+
+
+def test_a_first_stage_without_layers_taps_the_embeddings(model: Path, oracle: Oracle) -> None:
+    """A split of 0,8: nobody else makes them."""
+    book, shard = Book(), load_shard(model, 0, 2, "fp32")
+    engine = StageEngine(replace(shard, layers=(0, 0), modules=()))
+    engine.open(Open(session=1, epoch=0, capacity=64))
+    admitted = engine.admit(replace(book.text(TEXT), taps=(0, 4)))
+    assert admitted is not None
+    (tap,), _ = engine.compute(admitted)
+    assert tap.layer == 0
+    expected = oracle.model.get_input_embeddings()(torch.tensor(TEXT))
+    torch.testing.assert_close(to_torch(tap.hidden), expected)
 
 
 @pytest.mark.parametrize("polls", [0, 1, 3])

@@ -100,3 +100,11 @@ def test_a_run_returns_once() -> None:
     assert (numbers.tolist(), positions.tolist(), ledger.in_flight) == ([0], [0], 0)
     with pytest.raises(KeyError):
         ledger.returned(run)
+
+
+def test_a_sessions_taps_are_asked_of_every_segment_beside_its_own() -> None:
+    ledger = Ledger(taps=(5, 2))
+    assert ledger.seal().taps == (2, 5)  # empty segments, too: they are sealed alike
+    ledger.add(1, 0)
+    assert ledger.seal((4, 2)).taps == (2, 4, 5)
+    assert Ledger().seal((3,)).taps == (3,)

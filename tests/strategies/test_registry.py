@@ -1,0 +1,45 @@
+"""Which draft model a strategy gets: its own kind, the one asked for, or the head that stands in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flowspec_edge.errors import UsageError
+from flowspec_edge.modeldir import ModelDir
+from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.registry import STRATEGIES, draft_kind
+
+
+def model(path: Path, *parts: str) -> ModelDir:
+    for part in parts:
+        (path / part).mkdir()
+        (path / part / "config.json").write_text("{}")
+    return ModelDir(path)
+
+
+@pytest.mark.parametrize(("name", "asked", "parts", "kind"), [
+    ("flowspec", "own", ("eagle2", "eagle3"), "eagle2"),
+    ("flowspec", "own", ("eagle3",), "eagle3"),
+    ("flowspec", "own", ("draft-lm",), "eagle2"),  # to be asked for by name
+    ("flowspec", "eagle2", ("eagle3",), "eagle2"),  # as somebody asked
+    ("flowspec", "eagle3", ("eagle2",), "eagle3"),
+    ("pearl", "own", ("eagle3",), "lm"),
+    ("pearl", "eagle3", ("eagle3",), "eagle3"),
+    ("spd", "eagle3", ("eagle3",), "spd"),
+    ("autoregressive", "eagle3", ("eagle3",), None),
+    ("megatron", "own", ("eagle2", "eagle3"), "eagle2"),
+])
+def test_kinds(tmp_path: Path, name: str, asked: str, parts: tuple[str, ...], kind: str | None) -> None:
+    params = Params(draft=asked)  # type: ignore[arg-type]
+    assert draft_kind(STRATEGIES[name], params, model(tmp_path, *parts)) == kind
+
+
+@pytest.mark.parametrize(("asked", "parts"), [("eagle3", ("eagle2", "eagle3")), ("own", ("eagle3",))])
+@pytest.mark.parametrize("name", ["megatron", "galaxy"])
+def test_no_inner_states_from_devices_that_share_each_layer(tmp_path: Path, name: str, asked: str,
+                                                            parts: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError, match=f"{name} cannot draft with an EAGLE-3 head") as caught:
+        draft_kind(STRATEGIES[name], Params(draft=asked), model(tmp_path, *parts))  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
