@@ -1,0 +1,147 @@
+"""Draft models of many families, their vocabularies, and what is refused: against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from flowspec_edge.drafting.lm import LMDrafter
+from flowspec_edge.drafting.lm_checkpoint import load_lm
+from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.sampling import Sampling
+from flowspec_edge.tree.requests import DraftNode, DraftRequest
+
+CPU = torch.device("cpu")
+V = 67
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 4},
+    "qwen3": {"tie_word_embeddings": True},
+    "mistral": {"sliding_window": None},
+    "gemma2": {"query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0, "tie_word_embeddings": True},
+    "gemma3_text": {"tie_word_embeddings": True},
+    "granite": {"logits_scaling": 4.0},
+    "cohere": {"logit_scale": 0.25},
+    "phi3": {}, "gpt2": {}, "gpt_neox": {}, "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "olmo2": {}, "smollm3": {},
+}
+
+
+def write(path: Path, family: str = "llama", vocab: int = V, **extra: Any) -> Path:
+    return tiny_model(family, path, layers=2, hidden=32, vocab=vocab, **extra)
+
+
+def agrees(drafter: LMDrafter, path: Path, vocabulary: int, text: list[int]) -> None:
+    """Root, children, grandchild: as the model's own pass over each path, among the shared tokens."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    drafter.reset(Sampling(), "draft", 1.0)
+    drafter.commit(text[:1], None)
+    drafter.commit(text[1:], None)
+    root = DraftNode(0, -1, text[-1], len(text) - 1)
+    a, b = DraftNode(1, 0, 11, len(text)), DraftNode(2, 0, 12, len(text))
+    c = DraftNode(3, 2, 13, len(text) + 1)
+    for nodes, below in (((root,), [[]]), ((a, b), [[11], [12]]), ((c,), [[12, 13]])):
+        got = drafter.expand(DraftRequest(0, nodes, vocabulary))
+        for row, tokens in enumerate(below):
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([text + tokens])).logits[0, -1, :vocabulary]
+            want = torch.log_softmax(logits, -1).numpy()
+            np.testing.assert_allclose(got.scores[row], want[got.tokens[row]], atol=1e-4)
+            assert sorted(got.tokens[row].tolist()) == list(range(len(want)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_families_of_transformers(tmp_path: Path, family: str) -> None:
+    write(tmp_path, family, **FAMILIES[family])
+    drafter = load_lm(tmp_path, tmp_path, V, torch.float32, CPU)
+    agrees(drafter, tmp_path, V, [5, 6, 7, 8, 9, 3, 4, 60, 2])
+
+
+LATENT = {"kv_heads": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "kv_lora_rank": 16,
+          "q_lora_rank": 8}
+
+
+@pytest.mark.parametrize(("family", "extra", "why"), [
+    ("mamba", {}, "no attribute 'past_key_values'"),
+    ("deepseek_v3", LATENT, "do not all keep keys and values of one shape"),
+    ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1},
+     "on one, their log probabilities come out wrong by"),
+])
+def test_families_that_cannot_draft_trees_are_refused(tmp_path: Path, family: str, extra: dict[str, Any],
+                                                      why: str) -> None:
+    """State-space models; keys and values of unlike width (latents); an unusual mask."""
+    write(tmp_path, family, **extra)
+    wanted = rf"models of type .{family}. cannot draft trees: .*{why}"
+    with pytest.raises(FlowspecError, match=wanted) as caught:
+        load_lm(tmp_path, tmp_path, V, torch.float32, CPU)
+    assert "\n" not in str(caught.value)
+
+
+def padded(path: Path, vocab: int, tokenizer: PreTrainedTokenizerFast | None) -> Path:
+    """A model whose vocabulary is larger than its tokenizer's."""
+    write(path, vocab=vocab)
+    for file in path.glob("tokenizer*"):
+        file.unlink()
+    if tokenizer is not None:
+        tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(("own", "target"), [(128, 112), (112, 128), (112, 112)])
+def test_a_vocabulary_that_is_padded_otherwise_is_the_same(tmp_path: Path, own: int, target: int) -> None:
+    """No id beyond the other's is drafted, and one that a random target makes up does no harm."""
+    tokenizer = tiny_tokenizer(100)
+    draft = padded(tmp_path / "draft", own, tokenizer)
+    padded(tmp_path / "target", target, tokenizer)
+    drafter = load_lm(draft, tmp_path / "target", target, torch.float32, CPU)
+    agrees(drafter, draft, min(own, target), [5, 6, 7, 99])
+    drafter.commit([target - 1], None)
+    got = drafter.expand(DraftRequest(9, (DraftNode(9, -1, target - 1, 4),), own + target))
+    assert sorted(got.tokens[0].tolist()) == list(range(min(own, target)))
+
+
+def test_a_real_difference_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    def error(draft: PreTrainedTokenizerFast | None, target: PreTrainedTokenizerFast | None) -> str:
+        number = len(list(tmp_path.iterdir()))
+        paths = [tmp_path / f"{part}{number}" for part in ("draft", "target")]
+        for path, vocab, tokenizer in zip(paths, (128, 112), (draft, target), strict=True):
+            padded(path, vocab, tokenizer)
+        with pytest.raises(FlowspecError) as caught:
+            load_lm(*paths, 112, torch.float32, CPU)
+        said = str(caught.value)
+        assert "the draft model's vocabulary has 128 tokens, the target's 112" in said
+        assert "\n" not in said
+        return said
+
+    small, large = tiny_tokenizer(100), tiny_tokenizer(120)
+    other = tiny_tokenizer(98)
+    other.add_tokens(["something"])
+    assert "token 119 (" in error(large, small)
+    assert "is unknown to the other" in error(large, small)
+    assert "token 98 is 'something' here and" in error(other, small)
+    assert "no telling if they do" in error(None, small)
+    assert "no telling if they do" in error(small, None)
+
+
+def test_a_model_that_is_not_there_or_not_whole_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no draft model at .*none: config.json is missing"):
+        load_lm(tmp_path / "none", tmp_path, V, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_passes_the_trial(tmp_path: Path, dtype: torch.dtype) -> None:
+    write(tmp_path)
+    assert load_lm(tmp_path, tmp_path, V, dtype, CPU)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_on_a_gpu(tmp_path: Path, family: str) -> None:
+    write(tmp_path, family, **FAMILIES[family])
+    assert load_lm(tmp_path, tmp_path, V, torch.float32, torch.device("cuda"))
