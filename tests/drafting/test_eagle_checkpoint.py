@@ -60,6 +60,35 @@ def test_bin_and_safetensors_are_the_same_head(tmp_path):
     assert a.fc.bias is not None  # config.json does not say: then there is one
 
 
+@pytest.mark.parametrize("layout", ["sharded", "sharded bin", "model.", "module.", "module.model."])
+def test_shards_and_prefixes_are_the_same_head(tmp_path, layout):
+    weights = published(tmp_path)
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+    expected = run(load_head(tmp_path, None, torch.float32))
+    (tmp_path / "model.safetensors").unlink()
+    if layout.endswith("."):
+        weights["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)  # as old releases stored it
+        torch.save({layout + name: w for name, w in weights.items()}, tmp_path / "pytorch_model.bin")
+    else:
+        name, save, index = (
+            ("model-{}.safetensors", safetensors.torch.save_file, "model.safetensors.index.json")
+            if layout == "sharded" else ("pytorch_model-{}.bin", torch.save, "pytorch_model.bin.index.json"))
+        parts = {name.format(i): dict(list(weights.items())[i::2]) for i in (0, 1)}
+        for file, part in parts.items():
+            save(part, tmp_path / file)
+        (tmp_path / index).write_text(json.dumps({"weight_map": {n: f for f, p in parts.items() for n in p}}))
+    assert torch.equal(run(load_head(tmp_path, None, torch.float32)), expected)
+
+
+@pytest.mark.parametrize(("config", "theta"), [({}, 1e4), ({"rope_theta": 5e5}, 5e5)])
+def test_rope_theta_is_ten_thousand_unless_the_config_says(tmp_path, config, theta):
+    safetensors.torch.save_file(published(tmp_path, **config), tmp_path / "model.safetensors")
+    cos, sin = load_head(tmp_path, None, torch.float32).rotary_emb(torch.zeros(1), torch.tensor([[3]]))
+    angles = 3 * theta ** (-torch.arange(0, 8, 2) / 8)
+    torch.testing.assert_close(cos[0, 0, :4], angles.cos())
+    torch.testing.assert_close(sin[0, 0, :4], angles.sin())
+
+
 @pytest.mark.parametrize("with_embedding", [True, False])
 def test_round_trip(tmp_path, with_embedding):
     weights = published(tmp_path, qkv_bias=True, rope_theta=5e4)
@@ -151,6 +180,8 @@ def test_missing_files_and_other_targets(tmp_path):
     safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(FlowspecError, match="the head's width is 32, the target's 64"):
         load_head(tmp_path, torch.zeros(V, 64), torch.float32)
+    with pytest.raises(FlowspecError, match="vocabulary is 53 tokens, the target's 60"):
+        load_head(tmp_path, torch.zeros(60, H), torch.float32)
     published(tmp_path, num_hidden_layers=2)
     with pytest.raises(FlowspecError, match="one layer, not 2"):
         load_head(tmp_path, None, torch.float32)
