@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import tiny_llama, tiny_model
 from tiny_dir import tiny_spd
-from transformers import LlamaConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from flowspec_edge.drafting.eagle import EagleHead
 from flowspec_edge.drafting.eagle_checkpoint import save_head
@@ -49,18 +51,20 @@ def family_model(name: str, path: Path, layers: int = 4, hidden: int = 32, vocab
     return path
 
 
-def family_dir(name: str, path: Path) -> Path:
+def family_dir(name: str, path: Path, hidden: int = 32) -> Path:
     """A whole model directory around it, with random draft parts; returns ``path``.
 
     The plain Llama drafts for itself, so every draft of its small model is right.
     """
-    family_model(name, path / "target")
+    family_model(name, path / "target", hidden=hidden)
+    words = WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(path / "target")
     if name == "llama":
         (path / "draft-lm").symlink_to(path / "target")
     else:
         tiny_llama(path / "draft-lm", layers=1, hidden=32, vocab=VOCAB, seed=2)
-    config = LlamaConfig(vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-                         num_attention_heads=4, num_key_value_heads=2, bias=True)
+    config = LlamaConfig(vocab_size=VOCAB, hidden_size=hidden, intermediate_size=2 * hidden,
+                         num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, bias=True)
     with torch.random.fork_rng():
         torch.manual_seed(1)
         save_head(EagleHead(config), path / "eagle2", torch.float32)
