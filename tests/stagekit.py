@@ -93,9 +93,10 @@ class Oracle:
                      torch.stack(pairs))
 
 
-def engines(path: Path, stages: int, dtype: str = "fp32", capacity: int = 256) -> list[StageEngine]:
+def engines(path: Path, stages: int, dtype: str = "fp32", capacity: int = 256,
+            device: str = "cpu") -> list[StageEngine]:
     """A chain of opened stages for session 1, epoch 0; empty ones where layers run out."""
-    chain = [StageEngine(load_shard(path, i, stages, dtype, allow_empty=True)) for i in range(stages)]
+    chain = [StageEngine(load_shard(path, i, stages, dtype, device, allow_empty=True)) for i in range(stages)]
     for engine in chain:
         engine.open(Open(session=1, epoch=0, capacity=capacity))
     return chain

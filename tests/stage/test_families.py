@@ -52,9 +52,9 @@ def reference(path: Path, dtype: torch.dtype = torch.float32) -> Reference:
     return found
 
 
-def run(path: Path, stages: int, dtype: str = "fp32") -> list[tuple[tuple[int, ...], Tensor]]:
+def run(path: Path, stages: int, dtype: str = "fp32", device: str = "cpu") -> list[tuple[tuple[int, ...], Tensor]]:
     """(text, logits [V]) of a prompt in two pieces and of a random draft tree in two segments."""
-    book, chain, rng = Book(), engines(path, stages, dtype), np.random.default_rng(0)
+    book, chain, rng = Book(), engines(path, stages, dtype, device=device), np.random.default_rng(0)
     head = load_lm_head(path, dtype)
     found = []
 
@@ -80,6 +80,14 @@ def test_logits_are_those_of_transformers(models: dict[str, Path], name: str, st
     assert len(rows) == len(TEXT) + 10
     for text, logits in rows:
         torch.testing.assert_close(logits, exact.logits(text), atol=1e-4, rtol=0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
+def test_logits_on_a_gpu(models: dict[str, Path]) -> None:
+    for path in models.values():
+        exact = reference(path)
+        for text, logits in run(path, 2, device="cuda"):
+            torch.testing.assert_close(logits, exact.logits(text), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "llama-yarn", "mistral-window", "qwen2", "qwen3"])
