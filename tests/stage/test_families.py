@@ -52,7 +52,8 @@ def reference(path: Path, dtype: torch.dtype = torch.float32) -> Reference:
     return found
 
 
-def run(path: Path, stages: int, dtype: str = "fp32", device: str = "cpu") -> list[tuple[tuple[int, ...], Tensor]]:
+def run(path: Path, stages: int, dtype: str = "fp32", device: str = "cpu"
+        ) -> list[tuple[tuple[int, ...], Tensor]]:
     """(text, logits [V]) of a prompt in two pieces and of a random draft tree in two segments."""
     book, chain, rng = Book(), engines(path, stages, dtype, device=device), np.random.default_rng(0)
     head = load_lm_head(path, dtype)
