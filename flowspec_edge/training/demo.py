@@ -55,7 +55,7 @@ def train_demo(out: Path, work: Path | None = None, quick: bool = False) -> None
     def eagle_part(directory: Path) -> None:
         target = load_lm(out / "target").to(device())  # as it is shipped: rounded to float16
         torch.manual_seed(recipe.seed)
-        student = Eagle2(new_head(target).to(device()), target, recipe.eagle.soft_weight)
+        student = Eagle2(new_head(target), target, recipe.eagle.soft_weight)
         train_head(recipe.eagle, student, *corpus.tensors(), work, recipe.seed, recipe.pace)
         save_head(student.head, directory, torch.float16)
 

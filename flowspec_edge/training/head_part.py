@@ -28,7 +28,14 @@ from flowspec_edge.training.eagle3 import DRAFT_VOCABULARY, Eagle3, draft_vocabu
 from flowspec_edge.training.heads import DEPTHS, LENGTH, HeadRecipe, Student, agreement, train_head
 from flowspec_edge.training.parts import bind, claim_part, make_directory, make_part
 from flowspec_edge.training.recipes import DEMO, HEADS, HEADS_QUICK, QUICK
-from flowspec_edge.training.targets import check_target, fingerprint, load_target, load_tokenizer
+from flowspec_edge.training.targets import (
+    check_target,
+    check_tokens,
+    fingerprint,
+    load_fast_tokenizer,
+    load_target,
+    load_tokenizer,
+)
 from flowspec_edge.training.texts import TrainingText, data_files, digest, prepare_files
 
 _SEED = 0
@@ -77,11 +84,13 @@ def train_head_part(model: ModelDir, kind: str, options: HeadOptions, date: str,
         return
     claim_part(out)
     make_directory(work)
-    bind(work / f"{kind}.json", {
-        "recipe": asdict(recipe), "draft_vocabulary": drafted, "target": fingerprint(model),
-        "data": digest(files) if files else "python",
-    }, "another model, recipe or data")
-    text = _text(model, eos, work, files, recipe, options.quick)
+    bound, others = work / f"{kind}.json", "another model, recipe or data"
+    wanted = {"recipe": asdict(recipe), "draft_vocabulary": drafted, "target": fingerprint(model),
+              "data": digest(files) if files else "python"}
+    if bound.exists():
+        bind(bound, wanted, others)
+    text = _text(model, eos, work, files, recipe, options.quick)  # text that is no good binds nothing
+    bind(bound, wanted, others)
 
     def part(directory: Path) -> None:
         target = load_target(model)
@@ -120,22 +129,24 @@ def _drafted(model: ModelDir, kind: str, asked: int | None) -> int | None:
 
 def _text(model: ModelDir, eos: int, work: Path, files: Sequence[Path], recipe: HeadRecipe, quick: bool
           ) -> TrainingText:
-    tokenizer = load_tokenizer(model)
     if files:
-        return prepare_files(work, files, tokenizer, eos, recipe.window + 1, LENGTH + 1)
-    limit = (QUICK if quick else DEMO).corpus_limit
-    corpus = prepare_for(work, tokenizer.backend_tokenizer, eos, _SEED, limit)
-    return TrainingText(*corpus.tensors(), corpus.described())
+        text = prepare_files(work, files, load_tokenizer(model), eos, recipe.window + 1, LENGTH + 1)
+    else:
+        limit = (QUICK if quick else DEMO).corpus_limit
+        corpus = prepare_for(work, load_fast_tokenizer(model), eos, _SEED, limit)
+        text = TrainingText(*corpus.tensors(), corpus.described())
+    check_tokens(model, text.train, text.held_out)
+    return text
 
 
 def _student(kind: str, target: Any, text: TrainingText, drafted: int | None, recipe: HeadRecipe) -> Student:
     """An untrained head with its teacher."""
     torch.manual_seed(_SEED)
     if isinstance(recipe, EagleRecipe):
-        return Eagle2(new_head(target).to(target.device), target, recipe.soft_weight)
+        return Eagle2(new_head(target), target, recipe.soft_weight)
     vocabulary = target.config.vocab_size
     ids = draft_vocabulary(text.train, vocabulary, drafted or vocabulary)
-    return Eagle3(new_head3(target, ids).to(target.device), target)
+    return Eagle3(new_head3(target, ids), target)
 
 
 def _save(student: Student, directory: Path) -> None:
@@ -150,8 +161,8 @@ def _stored(kind: str, directory: Path, target: Any) -> Student:
     """The head as it is stored, and as drafting will load it."""
     embedding: Tensor = target.get_input_embeddings().weight
     if kind == "eagle3":
-        return Eagle3(load_head3(directory, embedding, torch.float32).to(target.device), target)
-    return Eagle2(load_head(directory, embedding, torch.float32).to(target.device), target)
+        return Eagle3(load_head3(directory, embedding, torch.float32), target)
+    return Eagle2(load_head(directory, embedding, torch.float32), target)
 
 
 def _facts(directory: Path, kind: str, target: Any, recipe: HeadRecipe, text: TrainingText, date: str,

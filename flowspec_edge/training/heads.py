@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flowspec_edge.training.loop import Pace, Run, compiled, device, micro_batches, train, windows
+from flowspec_edge.training.loop import Pace, Run, compiled, micro_batches, train, windows
 from flowspec_edge.training.optim import Optimiser
 from flowspec_edge.training.unroll import unroll
 
@@ -54,12 +54,12 @@ class Reading(NamedTuple):
 
 
 class Student(ABC):
-    """A head and the frozen target that teaches it; both on one device."""
+    """A head and the frozen target that teaches it; the head goes to the target's device."""
 
     name: ClassVar[str]
 
     def __init__(self, head: Any, target: Any) -> None:
-        self.head: Any = head
+        self.head: Any = head.to(target.device)
         self.target = target
 
     @abstractmethod
@@ -95,7 +95,7 @@ def train_head(recipe: HeadRecipe, student: Student, text: Tensor, held_out: Ten
 
     text, held_out  token ids, integer vectors of at least ``recipe.window`` + 1 and LENGTH + 1
     """
-    dev, head = device(), student.head
+    dev, head = student.target.device, student.head
 
     def micro_loss(rows: Tensor, noise: Tensor, anchors: Tensor, depth: int) -> Tensor:
         with torch.no_grad():

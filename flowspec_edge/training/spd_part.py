@@ -22,7 +22,7 @@ from flowspec_edge.training.corpus import TokenizedCorpus, prepare_for
 from flowspec_edge.training.parts import bind, claim_part, make_directory, make_part
 from flowspec_edge.training.recipes import DEMO, QUICK, SPD, SPD_QUICK
 from flowspec_edge.training.spd import STAGES, SpdRecipe, agreement, train_module
-from flowspec_edge.training.targets import check_target, fingerprint, load_target, load_tokenizer
+from flowspec_edge.training.targets import check_target, fingerprint, load_fast_tokenizer, load_target
 
 _SEED = 0
 
@@ -49,7 +49,7 @@ def train_spd(model: ModelDir, out: Path | None = None, work: Path | None = None
         return
     claim_part(out)
     _claim(work, recipe, model)
-    corpus = prepare_for(work, load_tokenizer(model).backend_tokenizer, eos, _SEED, around.corpus_limit)
+    corpus = prepare_for(work, load_fast_tokenizer(model), eos, _SEED, around.corpus_limit)
     text, held_out = corpus.tensors()
 
     def part(directory: Path) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from flowspec_edge.errors import FlowspecError, UsageError
@@ -51,11 +53,28 @@ def load_target(model: ModelDir) -> Any:
 
 
 def load_tokenizer(model: ModelDir) -> Any:
-    """The target's tokenizer, a fast one of transformers."""
+    """The target's tokenizer, as transformers loads it."""
     try:
         return AutoTokenizer.from_pretrained(model.target, local_files_only=True)
     except Exception as error:  # tokenizers raises bare Exceptions for a file it cannot read
         raise UsageError(f"the tokenizer in {model.target} cannot be loaded: {_first(error)}") from error
+
+
+def load_fast_tokenizer(model: ModelDir) -> Tokenizer:
+    """The same without transformers around it; UsageError if it is written in Python."""
+    fast = getattr(load_tokenizer(model), "backend_tokenizer", None)
+    if not isinstance(fast, Tokenizer):
+        raise UsageError(f"the tokenizer in {model.target} is too slow for so much text: "
+                         "put its tokenizer.json beside it")
+    return fast
+
+
+def check_tokens(model: ModelDir, *texts: Tensor) -> None:
+    """UsageError for a text with a token that the model does not know."""
+    largest, vocabulary = max(int(text.max()) for text in texts), int(load_config(model.target).vocab_size)
+    if largest >= vocabulary:
+        raise UsageError(f"the tokenizer in {model.target} makes token {largest} of the text, but the "
+                         f"model's vocabulary has {vocabulary} tokens: they do not belong together")
 
 
 def fingerprint(model: ModelDir) -> str:

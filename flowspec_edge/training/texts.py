@@ -94,23 +94,25 @@ def documents(files: Sequence[Path], tokenizer: Any) -> Iterator[Document]:
 
 def prepare_files(work: Path, files: Sequence[Path], tokenizer: Any, eos: int, window: int, held_out: int
                   ) -> TrainingText:
-    """Tokenize, hold a part out, and keep both in ``work``; read back if it is there already.
+    """Tokenize, hold a part out, and keep both in ``work``; read back what was made of the same files.
 
     eos       ends every text
     window    tokens that training needs, held_out those that measuring needs, at the least
 
     UsageError for files that cannot be used or hold too little text.
     """
-    meta = work / "text.json"
-    if not meta.is_file():
+    made, wanted = work / "text.json", digest(files)
+    if not made.is_file() or json.loads(made.read_text(encoding="utf-8"))["digest"] != wanted:
+        made.unlink(missing_ok=True)
         _build(work, files, tokenizer, eos, window, held_out)
-        partial = meta.with_suffix(".partial")
         size = sum(file.stat().st_size for file in files)
         names = ", ".join(dict.fromkeys(file.name for file in files[:8])) + (", …" if len(files) > 8 else "")
-        partial.write_text(json.dumps([f"{len(files)} file(s), {size} bytes: {names}"]), encoding="utf-8")
-        os.replace(partial, meta)
+        facts = {"digest": wanted, "described": [f"{len(files)} file(s), {size} bytes: {names}"]}
+        partial = made.with_suffix(".partial")
+        partial.write_text(json.dumps(facts), encoding="utf-8")
+        os.replace(partial, made)
     train, held = (torch.from_numpy(np.load(work / f"text-{part}.npy")) for part in ("train", "held-out"))
-    return TrainingText(train, held, json.loads(meta.read_text(encoding="utf-8")))
+    return TrainingText(train, held, json.loads(made.read_text(encoding="utf-8"))["described"])
 
 
 def split(texts: list[np.ndarray[Any, Any]], keys: Sequence[bytes], wanted: int

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import tiny_llama, tiny_model
+from tiny import tiny_llama, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowspec_edge.cli.main import main
@@ -160,7 +160,12 @@ def test_what_cannot_be_trained_is_refused_before_it_starts(model, tmp_path, dat
     short.write_text("a few words")
     with pytest.raises(UsageError, match=r"too little text to train on: .*short\.txt has \d+ tokens"):
         train_head_part(found, "eagle2", options(short), DATE, work=tmp_path / "short-work")
+    # The work directory is still free for text that will do.
+    train_head_part(found, "eagle2", options(data), DATE, tmp_path / "head2", tmp_path / "short-work")
     assert not list(model.glob("*eagle*"))
+    tiny_tokenizer(VOCAB + 40).save_pretrained(model / "target")
+    with pytest.raises(UsageError, match=r"makes token 3\d\d of the text, but .* has 300 tokens"):
+        train_head_part(found, "eagle2", options(data), DATE, work=tmp_path / "foreign-work")
     (model / "manifest.json").write_text("{}")
     (model / "draft").mkdir()
     (model / "target").rename(model / "draft" / "target")

@@ -128,6 +128,8 @@ def test_tokens_are_the_tokenizers_and_are_read_back(tmp_path, chatty):
     again = prepare_files(work, files, chatty, 0, 65, 100)
     assert (work / "text-train.npy").stat().st_mtime_ns == stamp
     assert torch.equal(again.train, got.train)
+    other = prepare_files(work, files[:1], chatty, 0, 65, 100)
+    assert len(other.train) < len(got.train)
 
 
 def test_the_digest_tells_contents_apart_and_not_names(tmp_path):
