@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
@@ -96,7 +96,7 @@ def shard(
 
     source = open_source(model, draft or [])
     ranges = ranges_for(source.layers, stages, lengths)
-    compute = cast(ComputeDtype, compute_dtype.value) if compute_dtype else None
+    compute: ComputeDtype | None = compute_dtype.value if compute_dtype else None
     plan = make_plan(source, recipe_for(source, stored, group, compute), ranges)
     if finished(plan, out) is not None:
         print(f"{out} is finished already; look at it with: flowspec models inspect {out}")
@@ -187,7 +187,7 @@ def _stored_dtype(dtype: StoredDtype | None, kernels: Path | None) -> ShardDtype
     if dtype != StoredDtype.FOUR_BIT:
         return cast(ShardDtype, dtype.value)
     if kernels is None:
-        return "int4"
+        return _fastest_here()
     try:
         fastest = json.loads(kernels.read_text(encoding="utf-8"))["fastest"]
     except OSError as error:
@@ -195,9 +195,25 @@ def _stored_dtype(dtype: StoredDtype | None, kernels: Path | None) -> ShardDtype
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{kernels} is not what `flowspec device kernels --out` writes: it has no key "
                          "\"fastest\"") from error
-    if fastest not in ("int4", "nf4", "fp4"):
+    if fastest is None:
+        raise UsageError(f"{kernels} says that no 4-bit kind works on that device: use --dtype fp16 or bf16")
+    if fastest not in get_args(QuantKind):
         raise UsageError(f"{kernels} says that {fastest!r} is the fastest: no 4-bit kind")
     return cast(QuantKind, fastest)
+
+
+def _fastest_here() -> QuantKind:
+    """The 4-bit kind that multiplies fastest on this machine, which takes some seconds to find out."""
+    import torch
+
+    from flowspec_edge.fleet.kernels import measure_kernels
+
+    report = measure_kernels("cuda" if torch.cuda.is_available() else "cpu")
+    if report.fastest is None:
+        raise UsageError("no 4-bit kind works on this machine: give what `flowspec device kernels --out` wrote "
+                         "on a board, as --kernels FILE, or name a kind")
+    print(f"the fastest 4-bit kind on {report.name}: {report.fastest}")
+    return report.fastest
 
 
 def _summary(plan: Plan) -> str:

@@ -7,6 +7,7 @@ load draft models: whether one is sound is found when it is loaded.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -18,6 +19,7 @@ from flowspec_edge.modeldir import DRAFT_PARTS, ModelDir
 from flowspec_edge.stage.checkpoint import Checkpoint, Stored
 
 _EMBEDDING = "embed_tokens.weight"
+_PREFIX = re.compile(r"^(module\.)?(model\.)?")  # of a training framework's wrapper, and of a whole model
 
 
 @dataclass(frozen=True)
@@ -74,13 +76,15 @@ def open_draft(directory: Path) -> Draft:
     config = _config(directory)
     checkpoint = Checkpoint(directory)
     tensors = checkpoint.stored(checkpoint.names)
-    kind = _kind(directory, config, tensors)
+    bare = {_PREFIX.sub("", name): stored for name, stored in tensors.items()}
+    kind = _kind(directory, config, bare)
     return Draft(kind, directory, _files(directory), tensors,
-                 embeddings=kind == "spd" or (kind in ("eagle2", "eagle3") and _EMBEDDING not in tensors),
+                 embeddings=kind == "spd" or (kind in ("eagle2", "eagle3") and _EMBEDDING not in bare),
                  kv_row=_kv_row(config), fingerprint=checkpoint.digest(checkpoint.names))
 
 
 def _kind(directory: Path, config: dict[str, Any], tensors: dict[str, Stored]) -> str:
+    """From the tensors, named without prefixes."""
     fc = tensors.get("fc.weight")
     if "d2t" in tensors or any(name.startswith("midlayer.") for name in tensors):
         return "eagle3"
@@ -89,10 +93,10 @@ def _kind(directory: Path, config: dict[str, Any], tensors: dict[str, Stored]) -
     if fc is not None and len(fc.shape) == 2:
         # [H, 2H] joins an embedding and a state, [H, 3 target_H] three states.
         return "eagle2" if fc.shape[1] == 2 * fc.shape[0] else "eagle3"
-    if "model.embed_tokens.weight" in tensors:
+    if "layers.0.input_layernorm.weight" in tensors:
         return "lm"
     raise UsageError(f"{directory} holds no draft model that is known: neither an EAGLE head (fc.weight) nor "
-                     "a causal language model (model.embed_tokens.weight)")
+                     "a causal language model (layers.0.input_layernorm.weight)")
 
 
 def _files(directory: Path) -> tuple[Path, ...]:

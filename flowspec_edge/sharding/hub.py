@@ -5,6 +5,7 @@ Knows which of a repository's files are needed.  Does not know what is done with
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def download(name: str) -> tuple[Path, str]:
     """
     import huggingface_hub as client  # slow to import, and only needed here
 
-    client.logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what fails is said in one line below
     try:
         files = [file.rfilename for file in client.HfApi().model_info(name).siblings or ()]
         safe = any(file.endswith(".safetensors") and "/" not in file for file in files)

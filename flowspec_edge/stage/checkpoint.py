@@ -22,7 +22,7 @@ from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.stage.weight_files import INDEX, PICKLED, SAFE, WeightFile, naming, open_weights
 
 _SAMPLE = 1024  # elements at either end of a tensor that enter the digest
-_PIECE = 8 << 20  # bytes of a tensor that are handed out at a time
+_PIECE = 2 << 20  # bytes of a tensor that are handed out at a time
 _MAPPED = 4 * _PIECE  # bytes read from a file before it is closed, and its pages are no longer resident
 
 T = TypeVar("T")
@@ -100,7 +100,7 @@ class Checkpoint:
     def pieces(self, name: str, rows: int = 0) -> Iterator[tuple[int, Tensor]]:
         """Runs of rows of one tensor, in order: (the first row, the rows as stored), together all of it.
 
-        rows  how many at a time; 0 takes as many as make 8 MB
+        rows  how many at a time; 0 takes as many as make 2 MB
 
         A piece is mapped and dies with the next one: copy what is to stay.  A tensor without
         dimensions is one piece.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -122,8 +123,8 @@ def load_config(model_dir: Path | str, quantised: bool = False) -> Any:
         raise UsageError(f"no model at {model_dir}: config.json is missing")
     try:
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = str(error).split("\n", 1)[0]
+    except Exception as error:  # transformers and huggingface_hub raise many kinds, Exception itself too
+        reason = shorten(str(error), 200, placeholder=" …")
         raise UsageError(f"{path} is not a model configuration: {reason}") from error
     families.check(config, path, quantised)
     return config
@@ -158,9 +159,8 @@ def load_shard(model_dir: Path | str, index: int, stages: int, dtype: str,
     weights = part_of(model_dir, stage_part(index))
     config, checkpoint = load_config(weights), Checkpoint(weights)
     core = skeleton(config)
-    parts: dict[str, nn.Module] = {f"model.layers.{i}": core.layers[i] for i in range(lo, hi)}
-    if index == 0:
-        parts["model.embed_tokens"] = core.embed_tokens
+    parts: dict[str, nn.Module] = {"model.embed_tokens": core.embed_tokens} if index == 0 else {}
+    parts.update({f"model.layers.{i}": core.layers[i] for i in range(lo, hi)})
     if index == stages - 1:
         parts["model.norm"] = core.norm
     wanted = keys.whole_model(core)

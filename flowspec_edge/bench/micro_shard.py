@@ -1,0 +1,287 @@
+"""Peak memory of sharding and of loading a stage, each in a fresh process.
+
+Both are measured beyond what the interpreter takes with torch and transformers imported: sharding in
+multiples of the model's largest layer as it is stored, loading in multiples of the stage's bytes.  With
+``--shape 13b`` a Llama of 13 billion parameters is cut into int4 for four stages, its random weights made
+up slice by slice, and the resident memory of a stage with a cache of 4096 rows is measured.
+
+    python -m flowspec_edge.bench.micro_shard [--dtype fp16,int4,nf4]
+    python -m flowspec_edge.bench.micro_shard --shape 13b
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from flowspec_edge.cli.models_shard import inspect
+from flowspec_edge.manifest import Manifest, ShardDtype
+from flowspec_edge.messages import Open, Segment, pack_bits
+from flowspec_edge.modeldir import ModelDir
+from flowspec_edge.sharding.job import run
+from flowspec_edge.sharding.plan import make_plan, ranges_for, recipe_for
+from flowspec_edge.sharding.source import describe, open_source
+from flowspec_edge.sharding.writer import TensorFile
+from flowspec_edge.stage import keys
+from flowspec_edge.stage.checkpoint import Stored
+from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.grouped_fit import pack
+from flowspec_edge.stage.quant_grouped import GroupedScheme
+from flowspec_edge.stage.shard import load_config, load_shard, skeleton
+
+Row = tuple[str, float, str]
+
+CONTEXT = 4096  # rows of the cache
+ROWS = 16  # of the segment that a loaded stage computes
+_PIECE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama; all heads have keys of their own."""
+
+    layers: int
+    width: int
+    intermediate: int
+    heads: int
+    vocabulary: int
+
+    def write_config(self, directory: Path) -> None:
+        """config.json, and a tokenizer file that only has to be there."""
+        directory.mkdir()
+        LlamaConfig(
+            num_hidden_layers=self.layers, hidden_size=self.width, intermediate_size=self.intermediate,
+            num_attention_heads=self.heads, num_key_value_heads=self.heads, vocab_size=self.vocabulary,
+            max_position_embeddings=CONTEXT).save_pretrained(directory)
+        (directory / "tokenizer.json").write_text("{}\n")
+
+    def write(self, directory: Path) -> None:
+        """The same, and random weights."""
+        self.write_config(directory)
+        weights = RandomWeights(directory)
+        stored = weights.stored(weights.names)
+        with TensorFile(directory / "model.safetensors",
+                        {name: (tuple(s.shape), s.dtype) for name, s in stored.items()}) as file:
+            for name in stored:
+                for _, piece in weights.pieces(name):
+                    file.write(name, piece)
+
+
+TINY = Shape(layers=1, width=128, intermediate=256, heads=2, vocabulary=64)
+CUT = Shape(layers=2, width=2048, intermediate=5632, heads=16, vocabulary=2048)
+LOADED = Shape(layers=2, width=4096, intermediate=11008, heads=32, vocabulary=1024)
+LARGE = Shape(layers=40, width=5120, intermediate=13824, heads=40, vocabulary=32000)
+
+
+class Nearest(GroupedScheme):
+    """Grouped int4 without its search for the best scale, which would take hours for what is noise anyway."""
+
+    def quantise(self, weight: Tensor) -> dict[str, Tensor]:
+        groups = weight.float().view(-1, self.group_of(16, weight.shape[1]))
+        low, high = groups.aminmax(dim=1, keepdim=True)
+        scale = (high - low) / 15
+        codes = ((groups - low) / scale).round_().to(torch.uint8).view(weight.shape)
+        return {"qweight": pack(codes), "scales": scale.view(len(weight), -1).bfloat16(),
+                "zeros": (low + 8 * scale).view(len(weight), -1).bfloat16()}
+
+
+class RandomWeights:
+    """A checkpoint in fp16 that lies nowhere: rows are made when they are read, the same ones every time."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        core = skeleton(load_config(directory))
+        self._shapes = {f"model.{name}": value.shape for name, value in core.state_dict().items()}
+        self._shapes[keys.LM_HEAD] = self._shapes[keys.EMBEDDING]
+        self._noise = torch.randn(_PIECE, generator=torch.Generator().manual_seed(0)).mul_(0.02).half()
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._shapes)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shapes
+
+    def stored(self, names: list[str]) -> dict[str, Stored]:
+        return {name: Stored(self._shapes[name], torch.float16) for name in names}
+
+    def pieces(self, name: str, rows: int = 0) -> Iterator[tuple[int, Tensor]]:
+        """Norms of one; every other tensor is the same noise, turned by a number of its own."""
+        shape = self._shapes[name]
+        columns = prod(shape[1:])
+        step = rows or max(1, _PIECE // columns)
+        start = self._shapes[name].numel() + sum(name.encode())
+        for lo in range(0, shape[0], step):
+            n = min(step, shape[0] - lo)
+            if len(shape) == 1:
+                yield lo, torch.ones(n, dtype=torch.float16)
+            else:
+                turned = torch.roll(self._noise, start + lo)
+                yield lo, turned.repeat(-(-n * columns // _PIECE))[: n * columns].view(n, columns)
+
+    def tensors(self, names: list[str]) -> dict[str, Tensor]:
+        """None is small enough to be made at once without a thought; nothing asks for whole ones."""
+        return {name: torch.cat([piece for _, piece in self.pieces(name)]) for name in names}
+
+    def digest(self, names: list[str]) -> str:
+        return f"random {sorted(names)}"
+
+
+def sharding(dtype: ShardDtype, directory: Path) -> list[Row]:
+    """(what, value, unit): the peak of sharding a model that lies on the disk."""
+    source = directory / "source"
+    if not source.is_dir():
+        CUT.write(source)
+    layer, peak = _fresh(_shard, source, directory / f"cut-{dtype}", dtype)
+    return [(f"sharding to {dtype}: peak / largest layer ({layer / 1e6:.0f} MB)", peak / layer, "x")]
+
+
+def loading(dtype: ShardDtype, directory: Path) -> list[Row]:
+    """The peak of loading a stage of two layers of a 7B model."""
+    source, out = directory / f"made-{dtype}", directory / f"stages-{dtype}"
+    LOADED.write_config(source)
+    _fresh(_make, source, out, dtype, (2,))
+    held, peak = _fresh(_load, out)
+    return [(f"loading a stage of {dtype}: peak / its bytes ({held / 1e6:.0f} MB)", peak / held, "x")]
+
+
+def large(directory: Path) -> list[Row]:
+    """A 13B model in int4 over four stages: prints inspect's table; the rows are about stage 1, loaded, with
+    a cache of ``CONTEXT`` rows that have been written and a segment computed."""
+    source, out = directory / "source", directory / "out"
+    LARGE.write_config(source)
+    layer, cutting = _fresh(_make, source, out, "int4", (10, 10, 10, 10))
+    inspect(out, CONTEXT)
+    held, peak = _fresh(_load, out)
+    counted, resident = _fresh(_serve, out)
+    return [
+        (f"sharding: peak / largest layer ({layer / 1e6:.0f} MB)", cutting / layer, "x"),
+        (f"loading stage 1: peak / its bytes ({held / 1e6:.0f} MB)", peak / held, "x"),
+        ("stage 1: weights and cache, counted", counted / 1e6, "MB"),
+        (f"stage 1: resident, interpreter included, {CONTEXT} rows, {ROWS} computed", resident / 1e6, "MB"),
+    ]
+
+
+# -- each of these runs in a process of its own ------------------------------------------------
+
+
+def _shard(source: Path, out: Path, dtype: ShardDtype) -> tuple[int, int]:
+    """Bytes of the largest layer as stored; peak of sharding."""
+    _touch_code(dtype)
+    opened = open_source(str(source))
+    plan = make_plan(opened, recipe_for(opened, dtype), ranges_for(opened.layers, 2, None))
+    return _largest_layer(opened.tensors), _peak_of(lambda: run(plan, out))
+
+
+def _make(source: Path, out: Path, dtype: ShardDtype, split: tuple[int, ...]) -> tuple[int, int]:
+    """The same for weights that are made up."""
+    _touch_code(dtype)
+    opened = describe(ModelDir(source), RandomWeights(source), (), "random")
+    recipe = recipe_for(opened, dtype)
+    if recipe.kind == "int4":
+        recipe = replace(recipe, scheme=Nearest(recipe.group))
+    plan = make_plan(opened, recipe, ranges_for(opened.layers, None, split))
+    return _largest_layer(opened.tensors), _peak_of(lambda: run(plan, out))
+
+
+def _load(out: Path) -> tuple[int, int]:
+    """A stage's bytes in memory; peak of loading it."""
+    held: list[Any] = []
+    manifest = Manifest.read(out)
+    _touch_code(manifest.dtype)
+    peak = _peak_of(lambda: held.append(load_shard(out, 0, manifest.stages, manifest.compute_dtype)))
+    return held[0].nbytes, peak
+
+
+def _serve(out: Path) -> tuple[int, int]:
+    """Bytes of weights and cache; what is resident in all, interpreter included, after a segment."""
+    manifest = Manifest.read(out)
+    shard = load_shard(out, 0, manifest.stages, manifest.compute_dtype)
+    engine = StageEngine(shard)
+    engine.open(Open(session=0, epoch=0, capacity=CONTEXT))
+    assert engine.cache is not None
+    empty = torch.zeros(1, shard.kv_heads, CONTEXT, shard.head_dim, dtype=shard.dtype)
+    for layer in range(*shard.layers):  # memory that was never written is not resident
+        engine.cache.update(empty, empty, layer)
+    numbers = np.arange(ROWS, dtype=np.int32)
+    segment = Segment(
+        session=0, epoch=0, run=0, first=0, stop=ROWS, numbers=numbers, positions=numbers, base=0,
+        bits=pack_bits([(2 << i) - 1 for i in range(ROWS)], ROWS), committed=numbers[:0], tokens=numbers)
+    admitted = engine.admit(segment)
+    assert admitted is not None
+    engine.compute(admitted)
+    return shard.nbytes + engine.cache.nbytes, _status("VmRSS")
+
+
+def _fresh(measure: Callable[..., tuple[int, int]], *arguments: object) -> tuple[int, int]:
+    """Call ``measure`` in a process that has imported this module and done nothing else."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["flowspec_edge.stage.engine", "flowspec_edge.sharding.job"])
+    with context.Pool(1) as pool:
+        return pool.apply(measure, arguments)
+
+
+def _touch_code(dtype: ShardDtype) -> None:
+    """Shard and load a tiny model: pages of the libraries' code are the interpreter's, not the model's."""
+    with tempfile.TemporaryDirectory() as directory:
+        source, out = Path(directory, "source"), Path(directory, "out")
+        TINY.write(source)
+        opened = open_source(str(source))
+        manifest = run(make_plan(opened, recipe_for(opened, dtype), ((0, 1),)), out)
+        load_shard(out, 0, 1, manifest.compute_dtype)
+
+
+def _peak_of(work: Callable[[], object]) -> int:
+    """The most that was resident during ``work`` beyond what was before."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew: importing has peaks of its own
+    before = _status("VmRSS")
+    work()
+    return _status("VmHWM") - before
+
+
+def _status(field: str) -> int:
+    """A line of /proc/self/status, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def _largest_layer(tensors: dict[str, Stored]) -> int:
+    sizes: dict[str, int] = {}
+    for name, stored in tensors.items():
+        if name.startswith("model.layers."):
+            layer = name.split(".")[2]
+            sizes[layer] = sizes.get(layer, 0) + stored.nbytes
+    return max(sizes.values())
+
+
+def main() -> None:
+    """Print the peaks; of a large shape its table, too."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--shape", choices=["13b"], help="instead: a model of this size; takes 7 GB of disk")
+    parser.add_argument("--dtype", default="fp16,int4", help="how to store weights, with commas")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        if options.shape:
+            rows = large(Path(directory))
+        else:
+            rows = [row for dtype in options.dtype.split(",")
+                    for row in (*sharding(dtype, Path(directory)), *loading(dtype, Path(directory)))]
+    for name, value, unit in rows:
+        print(f"{name:<72} {value:9.3f} {unit}")
+
+
+if __name__ == "__main__":
+    main()
