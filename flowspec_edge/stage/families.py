@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from transformers.activations import ACT2FN
+
 from flowspec_edge.errors import UsageError
 
 # Families whose forward is: embed, then layers with one full-attention mask, then norm, with
@@ -35,6 +37,7 @@ def check(config: Any, path: Path, quantised: bool = False) -> None:
         raise UsageError(f"{path}: stages cannot run {config.model_type!r} models, "
                          f"only {', '.join(ARCHITECTURES)}")
     _check_rope(config, path)
+    _check_shape(config, path)
     _check_layers(config, path)
     if not quantised:
         _check_quantisation(config, path)
@@ -42,8 +45,7 @@ def check(config: Any, path: Path, quantised: bool = False) -> None:
 
 def rope_type(config: Any) -> str:
     """The kind of rotary embedding, under the name that transformers gives it."""
-    parameters = config.rope_parameters or {}
-    return str(parameters.get("rope_type", "default"))
+    return str(config.rope_parameters.get("rope_type", "default"))
 
 
 def _check_rope(config: Any, path: Path) -> None:
@@ -54,6 +56,20 @@ def _check_rope(config: Any, path: Path) -> None:
                          f"rope_type to one of: {', '.join(ROPE_TYPES)}")
     if kind not in ROPE_TYPES:
         raise UsageError(f"{path}: no rope type {kind!r}, only {', '.join(ROPE_TYPES)}")
+
+
+    for name in {"rope_theta", "factor"} & set(config.rope_parameters):
+        value = config.rope_parameters[name]
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise UsageError(f"{path}: the rope's {name} must be a number, not {value!r}")
+
+
+def _check_shape(config: Any, path: Path) -> None:
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if kv_heads < 1 or heads % kv_heads:
+        raise UsageError(f"{path}: {heads} attention heads cannot share {kv_heads} key/value heads evenly")
+    if config.hidden_act not in ACT2FN:
+        raise UsageError(f"{path}: transformers has no activation {config.hidden_act!r}")
 
 
 def _check_layers(config: Any, path: Path) -> None:

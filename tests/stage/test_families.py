@@ -135,6 +135,13 @@ def test_other_architectures_are_refused_with_the_list(tmp_path: Path, family: s
     ({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}},
      "AWQ weights must be converted first: flowspec models shard --model .* --stages N --out DIR"),
     ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "GPTQ weights must be converted first"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "is not a model configuration"),
+    ({"rope_scaling": {"type": "linear", "factor": "4"}}, "the rope's factor must be a number, not '4'"),
+    ({"rope_theta": None}, "the rope's rope_theta must be a number, not None"),
+    ({"rope_scaling": "linear"}, "is not a model configuration: "),
+    ({"num_attention_heads": 3}, "is not a model configuration: "),
+    ({"num_attention_heads": 4, "num_key_value_heads": 3}, "4 attention heads cannot share 3"),
+    ({"hidden_act": "magic"}, "transformers has no activation 'magic'"),
     ({"quantization_config": {"quant_method": "fp8"}}, "weights quantised with fp8 cannot be read; take"),
 ])
 def test_configurations_that_stages_cannot_run(tmp_path: Path, extra: dict[str, object], says: str) -> None:
