@@ -210,8 +210,8 @@ def _fastest_here() -> QuantKind:
 
     report = measure_kernels("cuda" if torch.cuda.is_available() else "cpu")
     if report.fastest is None:
-        raise UsageError("no 4-bit kind works on this machine: give what `flowspec device kernels --out` wrote "
-                         "on a board, as --kernels FILE, or name a kind")
+        raise UsageError("no 4-bit kind works on this machine: give what `flowspec device kernels --out` "
+                         "wrote on a board, as --kernels FILE, or name a kind")
     print(f"the fastest 4-bit kind on {report.name}: {report.fastest}")
     return report.fastest
 
