@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from headkit import GREEDY, Eagle3, Session, published_eagle3
+from headkit import GREEDY, Eagle3, Session, log_softmax, published_eagle3
 
 from flowspec_edge.drafting.eagle3 import Eagle3Drafter, captured_layers
 from flowspec_edge.drafting.eagle3_checkpoint import load_head3
@@ -16,10 +16,10 @@ T, V = 24, 61  # the target's width and vocabulary
 LAYERS = (2, 9, 15)
 
 
-def session(directory, seed, sampling=GREEDY, rank="draft", tau=0.7, layers=LAYERS, **shape):
+def session(directory, seed, sampling=GREEDY, rank="draft", tau=0.7, layers=LAYERS, device="cpu", **shape):
     raw, weights = published_eagle3(directory, seed, T, V, **shape)
     targets = torch.randn(V, T, generator=torch.Generator().manual_seed(seed + 100))
-    drafter = Eagle3Drafter(load_head3(directory, targets, torch.float64), layers)
+    drafter = Eagle3Drafter(load_head3(directory, targets, torch.float64).to(device), layers)
     weights = {"embed_tokens.weight": targets, **weights}
     reference = Eagle3({n: w.double().numpy() for n, w in weights.items()}, raw["num_attention_heads"],
                        raw["num_key_value_heads"], raw["rms_norm_eps"], raw["max_position_embeddings"],
@@ -44,6 +44,12 @@ def test_random_histories_agree_with_full_recomputation(tmp_path, drafted, kv_he
     sampling = Sampling(temperature=0.8 if noisy else 0.0, seed=7)
     s = session(tmp_path, 3 + kv_heads, sampling, "noise" if noisy else "draft", drafted=drafted,
                 kv_heads=kv_heads)
+    s.random_history(20)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
+def test_a_gpu_computes_the_same(tmp_path):
+    s = session(tmp_path, 4, Sampling(0.8, seed=7), "noise", drafted=20, kv_heads=2, device="cuda")
     s.random_history(20)
 
 
@@ -108,6 +114,25 @@ def test_a_commit_before_its_taps_is_named(tmp_path):
     drafter.commit([1], None)
     with pytest.raises(ProtocolError, match="nothing has been committed"):
         drafter.expand(DraftRequest(0, (DraftNode(0, -1, 1, 0),), 2))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 0.05), ("bfloat16", 0.3)])
+def test_half_precision_heads_take_states_of_their_dtype(tmp_path, dtype, tolerance):
+    reference = session(tmp_path, 4, drafted=20).reference
+    drafter = Eagle3Drafter(load_head3(tmp_path, torch.from_numpy(reference.w["embed_tokens.weight"]),
+                                       getattr(torch, dtype)), LAYERS)
+    states = torch.randn(6, 3 * T, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
+    for place, layer in enumerate(LAYERS):
+        part = states[:, place * T : (place + 1) * T].contiguous()
+        array = part.view(torch.int16).numpy().view(np.uint16) if dtype == "bfloat16" else part.numpy()
+        drafter.tap(Tap(1, 0, 0, layer, np.arange(6, dtype=np.int32), Payload(dtype, array)))
+    drafter.commit([0], None)
+    drafter.commit(list(range(1, 7)), Payload("float32", np.zeros((6, T), np.float32)), list(range(6)))
+    got = drafter.expand(DraftRequest(0, (DraftNode(0, -1, 6, 6),), 20))
+    rows = [(reference.state(s), t, i) for i, (s, t) in enumerate(zip(states.double().numpy(), range(1, 7),
+                                                                      strict=True))]
+    want = log_softmax(reference.logits(reference.row(rows)))[got.tokens[0]]
+    assert np.abs(got.scores[0] - want).max() < tolerance * np.abs(want).max()
 
 
 @pytest.mark.parametrize(("layers", "captured"), [
