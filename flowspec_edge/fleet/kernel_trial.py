@@ -11,6 +11,7 @@ how to check them.  Does not time anything (``kernels``).
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -98,7 +99,8 @@ def attempt(kind: str, wish: Wish) -> Trial:
         return Trial(kind, False, text[0])
     limit = _TOLERANCE[activations(kind, wish.dtype)]
     if not error <= limit:
-        return Trial(kind, False, f"results are wrong by {error:.2g} of the largest", error)
+        return Trial(kind, False, f"results are wrong by {error:.2g} of the largest",
+                     error if math.isfinite(error) else None)
     return Trial(kind, True, "", error)
 
 

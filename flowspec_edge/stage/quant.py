@@ -8,7 +8,7 @@ files (``checkpoint``), nor which matrices of a model are quantised (whoever cut
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, get_args
 
 import torch
@@ -31,8 +31,9 @@ class QuantLinear(nn.Module, ABC):
     The packed weights are buffers that ``state_dict`` leaves out: their layout is the kernel's own, and
     files hold ``Scheme.stored`` instead.  Until ``fill`` has been called they are undefined.
 
-    ``forward`` takes [..., in_features] in ``dtype`` and returns [..., out_features] in ``dtype``; any
-    number of rows, none too.
+    Made for one device and dtype: it is neither moved nor cast with the model around it.  ``forward``
+    takes [..., in_features] in ``dtype`` and returns [..., out_features] in ``dtype``; any number of rows,
+    none too.
     """
 
     bias: Tensor | None
@@ -74,6 +75,11 @@ class QuantLinear(nn.Module, ABC):
     def keep(self, name: str, value: Tensor | None) -> None:
         """Hold ``value`` as a buffer that is not saved."""
         self.register_buffer(name, value, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
+        """Nothing: what is packed belongs to the device and dtype that the module was made for, and a
+        scale that is cast with a model's other tensors would be another scale."""
+        return self
 
     def extra_repr(self) -> str:
         return (f"{self.scheme.kind}, in_features={self.in_features}, out_features={self.out_features}, "

@@ -206,6 +206,26 @@ def test_packing_slices_gives_what_packing_the_whole_gives(rows: int) -> None:
     assert torch.equal(linear.get_buffer("packed"), whole)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_casting_a_model_leaves_its_scales_alone(kind: Kind) -> None:
+    linear = scheme(kind).linear(16, 64, True, torch.float32)
+    linear.fill(scheme(kind).quantise(random_matrix(16, 64)), torch.linspace(-1, 1, 16))
+    x = torch.ones(1, 64)
+    before = linear(x)
+    torch.nn.Sequential(linear).half().to(torch.bfloat16).float()
+    assert torch.equal(linear(x), before)
+
+
+def test_a_row_in_bf16_is_the_same_whatever_stands_beside_it() -> None:
+    """So a pipeline's segments give exactly what one pass over the text gives."""
+    linear = scheme("int4").linear(208, 1024, False, torch.bfloat16)
+    linear.fill(scheme("int4").quantise(random_matrix(208, 1024)))
+    x = torch.randn(23, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
+    whole = linear(x)
+    for n in (1, 2, 3, 4, 5, 16):
+        assert torch.equal(torch.cat([linear(rows) for rows in x.split(n)]), whole)
+
+
 @given(rows=st.integers(1, 5000), columns=st.integers(1, 20000), weights=st.integers(1, 1 << 20))
 def test_slices_cover_all_rows(rows: int, columns: int, weights: int) -> None:
     runs = list(slices(rows, columns, weights))
