@@ -181,6 +181,12 @@ def test_the_command_trains_for_a_plain_checkpoint_with_out(model, tmp_path, dat
     text = capsys.readouterr().out
     assert "how often the head's best token is the target's, by depth" in text
     assert card(out)["kind"] == '"eagle2"'
+    shards = tmp_path / "shards"
+    assert main(["models", "shard", "--model", str(model / "target"), "--draft", str(out), "--stages", "2",
+                 "--out", str(shards)]) == 0
+    assert (shards / "draft" / "eagle2" / "model.safetensors").read_bytes() == (
+        out / "model.safetensors").read_bytes()
+    capsys.readouterr()
     assert main(command) == 0
     assert "is there already" in capsys.readouterr().out
     assert main([*command[:-1], str(tmp_path / "other"), "--data", str(tmp_path / "nothing.txt")]) == 2
