@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -47,13 +48,28 @@ def plain(model: Path, tokens: tuple[int, ...], limit: int, sampling: Sampling) 
     return PlainDecoder(model).generate(list(tokens), limit, sampling)[0]
 
 
-@pytest.mark.parametrize(("name", "kind"), [
-    (name, kind) for name in DRAFTING for kind in KINDS if name != "spd" or kind == "eagle2"])
+# SPD drafts with its own module whatever the kind; the look-up is merged into that.
+PAIRS = [(name, kind) for name in DRAFTING for kind in KINDS if name != "spd" or kind == "eagle2"]
+WAYS = list(product((1, 3), (Sampling(), Sampling(1.0, seed=4))))
+
+
+def same_text(model: Path, name: str, kind: str, stages: int, sampling: Sampling) -> None:
+    result = cluster(model, stages).generate(Request(prompt(), name, 8, sampling, KINDS[kind]))
+    assert result.tokens == plain(model, tuple(prompt()), 8, sampling)
+
+
+@pytest.mark.parametrize(("name", "kind"), PAIRS)
 def test_every_strategy_gives_the_text_of_plain_decoding(tiny_model: Path, name: str, kind: str) -> None:
-    """SPD drafts with its own module whatever the kind; the look-up is merged into that."""
-    for stages, sampling in ((1, Sampling(1.0, seed=4)), (3, Sampling())):
-        result = cluster(tiny_model, stages).generate(Request(prompt(), name, 10, sampling, KINDS[kind]))
-        assert result.tokens == plain(tiny_model, tuple(prompt()), 10, sampling), (stages, sampling)
+    """Stage counts and samplings take turns; `make soak` has them all."""
+    same_text(tiny_model, name, kind, *WAYS[PAIRS.index((name, kind)) % len(WAYS)])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("stages", "sampling"), WAYS)
+@pytest.mark.parametrize(("name", "kind"), PAIRS)
+def test_every_strategy_every_way(tiny_model: Path, name: str, kind: str, stages: int, sampling: Sampling
+                                  ) -> None:
+    same_text(tiny_model, name, kind, stages, sampling)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +96,7 @@ def test_merged_drafts_take_fewer_turns_where_a_text_is_copied(demo_model: Path)
     lines = "".join(f"    parser.add_argument('--{word}', default={i}, help='the {word}')\n" for i, word in
                     enumerate(("width", "height", "depth", "colour", "layers", "seed")))
     text = AutoTokenizer.from_pretrained(demo_model / "target").encode(f"{lines}\n\n{lines[:90]}")
-    own, merged = (cluster(demo_model, 4).generate(Request(text, "flowspec", 32, params=Params(ngram=ngram)))
+    own, merged = (cluster(demo_model, 4).generate(Request(text, "flowspec", 24, params=Params(ngram=ngram)))
                    for ngram in (False, True))
     assert merged.tokens == own.tokens
     assert merged.stats.turns < own.stats.turns
@@ -122,7 +138,7 @@ def test_a_command_names_both_ways_without_a_head(no_head: Path, capsys: pytest.
     assert "--strategy autoregressive" in said
     assert len(said.strip().splitlines()) == 1
     texts = []
-    for way in (["--draft", "ngram"], ["--strategy", "autoregressive"]):
+    for way in (["--draft", "ngram", "--ngram-max", "6", "--ngram"], ["--strategy", "autoregressive"]):
         assert main([*asked, *way]) == 0
         texts.append(json.loads(capsys.readouterr().out)["tokens"])
     assert texts[0] == texts[1]

@@ -42,7 +42,7 @@ lengths = st.tuples(st.integers(1, 6), st.integers(1, 6)).map(sorted)
 
 
 @given(text=texts, below=st.lists(st.integers(0, 3), max_size=5), lengths=lengths)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_candidates_are_those_of_brute_force(text: list[int], below: list[int], lengths: list[int]) -> None:
     shortest, longest = lengths
     index = TextIndex(longest, shortest)
@@ -141,7 +141,7 @@ def test_with_noise_a_score_is_the_chance_to_win_against_all_else() -> None:
     text = [5, 6, 7, 1, 5, 6, 8, 1, 5, 6]
     p = 1 / 6  # of 7 and of 8: 1 / (2 + 2^2)
     rng = np.random.default_rng(0)
-    for seed in range(5):
+    for seed in range(3):
         sampling = Sampling(1.0, seed=seed)
         drafter = NgramDrafter(V, 2, 2)
         drafter.reset(sampling, "noise", 0.6)
@@ -149,16 +149,16 @@ def test_with_noise_a_score_is_the_chance_to_win_against_all_else() -> None:
         assert {*got.tokens[0].tolist()} == {7, 8}
         own = gumbel(seed, len(text), V)
         for token, score in zip(got.tokens[0].tolist(), got.scores[0].tolist(), strict=True):
-            others = np.log((1 - p) / 99) + rng.gumbel(size=(20_000, 99))
+            others = np.log((1 - p) / 29) + rng.gumbel(size=(10_000, 29))
             wins = (others.max(axis=1) < np.log(p) + own[token]).mean()
-            assert np.exp(score) == pytest.approx(wins, abs=0.015)
+            assert np.exp(score) == pytest.approx(wins, abs=0.02)
         assert got.scores[0, 0] >= got.scores[0, 1]
 
 
 def test_the_chance_to_win_is_the_estimate_on_average() -> None:
     text = [5, 6, 7, 1, 5, 6]
     chances = []
-    for seed in range(2000):
+    for seed in range(1000):
         drafter = NgramDrafter(V, 2, 2)
         drafter.reset(Sampling(1.0, seed=seed), "noise", 0.6)
         chances.append(float(np.exp(expand(drafter, text).scores[0, 0])))
