@@ -42,7 +42,12 @@ class TensorFile:
         self._layout = dict(tensors)
         with writing(path):
             self._file = os.open(partial_of(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-            self._put(header, 0)
+        try:
+            with writing(path):
+                self._put(header, 0)
+        except BaseException:
+            self._discard()
+            raise
 
     def write(self, name: str, rows: Tensor) -> None:
         """Append rows [n, …] (or the one value of a tensor without dimensions) in the tensor's own dtype.
@@ -73,9 +78,13 @@ class TensorFile:
                     os.fsync(self._file)
                 publish(self._path)
         finally:
-            os.close(self._file)
-            with suppress(OSError):
-                partial_of(self._path).unlink()  # gone already if it has been published
+            self._discard()
+
+    def _discard(self) -> None:
+        """Close the file; it goes, too, unless it has been published."""
+        os.close(self._file)
+        with suppress(OSError):
+            partial_of(self._path).unlink()
 
     def _put(self, data: bytes | memoryview, at: int) -> None:
         view = memoryview(data)

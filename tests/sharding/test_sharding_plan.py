@@ -1,0 +1,188 @@
+"""What is decided before anything is written: ranges, dtypes, what D0 gets, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from shardkit import as_bin, edit
+from tiny import tiny_llama, tiny_model
+from tiny_dir import tiny_eagle3, tiny_model_dir
+from transformers import AutoModelForCausalLM
+
+from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.sharding.drafts import open_draft
+from flowspec_edge.sharding.plan import TensorsFile, make_plan, ranges_for, recipe_for
+from flowspec_edge.sharding.source import open_source
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """flowspec's own directory, with every kind of draft model."""
+    path = tiny_model_dir(tmp_path_factory.mktemp("full"))
+    tiny_eagle3(path, drafted=50)
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("plain"), layers=3)
+
+
+@pytest.fixture
+def copy(plain: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(plain, tmp_path / "copy"))
+
+
+@given(split=st.lists(st.integers(1, 9), min_size=1, max_size=9))
+def test_a_split_is_what_was_asked_for(split: list[int]) -> None:
+    ranges = ranges_for(sum(split), None, split)
+    assert [hi - lo for lo, hi in ranges] == split
+    assert [i for lo, hi in ranges for i in range(lo, hi)] == list(range(sum(split)))
+    for layers in (sum(split) - 1, sum(split) + 1):
+        with pytest.raises(UsageError, match=f"makes {sum(split)} layers, and the model has {layers}"):
+            ranges_for(layers, None, split)
+    with pytest.raises(UsageError, match="every stage needs at least one layer"):
+        ranges_for(sum(split), None, [*split, 0])
+
+
+def test_one_way_to_split() -> None:
+    assert ranges_for(5, 2, None) == ((0, 3), (3, 5))
+    for stages, split in ((None, None), (2, [2, 3])):
+        with pytest.raises(UsageError, match="give either --stages N or --split"):
+            ranges_for(5, stages, split)
+    with pytest.raises(UsageError, match="6 stages are more than the model's 5 layers"):
+        ranges_for(5, 6, None)
+
+
+@pytest.mark.parametrize(("stored", "asked", "plain_dtype", "compute"), [
+    (torch.float32, None, torch.float16, "fp16"),
+    (torch.float16, None, torch.float16, "fp16"),
+    (torch.bfloat16, None, torch.bfloat16, "bf16"),
+    (torch.bfloat16, "fp16", torch.float16, "fp16"),
+    (torch.float32, "fp32", torch.float32, "fp32"),
+    (torch.float16, "int4", torch.float16, "bf16"),
+    (torch.bfloat16, "nf4", torch.bfloat16, "bf16"),
+    (torch.float32, "int4", torch.bfloat16, "bf16"),
+])
+def test_defaults_follow_the_checkpoint(tmp_path: Path, stored: torch.dtype, asked: str | None,
+                                        plain_dtype: torch.dtype, compute: str) -> None:
+    path = tiny_llama(tmp_path, layers=1)
+    AutoModelForCausalLM.from_pretrained(path, dtype=stored).save_pretrained(path)
+    recipe = recipe_for(open_source(str(path)), asked)  # type: ignore[arg-type]
+    assert (recipe.plain, recipe.compute) == (plain_dtype, compute)
+    assert recipe.group == {"int4": 128, "nf4": 64}.get(asked or "", 0)
+
+
+def test_options_that_do_not_go_together(plain: Path) -> None:
+    source = open_source(str(plain))
+    with pytest.raises(UsageError, match="--group goes with --dtype int4, not with fp16"):
+        recipe_for(source, "fp16", 64)
+    with pytest.raises(UsageError, match="--group goes with --dtype int4; nf4 has blocks of 64"):
+        recipe_for(source, "nf4", 64)
+    with pytest.raises(UsageError, match="no int4 groups of 100"):
+        recipe_for(source, "int4", 100)
+
+
+def test_kinds_of_drafts_are_recognised(full: Path, plain: Path, tmp_path: Path) -> None:
+    kinds = {name: open_draft(full / name) for name in ("eagle2", "eagle3", "draft-lm", "spd")}
+    assert {name: d.kind for name, d in kinds.items()} == {
+        "eagle2": "eagle2", "eagle3": "eagle3", "draft-lm": "lm", "spd": "spd"}
+    assert {name: d.embeddings for name, d in kinds.items()} == {
+        "eagle2": False, "eagle3": True, "draft-lm": False, "spd": True}
+    # A full draft vocabulary has no d2t, a head from a training framework has prefixes.
+    bare = Path(shutil.copytree(full / "eagle3", tmp_path / "bare"))
+    tensors = {f"module.{n}": t for n, t in load_file(bare / "model.safetensors").items()
+               if n not in ("d2t", "t2d")}
+    save_file(tensors, bare / "model.safetensors")
+    assert open_draft(bare).kind == "eagle3"
+    head = Path(shutil.copytree(full / "eagle2", tmp_path / "head"))
+    edit(head, embed_tokens__weight=None)
+    as_bin(head)
+    assert (open_draft(head).kind, open_draft(head).embeddings) == ("eagle2", True)
+    edit(bare, **dict.fromkeys(tensors), x=torch.ones(1))
+    with pytest.raises(UsageError, match="holds no draft model that is known"):
+        open_draft(bare)
+    with pytest.raises(UsageError, match=r"no draft model at .*: config\.json is missing"):
+        open_draft(tmp_path)
+
+
+@pytest.mark.parametrize(("drafts", "embeddings"), [
+    ([], False), (["eagle2"], False), (["draft-lm"], False), (["eagle3"], True), (["spd", "eagle2"], True)])
+def test_d0_gets_what_its_drafts_need(full: Path, drafts: list[str], embeddings: bool) -> None:
+    source = open_source(str(full / "target"), [full / name for name in drafts])
+    plan = make_plan(source, recipe_for(source), ranges_for(4, 2, None))
+    part = plan.parts[-1]
+    assert part.name == "draft"
+    weights = next(f for f in part.files if isinstance(f, TensorsFile))
+    assert set(weights.plain) == {"lm_head.weight", *(["model.embed_tokens.weight"] if embeddings else [])}
+    homes = {f.path.parts[1] for f in part.files}
+    assert homes == {"target", *drafts}
+
+
+def test_a_models_own_drafts_go_along(full: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(full / "eagle2", tmp_path / "other"))
+    source = open_source(str(full), [other])
+    assert {d.kind: d.directory for d in source.drafts} == {
+        "eagle2": other, "eagle3": full / "eagle3", "lm": full / "draft-lm", "spd": full / "spd"}
+    with pytest.raises(UsageError, match="are both draft models of the kind 'eagle2': give one"):
+        open_source(str(full), [other, full / "eagle2"])
+
+
+def test_tied_embeddings_are_stored_once(tmp_path: Path) -> None:
+    path = tiny_model("qwen2", tmp_path, layers=2, tie_word_embeddings=True)
+    source = open_source(str(path))
+    plan = make_plan(source, recipe_for(source), ranges_for(2, 2, None))
+    names = [f.plain for p in plan.parts for f in p.files if isinstance(f, TensorsFile)]
+    assert [n for n in names if "model.embed_tokens.weight" in n] == [("model.embed_tokens.weight",)] * 2
+    assert not [n for n in names if "lm_head.weight" in n]
+
+
+def test_checkpoints_that_are_refused(copy: Path, tmp_path: Path) -> None:
+    edit(copy, model__layers__1__mlp__up_proj__weight=None)
+    with pytest.raises(FlowspecError, match=r"has no tensor model\.layers\.1\.mlp\.up_proj\.weight"):
+        open_source(str(copy))
+    edit(copy, model__layers__1__mlp__up_proj__weight=torch.ones(3, 3))
+    with pytest.raises(FlowspecError, match=r"up_proj\.weight has shape \[3, 3\], config\.json asks for"):
+        open_source(str(copy))
+    edit(copy, model__layers__1__mlp__up_proj__weight=torch.ones(128, 64).to(torch.float8_e4m3fn))
+    with pytest.raises(FlowspecError, match=r"up_proj\.weight is stored as torch\.float8_e4m3fn"):
+        open_source(str(copy))
+    edit(copy, model__layers__1__mlp__up_proj__weight=torch.ones(128, 64), model__strange=torch.ones(1))
+    with pytest.raises(FlowspecError, match=r"no module of the model has a place for tensor model\.strange"):
+        open_source(str(copy))
+    edit(copy, model__strange=None, lm_head__weight=None)
+    with pytest.raises(FlowspecError, match=r"has no tensor lm_head\.weight"):
+        open_source(str(copy))
+    with pytest.raises(UsageError, match="no model 'nowhere': not a directory"):
+        open_source("nowhere")
+
+
+def test_matrices_that_no_group_divides_are_kept(tmp_path: Path) -> None:
+    path = tiny_llama(tmp_path, layers=1, hidden=48)  # 48 = 32 + 16: no group of 32 divides it
+    source = open_source(str(path))
+    plan = make_plan(source, recipe_for(source, "int4"), ranges_for(1, 1, None))
+    assert plan.kept == tuple(f"model.layers.0.{name}.weight" for name in (
+        "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
+        "mlp.up_proj"))
+
+
+def test_the_request_knows_weights_and_options(copy: Path) -> None:
+    def request(dtype: str | None = None, stages: int = 2) -> str:
+        source = open_source(str(copy))
+        return make_plan(source, recipe_for(source, dtype), ranges_for(3, stages, None)).request  # type: ignore[arg-type]
+
+    first = request()
+    assert request() == first
+    assert len({first, request("bf16"), request(stages=3), request("int4")}) == 4
+    edit(copy, model__norm__weight=torch.full((64,), 2.0))
+    assert request() != first
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config))
+    assert request() != first
