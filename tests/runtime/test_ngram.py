@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tiny import tiny_llama
-from transformers import AutoTokenizer
+from tiny_dir import tiny_model_dir
 
 from flowspec_edge.cli.main import main
 from flowspec_edge.config import load_profile
@@ -91,15 +91,14 @@ def test_a_model_without_a_head_drafts_what_it_repeats(no_head: Path, name: str)
     assert result.stats.rounds < plainly.stats.rounds
 
 
-def test_merged_drafts_take_fewer_turns_where_a_text_is_copied(demo_model: Path) -> None:
-    """The demonstration model on a file that it is shown twice, with its own head."""
-    lines = "".join(f"    parser.add_argument('--{word}', default={i}, help='the {word}')\n" for i, word in
-                    enumerate(("width", "height", "depth", "colour", "layers", "seed")))
-    text = AutoTokenizer.from_pretrained(demo_model / "target").encode(f"{lines}\n\n{lines[:90]}")
-    own, merged = (cluster(demo_model, 4).generate(Request(text, "flowspec", 24, params=Params(ngram=ngram)))
-                   for ngram in (False, True))
-    assert merged.tokens == own.tokens
-    assert merged.stats.turns < own.stats.turns
+@pytest.mark.parametrize("name", ["flowspec", "chunk_pp", "speculative"])
+def test_merged_drafts_have_what_the_head_does_not_know(no_head: Path, tmp_path: Path, name: str) -> None:
+    """A random head beside the same target, which repeats itself."""
+    model = tiny_model_dir(tmp_path, layers=2, hidden=32, vocab=97)
+    own, merged = (turns(model, name, Params(draft="eagle2", ngram=ngram)) for ngram in (False, True))
+    assert merged.tokens == own.tokens == turns(no_head, "autoregressive", Params()).tokens
+    assert merged.stats.accepted >= own.stats.accepted + 5
+    assert merged.stats.rounds < own.stats.rounds
 
 
 def test_a_look_up_takes_no_time_and_so_pearls_block_is_the_longest(no_head: Path) -> None:
