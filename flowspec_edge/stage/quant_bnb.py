@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowspec_edge.errors import UsageError
+from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.stage.quant import Kind, QuantLinear, Scheme, require_finite
 
 BLOCK = 64
+_SURE = "0.49"  # both kinds work on CPUs and on GPUs
 
 
 @cache
@@ -56,8 +57,13 @@ class BnbScheme(Scheme):
         rows, columns = weight.shape
         self.group_of(rows, columns)
         require_finite(weight)
-        packed, state = self.functions.quantize_4bit(
-            weight.contiguous(), blocksize=BLOCK, quant_type=self.kind, compress_statistics=False)
+        try:
+            packed, state = self.functions.quantize_4bit(
+                weight.contiguous(), blocksize=BLOCK, quant_type=self.kind, compress_statistics=False)
+        except (RuntimeError, NotImplementedError) as error:  # before 0.49 a CPU lacks some of it
+            raise FlowspecError(f"bitsandbytes {library().__version__} cannot quantise to {self.kind} on "
+                                f"{weight.device.type} ({str(error).splitlines()[0]}): use {_SURE} or newer, "
+                                "or int4") from error
         return {"qweight": packed.view(rows, columns // 2), "absmax": state.absmax.view(rows, -1)}
 
     def dequantise(self, stored: Mapping[str, Tensor]) -> Tensor:

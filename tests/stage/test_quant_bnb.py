@@ -10,7 +10,7 @@ import torch
 from bitsandbytes import functional
 from quantkit import DEVICES, random_matrix
 
-from flowspec_edge.errors import UsageError
+from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.stage.quant import Kind, scheme
 from flowspec_edge.stage.quant_bnb import library
 
@@ -45,6 +45,16 @@ def test_a_linear_is_bitsandbytes_own(kind: Kind, dtype: torch.dtype, device: st
     x = torch.randn(7, columns, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     with torch.no_grad():
         assert torch.allclose(ours(x), theirs(x), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+
+
+def test_a_version_that_lacks_a_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **named: object) -> None:
+        raise NotImplementedError("Device type not supported for FP4 quantization: cpu")  # 0.45's own words
+
+    chosen = scheme("fp4")
+    monkeypatch.setattr(functional, "quantize_4bit", refuse)
+    with pytest.raises(FlowspecError, match=r"cannot quantise to fp4 on cpu \(Device type not supp.*use 0.49"):
+        chosen.quantise(random_matrix(16, 64))
 
 
 def test_without_bitsandbytes_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
