@@ -249,7 +249,7 @@ def _print_table(manifest: Manifest, rows: list[dict[str, Any]], context: int) -
     table = Table(title=f"{manifest.source.name}: {manifest.model_type}, {manifest.layers} layers of width "
                         f"{manifest.hidden_width}, {kind}, computing in {manifest.compute_dtype}",
                   title_justify="left")
-    table.add_column("part")
+    table.add_column("part", no_wrap=True)
     for heading in ("layers", "parameters", "on disk", "weights", f"cache, {context} rows", "in memory"):
         table.add_column(heading, justify="right")
     for row in rows:
