@@ -88,11 +88,12 @@ def train_head(
 ) -> None:
     """Train an EAGLE-2 or EAGLE-3 head for a model, whose weights stay as they are.
 
-    Text files (.txt, .py, .md) are read as they stand.  A line of a .jsonl file has "text", or "prompt"
-    with "completion" (which goes on where the prompt ends) or "answer", or "messages"; an answer and
-    messages go through the tokenizer's chat template where it has one.  The best text is what the
-    target itself writes in its later use.  A fiftieth of the text is held out, and how often the
-    head foresees the target on it is printed in the end and written to card.toml beside the head.
+    Text files (.txt, .py, .md) are read as they stand.  A line of a .jsonl file has "text", or
+    "prompt" with "completion" (which goes on where the prompt ends) or "answer", or "messages";
+    an answer and messages go through the tokenizer's chat template where it has one.  The best
+    text is what the target itself writes in its later use.  A fiftieth of the text is held out;
+    how often the head foresees the target on it is printed in the end and written to card.toml
+    beside the head.
 
     Takes hours on a CPU, less on a GPU; started again, it goes on where it was.
 
@@ -100,9 +101,9 @@ def train_head(
 
       flowspec models train-head --model my-demo --kind eagle3
 
-      flowspec models train-head --model Llama-3.1-8B-Instruct --kind eagle3 --data chats.jsonl --out head
+      flowspec models train-head --model my-demo --kind eagle2 --data notes --data more.txt
 
-      flowspec models train-head --model my-demo --kind eagle2 --data notes --data more.txt --steps 300
+      flowspec models train-head --model ./Llama-3 --kind eagle3 --data chats.jsonl --out head
     """
     found = resolve_model(model)  # a wrong name is found before torch is imported
     from flowspec_edge.training.head_part import HeadOptions, train_head_part

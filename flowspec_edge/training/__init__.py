@@ -1,4 +1,4 @@
-"""Training the demonstration models: corpus, tokenizer, target, EAGLE-2 head, draft model.
+"""Training: the demonstration models from nothing, and draft parts for any model that is there.
 
 Knows torch and transformers; knows nothing of the pipeline, its tree or its strategies.
 """

@@ -21,6 +21,7 @@ from flowspec_edge.training.optim import Optimiser
 from flowspec_edge.training.unroll import unroll
 
 DEPTHS = 6  # the depths that agreement is measured and the cards tell it for
+_ADAM_WIDTH = 192
 PROMPT, LENGTH = 64, 192  # tokens of context, and in all, of a window that agreement is measured on
 
 
@@ -38,7 +39,7 @@ class HeadRecipe:
     fade: float = 0.9  # weight of depth d: fade ** (d - 1)
     noise: float = 0.0  # uniform, ±, on the true states that go in
     muon_lr: float = 0.02
-    adam_lr: float = 2e-3
+    adam_lr: float = 2e-3  # up to a width of 192; beyond, it falls as one over the width
     decay_from: float = 0.4
 
 
@@ -133,7 +134,10 @@ def train_head(recipe: HeadRecipe, student: Student, text: Tensor, held_out: Ten
         shares = agreement(student, held_out, limit=8)
         return "agreement by depth " + " ".join(f"{share:.3f}" for share in shares)
 
-    optimiser = Optimiser(head, recipe.muon_lr, recipe.adam_lr, recipe.decay_from)
+    # An output matrix's entries shrink as the width grows, and so must AdamW's steps; Muon's
+    # orthogonal updates are the same size at any width.
+    adam_lr = recipe.adam_lr * min(1.0, _ADAM_WIDTH / head.config.hidden_size)
+    optimiser = Optimiser(head, recipe.muon_lr, adam_lr, recipe.decay_from)
     train(Run(student.name, head, optimiser, recipe.steps, work / f"{student.name}.pt", loss, report,
               pace.checkpoint_every_s))
 

@@ -54,8 +54,7 @@ QUICK = DemoRecipe(
 SPD = SpdRecipe(steps=600)
 SPD_QUICK = SpdRecipe(steps=60, window=64, tokens_per_step=256, micro_batch=128)
 
-# Heads for any target, by kind; the demonstration's schedule does for any width, for more text more
-# steps are better.
+# Heads for any target, by kind.  As many steps as the demonstration's; a large target wants more.
 HEADS: dict[str, HeadRecipe] = {"eagle2": EagleRecipe(steps=900), "eagle3": Eagle3Recipe(steps=900)}
 HEADS_QUICK: dict[str, HeadRecipe] = {
     "eagle2": EagleRecipe(steps=60, window=64, tokens_per_step=256, micro_batch=128, chains=16),
