@@ -53,9 +53,9 @@ def products(device: str) -> list[Row]:
         if not facts["works"]:
             print(f"{kind} does not work on {device}: {facts['why']}")
             continue
-        lines += [(f"{device}: {kind} weights, {outputs} x {inputs}, {rows} rows", ms, "ms")
+        lines += [(f"{device}: {kind} weights, {outputs} x {inputs}, rows: {rows}", ms, "ms")
                   for rows, ms in facts["ms"].items()]
-        lines += [(f"{device}: {kind}, share of a copy's bytes/s, {rows} rows", 100 * share, "%")
+        lines += [(f"{device}: {kind}, share of a copy's bytes/s, rows: {rows}", 100 * share, "%")
                   for rows, share in facts.get("bandwidth_share", {}).items()]
     ms = {kind: facts["ms"][at] for kind, facts in found["kinds"].items() if facts["works"]}
     for other in ("nf4", "fp4"):
@@ -129,7 +129,7 @@ def main() -> None:
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
     for lines in (*map(products, devices), quantising(), *map(perplexities, devices)):
         for name, value, unit in lines:
-            print(f"{name:<72} {value:9.3f} {unit}".rstrip())
+            print(f"{name:<78} {value:9.3f} {unit}".rstrip())
 
 
 if __name__ == "__main__":
