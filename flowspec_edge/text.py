@@ -6,7 +6,6 @@ Knows the target's tokenizer and its chat template.  Does not know where the tok
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ class Tokenizer:
     """
 
     def __init__(self, model: ModelDir, chat_template: str | None = None) -> None:
-        _check_sentencepiece(model.target)
         from transformers import AutoTokenizer  # slow to import
 
         try:
@@ -158,24 +156,6 @@ class TextStream:
         """``text``, of all tokens so far, is done with."""
         self._context, self._done = self._done, len(self._ids)
         return text
-
-
-def _check_sentencepiece(directory: Path) -> None:
-    """UsageError for a tokenizer that needs a library to be read which is not installed."""
-    if (directory / "tokenizer.json").is_file() or not (directory / "tokenizer.model").is_file():
-        return
-    missing = [package for package, module in (("sentencepiece", "sentencepiece"),
-                                               ("protobuf", "google.protobuf")) if not _installed(module)]
-    if missing:
-        raise UsageError(f"{directory} has its tokenizer as tokenizer.model only: install "
-                         f"{' and '.join(missing)} with pip, or put the model's tokenizer.json beside it")
-
-
-def _installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # of a package that the module would be in
-        return False
 
 
 def _first_line(error: Exception) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import tiny_llama, tiny_tokenizer
@@ -147,38 +146,22 @@ def test_a_continuation_keeps_its_first_space(tmp_path: Path) -> None:
         assert pieces == expected
 
 
-def sentencepiece_model() -> bytes:
-    """A tokenizer.model with "▁a", "b" and bytes, in the protocol buffer that sentencepiece writes."""
-
-    def field(number: int, value: bytes | int | float) -> bytes:
-        if isinstance(value, bytes):
-            assert len(value) < 128
-            return bytes([number << 3 | 2, len(value)]) + value
-        if isinstance(value, float):
-            return bytes([number << 3 | 5]) + struct.pack("<f", value)
-        return bytes([number << 3, value])
-
-    kinds = {"<unk>": 2, "<s>": 3, "</s>": 3, **{f"<0x{i:02X}>": 6 for i in range(256)},
-             "▁a": 1, "▁": 1, "a": 1, "b": 1}
-    pieces = b"".join(_sub(1, field(1, text.encode()) + field(2, -float(i)) + field(3, kind))
-                      for i, (text, kind) in enumerate(kinds.items()))
-    return pieces + _sub(2, field(3, 2)) + _sub(3, field(1, b"identity") + field(3, 1) + field(4, 0))
-
-
-def _sub(number: int, message: bytes) -> bytes:
-    return bytes([number << 3 | 2, len(message)]) + message
-
-
 def test_a_tokenizer_as_sentencepiece_model_only(tmp_path: Path) -> None:
-    """Old checkpoints have no tokenizer.json: one line says what to install; with that, it works."""
-    target = tiny_llama(tmp_path / "target", layers=1, hidden=32, vocab=50)
-    (target / "tokenizer.model").write_bytes(sentencepiece_model())
+    """Llama-2's and Vicuna's checkpoints have no tokenizer.json: sentencepiece itself is the oracle."""
+    target = tiny_llama(tmp_path / "target", layers=1, hidden=32, vocab=400)
+    for file in target.glob("tokenizer*"):
+        file.unlink()
+    sentencepiece.SentencePieceTrainer.train(  # as Llama's was made
+        sentence_iterator=iter(Path(__file__).read_text(encoding="utf-8").splitlines()),
+        model_prefix=str(target / "tokenizer"), model_type="bpe", vocab_size=400, byte_fallback=True,
+        character_coverage=1.0, minloglevel=2)
+    (target / "tokenizer.vocab").unlink()
     (target / "tokenizer_config.json").write_text(json.dumps(
-        {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}))
-    if find_spec("sentencepiece") and find_spec("google") and find_spec("google.protobuf"):
-        tokenizer = Tokenizer(resolve_model(tmp_path))
-        assert tokenizer.decode(tokenizer.encode("ab é")) == "ab é"
-        return
-    with pytest.raises(UsageError, match=r"target has its tokenizer as tokenizer\.model only: install "
-                                         r".* with pip, or put the model's tokenizer\.json beside it"):
-        Tokenizer(resolve_model(tmp_path))
+        {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>",
+         "add_bos_token": True}))
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(target / "tokenizer.model"))
+    tokenizer = Tokenizer(resolve_model(tmp_path))
+    for text in ("def test(path): return 1", "Ünïcödé 😀 text"):
+        ids = tokenizer.encode(text)
+        assert ids == [theirs.bos_id(), *theirs.encode(text)]
+        assert tokenizer.decode(ids) == text
