@@ -10,7 +10,7 @@ from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.eagle import EagleDrafter
 from flowspec_edge.drafting.eagle3 import Eagle3Drafter
 from flowspec_edge.drafting.eagle3_checkpoint import head3_layers, load_head3
-from flowspec_edge.drafting.eagle_checkpoint import load_head
+from flowspec_edge.drafting.eagle_checkpoint import load_head, require_fit
 from flowspec_edge.drafting.lm_checkpoint import load_lm
 from flowspec_edge.drafting.spd_checkpoint import load_module
 from flowspec_edge.drafting.spd_drafter import SpdDrafter
@@ -19,14 +19,15 @@ from flowspec_edge.modeldir import DRAFT_PARTS
 from flowspec_edge.tensors import parse_dtype
 
 
-def load_drafter(kind: str, model_dir: Path, lm_head: Tensor, embedding: Tensor, dtype: str, layers: int
-                 ) -> Drafter:
+def load_drafter(kind: str, model_dir: Path, lm_head: Tensor, embedding: Tensor | None, dtype: str,
+                 layers: int) -> Drafter:
     """Load one draft model of ``model_dir`` for the target whose weights these are.
 
     kind       "eagle2" (an EAGLE-1/2 head), "eagle3" (an EAGLE-3 head), "lm" (a causal LM that
                transformers can load) or "spd" (SPD's speculation module)
     lm_head    [V, H], the target's; the drafter works on its device
-    embedding  [V, H], the target's; used by "spd", and when an EAGLE head brings none of its own
+    embedding  [V, H], the target's; used by "spd", and when an EAGLE head brings none of its own; None
+               where there is none
     dtype      "fp32", "fp16" or "bf16": of the draft model's weights, cache and arithmetic
     layers     the target's; they decide which of its states an EAGLE-3 head captures
 
@@ -38,13 +39,17 @@ def load_drafter(kind: str, model_dir: Path, lm_head: Tensor, embedding: Tensor,
     drafter: Drafter
     if kind == "eagle2":
         head = load_head(path, embedding, torch_dtype).to(lm_head.device)
+        require_fit(path, "width", head.config.hidden_size, lm_head.shape[1])
         vocabulary = head.config.vocab_size
         drafter = EagleDrafter(head, lm_head.to(torch_dtype))
     elif kind == "eagle3":
         head3 = load_head3(path, embedding, torch_dtype).to(lm_head.device)
+        require_fit(path, "target width", head3.config.target_hidden_size, lm_head.shape[1])
         vocabulary = head3.config.vocab_size
         drafter = Eagle3Drafter(head3, head3_layers(path, head3.config, layers))
     elif kind == "spd":
+        if embedding is None:
+            raise FlowspecError(f"{path} looks up embeddings, and {model_dir / 'target'} has none")
         module = load_module(path, torch_dtype).to(lm_head.device)
         vocabulary = module.config.vocab_size
         if module.config.hidden_size != embedding.shape[-1]:

@@ -28,7 +28,7 @@ from flowspec_edge.messages import Cancel, Credit, Open, Output, Payload, Prune,
 from flowspec_edge.modeldir import ModelDir
 from flowspec_edge.runtime.coordinator import Coordinator, Draft
 from flowspec_edge.runtime.request import Request
-from flowspec_edge.stage.shard import load_embedding, load_lm_head
+from flowspec_edge.stage.shard import find_embedding, load_lm_head
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import strategy_class
@@ -132,7 +132,7 @@ class MeasuredDevice0:
                  target: Target) -> None:
         model = ModelDir(model_dir)
         self._lm_head = load_lm_head(model.target, dtype, device)
-        embedding = load_embedding(model.target, dtype, device)
+        embedding = find_embedding(model.target, dtype, device)
         self._drafters: dict[str, Drafter] = {
             kind: load_drafter(kind, model.parts, self._lm_head, embedding, dtype, model.layers)
             for kind in kinds}

@@ -18,12 +18,13 @@ from flowspec_edge.drafting.load import load_drafter
 from flowspec_edge.drafting.merged import MergedDrafter
 from flowspec_edge.drafting.ngram import NgramDrafter
 from flowspec_edge.errors import UsageError
+from flowspec_edge.manifest import DRAFT
 from flowspec_edge.messages import Payload, Tap
 from flowspec_edge.modeldir import ModelDir
 from flowspec_edge.runtime.coordinator import Coordinator
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.sampling import Sampling
-from flowspec_edge.stage.shard import load_config, load_embedding, load_lm_head, stage_ranges
+from flowspec_edge.stage.shard import find_embedding, load_config, load_lm_head, part_of, stage_ranges
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import draft_kind, strategy_class
@@ -39,6 +40,7 @@ class DraftDevice:
     def __init__(self, model_dir: Path, dtype: str = "fp32") -> None:
         self._model = ModelDir(model_dir)
         self._dtype = dtype
+        part_of(model_dir, DRAFT)  # of a sharded model every file is checked
         self._lm_head = load_lm_head(self._model.target, dtype)
         load_config(self._model.target)  # refuses what stages cannot run
         self._limit = self._model.max_positions
@@ -99,7 +101,7 @@ class DraftDevice:
         if kind == "ngram":
             return looked_up
         if kind not in self._drafters:
-            embedding = load_embedding(self._model.target, self._dtype)
+            embedding = find_embedding(self._model.target, self._dtype)
             self._drafters[kind] = load_drafter(kind, self._model.parts, self._lm_head, embedding,
                                                 self._dtype, self._model.layers)
         return MergedDrafter(self._drafters[kind], looked_up) if params.ngram else self._drafters[kind]

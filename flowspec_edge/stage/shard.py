@@ -205,6 +205,12 @@ def load_embedding(model_dir: Path | str, dtype: str, device: torch.device | str
     return _load_matrix(model_dir, keys.EMBEDDING, dtype, device)
 
 
+def find_embedding(model_dir: Path | str, dtype: str, device: torch.device | str = "cpu") -> Tensor | None:
+    """The token embeddings [V, H]; None where D0's part of a sharded model has none, since none of its
+    draft models looks them up."""
+    return load_embedding(model_dir, dtype, device) if keys.EMBEDDING in Checkpoint(model_dir) else None
+
+
 def load_lm_head(model_dir: Path | str, dtype: str, device: torch.device | str = "cpu") -> Tensor:
     """The output matrix [V, H]; the embeddings where the model ties the two."""
     name = keys.LM_HEAD
