@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import gc
 import multiprocessing
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -26,7 +28,6 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from flowspec_edge.cli.models_shard import inspect
 from flowspec_edge.manifest import Manifest, ShardDtype
 from flowspec_edge.messages import Open, Segment, pack_bits
 from flowspec_edge.modeldir import ModelDir
@@ -163,7 +164,8 @@ def large(directory: Path) -> list[Row]:
     source, out = directory / "source", directory / "out"
     LARGE.write_config(source)
     layer, cutting = _fresh(_make, source, out, "int4", (10, 10, 10, 10))
-    inspect(out, CONTEXT)
+    subprocess.run([sys.executable, "-m", "flowspec_edge.cli.main", "models", "inspect", str(out),
+                    "--context", str(CONTEXT)], check=True)
     held, peak = _fresh(_load, out)
     counted, resident = _fresh(_serve, out)
     return [

@@ -15,6 +15,7 @@ from flowspec_edge.errors import FlowspecError
 LM_HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
+# (Beside these, sharding drops biases of zero that tools write for quantised linears which have none.)
 # Buffers that older releases of transformers saved, and that are computed from the configuration today.
 HARMLESS = (
     re.compile(r"(.*\.)?rotary_emb\.inv_freq"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantkit import grouped_weights
+from quantkit import DEVICES, grouped_weights
 from shardkit import all_tensors, as_bin, cut, edit
 from tensorkit import groups
 from tiny import tiny_llama, tiny_model
@@ -138,6 +138,14 @@ def test_four_bits_are_what_their_matrices_stand_for(model: Path, int4: Path) ->
     for module in (whole.lm_head, whole.model.embed_tokens):  # from fp32 to what devices compute in
         module.weight.data = module.weight.data.bfloat16().float()
     torch.testing.assert_close(logits(load_whole(int4, "fp32")), logits(whole), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@torch.inference_mode()
+def test_a_device_computes_what_the_cpu_does(int4: Path, dense: Path, device: str) -> None:
+    for path in (dense, int4):
+        found = load_whole(path, "fp32", device)(TEXT.to(device), use_cache=False).logits[0].cpu()
+        torch.testing.assert_close(found, logits(load_whole(path, "fp32")), atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
