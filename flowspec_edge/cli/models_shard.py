@@ -7,6 +7,7 @@ sharded model is looked at through its manifest alone, without torch.
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -102,8 +103,12 @@ def shard(
         print(f"{out} is finished already; look at it with: flowspec models inspect {out}")
         return
     try:
-        with _bar("sharding", total_size(plan)) as progress:
-            run(plan, out, progress)
+        with _interrupts_between_writes() as check, _bar("sharding", total_size(plan)) as progress:
+            def written(count: int) -> None:
+                progress(count)
+                check()
+
+            run(plan, out, written)
     except KeyboardInterrupt:
         typer.echo(f"flowspec: interrupted; the same command goes on in {out}", err=True)
         raise
@@ -247,14 +252,14 @@ def _print_table(manifest: Manifest, rows: list[dict[str, Any]], context: int) -
     how = manifest.quantisation
     kind = f"{how.kind} in groups of {how.group}" if how else manifest.dtype
     table = Table(title=f"{manifest.source.name}: {manifest.model_type}, {manifest.layers} layers of width "
-                        f"{manifest.hidden_width}, {kind}, computing in {manifest.compute_dtype}",
-                  title_justify="left")
+                        f"{manifest.hidden_width}, {kind}, computing in {manifest.compute_dtype}; "
+                        f"caches of {context} rows; sizes in MB", title_justify="left")
     table.add_column("part", no_wrap=True)
-    for heading in ("layers", "parameters", "on disk", "weights", f"cache, {context} rows", "in memory"):
+    for heading in ("layers", "parameters", "on disk", "weights", "cache", "in memory"):
         table.add_column(heading, justify="right")
     for row in rows:
         layers = f"{row['layers'][0]}–{row['layers'][1] - 1}" if row["layers"] else "–"
-        sizes = [_megabytes(row[f"{what}_bytes"]) for what in ("disk", "weight", "cache", "memory")]
+        sizes = [f"{row[f'{what}_bytes'] / 1e6:,.1f}" for what in ("disk", "weight", "cache", "memory")]
         table.add_row(row["part"] + ("" if row["here"] else " (not here)"), layers,
                       f"{row['parameters'] / 1e6:,.1f} M", *sizes)
     Console().print(table)
@@ -262,8 +267,29 @@ def _print_table(manifest: Manifest, rows: list[dict[str, Any]], context: int) -
         print(f"{len(how.kept)} matrices stay in 16 bit, since no group divides them")
 
 
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:,.1f} MB"
+@contextmanager
+def _interrupts_between_writes() -> Iterator[Callable[[], None]]:
+    """Hold Ctrl-C back until the yielded function is called, which raises it; a second one comes at once.
+
+    Raised inside a library's own code it may come out as another exception, with a traceback.
+    """
+    asked = False
+
+    def note(*_: object) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    def check() -> None:
+        if asked:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
