@@ -51,7 +51,8 @@ def test_the_commands_that_others_call() -> None:
     """Names that are a contract."""
     assert {("demo",), ("generate",), ("plan",), ("device", "profile"), ("device", "peer"), ("bench", "run"),
             ("bench", "tables"), ("bench", "plot"), ("bench", "timeline"), ("models", "train-demo"),
-            ("models", "train-spd"), *(("sweep", axis) for axis in (
+            ("models", "train-spd"), ("models", "train-head"), ("models", "shard"), ("models", "inspect"),
+            ("models", "verify"), ("device", "kernels"), *(("sweep", axis) for axis in (
                 "bandwidth", "depth", "stages", "segment", "latency"))} <= set(COMMANDS)
 
 
