@@ -6,7 +6,6 @@ load draft models: whether one is sound is found when it is loaded.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.drafting import weights
+from flowspec_edge.errors import UsageError
 from flowspec_edge.modeldir import DRAFT_PARTS, ModelDir
 from flowspec_edge.stage.checkpoint import Checkpoint, Stored
 
@@ -73,7 +73,7 @@ def open_draft(directory: Path) -> Draft:
 
     UsageError if there is none, or none of a kind that is known; FlowspecError for damaged files.
     """
-    config = _config(directory)
+    config = weights.read_config(directory, "a draft model")
     checkpoint = Checkpoint(directory)
     tensors = checkpoint.stored(checkpoint.names)
     bare = {_PREFIX.sub("", name): stored for name, stored in tensors.items()}
@@ -105,19 +105,6 @@ def _files(directory: Path) -> tuple[Path, ...]:
     if any(path.suffix == ".safetensors" for path in files):
         files = [path for path in files if ".bin" not in path.suffixes]
     return tuple(files)
-
-
-def _config(directory: Path) -> dict[str, Any]:
-    path = directory / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(f"no draft model at {directory}: config.json is missing") from None
-    except (OSError, ValueError) as error:
-        raise FlowspecError(f"{path} is not readable as JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise FlowspecError(f"{path} must hold a JSON object")
-    return config
 
 
 def _kv_row(config: dict[str, Any]) -> int:
