@@ -22,8 +22,8 @@ DEMO = "demo"
 MANIFEST = "manifest.json"
 # Kind of draft model -> directory.  The kind "ngram" looks up in the text and has none.
 DRAFT_PARTS = {"eagle2": "eagle2", "eagle3": "eagle3", "lm": "draft-lm", "spd": "spd"}
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
-            "pytorch_model.bin.index.json")
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
+           "pytorch_model.bin.index.json")
 _TOKENIZER = ("tokenizer.json", "tokenizer.model")
 
 
@@ -126,7 +126,7 @@ def resolve_model(name_or_path: str | Path | None = None) -> ModelDir:
         known = ", ".join(shipped_models()) or "none"
         raise UsageError(f"no model {name!r}: not a directory, and with the package come only: {known}")
     model = ModelDir(path)
-    needed = [("config.json",), _WEIGHTS, _TOKENIZER]
+    needed = [("config.json",), WEIGHTS, _TOKENIZER]
     for names in needed:
         if not any((model.target / file).is_file() for file in names):
             raise UsageError(f"{model.target} is incomplete: {' or '.join(names)} is missing")

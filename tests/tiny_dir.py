@@ -32,7 +32,8 @@ def tiny_spd(model_dir: Path, layers: int = 2, seed: int = 0) -> None:
     save_module(module, model_dir / "spd", torch.float32)
 
 
-def tiny_eagle3(model_dir: Path, drafted: int | None = None, seed: int = 0, max_positions: int = 2048) -> None:
+def tiny_eagle3(model_dir: Path, drafted: int | None = None, seed: int = 0,
+                max_positions: int = 2048) -> None:
     """Write ``eagle3``, a random head for the ``target`` below ``model_dir``, in fp32, without embeddings.
 
     ``drafted``: tokens that it can name, drawn at random; all by default.

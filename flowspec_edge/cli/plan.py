@@ -148,7 +148,7 @@ def _source(model: str) -> tuple[ModelDir, str]:
     """The model whose tokens a prediction takes, and what to call it."""
     try:
         found = resolve_model(model)
-        if found.eagle2 and found.size < _SMALL:
+        if (found.eagle2 or found.draft("eagle3")) and found.size < _SMALL:
             return found, f"{found.name} itself"
     except UsageError:
         pass  # a bare checkpoint or config.json: there is nothing to run
@@ -164,5 +164,6 @@ def _requests(source: ModelDir) -> list[Request]:
     from flowspec_edge.text import Tokenizer
 
     prompts = load_prompts(demo_prompts(), _PROMPTS)
-    return requests_for(Tokenizer(source), source, prompts, _TOKENS, Sampling(), Params(draft="eagle2"),
+    return requests_for(Tokenizer(source), source, prompts, _TOKENS, Sampling(),
+                        Params(draft="eagle2" if source.eagle2 else "eagle3"),
                         truncate=max(1, source.max_positions - _TOKENS))

@@ -39,7 +39,7 @@ class Outcome:
                  if row.provenance != "measured"]
         found += [f"profile {row.profile} is {row.scaled}" for row in self.boards if row.scaled]
         if self.size.draft_estimated:
-            found.append(f"{self.size.name} has no eagle2/: its draft head is taken to be one layer and fc")
+            found.append(f"{self.size.name} has no EAGLE head: it is taken to be one layer and fc")
         return list(dict.fromkeys(found))
 
     def as_json(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import ceil
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,17 +17,19 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
+from flowspec_edge.drafting.eagle import EagleHead
+from flowspec_edge.drafting.eagle3 import Eagle3Head
+from flowspec_edge.drafting.eagle3_checkpoint import head3_config, head3_skeleton
 from flowspec_edge.drafting.eagle_checkpoint import head_config, head_skeleton
 from flowspec_edge.errors import UsageError
-from flowspec_edge.modeldir import resolve_model, shipped_models
+from flowspec_edge.modeldir import DRAFT_PARTS, WEIGHTS, ModelDir, resolve_model, shipped_models
 from flowspec_edge.positions import position_limit
 from flowspec_edge.stage.checkpoint import Checkpoint, check_shape
+from flowspec_edge.stage.quant import scheme
 from flowspec_edge.stage.shard import load_config, skeleton
 
 PlanDtype = Literal["fp32", "bf16", "fp16", "int4"]
-INT4_GROUP = 128  # weights of a row that share a scale and a zero, each of them bf16
 _WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "int4": 2}  # bytes of all that is not a decoder's matrix
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,8 @@ def model_bytes(name_or_path: str, dtype: PlanDtype) -> ModelBytes:
     """The sizes of a model: one that comes with the package, flowspec's directory (``target/``,
     ``eagle2/``), a checkpoint's directory, or one that holds no more than a config.json.
 
-    dtype  "int4" is 4 bit in groups of 128 for the matrices of the decoder's layers; all else,
-           lm_head and the draft head too, stays 16 bit
+    dtype  "int4" is what ``models shard --dtype int4`` makes of it: 4 bit for the matrices of the
+           decoder's layers; all else, lm_head and the draft head too, stays 16 bit
 
     UsageError if there is no model that stages can run; FlowspecError for damaged or incomplete
     weights.
@@ -99,10 +101,10 @@ def model_bytes(name_or_path: str, dtype: PlanDtype) -> ModelBytes:
     if getattr(config, "quantization_config", None) is not None:
         raise UsageError(f"{target} is a quantised checkpoint: give the 16 bit one, and --dtype int4")
     core = skeleton(config)
-    from_weights = any((target / file).is_file() for file in _WEIGHTS)
+    from_weights = any((target / file).is_file() for file in WEIGHTS)
     if from_weights:
         _check(target, config, core)
-    head = head_skeleton(head_config(draft) if draft else _supposed(config))
+    head = _head(draft, config)
     width, vocabulary = _WIDTH[dtype], int(config.vocab_size)
     matrix = vocabulary * int(config.hidden_size) * width
     looked_up = head.embed_tokens.weight.numel() * width
@@ -127,9 +129,11 @@ def _locate(name_or_path: str) -> tuple[Path, Path, Path | None]:
         known = ", ".join(shipped_models()) or "none"
         raise UsageError(f"no model {name_or_path!r}: not a directory, and with the package come only: "
                          f"{known}")
-    target = path / "target" if (path / "target").is_dir() else path
-    draft = path / "eagle2"
-    return path, target, draft if (draft / "config.json").is_file() else None
+    model = ModelDir(path)
+    if model.sharded:
+        raise UsageError(f"{path} is sharded already: give the checkpoint that it was made of, or see what "
+                         f"its parts take with: flowspec models inspect {path}")
+    return path, model.target, model.eagle2 or model.draft("eagle3")
 
 
 def _check(target: Path, config: Any, core: Any) -> None:
@@ -143,6 +147,15 @@ def _check(target: Path, config: Any, core: Any) -> None:
         check_shape(target, name, stored[name], shape)
 
 
+def _head(draft: Path | None, config: Any) -> EagleHead | Eagle3Head:
+    """The EAGLE head in ``draft``, or the one that would be trained for this target; without weights."""
+    if draft is None:
+        return head_skeleton(_supposed(config))
+    if draft.name == DRAFT_PARTS["eagle3"]:
+        return head3_skeleton(head3_config(draft))
+    return head_skeleton(head_config(draft))
+
+
 def _supposed(config: Any) -> LlamaConfig:
     """The EAGLE head that would be trained for this target: a layer of its shape."""
     return LlamaConfig(
@@ -154,10 +167,12 @@ def _supposed(config: Any) -> LlamaConfig:
 def _layer(layer: nn.Module, dtype: PlanDtype) -> int:
     if dtype != "int4":
         return _numel(layer.parameters()) * _WIDTH[dtype]
-    matrices = [m.weight for m in layer.modules() if isinstance(m, nn.Linear)]
-    groups = sum(m.shape[0] * ceil(m.shape[1] / INT4_GROUP) for m in matrices)
-    quantised = ceil(_numel(matrices) / 2) + groups * 2 * 2
-    return quantised + (_numel(layer.parameters()) - _numel(matrices)) * _WIDTH[dtype]
+    how = scheme("int4")
+    shapes = [m.weight.shape for m in layer.modules() if isinstance(m, nn.Linear)]
+    packed = [shape for shape in shapes if how.fits(*shape)]
+    stored = [tensor for shape in packed for tensor in how.stored(*shape).values()]
+    kept = _numel(layer.parameters()) - sum(rows * columns for rows, columns in packed)
+    return sum(prod(shape) * element.itemsize for shape, element in stored) + kept * _WIDTH[dtype]
 
 
 def _numel(parameters: Iterable[torch.Tensor]) -> int:

@@ -11,12 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import tiny_llama, tiny_model
-from tiny_dir import tiny_model_dir
-from transformers import AutoModelForCausalLM
+from tiny_dir import tiny_eagle3, tiny_model_dir
 
 from flowspec_edge.drafting.eagle_checkpoint import load_head
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.memory import PlanDtype, model_bytes
+from flowspec_edge.sharding.job import run
+from flowspec_edge.sharding.plan import make_plan, recipe_for
+from flowspec_edge.sharding.source import open_source
 from flowspec_edge.stage.cache import KVCache
 from flowspec_edge.stage.shard import load_lm_head, load_shard
 
@@ -68,18 +70,14 @@ def test_a_row_is_what_the_cache_allocates_for_it(model: Path, dtype: PlanDtype)
 
 
 def test_int4_packs_the_layers_matrices_and_nothing_else(tmp_path: Path) -> None:
-    path = tiny_model("qwen2", tmp_path, layers=2, hidden=192)  # 192 is a group and a half
+    path = tiny_model("qwen2", tmp_path / "model", layers=2, hidden=192)  # 192 is a group and a half
     whole, packed = model_bytes(str(path), "bf16"), model_bytes(str(path), "int4")
-    expected = 0
-    layer = AutoModelForCausalLM.from_pretrained(path).model.layers[0]
-    for parameter in layer.parameters():
-        if parameter.ndim == 1:  # norms, and Qwen2's biases
-            expected += parameter.to(torch.bfloat16).nbytes
-            continue
-        rows, columns = parameter.shape
-        expected += torch.empty(rows, columns // 2, dtype=torch.uint8).nbytes
-        expected += torch.empty(rows, -(-columns // 128), 2, dtype=torch.bfloat16).nbytes
-    assert packed.layer == expected
+    source = open_source(str(path))
+    run(make_plan(source, recipe_for(source, "int4"), [(0, 1), (1, 2)]), tmp_path / "cut")
+    first, last = (load_shard(tmp_path / "cut", i, 2, "bf16").nbytes for i in (0, 1))
+    assert first == packed.layer + packed.embedding
+    assert last == packed.layer + packed.norm
+    assert packed.layer < whole.layer / 3
     for part in ("embedding", "norm", "lm_head", "draft", "draft_embedding", "kv_row", "draft_kv_row"):
         assert getattr(packed, part) == getattr(whole, part)
     assert packed.bytes_per_value == 2
@@ -146,3 +144,22 @@ def test_what_cannot_be_planned(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(quantised))
     with pytest.raises(UsageError, match="is a quantised checkpoint"):
         model_bytes(str(tmp_path), "fp16")
+
+
+def test_a_head_of_either_kind_is_counted(tmp_path: Path) -> None:
+    path = tiny_model_dir(tmp_path / "model", layers=6)
+    shutil.rmtree(path / "eagle2")
+    tiny_eagle3(path, drafted=40)
+    size = model_bytes(str(path), "fp32")
+    stored = load_file(path / "eagle3" / "model.safetensors")
+    assert size.draft == sum(t.nbytes for t in stored.values() if t.is_floating_point())
+    assert size.draft_embedding == size.embedding
+    assert not size.draft_estimated
+
+
+def test_what_is_sharded_already_is_not_planned(tmp_path: Path) -> None:
+    path = tiny_model("llama", tmp_path / "model", layers=2)
+    source = open_source(str(path))
+    run(make_plan(source, recipe_for(source, "fp16"), [(0, 1), (1, 2)]), tmp_path / "cut")
+    with pytest.raises(UsageError, match="cut is sharded already: give the checkpoint"):
+        model_bytes(str(tmp_path / "cut"), "fp16")
