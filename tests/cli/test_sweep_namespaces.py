@@ -30,6 +30,7 @@ def sweep(out: Path, *more: str) -> dict[tuple[float, str], float]:
             for point in found["points"] for row in point["rows"]}
 
 
+@pytest.mark.soak
 @fleetkit.needs_a_bed
 def test_shaped_links_agree_with_virtual_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Within 10 %, the links' measured rates too; other work on the machine only makes it slower, so the

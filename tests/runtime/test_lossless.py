@@ -67,8 +67,8 @@ def same_tokens(model: Path, stages: int, request: Request) -> None:
     assert result.finish_reason == reason
 
 
-@pytest.mark.parametrize("stages", STAGES)
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(("name", "stages"), [(name, stages) for name in STRATEGIES for stages in STAGES
+                                              if name == "flowspec" or stages in (1, 2, 3, 4, 8)])
 def test_tiny_model(tiny_model: Path, name: str, stages: int) -> None:
     """A random model: nearly every draft is wrong, so rounds, prunes and restarts abound."""
     for i in (stages % 3, (stages + 1) % 3):
@@ -83,9 +83,8 @@ def test_tiny_model(tiny_model: Path, name: str, stages: int) -> None:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_held_out_prompts(demo_model: Path, name: str) -> None:
-    """A prompt for every pair of stage count and sampling, fifty for FlowSpec; `make soak` runs them all."""
-    pairs = len(STAGES) * len(SAMPLINGS)
-    for i, prompt in enumerate(prompts(demo_model)[: PROMPTS if name == "flowspec" else pairs]):
+    """Fifty for FlowSpec, a few for the others at every stage count; `make soak` runs them all."""
+    for i, prompt in enumerate(prompts(demo_model)[: PROMPTS if name == "flowspec" else 12]):
         sampling = list(SAMPLINGS.values())[i % 3]
         same_tokens(demo_model, STAGES[i % 8], Request(prompt, name, 12, sampling))
 

@@ -54,6 +54,7 @@ def whole(tmp_path_factory):
     return out, work
 
 
+@pytest.mark.soak
 def test_killed_twice_and_resumed_gives_the_same_weights(whole, tmp_path):
     out, work = tmp_path / "out", tmp_path / "work"
     work.mkdir()
