@@ -198,7 +198,7 @@ def test_interrupted_it_goes_on(tmp_path: Path) -> None:
     asked = ("models", "shard", "--model", model, "--stages", 3, "--dtype", "int4", "--out", out)
     process, errors = forked(lambda: main([str(word) for word in asked]), tmp_path / "errors")
     while process.is_alive() and not (journal.is_file() and journal.read_text().count("\n") > 1):
-        time.sleep(0.01)
+        time.sleep(0.01)  # another process' file is polled
     assert process.pid is not None
     os.kill(process.pid, signal.SIGINT)
     process.join(60)
