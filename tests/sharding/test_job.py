@@ -287,8 +287,14 @@ def words(numbers: NDArray[np.int64]) -> torch.Tensor:
     return torch.from_numpy(packed.view(np.int32))
 
 
-def as_gptq(model: Path, order: NDArray[np.int64] | None = None) -> dict[str, torch.Tensor]:
-    """Turn a checkpoint into GPTQ's format with random matrices; returns what these stand for.
+def awq_words(numbers: NDArray[np.int64]) -> torch.Tensor:
+    """The same in AWQ's order of eight neighbours."""
+    eights = numbers.reshape(len(numbers), -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]]
+    return words(eights.reshape(numbers.shape))
+
+
+def quantised(model: Path, method: str, order: NDArray[np.int64] | None = None) -> dict[str, torch.Tensor]:
+    """Turn a checkpoint into GPTQ's or AWQ's format with random matrices; returns what these stand for.
 
     A bias of zeros beside one matrix, as some tools write it.
     """
@@ -302,22 +308,28 @@ def as_gptq(model: Path, order: NDArray[np.int64] | None = None) -> dict[str, to
         steps = scales.double().numpy().repeat(64, 1)
         meant[name] = torch.from_numpy((codes - zeros.repeat(64, 1)) * steps).float()
         groups = torch.arange(columns, dtype=torch.int32) // 64
+        tensors[f"{prefix}.scales"] = scales.t().contiguous()
+        if method == "awq":
+            tensors.update({f"{prefix}.qweight": awq_words(codes.T), f"{prefix}.qzeros": awq_words(zeros.T)})
+            continue
         tensors.update({
-            f"{prefix}.qweight": words(codes).t().contiguous(), f"{prefix}.scales": scales.t().contiguous(),
+            f"{prefix}.qweight": words(codes).t().contiguous(),
             f"{prefix}.qzeros": words((zeros.T - 1) % 16).contiguous(),
             f"{prefix}.g_idx": groups if order is None else groups.flip(0)})
     tensors["model.layers.0.mlp.up_proj.bias"] = torch.zeros(128)
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((model / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False}
+    config["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 64} | (
+        {"desc_act": False} if method == "gptq" else {"version": "gemm", "zero_point": True})
     (model / "config.json").write_text(json.dumps(config))
     return meant
 
 
-def test_a_gptq_checkpoint_keeps_its_numbers(plain: Path, tmp_path: Path) -> None:
-    model = Path(shutil.copytree(plain, tmp_path / "gptq"))
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_quantised_checkpoint_keeps_its_numbers(plain: Path, tmp_path: Path, method: str) -> None:
+    model = Path(shutil.copytree(plain, tmp_path / "quantised"))
     truth = AutoModelForCausalLM.from_pretrained(plain)
-    for name, weight in as_gptq(model).items():
+    for name, weight in quantised(model, method).items():
         truth.get_parameter(name).data = weight
     for module in (truth.lm_head, truth.model.embed_tokens):
         module.weight.data = module.weight.data.bfloat16().float()
@@ -335,7 +347,7 @@ def test_a_gptq_checkpoint_keeps_its_numbers(plain: Path, tmp_path: Path) -> Non
 
 def test_a_gptq_checkpoint_that_cannot_be_taken(plain: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(plain, tmp_path / "gptq"))
-    as_gptq(model, order=np.arange(3))
+    quantised(model, "gptq", order=np.arange(3))
     with pytest.raises(UsageError, match=r"model\.layers\.0\..*_proj: .*act-order"):
         cut(model, tmp_path / "out")
     edit(model, model__layers__0__mlp__up_proj__bias=torch.ones(128))
