@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
 from pathlib import Path
@@ -82,6 +83,18 @@ def test_the_data_lies_as_the_library_lays_it(layout: dict[str, tuple[tuple[int,
         assert len(data[0]) == len(data[1])
         assert all(same_bits(load_file(ours)[name], load_file(theirs)[name]) for name in tensors)
         assert (8 + sizes[0]) % 8 == 0
+
+
+@given(layout=layouts)
+def test_every_tensor_is_aligned_to_its_dtype(layout: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+    """So that a mapped file can be used in place."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "a.safetensors")
+        write(path, random_tensors(layout, 0))
+        length = int.from_bytes(path.read_bytes()[:8], "little")
+        header = json.loads(path.read_bytes()[8:8 + length])
+        begins = {name: entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
+    assert all((8 + length + begin) % layout[name][1].itemsize == 0 for name, begin in begins.items())
 
 
 def test_a_file_appears_when_it_is_whole(tmp_path: Path) -> None:
