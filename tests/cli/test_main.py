@@ -49,11 +49,12 @@ def test_help_has_examples(command: tuple[str, ...], capsys: pytest.CaptureFixtu
 
 def test_the_commands_that_others_call() -> None:
     """Names that are a contract."""
-    assert {("demo",), ("generate",), ("plan",), ("device", "profile"), ("device", "peer"), ("bench", "run"),
-            ("bench", "tables"), ("bench", "plot"), ("bench", "timeline"), ("models", "train-demo"),
-            ("models", "train-spd"), ("models", "train-head"), ("models", "shard"), ("models", "inspect"),
-            ("models", "verify"), ("device", "kernels"), *(("sweep", axis) for axis in (
-                "bandwidth", "depth", "stages", "segment", "latency"))} <= set(COMMANDS)
+    assert {("demo",), ("generate",), ("serve",), ("plan",), ("device", "profile"), ("device", "peer"),
+            ("bench", "run"), ("bench", "tables"), ("bench", "plot"), ("bench", "timeline"),
+            ("models", "train-demo"), ("models", "train-spd"), ("models", "train-head"), ("models", "shard"),
+            ("models", "inspect"), ("models", "verify"), ("device", "kernels"),
+            *(("sweep", axis) for axis in ("bandwidth", "depth", "stages", "segment", "latency")),
+            } <= set(COMMANDS)
 
 
 def test_lists_have_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:

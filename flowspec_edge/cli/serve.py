@@ -1,0 +1,124 @@
+"""``flowspec serve``: an OpenAI-compatible endpoint for a model over a cluster.
+
+Knows what is checked before anything is started.  Does not know HTTP or the queue.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from flowspec_edge.chat import BUILT_IN
+from flowspec_edge.cli.clusters import open_cluster, timing
+from flowspec_edge.cli.cut import dtype_of, stages_of
+from flowspec_edge.cli.measuring import require_runnable
+from flowspec_edge.cli.options import DtypeOption, EmulateOption, ModelOption, StagesOption, with_dataclasses
+from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.modeldir import DEMO, ModelDir, resolve_model
+from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.registry import STRATEGIES, draft_kind, strategy_class
+
+_EXAMPLES = """
+Examples:
+
+  flowspec serve
+
+  flowspec serve --model vicuna-7b-v1.5 --name vicuna --port 9000 --log-json
+
+  FLOWSPEC_API_KEY=… flowspec serve --host 0.0.0.0 --queue 4
+
+  curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json"
+  -d '{"model": "demo", "prompt": "def f(x):", "max_tokens": 32}'
+"""
+
+
+@with_dataclasses(params=Params)
+def serve(
+    local: Annotated[bool, typer.Option(
+        "--local", help="All devices are processes on this machine, which is the default.")] = True,
+    model: ModelOption = DEMO,
+    name: Annotated[str | None, typer.Option(
+        "--name", help="What clients call the model; by default its directory's name.", metavar="NAME",
+        show_default=False)] = None,
+    strategy: Annotated[str, typer.Option(
+        "--strategy", help="For requests that name none; see: flowspec strategies.")] = "flowspec",
+    stages: StagesOption = 0,
+    dtype: DtypeOption = "auto",
+    chat_template: Annotated[str | None, typer.Option(
+        "--chat-template", metavar="NAME", show_default=False, help=(
+            f"{', '.join(BUILT_IN)}, or a file with a Jinja template; by default the tokenizer's "
+            "own."))] = None,
+    host: Annotated[str, typer.Option("--host", help="The address to listen on; one that others can reach "
+                                                     "needs an API key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 8000,
+    api_key: Annotated[str | None, typer.Option(
+        "--api-key", envvar="FLOWSPEC_API_KEY", metavar="KEY", show_default=False,
+        help="Clients must send it; better given in the environment, where others cannot read it.")] = None,
+    queue: Annotated[int, typer.Option(
+        "--queue", min=0, help="Requests that may wait for their turn; more are refused with 429.")] = 16,
+    answer_tokens: Annotated[int, typer.Option(
+        "--answer-tokens", min=1, help="The longest answer in a chat whose client sets no limit.")] = 1024,
+    ready_within: Annotated[float, typer.Option(
+        "--ready-within", min=1, help="/ready needs a token in the last so many seconds; when nobody asks "
+                                      "anything, one is made twice as often.", metavar="S")] = 60.0,
+    emulate: EmulateOption = None,
+    log_json: Annotated[bool, typer.Option("--log-json", help="Log lines are JSON objects.")] = False,
+    *,
+    params: Params,
+) -> None:
+    """Answer OpenAI's clients: /v1/chat/completions, /v1/completions, /v1/models.
+
+    One request is answered at a time; others wait their turn.  /health says that the server is alive,
+    /ready that a token came through the pipeline lately.  Ctrl-C or SIGTERM ends it and its devices.
+    """
+    found = resolve_model(model)
+    stages = stages_of(found, stages)
+    when = timing("wall", "paper-7b", emulate)
+    require_runnable([strategy], found, params, "wall", stages)
+    if api_key is not None and not (api_key and api_key.isascii()):
+        raise UsageError("the API key must not be empty, and of ASCII characters only")
+
+    from flowspec_edge.serving.app import make_app
+    from flowspec_edge.serving.asking import Served
+    from flowspec_edge.serving.desk import Desk
+    from flowspec_edge.serving.server import listen, log_to_stderr, serve_app, url_of
+
+    with listen(host, port, api_key) as listener:
+        from flowspec_edge.runtime.nursery import nursery
+
+        nursery()  # it imports while we do
+        from flowspec_edge.text import Tokenizer
+
+        served = Served(found, Tokenizer(found, chat_template), name or found.name, strategy,
+                        _runnable(strategy, found, params, stages), params, answer_tokens)
+        desk = Desk(served.probe(), queue, ready_within)
+        log_to_stderr(log_json)
+        url = url_of(listener)
+
+        def ready() -> None:
+            emulated = f", emulating {emulate}" if emulate else ""
+            print(f"flowspec: serving {served.name} ({strategy}, {stages} stages, {dtype_of(found, dtype)}"
+                  f"{emulated}) at {url}/v1", flush=True)
+
+        app, cluster = make_app(desk, served, api_key), open_cluster(when, found, stages, dtype)
+        serve_app(listener, app, desk, cluster, ready)
+
+
+serve.__doc__ = f"{serve.__doc__}\n{_EXAMPLES}"
+
+
+def _runnable(strategy: str, model: ModelDir, params: Params, stages: int) -> list[str]:
+    """What a request may name: strategies for which nothing more than for ``strategy`` is loaded."""
+    chosen = strategy_class(strategy)
+    loaded = {None, "ngram", draft_kind(chosen, params, model)}
+    names = []
+    for other in STRATEGIES.values():
+        try:
+            require_runnable([other.name], model, params, "wall", stages)
+            fits = other.parallelism == chosen.parallelism and draft_kind(other, params, model) in loaded
+        except FlowspecError:
+            fits = False
+        if fits:
+            names.append(other.name)
+    return names

@@ -1,0 +1,95 @@
+"""The objects that OpenAI's endpoints answer with.
+
+Knows their fields.  Does not know how text comes about or is sent.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from flowspec_edge.runtime.request import Request, Result
+
+Finish = Literal["stop", "length"]
+
+
+@dataclass
+class Answer:
+    """One answer of either endpoint: whole, or as the chunks of a stream.
+
+    chat           chat completion, or plain completion
+    include_usage  chunks say "usage": null, and one more chunk says the counts
+    """
+
+    chat: bool
+    model: str
+    request: Request
+    include_usage: bool = False
+    id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.id = self.id or ("chatcmpl-" if self.chat else "cmpl-") + uuid.uuid4().hex
+
+    def whole(self, text: str, finish: Finish, usage: dict[str, Any]) -> dict[str, Any]:
+        """The answer in one piece."""
+        content = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat \
+            else {"text": text}
+        kind = "chat.completion" if self.chat else "text_completion"
+        return self._object(kind, [self._choice(content, finish)], usage=usage)
+
+    def opening(self) -> list[dict[str, Any]]:
+        """What comes before any text: a chat says who speaks."""
+        if not self.chat:
+            return []
+        return [self._chunk({"delta": {"role": "assistant", "content": ""}})]
+
+    def piece(self, text: str) -> dict[str, Any]:
+        """More text."""
+        return self._chunk({"delta": {"content": text}} if self.chat else {"text": text})
+
+    def closing(self, finish: Finish, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        """Why it ended, and the counts if they are wanted."""
+        last = [self._chunk({"delta": {}} if self.chat else {"text": ""}, finish)]
+        if self.include_usage:
+            last.append(self._object(self._kind, [], usage=usage))
+        return last
+
+    def usage(self, tokens: int, result: Result | None) -> dict[str, Any]:
+        """Token counts; under "flowspec" what makes the answer repeatable, and the run's figures.
+
+        ``result``: None for an answer that a stop string ended: its run had no end of its own.
+        """
+        prompt, sampling = len(self.request.prompt), self.request.sampling
+        ours: dict[str, Any] = {"strategy": self.request.strategy, "seed": sampling.seed,
+                                "temperature": sampling.temperature, "top_p": sampling.top_p,
+                                "top_k": sampling.top_k}
+        if result is not None:
+            stats = result.stats
+            ours |= {"tokens_per_second": stats.tokens_per_second, "ttft_s": stats.ttft_s, "alt": stats.alt,
+                     "alr": stats.alr, "rounds": stats.rounds, "drafted": stats.drafted,
+                     "verified": stats.verified, "accepted": stats.accepted}
+        return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens,
+                "flowspec": ours}
+
+    @property
+    def _kind(self) -> str:
+        return "chat.completion.chunk" if self.chat else "text_completion"
+
+    def _chunk(self, content: dict[str, Any], finish: Finish | None = None) -> dict[str, Any]:
+        extra = {"usage": None} if self.include_usage else {}
+        return self._object(self._kind, [self._choice(content, finish)], **extra)
+
+    def _choice(self, content: dict[str, Any], finish: Finish | None) -> dict[str, Any]:
+        return {"index": 0, **content, "logprobs": None, "finish_reason": finish}
+
+    def _object(self, kind: str, choices: list[dict[str, Any]], **extra: Any) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model,
+                "choices": choices, **extra}
+
+
+def model_object(name: str, created: int) -> dict[str, Any]:
+    """A model as /v1/models lists it."""
+    return {"id": name, "object": "model", "created": created, "owned_by": "flowspec"}

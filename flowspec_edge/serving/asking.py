@@ -1,0 +1,119 @@
+"""From a client's body to a request for the cluster.
+
+Knows the model's name, tokenizer and limits, and what stands in for what a client leaves open.  Does
+not know HTTP or how a request is run.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowspec_edge.chat import Message
+from flowspec_edge.errors import UsageError
+from flowspec_edge.generation import choose_sampling
+from flowspec_edge.modeldir import ModelDir
+from flowspec_edge.runtime.request import Request
+from flowspec_edge.sampling import Sampling
+from flowspec_edge.serving.bodies import Body, ChatBody, CompletionBody
+from flowspec_edge.serving.errors import ApiError
+from flowspec_edge.serving.reading import Reader
+from flowspec_edge.strategies.params import Params
+from flowspec_edge.text import Tokenizer
+
+_COMPLETION_TOKENS = 16  # OpenAI's default for max_tokens of a completion
+_SEEDS = 2**63
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request, and how its answer is to be read."""
+
+    request: Request
+    reader: Reader
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model that is served, and the settings of its server.
+
+    name            what clients call the model
+    strategy        for requests that name none
+    strategies      those that this cluster and model can run
+    answer_tokens   the longest answer in a chat that sets no limit
+    """
+
+    model: ModelDir
+    tokenizer: Tokenizer
+    name: str
+    strategy: str = "flowspec"
+    strategies: Sequence[str] = ("flowspec",)
+    params: Params = field(default_factory=Params)
+    answer_tokens: int = 1024
+
+    def probe(self) -> Request:
+        """A request of one token, whatever it is."""
+        return Request([0], self.strategy, 1, params=self.params)
+
+    def chat(self, body: ChatBody) -> Asked:
+        """ApiError for a model that is not served, or what it cannot do."""
+        self._check_name(body)
+        messages = [Message("system" if turn.role == "developer" else turn.role, turn.content)
+                    for turn in body.messages]
+        try:
+            ids = self.tokenizer.chat(messages)
+        except UsageError as error:
+            # Written for the command line: clients know neither paths nor options.
+            says = str(error).replace(str(self.model.path), f"the model {self.name}")
+            says = says.replace(", or leave out --chat", " to the server")
+            raise ApiError(400, says, "messages") from error
+        stops = self.model.stop_ids | self.tokenizer.chat_stop_ids
+        return self._asked(body, ids, stops, (), self.answer_tokens)
+
+    def completion(self, body: CompletionBody) -> Asked:
+        """The same for a text to continue."""
+        self._check_name(body)
+        if isinstance(body.prompt, str):
+            try:
+                ids = self.tokenizer.encode(body.prompt)
+            except UsageError as error:
+                raise ApiError(400, str(error), "prompt") from error
+        else:
+            ids = body.prompt
+            vocabulary = int(self.model.config["vocab_size"])
+            if not all(0 <= token < vocabulary for token in ids):
+                raise ApiError(400, f"prompt: token ids go from 0 to {vocabulary - 1}", "prompt")
+        return self._asked(body, ids, self.model.stop_ids, ids, _COMPLETION_TOKENS)
+
+    def _check_name(self, body: Body) -> None:
+        if body.model != self.name:
+            raise ApiError(404, f"the model {body.model!r} does not exist here; there is {self.name!r}",
+                           "model", "model_not_found")
+
+    def _asked(self, body: Body, ids: list[int], stop_ids: frozenset[int], after: Sequence[int],
+               usual: int) -> Asked:
+        strategy = body.flowspec.strategy or self.strategy
+        if strategy not in self.strategies:
+            raise ApiError(400, f"the strategy {strategy!r} does not run here; there are "
+                                f"{', '.join(self.strategies)}", "flowspec.strategy")
+        room = self.model.max_positions - len(ids)
+        wanted = body.limit or min(usual, max(1, room))
+        if wanted > room:
+            says = (f"the model's context is {self.model.max_positions} tokens; the prompt has {len(ids)}, "
+                    f"and {wanted} more are asked for")
+            raise ApiError(400, says, code="context_length_exceeded")
+        request = Request(ids, strategy, wanted, self.sampling(body), self.params, stop_ids)
+        return Asked(request, Reader(self.tokenizer.decode, body.stop, after))
+
+    def sampling(self, body: Body) -> Sampling:
+        """What the client says, else what the model's makers advise, else greedy; without a seed, any."""
+        given: dict[str, Any] = {name: value for name, value in (
+            ("temperature", body.temperature), ("top_p", body.top_p),
+            ("top_k", None if body.top_k is None else max(0, body.top_k))) if value is not None}
+        seed = secrets.randbelow(_SEEDS) if body.seed is None else body.seed % _SEEDS
+        try:
+            return choose_sampling(Sampling(**given, seed=seed), given, self.model)[0]
+        except UsageError as error:
+            raise ApiError(400, str(error), "temperature" if "temperature" in str(error) else None) from error

@@ -1,0 +1,146 @@
+"""One request of a client, from the desk back to its socket: whole or as server-sent events.
+
+Knows ASGI and when a client has gone.  Does not know what is asked for or how it is computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from flowspec_edge.runtime.request import Result
+from flowspec_edge.serving.answers import Answer, Finish
+from flowspec_edge.serving.asking import Asked
+from flowspec_edge.serving.desk import Desk, Event, Ticket
+from flowspec_edge.serving.errors import ApiError, api_error
+
+_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no")]
+_DONE = b"data: [DONE]\n\n"
+
+
+class ClientGone(Exception):
+    """The client closed its connection; nobody is left to be told anything."""
+
+
+class Reply:
+    """The answer to one request, on its way.
+
+    After it: ``ticket``, None if the desk refused it; ``finish``, None if it did not come to its end.
+    """
+
+    def __init__(self, desk: Desk, asked: Asked, answer: Answer, caller: str) -> None:
+        self._desk, self._asked, self._answer, self._caller = desk, asked, answer, caller
+        self._result: Result | None = None
+        self.ticket: Ticket | None = None
+        self.finish: Finish | None = None
+
+    async def whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer in one piece; ApiError if there is none, ClientGone if nobody wants it any more."""
+        async with self._events(receive) as (events, gone):
+            text = "".join([piece async for piece in self._pieces(events, gone)])
+        assert self.finish is not None
+        await JSONResponse(self._answer.whole(text, self.finish, self._usage()))(scope, receive, send)
+
+    async def stream(self, receive: Receive, send: Send) -> None:
+        """Answer as it comes; the errors are the same as long as nothing was sent.
+
+        What goes wrong later is the stream's last event, which clients raise.
+        """
+        async with self._events(receive) as (events, gone):
+            started = False
+            try:
+                async for piece in self._pieces(events, gone):
+                    if not started:
+                        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                        started = True
+                        await _send(send, *self._answer.opening())
+                    if piece:
+                        await _send(send, self._answer.piece(piece))
+            except ApiError as error:
+                if not started:
+                    raise
+                await _send(send, error.body)
+                await send({"type": "http.response.body", "body": b""})
+                raise Told(error) from error
+        assert self.finish is not None
+        await _send(send, *self._answer.closing(self.finish, self._usage()))
+        await send({"type": "http.response.body", "body": _DONE})
+
+    async def _pieces(self, events: asyncio.Queue[Event], gone: asyncio.Future[None]) -> AsyncIterator[str]:
+        """The text as it becomes certain, the first piece when the first token has come."""
+        reader = self._asked.reader
+        while self.finish is None:
+            event = await _next(events, gone)
+            if isinstance(event, Exception):
+                raise api_error(event)
+            if isinstance(event, Result):
+                last = reader.close()
+                self._result = event
+                self.finish = "stop" if reader.stopped else event.finish_reason
+                yield last
+            else:
+                text = reader.push(event)
+                if reader.stopped:
+                    self.finish = "stop"
+                yield text
+
+    def _usage(self) -> dict[str, Any]:
+        return self._answer.usage(self._asked.reader.tokens, self._result)
+
+    @asynccontextmanager
+    async def _events(self, receive: Receive) -> AsyncIterator[tuple[asyncio.Queue[Event],
+                                                                     asyncio.Future[None]]]:
+        """At the desk; leaving it tells the desk that nobody waits any more."""
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[Event] = asyncio.Queue()
+
+        def deliver(event: Event) -> None:
+            with suppress(RuntimeError):  # the loop has ended, and all connections with it
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        ticket = self.ticket = self._desk.submit(self._asked.request, self._caller, deliver)
+        gone = asyncio.ensure_future(_gone(receive))
+        try:
+            yield events, gone
+        finally:
+            self._desk.cancel(ticket)
+            gone.cancel()
+
+
+class Told(Exception):
+    """An error that the client was told within its stream."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _next(events: asyncio.Queue[Event], gone: asyncio.Future[None]) -> Event:
+    """The next event, or ClientGone."""
+    coming = asyncio.ensure_future(events.get())
+    either: set[asyncio.Future[Any]] = {coming, gone}
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            raise ClientGone
+        return coming.result()
+    finally:
+        coming.cancel()
+
+
+async def _send(send: Send, *objects: dict[str, Any]) -> None:
+    data = b"".join(b"data: " + json.dumps(item, ensure_ascii=False).encode() + b"\n\n" for item in objects)
+    if data:
+        await send({"type": "http.response.body", "body": data, "more_body": True})

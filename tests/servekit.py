@@ -1,0 +1,138 @@
+"""What the tests of the endpoint share: a server with real sockets, and a cluster that can be held."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2
+from clusterkit import PATIENCE
+from openai import OpenAI
+
+from flowspec_edge.modeldir import ModelDir
+from flowspec_edge.runtime.request import Cluster, OnTokens, Request, Result
+from flowspec_edge.serving.app import make_app
+from flowspec_edge.serving.asking import Served
+from flowspec_edge.serving.desk import Desk
+from flowspec_edge.serving.log import Record, requests
+from flowspec_edge.serving.server import listen, listening, url_of
+from flowspec_edge.strategies.params import Params
+from flowspec_edge.text import Tokenizer
+
+NAME = "tiny"
+STRATEGIES = ("flowspec", "chunk_pp", "autoregressive")
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for something that another thread does."""
+    deadline = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.005)
+
+
+class Held:
+    """A real cluster that starts requests, and hands on tokens, only while it may."""
+
+    clock = "virtual"
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.may_start, self.may_go = threading.Event(), threading.Event()
+        self.may_start.set()
+        self.may_go.set()
+        self.started: list[Request] = []
+        self.pieces = 0  # of the newest request
+        self.ends: list[Result | BaseException] = []
+
+    def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
+        def hold(tokens: list[int]) -> None:
+            self.pieces += 1
+            if on_tokens:
+                on_tokens(tokens)
+            assert self.may_go.wait(PATIENCE)
+
+        assert self.may_start.wait(PATIENCE)
+        self.started.append(request)
+        self.pieces = 0
+        try:
+            result = self._cluster.generate(request, hold)
+        except BaseException as error:
+            self.ends.append(error)
+            raise
+        self.ends.append(result)
+        return result
+
+    def close(self) -> None:
+        self._cluster.close()
+
+
+class Records(logging.Handler):
+    """The lines of finished requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Record] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append(record.record)  # type: ignore[attr-defined]
+
+    def wait(self, status: int) -> Record:
+        """The newest with this status, once there is one."""
+        until(lambda: any(record.status == status for record in self.seen))
+        return next(record for record in reversed(self.seen) if record.status == status)
+
+
+@dataclass
+class Running:
+    """A server on this machine; ``client`` does not try again."""
+
+    url: str
+    desk: Desk
+    client: OpenAI
+    http: httpx2.Client
+    records: Records
+
+    def ready(self) -> tuple[int, str]:
+        """/ready's status and reason."""
+        answer = self.http.get("/ready")
+        return answer.status_code, answer.json()["reason"] or ""
+
+
+def served(model: Path, template: str | None = "vicuna", strategy: str = "flowspec") -> Served:
+    found = ModelDir(model)
+    return Served(found, Tokenizer(found, template), NAME, strategy, STRATEGIES, Params(), 24)
+
+
+@contextmanager
+def running(what: Served, cluster: Cluster, capacity: int = 16, api_key: str | None = None,
+            recent_s: float = 60.0) -> Iterator[Running]:
+    """The server, ready; as ``flowspec serve`` runs it, but for the main thread."""
+    desk = Desk(what.probe(), capacity, recent_s)
+    listener = listen("127.0.0.1", 0, api_key)
+    url = url_of(listener)
+    ready, records = threading.Event(), Records()
+    owner = threading.Thread(target=desk.run, args=(cluster, ready.set))
+    requests.addHandler(records)
+    level = requests.level
+    requests.setLevel(logging.INFO)
+    try:
+        with (OpenAI(base_url=f"{url}/v1", api_key=api_key or "none", max_retries=0) as client,
+              httpx2.Client(base_url=url, trust_env=False) as http,
+              listening(listener, make_app(desk, what, api_key), desk)):
+            owner.start()
+            assert ready.wait(PATIENCE)
+            yield Running(url, desk, client, http, records)
+    finally:
+        requests.removeHandler(records)
+        requests.setLevel(level)
+        if isinstance(cluster, Held):
+            cluster.may_start.set()
+            cluster.may_go.set()
+        owner.join(PATIENCE)
+    assert not owner.is_alive()

@@ -1,0 +1,148 @@
+"""Ready means that a token came: at the start, while nobody asks, and before and after a stage was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from clusterkit import PATIENCE, alive
+from servekit import NAME, Held, Running, running, served, until
+from transformers import AutoTokenizer
+
+from flowspec_edge.errors import PeerLost
+from flowspec_edge.modeldir import ModelDir
+from flowspec_edge.runtime.clusters import LocalClusters
+from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.sampling import Sampling
+from flowspec_edge.serving.desk import Desk, Unavailable
+
+PROMPT = "def f(x): return"
+
+
+@pytest.fixture
+def processes(model: Path) -> Iterator[LocalClusters]:
+    with LocalClusters(model, 2, threads=1) as clusters:
+        yield clusters
+
+
+def stream(server: Running, tokens: int) -> Any:
+    return server.client.completions.create(model=NAME, prompt=PROMPT, max_tokens=tokens, stream=True)
+
+
+def plain_text(model: Path, plain: PlainDecoder, tokens: int) -> str:
+    tokenizer = AutoTokenizer.from_pretrained(model / "target")
+    new, _ = plain.generate(tokenizer(PROMPT)["input_ids"], tokens, Sampling(), ModelDir(model).stop_ids)
+    return str(tokenizer.decode(new))
+
+
+def text_of(chunks: Any) -> str:
+    return "".join(chunk.choices[0].text for chunk in chunks)
+
+
+def test_a_killed_stage_is_told_the_queue_goes_on_and_ready_waits_for_a_token(
+        processes: LocalClusters, model: Path, plain: PlainDecoder) -> None:
+    held = Held(processes)
+    with running(served(model), held) as server, ThreadPoolExecutor(1) as pool:
+        assert server.ready() == (200, "")
+        held.may_go.clear()
+        lost = stream(server, 1000)
+        next(lost)
+        waits = pool.submit(lambda: text_of(stream(server, 20)))
+        until(lambda: server.desk.readiness().waiting == 1)
+        held.may_start.clear()
+        assert processes.running is not None
+        pids = processes.running.pids
+        os.kill(pids[1], signal.SIGKILL)
+        held.may_go.set()
+        with pytest.raises(openai.APIError, match="the cluster was lost: V2 was killed by SIGKILL") as caught:
+            list(lost)
+        assert caught.value.code == "cluster_unavailable"
+        status, reason = server.ready()
+        assert (status, "V2 was killed by SIGKILL" in reason) == (503, True)
+        assert server.http.get("/health").status_code == 200
+        with pytest.raises(openai.InternalServerError, match="V2 was killed") as refused:
+            stream(server, 1)
+        assert refused.value.response.status_code == 503
+        assert int(refused.value.response.headers["retry-after"]) > 0
+        held.may_start.set()  # a new cluster may come up
+        assert waits.result(PATIENCE) == plain_text(model, plain, 20)
+        assert server.ready() == (200, "")
+        assert text_of(stream(server, 20)) == plain_text(model, plain, 20)
+    assert not any(map(alive, pids))
+
+
+def test_while_nobody_asks_tokens_come_now_and_then(held: Held, model: Path) -> None:
+    with running(served(model), held, recent_s=0.2) as server:
+        until(lambda: len(held.ends) >= 4)
+        assert {request.max_new_tokens for request in held.started} == {1}
+        assert server.client.completions.create(model=NAME, prompt=PROMPT, max_tokens=2).choices[0].text
+
+
+@pytest.mark.soak
+def test_a_stage_that_dies_while_nobody_asks_is_found_and_replaced(processes: LocalClusters, model: Path,
+                                                                   ) -> None:
+    held = Held(processes)
+    with running(served(model), held, recent_s=0.6) as server:
+        until(lambda: len(held.ends) >= 3)  # nobody asks, and tokens come
+        assert all(request.max_new_tokens == 1 for request in held.started)
+        assert processes.running is not None
+        os.kill(processes.running.pids[0], signal.SIGKILL)
+        until(lambda: any(isinstance(end, PeerLost) for end in held.ends))
+        lost = len(held.ends)
+        until(lambda: len(held.ends) > lost and not isinstance(held.ends[-1], BaseException))
+        until(lambda: server.ready()[0] == 200)
+        assert server.client.completions.create(model=NAME, prompt=PROMPT, max_tokens=2).choices[0].text
+
+
+def test_nothing_is_taken_before_the_first_token(held: Held, model: Path) -> None:
+    desk, ready = Desk(served(model).probe()), threading.Event()
+    held.may_start.clear()
+    owner = threading.Thread(target=desk.run, args=(held, ready.set))
+    owner.start()
+    state = desk.readiness()
+    assert (state.ready, state.reason) == (
+        False, "no token has come through the pipeline yet: the cluster is starting")
+    with pytest.raises(Unavailable, match="is starting"):
+        desk.submit(served(model).probe(), "me", print)
+    held.may_start.set()
+    assert ready.wait(PATIENCE)
+    assert desk.readiness().ready
+    desk.close()
+    owner.join(PATIENCE)
+    assert not owner.is_alive()
+
+
+def test_a_token_of_long_ago_shows_nothing(held: Held, model: Path) -> None:
+    now = [100.0]
+    desk, ready = Desk(served(model).probe(), recent_s=60, clock=lambda: now[0]), threading.Event()
+    owner = threading.Thread(target=desk.run, args=(held, ready.set))
+    owner.start()
+    assert ready.wait(PATIENCE)
+    now[0] += 59
+    assert desk.readiness().ready
+    now[0] += 2
+    assert desk.readiness().reason == "no token for 61 s"
+    desk.close()
+    owner.join(PATIENCE)
+
+
+def test_a_cluster_that_never_starts_is_the_starters_error(model: Path) -> None:
+    clusters = LocalClusters(model, 5)  # more stages than layers
+    with pytest.raises(Exception, match="5 stages are more than"):
+        Desk(served(model).probe()).run(clusters)
+    clusters.close()
+
+
+def test_the_answer_of_ready_says_why(held: Held, model: Path) -> None:
+    with running(served(model), held) as server:
+        body = json.loads(server.http.get("/ready").text)
+        assert (body["ready"], body["reason"], body["waiting"]) == (True, None, 0)
+        assert body["token_age_s"] >= 0
