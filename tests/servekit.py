@@ -46,6 +46,7 @@ class Held:
         self.may_start, self.may_go = threading.Event(), threading.Event()
         self.may_start.set()
         self.may_go.set()
+        self.broken: Exception | None = None  # raised instead of starting a request
         self.started: list[Request] = []
         self.pieces = 0  # of the newest request
         self.ends: list[Result | BaseException] = []
@@ -59,6 +60,8 @@ class Held:
 
         assert self.may_start.wait(PATIENCE)
         self.started.append(request)
+        if self.broken:
+            raise self.broken
         self.pieces = 0
         try:
             result = self._cluster.generate(request, hold)
@@ -111,9 +114,9 @@ def served(model: Path, template: str | None = "vicuna", strategy: str = "flowsp
 
 @contextmanager
 def running(what: Served, cluster: Cluster, capacity: int = 16, api_key: str | None = None,
-            recent_s: float = 60.0) -> Iterator[Running]:
+            recent_s: float = 60.0, patience_s: float = 60.0) -> Iterator[Running]:
     """The server, ready; as ``flowspec serve`` runs it, but for the main thread."""
-    desk = Desk(what.probe(), capacity, recent_s)
+    desk = Desk(what.probe(), capacity, recent_s, patience_s)
     listener = listen("127.0.0.1", 0, api_key)
     url = url_of(listener)
     ready, records = threading.Event(), Records()

@@ -6,6 +6,7 @@ Knows paths, the API key and what a request must look like to be read at all.  D
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import logging
 import time
 from collections.abc import Callable
@@ -66,28 +67,40 @@ def make_app(desk: Desk, served: Served, api_key: str | None = None) -> Starlett
             Route("/health", health),
             Route("/ready", ready),
         ],
-        middleware=[Middleware(Gate, api_key=api_key)] if api_key else [],
+        middleware=[Middleware(Gate, api_key=api_key)],
         exception_handlers={HTTPException: _http_error, ApiError: _told, Exception: _told},
     )
 
 
 class Gate:
-    """Lets in who has the key; /health is open to all."""
+    """Lets in who has the key; /health is open to all.
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    Without a key only this machine can reach the server; that includes a browser on it, in which a
+    foreign page's name may be made to resolve to loopback.  So the name must be one of loopback's own.
+    """
+
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
         self._app = app
-        self._expected = f"Bearer {api_key}".encode()
+        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 401."""
+        """Pass the request on, or answer 401 or 403."""
+        refused = None
         if scope["type"] == "http" and scope["path"] != "/health":
-            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-            if not hmac.compare_digest(given, self._expected):
-                says = "incorrect API key" if given else \
-                    "no API key: send it as the header Authorization: Bearer KEY"
-                await ApiError(401, says, code="invalid_api_key").response()(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+            refused = self._refusal(Request(scope))
+        await (refused.response() if refused else self._app)(scope, receive, send)
+
+    def _refusal(self, http: Request) -> ApiError | None:
+        if self._expected is None:
+            if _is_loopback(http.url.hostname or ""):
+                return None
+            return ApiError(403, f"without an API key this server answers to localhost and 127.0.0.1 only, "
+                                 f"not to {http.url.hostname}")
+        given = http.headers.get("authorization", "").encode("latin-1")
+        if hmac.compare_digest(given, self._expected):
+            return None
+        says = "incorrect API key" if given else "no API key: send it as the header Authorization: Bearer KEY"
+        return ApiError(401, says, code="invalid_api_key")
 
 
 class Endpoint:
@@ -136,6 +149,13 @@ class Endpoint:
         finally:
             record.completion_tokens, record.finish = asked.reader.tokens, reply.finish
             record.queued_s = reply.ticket.waited_s if reply.ticket else None
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 async def _body(http: Request) -> bytes:

@@ -20,7 +20,6 @@ log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.5  # before a lost cluster is tried again; doubled every time
 _LONGEST_PAUSE_S = 15.0
-_PATIENCE_S = 60.0  # how long those who wait are kept while a lost cluster does not come back
 _RETRY_S = 5  # advised to clients while the cluster is down
 _STARTING = "no token has come through the pipeline yet: the cluster is starting"
 _ENDING = "the server is shutting down"
@@ -80,18 +79,20 @@ class Desk:
     """Takes requests from any thread, and answers them in turn in the one that owns the cluster."""
 
     def __init__(self, probe: Request, capacity: int = 16, recent_s: float = 60.0,
-                 clock: Callable[[], float] = time.monotonic) -> None:
+                 patience_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
         """Nothing is accepted before :meth:`run` has seen a token.
 
-        probe     a request of one token, run at the start, after a loss, and when nothing else was for
-                  half of ``recent_s``
-        capacity  how many may wait beside the one that is answered
-        recent_s  seconds for which a token shows that the pipeline works
-        clock     seconds
+        probe       a request of one token, run at the start, after a loss, and when nothing else was for
+                    half of ``recent_s``
+        capacity    how many may wait beside the one that is answered
+        recent_s    seconds for which a token shows that the pipeline works
+        patience_s  seconds that those who wait keep their places while a lost cluster does not come back
+        clock       seconds
         """
         self._probe = probe
         self._capacity = capacity
         self._recent_s = recent_s
+        self._patience_s = patience_s
         self._clock = clock
         self._changed = threading.Condition()  # guards all that follows
         self._waiting: FairQueue[Ticket] = FairQueue()
@@ -237,7 +238,7 @@ class Desk:
         return reason
 
     def _recover(self, cluster: Cluster) -> None:
-        """Try until a token comes; those who wait keep their places, as long as it is bearable."""
+        """Try until a token comes; those who wait keep their places, but not for ever."""
         lost_at, pause = self._clock(), _PAUSE_S
         while not self._closed:
             reason = self._look(cluster)
@@ -245,7 +246,7 @@ class Desk:
                 log.warning("the cluster is back after %.1f s", self._clock() - lost_at)
                 return
             with self._changed:
-                patient = self._clock() - lost_at < _PATIENCE_S
+                patient = self._clock() - lost_at < self._patience_s
                 left = [] if patient else self._waiting.clear()
             for ticket in left:
                 self._fail(ticket, Unavailable(reason))

@@ -20,8 +20,8 @@ from flowspec_edge.serving.asking import Asked
 from flowspec_edge.serving.desk import Desk, Event, Ticket
 from flowspec_edge.serving.errors import ApiError, api_error
 
-_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no")]
+_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache",
+           "x-accel-buffering": "no"}
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -46,7 +46,8 @@ class Reply:
         async with self._events(receive) as (events, gone):
             text = "".join([piece async for piece in self._pieces(events, gone)])
         assert self.finish is not None
-        await JSONResponse(self._answer.whole(text, self.finish, self._usage()))(scope, receive, send)
+        answer = self._answer.whole(text, self.finish, self._usage())
+        await JSONResponse(answer, headers=self._headers())(scope, receive, send)
 
     async def stream(self, receive: Receive, send: Send) -> None:
         """Answer as it comes; the errors are the same as long as nothing was sent.
@@ -58,7 +59,8 @@ class Reply:
             try:
                 async for piece in self._pieces(events, gone):
                     if not started:
-                        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                        headers = [(k.encode(), v.encode()) for k, v in (_STREAM | self._headers()).items()]
+                        await send({"type": "http.response.start", "status": 200, "headers": headers})
                         started = True
                         await _send(send, *self._answer.opening())
                     if piece:
@@ -90,6 +92,11 @@ class Reply:
                 if reader.stopped:
                     self.finish = "stop"
                 yield text
+
+    def _headers(self) -> dict[str, str]:
+        """What OpenAI's clients show as the request's id, and how many were before it."""
+        assert self.ticket is not None
+        return {"x-request-id": self._answer.id, "x-flowspec-position": str(self.ticket.position)}
 
     def _usage(self) -> dict[str, Any]:
         return self._answer.usage(self._asked.reader.tokens, self._result)

@@ -92,6 +92,7 @@ def test_it_serves_logs_and_leaves_nothing_behind(model: Path, tmp_path: Path,
     assert [json.loads(line)["error"] for line in rest.splitlines()] == ["the server is shutting down"]
 
 
+@pytest.mark.soak
 def test_it_can_be_ended_while_the_cluster_starts(model: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as door:
         port = door.getsockname()[1]

@@ -235,6 +235,7 @@ def test_paths_that_are_none(server: Running, method: str, path: str, status: in
 def test_the_log_has_what_a_request_took_and_not_what_it_said(server: Running) -> None:
     done = server.client.completions.create(model=NAME, prompt="a secret", max_tokens=5)
     line = next(record for record in reversed(server.records.seen) if record.id == done.id)
+    assert done._request_id == done.id
     assert (line.status, line.completion_tokens, line.finish) == (200, 5, "length")
     assert line.queued_s is not None
     assert line.seconds >= line.queued_s

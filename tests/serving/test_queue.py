@@ -69,6 +69,18 @@ def test_eight_at_once_with_room_for_two_to_wait(held: Held, model: Path, plain:
         assert text == tokenizer.decode(new)
 
 
+def test_eight_at_once_with_room_for_all(held: Held, model: Path) -> None:
+    with running(served(model), held) as server, ThreadPoolExecutor(8) as pool:
+        held.may_go.clear()
+        one = server.client.completions.with_raw_response
+        asked = [pool.submit(one.create, model=NAME, prompt="x", max_tokens=6) for _ in range(8)]
+        until(lambda: server.desk.readiness().waiting == 7)
+        held.may_go.set()
+        answers = [future.result(PATIENCE) for future in asked]
+    assert len({answer.parse().choices[0].text for answer in answers}) == 1
+    assert sorted(int(answer.headers["x-flowspec-position"]) for answer in answers) == list(range(8))
+
+
 def test_the_unmodified_client_comes_back_when_told(held: Held, model: Path) -> None:
     with running(served(model), held, capacity=0) as server, ThreadPoolExecutor(2) as pool:
         held.may_go.clear()

@@ -102,6 +102,35 @@ def test_a_stage_that_dies_while_nobody_asks_is_found_and_replaced(processes: Lo
         assert server.client.completions.create(model=NAME, prompt=PROMPT, max_tokens=2).choices[0].text
 
 
+def test_who_waits_for_a_cluster_that_does_not_come_back_is_told(held: Held, model: Path) -> None:
+    with running(served(model), held, patience_s=0) as server, ThreadPoolExecutor(2) as pool:
+        held.may_go.clear()
+        asked = [pool.submit(lambda: text_of(stream(server, 5))) for _ in range(2)]
+        until(lambda: (len(held.started), server.desk.readiness().waiting) == (2, 1))
+        held.broken = PeerLost("V1 is on fire")
+        held.may_go.set()
+        until(lambda: all(future.done() for future in asked))
+        assert server.ready() == (503, "the cluster was lost: V1 is on fire")
+        held.broken = None
+        until(lambda: server.ready()[0] == 200)
+        assert text_of(stream(server, 5))
+    errors = [future.exception() for future in asked]
+    assert sorted(type(error).__name__ for error in errors) == ["InternalServerError", "NoneType"]
+
+
+def test_a_fault_of_ours_is_not_shown_to_clients(held: Held, model: Path,
+                                                 caplog: pytest.LogCaptureFixture) -> None:
+    with running(served(model), held) as server:
+        held.broken = ZeroDivisionError("with secrets in it")
+        with pytest.raises(openai.InternalServerError, match="internal error") as caught:
+            stream(server, 5)
+        held.broken = None
+        until(lambda: server.ready()[0] == 200)
+    assert "secrets" not in str(caught.value)
+    assert "(ZeroDivisionError)" in str(caught.value)
+    assert "with secrets in it" in caplog.text
+
+
 def test_nothing_is_taken_before_the_first_token(held: Held, model: Path) -> None:
     desk, ready = Desk(served(model).probe()), threading.Event()
     held.may_start.clear()
