@@ -46,6 +46,7 @@ class Held:
         self.may_start, self.may_go = threading.Event(), threading.Event()
         self.may_start.set()
         self.may_go.set()
+        self.on_piece: Callable[[], None] = lambda: None  # called with every piece
         self.broken: Exception | None = None  # raised instead of starting a request
         self.started: list[Request] = []
         self.pieces = 0  # of the newest request
@@ -54,6 +55,7 @@ class Held:
     def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
         def hold(tokens: list[int]) -> None:
             self.pieces += 1
+            self.on_piece()
             if on_tokens:
                 on_tokens(tokens)
             assert self.may_go.wait(PATIENCE)

@@ -22,6 +22,7 @@ _PAUSE_S = 0.5  # before a lost cluster is tried again; doubled every time
 _LONGEST_PAUSE_S = 15.0
 _RETRY_S = 5  # advised to clients while the cluster is down
 _STARTING = "no token has come through the pipeline yet: the cluster is starting"
+_ADVICE = "; start the cluster again"  # which is what the desk does
 _ENDING = "the server is shutting down"
 
 
@@ -231,7 +232,7 @@ class Desk:
 
     def _lost(self, error: FlowspecError) -> str:
         """The cluster is down; returns why, for those who ask."""
-        reason = f"the cluster was lost: {error}"
+        reason = f"the cluster was lost: {str(error).removesuffix(_ADVICE)}"
         log.warning("%s", reason)
         with self._changed:
             self._fault = reason

@@ -23,6 +23,8 @@ from flowspec_edge.runtime.request import Cluster
 from flowspec_edge.serving.desk import Desk
 from flowspec_edge.serving.log import Lines
 
+log = logging.getLogger(__name__)
+
 _BACKLOG = 128
 _GRACE_S = 2  # for connections to take their last bytes
 
@@ -71,13 +73,15 @@ def serve_app(listener: socket.socket, app: ASGIApp, desk: Desk, opened: Abstrac
           ready: Callable[[], None]) -> None:
     """Serve until SIGINT or SIGTERM; to be called in the main thread.
 
-    Raises what keeps the cluster from its first token; ``ready`` is called after that.
+    Raises what keeps the cluster from its first token, and FlowspecError if HTTP ends by itself;
+    ``ready`` is called when the first token has come.
     """
     try:
         with _signals_end(), listening(listener, app, desk), opened as cluster:
             desk.run(cluster, ready)
     except _Ended:
-        pass
+        return
+    raise FlowspecError("the HTTP server has ended by itself; see the line before")
 
 
 @contextmanager
@@ -100,12 +104,24 @@ def _signals_end() -> Iterator[None]:
 
 @contextmanager
 def listening(listener: socket.socket, app: ASGIApp, desk: Desk) -> Iterator[None]:
-    """HTTP in a thread of its own; at the end open requests get an error, then the socket closes."""
+    """HTTP in a thread of its own; at the end open requests get an error, then the socket closes.
+
+    Should HTTP end before that, the desk is closed: nobody could come any more.
+    """
     config = uvicorn.Config(app, log_config=None, log_level="error", access_log=False, lifespan="off",
                             loop="asyncio", http="h11", ws="none", timeout_graceful_shutdown=_GRACE_S,
                             server_header=False)
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
+
+    def http() -> None:
+        try:
+            server.run(sockets=[listener])
+        except Exception as error:
+            log.error("HTTP: %s: %s", type(error).__name__, error)
+        finally:
+            desk.close()
+
+    thread = threading.Thread(target=http, name="http", daemon=True)
     thread.start()
     try:
         yield

@@ -1,0 +1,50 @@
+"""The server as a process: what ends it, and with what."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
+from pathlib import Path
+
+import pytest
+from servekit import Held, served
+
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.serving.app import make_app
+from flowspec_edge.serving.desk import Desk
+from flowspec_edge.serving.server import listen, serve_app
+
+
+def kill_me() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("moment", ["starting", "first token", "idle"])
+def test_a_signal_ends_it_without_an_error_whatever_it_does(held: Held, model: Path, moment: str) -> None:
+    before, what = signal.getsignal(signal.SIGTERM), served(model)
+    desk, listener = Desk(what.probe()), listen("127.0.0.1", 0, None)
+    opened: AbstractContextManager[Held] = closing(held)
+    if moment == "starting":
+        opened = _killing(held)
+    elif moment == "first token":
+        held.on_piece = kill_me
+    serve_app(listener, make_app(desk, what), desk, opened, kill_me if moment == "idle" else lambda: None)
+    assert desk.readiness().reason == "the server is shutting down"
+    assert listener.fileno() == -1
+    assert len(held.ends) == (moment != "starting")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@contextmanager
+def _killing(held: Held) -> Iterator[Held]:
+    kill_me()
+    yield held
+
+
+def test_it_does_not_stay_up_without_its_http(held: Held, model: Path) -> None:
+    desk, listener = Desk(served(model).probe()), listen("127.0.0.1", 0, None)
+    listener.close()
+    with pytest.raises(FlowspecError, match="the HTTP server has ended by itself"):
+        serve_app(listener, make_app(desk, served(model)), desk, closing(held), lambda: None)
