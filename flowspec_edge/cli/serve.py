@@ -36,7 +36,8 @@ Examples:
 @with_dataclasses(params=Params)
 def serve(
     local: Annotated[bool, typer.Option(
-        "--local", help="All devices are processes on this machine, which is the default.")] = True,
+        "--local", show_default=False,
+        help="All devices are processes on this machine: the default, and so far the only way.")] = True,
     model: ModelOption = DEMO,
     name: Annotated[str | None, typer.Option(
         "--name", help="What clients call the model; by default its directory's name.", metavar="NAME",

@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def started(model: Path, temporary: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """The command, which keeps what it makes on disk below ``temporary``."""
-    command = [sys.executable, "-m", "flowspec_edge.cli.main", "serve", "--model", str(model),
+    command = [sys.executable, "-m", "flowspec_edge.cli.main", "serve", "--local", "--model", str(model),
                "--name", "tiny", "--stages", "2", "--port", "0", *arguments]
     with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
