@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Int32 = NDArray[np.int32]
 UInt8 = NDArray[np.uint8]
@@ -43,12 +43,15 @@ class Open:
     """D0 → all: start (or restart, with a higher epoch) a session of at most ``capacity`` rows.
 
     ``capacity`` counts cache rows, committed and tentative; a stage preallocates them.
+    ``beside`` are the sessions that go on beside this one; a stage gives up every other, so that a
+    new D0 leaves nothing of a former one behind.  Sessions are opened in the order of their numbers.
     """
 
     session: int
     epoch: int
     capacity: int
     version: int = PROTOCOL_VERSION
+    beside: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

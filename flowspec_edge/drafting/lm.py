@@ -29,12 +29,19 @@ class LMDrafter(TreeDrafter):
     beyond the model's, which no text holds, is read as its last one.
     """
 
-    def __init__(self, model: PreTrainedModel, vocabulary: int | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, vocabulary: int | None = None,
+                 shape: CacheShape | None = None) -> None:
+        """``shape`` of the model's cache, if it is known."""
         self._model = model.eval().requires_grad_(False)
         self._head = model.get_output_embeddings()
         self._last_token = model.get_input_embeddings().weight.shape[0] - 1
         self._vocabulary = vocabulary
-        super().__init__(_cache_shape(model), self._logits_of)
+        self._shape = shape or _cache_shape(model)
+        super().__init__(self._shape, self._logits_of)
+
+    def another(self) -> LMDrafter:
+        """One for a session beside this one's: the same weights, a cache of its own."""
+        return LMDrafter(self._model, self._vocabulary, self._shape)
 
     def commit(self, tokens: Sequence[int], features: Payload | None, rows: Sequence[int] = ()) -> None:
         self._queue.extend(tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor
@@ -21,7 +22,15 @@ from flowspec_edge.tensors import parse_dtype
 
 def load_drafter(kind: str, model_dir: Path, lm_head: Tensor, embedding: Tensor | None, dtype: str,
                  layers: int) -> Drafter:
+    """A drafter for one session at a time; the arguments and errors are those of :func:`load_drafters`."""
+    return load_drafters(kind, model_dir, lm_head, embedding, dtype, layers)()
+
+
+def load_drafters(kind: str, model_dir: Path, lm_head: Tensor, embedding: Tensor | None, dtype: str,
+                  layers: int) -> Callable[[], Drafter]:
     """Load one draft model of ``model_dir`` for the target whose weights these are.
+
+    What comes back makes drafters that share these weights, one for each session at once.
 
     kind       "eagle2" (an EAGLE-1/2 head), "eagle3" (an EAGLE-3 head), "lm" (a causal LM that
                transformers can load) or "spd" (SPD's speculation module)
@@ -36,17 +45,22 @@ def load_drafter(kind: str, model_dir: Path, lm_head: Tensor, embedding: Tensor 
     if kind not in DRAFT_PARTS:
         raise UsageError(f"unknown kind of draft model {kind!r}; there is: {', '.join(DRAFT_PARTS)}")
     path, torch_dtype = model_dir / DRAFT_PARTS[kind], parse_dtype(dtype)
-    drafter: Drafter
     if kind == "eagle2":
         head = load_head(path, embedding, torch_dtype).to(lm_head.device)
         require_fit(path, "width", head.config.hidden_size, lm_head.shape[1])
         vocabulary = head.config.vocab_size
-        drafter = EagleDrafter(head, lm_head.to(torch_dtype))
+        weights = lm_head.to(torch_dtype)
+
+        def make() -> Drafter:
+            return EagleDrafter(head, weights)
     elif kind == "eagle3":
         head3 = load_head3(path, embedding, torch_dtype).to(lm_head.device)
         require_fit(path, "target width", head3.config.target_hidden_size, lm_head.shape[1])
         vocabulary = head3.config.vocab_size
-        drafter = Eagle3Drafter(head3, head3_layers(path, head3.config, layers))
+        captured = head3_layers(path, head3.config, layers)
+
+        def make() -> Drafter:
+            return Eagle3Drafter(head3, captured)
     elif kind == "spd":
         if embedding is None:
             raise FlowspecError(f"{path} looks up embeddings, and {model_dir / 'target'} has none")
@@ -57,10 +71,13 @@ def load_drafter(kind: str, model_dir: Path, lm_head: Tensor, embedding: Tensor 
                 f"{path}: the module's width is {module.config.hidden_size}, the target's "
                 f"{embedding.shape[-1]}; a module works with the target that it was trained for only"
             )
-        drafter = SpdDrafter(module, embedding.to(lm_head.device, torch_dtype))
+        embedded = embedding.to(lm_head.device, torch_dtype)
+
+        def make() -> Drafter:
+            return SpdDrafter(module, embedded)
     else:  # which judges vocabularies by the tokenizers
-        return load_lm(path, model_dir / "target", len(lm_head), torch_dtype, lm_head.device)
+        return load_lm(path, model_dir / "target", len(lm_head), torch_dtype, lm_head.device).another
     if vocabulary != len(lm_head):
         raise FlowspecError(f"{path}: the draft model's vocabulary has {vocabulary} tokens, "
                             f"the target's {len(lm_head)}; they must share one tokenizer")
-    return drafter
+    return make

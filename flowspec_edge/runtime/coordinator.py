@@ -99,15 +99,20 @@ class Coordinator:
 
     def take_messages(self) -> list[Segment | Prune | Cancel]:
         """Everything that may be sent now: control messages, then segments if V1 has room."""
-        messages: list[Segment | Prune | Cancel] = []
-        if not self._prompt_left:
-            messages += self.strategy.controls()
-        while self._credits and not self.finished and (segment := self._next_segment()):
+        messages: list[Segment | Prune | Cancel] = [*self.controls()]
+        while self._credits and (segment := self.next_segment()):
             self._credits -= 1
             messages.append(segment)
         return messages
 
-    def _next_segment(self) -> Segment | None:
+    def controls(self) -> list[Prune | Cancel]:
+        """Control messages that may be sent now."""
+        return [] if self._prompt_left else self.strategy.controls()
+
+    def next_segment(self) -> Segment | None:
+        """The best segment that may be sent now, for whoever knows that V1 has room."""
+        if self.finished:
+            return None
         if self._prompt:
             return self._next_chunk()
         if self._prompt_left or self.ledger.in_flight >= self.strategy.max_in_flight:
@@ -143,11 +148,17 @@ class Coordinator:
 
     def next_task(self) -> Task | None:
         """The most urgent work: what has arrived before what may come."""
-        if self.finished:
+        return self.next_output() or self.next_draft()
+
+    def next_output(self) -> Verify | None:
+        """The first output that is here with all that belongs to it."""
+        if self.finished or not self._outputs or not self._is_whole(self._outputs[0]):
             return None
-        if self._outputs and self._is_whole(self._outputs[0]):
-            return Verify(self._outputs.popleft())
-        if self._prompt_left or self._drafter is None:
+        return Verify(self._outputs.popleft())
+
+    def next_draft(self) -> Draft | None:
+        """The draft pass that the strategy wants most."""
+        if self.finished or self._prompt_left or self._drafter is None:
             return None
         request = self.strategy.next_draft()
         if request is None:
@@ -241,11 +252,16 @@ class Coordinator:
                 break
         self._ended_at = self._clock()
 
+    def cancel(self) -> None:
+        """Nobody waits for the text any more: what there is of it is all."""
+        if not self.finished:
+            self.finish_reason = "cancelled"
+
     # ---- what comes of it ------------------------------------------------------------------
 
     @property
     def finished(self) -> bool:
-        """Whether the text is complete."""
+        """Whether the text is complete, or was cancelled."""
         return self.finish_reason is not None
 
     def new_tokens(self) -> list[int]:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowspec_edge.drafting.base import Drafter
-from flowspec_edge.drafting.load import load_drafter
+from flowspec_edge.drafting.load import load_drafters
 from flowspec_edge.drafting.merged import MergedDrafter
 from flowspec_edge.drafting.ngram import NgramDrafter
 from flowspec_edge.errors import UsageError
@@ -35,7 +35,7 @@ _TIMED_PASSES = 6
 
 
 class DraftDevice:
-    """What D0 holds for all requests; a drafter is loaded when a strategy first wants it."""
+    """What D0 holds for all requests; a draft model is loaded when a strategy first wants it."""
 
     def __init__(self, model_dir: Path, dtype: str = "fp32") -> None:
         self._model = ModelDir(model_dir)
@@ -44,7 +44,7 @@ class DraftDevice:
         self._lm_head = load_lm_head(self._model.target, dtype)
         load_config(self._model.target)  # refuses what stages cannot run
         self._limit = self._model.max_positions
-        self._drafters: dict[str, Drafter] = {}
+        self._drafters: dict[str, Callable[[], Drafter]] = {}
 
     def head(self, hidden: Payload) -> NDArray[np.float32]:
         """lm_head: post-norm hidden states [n, H] to logits, float32 [n, V]."""
@@ -96,12 +96,14 @@ class DraftDevice:
         return min(seconds[1:])  # the first one takes in the text
 
     def _drafter(self, kind: str, params: Params) -> Drafter:
-        """The draft model of this kind, loaded once, with the look-up that ``params`` ask for."""
+        """A drafter of this kind for one request, with the look-up that ``params`` ask for; the weights
+        are loaded once."""
         looked_up = NgramDrafter(len(self._lm_head), params.ngram_max, params.ngram_min)
         if kind == "ngram":
             return looked_up
         if kind not in self._drafters:
             embedding = find_embedding(self._model.target, self._dtype)
-            self._drafters[kind] = load_drafter(kind, self._model.parts, self._lm_head, embedding,
+            self._drafters[kind] = load_drafters(kind, self._model.parts, self._lm_head, embedding,
                                                 self._dtype, self._model.layers)
-        return MergedDrafter(self._drafters[kind], looked_up) if params.ngram else self._drafters[kind]
+        drafter = self._drafters[kind]()
+        return MergedDrafter(drafter, looked_up) if params.ngram else drafter

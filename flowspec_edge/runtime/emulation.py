@@ -93,21 +93,24 @@ class EmulatedEngine:
         self._layers = max(layers, 1.0)
         self._breaks_off = breaks_off
         self._clock = clock
-        self._runs: tuple[int, ...] = ()  # cancelled while the newest segment was on
-        self._late_s = 0.0
+        self._runs: set[tuple[int, int]] = set()  # (session, run) cancelled while the newest was on
+        self._late_s: dict[int, float] = {}  # by session
 
     @property
     def counters(self) -> dict[str, float]:
         """The engine's, and how much longer than it should this machine took to compute."""
-        return {**self._engine.counters, "late_s": self._late_s}
+        return {**self._engine.counters, "late_s": sum(self._late_s.values())}
 
-    @property
-    def cached(self) -> int:
+    def counters_of(self, session: int) -> dict[str, float]:
         """See :class:`Engine`, and so for all that follows."""
-        return self._engine.cached
+        return {**self._engine.counters_of(session), "late_s": self._late_s.get(session, 0.0)}
+
+    def cached(self, session: int) -> int:
+        return self._engine.cached(session)
 
     def open(self, message: Open) -> None:
-        self._late_s = 0.0
+        self._late_s = {n: late for n, late in self._late_s.items() if n in message.beside}
+        self._late_s[message.session] = 0.0
         self._engine.open(message)
 
     def close(self, message: Close) -> None:
@@ -117,15 +120,15 @@ class EmulatedEngine:
         self._engine.prune(message)
 
     def cancel(self, message: Cancel) -> None:
-        self._runs += message.runs
+        self._runs.update((message.session, run) for run in message.runs)
         self._engine.cancel(message)
 
     def admit(self, segment: Segment) -> Segment | None:
-        self._runs = ()
+        self._runs.clear()
         return self._engine.admit(segment)
 
     def compute(self, admitted: Segment, poll: Poll | None = None) -> tuple[list[Tap], Segment | Output]:
-        start, rows, context = self._clock(), len(admitted.numbers), self._engine.cached
+        start, rows, context = self._clock(), len(admitted.numbers), self._engine.cached(admitted.session)
         self._charge.begin(rows, context)
         skipped = self._engine.counters["cancelled"]
         taps, result = self._engine.compute(admitted, poll)
@@ -133,17 +136,18 @@ class EmulatedEngine:
             return taps, result
         length = self._charge.seconds(rows, context)
         end = start + length
-        self._late_s += max(0.0, self._clock() - end)
+        late = self._late_s.get(admitted.session, 0.0)
+        self._late_s[admitted.session] = late + max(0.0, self._clock() - end)
         while (left := end - self._clock()) > 0:
             if poll is None:
                 pause(left)
                 continue
             poll(left)
-            if self._breaks_off and admitted.run in self._runs:
+            if self._breaks_off and (admitted.session, admitted.run) in self._runs:
                 layer = length / self._layers
                 end = min(end, start + math.ceil((self._clock() - start) / layer) * layer)
                 taps, result = [], emptied(result)
-                self._runs = ()
+                self._runs.clear()
         return taps, result
 
 

@@ -18,11 +18,14 @@ class Engine(Protocol):
     """One device's part of the model, as a state machine: messages in, messages out."""
 
     @property
-    def counters(self) -> dict[str, float]: ...
+    def counters(self) -> dict[str, float]:
+        """Of all sessions since one was opened that had no other beside it."""
 
-    @property
-    def cached(self) -> int:
-        """Rows in the open session's cache."""
+    def counters_of(self, session: int) -> dict[str, float]:
+        """An open session's own."""
+
+    def cached(self, session: int) -> int:
+        """Rows in a session's cache."""
 
     def open(self, message: Open) -> None: ...
 

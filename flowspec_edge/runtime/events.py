@@ -31,6 +31,7 @@ class Span:
     run: int
     rows: int
     cancelled: bool = False
+    session: int = 0
 
 
 class Clock:

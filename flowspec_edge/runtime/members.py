@@ -19,7 +19,8 @@ class _Member:
     stage: int
     hello: Hello | None = None
     seen_at: float = 0.0
-    counters: dict[str, float] = field(default_factory=dict)
+    counters: dict[str, float] = field(default_factory=dict)  # of all sessions together
+    closed: dict[int, dict[str, float]] = field(default_factory=dict)  # the last ones, by session
 
 
 class Members:
@@ -50,8 +51,11 @@ class Members:
                 self._welcome(message)
                 member.hello = message
             case Heartbeat():
-                member.counters = message.counters
-                self._lines.show(message)
+                if "closed" in message.counters:
+                    member.closed[int(message.counters["closed"])] = message.counters
+                else:
+                    member.counters = message.counters
+                    self._lines.show(message)
             case Failed():
                 raise PeerLost(f"V{message.stage} failed: {message.cause}")
 
@@ -72,12 +76,21 @@ class Members:
                                "see whether the device is up, reachable and not out of memory")
 
     def counters(self) -> tuple[dict[str, float], ...]:
-        """What each stage last reported."""
+        """What each stage last reported on all sessions together."""
         return tuple(dict(member.counters) for member in self._members.values())
+
+    def take_closed(self, session: int) -> tuple[dict[str, float], ...]:
+        """Each stage's last report on ``session``, or what it last said at all, and forget them."""
+        return tuple(dict(member.closed.pop(session, member.counters)) for member in self._members.values())
+
+    def forget_closed(self) -> None:
+        """No session is open: reports that come so late are of no use."""
+        for member in self._members.values():
+            member.closed.clear()
 
     def all_closed(self, session: int) -> bool:
         """Whether every stage has given its last report on ``session``."""
-        return all(member.counters.get("closed") == session for member in self._members.values())
+        return all(session in member.closed for member in self._members.values())
 
     def _welcome(self, hello: Hello) -> None:
         if hello.version != PROTOCOL_VERSION:

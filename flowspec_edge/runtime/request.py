@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 from flowspec_edge.sampling import Sampling
 from flowspec_edge.strategies.params import Params
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "cancelled"]  # cancelled: nobody waits for it any more
 OnTokens = Callable[[list[int]], None]
 
 

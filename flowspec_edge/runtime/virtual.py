@@ -3,8 +3,8 @@
 The tokens come from the real models through the very objects that the processes run (coordinator,
 strategies, stages); only time is made up: compute and links are charged as a profile says, with
 the profile's hidden width and layers, not the loaded model's; the devices may differ
-(``runtime.devices``).  Two runs give the same figures to
-the last digit.  Does not know strategies or trees.
+(``runtime.devices``).  Two runs give the same figures to the last digit.  Does not know strategies
+or trees, nor whose turn it is (``runtime.sessions``).
 
 Tensor-parallel devices do the same work at the same moment, so they are one stage here, with an
 engine that holds all layers and a cost that counts the devices (``runtime.collectives``).
@@ -12,43 +12,61 @@ engine that holds all layers and a cost that counts the devices (``runtime.colle
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 from flowspec_edge.config import Profile
-from flowspec_edge.messages import Cancel, Credit, Open, Output, Prune, Segment, Tap
+from flowspec_edge.errors import UsageError
+from flowspec_edge.messages import Cancel, Close, Credit, Message, Output, Prune, Segment, Tap
 from flowspec_edge.modeldir import ModelDir
 from flowspec_edge.runtime.collectives import tensor_bytes
-from flowspec_edge.runtime.coordinator import Coordinator, Task, Verify
+from flowspec_edge.runtime.coordinator import Coordinator, Verify
 from flowspec_edge.runtime.device0 import DraftDevice
 from flowspec_edge.runtime.devices import Devices
 from flowspec_edge.runtime.events import Clock, Link, Span, wire_bytes
 from flowspec_edge.runtime.request import OnTokens, Request, Result
+from flowspec_edge.runtime.sessions import Job, Sessions
 from flowspec_edge.runtime.virtual_stage import VirtualStage
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.shard import load_shard
+from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.strategies.registry import strategy_class
 
 
-class VirtualRun:
-    """One request in virtual time."""
+@dataclass(eq=False)
+class _Running:
+    """A request that is being answered."""
 
-    def __init__(self, coordinator: Coordinator, engines: list[StageEngine], devices: Devices,
-                 clock: Clock, on_tokens: OnTokens | None, spans: list[Span]) -> None:
+    coordinator: Coordinator
+    on_tokens: OnTokens | None
+    done: Callable[[Result], None]
+    since: float
+    bytes_out: list[int]  # what each stage sent for it, over its data link
+    bytes: int = 0  # on all links
+    bytes_in: int = 0  # to V1, over the data link; to all devices of a group
+
+
+class VirtualRun:
+    """Requests in virtual time, from the first one's start until none is left."""
+
+    def __init__(self, engines: list[StageEngine], devices: Devices, parallelism: Parallelism,
+                 clock: Clock, spans: list[Span]) -> None:
         """``engines``: one a device, or one for all of a tensor-parallel group."""
-        self._c = coordinator
+        self._sessions = Sessions()
+        self._running: dict[int, _Running] = {}
+        self._engines = engines
         self._devices = devices
         self._profile = devices.d0  # whose bytes are those of all
         self._clock = clock
-        self._on_tokens = on_tokens
         self._spans = spans
         self._busy = False
+        self._expected = 0  # requests that have not come in
         n = self._count = len(devices.stages)
-        self._parallelism = coordinator.strategy.parallelism
-        self._grouped = self._parallelism != "pipeline"
+        self._parallelism = parallelism
+        self._grouped = parallelism != "pipeline"
 
         def link(sender: int, receiver: int, hops: int = 1) -> Link:
             return Link(clock, partial(devices.hop_seconds, sender, receiver), hops)
@@ -66,112 +84,165 @@ class VirtualRun:
             VirtualStage(i + 1, clock, engine, seconds, share if self._grouped else devices.layers[i],
                          self._forward(i), self._finished(i), spans)
             for i, (engine, seconds) in enumerate(
-                zip(engines, devices.compute_seconds(self._parallelism), strict=True))
+                zip(engines, devices.compute_seconds(parallelism), strict=True))
         ]
-        opening: Open = coordinator.open_message()
-        for engine in engines:
+
+    def start(self, coordinator: Coordinator, on_tokens: OnTokens | None,
+              done: Callable[[Result], None]) -> None:
+        """A request comes in now; ``done`` is called with what comes of it."""
+        opening = self._sessions.add(coordinator)
+        self._running[opening.session] = _Running(coordinator, on_tokens, done, self._clock.now,
+                                                  [0] * len(self._stages))
+        for engine in self._engines:  # over the control links it would be there with the first segment
             engine.open(opening)
-
-    def run(self) -> Result:
-        """To the end of the text."""
         self._pump()
-        while not self._c.finished and self._clock.step():
-            pass
-        if not self._c.finished:
-            raise RuntimeError("virtual time stopped before the text was complete")
-        slot = self._devices.slot_seconds(self._c.request.params.segment)
-        total = sum(link.bytes for link in (*self._data, *self._control, *self._taps, self._back))
-        stats = [self._stage_stats(i) for i in range(len(self._stages))]
-        if self._grouped:
-            exchanged = self._spread_spans()
-            total += exchanged
-            stats = self._device_stats(stats[0], exchanged)
-        return self._c.result(slot, total, tuple(stats))
 
-    def _spread_spans(self) -> int:
-        """Show all devices of a group as busy; returns the bytes that they sent one another."""
+    def cancel(self, coordinator: Coordinator) -> None:
+        """Whoever asked for this goes away now."""
+        if not coordinator.finished:
+            coordinator.cancel()
+            self._end(coordinator)
+            self._pump()
+
+    def expect(self, arrivals: Sequence[tuple[float, Callable[[], None]]]) -> None:
+        """Requests come in at these times; each call is to :meth:`start` one."""
+        self._expected += len(arrivals)
+        for at, start in arrivals:
+            self._clock.at(at, partial(self._arrive, start))
+
+    def _arrive(self, start: Callable[[], None]) -> None:
+        self._expected -= 1
+        start()
+
+    def run(self) -> None:
+        """To the end of the last text."""
+        while (self._running or self._expected) and self._clock.step():
+            pass
+        if self._running:
+            raise RuntimeError("virtual time stopped before the text was complete")
+        if self._grouped:
+            self._spread_spans()
+
+    # ---- what comes of a request -----------------------------------------------------------
+
+    def _end(self, coordinator: Coordinator) -> None:
+        session = coordinator.ledger.session
+        running = self._running.pop(session)
+        slot = self._devices.slot_seconds(coordinator.request.params.segment)
+        total = running.bytes
+        stats = [self._stage_stats(running, session, i) for i in range(len(self._stages))]
+        if self._grouped:
+            exchanged = sum(
+                tensor_bytes(self._profile, self._parallelism, span.rows, self._count)
+                for span in self._spans if span.device == 1 and span.session == session)
+            total += exchanged
+            stats = self._device_stats(stats[0], running, exchanged)
+        closing = self._sessions.remove(session)
+        for index, link in enumerate(self._control):
+            link.send(wire_bytes(closing, self._profile), partial(self._advise, index, closing))
+        running.done(coordinator.result(slot, total, tuple(stats)))
+
+    def _spread_spans(self) -> None:
+        """Show all devices of a group as busy."""
         busy = [span for span in self._spans if span.device == 1]
         self._spans += [replace(span, device=i + 1) for i in range(1, self._count) for span in busy]
-        return sum(tensor_bytes(self._profile, self._parallelism, span.rows, self._count) for span in busy)
 
-    def _device_stats(self, group: dict[str, float], exchanged: int) -> list[dict[str, float]]:
+    def _device_stats(self, group: dict[str, float], running: _Running, exchanged: int
+                      ) -> list[dict[str, float]]:
         """A group's figures for each of its devices."""
-        handed_on = self._data[0].bytes / self._count  # token ids; the last device sends outputs
+        handed_on = running.bytes_in / self._count  # token ids; the last device sends outputs
         bytes_out = [*[handed_on] * (self._count - 1), group["bytes_out"]]
         return [{**group, "bytes_out": own, "collective_bytes": exchanged / self._count}
                 for own in bytes_out]
 
-    def _stage_stats(self, index: int) -> dict[str, float]:
-        stage = self._stages[index]
-        return {"compute_s": stage.compute_s, "wait_s": self._clock.now - stage.compute_s,
-                "rows": stage.rows, "segments": stage.segments, "cancelled": stage.cancelled,
-                "bytes_out": self._data[index + 1].bytes}
+    def _stage_stats(self, running: _Running, session: int, index: int) -> dict[str, float]:
+        share = self._stages[index].shares[session]
+        return {"compute_s": share.compute_s,
+                "wait_s": self._clock.now - running.since - share.compute_s,
+                "rows": share.rows, "segments": share.segments, "cancelled": share.cancelled,
+                "bytes_out": running.bytes_out[index]}
+
+    # ---- messages --------------------------------------------------------------------------
+
+    def _send(self, link: Link, message: Message, session: int, deliver: Callable[[], None]) -> int:
+        """Over a link, and into the request's books; the bytes that it weighs."""
+        size = wire_bytes(message, self._profile)
+        link.send(size, deliver)
+        if session in self._running:
+            self._running[session].bytes += size * link.hops
+        return size
 
     def _forward(self, index: int) -> Callable[[Segment | Output | Tap], None]:
         """How stage ``index`` passes on what it computed."""
 
         def forward(message: Segment | Output | Tap) -> None:
-            size = wire_bytes(message, self._profile)
-            if isinstance(message, Segment):
-                following = self._stages[index + 1]
-                self._data[index + 1].send(size, partial(following.receive, message))
-            else:
-                link = self._data[-1] if isinstance(message, Output) else self._taps[index]
-                link.send(size, partial(self._arrived, message))
+            if isinstance(message, Tap):
+                self._send(self._taps[index], message, message.session, partial(self._arrived, message))
+                return
+            deliver = (partial(self._stages[index + 1].receive, message) if isinstance(message, Segment)
+                       else partial(self._arrived, message))
+            size = self._send(self._data[index + 1], message, message.session, deliver)
+            if message.session in self._running:
+                self._running[message.session].bytes_out[index] += size
 
         return forward
 
-    def _finished(self, index: int) -> Callable[[int], None]:
+    def _finished(self, index: int) -> Callable[[Segment], None]:
         """V1 tells D0 that it has room; the others keep it to themselves."""
 
-        def finished(run: int) -> None:
+        def finished(segment: Segment) -> None:
             if index == 0:
-                ledger = self._c.ledger
-                credit = Credit(ledger.session, ledger.epoch, run)
-                self._back.send(wire_bytes(credit, self._profile), partial(self._arrived, credit))
+                credit = Credit(segment.session, segment.epoch, segment.run)
+                self._send(self._back, credit, segment.session, partial(self._arrived, credit))
 
         return finished
 
     def _arrived(self, message: Output | Tap | Credit) -> None:
-        self._c.receive(message)
+        self._sessions.receive(message)
         self._pump()
 
     def _pump(self) -> None:
         """D0, when it is not busy: send what may be sent, then start the most urgent work."""
         if self._busy:
             return
-        for message in self._c.take_messages():
-            size = wire_bytes(message, self._profile)
+        for message in self._sessions.take_messages():
             if isinstance(message, Segment):
-                self._data[0].send(size, partial(self._stages[0].receive, message))
+                first = self._data[0]
+                size = self._send(first, message, message.session, partial(self._stages[0].receive, message))
+                self._running[message.session].bytes_in += size * first.hops
                 continue
             for index, link in enumerate(self._control):
-                link.send(size, partial(self._advise, index, message))
-        task = self._c.next_task()
-        if task is not None:
+                self._send(link, message, message.session, partial(self._advise, index, message))
+        job = self._sessions.next_job()
+        if job is not None:
             self._busy = True
-            end = self._clock.now + self._devices.task_seconds(self._c, task)
-            self._spans.append(self._span(task, end))
-            self._clock.at(end, lambda: self._complete(task))
+            end = self._clock.now + self._devices.task_seconds(job.coordinator, job.task)
+            self._spans.append(self._span(job, end))
+            self._clock.at(end, lambda: self._complete(job))
 
-    def _advise(self, index: int, message: Prune | Cancel) -> None:
+    def _advise(self, index: int, message: Prune | Cancel | Close) -> None:
         """A hint has arrived; tensor-parallel devices ignore it (``stage.tensor_engine`` says why)."""
         if not self._grouped:
             self._stages[index].receive(message)
 
-    def _complete(self, task: Task) -> None:
+    def _complete(self, job: Job) -> None:
         self._busy = False
-        self._c.complete(task)
-        if self._on_tokens and (new := self._c.new_tokens()):
-            self._on_tokens(new)
-        if not self._c.finished:
-            self._pump()
+        coordinator = job.coordinator
+        running = self._running.get(coordinator.ledger.session)
+        if running is not None:  # it may have been cancelled meanwhile
+            coordinator.complete(job.task)
+            if running.on_tokens and (new := coordinator.new_tokens()):
+                running.on_tokens(new)
+            if coordinator.finished:
+                self._end(coordinator)
+        self._pump()
 
-    def _span(self, task: Task, end: float) -> Span:
-        if isinstance(task, Verify):
-            output = task.output
-            return Span(0, "verify", self._clock.now, end, output.run, len(output.numbers))
-        return Span(0, "draft", self._clock.now, end, -1, len(task.request.nodes))
+    def _span(self, job: Job, end: float) -> Span:
+        session, now = job.coordinator.ledger.session, self._clock.now
+        if isinstance(job.task, Verify):
+            output = job.task.output
+            return Span(0, "verify", now, end, output.run, len(output.numbers), session=session)
+        return Span(0, "draft", now, end, -1, len(job.task.request.nodes), session=session)
 
 
 class VirtualCluster:
@@ -181,7 +252,7 @@ class VirtualCluster:
     """
 
     clock = "virtual"
-    spans: list[Span]  # who was busy when, in the newest request
+    spans: list[Span]  # who was busy when, in the newest run
 
     def __init__(self, model_dir: Path, stages: int, profile: Profile | Devices, dtype: str = "fp32") -> None:
         self.devices = profile if isinstance(profile, Devices) else Devices.even(profile, stages)
@@ -195,16 +266,48 @@ class VirtualCluster:
 
     def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
         """Run one request; raises UsageError when the request cannot fit."""
-        self._session += 1
+        return self.generate_many([request], on_tokens=[on_tokens])[0]
+
+    def generate_many(self, requests: Sequence[Request], arrivals: Sequence[float] | None = None, *,
+                      leaves: Sequence[float | None] | None = None,
+                      on_tokens: Sequence[OnTokens | None] | None = None) -> list[Result]:
+        """Run requests beside one another; the results in their order.
+
+        arrivals   when each comes in, in virtual seconds; all at once by default
+        leaves     when whoever asked goes away, if they do; the result is what there is until then
+        on_tokens  what to call with new tokens, for each
+
+        UsageError when one of them cannot fit, or when they want the model cut in different ways.
+        """
+        chosen = {strategy_class(request.strategy).parallelism for request in requests}
+        if len(chosen) > 1:
+            raise UsageError("requests beside one another must share one way of cutting the model, "
+                             f"not {' and '.join(sorted(chosen))}")
+        [parallelism] = chosen or {"pipeline"}
         clock = Clock()
-        parallelism = strategy_class(request.strategy).parallelism
-        latency = self.devices.latency_seconds(request.params.segment, parallelism)
-        coordinator = self._device0.coordinator(
-            request, self._stages, lambda: clock.now, self._session,
-            lambda kind: latency / max(self.devices.d0.draft_seconds(kind), 1e-9))
         self.spans = []
         engines = self._cut(self._stages if parallelism == "pipeline" else 1)
-        return VirtualRun(coordinator, engines, self.devices, clock, on_tokens, self.spans).run()
+        run = VirtualRun(engines, self.devices, parallelism, clock, self.spans)
+        results: dict[int, Result] = {}
+
+        def start(place: int) -> None:
+            coordinator = self._coordinator(requests[place], parallelism, clock)
+            if leaves and (leave := leaves[place]) is not None:
+                clock.at(max(leave, clock.now), lambda: run.cancel(coordinator))
+            listener = on_tokens[place] if on_tokens else None
+            run.start(coordinator, listener, lambda result: results.update({place: result}))
+
+        order = sorted(range(len(requests)), key=lambda place: arrivals[place] if arrivals else 0.0)
+        run.expect([(arrivals[place] if arrivals else 0.0, partial(start, place)) for place in order])
+        run.run()
+        return [results[place] for place in range(len(requests))]
+
+    def _coordinator(self, request: Request, parallelism: Parallelism, clock: Clock) -> Coordinator:
+        self._session += 1
+        latency = self.devices.latency_seconds(request.params.segment, parallelism)
+        return self._device0.coordinator(
+            request, self._stages, lambda: clock.now, self._session,
+            lambda kind: latency / max(self.devices.d0.draft_seconds(kind), 1e-9))
 
     def _cut(self, stages: int) -> list[StageEngine]:
         """The model in so many pieces; loaded when first wanted, and kept."""

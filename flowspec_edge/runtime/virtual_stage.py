@@ -1,16 +1,17 @@
 """One verification device in virtual time: a queue, a stage engine, and a cost for each segment.
 
-Knows when the device is busy and what a cancel cuts short.  Does not know who sends or receives.
+Knows when the device is busy and what a cancel or the end of a session cuts short.  Does not know who
+sends or receives.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from flowspec_edge.messages import Cancel, Output, Prune, Segment, Tap
+from flowspec_edge.messages import Cancel, Close, Output, Prune, Segment, Tap
 from flowspec_edge.runtime.events import Clock, Span
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.rows import emptied
@@ -28,14 +29,25 @@ class _Job:
 
 
 @dataclass(eq=False)
+class Share:
+    """What a stage has done for one session."""
+
+    compute_s: float = 0.0
+    rows: int = 0
+    segments: int = 0
+    cancelled: int = 0
+
+
+@dataclass(eq=False)
 class VirtualStage:
     """A stage engine that takes made-up time.
 
     seconds   what a segment of so many rows takes, with so many rows in the cache
     layers    equal steps of that time, between which a cancel is seen
     forward   takes each message that leaves the stage
-    finished  called with a segment's run when the stage is done with it
+    finished  called with each segment when the stage is done with it
     spans     where the stage notes when it was busy
+    shares    what it has done, by session
     """
 
     index: int  # from 1
@@ -44,16 +56,13 @@ class VirtualStage:
     seconds: Callable[[int, int], float]
     layers: float
     forward: Callable[[Segment | Output | Tap], None]
-    finished: Callable[[int], None]
+    finished: Callable[[Segment], None]
     spans: list[Span]
     queue: deque[Segment] = field(default_factory=deque)
-    compute_s: float = 0.0
-    rows: int = 0
-    segments: int = 0
-    cancelled: int = 0
+    shares: defaultdict[int, Share] = field(default_factory=lambda: defaultdict(Share))
     _job: _Job | None = None
 
-    def receive(self, message: Segment | Prune | Cancel) -> None:
+    def receive(self, message: Segment | Prune | Cancel | Close) -> None:
         """A message has arrived over one of the links."""
         match message:
             case Segment():
@@ -63,7 +72,11 @@ class VirtualStage:
                 self.engine.prune(message)
             case Cancel():
                 self.engine.cancel(message)
-                self._break_off(message)
+                if self._job and self._job.segment.run in message.runs:
+                    self._break_off(message.session)
+            case Close():
+                self.engine.close(message)
+                self._break_off(message.session)
 
     def _start(self) -> None:
         if self._job or not self.queue:
@@ -71,24 +84,25 @@ class VirtualStage:
         segment = self.queue.popleft()
         admitted = self.engine.admit(segment)
         if admitted is None:
+            self.finished(segment)
             self._start()
             return
         before = self.engine.counters["cancelled"]
         # The tokens are computed at once, the time they take is charged: nothing that arrives
         # meanwhile could change them, for hints never change what a live row sees.
-        context = self.engine.cached
+        context = self.engine.cached(segment.session)
         taps, output = self.engine.compute(admitted)
         skipped = self.engine.counters["cancelled"] > before
         seconds = 0.0 if skipped else self.seconds(len(admitted.numbers), context)
-        self.cancelled += skipped
+        self.shares[segment.session].cancelled += skipped
         now = self.clock.now
         job = self._job = _Job(admitted, now, now + seconds, [*taps, output], skipped)
         self.clock.at(job.end, lambda: self._finish(job))
 
-    def _break_off(self, message: Cancel) -> None:
-        """The stage polls between layers: a job that was cancelled ends with the layer it is in."""
+    def _break_off(self, session: int) -> None:
+        """The stage polls between layers: a job that is given up ends with the layer it is in."""
         job = self._job
-        if job is None or job.cancelled or job.segment.run not in message.runs:
+        if job is None or job.cancelled or job.segment.session != session:
             return
         layer = (job.end - job.start) / max(self.layers, 1.0)
         if layer <= 0:
@@ -96,7 +110,7 @@ class VirtualStage:
         done = math.ceil((self.clock.now - job.start) / layer - 1e-9)
         end = min(job.end, job.start + done * layer)
         messages = [emptied(m) for m in job.messages if not isinstance(m, Tap)]
-        self.cancelled += 1
+        self.shares[session].cancelled += 1
         self._job = short = _Job(job.segment, job.start, end, list(messages), True)
         self.clock.at(max(end, self.clock.now), lambda: self._finish(short))
 
@@ -104,15 +118,15 @@ class VirtualStage:
         if self._job is not job:
             return  # it was broken off, and that was its end
         self._job = None
-        rows = len(job.segment.numbers)
-        self.compute_s += job.end - job.start
+        rows, share = len(job.segment.numbers), self.shares[job.segment.session]
+        share.compute_s += job.end - job.start
         if not job.cancelled:
-            self.rows += rows
-            self.segments += rows > 0
+            share.rows += rows
+            share.segments += rows > 0
         if job.end > job.start:
             self.spans.append(Span(self.index, "compute", job.start, job.end, job.segment.run, rows,
-                                   job.cancelled))
+                                   job.cancelled, job.segment.session))
         for message in job.messages:
             self.forward(message)
-        self.finished(job.segment.run)
+        self.finished(job.segment)
         self._start()

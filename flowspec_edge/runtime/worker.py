@@ -15,11 +15,9 @@ import os
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from types import FrameType
 from typing import Any
 
@@ -33,6 +31,7 @@ from flowspec_edge.messages import (
     Hello,
     Message,
     Open,
+    Output,
     Prune,
     Segment,
     Shutdown,
@@ -40,6 +39,7 @@ from flowspec_edge.messages import (
 from flowspec_edge.runtime.emulated_links import EmulatedTransport
 from flowspec_edge.runtime.emulation import Emulation
 from flowspec_edge.runtime.engine import Engine
+from flowspec_edge.runtime.worker_books import Books
 from flowspec_edge.runtime.workerconfig import WorkerConfig
 from flowspec_edge.transport import keys
 from flowspec_edge.transport.base import ClientLink, Link, Transport
@@ -86,13 +86,12 @@ class Worker:
         self._links = links
         self._engine = engine
         self._hello = hello
-        self._opened = (-1, -1)  # newest session and epoch
-        self._open = False
+        self._books = Books()
+        self._breaks = 0  # of the link to the next stage, when the first of the open sessions began
         self._beat_at = 0.0
         self._check_at = 0.0
         self._broken_at: float | None = None  # when the link to the next stage was seen to have broken
         self._greeted = 0  # breaks of the control link that D0 has been greeted after
-        self._start_counting()
 
     def run(self) -> None:
         """Serve until Shutdown; raises FlowspecError when the stage cannot go on."""
@@ -109,6 +108,7 @@ class Worker:
     # ---- data ----------------------------------------------------------------------------------
 
     def _next_segment(self) -> Segment | None:
+        before = self._links.previous.bytes_in
         message = self._links.previous.receive()
         if message is None:
             self._sleep()
@@ -117,38 +117,53 @@ class Worker:
             raise ProtocolError(f"{self._links.previous.name}: a {type(message).__name__} is no segment")
         # The two channels are not ordered: a session's first segment may overtake its Open.
         deadline = time.monotonic() + self._config.open_within_s
-        while (message.session, message.epoch) > self._opened:
+        while self._books.expected(message.session, message.epoch):
             if time.monotonic() > deadline:
                 raise ProtocolError(f"a segment of session {message.session} came, but in "
                                     f"{self._config.open_within_s:g} s no Open for it")
             self._sleep(data=False)
             self._tick()
+        for share in self._books.shares(message.session):
+            share.bytes_in += self._links.previous.bytes_in - before
         return message
 
     def _work(self, segment: Segment) -> None:
         start = time.perf_counter()
         admitted = self._engine.admit(segment)
         if admitted is None:
+            self._credit(segment)  # it took a slot all the same
             return
         hands_on = self._config.tensor_parallel and self._config.stage < self._config.stages
         if hands_on:  # first, for nobody can begin without the next rank
-            self._send(self._links.next, segment)
+            self._send_on(segment)
         try:
             taps, result = self._engine.compute(admitted, self._tick)
         except PeerLost:
             self._linger()
             raise
         seconds = time.perf_counter() - start
-        self._compute_s += seconds
-        self._tokens += len(segment.committed)
-        if len(admitted.numbers):
-            self._slots.append(seconds)
-        if self._config.stage == 1:  # first, for this stage may have nothing else to do
-            self._send(self._links.control, Credit(segment.session, segment.epoch, segment.run))
+        for share in self._books.shares(segment.session):
+            share.compute_s += seconds
+            share.tokens += len(segment.committed)
+            if len(admitted.numbers):
+                share.slots.append(seconds)
+        self._credit(segment)  # first, for this stage may have nothing else to do
         for tap in taps:
             self._send(self._links.control, tap)
         if not hands_on:
-            self._send(self._links.next, result)
+            self._send_on(result)
+
+    def _credit(self, segment: Segment) -> None:
+        """V1 tells D0 that it has room again."""
+        if self._config.stage == 1:
+            self._send(self._links.control, Credit(segment.session, segment.epoch, segment.run))
+
+    def _send_on(self, message: Segment | Output) -> None:
+        """To the next device."""
+        before = self._links.next.bytes_out
+        self._send(self._links.next, message)
+        for share in self._books.shares(message.session):
+            share.bytes_out += self._links.next.bytes_out - before
 
     def _linger(self) -> None:
         """Another rank is lost: go on answering until D0 has found out which, or had time to."""
@@ -172,8 +187,8 @@ class Worker:
         incoming = [self._links.control, self._links.previous] if data else [self._links.control]
         due = max(0.0, min(self._beat_at - start, self._check_at - start, most))
         self._links.transport.wait(incoming, [room] if room else [], due)
-        if self._open and most == math.inf:
-            self._wait_s += time.monotonic() - start
+        if most == math.inf:
+            self._books.waited(time.monotonic() - start)
 
     # ---- control -------------------------------------------------------------------------------
 
@@ -198,14 +213,14 @@ class Worker:
                 self._engine.cancel(message)
             case Open():
                 self._engine.open(message)
-                self._opened = max(self._opened, (message.session, message.epoch))
-                self._open = True
-                self._start_counting()
+                if self._books.open(message.session, message.epoch, message.beside):
+                    self._breaks = self._links.next.breaks()
             case Close():
-                self._engine.close(message)
-                if message.session == self._opened[0]:
-                    self._open = False
+                if message.session in self._books:
                     self._beat(closed=message.session)
+                    self._books.close(message.session)
+                    self._beat()  # what this session's end adds to the stage's line
+                self._engine.close(message)
             case Shutdown():
                 log.info("V%d ends: %s", self._config.stage, message.reason)
                 raise Stopped
@@ -219,11 +234,11 @@ class Worker:
             raise PeerLost("the process that started this stage is gone")
         for link, peer in ((links.control, "D0"), (links.next, "the next device")):
             # A stage that nobody here started waits for its peers as long as no session is open.
-            if (config.parent or self._open) and link.lost_for() > config.lost_after_s:
+            if (config.parent or self._books) and link.lost_for() > config.lost_after_s:
                 raise PeerLost(f"{link.name}: no connection to {peer} for {config.lost_after_s:g} s")
         if links.control.breaks() > self._greeted and not links.control.lost_for():
             self._greet()  # D0 is back, or another one
-        if not self._open or links.next.breaks() == self._breaks:
+        if not self._books or links.next.breaks() == self._breaks:
             self._broken_at = None
         elif self._broken_at is None:
             self._broken_at = time.monotonic()
@@ -236,25 +251,17 @@ class Worker:
         self._greeted = self._links.control.breaks()
         self._links.control.send(self._hello)
 
-    def _start_counting(self) -> None:
-        self._compute_s = self._wait_s = 0.0
-        self._tokens = 0
-        self._slots: deque[float] = deque(maxlen=1024)  # seconds of the newest segments with rows
-        self._bytes_before = (self._links.previous.bytes_in, self._links.next.bytes_out)
-        self._breaks = self._links.next.breaks()
-
     def _beat(self, closed: int | None = None) -> None:
-        """A heartbeat; dropped if D0 has no room, for the next one says it all."""
-        self._beat_at = time.monotonic() + self._config.heartbeat_s
-        bytes_in, bytes_out = self._bytes_before
-        counters = {
-            **self._engine.counters, "compute_s": self._compute_s, "wait_s": self._wait_s,
-            "slot_s": median(self._slots) if self._slots else 0.0, "tokens": self._tokens,
-            "bytes_in": self._links.previous.bytes_in - bytes_in,
-            "bytes_out": self._links.next.bytes_out - bytes_out,
-        }
-        if closed is not None:
-            counters["closed"] = closed
+        """A heartbeat; dropped if D0 has no room, for the next one says it all.
+
+        It is on all sessions together, and the last one on a session, ``closed``, on this one alone.
+        """
+        if closed is None:
+            self._beat_at = time.monotonic() + self._config.heartbeat_s
+            counters = {**self._engine.counters, **self._books.total.counters()}
+        else:
+            own = self._books.shares(closed)[-1]
+            counters = {**self._engine.counters_of(closed), **own.counters(), "closed": closed}
         self._links.control.send(Heartbeat(self._config.instance, self._config.stage, counters))
 
 

@@ -1,4 +1,4 @@
-"""The state machine of one stage: messages in, messages out, for one session at a time.
+"""The state machine of one stage: messages in, messages out, for any number of sessions.
 
 Knows when a row is stale, dead, orphaned or cancelled, and keeps the cache true to that.  Does
 not know sockets, clocks, trees or the other stages; a worker or a simulation drives it:
@@ -6,8 +6,8 @@ not know sockets, clocks, trees or the other stages; a worker or a simulation dr
     admitted = engine.admit(segment)          # None: stale, nothing to do
     taps, result = engine.compute(admitted)   # a Segment for the next stage, or an Output
 
-Prunes, cancels and even a new Open may come at any moment, also between the layers of a running
-``compute`` (from its ``poll`` callback).
+Prunes, cancels, and Opens and Closes of any session, may come at any moment, also between the layers
+of a running ``compute`` (from its ``poll`` callback).  Sessions share nothing but the weights.
 """
 
 from __future__ import annotations
@@ -61,57 +61,82 @@ class _Session:
     cancelled: set[int] = field(default_factory=set)
     computing: bool = False
     deferred: list[Prune] = field(default_factory=list)  # came while computing; not yet in the cache
+    counters: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTERS, 0))
 
 
 class StageEngine:
-    """Runs one shard.  ``counters`` are those of the session, for Heartbeats."""
+    """Runs one shard."""
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
-        self.counters: dict[str, float] = dict.fromkeys(_COUNTERS, 0)
-        self._session: _Session | None = None
+        self._sessions: dict[int, _Session] = {}  # by number, in the order of their Opens
+        self._past: dict[str, float] = dict.fromkeys(_COUNTERS, 0)  # of no session, or of ended ones
+        self._spare: KVCache | None = None  # of the session that was closed last
         self._wire = wire_name(shard.dtype)
 
     @property
-    def cache(self) -> KVCache | None:
-        """The open session's cache."""
-        return self._session.cache if self._session else None
+    def sessions(self) -> tuple[int, ...]:
+        """The open sessions, the one opened first first."""
+        return tuple(self._sessions)
 
     @property
-    def cached(self) -> int:
-        """Rows in the open session's cache."""
-        return len(self._session.cache.numbers) if self._session else 0
+    def counters(self) -> dict[str, float]:
+        """Of all sessions since one was opened that had no other beside it, for Heartbeats."""
+        every = [self._past, *(state.counters for state in self._sessions.values())]
+        return {name: sum(counters[name] for counters in every) for name in _COUNTERS}
+
+    def counters_of(self, session: int) -> dict[str, float]:
+        """An open session's own; zeros for one that is not open."""
+        state = self._sessions.get(session)
+        return dict(state.counters) if state else dict.fromkeys(_COUNTERS, 0)
+
+    @property
+    def cache(self) -> KVCache | None:
+        """The cache of the session opened last."""
+        return next(reversed(self._sessions.values())).cache if self._sessions else None
+
+    def cache_of(self, session: int) -> KVCache | None:
+        """An open session's cache."""
+        state = self._sessions.get(session)
+        return state.cache if state else None
+
+    def cached(self, session: int) -> int:
+        """Rows in a session's cache."""
+        state = self._sessions.get(session)
+        return len(state.cache) if state else 0
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes preallocated for the open session."""
-        return self._session.cache.nbytes if self._session else 0
+        """Bytes preallocated for the open sessions."""
+        return sum(state.cache.nbytes for state in self._sessions.values())
 
     # -- control messages ------------------------------------------------------------------
 
     def open(self, message: Open) -> None:
-        """Start a session, or restart it with a higher epoch; whatever was open is given up.
+        """Start a session, or restart it with a higher epoch; every other that the message does not
+        name is given up.
 
         ProtocolError for another protocol version, FlowspecError if the cache does not fit.
         """
         if message.version != PROTOCOL_VERSION:
             raise ProtocolError(f"D0 speaks protocol version {message.version}, this stage "
                                 f"{PROTOCOL_VERSION}: install the same release on all devices")
-        old = self._session
-        if old and old.session == message.session and message.epoch <= old.epoch:
-            self.counters["dropped_stale"] += 1
+        if message.session in self._sessions and message.epoch <= self._sessions[message.session].epoch:
+            self._past["dropped_stale"] += 1
             return
-        self._session = None
-        cache = self._cache(message.capacity, old.cache if old else None)
-        self._session = _Session(message.session, message.epoch, cache)
-        self.counters = dict.fromkeys(_COUNTERS, 0)
+        ended = [n for n in self._sessions if n == message.session or n not in message.beside]
+        caches = [self._end(number) for number in ended]
+        cache = self._cache(message.capacity, caches)
+        if not self._sessions:
+            self._past = dict.fromkeys(_COUNTERS, 0)
+        self._sessions[message.session] = _Session(message.session, message.epoch, cache)
 
     def close(self, message: Close) -> None:
-        """End the session and free its cache."""
-        if self._session and self._session.session == message.session:
-            self._session = None
+        """End the session; its cache's memory stays for the next Open, which uses or frees it."""
+        if message.session in self._sessions:
+            self._spare = self._end(message.session)
         else:
-            self.counters["dropped_stale"] += 1
+            self._past["dropped_stale"] += 1
 
     def prune(self, message: Prune) -> None:
         """Give up the rows that ``message`` no longer wants: held, running, or yet to come."""
@@ -142,7 +167,7 @@ class StageEngine:
         if state is None:
             return None
         if state.run is not None and segment.run <= state.run:
-            self.counters["dropped_stale"] += 1
+            state.counters["dropped_stale"] += 1
             return None
         self._check(state, segment)
         self._commit(state, segment)
@@ -151,7 +176,7 @@ class StageEngine:
         state.prunes.arrived(segment.first)
         gone = state.prunes.dead(segment.numbers)
         gone |= (segment.numbers < segment.base) & ~rows.member(segment.numbers, segment.committed)
-        return self._without(segment, gone)
+        return self._without(state, segment, gone)
 
     @torch.inference_mode()
     def compute(self, admitted: Segment, poll: Poll | None = None) -> tuple[list[Tap], Segment | Output]:
@@ -161,14 +186,14 @@ class StageEngine:
         from the last one, the Output.  Rows that died meanwhile are taken out; a run that was
         cancelled, or whose session is gone, comes out empty.  FlowspecError if the cache is full.
         """
-        state = self._session
-        if state is None or (state.session, state.epoch) != (admitted.session, admitted.epoch):
+        state = self._sessions.get(admitted.session)
+        if state is None or state.epoch != admitted.epoch:
             return [], self._result(admitted, None)
-        self.counters["segments"] += 1
-        segment = self._without(admitted, state.prunes.dead(admitted.numbers))
+        state.counters["segments"] += 1
+        segment = self._without(state, admitted, state.prunes.dead(admitted.numbers))
         mask, orphans = rows.visible(segment, state.cache.numbers)
         if orphans.any():
-            self.counters["orphan_rows"] += int(orphans.sum())
+            state.counters["orphan_rows"] += int(orphans.sum())
             segment = rows.take(segment, ~orphans)
             mask, _ = rows.visible(segment, state.cache.numbers)
         state.cache.reserve(len(segment.numbers))
@@ -182,7 +207,7 @@ class StageEngine:
             self._settle(state)
         if hidden is None:
             return [], self._result(segment, None)
-        self.counters["rows"] += len(segment.numbers)
+        state.counters["rows"] += len(segment.numbers)
         return self._emit(state, segment, taps, hidden)
 
     # -- inside ----------------------------------------------------------------------------
@@ -215,24 +240,24 @@ class StageEngine:
         return taps, forward.outputs(self.shard, hidden)
 
     def _given_up(self, state: _Session, segment: Segment) -> bool:
-        if self._session is not state:
+        if not self._is_open(state):
             return True
         if segment.run in state.cancelled:
-            self.counters["cancelled"] += 1
+            state.counters["cancelled"] += 1
             return True
         return False
 
     def _settle(self, state: _Session) -> None:
         """Apply the prunes that came while the cache was in use."""
         deferred, state.deferred = state.deferred, []
-        if self._session is state:
+        if self._is_open(state):
             for message in deferred:
                 self._drop_cached(state, ~dead(message, state.cache.numbers))
 
     def _emit(self, state: _Session, segment: Segment, taps: list[tuple[int, Tensor]],
               hidden: Tensor) -> tuple[list[Tap], Segment | Output]:
         gone = state.prunes.dead(segment.numbers)
-        alive = self._without(segment, gone)
+        alive = self._without(state, segment, gone)
         messages = [
             Tap(segment.session, segment.epoch, segment.run, layer, alive.numbers, _payload(states, gone))
             for layer, states in taps
@@ -248,19 +273,30 @@ class StageEngine:
             return Output(segment.session, segment.epoch, segment.run, segment.numbers, hidden)
         return replace(segment, tokens=None, hidden=hidden)
 
-    def _without(self, segment: Segment, gone: rows.Bool) -> Segment:
+    def _without(self, state: _Session, segment: Segment, gone: rows.Bool) -> Segment:
         if not gone.any():
             return segment
-        self.counters["pruned_rows"] += int(gone.sum())
+        state.counters["pruned_rows"] += int(gone.sum())
         return rows.take(segment, ~gone)
 
     def _current(self, message: Prune | Cancel | Segment) -> _Session | None:
-        """The open session if ``message`` belongs to it; otherwise counts it as stale."""
-        state = self._session
-        if state and (state.session, state.epoch) == (message.session, message.epoch):
+        """The open session that ``message`` belongs to; otherwise counts it as stale."""
+        state = self._sessions.get(message.session)
+        if state and state.epoch == message.epoch:
             return state
-        self.counters["dropped_stale"] += 1
+        self._past["dropped_stale"] += 1
         return None
+
+    def _is_open(self, state: _Session) -> bool:
+        """Whether ``state`` has been neither closed nor given up, nor opened again."""
+        return self._sessions.get(state.session) is state
+
+    def _end(self, session: int) -> KVCache:
+        """Forget a session but for its counters; its cache, which nothing uses any more."""
+        state = self._sessions.pop(session)
+        for name, value in state.counters.items():
+            self._past[name] += value
+        return state.cache
 
     def _check(self, state: _Session, segment: Segment) -> None:
         vocabulary = None if self.shard.embed is None else int(self.shard.config.vocab_size)
@@ -285,15 +321,21 @@ class StageEngine:
         state.base = segment.base
 
     def _drop_cached(self, state: _Session, keep: rows.Bool) -> None:
-        self.counters["pruned_cached"] += state.cache.keep(keep)
+        state.counters["pruned_cached"] += state.cache.keep(keep)
 
-    def _cache(self, capacity: int, old: KVCache | None) -> KVCache:
-        """An empty cache; the old one's memory where the size is the same."""
+    def _cache(self, capacity: int, ended: list[KVCache]) -> KVCache:
+        """An empty cache: the memory of one that has ended where the size is the same, and no other
+        of those is kept."""
         if capacity < 1:
             raise ProtocolError(f"a session cannot have a capacity of {capacity} rows")
-        if old is not None and old.capacity == capacity:
-            old.clear()
-            return old
+        if self._spare is not None:
+            ended.append(self._spare)
+            self._spare = None
+        for cache in ended:
+            if cache.capacity == capacity:
+                cache.clear()
+                return cache
+        ended.clear()  # before more is asked for
         shard = self.shard
         try:
             return KVCache(shard.layers, shard.kv_heads, shard.head_dim, capacity, shard.dtype, shard.device)

@@ -1,10 +1,11 @@
 """The state machine of one tensor-parallel rank: a stage engine that never disagrees with the others.
 
 All ranks must run the same rows in the same order, or a collective waits for ever.  So only what is
-in segments counts, which come to every rank in one order: sessions change with the first segment
-of a new one, not when its Open arrives; prunes and cancels, which are hints, are ignored; and what
-has been begun is finished.  Knows that a collective may wait for long, and lets the caller go on
-meanwhile.  Does not know how ranks are connected.
+in segments counts, which come to every rank in one order: a session begins with its first segment,
+not when its Open arrives, and ends with the first segment of one that it does not go on beside;
+prunes and cancels, which are hints, are ignored; and what has been begun is finished.  Knows that a
+collective may wait for long, and lets the caller go on meanwhile.  Does not know how ranks are
+connected.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class TensorEngine:
     def __init__(self, shard: TensorShard, group: Group) -> None:
         self._engine = StageEngine(shard)
         self._group = group
-        self._bytes_before = 0  # sent in former sessions
+        self._bytes_before = 0  # sent before the sessions that are open
+        self._bytes: dict[int, int] = {}  # sent for each of them
         self._opens: deque[Open] = deque()  # whose segments have not come
         self._lane = _Lane()
 
@@ -41,18 +43,21 @@ class TensorEngine:
         """The stage engine's, and the bytes that the rank sent in collectives."""
         return {**self._engine.counters, "collective_bytes": self._group.bytes_sent - self._bytes_before}
 
-    @property
-    def cached(self) -> int:
-        """Rows in the cache of the session that segments come for."""
-        return self._engine.cached
+    def counters_of(self, session: int) -> dict[str, float]:
+        """One session's share of :attr:`counters`."""
+        return {**self._engine.counters_of(session), "collective_bytes": self._bytes.get(session, 0)}
+
+    def cached(self, session: int) -> int:
+        """See :class:`StageEngine`."""
+        return self._engine.cached(session)
 
     def open(self, message: Open) -> None:
         """Remember the session until its first segment is here."""
         self._opens.append(message)
 
     def close(self, message: Close) -> None:
-        """Nothing: a segment may be on its way that other ranks have begun.  The cache stays for the
-        next session."""
+        """Nothing: a segment may be on its way that other ranks have begun.  The cache stays until the
+        first segment of a session opened later."""
 
     def prune(self, message: Prune) -> None:
         """Nothing: ranks would see it between different segments, and drop different rows."""
@@ -65,13 +70,18 @@ class TensorEngine:
         if segment.taps:
             raise ProtocolError(f"segment {segment.run} of session {segment.session} wants taps; "
                                 "tensor-parallel ranks send none")
-        newest, reached = None, (segment.session, segment.epoch)
-        while self._opens and (self._opens[0].session, self._opens[0].epoch) <= reached:
-            newest = self._opens.popleft()
-        if newest is not None:
-            self._engine.open(newest)
-            self._bytes_before = self._group.bytes_sent
+        if (segment.session, segment.epoch) in [(o.session, o.epoch) for o in self._opens]:
+            while not self._begin(self._opens.popleft(), segment):
+                pass
         return self._engine.admit(segment)
+
+    def _begin(self, message: Open, segment: Segment) -> bool:
+        """Start a session; whether it is that of ``segment``."""
+        self._engine.open(message)
+        self._bytes = {n: self._bytes.get(n, 0) for n in self._engine.sessions if n != message.session}
+        if not self._bytes:
+            self._bytes_before = self._group.bytes_sent
+        return (message.session, message.epoch) == (segment.session, segment.epoch)
 
     def compute(self, admitted: Segment, poll: Poll | None = None) -> tuple[list[Tap], Segment | Output]:
         """Run all layers together with the other ranks; the Output, with all rows, on every one.
@@ -79,7 +89,11 @@ class TensorEngine:
         ``poll`` is called every now and then, also while the others are waited for; if it raises,
         the rank must not be used again.  PeerLost if another rank is gone.
         """
-        return self._lane.run(lambda: self._engine.compute(admitted), poll)
+        before, session = self._group.bytes_sent, admitted.session
+        try:
+            return self._lane.run(lambda: self._engine.compute(admitted), poll)
+        finally:
+            self._bytes[session] = self._bytes.get(session, 0) + self._group.bytes_sent - before
 
 
 class _Lane:

@@ -59,7 +59,7 @@ _ROWS = Array("int32", ("n",))
 
 # Of each message the scalar fields and the array fields, in the order in which they are sent.
 _FIELDS: dict[type, tuple[dict[str, Scalar], dict[str, ArrayField]]] = {
-    m.Open: ({**_SESSION, "capacity": Int(low=1), "version": Int()}, {}),
+    m.Open: ({**_SESSION, "capacity": Int(low=1), "version": Int(), "beside": Ints()}, {}),
     m.Close: ({"session": Int()}, {}),
     m.Segment: (
         {**_SESSION, "run": Int(), "first": Int(), "stop": Int(), "base": Int(), "taps": Ints()},

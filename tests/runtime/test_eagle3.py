@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from flowspec_edge.config import load_profile
 from flowspec_edge.drafting.eagle3 import Eagle3Drafter
 from flowspec_edge.errors import UsageError
-from flowspec_edge.messages import Cancel, Credit, Output, Payload, Segment, Tap
+from flowspec_edge.messages import Cancel, Close, Credit, Output, Payload, Segment, Tap
 from flowspec_edge.runtime.clusters import LocalClusters
 from flowspec_edge.runtime.coordinator import Coordinator, Draft, Verify
 from flowspec_edge.runtime.device0 import DraftDevice
@@ -162,7 +162,8 @@ def test_texts_past_a_heads_limit_go_on(tiny_model: Path, tmp_path: Path, kind: 
     result = drafting.generate(request)
     assert result.tokens == plain(path, tuple(prompt), 12, SAMPLED)
     assert result.stats.accepted > 0
-    assert drafting._device0._drafters[kind]._cache._shape.window == 32  # type: ignore[attr-defined]
+    drafter = drafting._device0._drafter(kind, request.params)
+    assert drafter._cache._shape.window == 32  # type: ignore[attr-defined]
 
 
 def test_taps_are_weighed_on_the_link_of_the_stage_that_made_them(model: Path,
@@ -177,7 +178,8 @@ def test_taps_are_weighed_on_the_link_of_the_stage_that_made_them(model: Path,
     for link, holds in zip(runs[0]._taps, (1, 1, 1, 0), strict=True):  # after 2, 4, 5 of 8 layers
         assert holds * rows * 8192 <= link.bytes <= holds * (rows * 8192 + segments * 400 + rows * 8)
     every = (*runs[0]._data, *runs[0]._control, *runs[0]._taps, runs[0]._back)
-    assert result.stats.bytes == sum(link.bytes for link in every)
+    closing = 4 * wire_bytes(Close(1), PROFILE)  # after the text was complete
+    assert result.stats.bytes == sum(link.bytes for link in every) - closing
 
 
 def test_a_tap_weighs_what_the_profiles_states_weigh() -> None:

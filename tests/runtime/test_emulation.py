@@ -79,7 +79,7 @@ def test_a_segment_takes_what_its_rows_and_the_context_cost(tiny_model: Path) ->
         _, output = engine.compute(admitted, ticks.poll)
         assert len(output.numbers) == rows
         assert ticks.now - before == pytest.approx(0.1 * rows + 0.001 * context)
-    assert engine.cached == 9
+    assert engine.cached(1) == 9
     assert engine.counters["late_s"] == 0
 
 

@@ -68,7 +68,15 @@ def test_a_session_is_over_when_all_have_closed_it(members: Members) -> None:
     members.heard("v2", Heartbeat("v2", 2, {"closed": 7.0}), 0.0)
     assert members.all_closed(7)
     assert not members.all_closed(8)
-    assert members.counters()[0]["rows"] == 3
+    assert members.take_closed(7)[0]["rows"] == 3
+    assert not members.all_closed(7)
+
+
+def test_a_stage_without_a_last_report_is_taken_at_its_word(members: Members) -> None:
+    members.heard("v1", Heartbeat("v1", 1, {"rows": 5.0}), 0.0)
+    members.heard("v1", Heartbeat("v1", 1, {"closed": 8.0, "rows": 2.0}), 0.0)
+    assert [stage.get("rows") for stage in members.take_closed(7)] == [5.0, None]
+    assert members.take_closed(8)[0]["rows"] == 2.0
 
 
 COUNTERS = {"compute_s": 0.061, "wait_s": 0.012, "bytes_in": 1.2e6, "bytes_out": 950.0,

@@ -55,7 +55,7 @@ def test_a_cancel_costs_the_layer_it_comes_in_and_a_waiting_run_nothing(tiny_mod
     """A stage of eight layers, a second each, gets four runs at once; two are cancelled at 9.5 s."""
     clock, ledger = Clock(), Ledger()
     sent: list[Segment | Output | Tap] = []
-    finished: list[int] = []
+    finished: list[Segment] = []
     spans: list[Span] = []
     stage = VirtualStage(1, clock, StageEngine(load_shard(tiny_model / "target", 0, 1, "fp32")),
                          lambda rows, context: 8.0, 8, sent.append, finished.append, spans)
@@ -72,8 +72,9 @@ def test_a_cancel_costs_the_layer_it_comes_in_and_a_waiting_run_nothing(tiny_mod
     assert [(s.start, s.end, s.run, s.cancelled) for s in spans] == [
         (0, 8, 0, False), (8, 10, 1, True), (10, 18, 3, False)]
     assert [(m.run, len(m.numbers)) for m in sent] == [(0, 1), (1, 0), (2, 0), (3, 1)]
-    assert finished == [0, 1, 2, 3]
-    assert (stage.cancelled, stage.compute_s, stage.segments, stage.rows) == (2, 18, 2, 2)
+    assert [segment.run for segment in finished] == [0, 1, 2, 3]
+    share = stage.shares[0]
+    assert (share.cancelled, share.compute_s, share.segments, share.rows) == (2, 18, 2, 2)
 
 
 def test_real_stages_skip_cancelled_runs(demo_model: Path, demo_prompts: list[list[int]]) -> None:

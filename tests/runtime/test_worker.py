@@ -68,6 +68,12 @@ class HeldEngine:
         self.calls: list[Message] = []
         self.started = threading.Event()
 
+    def counters_of(self, session: int) -> dict[str, float]:
+        return self.counters
+
+    def cached(self, session: int) -> int:
+        return 0
+
     def open(self, message: Open) -> None:
         self.calls.append(message)
 
@@ -227,6 +233,33 @@ def test_a_segment_whose_open_never_comes_is_an_error(start: Start, real: StageE
     error = stage.ended()
     assert isinstance(error, ProtocolError)
     assert "segment of session 7" in str(error)
+
+
+def test_two_sessions_each_have_their_own_counters(start: Start, real: StageEngine) -> None:
+    """The end of one leaves the other; the last report is on its own share, the others on both."""
+    stage = start(real)
+    stage.tell(Open(1, 0, 64))
+    stage.tell(Open(2, 0, 64, beside=(1,)))
+    for run in range(2):
+        for session, rows in ((1, 2), (2, 3)):
+            stage.give(segment(run, rows=rows, session=session))
+            output = stage.result()
+            assert (output.session, output.run, len(output.numbers)) == (session, run, rows)
+    sent = stage.first.bytes_out
+    stage.tell(Close(1))
+    first = stage.hear(Heartbeat, lambda beat: beat.counters.get("closed") == 1).counters
+    assert (first["segments"], first["rows"], first["tokens"]) == (2, 4, 2)
+    both = stage.hear(Heartbeat).counters
+    assert (both["segments"], both["rows"], both["tokens"], both["bytes_in"]) == (4, 10, 5, sent)
+    stage.give(segment(2, rows=2, session=1))  # was on its way: no output, but V1 has room again
+    stage.hear(Credit, lambda credit: (credit.session, credit.run) == (1, 2))
+    stage.give(segment(2, rows=3, session=2))
+    assert stage.result().session == 2
+    stage.tell(Close(2))
+    second = stage.hear(Heartbeat, lambda beat: beat.counters.get("closed") == 2).counters
+    assert (second["segments"], second["rows"]) == (3, 9)
+    assert first["bytes_in"] < sent - first["bytes_in"] < second["bytes_in"]
+    assert min(first["compute_s"], second["compute_s"]) > 0
 
 
 def test_a_stale_segment_is_dropped_without_a_word(start: Start, real: StageEngine) -> None:

@@ -8,20 +8,19 @@ two layers, after, twice, out of order.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stagekit import Book, Oracle, assert_cache, assert_rows, random_tokens
+from stagekit import Oracle, assert_cache, assert_rows
+from storykit import VOCAB, Story, stories
 from tiny import tiny_llama
 
 from flowspec_edge.messages import Open, Output, Prune, Segment
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.shard import Shard, load_shard
 
-VOCAB = 97
 LAYERS = 4
 STAGES = 2
 
@@ -39,55 +38,6 @@ def shards(model: Path) -> list[Shard]:
 @pytest.fixture(scope="module")
 def oracle(model: Path) -> Oracle:
     return Oracle(model)
-
-
-@dataclass
-class Story:
-    """What D0 sent, and what must be left of it."""
-
-    book: Book = field(default_factory=Book)
-    segments: list[Segment] = field(default_factory=list)
-    prunes: list[Prune] = field(default_factory=list)
-
-    @property
-    def survivors(self) -> list[int]:
-        """What the last segment and the last prune leave: the committed and the live numbers."""
-        return sorted({*self.book.committed, *self.book.live()})
-
-
-@st.composite
-def stories(draw: st.DrawFn) -> Story:
-    """A prompt in up to two chunks, then some rounds of growing, committing, missing, pruning."""
-    story = Story()
-    book = story.book
-    tokens = iter(random_tokens(200, VOCAB, seed=draw(st.integers(0, 3))))
-    for size in draw(st.sampled_from([[5], [3, 2], [1, 4]])):
-        story.segments.append(book.text([next(tokens) for _ in range(size)]))
-    book.ledger.skip_prune()
-    for _ in range(draw(st.integers(1, 6))):
-        act = draw(st.sampled_from(["grow", "grow", "commit", "miss", "prune"]))
-        root = book.committed[-1]
-        alive = sorted(book.live())
-        children = [n for n in alive if len(book.paths[n]) == len(book.paths[root]) + 1]
-        if act == "grow":
-            for choice in draw(st.lists(st.integers(0, 30), max_size=5)):
-                parents = [root, *sorted(book.live())]
-                book.add(next(tokens), parents[choice % len(parents)])
-            story.segments.append(book.ledger.seal())
-        elif act == "commit" and children:
-            book.commit(draw(st.sampled_from(children)))
-            story.prunes.append(book.prune())
-        elif act == "miss":
-            book.add(next(tokens), root, committed=True)
-            story.segments.append(book.ledger.seal())
-            story.prunes.append(book.prune())
-        elif act == "prune" and alive:  # D0 gives up a subtree without a commit
-            given_up = book.paths[draw(st.sampled_from(alive))]
-            book.given_up |= {n for n in alive if book.paths[n][: len(given_up)] == given_up}
-            story.prunes.append(book.prune())
-    story.segments.append(book.ledger.seal())  # empty; brings the last commits
-    story.prunes.append(book.prune())
-    return story
 
 
 Schedule = list[list[int]]  # per moment, indexes of the prunes that arrive then

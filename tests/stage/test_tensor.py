@@ -164,6 +164,29 @@ def test_sessions_change_with_the_segments(model: Path, oracle: Oracle, tmp_path
     assert first.admit(old.text([6])) is None  # of a session that every rank has left behind
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_sessions_go_on_beside_one_another(model: Path, oracle: Oracle, tmp_path: Path,
+                                           kind: TensorKind) -> None:
+    """The ranks hear of Opens and Closes at different moments; segments of both sessions alternate."""
+    ranks, books = Ranks(model, kind, 2, tmp_path), {session: Book(session) for session in (1, 2, 3)}
+    first, last = ranks.engines
+    first.open(Open(session=2, epoch=0, capacity=64, beside=(1,)))
+    assert_rows(ranks.through(books[1].text(TEXT[:5])), books[1], oracle)
+    last.open(Open(session=2, epoch=0, capacity=64, beside=(1,)))
+    assert_rows(ranks.through(books[2].text(TEXT[5:9])), books[2], oracle)
+    assert_rows(ranks.through(books[1].text(TEXT[9:])), books[1], oracle)
+    last.close(Close(1))
+    for engine in ranks.engines:
+        engine.open(Open(session=3, epoch=0, capacity=64, beside=(2,)))
+    assert_rows(ranks.through(books[2].text(TEXT[:3])), books[2], oracle)
+    assert first.counters_of(1)["rows"] == 13
+    assert_rows(ranks.through(books[3].text(TEXT[3:5])), books[3], oracle)
+    for engine in ranks.engines:
+        assert [engine.cached(session) for session in books] == [0, 7, 2]
+        assert engine.counters_of(2)["collective_bytes"] > engine.counters_of(3)["collective_bytes"] > 0
+    assert first.admit(books[1].text([6])) is None
+
+
 def test_bytes_are_counted_from_the_start_of_a_session(model: Path, tmp_path: Path) -> None:
     ranks = Ranks(model, "galaxy", 3, tmp_path)
     ring = (2 * 4 + 1) * 2  # four rings a layer and the last one; two steps each

@@ -71,7 +71,8 @@ def outputs(draw: Any) -> m.Output | m.Tap:
 
 messages = st.one_of(
     segments(), prunes(), outputs(),
-    st.builds(m.Open, ints, ints, st.integers(1, 2**40), st.integers(0, 9)),
+    st.builds(m.Open, ints, ints, st.integers(1, 2**40), st.integers(0, 9),
+              st.lists(ints, max_size=4).map(tuple)),
     st.builds(m.Close, ints), st.builds(m.Credit, ints, ints, ints),
     st.builds(m.Cancel, ints, ints, st.lists(ints, max_size=5).map(tuple)),
     st.builds(m.Hello, texts, ints, st.integers(1, 99), st.tuples(ints, ints), texts, ints),

@@ -1,0 +1,160 @@
+"""D0's loop in real time: requests that come and go, over the links to the stages.
+
+Knows in which order D0 sends, computes and listens, and what a request's figures are made of.  Does
+not know what the coordinators decide, nor how the stages were started.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from flowspec_edge.errors import FlowspecError, PeerLost
+from flowspec_edge.runtime.coordinator import Coordinator
+from flowspec_edge.runtime.emulation import Emulation, rest
+from flowspec_edge.runtime.sessions import Job, Sessions
+from flowspec_edge.runtime.stage_links import StageLinks
+from flowspec_edge.runtime.tickets import Ticket
+
+log = logging.getLogger(__name__)
+
+_LATE_SHARE = 0.02  # of the decode time, that all devices together may be late while emulating
+_LAST_REPORT_S = 2.0  # how long the stages' final counters are waited for
+_STALL_S = 120.0  # without any output while requests run and all stages answer
+
+Make = Callable[[Ticket, int], Coordinator]  # for a ticket and a session's number
+
+
+@dataclass(eq=False)
+class _Running:
+    """A request that is being answered."""
+
+    ticket: Ticket
+    coordinator: Coordinator
+    late_s: float = 0.0  # D0's own work took so much longer than it should
+    until: float = 0.0  # how long the stages' last counters are waited for, once it is over
+
+
+class RequestLoop:
+    """Any number of requests over one set of links; one thread at a time."""
+
+    def __init__(self, links: StageLinks, make: Make, emulation: Emulation | None) -> None:
+        self.slot_s = 0.0  # of a segment in the slowest stage; 0: a request's own segments tell
+        self._links = links
+        self._make = make
+        self._emulation = emulation
+        self._sessions = Sessions()
+        self._running: dict[int, _Running] = {}
+        self._closing: dict[int, _Running] = {}
+        self._session = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is not settled."""
+        return bool(self._running or self._closing)
+
+    @property
+    def open(self) -> int:
+        """How many requests have a place in the stages."""
+        return len(self._running)
+
+    def start(self, ticket: Ticket) -> None:
+        """Take in a request; one that cannot be run is settled at once."""
+        self._session = max(self._session + 1, int(time.time() * 1e3))  # above those of a former D0
+        try:
+            coordinator = self._make(ticket, self._session)
+        except BaseException as error:
+            ticket.settle(error)
+            if not isinstance(error, Exception):
+                raise
+            return
+        if not self.busy:
+            self._links.members.forget_closed()
+            self._links.collect(self._sessions.receive)  # heartbeats since the last request
+            self._links.expect_from_now()
+        self._links.bytes[self._session] = 0
+        self._running[self._session] = _Running(ticket, coordinator)
+        self._links.send(self._sessions.add(coordinator))
+
+    def step(self, idle_s: float) -> None:
+        """Send what may be sent, do the most urgent work, take what has come; if there is nothing of
+        it, wait for at most ``idle_s`` seconds.
+
+        PeerLost or ProtocolError if the stages cannot go on.
+        """
+        for session, running in list(self._running.items()):
+            if running.ticket.cancelled:
+                running.coordinator.cancel()
+                self._end(session)
+        for message in self._sessions.take_messages():
+            self._links.send(message)
+        self._links.flush()
+        job = self._sessions.next_job()
+        if job is not None:
+            self._work(job)
+        heard = self._links.collect(self._sessions.receive)
+        self._settle()
+        if not heard and job is None:
+            self._links.sleep(idle_s)
+        self._links.check()
+        if self._running and time.monotonic() - self._links.moved_at > _STALL_S:
+            raise PeerLost(f"no output for {_STALL_S:g} s, though every stage answers: a segment "
+                           "was lost; start the cluster again")
+
+    def abandon(self, error: BaseException) -> None:
+        """Settle every request with ``error``; the stages are told, if they can be."""
+        for session, running in [*self._running.items(), *self._closing.items()]:
+            if session in self._running:
+                closing = self._sessions.remove(session)
+                with suppress(FlowspecError):
+                    self._links.send(closing)
+            self._links.bytes.pop(session, None)
+            if not running.ticket.done:
+                running.ticket.settle(error)
+        self._running.clear()
+        self._closing.clear()
+
+    def _work(self, job: Job) -> None:
+        session = job.coordinator.ledger.session
+        running = self._running[session]
+        start = time.perf_counter()
+        job.coordinator.complete(job.task)
+        if self._emulation:
+            running.late_s += rest(start, self._emulation.devices.task_seconds(job.coordinator, job.task))
+        if running.ticket.on_tokens and (new := job.coordinator.new_tokens()):
+            try:
+                running.ticket.on_tokens(new)  # may block; what came meanwhile is read before anybody
+            except Exception as error:         # counts as silent
+                running.ticket.settle(error)
+                job.coordinator.cancel()
+        if job.coordinator.finished:
+            self._end(session)
+
+    def _end(self, session: int) -> None:
+        """Tell the stages; each one's last counters are part of the result."""
+        running = self._closing[session] = self._running.pop(session)
+        running.until = time.monotonic() + _LAST_REPORT_S
+        self._links.send(self._sessions.remove(session))
+
+    def _settle(self) -> None:
+        """Answer those whose last counters have come, or are late."""
+        for session, running in list(self._closing.items()):
+            if self._links.members.all_closed(session) or time.monotonic() > running.until:
+                del self._closing[session]
+                self._answer(session, running)
+
+    def _answer(self, session: int, running: _Running) -> None:
+        stages = self._links.members.take_closed(session)
+        total = self._links.bytes.pop(session) + sum(
+            int(counters.get(kind, 0)) for counters in stages for kind in ("bytes_out", "collective_bytes"))
+        slot_s = self.slot_s or max(counters.get("slot_s", 0.0) for counters in stages)
+        result = running.coordinator.result(slot_s, total, stages)
+        late = running.late_s + sum(counters.get("late_s", 0.0) for counters in stages)
+        if len(result.tokens) > 1 and late > _LATE_SHARE * result.stats.decode_s:
+            log.warning("emulation: this machine was too slow or too busy by %.2f s in %.2f s of decoding; "
+                        "figures are too low", late, result.stats.decode_s)
+        if not running.ticket.done:
+            running.ticket.settle(result)

@@ -1,0 +1,221 @@
+"""Several sessions on one stage: whatever is interleaved, each gets what it would get alone.
+
+What every session is sent is drawn as in ``test_interleavings``.  Then segments of all of them are
+mixed, and their hints, Opens and Closes come at moments of anybody's: also between the layers of
+another session's segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stagekit import Book, Oracle, assert_cache, assert_rows, engines, random_tokens, through
+from storykit import VOCAB, stories
+from tiny import tiny_llama
+
+from flowspec_edge.messages import Cancel, Close, Open, Output, Prune, Segment
+from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.shard import Shard, load_shard
+
+LAYERS = 4
+STAGES = 2
+Control = Open | Close | Prune | Cancel
+SLOTS = 2 + LAYERS // STAGES  # a segment's moments: before it, between admit and compute, before each layer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("llama"), layers=LAYERS, hidden=32, vocab=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def shards(model: Path) -> list[Shard]:
+    return [load_shard(model, i, STAGES, "fp32") for i in range(STAGES)]
+
+
+@dataclass
+class Step:
+    """A segment, and what comes over the control channel around it."""
+
+    segment: Segment
+    slots: list[list[Control]] = field(default_factory=lambda: [[] for _ in range(SLOTS)])
+
+
+def tell(engine: StageEngine, message: Control) -> None:
+    match message:
+        case Open():
+            engine.open(message)
+        case Close():
+            engine.close(message)
+        case Prune():
+            engine.prune(message)
+        case Cancel():
+            engine.cancel(message)
+
+
+def play(engine: StageEngine, steps: list[Step], after: list[Control]) -> list[Segment | Output | None]:
+    """What the stage makes of each segment; None for a stale one."""
+    results: list[Segment | Output | None] = []
+    for step in steps:
+        slots = iter(step.slots)
+
+        def deliver(slots: Iterator[list[Control]] = slots) -> None:
+            for message in next(slots, []):
+                tell(engine, message)
+
+        deliver()
+        admitted = engine.admit(step.segment)
+        deliver()
+        results.append(None if admitted is None else engine.compute(admitted, poll=deliver)[1])
+        for _ in step.slots:  # what was left over because of fewer layers
+            deliver()
+    for message in after:
+        tell(engine, message)
+    return results
+
+
+def alone(steps: list[Step], after: list[Control], session: int) -> tuple[list[Step], list[Control]]:
+    """What of all that concerns one session, in the same order."""
+    found: list[Step] = []
+    waiting: list[Control] = []
+    for step in steps:
+        own = [[m for m in slot if m.session == session] for slot in step.slots]
+        if step.segment.session != session:
+            waiting += [message for slot in own for message in slot]
+            continue
+        found.append(Step(step.segment, [waiting + own[0], *own[1:]]))
+        waiting = []
+    return found, waiting + [message for message in after if message.session == session]
+
+
+@st.composite
+def mixtures(draw: st.DrawFn, sessions: int) -> list[Step]:
+    """Two or three stories told at once; some sessions are closed before the end."""
+    told = [draw(stories(session)) for session in range(1, sessions + 1)]
+    left = [list(story.segments) for story in told]
+    steps: list[Step] = []
+    first: list[int] = []  # step of each session's first segment
+    while any(left):
+        known = [s for s in range(min(len(first) + 1, sessions)) if left[s]]
+        s = draw(st.sampled_from(known))
+        if s == len(first):
+            first.append(len(steps))
+        steps.append(Step(left[s].pop(0)))
+    # Slot by slot, for all steps: moment m is slot m % SLOTS of step m // SLOTS.
+    moments = [slot for step in steps for slot in step.slots]
+    opened = 0
+    for s, start in enumerate(first):
+        opened = max(opened, draw(st.integers(max(opened, (start - 1) * SLOTS), start * SLOTS)))
+        moments[opened].append(Open(s + 1, 0, 64, beside=tuple(range(1, s + 1))))
+    for s, (story, start) in enumerate(zip(told, first, strict=True)):
+        later = st.integers(start * SLOTS, len(moments) - 1)
+        for prune in story.prunes:
+            moments[draw(later)].append(prune)
+        if draw(st.booleans()):
+            moments[draw(later)].append(Cancel(s + 1, 0, (len(story.segments) - 1,)))
+        if draw(st.booleans()):
+            moments[draw(later)].append(Close(s + 1))
+    return steps
+
+
+def passed_on(steps: list[Step], results: list[Segment | Output | None]
+              ) -> tuple[list[Step], list[Control]]:
+    """What the next stage gets: the segments that this one sent on, and all of the control messages."""
+    found: list[Step] = []
+    waiting: list[Control] = []
+    for step, result in zip(steps, results, strict=True):
+        if isinstance(result, Segment):
+            found.append(Step(result, [waiting + step.slots[0], *step.slots[1:]]))
+            waiting = []
+        else:
+            waiting = waiting + [message for slot in step.slots for message in slot]
+    return found, waiting
+
+
+def same(one: Segment | Output | None, other: Segment | Output | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    assert one.hidden is not None
+    assert other.hidden is not None
+    return (type(one) is type(other) and one.run == other.run and np.array_equal(one.numbers, other.numbers)
+            and np.array_equal(one.hidden.array, other.hidden.array))
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), sessions=st.integers(2, 3))
+def test_every_session_gets_what_it_gets_alone(shards: list[Shard], data: st.DataObject,
+                                               sessions: int) -> None:
+    steps, after = data.draw(mixtures(sessions)), list[Control]()
+    for shard in shards:
+        together = StageEngine(shard)
+        results = play(together, steps, after)
+        for session in range(1, sessions + 1):
+            single = StageEngine(shard)
+            expected = play(single, *alone(steps, after, session))
+            got = [r for r, step in zip(results, steps, strict=True) if step.segment.session == session]
+            assert len(got) == len(expected)
+            assert all(map(same, got, expected))
+            mine, its = together.cache_of(session), single.cache_of(session)
+            assert (mine is None) == (its is None)
+            if mine is not None and its is not None:
+                assert mine.numbers.tolist() == its.numbers.tolist()
+                assert torch.equal(mine.rows(), its.rows())
+                assert together.counters_of(session) == single.counters_of(session)
+        steps, after = passed_on(steps, results)
+
+
+def test_each_has_its_own_text_cache_and_counters(model: Path) -> None:
+    oracle = Oracle(model)
+    [engine] = engines(model, 1, capacity=32)
+    books = {1: Book(1), 2: Book(2)}
+    engine.open(Open(2, 0, 48, beside=(1,)))
+    texts = {session: random_tokens(9, VOCAB, seed=session) for session in books}
+    for part in (slice(0, 4), slice(4, 9)):
+        for session, book in books.items():
+            assert_rows(through([engine], book.text(texts[session][part]))[1], book, oracle)
+    assert engine.sessions == (1, 2)
+    assert [engine.cached(session) for session in books] == [9, 9]
+    assert engine.counters_of(1)["rows"] == engine.counters_of(2)["rows"] == 9
+    assert engine.counters["rows"] == 18
+    assert engine.cache_bytes == (32 + 48) * LAYERS * 2 * 2 * 8 * 4
+    engine.close(Close(1))
+    assert engine.counters["rows"] == 18
+    assert engine.cached(1) == 0
+    assert_cache(engine, books[2], oracle)
+
+
+def test_whoever_is_not_named_is_given_up(model: Path) -> None:
+    """A new D0, or one that has lost count, leaves nothing of a former one behind."""
+    [engine] = engines(model, 1, capacity=16)
+    for session in (2, 3, 4):
+        engine.open(Open(session, 0, 16, beside=(session - 1, session - 2)))
+    assert engine.sessions == (2, 3, 4)
+    second = engine.cache_of(2)
+    engine.open(Open(5, 0, 16, beside=(3, 4)))
+    assert engine.sessions == (3, 4, 5)
+    assert engine.cache_of(5) is second  # the memory
+    engine.open(Open(4, 1, 16, beside=(3, 5)))  # again, with a higher epoch
+    assert sorted(engine.sessions) == [3, 4, 5]
+    engine.open(Open(6, 0, 16))
+    assert engine.sessions == (6,)
+
+
+def test_a_closed_sessions_memory_is_used_again_or_freed(model: Path) -> None:
+    [engine] = engines(model, 1, capacity=16)
+    engine.open(Open(2, 0, 16, beside=(1,)))
+    kept, closed = engine.cache_of(2), engine.cache_of(1)
+    engine.close(Close(1))
+    engine.open(Open(3, 0, 16, beside=(2,)))
+    assert engine.cache_of(3) is closed
+    assert engine.cache_of(2) is kept
+    engine.close(Close(3))
+    engine.open(Open(4, 0, 32, beside=(2,)))
+    engine.open(Open(5, 0, 16, beside=(2, 4)))
+    assert engine.cache_of(5) is not closed
