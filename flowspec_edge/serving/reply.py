@@ -85,6 +85,7 @@ class Reply:
             if isinstance(event, Result):
                 last = reader.close()
                 self._result = event
+                assert event.finish_reason != "cancelled"  # the desk delivers nothing of such a request
                 self.finish = "stop" if reader.stopped else event.finish_reason
                 yield last
             else:
