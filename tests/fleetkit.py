@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import threading
@@ -17,6 +16,7 @@ import pytest
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.linktest import serve_link
 from flowspec_edge.fleet.netbed import NetBed, check_machine
+from flowspec_edge.runtime.waiting import readable
 
 
 @cache
@@ -133,6 +133,6 @@ def ended(pid: int, within: float) -> bool:
     except ProcessLookupError:
         return True
     try:
-        return bool(select.select([end], [], [], within)[0])
+        return bool(readable([end], within))
     finally:
         os.close(end)

@@ -43,6 +43,7 @@ def test_transformers_loads_it(demo: ModelDir, part: str) -> None:
     assert model.config.vocab_size == len(tokenizer)
 
 
+@pytest.mark.soak
 def test_spds_module_is_what_its_card_says(demo: ModelDir) -> None:
     """Its agreement on held-out text is the share of tokens that SPD foresees in a real run."""
     assert demo.spd is not None

@@ -16,6 +16,7 @@ from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
+from weakref import finalize
 
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Cancel, Close, Open, Output, Prune, Segment, Tap
@@ -96,13 +97,18 @@ class TensorEngine:
             self._bytes[session] = self._bytes.get(session, 0) + self._group.bytes_sent - before
 
 
+_Item = tuple[Callable[[], Any], Future[Any]]
+
+
 class _Lane:
     """A thread that does one thing after another: always the same one, for torch keeps a pool of
-    workers for each.  It does not keep the process alive when a collective never returns."""
+    workers for each.  It does not keep the process alive when a collective never returns, and ends
+    with its lane."""
 
     def __init__(self) -> None:
-        self._work: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
-        Thread(target=self._serve, name="tensor-parallel", daemon=True).start()
+        self._work: SimpleQueue[_Item | None] = SimpleQueue()
+        Thread(target=_serve, args=(self._work,), name="tensor-parallel", daemon=True).start()
+        finalize(self, self._work.put, None).atexit = False
 
     def run(self, work: Callable[[], T], poll: Poll | None) -> T:
         """The result of ``work``, or what it raised; ``poll`` is called while it runs."""
@@ -113,10 +119,13 @@ class _Lane:
                 poll()
         return future.result()
 
-    def _serve(self) -> None:
-        while True:
-            work, future = self._work.get()
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
+
+def _serve(queue: SimpleQueue[_Item | None]) -> None:
+    """Do what comes, until None does."""
+    while (item := queue.get()) is not None:
+        work, future = item
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+        del item, work, future  # the engine and its sockets would live on in them

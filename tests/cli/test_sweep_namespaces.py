@@ -62,7 +62,8 @@ def agrees(found: dict[object, float], expected: dict[object, float]) -> bool:
 
 
 @fleetkit.needs_a_bed
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [
+    signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.soak)])
 def test_nothing_is_left_of_an_interrupted_sweep(number: signal.Signals) -> None:
     outside = fleetkit.interfaces()
     screen, terminal = pty.openpty()  # a terminal, so that there is a progress bar to wait for

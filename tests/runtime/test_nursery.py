@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import resource
-import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +19,7 @@ from clusterkit import PATIENCE
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.runtime import nursery as module
 from flowspec_edge.runtime.nursery import Nursery
+from flowspec_edge.runtime.waiting import readable
 from flowspec_edge.runtime.workerconfig import WorkerConfig
 
 
@@ -48,6 +49,10 @@ def test_a_worker_runs_until_it_is_ended(nursery: Nursery, tmp_path: Path, tiny_
         with pytest.raises(subprocess.TimeoutExpired):
             worker.wait(0.2)
         assert (worker.poll(), nursery.idle) == (None, False)
+        until = time.monotonic() + PATIENCE
+        while os.getsid(worker.pid) != worker.pid and time.monotonic() < until:  # it may just have begun
+            with pytest.raises(subprocess.TimeoutExpired):
+                worker.wait(0.05)
         assert os.getsid(worker.pid) == worker.pid  # Ctrl-C is not for it
         getattr(worker, act)()
         assert worker.wait(PATIENCE) == code
@@ -113,7 +118,7 @@ def test_nobody_outlives_the_process_that_asked(tmp_path: Path, tiny_model: Path
         ends = [os.pidfd_open(pid) for pid in pids]
         asking.kill()
     for end in ends:
-        assert select.select([end], [], [], PATIENCE)[0]
+        assert readable([end], PATIENCE)
         os.close(end)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import shutil
 import signal
 import socket
@@ -28,6 +27,7 @@ from flowspec_edge.runtime.local import Addresses
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.processes import ProcessCluster
 from flowspec_edge.runtime.request import Request, Result
+from flowspec_edge.runtime.waiting import readable
 from flowspec_edge.runtime.workerconfig import WorkerConfig
 from flowspec_edge.sampling import Sampling
 from flowspec_edge.strategies.registry import STRATEGIES
@@ -194,7 +194,7 @@ def test_stages_do_not_outlive_a_d0_that_is_killed(model: Path) -> None:
         ends = [os.pidfd_open(pid) for pid in pids]
         d0.kill()
     for end in ends:
-        assert select.select([end], [], [], PATIENCE)[0], "a stage lives on"
+        assert readable([end], PATIENCE), "a stage lives on"
         os.close(end)
 
 

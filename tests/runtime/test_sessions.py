@@ -139,7 +139,8 @@ def test_the_oldest_is_hardly_disturbed_and_the_others_fill_its_bubbles(tiny_mod
         assert rows == [stage["rows"] for stage in alone.stats.stages]
 
 
-@pytest.mark.parametrize("name", ["flowspec", "chunk_pp", "autoregressive"])
+@pytest.mark.parametrize("name", [
+    "flowspec", *(pytest.param(name, marks=pytest.mark.soak) for name in ("chunk_pp", "autoregressive"))])
 def test_two_at_once_give_more_tokens_a_second(demo_model: Path, demo_prompts: list[list[int]], name: str
                                                ) -> None:
     requests = [Request(tokens, name, 20) for tokens in demo_prompts[:2]]

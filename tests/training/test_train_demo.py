@@ -73,6 +73,7 @@ def test_killed_twice_and_resumed_gives_the_same_weights(whole, tmp_path):
     assert (out / "card.toml").read_text() == (whole[0] / "card.toml").read_text()
 
 
+@pytest.mark.soak
 def test_what_came_out_loads_and_is_described(whole):
     out = whole[0]
     for part in ("target", "draft-lm"):
@@ -84,6 +85,7 @@ def test_what_came_out_loads_and_is_described(whole):
     assert "PSF-2.0" in readme
 
 
+@pytest.mark.soak
 def test_a_finished_model_is_left_alone_and_another_recipe_refused(whole, capsys):
     out, work = whole
     before = {name: (out / name).stat().st_mtime_ns for name in _WEIGHTS}
