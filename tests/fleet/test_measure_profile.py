@@ -102,6 +102,7 @@ def test_a_stage_that_fails_says_why(model: Path, tmp_path: Path) -> None:
         stage.ready()
 
 
+@pytest.mark.soak
 def test_longer_segments_and_texts_reach_the_stage(model: Path) -> None:
     with ExitStack() as undo:
         transport = ZmqTransport()

@@ -96,6 +96,7 @@ def test_every_rank_reports_the_same_work(clusters: LocalClusters) -> None:
     assert stats.slot_s > 0
 
 
+@pytest.mark.soak
 def test_the_cluster_before_is_closed_when_the_kind_changes(model: Path, plain: PlainDecoder) -> None:
     with LocalClusters(model, 2, threads=1) as clusters:
         same_tokens(clusters, plain, "megatron")
