@@ -7,12 +7,13 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import torch
+from gpukit import needs_cuda
 from numpy.typing import NDArray
 from torch import Tensor
 
 DEVICES = [
     "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")),
+    pytest.param("cuda", marks=needs_cuda),
 ]
 
 

@@ -33,7 +33,7 @@ def until(true: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE
     while not true():
         assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.005)
+        time.sleep(0.005)  # what another thread has done is not always told by an event
 
 
 class Held:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from gpukit import needs_cuda
 from headkit import GREEDY, Eagle3, Session, log_softmax, published_eagle3
 
 from flowspec_edge.drafting.eagle3 import Eagle3Drafter, captured_layers
@@ -47,7 +48,7 @@ def test_random_histories_agree_with_full_recomputation(tmp_path, drafted, kv_he
     s.random_history(20)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
+@needs_cuda
 def test_a_gpu_computes_the_same(tmp_path):
     s = session(tmp_path, 4, Sampling(0.8, seed=7), "noise", drafted=20, kv_heads=2, device="cuda")
     s.random_history(20)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gpukit import needs_cuda
 from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -140,7 +141,7 @@ def test_half_precision_passes_the_trial(tmp_path: Path, dtype: torch.dtype) -> 
     assert load_lm(tmp_path, tmp_path, V, dtype, CPU)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
+@needs_cuda
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
 def test_on_a_gpu(tmp_path: Path, family: str) -> None:
     write(tmp_path, family, **FAMILIES[family])

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from stagekit import through
 from tiny import tiny_llama
 from tiny_dir import tiny_eagle3
 from transformers import AutoModelForCausalLM
@@ -202,16 +203,7 @@ class Chain:
         found = []
         for message in self.c.take_messages():
             if isinstance(message, Segment):
-                taps: list[Tap] = []
-                on_its_way: Segment | Output = message
-                for engine in self.engines:
-                    assert isinstance(on_its_way, Segment)
-                    admitted = engine.admit(on_its_way)
-                    assert admitted is not None
-                    more, on_its_way = engine.compute(admitted)
-                    taps += more
-                assert isinstance(on_its_way, Output)
-                found.append((taps, on_its_way))
+                found.append(through(self.engines, message))
                 self.c.receive(Credit(message.session, message.epoch, message.run))
             else:
                 for engine in self.engines:

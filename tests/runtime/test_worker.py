@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from tiny import tiny_llama
 
-from flowspec_edge.errors import FlowspecError, PeerLost, ProtocolError, UsageError
+from flowspec_edge.errors import FlowspecError, PeerLost, ProtocolError
 from flowspec_edge.messages import (
     Cancel,
     Close,
@@ -394,22 +394,6 @@ def test_a_rank_that_lost_another_says_so_in_the_end(start: Start) -> None:
     error = stage.ended()
     assert isinstance(error, PeerLost)
     assert "another rank is gone" in str(error)
-
-
-@pytest.mark.parametrize(("text", "fault"), [
-    ('stage = 1', "missing key"), ('nonsense = 1', "unknown key 'nonsense'"), ("stage = ", "not valid TOML"),
-])
-def test_a_bad_configuration_names_the_key(tmp_path: Path, text: str, fault: str) -> None:
-    (tmp_path / "w.toml").write_text(text)
-    with pytest.raises(UsageError, match=fault):
-        WorkerConfig.load(tmp_path / "w.toml")
-
-
-def test_a_configuration_survives_its_file(tmp_path: Path) -> None:
-    config = WorkerConfig(instance='v"1\\', stage=1, stages=2, model="/ä/b c", control="a", listen="b",
-                          next="c", lost_after_s=2.5, control_key="<>{}%$#@")
-    (tmp_path / "w.toml").write_text(config.dump(), encoding="utf-8")
-    assert WorkerConfig.load(tmp_path / "w.toml") == config
 
 
 def test_errors_become_one_line() -> None:

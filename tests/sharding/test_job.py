@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fleetkit
 import numpy as np
 import pytest
 import torch
@@ -223,7 +224,7 @@ def test_one_at_a_time(plain: Path, tmp_path: Path) -> None:
     run(plan_of(plain), out)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small file system")
+@fleetkit.needs("a small file system", "" if os.geteuid() == 0 else "only root may mount one")
 def test_a_full_disk_is_foreseen_or_said(plain: Path, tmp_path: Path) -> None:
     """On a real file system of 200 kB, in a mount namespace of a forked process."""
     out = tmp_path / "disk" / "out"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from familykit import FAMILIES, VOCAB, WINDOW, family_model
+from gpukit import needs_cuda
 from stagekit import Book, engines, random_tokens, through
 from tiny import tiny_model
 from torch import Tensor
@@ -83,7 +84,7 @@ def test_logits_are_those_of_transformers(models: dict[str, Path], name: str, st
         torch.testing.assert_close(logits, exact.logits(text), atol=1e-4, rtol=0)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
+@needs_cuda
 def test_logits_on_a_gpu(models: dict[str, Path]) -> None:
     for path in models.values():
         exact = reference(path)

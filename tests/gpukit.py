@@ -1,0 +1,8 @@
+"""The mark of tests that need a GPU: CUDA code runs nowhere else, and the report says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
