@@ -25,6 +25,15 @@ def log_softmax(x):
     return x - x.max() - np.log(np.exp(x - x.max()).sum())
 
 
+def rotate(x, position, theta=10000.0):
+    """Rotary embedding of [heads, head_dim] at one position."""
+    d = x.shape[-1]
+    angle = position * theta ** (-np.arange(0, d, 2) / d)
+    c, s = np.cos(angle), np.sin(angle)
+    a, b = x[:, : d // 2], x[:, d // 2 :]
+    return np.concatenate([a * c - b * s, b * c + a * s], axis=-1)
+
+
 class Layer:
     """A Llama layer's parts over tensors ``w`` (name -> float64 array) below ``prefix``."""
 
@@ -40,20 +49,14 @@ class Layer:
     def norm(self, name, x):
         return x / np.sqrt((x**2).mean() + self.eps) * self.w[name + ".weight"]
 
-    def _rotate(self, x, position):  # x [heads, head_dim]
-        d = x.shape[-1]
-        angle = position * self.theta ** (-np.arange(0, d, 2) / d)
-        c, s = np.cos(angle), np.sin(angle)
-        a, b = x[:, : d // 2], x[:, d // 2 :]
-        return np.concatenate([a * c - b * s, b * c + a * s], axis=-1)
-
     def attend(self, rows):
         """Attention of the last of ``rows`` = [(x, position)] over all of them: [H]."""
         a = self.prefix + "self_attn."
-        keys = [self._rotate(self.linear(a + "k_proj", x).reshape(self.kv_heads, -1), p) for x, p in rows]
+        keys = [rotate(self.linear(a + "k_proj", x).reshape(self.kv_heads, -1), p, self.theta)
+                for x, p in rows]
         values = [self.linear(a + "v_proj", x).reshape(self.kv_heads, -1) for x, _ in rows]
         x, position = rows[-1]
-        q = self._rotate(self.linear(a + "q_proj", x).reshape(self.heads, -1), position)
+        q = rotate(self.linear(a + "q_proj", x).reshape(self.heads, -1), position, self.theta)
         out = []
         for i in range(self.heads):
             j = i // (self.heads // self.kv_heads)

@@ -16,19 +16,21 @@ from flowspec_edge.drafting.spd import SpdModule
 from flowspec_edge.drafting.spd_checkpoint import save_module
 
 
-def tiny_spd(model_dir: Path, layers: int = 2, seed: int = 0) -> None:
-    """Write ``spd``, a random module for the ``target`` below ``model_dir``, in fp32.
+def draw_matrices(module: torch.nn.Module) -> None:
+    """Random weights, large enough for what goes in to decide what comes out."""
+    for parameter in module.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=1.5 / parameter.shape[-1] ** 0.5)
 
-    Weights are large enough for what is in the pipeline to change its mind.
-    """
+
+def tiny_spd(model_dir: Path, layers: int = 2, seed: int = 0) -> None:
+    """Write ``spd``, a random module for the ``target`` below ``model_dir``, in fp32."""
     config = LlamaConfig.from_pretrained(model_dir / "target")
     config.target_layers, config.num_hidden_layers = config.num_hidden_layers, layers
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         module = SpdModule(config)
-        for parameter in module.parameters():
-            if parameter.ndim == 2:
-                torch.nn.init.normal_(parameter, std=1.5 / parameter.shape[-1] ** 0.5)
+        draw_matrices(module)
     save_module(module, model_dir / "spd", torch.float32)
 
 
@@ -45,9 +47,7 @@ def tiny_eagle3(model_dir: Path, drafted: int | None = None, seed: int = 0,
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         head = Eagle3Head(config)
-        for parameter in head.parameters():
-            if parameter.ndim == 2:
-                torch.nn.init.normal_(parameter, std=1.5 / parameter.shape[-1] ** 0.5)
+        draw_matrices(head)
         if config.draft_vocab_size < config.vocab_size:
             ids = torch.randperm(config.vocab_size)[:drafted].sort().values
             head.d2t.copy_(ids - torch.arange(len(ids)))

@@ -8,6 +8,7 @@ what the module gives from scratch for exactly that.
 import numpy as np
 import pytest
 import torch
+from headkit import rotate
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
@@ -45,7 +46,7 @@ class Reference:
 
     def __init__(self, module):
         self.w = {n: p.detach().numpy() for n, p in module.state_dict().items()}
-        self.layers, self.eps, self.theta = len(module.layers), module.config.rms_norm_eps, 10000.0
+        self.layers, self.eps = len(module.layers), module.config.rms_norm_eps
 
     def feature(self, embedding, states):
         """Of a row of which ``states`` (layers passed -> hidden state) are known."""
@@ -59,13 +60,6 @@ class Reference:
     def _norm(self, name, x):
         return x / np.sqrt((x**2).mean() + self.eps) * self.w[name + ".weight"]
 
-    def _rotate(self, x, position):  # x [heads, head_dim]
-        d = x.shape[-1]
-        angle = position * self.theta ** (-np.arange(0, d, 2) / d)
-        c, s = np.cos(angle), np.sin(angle)
-        a, b = x[:, : d // 2], x[:, d // 2 :]
-        return np.concatenate([a * c - b * s, b * c + a * s], axis=-1)
-
     def scores(self, older, embedding, position):
         """log softmax over the vocabulary after the newest row; ``older``: [(feature, position)]."""
         x = self.w["fuse_newest.weight"] @ embedding
@@ -74,9 +68,9 @@ class Reference:
             keys, values = [], []
             for g, at in [*older, (x, position)]:
                 g = self._norm(f"layers.{layer}.input_layernorm", g)
-                keys.append(self._rotate((self.w[a + "k_proj.weight"] @ g).reshape(KV_HEADS, -1), at))
+                keys.append(rotate((self.w[a + "k_proj.weight"] @ g).reshape(KV_HEADS, -1), at))
                 values.append((self.w[a + "v_proj.weight"] @ g).reshape(KV_HEADS, -1))
-            q = self._rotate((self.w[a + "q_proj.weight"] @ g).reshape(HEADS, -1), position)
+            q = rotate((self.w[a + "q_proj.weight"] @ g).reshape(HEADS, -1), position)
             heads = []
             for i in range(HEADS):
                 j = i // (HEADS // KV_HEADS)
