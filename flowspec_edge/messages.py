@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 Int32 = NDArray[np.int32]
 UInt8 = NDArray[np.uint8]
@@ -45,6 +45,11 @@ class Open:
     ``capacity`` counts cache rows, committed and tentative; a stage preallocates them.
     ``beside`` are the sessions that go on beside this one; a stage gives up every other, so that a
     new D0 leaves nothing of a former one behind.  Sessions are opened in the order of their numbers.
+
+    held   closed sessions whose kept rows stay; the rows of all others are given up
+    after  a closed session, one of which rows were kept: this one begins with the first ``rows`` of
+           them, numbered from 0 and committed, and nothing stays of that one; -1: it begins empty
+    timed  every stage tells how long each segment took it (Computed)
     """
 
     session: int
@@ -52,13 +57,22 @@ class Open:
     capacity: int
     version: int = PROTOCOL_VERSION
     beside: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
+    after: int = -1
+    rows: int = 0
+    timed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """D0 → all: the session is over; its cache may be dropped."""
+    """D0 → all: the session is over; its cache is dropped but for the rows ``kept``.
+
+    ``kept`` are numbers, increasing, of committed rows that have come out of the last stage; every
+    stage keeps them, as rows 0, 1, …, for a session that begins with the same text (Open.after).
+    """
 
     session: int
+    kept: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,6 +170,24 @@ class Credit:
 
 
 @dataclass(frozen=True, slots=True)
+class Computed:
+    """Vi → D0, in sessions that are ``timed``: when the stage computed ``rows`` rows of ``run``.
+
+    ``start``, ``end`` and ``sent`` (when this message left) are in microseconds of the stage's own
+    monotonic clock.
+    """
+
+    session: int
+    epoch: int
+    run: int
+    stage: int
+    rows: int
+    start: int
+    end: int
+    sent: int
+
+
+@dataclass(frozen=True, slots=True)
 class Hello:
     """Vi → D0 on connecting: who I am and what I hold."""
 
@@ -193,8 +225,8 @@ class Shutdown:
 
 
 Message = (
-    Open | Close | Segment | Output | Tap | Prune | Cancel | Credit | Hello | Heartbeat | Failed
-    | Shutdown
+    Open | Close | Segment | Output | Tap | Prune | Cancel | Credit | Computed | Hello | Heartbeat
+    | Failed | Shutdown
 )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from flowspec_edge.errors import ProtocolError, UsageError
 from flowspec_edge.messages import Cancel, Credit, Open, Output, Payload, Prune, Segment, Tap
 from flowspec_edge.runtime.request import FinishReason, Request, Result, Stats
 from flowspec_edge.sampling import choose
-from flowspec_edge.strategies.base import Strategy
+from flowspec_edge.strategies.base import Counters, Strategy
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.tree.ledger import Ledger
 from flowspec_edge.tree.requests import Commit, DraftRequest
@@ -58,8 +58,12 @@ class Coordinator:
 
     def __init__(self, request: Request, make: Callable[[Ledger], Strategy], drafter: Drafter | None,
                  head: Head, clock: Callable[[], float], session: int = 1,
-                 epoch: int = 0, window: int = 1) -> None:
-        """``window``: segments that may be at V1 at a time; ``clock`` is in seconds."""
+                 epoch: int = 0, window: int = 1, before: Coordinator | None = None) -> None:
+        """``window``: segments that may be at V1 at a time; ``clock`` is in seconds.
+
+        ``before`` is the same request's coordinator whose stages were lost: this one reads prompt and
+        answer in again, as one prompt, and goes on where that one was, in text and figures.
+        """
         if not request.prompt:
             raise UsageError("the prompt is empty; give at least one token")
         if request.max_new_tokens < 1:
@@ -72,8 +76,9 @@ class Coordinator:
         self._head = head
         self._clock = clock
         self._credits = window
-        self._prompt = deque(request.prompt)
-        self._prompt_left = len(request.prompt)  # rows of it that have not come back
+        self._text = [*request.prompt, *(before._tokens if before else ())]  # to be read in
+        self._prompt = deque(self._text)
+        self._prompt_left = len(self._text)  # rows of it that have not come back
         self._outputs: deque[Output] = deque()
         self._taps: list[Tap] = []  # not yet shown to the drafter
         self._tapped: dict[int, set[int]] = {}  # run -> needed states that have come of it
@@ -83,11 +88,24 @@ class Coordinator:
         self._streamed = 0
         self._accepted = 0
         self._rounds = 0
+        self._past = Counters()  # of the strategies that lost their stages
         self.finish_reason: FinishReason | None = None
         self._started_at = clock()
         self._first_at = self._ended_at = self._started_at
+        if before:
+            self._go_on(before)
         if self._drafter:
             self._drafter.reset(request.sampling, request.params.rank, request.params.tau)
+
+    def _go_on(self, before: Coordinator) -> None:
+        """Take over the books of a coordinator that cannot go on."""
+        assert not before.finished
+        self._tokens, self._token_at = before._tokens, before._token_at
+        self._streamed, self._accepted = before._streamed, before._accepted
+        past, lost = before._past, before.strategy.counters
+        self._past = Counters(*(getattr(past, f.name) + getattr(lost, f.name) for f in fields(Counters)))
+        self._started_at, self._first_at = before._started_at, before._first_at
+        self._ended_at = before._ended_at
 
     # ---- what the driver sends -------------------------------------------------------------
 
@@ -121,7 +139,7 @@ class Coordinator:
 
     def _next_chunk(self) -> Segment:
         """Chunked prefill (paper, III-A): a slice of the prompt, a chain that is text already."""
-        position = len(self.request.prompt) - len(self._prompt)
+        position = len(self._text) - len(self._prompt)
         parent = -1
         for _ in range(min(self.request.params.prefill_chunk, len(self._prompt))):
             parent = self.ledger.add(self._prompt.popleft(), position, parent, committed=True)
@@ -211,10 +229,10 @@ class Coordinator:
         """Prompt rows: their features go to the drafter, the last one gives the first token."""
         self._prompt_left -= len(output.numbers)
         if self._drafter:
-            prompt = self.request.prompt
+            text = self._text
             if positions[0] == 0:
-                self._drafter.commit(prompt[:1], None)
-            following = [prompt[p + 1] for p in positions.tolist() if p + 1 < len(prompt)]
+                self._drafter.commit(text[:1], None)
+            following = [text[p + 1] for p in positions.tolist() if p + 1 < len(text)]
             if following:
                 rows = output.hidden.array[: len(following)]
                 self._drafter.commit(following, Payload(output.hidden.dtype, rows),
@@ -225,8 +243,9 @@ class Coordinator:
         token = int(choose(self._head(last), positions[-1:], self.request.sampling)[0])
         self._hidden[int(output.numbers[-1])] = (last, 0)
         self.ledger.skip_prune()
-        self._first_at = self._clock()
-        self.strategy.start(token, len(self.request.prompt))
+        if not self._tokens:
+            self._first_at = self._clock()
+        self.strategy.start(token, len(self._text))
         self._commit([Commit(token, int(output.numbers[-1]))])
 
     def _commit(self, commits: list[Commit]) -> None:
@@ -279,9 +298,9 @@ class Coordinator:
         assert self.finish_reason is not None
         decode = self._ended_at - self._first_at
         generated = max(0, len(self._tokens) - 1) if decode > 0 else 0
-        counters = self.strategy.counters
+        past, counters = self._past, self.strategy.counters
         # The end of the text ends the round that was running before the last acceptance.
-        rounds = self._rounds + 1 if generated else 0
+        rounds = past.rounds + self._rounds + 1 if generated else 0
         turns = decode / slot_s if slot_s > 0 else 0.0
         gaps = np.diff(self._token_at) if generated else np.zeros(1)
         stats = Stats(
@@ -291,7 +310,7 @@ class Coordinator:
             tokens_per_second=generated / decode if decode > 0 else 0.0,
             ttft_s=self._first_at - self._started_at,
             itl_p50_s=float(np.percentile(gaps, 50)), itl_p95_s=float(np.percentile(gaps, 95)),
-            drafted=counters.drafted, verified=counters.verified,
+            drafted=past.drafted + counters.drafted, verified=past.verified + counters.verified,
             accepted=self._accepted,
             bytes=bytes_sent, decode_s=decode, slot_s=slot_s, stages=stages,
         )

@@ -28,6 +28,7 @@ from flowspec_edge.runtime.emulated_links import EmulatedTransport
 from flowspec_edge.runtime.emulation import Emulation
 from flowspec_edge.runtime.local import Addresses, LocalPlan, Loopback, Site, fair_threads
 from flowspec_edge.runtime.members import Members
+from flowspec_edge.runtime.observer import Observer
 from flowspec_edge.runtime.request import OnTokens, Request, Result
 from flowspec_edge.runtime.request_loop import RequestLoop
 from flowspec_edge.runtime.stage_links import StageLinks
@@ -60,7 +61,7 @@ class ProcessCluster:
                  encrypted: bool = False, dead_after: float = 5.0, start_within: float = 180.0,
                  addresses: Addresses | None = None, site: Site | None = None,
                  emulation: Emulation | None = None, at_once: int = 8,
-                 watch: Callable[[], str | None] = lambda: None) -> None:
+                 watch: Callable[[], str | None] = lambda: None, observer: Observer | None = None) -> None:
         """Start the stages, or meet those at ``addresses``, and wait until all have their shards.
 
         parallelism   how the stages share the model; one for the cluster's whole life
@@ -73,6 +74,7 @@ class ProcessCluster:
         emulation     whose time all of them take; by default their own
         at_once       requests that share the stages at a time, each with a cache of its own; the others wait
         watch         says which of the stages at ``addresses`` has ended, and why, if that is known
+        observer      is told what happens
 
         UsageError if the model cannot be cut into so many stages, or encryption is not to be had,
         before anything is started; PeerLost if a stage does not come up.
@@ -87,6 +89,7 @@ class ProcessCluster:
         self._emulation = emulation
         self._pass_s: dict[str, float] = {}  # a draft pass, by the kind of draft model
         self._at_once = at_once
+        self._observer = observer or Observer()
         self._inbox: deque[Ticket] = deque()
         self._driver = threading.Lock()
         self._closed = False
@@ -106,8 +109,9 @@ class ProcessCluster:
             undo.callback(self._transport.close)
             self._members = Members(addresses.instances, dead_after, alike=grouped)
             self._links = StageLinks(self._transport, addresses, place, self._members,
-                                     lambda within: self._children.exited_within(within) or watch())
-            self._loop = RequestLoop(self._links, self._coordinator, emulation)
+                                     lambda within: self._children.exited_within(within) or watch(),
+                                     self._observer.heard)
+            self._loop = RequestLoop(self._links, self._coordinator, emulation, self._observer)
             if plan:
                 emulate = self._children.directory / "emulation.json" if emulation else None
                 if emulation and emulate:

@@ -10,11 +10,13 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flowspec_edge.errors import FlowspecError, PeerLost
+from flowspec_edge.messages import Computed, Credit, Output, Tap
 from flowspec_edge.runtime.coordinator import Coordinator
 from flowspec_edge.runtime.emulation import Emulation, rest
+from flowspec_edge.runtime.observer import Observer
 from flowspec_edge.runtime.sessions import Job, Sessions
 from flowspec_edge.runtime.stage_links import StageLinks
 from flowspec_edge.runtime.tickets import Ticket
@@ -41,8 +43,10 @@ class _Running:
 class RequestLoop:
     """Any number of requests over one set of links; one thread at a time."""
 
-    def __init__(self, links: StageLinks, make: Make, emulation: Emulation | None) -> None:
+    def __init__(self, links: StageLinks, make: Make, emulation: Emulation | None,
+                 observer: Observer) -> None:
         self.slot_s = 0.0  # of a segment in the slowest stage; 0: a request's own segments tell
+        self._observer = observer
         self._links = links
         self._make = make
         self._emulation = emulation
@@ -73,11 +77,12 @@ class RequestLoop:
             return
         if not self.busy:
             self._links.members.forget_closed()
-            self._links.collect(self._sessions.receive)  # heartbeats since the last request
+            self._links.collect(self._receive)  # heartbeats since the last request
             self._links.expect_from_now()
         self._links.bytes[self._session] = 0
         self._running[self._session] = _Running(ticket, coordinator)
-        self._links.send(self._sessions.add(coordinator))
+        self._observer.opened(coordinator, time.monotonic())
+        self._links.send(replace(self._sessions.add(coordinator), timed=self._observer.wants_times))
 
     def step(self, idle_s: float) -> None:
         """Send what may be sent, do the most urgent work, take what has come; if there is nothing of
@@ -91,11 +96,12 @@ class RequestLoop:
                 self._end(session)
         for message in self._sessions.take_messages():
             self._links.send(message)
+            self._observer.sent(message, time.monotonic())
         self._links.flush()
         job = self._sessions.next_job()
         if job is not None:
             self._work(job)
-        heard = self._links.collect(self._sessions.receive)
+        heard = self._links.collect(self._receive)
         self._settle()
         if not heard and job is None:
             self._links.sleep(idle_s)
@@ -117,13 +123,19 @@ class RequestLoop:
         self._running.clear()
         self._closing.clear()
 
+    def _receive(self, message: Output | Credit | Tap | Computed) -> None:
+        self._observer.arrived(message, time.monotonic())
+        if not isinstance(message, Computed):
+            self._sessions.receive(message)
+
     def _work(self, job: Job) -> None:
         session = job.coordinator.ledger.session
         running = self._running[session]
-        start = time.perf_counter()
+        start, began = time.perf_counter(), time.monotonic()
         job.coordinator.complete(job.task)
         if self._emulation:
             running.late_s += rest(start, self._emulation.devices.task_seconds(job.coordinator, job.task))
+        self._observer.worked(job, began, time.monotonic())
         if running.ticket.on_tokens and (new := job.coordinator.new_tokens()):
             try:
                 running.ticket.on_tokens(new)  # may block; what came meanwhile is read before anybody
@@ -156,5 +168,6 @@ class RequestLoop:
         if len(result.tokens) > 1 and late > _LATE_SHARE * result.stats.decode_s:
             log.warning("emulation: this machine was too slow or too busy by %.2f s in %.2f s of decoding; "
                         "figures are too low", late, result.stats.decode_s)
+        self._observer.settled(running.coordinator, result, time.monotonic())
         if not running.ticket.done:
             running.ticket.settle(result)

@@ -14,6 +14,7 @@ from flowspec_edge.errors import PeerLost, ProtocolError
 from flowspec_edge.messages import (
     Cancel,
     Close,
+    Computed,
     Credit,
     Failed,
     Heartbeat,
@@ -41,13 +42,16 @@ class StageLinks:
     """
 
     def __init__(self, transport: ZmqTransport, addresses: Addresses, place: Site, members: Members,
-                 exited: Callable[[float], str | None]) -> None:
-        """``exited`` says, if a stage is known to have ended, why; it may wait so many seconds."""
+                 exited: Callable[[float], str | None],
+                 heard: Callable[[Heartbeat, float], None]) -> None:
+        """``exited`` says, if a stage is known to have ended, why; it may wait so many seconds.
+        ``heard`` is told of every heartbeat, and when it came (time.monotonic)."""
         self.members = members
         self.bytes: dict[int, int] = {}
         self.moved_at = 0.0
         self._transport = transport
         self._exited = exited
+        self._heard = heard
         self._outbox: deque[Segment] = deque()
         self._check_at = 0.0
         allowed = addresses.worker_keys
@@ -98,7 +102,7 @@ class StageLinks:
             self._count(self._outbox.popleft().session, self._first.bytes_out - before)
             before = self._first.bytes_out
 
-    def collect(self, take: Callable[[Output | Credit | Tap], None]) -> bool:
+    def collect(self, take: Callable[[Output | Credit | Tap | Computed], None]) -> bool:
         """Take everything that has arrived; whether anything has."""
         found = False
         while (output := self._output.receive()) is not None:
@@ -114,7 +118,9 @@ class StageLinks:
             match message:
                 case Hello() | Heartbeat() | Failed():
                     self.members.heard(sender, message, time.monotonic())
-                case Credit() | Tap():
+                    if isinstance(message, Heartbeat):
+                        self._heard(message, time.monotonic())
+                case Credit() | Tap() | Computed():
                     self._count(message.session, self._hub.bytes_in - before)
                     take(message)
                 case _:

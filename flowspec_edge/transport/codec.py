@@ -37,6 +37,7 @@ from flowspec_edge.transport.fields import (
     ArrayField,
     Counters,
     Dense,
+    Flag,
     Int,
     Ints,
     Scalar,
@@ -59,8 +60,9 @@ _ROWS = Array("int32", ("n",))
 
 # Of each message the scalar fields and the array fields, in the order in which they are sent.
 _FIELDS: dict[type, tuple[dict[str, Scalar], dict[str, ArrayField]]] = {
-    m.Open: ({**_SESSION, "capacity": Int(low=1), "version": Int(), "beside": Ints()}, {}),
-    m.Close: ({"session": Int()}, {}),
+    m.Open: ({**_SESSION, "capacity": Int(low=1), "version": Int(), "beside": Ints(),
+              "held": Ints(), "after": Int(low=-1), "rows": Int(), "timed": Flag()}, {}),
+    m.Close: ({"session": Int(), "kept": Ints()}, {}),
     m.Segment: (
         {**_SESSION, "run": Int(), "first": Int(), "stop": Int(), "base": Int(), "taps": Ints()},
         {"numbers": _ROWS, "positions": _ROWS, "committed": Array("int32", ("c",)),
@@ -72,6 +74,8 @@ _FIELDS: dict[type, tuple[dict[str, Scalar], dict[str, ArrayField]]] = {
     m.Prune: ({**_SESSION, "sequence": Int(), "start": Int(), "stop": Int()}, {"keep": Subset()}),
     m.Cancel: ({**_SESSION, "runs": Ints()}, {}),
     m.Credit: ({**_SESSION, "run": Int()}, {}),
+    m.Computed: ({**_SESSION, "run": Int(), "stage": Int(low=1), "rows": Int(), "start": Int(), "end": Int(),
+                  "sent": Int()}, {}),
     m.Hello: (
         {**_PEER, "stages": Int(low=1), "layers": Ints(length=2), "digest": Text(), "version": Int()}, {},
     ),

@@ -54,6 +54,19 @@ class Int:
 
 
 @dataclass(frozen=True, slots=True)
+class Flag:
+    """True or false."""
+
+    def pack(self, value: Any) -> bool:
+        return bool(value)
+
+    def unpack(self, value: Any) -> bool:
+        if type(value) is not bool:
+            raise ProtocolError(f"expected true or false, got {short(value)}")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
 class Text:
     """At most MAX_TEXT characters; longer ones are cut when sent (a cause may be any length)."""
 

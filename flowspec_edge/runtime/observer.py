@@ -1,0 +1,90 @@
+"""Who watches a cluster at work: told what happens, as it happens, in the thread that drives it.
+
+Knows the moments that are told.  Does not know what is made of them (a trace, metrics, a live page).
+Every call delays the requests, so an observer notes and returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flowspec_edge.messages import Cancel, Computed, Credit, Heartbeat, Output, Prune, Segment, Tap
+from flowspec_edge.runtime.coordinator import Coordinator
+from flowspec_edge.runtime.request import Result
+from flowspec_edge.runtime.sessions import Job
+
+
+class Observer:
+    """Watches nothing; to be overridden.  Moments (``at``) are seconds of time.monotonic()."""
+
+    @property
+    def wants_times(self) -> bool:
+        """Whether the stages are to tell of each segment (Computed), in requests that begin now."""
+        return False
+
+    def opened(self, coordinator: Coordinator, at: float) -> None:
+        """A request begins, or begins again after a loss, in a session of its own."""
+
+    def sent(self, message: Segment | Prune | Cancel, at: float) -> None:
+        """D0 sends this."""
+
+    def arrived(self, message: Output | Credit | Tap | Computed, at: float) -> None:
+        """D0 takes this out of its links; it may be stale."""
+
+    def worked(self, job: Job, start: float, end: float) -> None:
+        """D0 drafted, or verified; the coordinator has decided on what came of it."""
+
+    def settled(self, coordinator: Coordinator, result: Result, at: float) -> None:
+        """A request is over, and answered."""
+
+    def heard(self, beat: Heartbeat, at: float) -> None:
+        """A stage tells how it is."""
+
+    def lost(self, reason: str, at: float) -> None:
+        """The stages cannot go on; ``reason`` names the one that is to blame."""
+
+    def back(self, at: float) -> None:
+        """All stages are there again."""
+
+
+class Observers(Observer):
+    """Several as one."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = tuple(observers)
+
+    @property
+    def wants_times(self) -> bool:
+        return any(observer.wants_times for observer in self._observers)
+
+    def opened(self, coordinator: Coordinator, at: float) -> None:
+        for observer in self._observers:
+            observer.opened(coordinator, at)
+
+    def sent(self, message: Segment | Prune | Cancel, at: float) -> None:
+        for observer in self._observers:
+            observer.sent(message, at)
+
+    def arrived(self, message: Output | Credit | Tap | Computed, at: float) -> None:
+        for observer in self._observers:
+            observer.arrived(message, at)
+
+    def worked(self, job: Job, start: float, end: float) -> None:
+        for observer in self._observers:
+            observer.worked(job, start, end)
+
+    def settled(self, coordinator: Coordinator, result: Result, at: float) -> None:
+        for observer in self._observers:
+            observer.settled(coordinator, result, at)
+
+    def heard(self, beat: Heartbeat, at: float) -> None:
+        for observer in self._observers:
+            observer.heard(beat, at)
+
+    def lost(self, reason: str, at: float) -> None:
+        for observer in self._observers:
+            observer.lost(reason, at)
+
+    def back(self, at: float) -> None:
+        for observer in self._observers:
+            observer.back(at)
