@@ -165,6 +165,7 @@ def nursery() -> Nursery:
 def _serve(channel: socket.socket) -> None:
     """Fork for every request, tell every end; until the asking process is gone."""
     workers: dict[int, int] = {}  # pidfd -> pid
+    own = os.getpid()  # a fork that asks who its parent is may be told of another, if we are gone by then
     while True:
         for end in readable([channel.fileno(), *workers], None):
             if end == channel.fileno():
@@ -176,7 +177,7 @@ def _serve(channel: socket.socket) -> None:
                     channel.close()
                     for other in workers:
                         os.close(other)
-                    _become(json.loads(data), fds[0] if fds else -1)
+                    _become(json.loads(data), fds[0] if fds else -1, own)
                 for fd in fds:
                     os.close(fd)
                 workers[os.pidfd_open(pid)] = pid
@@ -188,7 +189,7 @@ def _serve(channel: socket.socket) -> None:
                 channel.send(json.dumps({"ended": pid, "code": os.waitstatus_to_exitcode(status)}).encode())
 
 
-def _become(request: dict[str, Any], fd: int) -> None:
+def _become(request: dict[str, Any], fd: int, parent: int) -> None:
     """Turn this process into a worker; never returns."""
     from flowspec_edge.runtime import worker
 
@@ -200,7 +201,7 @@ def _become(request: dict[str, Any], fd: int) -> None:
         os.dup2(output, 2)
         os.close(output)
         code = worker.serve(Path(request["config"]), request["verbose"],
-                            {"listen_fd": fd, "parent": os.getppid()})
+                            {"listen_fd": fd, "parent": parent})
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
