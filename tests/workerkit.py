@@ -44,6 +44,8 @@ def segment(run: int, rows: int = 1, session: int = 1, first: int | None = None)
 class HeldEngine:
     """``compute`` polls until the run is cancelled, like a pass with any number of layers."""
 
+    cache_bytes = 0
+
     def __init__(self) -> None:
         self.counters: dict[str, float] = {}
         self.calls: list[Message] = []

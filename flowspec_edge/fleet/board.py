@@ -12,13 +12,15 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from flowspec_edge import procfs
+from flowspec_edge.runtime.vitals import hottest
+
 _CPU_KEYS = ("model name", "Model", "Hardware")  # x86; ARM kernels, newer and older
 _ROOT = Path("/")
 _PATIENCE_S = 5.0
 _RELEASE = re.compile(r"R(\d+)\b.*?REVISION:\s*([\d.]+)", re.IGNORECASE | re.DOTALL)
 _POWER_MODE = re.compile(r"NV Power Mode:\s*(\S+)", re.IGNORECASE)
 _MODE_NAMES = re.compile(r"<\s*POWER_MODEL\b[^>]*\bID=(\d+)[^>]*\bNAME=([^\s>]+)", re.IGNORECASE)
-_HOTTEST_C = 200.0  # beyond it a zone is not connected, or broken
 
 
 @dataclass(frozen=True)
@@ -50,34 +52,34 @@ class Board:
 
 def read_board(root: Path = _ROOT) -> Board:
     """The board whose file system is at ``root``; only for "/" its tools are asked, too."""
-    memory = _memory(root)
+    memory = procfs.sizes(root / "proc/meminfo")
     return Board(
         machine=_machine(root), l4t=_release(root), power_mode=_power_mode(root),
-        temperature_c=_temperature(root), clocks_mhz=_clocks(root),
-        total_mb=memory.get("MemTotal"), available_mb=memory.get("MemAvailable"),
+        temperature_c=hottest(root), clocks_mhz=_clocks(root),
+        total_mb=_megabytes(memory.get("MemTotal")), available_mb=_megabytes(memory.get("MemAvailable")),
     )
 
 
 def resident_mb(pid: int, root: Path = _ROOT) -> float | None:
     """Memory that a process holds, 10^6 bytes; None if it has gone, or the system does not say."""
-    return _kilobytes(_text(root / f"proc/{pid}/status")).get("VmRSS")
+    return _megabytes(procfs.sizes(root / f"proc/{pid}/status").get("VmRSS"))
 
 
 def _machine(root: Path) -> str:
-    named = _text(root / "proc/device-tree/model")
+    named = procfs.text(root / "proc/device-tree/model")
     if named:
         return named
     facts: dict[str, str] = {}
-    for line in _text(root / "proc/cpuinfo").splitlines():
+    for line in procfs.text(root / "proc/cpuinfo").splitlines():
         key, _, value = line.partition(":")
         facts.setdefault(key.strip(), value.strip())
     name = next((facts[key] for key in _CPU_KEYS if facts.get(key)), "")
-    cores = len(re.findall(r"^processor\s*:", _text(root / "proc/cpuinfo"), re.MULTILINE))
+    cores = len(re.findall(r"^processor\s*:", procfs.text(root / "proc/cpuinfo"), re.MULTILINE))
     return f"{name}, {cores} core{'s' if cores > 1 else ''}" if name and cores else name
 
 
 def _release(root: Path) -> str:
-    found = _RELEASE.search(_text(root / "etc/nv_tegra_release"))
+    found = _RELEASE.search(procfs.text(root / "etc/nv_tegra_release"))
     return f"{found[1]}.{found[2]}" if found else ""
 
 
@@ -85,24 +87,18 @@ def _power_mode(root: Path) -> str:
     """From the tool; without it, by the id that it stored and the name in its configuration."""
     if root == _ROOT and (found := _POWER_MODE.search(_output("nvpmodel", "-q"))):
         return found[1]
-    names = {int(number): name for number, name in _MODE_NAMES.findall(_text(root / "etc/nvpmodel.conf"))}
-    stored = re.search(r"pmode:\s*(\d+)", _text(root / "var/lib/nvpmodel/status"))
+    modes = _MODE_NAMES.findall(procfs.text(root / "etc/nvpmodel.conf"))
+    names = {int(number): name for number, name in modes}
+    stored = re.search(r"pmode:\s*(\d+)", procfs.text(root / "var/lib/nvpmodel/status"))
     return names.get(int(stored[1]), "") if stored else ""
 
 
-def _temperature(root: Path) -> float | None:
-    """Zones that are switched off say nothing, an error, or something far below freezing."""
-    zones = [_number(zone / "temp") for zone in _entries(root / "sys/class/thermal", "thermal_zone*")]
-    degrees = [zone / 1e3 for zone in zones if zone is not None]
-    return max((round(d, 1) for d in degrees if -40 < d < _HOTTEST_C), default=None)
-
-
 def _clocks(root: Path) -> dict[str, float]:
-    cores = [_number(core / "cpufreq/scaling_cur_freq")  # kHz
-             for core in _entries(root / "sys/devices/system/cpu", "cpu[0-9]*")]
+    cores = [procfs.number(core / "cpufreq/scaling_cur_freq")  # kHz
+             for core in procfs.entries(root / "sys/devices/system/cpu", "cpu[0-9]*")]
     clocks = {"cpu": max(running) / 1e3} if (running := [c for c in cores if c is not None]) else {}
-    for device in _entries(root / "sys/class/devfreq", "*"):
-        hertz = _number(device / "cur_freq")
+    for device in procfs.entries(root / "sys/class/devfreq", "*"):
+        hertz = procfs.number(device / "cur_freq")
         if hertz is not None:
             clocks[_devfreq_name(device.name)] = hertz / 1e6
     return {name: round(mhz, 1) for name, mhz in clocks.items()}
@@ -113,35 +109,8 @@ def _devfreq_name(name: str) -> str:
     return re.sub(r"^[0-9a-f]+\.", "", name) or name
 
 
-def _memory(root: Path) -> dict[str, float]:
-    return _kilobytes(_text(root / "proc/meminfo"))
-
-
-def _kilobytes(text: str) -> dict[str, float]:
-    """Lines "Name:  123 kB" (kibibytes, in truth) in 10^6 bytes."""
-    return {name: int(count) * 1024 / 1e6 for name, count in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.M)}
-
-
-def _number(path: Path) -> float | None:
-    try:
-        return float(_text(path))
-    except ValueError:
-        return None
-
-
-def _text(path: Path) -> str:
-    """A small file's text; empty if it cannot be read.  The device tree ends texts with a zero."""
-    try:
-        return path.read_bytes().decode("utf-8", errors="replace").strip("\0 \n\t")
-    except OSError:
-        return ""
-
-
-def _entries(directory: Path, pattern: str) -> list[Path]:
-    try:
-        return sorted(directory.glob(pattern))
-    except OSError:
-        return []
+def _megabytes(size: int | None) -> float | None:
+    return None if size is None else size / 1e6
 
 
 def _output(*command: str) -> str:

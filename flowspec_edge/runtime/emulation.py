@@ -105,6 +105,10 @@ class EmulatedEngine:
         """See :class:`Engine`, and so for all that follows."""
         return {**self._engine.counters_of(session), "late_s": self._late_s.get(session, 0.0)}
 
+    @property
+    def cache_bytes(self) -> int:
+        return self._engine.cache_bytes
+
     def cached(self, session: int) -> int:
         return self._engine.cached(session)
 

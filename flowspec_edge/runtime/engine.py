@@ -24,6 +24,10 @@ class Engine(Protocol):
     def counters_of(self, session: int) -> dict[str, float]:
         """An open session's own."""
 
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes that caches take."""
+
     def cached(self, session: int) -> int:
         """Rows in a session's cache."""
 

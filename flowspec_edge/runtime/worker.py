@@ -25,6 +25,7 @@ from flowspec_edge.errors import FlowspecError, PeerLost, ProtocolError
 from flowspec_edge.messages import (
     Cancel,
     Close,
+    Computed,
     Credit,
     Failed,
     Heartbeat,
@@ -39,6 +40,7 @@ from flowspec_edge.messages import (
 from flowspec_edge.runtime.emulated_links import EmulatedTransport
 from flowspec_edge.runtime.emulation import Emulation
 from flowspec_edge.runtime.engine import Engine
+from flowspec_edge.runtime.vitals import Vitals
 from flowspec_edge.runtime.worker_books import Books
 from flowspec_edge.runtime.workerconfig import WorkerConfig
 from flowspec_edge.transport import keys
@@ -87,6 +89,7 @@ class Worker:
         self._engine = engine
         self._hello = hello
         self._books = Books()
+        self._vitals = Vitals()
         self._breaks = 0  # of the link to the next stage, when the first of the open sessions began
         self._beat_at = 0.0
         self._check_at = 0.0
@@ -128,7 +131,7 @@ class Worker:
         return message
 
     def _work(self, segment: Segment) -> None:
-        start = time.perf_counter()
+        start, before = time.monotonic(), self._rows(segment.session)
         admitted = self._engine.admit(segment)
         if admitted is None:
             self._credit(segment)  # it took a slot all the same
@@ -141,7 +144,8 @@ class Worker:
         except PeerLost:
             self._linger()
             raise
-        seconds = time.perf_counter() - start
+        end = time.monotonic()
+        seconds, rows = end - start, self._rows(segment.session) - before
         for share in self._books.shares(segment.session):
             share.compute_s += seconds
             share.tokens += len(segment.committed)
@@ -152,6 +156,18 @@ class Worker:
             self._send(self._links.control, tap)
         if not hands_on:
             self._send_on(result)
+        if self._books.timed(segment.session):
+            self._tell(segment, rows, start, end)
+
+    def _rows(self, session: int) -> int:
+        """How many of a session's went through the layers so far."""
+        return int(self._engine.counters_of(session).get("rows", 0))
+
+    def _tell(self, segment: Segment, rows: int, start: float, end: float) -> None:
+        """D0 wants to know how long a segment took; not badly enough to be waited for."""
+        times = (round(moment * 1e6) for moment in (start, end, time.monotonic()))
+        self._links.control.send(Computed(segment.session, segment.epoch, segment.run, self._config.stage,
+                                          rows, *times))
 
     def _credit(self, segment: Segment) -> None:
         """V1 tells D0 that it has room again."""
@@ -213,7 +229,7 @@ class Worker:
                 self._engine.cancel(message)
             case Open():
                 self._engine.open(message)
-                if self._books.open(message.session, message.epoch, message.beside):
+                if self._books.open(message.session, message.epoch, message.beside, message.timed):
                     self._breaks = self._links.next.breaks()
             case Close():
                 if message.session in self._books:
@@ -254,11 +270,13 @@ class Worker:
     def _beat(self, closed: int | None = None) -> None:
         """A heartbeat; dropped if D0 has no room, for the next one says it all.
 
-        It is on all sessions together, and the last one on a session, ``closed``, on this one alone.
+        It is on all sessions together and on the board, and the last one on a session, ``closed``, on
+        this one alone.
         """
         if closed is None:
             self._beat_at = time.monotonic() + self._config.heartbeat_s
-            counters = {**self._engine.counters, **self._books.total.counters()}
+            counters = {**self._engine.counters, **self._books.total.counters(),
+                        "cache_bytes": self._engine.cache_bytes, **self._vitals.read()}
         else:
             own = self._books.shares(closed)[-1]
             counters = {**self._engine.counters_of(closed), **own.counters(), "closed": closed}

@@ -39,6 +39,7 @@ class Books:
         self._newest = -1  # session
         self._epochs: dict[int, int] = {}
         self._shares: dict[int, Share] = {}
+        self._timed: set[int] = set()
 
     def __bool__(self) -> bool:
         """Whether a session is open."""
@@ -47,10 +48,10 @@ class Books:
     def __contains__(self, session: int) -> bool:
         return session in self._epochs
 
-    def open(self, session: int, epoch: int, beside: Iterable[int]) -> bool:
+    def open(self, session: int, epoch: int, beside: Iterable[int], timed: bool = False) -> bool:
         """A session begins, and those that are not ``beside`` it are over; whether it is the only one.
 
-        An epoch that is no newer than the session's changes nothing.
+        ``timed``: see :meth:`timed`.  An epoch that is no newer than the session's changes nothing.
         """
         if self._epochs.get(session, -1) >= epoch:
             return False
@@ -63,11 +64,17 @@ class Books:
             self.total = Share()
         self._epochs[session] = epoch
         self._shares[session] = Share()
+        self._timed = (self._timed & stay) | ({session} if timed else set())
         return alone
 
     def close(self, session: int) -> None:
         """A session is over; ``total`` keeps what it did."""
         del self._epochs[session], self._shares[session]
+        self._timed.discard(session)
+
+    def timed(self, session: int) -> bool:
+        """Whether D0 wants to hear of each of an open session's segments (Computed)."""
+        return session in self._timed
 
     def expected(self, session: int, epoch: int) -> bool:
         """Whether the Open is still to come: sessions are opened in the order of their numbers."""

@@ -48,6 +48,11 @@ class TensorEngine:
         """One session's share of :attr:`counters`."""
         return {**self._engine.counters_of(session), "collective_bytes": self._bytes.get(session, 0)}
 
+    @property
+    def cache_bytes(self) -> int:
+        """See :class:`StageEngine`."""
+        return self._engine.cache_bytes
+
     def cached(self, session: int) -> int:
         """See :class:`StageEngine`."""
         return self._engine.cached(session)

@@ -7,6 +7,7 @@ elsewhere it is the real one.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from flowspec_edge.errors import FlowspecError, PeerLost, ProtocolError
 from flowspec_edge.messages import (
     Cancel,
     Close,
+    Computed,
     Credit,
     Failed,
     Heartbeat,
@@ -81,6 +83,65 @@ def test_a_stage_greets_computes_and_reports(start: Start, real: StageEngine) ->
     assert 0 < last["slot_s"] <= last["compute_s"]
     stage.tell(Shutdown("done"))
     assert stage.ended() is None
+
+
+def test_in_a_timed_session_a_stage_tells_of_every_segment(start: Start, real: StageEngine) -> None:
+    stage = start(real)
+    began = time.monotonic() * 1e6
+    stage.tell(Open(1, 0, 64, timed=True))
+    told = []
+    for run, rows in enumerate((2, 2, 0)):
+        stage.give(segment(run, rows=rows, first=run * 2))
+        stage.result()
+        told.append(stage.hear(Computed))
+    assert [(c.session, c.epoch, c.run, c.stage, c.rows) for c in told] == [
+        (1, 0, 0, 1, 2), (1, 0, 1, 1, 2), (1, 0, 2, 1, 0)]
+    moments = [moment for c in told for moment in (c.start, c.end, c.sent)]
+    assert moments == sorted(moments)
+    assert began - 1 <= moments[0] <= moments[-1] <= time.monotonic() * 1e6 + 1
+    stage.tell(Close(1))
+    last = stage.hear(Heartbeat, lambda beat: beat.counters.get("closed") == 1).counters
+    assert last["compute_s"] * 1e6 == pytest.approx(sum(c.end - c.start for c in told), abs=3)
+    assert "memory_total" not in last
+
+
+def test_a_cancelled_segment_is_told_of_as_one_without_rows(start: Start) -> None:
+    engine = HeldEngine()
+    stage = start(engine)
+    stage.tell(Open(1, 0, 64, timed=True))
+    stage.give(segment(0, rows=2))
+    assert engine.started.wait(PATIENCE)
+    stage.tell(Cancel(1, 0, (0,)))
+    told = stage.hear(Computed)
+    assert (told.run, told.rows) == (0, 0)
+    assert told.start < told.end
+
+
+def test_only_timed_sessions_are_told_of(start: Start, real: StageEngine) -> None:
+    stage = start(real)
+    stage.tell(Open(1, 0, 64, timed=True))
+    stage.tell(Open(2, 0, 64, beside=(1,)))
+    for session in (2, 1):
+        stage.give(segment(0, session=session))
+        stage.result()
+    assert stage.hear(Computed).session == 1
+    stage.tell(Close(1))
+    stage.tell(Open(3, 0, 64, beside=(2,), timed=True))
+    for session in (2, 3):
+        stage.give(segment(int(session == 2), session=session))
+        stage.result()
+    assert stage.hear(Computed).session == 3
+
+
+def test_a_heartbeat_says_how_the_board_is(start: Start, real: StageEngine) -> None:
+    stage = start(real)
+    stage.tell(Open(1, 0, 64))
+    stage.give(segment(0))
+    stage.result()
+    beat = stage.hear(Heartbeat, lambda beat: beat.counters["rows"] == 1).counters
+    assert 0 < beat["resident"] < beat["memory_total"]
+    assert beat["memory_available"] < beat["memory_total"]
+    assert beat["cache_bytes"] == real.cache_bytes > 0
 
 
 def test_counters_start_again_with_a_session(start: Start, real: StageEngine) -> None:
@@ -240,7 +301,7 @@ RANK = {"parallelism": "megatron", "stages": 2, "group": "file:///unused"}
 def test_a_rank_hands_a_segment_on_before_it_computes_and_then_nothing(start: Start) -> None:
     engine = HeldEngine()
     stage = start(engine, **RANK)
-    stage.tell(Open(1, 0, 64))
+    stage.tell(Open(1, 0, 64, timed=True))
     given = segment(0, rows=3)
     stage.give(given)
     passed = stage.output.receive(PATIENCE)
@@ -250,6 +311,7 @@ def test_a_rank_hands_a_segment_on_before_it_computes_and_then_nothing(start: St
     assert engine.started.wait(PATIENCE)
     stage.tell(Cancel(1, 0, (0,)))
     stage.hear(Credit)
+    assert stage.hear(Computed).run == 0
     assert stage.output.receive() is None
 
 

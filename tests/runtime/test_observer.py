@@ -1,0 +1,79 @@
+"""What a cluster of processes tells whoever watches it, held against the requests' own results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from clusterkit import PROMPT
+from tiny_dir import tiny_model_dir
+
+from flowspec_edge.messages import Cancel, Computed, Credit, Heartbeat, Output, Prune, Segment, Tap
+from flowspec_edge.runtime.coordinator import Coordinator
+from flowspec_edge.runtime.observer import Observer, Observers
+from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.runtime.processes import ProcessCluster
+from flowspec_edge.runtime.request import Request
+from flowspec_edge.sampling import Sampling
+
+STAGES = 2
+
+
+class Watch(Observer):
+    """Notes what the stages and D0 tell; wants times while ``timed``."""
+
+    def __init__(self) -> None:
+        self.timed = False
+        self.segments: list[Segment] = []
+        self.times: list[tuple[Computed, float]] = []
+        self.beats: list[Heartbeat] = []
+        self.opened_at = 0.0
+
+    @property
+    def wants_times(self) -> bool:
+        return self.timed
+
+    def opened(self, coordinator: Coordinator, at: float) -> None:
+        self.opened_at = at
+        self.segments.clear()
+        self.times.clear()
+
+    def sent(self, message: Segment | Prune | Cancel, at: float) -> None:
+        if isinstance(message, Segment):
+            self.segments.append(message)
+
+    def arrived(self, message: Output | Credit | Tap | Computed, at: float) -> None:
+        if isinstance(message, Computed):
+            self.times.append((message, at))
+
+    def heard(self, beat: Heartbeat, at: float) -> None:
+        self.beats.append(beat)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2)
+
+
+def test_segments_times_add_up_to_the_stages_counters(model: Path) -> None:
+    watch = Watch()
+    request = Request(PROMPT, "flowspec", max_new_tokens=16)
+    with ProcessCluster(model, STAGES, threads=1, observer=Observers([Observer(), watch])) as cluster:
+        silent = cluster.generate(request)
+        assert watch.times == []
+        watch.timed = True
+        result = cluster.generate(request)
+    assert result.tokens == silent.tokens == PlainDecoder(model).generate(PROMPT, 16, Sampling())[0]
+    for stage, counters in enumerate(result.stats.stages, start=1):
+        mine = [told for told, _ in watch.times if told.stage == stage]
+        # Each segment is told of once, in order; the text may end while the last one is computed.
+        assert [told.run for told in mine] == [segment.run for segment in watch.segments][: len(mine)]
+        assert 0 <= counters["segments"] - len(mine) <= 1
+        assert sum(told.rows for told in mine) == counters["rows"] >= len(PROMPT)
+        taken = sum(told.end - told.start for told in mine) / 1e6
+        assert taken == pytest.approx(counters["compute_s"], abs=1e-6 * (len(mine) + 1))
+    for told, at in watch.times:  # on one machine there is one clock
+        assert watch.opened_at * 1e6 - 1 < told.start <= told.end <= told.sent <= at * 1e6 + 1
+    alive = [beat.counters for beat in watch.beats if "closed" not in beat.counters]
+    assert all(counters["memory_total"] > counters["resident"] > 0 for counters in alive)
+    assert max(counters["cache_bytes"] for counters in alive) > 0
