@@ -7,20 +7,39 @@ memory for both.  Does not know how either is run.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
 
-from flowspec_edge.errors import FlowspecError
+from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.runtime.emulation import Emulation
 from flowspec_edge.runtime.local import Site
+from flowspec_edge.runtime.observer import Observer
 from flowspec_edge.runtime.processes import ProcessCluster
 from flowspec_edge.runtime.request import OnTokens, Request, Result
+from flowspec_edge.runtime.tickets import Ticket
 from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.strategies.registry import strategy_class
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Sharing(TypedDict, total=False):
+    """How requests share a cluster, and who watches: arguments of :class:`ProcessCluster`, of which
+    those that are left out have its defaults."""
+
+    at_once: int
+    observer: Observer
+
 
 class Clusters(ABC):
-    """Implements ``runtime.request.Cluster``: starts the processes that a request needs, keeps them
-    for the next one, and ends them before it starts others."""
+    """Implements ``runtime.request.SharedCluster``: starts the processes that a request needs, keeps
+    them for the next one, and ends them before it starts others.
+
+    :meth:`generate`, :meth:`submit` and :meth:`serve` are for one thread, the one that may start and end
+    processes.
+    """
 
     clock = "wall"
 
@@ -38,12 +57,32 @@ class Clusters(ABC):
         """The cluster that is up."""
         return self._cluster
 
+    @property
+    def trouble(self) -> str | None:
+        """What the cluster that is up waits for; see SharedCluster."""
+        running = self._cluster
+        return running.trouble if running else None
+
     def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
         """Run one request on a cluster of the right kind; errors are those of ProcessCluster.
 
         After a cluster was lost the next request starts another.
         """
         return self._for(request.strategy).generate(request, on_tokens)
+
+    def submit(self, request: Request, on_tokens: OnTokens | None = None) -> Ticket:
+        """Hand a request in to a cluster of the right kind, which is started first if it is not up.
+
+        UsageError for a request that wants another kind while others are open; else the errors are
+        those of ProcessCluster.
+        """
+        return self._for(request.strategy).submit(request, on_tokens)
+
+    def serve(self, stop: Callable[[], bool]) -> None:
+        """Answer what was handed in to the cluster that is up; see ProcessCluster."""
+        if self._cluster is None:
+            raise FlowspecError("no cluster is up: hand a request in first")
+        self._cluster.serve(stop)
 
     def close(self) -> None:
         """End the processes; safe to call twice."""
@@ -56,6 +95,9 @@ class Clusters(ABC):
         wanted = strategy_class(strategy).parallelism
         running = self._cluster
         if running is None or running.closed or running.parallelism != wanted:
+            if running is not None and not running.closed and running.busy:
+                raise UsageError(f"strategy {strategy} needs devices that share the model in another way "
+                                 "than those that are busy with other requests; ask again when they are done")
             self._end()
             running = self._cluster = self._start(wanted)
         return running
@@ -70,8 +112,8 @@ class LocalClusters(Clusters):
     """Clusters whose processes are all on this machine."""
 
     def __init__(self, model_dir: Path, stages: int, dtype: str = "fp32", *, threads: int | None = None,
-                 dead_after: float = 5.0, site: Site | None = None,
-                 emulation: Emulation | None = None) -> None:
+                 dead_after: float = 5.0, site: Site | None = None, emulation: Emulation | None = None,
+                 **sharing: Unpack[Sharing]) -> None:
         """The arguments are those of :class:`ProcessCluster`."""
         super().__init__()
         self._model_dir = model_dir
@@ -81,6 +123,7 @@ class LocalClusters(Clusters):
         self._dead_after = dead_after
         self._site = site
         self._emulation = emulation
+        self._sharing = sharing
 
     def __enter__(self) -> LocalClusters:
         return self
@@ -91,4 +134,4 @@ class LocalClusters(Clusters):
     def _start(self, parallelism: Parallelism) -> ProcessCluster:
         return ProcessCluster(
             self._model_dir, self._stages, self._dtype, parallelism=parallelism, threads=self._threads,
-            dead_after=self._dead_after, site=self._site, emulation=self._emulation)
+            dead_after=self._dead_after, site=self._site, emulation=self._emulation, **self._sharing)

@@ -49,7 +49,7 @@ _SHUTDOWN_S = 1.0  # how long a stage may take to end after Shutdown
 
 
 class ProcessCluster:
-    """Stages as processes; implements ``runtime.request.Cluster``.
+    """Stages as processes; implements ``runtime.request.SharedCluster``.
 
     Any thread may hand requests in; one at a time drives: it sends, computes and listens for all.
     """
@@ -139,6 +139,16 @@ class ProcessCluster:
         """The stages' process ids, V1's first; none if they run elsewhere."""
         return self._children.pids
 
+    @property
+    def busy(self) -> bool:
+        """Whether a request is open, or waits to be begun."""
+        return bool(self._inbox) or self._loop.busy
+
+    @property
+    def trouble(self) -> str | None:
+        """None: a cluster that has lost a stage does not wait for it, it ends."""
+        return None
+
     # ---- requests ------------------------------------------------------------------------------
 
     def submit(self, request: Request, on_tokens: OnTokens | None = None) -> Ticket:
@@ -202,6 +212,9 @@ class ProcessCluster:
             while not stop():
                 if self._closed:
                     raise FlowspecError("the cluster is closed; start a new one")
+                for ticket in [ticket for ticket in list(self._inbox) if ticket.cancelled]:
+                    self._inbox.remove(ticket)
+                    ticket.give_up()
                 while self._inbox and self._loop.open < self._at_once:
                     self._loop.start(self._inbox.popleft())
                 self._loop.step(_CHECK_S if self._loop.busy else _IDLE_S)

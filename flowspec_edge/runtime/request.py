@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from flowspec_edge.sampling import Sampling
 from flowspec_edge.strategies.params import Params
+
+if TYPE_CHECKING:
+    from flowspec_edge.runtime.tickets import Ticket
 
 FinishReason = Literal["stop", "length", "cancelled"]  # cancelled: nobody waits for it any more
 OnTokens = Callable[[list[int]], None]
@@ -44,6 +47,7 @@ class Stats:
     decode_s: float
     slot_s: float
     stages: tuple[dict[str, float], ...] = ()  # per stage: compute_s, wait_s, bytes, rows, segments
+    reused: int = 0  # prompt rows that were not read in again
 
 
 @dataclass(frozen=True)
@@ -73,3 +77,28 @@ class Cluster(Protocol):
 
     def close(self) -> None:
         """End every process and socket; safe to call twice."""
+
+
+class SharedCluster(Cluster, Protocol):
+    """One that answers several requests at once: any thread hands them in, one thread serves."""
+
+    @property
+    def trouble(self) -> str | None:
+        """What is being waited for while the cluster mends itself; None: all stages are there.
+
+        May be asked from any thread.
+        """
+
+    def submit(self, request: Request, on_tokens: OnTokens | None = None) -> Ticket:
+        """Hand a request in; it is answered while some thread is in :meth:`serve`.
+
+        UsageError if the cluster cannot run such a request; whatever else is wrong comes with the
+        ticket.
+        """
+
+    def serve(self, stop: Callable[[], bool]) -> None:
+        """Answer what was handed in until ``stop()``, asked often, is true; what is not answered then
+        goes on with the next call.
+
+        FlowspecError, which every open request ends with too, if the cluster is lost.
+        """

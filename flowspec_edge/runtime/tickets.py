@@ -6,8 +6,11 @@ Knows nothing of how the text is made.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
-from flowspec_edge.runtime.request import OnTokens, Request, Result
+from flowspec_edge.runtime.request import OnTokens, Request, Result, Stats
+
+Outcome = Result | BaseException
 
 
 class Ticket:
@@ -22,8 +25,9 @@ class Ticket:
         self.on_tokens = on_tokens
         self._settled = threading.Event()
         self._cancelled = threading.Event()
-        self._result: Result | None = None
-        self._error: BaseException | None = None
+        self._outcome: Outcome | None = None
+        self._listeners: list[Callable[[Outcome], None]] = []
+        self._lock = threading.Lock()  # between who settles and who begins to listen
 
     @property
     def done(self) -> bool:
@@ -47,15 +51,31 @@ class Ticket:
         """Wait for what came of it; raises what the request ended with, TimeoutError if it goes on."""
         if not self.wait(timeout):
             raise TimeoutError(f"the request is not answered within {timeout:g} s")
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None
-        return self._result
+        assert self._outcome is not None
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        return self._outcome
 
-    def settle(self, outcome: Result | BaseException) -> None:
+    def on_settled(self, listener: Callable[[Outcome], None]) -> None:
+        """Call ``listener``, once, with what came of it: in the thread that drives the cluster, or here and
+        now if it is done.  It should be as quick as ``on_tokens``, and must not raise."""
+        with self._lock:
+            if self._outcome is None:
+                self._listeners.append(listener)
+                return
+        listener(self._outcome)
+
+    def settle(self, outcome: Outcome) -> None:
         """Only for who answers it: what came of it, once."""
-        if isinstance(outcome, Result):
-            self._result = outcome
-        else:
-            self._error = outcome
+        with self._lock:
+            self._outcome, listeners = outcome, self._listeners
         self._settled.set()
+        for listener in listeners:
+            listener(outcome)
+
+    def give_up(self) -> None:
+        """Only for who answers it: it was cancelled before it began."""
+        nothing = Stats(turns=0.0, rounds=0, alt=0.0, alr=0.0, tokens_per_second=0.0, ttft_s=0.0,
+                        itl_p50_s=0.0, itl_p95_s=0.0, drafted=0, verified=0, accepted=0, bytes=0,
+                        decode_s=0.0, slot_s=0.0)
+        self.settle(Result([], "cancelled", nothing))

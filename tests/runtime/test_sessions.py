@@ -245,6 +245,19 @@ def test_a_server_takes_requests_from_other_threads(processes: ProcessCluster, t
     assert processes.generate(requests[1]).tokens == own_text(tiny_model, requests[1])
 
 
+def test_what_is_cancelled_while_it_waits_is_not_begun(processes: ProcessCluster, tiny_model: Path) -> None:
+    request = some(1, ["flowspec"])[0]
+    gone, stays = processes.submit(request), processes.submit(request)
+    gone.cancel()
+    assert processes.busy
+    processes.serve(lambda: gone.done)
+    result = gone.result(0)
+    assert (result.tokens, result.finish_reason, result.stats.stages) == ([], "cancelled", ())
+    processes.serve(lambda: stays.done)
+    assert stays.result(0).tokens == own_text(tiny_model, request)
+    assert not processes.busy
+
+
 def test_a_lost_stage_ends_every_request(tiny_model: Path) -> None:
     with ProcessCluster(tiny_model, 2, threads=1) as cluster:
         other = cluster.submit(Request(prompt(2), "flowspec", 500))
