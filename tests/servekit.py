@@ -15,16 +15,19 @@ from clusterkit import PATIENCE
 from openai import OpenAI
 
 from flowspec_edge.modeldir import ModelDir
-from flowspec_edge.runtime.request import Cluster, OnTokens, Request, Result
+from flowspec_edge.runtime.request import OnTokens, Request, Result, SharedCluster
+from flowspec_edge.runtime.tickets import Outcome, Ticket
 from flowspec_edge.serving.app import make_app
 from flowspec_edge.serving.asking import Served
 from flowspec_edge.serving.desk import Desk
 from flowspec_edge.serving.log import Record, requests
+from flowspec_edge.serving.reply import KEEP_ALIVE_S
 from flowspec_edge.serving.server import listen, listening, url_of
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.text import Tokenizer
 
 NAME = "tiny"
+AT_ONCE = 4  # requests that the cluster has room for
 STRATEGIES = ("flowspec", "chunk_pp", "autoregressive")
 
 
@@ -37,22 +40,26 @@ def until(true: Callable[[], bool]) -> None:
 
 
 class Held:
-    """A real cluster that starts requests, and hands on tokens, only while it may."""
+    """A real cluster that starts requests, and hands on tokens, only while it may.
 
-    clock = "virtual"
+    While a piece is held nothing goes on for anybody: the thread that serves is in its callback.
+    """
 
-    def __init__(self, cluster: Cluster) -> None:
+    clock = "wall"
+
+    def __init__(self, cluster: SharedCluster) -> None:
         self._cluster = cluster
         self.may_start, self.may_go = threading.Event(), threading.Event()
         self.may_start.set()
         self.may_go.set()
         self.on_piece: Callable[[], None] = lambda: None  # called with every piece
         self.broken: Exception | None = None  # raised instead of starting a request
+        self.trouble: str | None = None  # what the cluster says that it waits for
         self.started: list[Request] = []
-        self.pieces = 0  # of the newest request
-        self.ends: list[Result | BaseException] = []
+        self.pieces = 0  # since the newest request was started
+        self.ends: list[Outcome] = []
 
-    def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
+    def submit(self, request: Request, on_tokens: OnTokens | None = None) -> Ticket:
         def hold(tokens: list[int]) -> None:
             self.pieces += 1
             self.on_piece()
@@ -65,13 +72,15 @@ class Held:
         if self.broken:
             raise self.broken
         self.pieces = 0
-        try:
-            result = self._cluster.generate(request, hold)
-        except BaseException as error:
-            self.ends.append(error)
-            raise
-        self.ends.append(result)
-        return result
+        ticket = self._cluster.submit(request, hold)
+        ticket.on_settled(self.ends.append)
+        return ticket
+
+    def serve(self, stop: Callable[[], bool]) -> None:
+        self._cluster.serve(stop)
+
+    def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
+        return self._cluster.generate(request, on_tokens)
 
     def close(self) -> None:
         self._cluster.close()
@@ -115,10 +124,11 @@ def served(model: Path, template: str | None = "vicuna", strategy: str = "flowsp
 
 
 @contextmanager
-def running(what: Served, cluster: Cluster, capacity: int = 16, api_key: str | None = None,
-            recent_s: float = 60.0, patience_s: float = 60.0) -> Iterator[Running]:
+def running(what: Served, cluster: SharedCluster, capacity: int = 16, api_key: str | None = None,
+            recent_s: float = 60.0, patience_s: float = 60.0, at_once: int = 1,
+            keep_alive_s: float = KEEP_ALIVE_S) -> Iterator[Running]:
     """The server, ready; as ``flowspec serve`` runs it, but for the main thread."""
-    desk = Desk(what.probe(), capacity, recent_s, patience_s)
+    desk = Desk(what.probe(), capacity, recent_s, patience_s, at_once)
     listener = listen("127.0.0.1", 0, api_key)
     url = url_of(listener)
     ready, records = threading.Event(), Records()
@@ -129,7 +139,7 @@ def running(what: Served, cluster: Cluster, capacity: int = 16, api_key: str | N
     try:
         with (OpenAI(base_url=f"{url}/v1", api_key=api_key or "none", max_retries=0) as client,
               httpx2.Client(base_url=url, trust_env=False) as http,
-              listening(listener, make_app(desk, what, api_key), desk)):
+              listening(listener, make_app(desk, what, api_key, keep_alive_s), desk)):
             owner.start()
             assert ready.wait(PATIENCE)
             yield Running(url, desk, client, http, records)

@@ -15,9 +15,13 @@ from flowspec_edge.cli.cut import dtype_of
 from flowspec_edge.cli.options import Clock, DtypeChoice
 from flowspec_edge.config import Profile, load_profile
 from flowspec_edge.modeldir import ModelDir
-from flowspec_edge.runtime.request import Cluster
+from flowspec_edge.runtime.request import Cluster, SharedCluster
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from flowspec_edge.fleet.inventory import Inventory
+    from flowspec_edge.runtime.clusters import Sharing
     from flowspec_edge.runtime.local import Site
 
 
@@ -51,26 +55,52 @@ def open_cluster(when: Timing, model: ModelDir, stages: int, dtype: DtypeChoice,
                  site: Site | None = None) -> Iterator[Cluster]:
     """Processes (``wall``), started at ``site`` with the first request that needs them, or virtual
     time; closed on the way out."""
-    cluster: Cluster
-    if when.clock == "virtual":
-        from flowspec_edge.runtime.virtual import VirtualCluster
+    if when.clock == "wall":
+        with open_processes(when, model, stages, dtype, site) as processes:
+            yield processes
+        return
+    from flowspec_edge.runtime.virtual import VirtualCluster
 
-        assert when.profile is not None
-        cluster = VirtualCluster(model.path, stages, when.profile, dtype_of(model, dtype))
-    else:
-        from flowspec_edge.runtime.nursery import nursery
-
-        if site is None:
-            nursery()  # it imports while we do
-        from flowspec_edge.runtime.clusters import LocalClusters
-        from flowspec_edge.runtime.devices import Devices
-        from flowspec_edge.runtime.emulation import Emulation
-
-        emulation = None
-        if when.profile is not None:
-            emulation = Emulation(Devices.even(when.profile, stages), "real" if when.real_links else "made")
-        cluster = LocalClusters(model.path, stages, dtype_of(model, dtype), site=site, emulation=emulation)
+    assert when.profile is not None
+    cluster = VirtualCluster(model.path, stages, when.profile, dtype_of(model, dtype))
     try:
         yield cluster
     finally:
         cluster.close()
+
+
+@contextmanager
+def open_processes(when: Timing, model: ModelDir, stages: int, dtype: DtypeChoice, site: Site | None = None,
+                   **sharing: Unpack[Sharing]) -> Iterator[SharedCluster]:
+    """Processes, started at ``site`` with the first request that needs them."""
+    from flowspec_edge.runtime.nursery import nursery
+
+    if site is None:
+        nursery()  # it imports while we do
+    from flowspec_edge.runtime.clusters import LocalClusters
+    from flowspec_edge.runtime.devices import Devices
+    from flowspec_edge.runtime.emulation import Emulation
+
+    emulation = None
+    if when.profile is not None:
+        emulation = Emulation(Devices.even(when.profile, stages), "real" if when.real_links else "made")
+    with LocalClusters(model.path, stages, dtype_of(model, dtype), site=site, emulation=emulation,
+                       **sharing) as clusters:
+        yield clusters
+
+
+@contextmanager
+def open_boards(inventory: Inventory, model: ModelDir, board_model: str | None, dtype: DtypeChoice,
+                **sharing: Unpack[Sharing]) -> Iterator[SharedCluster]:
+    """The boards of a cluster, started over ssh with the first request; this machine is D0.
+
+    ``board_model``: where they have the model; None: at the same path as here.
+    """
+    from flowspec_edge.fleet.remote_clusters import RemoteClusters
+
+    clusters = RemoteClusters(inventory, model.path, board_model or str(model.path.resolve()),
+                              dtype_of(model, dtype), **sharing)
+    try:
+        yield clusters
+    finally:
+        clusters.close()

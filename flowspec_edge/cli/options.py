@@ -41,6 +41,9 @@ StagesOption = Annotated[int, typer.Option(
 DtypeOption = Annotated[DtypeChoice, typer.Option(
     "--dtype", help="Element type of activations, caches and what is not quantised; auto: as a sharded model "
                     "was made for, else fp32.")]
+BoardModelOption = Annotated[str | None, typer.Option(
+    "--board-model", help="Where the cluster's boards have the model, if not at the same path as here.",
+    metavar="DIR", show_default=False)]
 MaxNewTokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1, help="At most so many tokens.")]
 ClockOption = Annotated[
     Clock, typer.Option("--clock", help="wall: one process per device.  virtual: time made up by a profile.")]

@@ -1,23 +1,36 @@
 """``flowspec serve``: an OpenAI-compatible endpoint for a model over a cluster.
 
-Knows what is checked before anything is started.  Does not know HTTP or the queue.
+Knows what is checked before anything is started, and where the devices are.  Does not know HTTP or the
+queue.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flowspec_edge.chat import BUILT_IN
-from flowspec_edge.cli.clusters import open_cluster, timing
+from flowspec_edge.cli.clusters import open_boards, open_processes, timing
 from flowspec_edge.cli.cut import dtype_of, stages_of
 from flowspec_edge.cli.measuring import require_runnable
-from flowspec_edge.cli.options import DtypeOption, EmulateOption, ModelOption, StagesOption, with_dataclasses
+from flowspec_edge.cli.options import (
+    BoardModelOption,
+    DtypeOption,
+    EmulateOption,
+    ModelOption,
+    StagesOption,
+    with_dataclasses,
+)
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.modeldir import DEMO, ModelDir, resolve_model
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES, draft_kind, strategy_class
+
+if TYPE_CHECKING:
+    from flowspec_edge.fleet.inventory import Inventory
+    from flowspec_edge.runtime.clusters import Sharing
 
 _EXAMPLES = """
 Examples:
@@ -26,7 +39,9 @@ Examples:
 
   flowspec serve --model vicuna-7b-v1.5 --name vicuna --port 9000 --log-json
 
-  FLOWSPEC_API_KEY=… flowspec serve --host 0.0.0.0 --queue 4
+  FLOWSPEC_API_KEY=… flowspec serve --host 0.0.0.0 --at-once 4 --queue 8
+
+  flowspec serve --cluster cluster.toml --model llama-13b
 
   curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json"
   -d '{"model": "demo", "prompt": "def f(x):", "max_tokens": 32}'
@@ -37,7 +52,11 @@ Examples:
 def serve(
     local: Annotated[bool, typer.Option(
         "--local", show_default=False,
-        help="All devices are processes on this machine: the default, and so far the only way.")] = True,
+        help="All devices are processes on this machine: the default.")] = False,
+    cluster: Annotated[Path | None, typer.Option(
+        "--cluster", metavar="FILE", show_default=False,
+        help="Serve on the boards of this cluster.toml, of which this machine is the draft device.")] = None,
+    board_model: BoardModelOption = None,
     model: ModelOption = DEMO,
     name: Annotated[str | None, typer.Option(
         "--name", help="What clients call the model; by default its directory's name.", metavar="NAME",
@@ -58,6 +77,9 @@ def serve(
         help="Clients must send it; better given in the environment, where others cannot read it.")] = None,
     queue: Annotated[int, typer.Option(
         "--queue", min=0, help="Requests that may wait for their turn; more are refused with 429.")] = 16,
+    at_once: Annotated[int, typer.Option(
+        "--at-once", min=0, show_default=False,
+        help="Requests that share the stages at a time.  [default: as many as stages, at least 2]")] = 0,
     answer_tokens: Annotated[int, typer.Option(
         "--answer-tokens", min=1, help="The longest answer in a chat whose client sets no limit.")] = 1024,
     ready_within: Annotated[float, typer.Option(
@@ -70,11 +92,13 @@ def serve(
 ) -> None:
     """Answer OpenAI's clients: /v1/chat/completions, /v1/completions, /v1/models.
 
-    One request is answered at a time; others wait their turn.  /health says that the server is alive,
+    A few requests share the stages, others wait their turn.  /health says that the server is alive,
     /ready that a token came through the pipeline lately.  Ctrl-C or SIGTERM ends it and its devices.
     """
     found = resolve_model(model)
-    stages = stages_of(found, stages)
+    boards = _boards(cluster, board_model, local, stages, emulate)
+    stages = stages_of(found, len(boards.verify) if boards else stages)
+    at_once = at_once or max(2, stages)
     when = timing("wall", "paper-7b", emulate)
     require_runnable([strategy], found, params, "wall", stages)
     if api_key is not None and not (api_key and api_key.isascii()):
@@ -86,27 +110,46 @@ def serve(
     from flowspec_edge.serving.server import listen, log_to_stderr, serve_app, url_of
 
     with listen(host, port, api_key) as listener:
-        from flowspec_edge.runtime.nursery import nursery
+        if boards is None:
+            from flowspec_edge.runtime.nursery import nursery
 
-        nursery()  # it imports while we do
+            nursery()  # it imports while we do
         from flowspec_edge.text import Tokenizer
 
         served = Served(found, Tokenizer(found, chat_template), name or found.name, strategy,
                         _runnable(strategy, found, params, stages), params, answer_tokens)
-        desk = Desk(served.probe(), queue, ready_within)
+        desk = Desk(served.probe(), queue, ready_within, at_once=at_once)
         log_to_stderr(log_json)
         url = url_of(listener)
 
         def ready() -> None:
+            where = f", cluster {boards.cluster.name}" if boards else ""
             emulated = f", emulating {emulate}" if emulate else ""
             print(f"flowspec: serving {served.name} ({strategy}, {stages} stages, {dtype_of(found, dtype)}"
-                  f"{emulated}) at {url}/v1", flush=True)
+                  f"{where}{emulated}) at {url}/v1", flush=True)
 
-        app, cluster = make_app(desk, served, api_key), open_cluster(when, found, stages, dtype)
-        serve_app(listener, app, desk, cluster, ready)
+        sharing: Sharing = {"at_once": at_once}
+        opened = (open_boards(boards, found, board_model, dtype, **sharing) if boards
+                  else open_processes(when, found, stages, dtype, **sharing))
+        serve_app(listener, make_app(desk, served, api_key), desk, opened, ready)
 
 
 serve.__doc__ = f"{serve.__doc__}\n{_EXAMPLES}"
+
+
+def _boards(cluster: Path | None, board_model: str | None, local: bool, stages: int, emulate: str | None
+            ) -> Inventory | None:
+    """The cluster's inventory; None if the devices are processes here."""
+    if cluster is None:
+        if board_model is not None:
+            raise UsageError("--board-model goes with --cluster only")
+        return None
+    others = {"--local": local, "--stages": stages > 0, "--emulate": emulate is not None}
+    if given := [name for name, is_given in others.items() if is_given]:
+        raise UsageError(f"give --cluster or {given[0]}, not both: the cluster file names the devices")
+    from flowspec_edge.fleet.inventory import load_inventory
+
+    return load_inventory(cluster)
 
 
 def _runnable(strategy: str, model: ModelDir, params: Params, stages: int) -> list[str]:

@@ -11,7 +11,7 @@ import typer
 
 from flowspec_edge.bench.sweep import Links
 from flowspec_edge.cli.bench_options import Measuring
-from flowspec_edge.cli.options import with_dataclasses
+from flowspec_edge.cli.options import BoardModelOption, with_dataclasses
 from flowspec_edge.errors import UsageError
 from flowspec_edge.sampling import Sampling
 from flowspec_edge.strategies.params import Params
@@ -32,9 +32,6 @@ LinksOption = Annotated[Literal["virtual", "namespaces"], typer.Option(
 ClusterOption = Annotated[Path | None, typer.Option(
     "--cluster", help="Measure the boards of this cluster.toml, of which this machine is the draft device.",
     metavar="FILE", show_default=False)]
-BoardModelOption = Annotated[str | None, typer.Option(
-    "--board-model", help="Where the cluster's boards have the model, if not at the same path as here.",
-    metavar="DIR", show_default=False)]
 PublishedOption = Annotated[bool, typer.Option(
     "--published/--no-published", help="Show the paper's own figures beside, where the profile is its "
                                        "testbed.")]

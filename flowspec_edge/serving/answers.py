@@ -66,13 +66,15 @@ class Answer:
         ours: dict[str, Any] = {"strategy": self.request.strategy, "seed": sampling.seed,
                                 "temperature": sampling.temperature, "top_p": sampling.top_p,
                                 "top_k": sampling.top_k}
+        cached: dict[str, Any] = {}
         if result is not None:
             stats = result.stats
+            cached = {"prompt_tokens_details": {"cached_tokens": stats.reused}}
             ours |= {"tokens_per_second": stats.tokens_per_second, "ttft_s": stats.ttft_s, "alt": stats.alt,
                      "alr": stats.alr, "rounds": stats.rounds, "drafted": stats.drafted,
                      "verified": stats.verified, "accepted": stats.accepted}
         return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens,
-                "flowspec": ours}
+                **cached, "flowspec": ours}
 
     @property
     def _kind(self) -> str:

@@ -26,15 +26,19 @@ from flowspec_edge.serving.bodies import B, ChatBody, CompletionBody, read_body
 from flowspec_edge.serving.desk import Desk
 from flowspec_edge.serving.errors import ApiError, api_error
 from flowspec_edge.serving.log import GONE, Record
-from flowspec_edge.serving.reply import ClientGone, Reply, Told
+from flowspec_edge.serving.reply import KEEP_ALIVE_S, ClientGone, Reply, Told
 
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 2 * 2**20  # of a body: a prompt of that size fits into no model served here
 
 
-def make_app(desk: Desk, served: Served, api_key: str | None = None) -> Starlette:
-    """The ASGI application; without a key everybody is let in."""
+def make_app(desk: Desk, served: Served, api_key: str | None = None,
+             keep_alive_s: float = KEEP_ALIVE_S) -> Starlette:
+    """The ASGI application; without a key everybody is let in.
+
+    ``keep_alive_s``: seconds without a token after which a stream says why.
+    """
     created = int(time.time())
 
     async def models(http: Request) -> Response:
@@ -52,12 +56,13 @@ def make_app(desk: Desk, served: Served, api_key: str | None = None) -> Starlett
 
     async def ready(http: Request) -> Response:
         state = desk.readiness()
-        body = {"ready": state.ready, "reason": state.reason or None, "waiting": state.waiting,
-                "token_age_s": None if state.token_age_s is None else round(state.token_age_s, 1)}
+        age = None if state.token_age_s is None else round(state.token_age_s, 1)
+        body = {"ready": state.ready, "reason": state.reason or None, "running": state.running,
+                "waiting": state.waiting, "token_age_s": age}
         return JSONResponse(body, 200 if state.ready else 503)
 
-    chat = Endpoint(desk, served.name, ChatBody, served.chat)
-    completion = Endpoint(desk, served.name, CompletionBody, served.completion)
+    chat = Endpoint(desk, served.name, ChatBody, served.chat, keep_alive_s)
+    completion = Endpoint(desk, served.name, CompletionBody, served.completion, keep_alive_s)
     return Starlette(
         routes=[
             Route("/v1/models", models),
@@ -106,12 +111,14 @@ class Gate:
 class Endpoint:
     """One of OpenAI's endpoints, as an ASGI application."""
 
-    def __init__(self, desk: Desk, name: str, kind: type[B], ask: Callable[[B], Asked]) -> None:
+    def __init__(self, desk: Desk, name: str, kind: type[B], ask: Callable[[B], Asked],
+                 keep_alive_s: float) -> None:
         """``kind``: its bodies; ``ask``: what such a body asks of the cluster."""
         self._desk, self._name = desk, name
         self._read: Callable[[bytes], Any] = lambda data: read_body(kind, data)
         self._ask: Callable[[Any], Asked] = ask
         self._chat = kind is ChatBody
+        self._keep_alive_s = keep_alive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, and write the request's line in the log."""
@@ -140,7 +147,7 @@ class Endpoint:
         record.id, record.strategy = answer.id, asked.request.strategy
         record.prompt_tokens = len(asked.request.prompt)
         caller = body.user or (http.client.host if http.client else "")
-        reply = Reply(self._desk, asked, answer, caller)
+        reply = Reply(self._desk, asked, answer, caller, self._keep_alive_s)
         try:
             if body.stream:
                 await reply.stream(receive, send)

@@ -43,6 +43,7 @@ class Served:
     strategy        for requests that name none
     strategies      those that this cluster and model can run
     answer_tokens   the longest answer in a chat that sets no limit
+    context         tokens of prompt and answer that a request may have; None: as many as the model can
     """
 
     model: ModelDir
@@ -52,6 +53,7 @@ class Served:
     strategies: Sequence[str] = ("flowspec",)
     params: Params = field(default_factory=Params)
     answer_tokens: int = 1024
+    context: int | None = None
 
     def probe(self) -> Request:
         """A request of one token, whatever it is."""
@@ -98,10 +100,11 @@ class Served:
         if strategy not in self.strategies:
             raise ApiError(400, f"the strategy {strategy!r} does not run here; there are "
                                 f"{', '.join(self.strategies)}", "flowspec.strategy")
-        room = self.model.max_positions - len(ids)
+        context = min(self.context or self.model.max_positions, self.model.max_positions)
+        room = context - len(ids)
         wanted = body.limit or min(usual, max(1, room))
         if wanted > room:
-            says = (f"the model's context is {self.model.max_positions} tokens; the prompt has {len(ids)}, "
+            says = (f"the model's context is {context} tokens here; the prompt has {len(ids)}, "
                     f"and {wanted} more are asked for")
             raise ApiError(400, says, code="context_length_exceeded")
         request = Request(ids, strategy, wanted, self.sampling(body), self.params, stop_ids)

@@ -31,6 +31,19 @@ class FairQueue(Generic[T]):
             self._callers[caller] = items
         return item
 
+    def before(self, item: T) -> int | None:
+        """How many will be taken before it, if nobody else comes; None if it does not wait."""
+        place = next((items.index(item) for items in self._callers.values() if item in items), None)
+        if place is None:
+            return None
+        count, turn = place, 1
+        for items in self._callers.values():
+            if item in items:
+                turn = 0  # those behind it have one turn less before its own
+            else:
+                count += min(len(items), place + turn)
+        return count
+
     def remove(self, item: T) -> bool:
         """Take it out wherever it is; whether it was there."""
         for caller, items in self._callers.items():

@@ -23,6 +23,7 @@ from flowspec_edge.serving.errors import ApiError, api_error
 _STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache",
            "x-accel-buffering": "no"}
 _DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE_S = 10.0  # proxies and clients give up on connections that are silent for 30 s and more
 
 
 class ClientGone(Exception):
@@ -35,8 +36,11 @@ class Reply:
     After it: ``ticket``, None if the desk refused it; ``finish``, None if it did not come to its end.
     """
 
-    def __init__(self, desk: Desk, asked: Asked, answer: Answer, caller: str) -> None:
+    def __init__(self, desk: Desk, asked: Asked, answer: Answer, caller: str,
+                 keep_alive_s: float = KEEP_ALIVE_S) -> None:
+        """``keep_alive_s``: seconds without a token after which a stream says why."""
         self._desk, self._asked, self._answer, self._caller = desk, asked, answer, caller
+        self._keep_alive_s = keep_alive_s
         self._result: Result | None = None
         self.ticket: Ticket | None = None
         self.finish: Finish | None = None
@@ -44,7 +48,7 @@ class Reply:
     async def whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer in one piece; ApiError if there is none, ClientGone if nobody wants it any more."""
         async with self._events(receive) as (events, gone):
-            text = "".join([piece async for piece in self._pieces(events, gone)])
+            text = "".join([piece async for piece in self._pieces(events, gone) if piece is not None])
         assert self.finish is not None
         answer = self._answer.whole(text, self.finish, self._usage())
         await JSONResponse(answer, headers=self._headers())(scope, receive, send)
@@ -52,19 +56,22 @@ class Reply:
     async def stream(self, receive: Receive, send: Send) -> None:
         """Answer as it comes; the errors are the same as long as nothing was sent.
 
-        What goes wrong later is the stream's last event, which clients raise.
+        What goes wrong later is the stream's last event, which clients raise.  While no token comes a
+        comment now and then, which clients ignore, keeps the connection alive, the first with the headers.
         """
         async with self._events(receive) as (events, gone):
-            started = False
+            started, opening = False, self._answer.opening()
             try:
-                async for piece in self._pieces(events, gone):
+                async for piece in self._pieces(events, gone, self._keep_alive_s):
                     if not started:
                         headers = [(k.encode(), v.encode()) for k, v in (_STREAM | self._headers()).items()]
                         await send({"type": "http.response.start", "status": 200, "headers": headers})
                         started = True
-                        await _send(send, *self._answer.opening())
-                    if piece:
-                        await _send(send, self._answer.piece(piece))
+                    if piece is None:
+                        await _comment(send, self._note())
+                        continue
+                    await _send(send, *opening, *([self._answer.piece(piece)] if piece else []))
+                    opening = []
             except ApiError as error:
                 if not started:
                     raise
@@ -75,14 +82,18 @@ class Reply:
         await _send(send, *self._answer.closing(self.finish, self._usage()))
         await send({"type": "http.response.body", "body": _DONE})
 
-    async def _pieces(self, events: asyncio.Queue[Event], gone: asyncio.Future[None]) -> AsyncIterator[str]:
-        """The text as it becomes certain, the first piece when the first token has come."""
+    async def _pieces(self, events: asyncio.Queue[Event], gone: asyncio.Future[None],
+                      patience: float | None = None) -> AsyncIterator[str | None]:
+        """The text as it becomes certain, the first piece when the first token has come; None whenever
+        nothing has come for ``patience`` seconds."""
         reader = self._asked.reader
         while self.finish is None:
-            event = await _next(events, gone)
-            if isinstance(event, Exception):
+            event = await _next(events, gone, patience)
+            if event is None:
+                yield None
+            elif isinstance(event, Exception):
                 raise api_error(event)
-            if isinstance(event, Result):
+            elif isinstance(event, Result):
                 last = reader.close()
                 self._result = event
                 assert event.finish_reason != "cancelled"  # the desk delivers nothing of such a request
@@ -98,6 +109,10 @@ class Reply:
         """What OpenAI's clients show as the request's id, and how many were before it."""
         assert self.ticket is not None
         return {"x-request-id": self._answer.id, "x-flowspec-position": str(self.ticket.position)}
+
+    def _note(self) -> str:
+        assert self.ticket is not None
+        return self._desk.note(self.ticket)
 
     def _usage(self) -> dict[str, Any]:
         return self._answer.usage(self._asked.reader.tokens, self._result)
@@ -135,15 +150,16 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-async def _next(events: asyncio.Queue[Event], gone: asyncio.Future[None]) -> Event:
-    """The next event, or ClientGone."""
+async def _next(events: asyncio.Queue[Event], gone: asyncio.Future[None], patience: float | None
+                ) -> Event | None:
+    """The next event, or ClientGone; None if neither comes within ``patience`` seconds."""
     coming = asyncio.ensure_future(events.get())
     either: set[asyncio.Future[Any]] = {coming, gone}
     try:
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(either, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
         if gone.done():
             raise ClientGone
-        return coming.result()
+        return coming.result() if coming.done() else None
     finally:
         coming.cancel()
 
@@ -152,3 +168,7 @@ async def _send(send: Send, *objects: dict[str, Any]) -> None:
     data = b"".join(b"data: " + json.dumps(item, ensure_ascii=False).encode() + b"\n\n" for item in objects)
     if data:
         await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+async def _comment(send: Send, text: str) -> None:
+    await send({"type": "http.response.body", "body": f": {text}\n\n".encode(), "more_body": True})

@@ -19,7 +19,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.runtime.request import Cluster
+from flowspec_edge.runtime.request import SharedCluster
 from flowspec_edge.serving.desk import Desk
 from flowspec_edge.serving.log import Lines
 
@@ -69,8 +69,8 @@ def log_to_stderr(as_json: bool) -> None:
     logging.getLogger("flowspec_edge.serving").setLevel(logging.INFO)
 
 
-def serve_app(listener: socket.socket, app: ASGIApp, desk: Desk, opened: AbstractContextManager[Cluster],
-          ready: Callable[[], None]) -> None:
+def serve_app(listener: socket.socket, app: ASGIApp, desk: Desk,
+              opened: AbstractContextManager[SharedCluster], ready: Callable[[], None]) -> None:
     """Serve until SIGINT or SIGTERM; to be called in the main thread.
 
     Raises what keeps the cluster from its first token, and FlowspecError if HTTP ends by itself;

@@ -1,16 +1,16 @@
-"""A tiny model whose text is ASCII, and the text that plain decoding gives."""
+"""A tiny model whose text is ASCII, the text that plain decoding gives, and two stages as processes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from servekit import Held
+from servekit import AT_ONCE, Held
 from tiny_dir import tiny_model_dir
 
-from flowspec_edge.config import load_profile
+from flowspec_edge.runtime.clusters import LocalClusters
 from flowspec_edge.runtime.plain import PlainDecoder
-from flowspec_edge.runtime.virtual import VirtualCluster
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +23,13 @@ def plain(model: Path) -> PlainDecoder:
     return PlainDecoder(model)
 
 
+@pytest.fixture(scope="session")
+def processes(model: Path) -> Iterator[LocalClusters]:
+    """For all tests of a process, one after the other; new stages come up if one has killed them."""
+    with LocalClusters(model, 2, threads=1, at_once=AT_ONCE) as clusters:
+        yield clusters
+
+
 @pytest.fixture
-def held(model: Path) -> Held:
-    return Held(VirtualCluster(model, 2, load_profile("paper-7b")))
+def held(processes: LocalClusters) -> Held:
+    return Held(processes)

@@ -12,10 +12,9 @@ from servekit import NAME, Running, running, served
 from transformers import AutoTokenizer
 
 from flowspec_edge.chat import Message
-from flowspec_edge.config import load_profile
 from flowspec_edge.modeldir import ModelDir
+from flowspec_edge.runtime.clusters import LocalClusters
 from flowspec_edge.runtime.plain import PlainDecoder
-from flowspec_edge.runtime.virtual import VirtualCluster
 from flowspec_edge.sampling import Sampling
 from flowspec_edge.serving.app import MOST_BYTES
 from flowspec_edge.text import Tokenizer
@@ -25,8 +24,8 @@ HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[Running]:
-    with running(served(model), VirtualCluster(model, 2, load_profile("paper-7b"))) as it:
+def server(model: Path, processes: LocalClusters) -> Iterator[Running]:
+    with running(served(model), processes) as it:
         yield it
 
 
@@ -241,11 +240,3 @@ def test_the_log_has_what_a_request_took_and_not_what_it_said(server: Running) -
     assert line.seconds >= line.queued_s
     assert "secret" not in line.as_json() + str(line)
     assert done.choices[0].text not in line.as_json()
-
-
-def test_a_model_without_a_chat_template(model: Path) -> None:
-    cluster = VirtualCluster(model, 1, load_profile("paper-7b"))
-    with running(served(model, None), cluster) as bare:
-        with pytest.raises(openai.BadRequestError, match="no chat template") as caught:
-            bare.client.chat.completions.create(model=NAME, messages=HELLO)
-        assert str(model) not in str(caught.value)

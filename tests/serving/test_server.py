@@ -1,15 +1,16 @@
-"""The server as a process: what ends it, and with what."""
+"""The server: what ends it, and with what; what its model cannot do."""
 
 from __future__ import annotations
 
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
+import openai
 import pytest
-from servekit import Held, served
+from servekit import NAME, Held, running, served
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.serving.app import make_app
@@ -25,7 +26,7 @@ def kill_me() -> None:
 def test_a_signal_ends_it_without_an_error_whatever_it_does(held: Held, model: Path, moment: str) -> None:
     before, what = signal.getsignal(signal.SIGTERM), served(model)
     desk, listener = Desk(what.probe()), listen("127.0.0.1", 0, None)
-    opened: AbstractContextManager[Held] = closing(held)
+    opened: AbstractContextManager[Held] = nullcontext(held)
     if moment == "starting":
         opened = _killing(held)
     elif moment == "first token":
@@ -47,4 +48,11 @@ def test_it_does_not_stay_up_without_its_http(held: Held, model: Path) -> None:
     desk, listener = Desk(served(model).probe()), listen("127.0.0.1", 0, None)
     listener.close()
     with pytest.raises(FlowspecError, match="the HTTP server has ended by itself"):
-        serve_app(listener, make_app(desk, served(model)), desk, closing(held), lambda: None)
+        serve_app(listener, make_app(desk, served(model)), desk, nullcontext(held), lambda: None)
+
+
+def test_a_model_without_a_chat_template_refuses_chats(held: Held, model: Path) -> None:
+    with running(served(model, None), held) as bare:
+        with pytest.raises(openai.BadRequestError, match="no chat template") as caught:
+            bare.client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": "hello"}])
+        assert str(model) not in str(caught.value)
