@@ -94,7 +94,7 @@ def generate(
     stages = stages_of(found, stages)
     when = timing(clock, profile, emulate)
     require_runnable([chosen.name], found, params, when.clock, stages)
-    sampling, origins = choose_sampling(sampling, _given(context, asdict(sampling)), found)
+    sampling, origins = choose_sampling(sampling, given(context, asdict(sampling)), found)
     if verbose:
         logging.basicConfig(format="%(message)s")  # to stderr
         logging.getLogger("flowspec_edge").setLevel(logging.INFO)
@@ -151,7 +151,7 @@ def drawn(sampling: Sampling, origins: Mapping[str, Origin]) -> str:
                      for name, value in asdict(sampling).items() if origins[name] != "default")
 
 
-def _given(context: typer.Context, names: Iterable[str]) -> set[str]:
+def given(context: typer.Context, names: Iterable[str]) -> set[str]:
     """Those options that are on the command line."""
     sources = {name: context.get_parameter_source(name) for name in names}
     return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}

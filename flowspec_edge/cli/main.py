@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from flowspec_edge.cli import bench, demo, device, generate, listing, models, plan, serve, sweep
+from flowspec_edge.cli import bench, chat, demo, device, generate, listing, models, plan, serve, sweep
 from flowspec_edge.errors import FlowspecError
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -31,6 +31,7 @@ app = typer.Typer(
 )
 app.command()(demo.demo)
 app.command()(generate.generate)
+app.command()(chat.chat)
 app.command()(serve.serve)
 app.command()(listing.strategies)
 app.command()(listing.profiles)
