@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -32,6 +33,7 @@ class Children:
         self._temporary = TemporaryDirectory(prefix="flowspec-")
         self.directory = Path(self._temporary.name)
         self._processes: list[subprocess.Popen[bytes] | Nursling] = []
+        self._starts: list[Callable[[], subprocess.Popen[bytes] | Nursling]] = []  # of each stage
 
     @property
     def pids(self) -> list[int]:
@@ -48,11 +50,28 @@ class Children:
         for config in configs:
             file = self.directory / f"v{config.stage}.toml"
             file.write_text(config.dump(), encoding="utf-8")
-            if within is None and config.device == "cpu":
-                self._processes.append(nursery().start(file, self._stderr(config.stage), config.listen_fd,
-                                                       verbose))
-            else:
-                self._processes.append(self._spawned(config, file, verbose, within))
+            self._starts.append(partial(self._started, config, file, verbose, within))
+            self._processes.append(self._starts[-1]())
+
+    def restart(self, stages: Sequence[int], between: Callable[[], None] | None = None) -> None:
+        """End these at once, whatever they are at, then start them again as they were; ``between`` is
+        called when all have ended.
+
+        Their listening sockets must still be open here.
+        """
+        for stage in stages:
+            self._processes[stage - 1].kill()  # works on a stopped process, too
+            self._processes[stage - 1].wait()
+        if between:
+            between()
+        for stage in stages:
+            self._processes[stage - 1] = self._starts[stage - 1]()
+
+    def _started(self, config: WorkerConfig, file: Path, verbose: bool, within: Within | None,
+                 ) -> subprocess.Popen[bytes] | Nursling:
+        if within is None and config.device == "cpu":
+            return nursery().start(file, self._stderr(config.stage), config.listen_fd, verbose)
+        return self._spawned(config, file, verbose, within)
 
     def _spawned(self, config: WorkerConfig, file: Path, verbose: bool, within: Within | None,
                  ) -> subprocess.Popen[bytes]:
@@ -68,13 +87,15 @@ class Children:
                 start_new_session=True,  # Ctrl-C is for D0, which then ends them in order
                 env={**os.environ, "PYTHONPATH": path})
 
+    def ended(self) -> dict[int, str]:
+        """The stages whose processes have ended, and why: "V2 was killed by ..."."""
+        codes = {stage: process.poll() for stage, process in enumerate(self._processes, start=1)}
+        return {stage: f"V{stage} {self._cause(stage, code)}"
+                for stage, code in codes.items() if code is not None}
+
     def exited(self) -> str | None:
-        """The first process that has ended, and why: "V2 was killed by ..."; None while all run."""
-        for stage, process in enumerate(self._processes, start=1):
-            code = process.poll()
-            if code is not None:
-                return f"V{stage} {self._cause(stage, code)}"
-        return None
+        """The first process that has ended, and why; None while all run."""
+        return next(iter(self.ended().values()), None)
 
     def exited_within(self, timeout: float) -> str | None:
         """The same, when something else says that one must be ending just now."""

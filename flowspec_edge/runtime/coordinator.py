@@ -283,6 +283,11 @@ class Coordinator:
         """Whether the text is complete, or was cancelled."""
         return self.finish_reason is not None
 
+    @property
+    def made(self) -> int:
+        """How many tokens of the text there are."""
+        return len(self._tokens)
+
     def new_tokens(self) -> list[int]:
         """Tokens committed since the last call."""
         new = self._tokens[self._streamed :]

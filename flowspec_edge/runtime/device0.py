@@ -53,11 +53,12 @@ class DraftDevice:
             return (rows @ self._lm_head.mT).float().cpu().numpy()
 
     def coordinator(self, request: Request, stages: int, clock: Callable[[], float], session: int,
-                    passes: Callable[[str], float], epoch: int = 0) -> Coordinator:
+                    passes: Callable[[str], float], epoch: int = 0,
+                    before: Coordinator | None = None) -> Coordinator:
         """D0's side of one request; UsageError when it cannot be run on this model.
 
         ``passes`` says how many passes of a kind of draft model fit into a full segment's way
-        through the pipeline and back.
+        through the pipeline and back; ``before`` is the request's coordinator that lost its stages.
         """
         chosen = strategy_class(request.strategy)
         length = len(request.prompt) + request.max_new_tokens
@@ -75,7 +76,7 @@ class DraftDevice:
         depths = tuple(hi for _, hi in stage_ranges(self._model.stages, stages, allow_empty=True))
         pipeline = Pipeline(stages, depths, passes(kind) if kind else 1.0)
         return Coordinator(request, lambda ledger: chosen(request.params, ledger, pipeline), drafter,
-                           self.head, clock, session, epoch)
+                           self.head, clock, session, epoch, before=before)
 
     def pass_seconds(self, kind: str) -> float:
         """How long a pass over one row takes here: the fastest of a few."""

@@ -88,7 +88,9 @@ class LocalPlan:
     """Stages on this machine; holds their listening sockets until :meth:`close`.
 
     The sockets listen before any stage starts: so no port can be lost between choosing it and
-    binding it, and no stage has to wait for another.
+    binding it, and no stage has to wait for another.  As long as they are held here a stage can be
+    started again: who connects meanwhile waits in the socket's backlog, and is a peer, by ZeroMQ's
+    handshake, only of the process that takes it from there.
     """
 
     def __init__(self, stages: int, directory: Path, encrypted: bool, site: Site | None = None) -> None:
@@ -98,6 +100,7 @@ class LocalPlan:
         self._doors = [self._door(place) for place in range(1, stages + 1)]
         self._listen = ["tcp://{}:{}".format(*door.getsockname()) for door in self._doors]
         self._directory = directory
+        self._group = directory / "group"
         self._public: list[str] = []  # D0's, then the stages'
         for place in range(stages + 1) if encrypted else ():
             pair = keys.generate()
@@ -120,7 +123,7 @@ class LocalPlan:
         """
         stages = len(self._doors)
         following = [*self._listen[1:], output]
-        group = "" if parallelism == "pipeline" else (self._directory / "group").as_uri()
+        group = "" if parallelism == "pipeline" else self._group.as_uri()
         return [
             WorkerConfig(
                 instance=self.addresses.instances[i], stage=i + 1, stages=stages,
@@ -136,6 +139,10 @@ class LocalPlan:
     def _door(self, place: int) -> socket.socket:
         with self._site.entered(place):
             return self._open.enter_context(socket.create_server((self._site.address(place), 0)))
+
+    def new_group(self) -> None:
+        """All ranks have ended, and others will meet: no trace of those may be left."""
+        self._group.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Give up this process' copies of the sockets."""

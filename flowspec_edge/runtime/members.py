@@ -18,6 +18,8 @@ from flowspec_edge.runtime.live import LiveLines
 class _Member:
     stage: int
     hello: Hello | None = None
+    there: bool = False  # it has shown since the last loss that it, and its link to the next device, work
+    apart: bool = False  # it lives, but its link to the next device is down
     seen_at: float = 0.0
     counters: dict[str, float] = field(default_factory=dict)  # of all sessions together
     closed: dict[int, dict[str, float]] = field(default_factory=dict)  # the last ones, by session
@@ -26,12 +28,16 @@ class _Member:
 class Members:
     """The stages V1…VN by instance id, in order."""
 
-    def __init__(self, instances: Sequence[str], dead_after: float, alike: bool = False) -> None:
-        """``dead_after``: seconds of silence that end a request; ``alike``: every member has a slice
-        of all layers, instead of layers of its own."""
+    def __init__(self, instances: Sequence[str], dead_after: float, alike: bool = False,
+                 once: bool = False) -> None:
+        """dead_after  seconds of silence after which a member counts as lost
+        alike       every member has a slice of all layers, instead of layers of its own
+        once        a member that says Hello again has lost what it was told before: it counts as lost
+        """
         self.instances = tuple(instances)
         self._dead_after = dead_after
         self._alike = alike
+        self._once = once
         self._members = {instance: _Member(stage) for stage, instance in enumerate(instances, start=1)}
         self._lines = LiveLines()
 
@@ -48,20 +54,50 @@ class Members:
         member.seen_at = now
         match message:
             case Hello():
+                again = member.hello is not None
                 self._welcome(message)
-                member.hello = message
+                member.hello, member.there = message, False
+                if again and self._once:
+                    raise PeerLost(f"V{message.stage} connected anew: it began again, or its link broke")
             case Heartbeat():
+                member.apart = "apart_s" in message.counters
+                member.there = member.hello is not None and not member.apart
                 if "closed" in message.counters:
                     member.closed[int(message.counters["closed"])] = message.counters
                 else:
                     member.counters = message.counters
                     self._lines.show(message)
             case Failed():
+                member.there = False
                 raise PeerLost(f"V{message.stage} failed: {message.cause}")
 
     def missing(self) -> list[str]:
         """The stages that have not said Hello: "V1", …"""
         return [f"V{member.stage}" for member in self._members.values() if member.hello is None]
+
+    def absent(self) -> list[str]:
+        """The stages that have not shown since :meth:`expect_all` that they can go on: "V1", "V2", …;
+        if all have shown that they live, those that cannot reach the next: "V1 (cannot reach V2)"."""
+        absent = [member for member in self._members.values() if not member.there]
+        names = {member.stage: f"V{member.stage}" for member in self._members.values()}
+        return ([names[member.stage] for member in absent if not member.apart]
+                or [f"{names[member.stage]} (cannot reach {names.get(member.stage + 1, 'D0')})"
+                    for member in absent])
+
+    def expect_all(self) -> None:
+        """A stage was lost: every one has to show anew that it can go on."""
+        for member in self._members.values():
+            member.there = member.apart = False
+
+    def forget(self, stage: int) -> None:
+        """A stage begins another life: it has yet to say Hello."""
+        member = self._members[self.instances[stage - 1]]
+        member.hello, member.there, member.apart = None, False, False
+        member.counters = {}
+
+    def silent(self, now: float) -> list[int]:
+        """The stages that have said Hello, but nothing for too long."""
+        return [m.stage for m in self._members.values() if m.hello and now - m.seen_at > self._dead_after]
 
     def expect_from(self, now: float) -> None:
         """Start to count silence now: while no request ran, nobody listened."""

@@ -29,6 +29,7 @@ from flowspec_edge.runtime.emulation import Emulation
 from flowspec_edge.runtime.local import Addresses, LocalPlan, Loopback, Site, fair_threads
 from flowspec_edge.runtime.members import Members
 from flowspec_edge.runtime.observer import Observer
+from flowspec_edge.runtime.rejoin import Rejoin
 from flowspec_edge.runtime.request import OnTokens, Request, Result
 from flowspec_edge.runtime.request_loop import RequestLoop
 from flowspec_edge.runtime.stage_links import StageLinks
@@ -60,7 +61,7 @@ class ProcessCluster:
                  parallelism: Parallelism = "pipeline", threads: int | None = None,
                  encrypted: bool = False, dead_after: float = 5.0, start_within: float = 180.0,
                  addresses: Addresses | None = None, site: Site | None = None,
-                 emulation: Emulation | None = None, at_once: int = 8,
+                 emulation: Emulation | None = None, at_once: int = 8, rejoin_within: float = 0.0,
                  watch: Callable[[], str | None] = lambda: None, observer: Observer | None = None) -> None:
         """Start the stages, or meet those at ``addresses``, and wait until all have their shards.
 
@@ -73,6 +74,9 @@ class ProcessCluster:
         site          where on this machine the devices are; loopback by default
         emulation     whose time all of them take; by default their own
         at_once       requests that share the stages at a time, each with a cache of its own; the others wait
+        rejoin_within seconds for a lost stage to be back: open requests wait for it and go on.  Stages
+                      that were started here are started anew, others waited for; tensor-parallel ranks
+                      at ``addresses`` are not.  With 0 the loss of a stage ends the cluster
         watch         says which of the stages at ``addresses`` has ended, and why, if that is known
         observer      is told what happens
 
@@ -93,12 +97,14 @@ class ProcessCluster:
         self._inbox: deque[Ticket] = deque()
         self._driver = threading.Lock()
         self._closed = False
+        self._keeps_waiting = rejoin_within > 0
         self._threads = torch.get_num_threads()  # before it was a cluster's
         with ExitStack() as undo:
             self._children = Children()
             undo.callback(self._children.end)
             place = site or Loopback()
             plan = None if addresses else LocalPlan(stages, self._children.directory, encrypted, place)
+            self._plan = plan
             if plan:
                 undo.callback(plan.close)
                 addresses = plan.addresses
@@ -107,11 +113,13 @@ class ProcessCluster:
             self._transport = (EmulatedTransport(emulation, 0, addresses.instances, pair) if emulation
                                else ZmqTransport(pair))
             undo.callback(self._transport.close)
-            self._members = Members(addresses.instances, dead_after, alike=grouped)
+            self._members = Members(addresses.instances, dead_after, alike=grouped, once=rejoin_within > 0)
             self._links = StageLinks(self._transport, addresses, place, self._members,
                                      lambda within: self._children.exited_within(within) or watch(),
                                      self._observer.heard)
             self._loop = RequestLoop(self._links, self._coordinator, emulation, self._observer)
+            self._rejoin = Rejoin(self._links, self._children, rejoin_within if plan or not grouped else 0.0,
+                                  self._observer, plan.new_group if plan and grouped else None)
             if plan:
                 emulate = self._children.directory / "emulation.json" if emulation else None
                 if emulation and emulate:
@@ -123,7 +131,8 @@ class ProcessCluster:
                                      within=place.command if site else None)
                 undo.callback(torch.set_num_threads, self._threads)
                 torch.set_num_threads(fair)
-                plan.close()
+                if not rejoin_within:
+                    plan.close()
             self._device0 = DraftDevice(Path(model_dir), dtype)  # while the stages load theirs
             self._gather(start_within)
             self._warm_up()
@@ -146,8 +155,8 @@ class ProcessCluster:
 
     @property
     def trouble(self) -> str | None:
-        """None: a cluster that has lost a stage does not wait for it, it ends."""
-        return None
+        """What was lost, and is waited for; from any thread."""
+        return None if self._closed else self._rejoin.trouble
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -180,10 +189,20 @@ class ProcessCluster:
         goes on when somebody drives again.
 
         Whatever ends it otherwise ends all open requests, too: FlowspecError (PeerLost and others),
-        which closes the cluster.
+        which closes the cluster.  See :meth:`take_waiting` for those that were not begun.
         """
         with self._driver:
             self._drive(stop)
+
+    def take_waiting(self) -> list[Ticket]:
+        """What was handed in and has not begun, in order: not settled, and forgotten here.
+
+        With ``rejoin_within`` there may be such when the cluster has closed, for another one to answer.
+        """
+        waiting: list[Ticket] = []
+        while self._inbox:
+            waiting.append(self._inbox.popleft())
+        return waiting
 
     def _hand_in(self, request: Request, on_tokens: OnTokens | None = None) -> Ticket:
         if self._closed:
@@ -212,12 +231,11 @@ class ProcessCluster:
             while not stop():
                 if self._closed:
                     raise FlowspecError("the cluster is closed; start a new one")
-                for ticket in [ticket for ticket in list(self._inbox) if ticket.cancelled]:
-                    self._inbox.remove(ticket)
-                    ticket.give_up()
-                while self._inbox and self._loop.open < self._at_once:
-                    self._loop.start(self._inbox.popleft())
-                self._loop.step(_CHECK_S if self._loop.busy else _IDLE_S)
+                try:
+                    self._turn()
+                except PeerLost as error:
+                    self._rejoin.lost(error)  # raises it, if that is the end
+                    self._loop.set_aside(str(error))
         except FlowspecError as error:
             self._give_up(error)
             self.close()
@@ -226,15 +244,33 @@ class ProcessCluster:
             self._give_up(error)
             raise
 
+    def _turn(self) -> None:
+        """Go on by a step, or look whether the stages are back."""
+        for ticket in [ticket for ticket in list(self._inbox) if ticket.cancelled]:
+            self._inbox.remove(ticket)
+            ticket.give_up()
+        if self._rejoin.trouble is not None:
+            if not self._rejoin.wait():
+                self._loop.answer_cancelled()
+                return
+            self._loop.resume()
+            self._rejoin.over()
+        while self._inbox and self._loop.open < self._at_once:
+            self._loop.start(self._inbox.popleft())
+        self._loop.step(_CHECK_S if self._loop.busy else _IDLE_S)
+
     def _give_up(self, error: BaseException) -> None:
         self._loop.abandon(error)
-        while self._inbox:
-            self._inbox.popleft().settle(error)
+        if self._keeps_waiting and isinstance(error, PeerLost):
+            return
+        for ticket in self.take_waiting():
+            ticket.settle(error)
 
-    def _coordinator(self, ticket: Ticket, session: int) -> Coordinator:
+    def _coordinator(self, ticket: Ticket, session: int, before: Coordinator | None) -> Coordinator:
         request = ticket.request
         return self._device0.coordinator(request, len(self._members.instances), time.monotonic, session,
-                                         lambda kind: self._draft_passes(kind, request.params.segment))
+                                         lambda kind: self._draft_passes(kind, request.params.segment),
+                                         before=before)
 
     def _draft_passes(self, kind: str, rows: int) -> float:
         """How many draft passes a full segment's way through all stages takes."""
@@ -283,6 +319,8 @@ class ProcessCluster:
         torch.set_num_threads(self._threads)
         self._children.wait(_SHUTDOWN_S)
         self._children.end()
+        if self._plan:
+            self._plan.close()
         self._transport.close()
 
     def __enter__(self) -> ProcessCluster:

@@ -10,10 +10,10 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from flowspec_edge.errors import FlowspecError, PeerLost
-from flowspec_edge.messages import Computed, Credit, Output, Tap
+from flowspec_edge.messages import Computed, Credit, Open, Output, Tap
 from flowspec_edge.runtime.coordinator import Coordinator
 from flowspec_edge.runtime.emulation import Emulation, rest
 from flowspec_edge.runtime.observer import Observer
@@ -27,7 +27,10 @@ _LATE_SHARE = 0.02  # of the decode time, that all devices together may be late 
 _LAST_REPORT_S = 2.0  # how long the stages' final counters are waited for
 _STALL_S = 120.0  # without any output while requests run and all stages answer
 
-Make = Callable[[Ticket, int], Coordinator]  # for a ticket and a session's number
+_MOST_LOSSES = 5  # in a row, without a new token: the stages may be lost because of the request
+
+# For a ticket, a session's number, and the ticket's coordinator that lost its stages, if there was one.
+Make = Callable[[Ticket, int, Coordinator | None], Coordinator]
 
 
 @dataclass(eq=False)
@@ -35,9 +38,16 @@ class _Running:
     """A request that is being answered."""
 
     ticket: Ticket
-    coordinator: Coordinator
+    coordinator: Coordinator = field(init=False)
     late_s: float = 0.0  # D0's own work took so much longer than it should
     until: float = 0.0  # how long the stages' last counters are waited for, once it is over
+    losses: int = 0  # of stages, since it had ``had`` tokens
+    had: int = 0
+
+    @property
+    def session(self) -> int:
+        """Its number."""
+        return self.coordinator.ledger.session
 
 
 class RequestLoop:
@@ -53,36 +63,95 @@ class RequestLoop:
         self._sessions = Sessions()
         self._running: dict[int, _Running] = {}
         self._closing: dict[int, _Running] = {}
+        self._aside: list[_Running] = []  # until the stages are back, the oldest first
         self._session = 0
 
     @property
     def busy(self) -> bool:
         """Whether any request is not settled."""
-        return bool(self._running or self._closing)
+        return bool(self._running or self._closing or self._aside)
 
     @property
     def open(self) -> int:
         """How many requests have a place in the stages."""
-        return len(self._running)
+        return len(self._running) + len(self._aside)
 
     def start(self, ticket: Ticket) -> None:
         """Take in a request; one that cannot be run is settled at once."""
+        idle = not self.busy
+        opening = self._open(_Running(ticket), None)
+        if opening is None:
+            return
+        if idle:
+            self._links.members.forget_closed()
+            self._links.collect(self._receive)  # heartbeats since the last request
+            self._links.expect_from_now()
+        self._links.send(opening)
+
+    def set_aside(self, reason: str) -> None:
+        """The stages are lost: what is open is kept as it is, for :meth:`resume`; what is over is
+        answered.  Those stages that can be told give all of it up.
+
+        A request that loses its stages again and again ends with PeerLost and ``reason``.
+        """
+        sessions = [*self._closing, *self._running]
+        for session, running in [*self._closing.items(), *self._running.items()]:
+            if running.coordinator.finished:
+                self._answer(session, running)
+            else:
+                self._aside.append(running)
+        self._closing.clear()
+        self._running.clear()
+        self._sessions = Sessions()  # V1 has nothing of ours, and whatever the stages kept is gone
+        self._links.close_all(sessions)
+        for running in self._aside:
+            made = running.coordinator.made
+            running.losses = running.losses + 1 if made == running.had else 1
+            running.had = made
+        if self._aside and self._aside[0].losses > _MOST_LOSSES:  # the one whose segments go first
+            running = self._aside.pop(0)
+            del self._links.bytes[running.session]
+            running.ticket.settle(PeerLost(f"stages were lost {running.losses} times, and this request "
+                                           f"got no new token meanwhile: {reason}"))
+        self.answer_cancelled()
+
+    def answer_cancelled(self) -> None:
+        """Those that are set aside and that nobody waits for any more."""
+        for running in [running for running in self._aside if running.ticket.cancelled]:
+            self._aside.remove(running)
+            running.coordinator.cancel()
+            self._answer(running.session, running)
+
+    def resume(self) -> None:
+        """The stages are back, and hold nothing: what was set aside goes on, each in a new session.
+
+        PeerLost if they are lost again.
+        """
+        self._links.close_all([self._session])
+        self._links.begin_anew()
+        while self._aside:
+            running = self._aside.pop(0)
+            opening = self._open(replace(running), running)
+            if opening is not None:
+                self._links.send(opening)
+
+    def _open(self, running: _Running, before: _Running | None) -> Open | None:
+        """Enter a request, that may have had a session ``before``; what the stages are to be told, or None
+        if it cannot be run, and is settled.  From now on the loop answers for it, whatever happens."""
         self._session = max(self._session + 1, int(time.time() * 1e3))  # above those of a former D0
+        session, ticket = self._session, running.ticket
+        sent = self._links.bytes.pop(before.session) if before else 0
         try:
-            coordinator = self._make(ticket, self._session)
+            running.coordinator = self._make(ticket, session, before.coordinator if before else None)
         except BaseException as error:
             ticket.settle(error)
             if not isinstance(error, Exception):
                 raise
-            return
-        if not self.busy:
-            self._links.members.forget_closed()
-            self._links.collect(self._receive)  # heartbeats since the last request
-            self._links.expect_from_now()
-        self._links.bytes[self._session] = 0
-        self._running[self._session] = _Running(ticket, coordinator)
-        self._observer.opened(coordinator, time.monotonic())
-        self._links.send(replace(self._sessions.add(coordinator), timed=self._observer.wants_times))
+            return None
+        self._links.bytes[session] = sent
+        self._running[session] = running
+        self._observer.opened(running.coordinator, time.monotonic())
+        return replace(self._sessions.add(running.coordinator), timed=self._observer.wants_times)
 
     def step(self, idle_s: float) -> None:
         """Send what may be sent, do the most urgent work, take what has come; if there is nothing of
@@ -120,8 +189,12 @@ class RequestLoop:
             self._links.bytes.pop(session, None)
             if not running.ticket.done:
                 running.ticket.settle(error)
+        for running in self._aside:
+            del self._links.bytes[running.session]
+            running.ticket.settle(error)
         self._running.clear()
         self._closing.clear()
+        self._aside.clear()
 
     def _receive(self, message: Output | Credit | Tap | Computed) -> None:
         self._observer.arrived(message, time.monotonic())

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from flowspec_edge.errors import PeerLost, ProtocolError
 from flowspec_edge.messages import (
@@ -30,6 +31,7 @@ from flowspec_edge.runtime.local import Addresses, Site
 from flowspec_edge.runtime.members import Members
 from flowspec_edge.transport.zmq_links import ZmqTransport
 
+ADVICE = "; start the cluster again"  # at the end of a loss, for those who can
 _CHECK_S = 0.1  # how often exits and silences are looked for
 _EXIT_S = 3.0  # how much later than its links a process that dies may be seen to exit
 
@@ -53,6 +55,7 @@ class StageLinks:
         self._exited = exited
         self._heard = heard
         self._outbox: deque[Segment] = deque()
+        self._breaks = 0  # of the link to V1 that are made good
         self._check_at = 0.0
         allowed = addresses.worker_keys
         with place.entered(0):  # ZeroMQ's own thread stays where it was made
@@ -86,9 +89,9 @@ class StageLinks:
                 taken = self._hub.send(instance, message)
             except PeerLost as error:
                 self._blame_exit(within=_EXIT_S)
-                raise PeerLost(f"V{stage} has left the control channel; start the cluster again") from error
+                raise PeerLost(f"V{stage} has left the control channel{ADVICE}") from error
             if not taken:
-                raise PeerLost(f"V{stage} takes no control messages any more; start the cluster again")
+                raise PeerLost(f"V{stage} takes no control messages any more{ADVICE}")
         self._count(message.session, self._hub.bytes_out - before)
 
     def shut_down(self, instance: str) -> None:
@@ -152,12 +155,34 @@ class StageLinks:
         self._check_at = now + _CHECK_S
         self._blame_exit()
         self.members.check(now)
-        if self._first.breaks():
+        if self._first.breaks() != self._breaks:
             self._blame_exit(within=_EXIT_S)
-            raise PeerLost(f"{self._first.name}: the connection to V1 broke, segments may be lost; "
-                           "start the cluster again")
+            raise PeerLost(f"{self._first.name}: the connection to V1 broke, segments may be lost{ADVICE}")
+
+    def close_all(self, sessions: Iterable[int]) -> None:
+        """After a loss: nothing that was to be sent is, and the stages that can be told give ``sessions``
+        up, and wait for no session before the last of them."""
+        self._outbox.clear()
+        for instance in self.members.instances:
+            for session in sessions:
+                with suppress(PeerLost):
+                    self._hub.send(instance, Close(session))
+
+    @property
+    def reaches_v1(self) -> bool:
+        """Whether the link for segments is up."""
+        return not self._first.lost_for()
+
+    def begin_anew(self) -> None:
+        """All stages are there again: silence, standstill and broken links count from now."""
+        self._breaks = self._first.breaks()
+        self.expect_from_now()
+
+    def wait(self, seconds: float) -> None:
+        """Until something comes, for at most so long; nothing is sent."""
+        self._transport.wait([self._output, self._hub], [], seconds)
 
     def _blame_exit(self, within: float = 0.0) -> None:
         cause = self._exited(within)
         if cause is not None:
-            raise PeerLost(f"{cause}; start the cluster again")
+            raise PeerLost(cause + ADVICE)

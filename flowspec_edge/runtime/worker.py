@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 from flowspec_edge.errors import FlowspecError, PeerLost, ProtocolError
 from flowspec_edge.messages import (
@@ -36,6 +36,7 @@ from flowspec_edge.messages import (
     Prune,
     Segment,
     Shutdown,
+    Tap,
 )
 from flowspec_edge.runtime.emulated_links import EmulatedTransport
 from flowspec_edge.runtime.emulation import Emulation
@@ -90,10 +91,10 @@ class Worker:
         self._hello = hello
         self._books = Books()
         self._vitals = Vitals()
-        self._breaks = 0  # of the link to the next stage, when the first of the open sessions began
-        self._beat_at = 0.0
+        self._breaks = (0, 0)  # of the links to D0 and to the next device, when the first of the open
+        self._beat_at = 0.0    # sessions began
         self._check_at = 0.0
-        self._broken_at: float | None = None  # when the link to the next stage was seen to have broken
+        self._apart = False  # whether the next device was out of reach when last looked
         self._greeted = 0  # breaks of the control link that D0 has been greeted after
 
     def run(self) -> None:
@@ -132,7 +133,13 @@ class Worker:
 
     def _work(self, segment: Segment) -> None:
         start, before = time.monotonic(), self._rows(segment.session)
-        admitted = self._engine.admit(segment)
+        try:
+            admitted = self._engine.admit(segment)
+        except ProtocolError as error:  # as when a segment before it was lost on its way
+            if self._config.tensor_parallel:
+                raise
+            self._give_up(one_line(error))
+            admitted = None
         if admitted is None:
             self._credit(segment)  # it took a slot all the same
             return
@@ -189,10 +196,17 @@ class Worker:
             self._sleep(data=False)
 
     def _send(self, link: ClientLink, message: Message) -> None:
-        """Hand ``message`` over, living on while the peer has no room."""
+        """Hand ``message`` over, living on while the peer has no room.
+
+        What a session computed is of no use once it is over, and may not reach the next life of a
+        peer that is gone; but ranks must all see the same segments.
+        """
+        data = isinstance(message, Segment | Output | Tap) and not self._config.tensor_parallel
         while not link.send(message):
             self._sleep(data=False, room=link)
             self._tick()
+            if data and cast(Segment | Output | Tap, message).session not in self._books:
+                return
 
     def _sleep(self, data: bool = True, room: Link | None = None, most: float = math.inf) -> None:
         """Until something comes, or the next heartbeat or check is due.
@@ -230,12 +244,14 @@ class Worker:
             case Open():
                 self._engine.open(message)
                 if self._books.open(message.session, message.epoch, message.beside, message.timed):
-                    self._breaks = self._links.next.breaks()
+                    self._breaks = self._links.control.breaks(), self._links.next.breaks()
             case Close():
                 if message.session in self._books:
                     self._beat(closed=message.session)
                     self._books.close(message.session)
                     self._beat()  # what this session's end adds to the stage's line
+                else:
+                    self._books.skip(message.session)
                 self._engine.close(message)
             case Shutdown():
                 log.info("V%d ends: %s", self._config.stage, message.reason)
@@ -248,35 +264,62 @@ class Worker:
         config, links = self._config, self._links
         if config.parent and os.getppid() != config.parent:
             raise PeerLost("the process that started this stage is gone")
-        for link, peer in ((links.control, "D0"), (links.next, "the next device")):
-            # A stage that nobody here started waits for its peers as long as no session is open.
-            if (config.parent or self._books) and link.lost_for() > config.lost_after_s:
-                raise PeerLost(f"{link.name}: no connection to {peer} for {config.lost_after_s:g} s")
+        if links.control.lost_for() > config.lost_after_s:
+            gone = f"{links.control.name}: no connection to D0 for {config.lost_after_s:g} s"
+            if config.parent:
+                raise PeerLost(gone)
+            if self._books:  # a stage that nobody here started waits for another D0
+                self._give_up(gone)
         if links.control.breaks() > self._greeted and not links.control.lost_for():
             self._greet()  # D0 is back, or another one
-        if not self._books or links.next.breaks() == self._breaks:
-            self._broken_at = None
-        elif self._broken_at is None:
-            self._broken_at = time.monotonic()
-        elif time.monotonic() - self._broken_at > config.broken_after_s:
-            raise PeerLost(f"{links.next.name}: the connection broke during a session; messages may be lost")
+        apart = links.next.lost_for()
+        if bool(apart) != self._apart:
+            self._apart = not self._apart
+            self._beat_at = 0.0  # D0 waits for nothing but this after a loss
+        if self._books and (lost := self._lost(apart)):
+            if config.tensor_parallel:
+                raise PeerLost(lost)
+            self._give_up(lost)
+
+    def _lost(self, apart: float) -> str:
+        """What the open sessions have lost with the link to the next device, which has been down for
+        ``apart`` seconds; empty if nothing, or if D0 may still name the device that is to blame."""
+        config, name = self._config, self._links.next.name
+        broken = self._links.next.breaks() != self._breaks[1]
+        if broken and (not apart or apart > config.broken_after_s):
+            return f"{name}: the connection broke during a session; messages may be lost"
+        if apart > config.lost_after_s:
+            return f"{name}: no connection to the next device for {config.lost_after_s:g} s"
+        return ""
+
+    def _give_up(self, reason: str) -> None:
+        """The open sessions cannot go on, though the stage can: D0 is told, unless it went away itself."""
+        log.warning("V%d gives its sessions up: %s", self._config.stage, reason)
+        for session in self._books.sessions:
+            self._books.close(session)
+            self._engine.close(Close(session))
+        if self._links.control.breaks() == self._breaks[0]:
+            self._links.control.send(Failed(self._config.instance, self._config.stage, reason))
 
     # ---- reports -------------------------------------------------------------------------------
 
     def _greet(self) -> None:
-        self._greeted = self._links.control.breaks()
-        self._links.control.send(self._hello)
+        breaks = self._links.control.breaks()
+        if self._links.control.send(self._hello):  # else the queue is full of old heartbeats: once more
+            self._greeted = breaks
 
     def _beat(self, closed: int | None = None) -> None:
         """A heartbeat; dropped if D0 has no room, for the next one says it all.
 
         It is on all sessions together and on the board, and the last one on a session, ``closed``, on
-        this one alone.
+        this one alone.  ``apart_s`` is there while the next device is out of reach, and says since when.
         """
         if closed is None:
             self._beat_at = time.monotonic() + self._config.heartbeat_s
             counters = {**self._engine.counters, **self._books.total.counters(),
                         "cache_bytes": self._engine.cache_bytes, **self._vitals.read()}
+            if apart := self._links.next.lost_for():
+                counters["apart_s"] = apart
         else:
             own = self._books.shares(closed)[-1]
             counters = {**self._engine.counters_of(closed), **own.counters(), "closed": closed}

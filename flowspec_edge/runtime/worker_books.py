@@ -48,6 +48,11 @@ class Books:
     def __contains__(self, session: int) -> bool:
         return session in self._epochs
 
+    @property
+    def sessions(self) -> tuple[int, ...]:
+        """The open ones, the one opened first first."""
+        return tuple(self._epochs)
+
     def open(self, session: int, epoch: int, beside: Iterable[int], timed: bool = False) -> bool:
         """A session begins, and those that are not ``beside`` it are over; whether it is the only one.
 
@@ -75,6 +80,10 @@ class Books:
     def timed(self, session: int) -> bool:
         """Whether D0 wants to hear of each of an open session's segments (Computed)."""
         return session in self._timed
+
+    def skip(self, session: int) -> None:
+        """A session is over that was never opened here: nor will be any before it."""
+        self._newest = max(self._newest, session)
 
     def expected(self, session: int, epoch: int) -> bool:
         """Whether the Open is still to come: sessions are opened in the order of their numbers."""

@@ -34,9 +34,11 @@ class WorkerConfig(Strict):
     next: Text  # where its results go: the next stage, or from the last one D0
     listen_fd: Annotated[int, Field(ge=-1)] = -1  # a listening socket for ``listen``, inherited
     heartbeat_s: Seconds = 0.5
-    lost_after_s: Seconds = 15.0  # without D0 or the next stage for so long, the stage gives up
-    # A broken link to the next stage, or to another rank, is reported only after so long: if that
-    # one is dead, D0 finds out sooner, and names it.
+    # Without D0 for so long a stage that D0 started ends; another gives its sessions up, as any does
+    # that has not reached the next device for so long.
+    lost_after_s: Seconds = 15.0
+    # A link to the next device that broke in a session and stays down, or that to another rank, is
+    # reported only after so long: if that one is dead, D0 finds out sooner, and names it.
     broken_after_s: Seconds = 8.0
     parallelism: Parallelism = "pipeline"  # other than this, each stage is a rank with a slice of all layers
     group: str = ""  # where ranks meet: file:///path, shared and new, or tcp://host:port at V1

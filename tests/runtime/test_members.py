@@ -62,6 +62,35 @@ def test_a_stage_that_does_not_fit_is_refused(members: Members, hello: Hello, te
         members.heard("v2", hello, 0.0)
 
 
+def test_after_a_loss_every_stage_has_to_show_that_it_can_go_on() -> None:
+    members = Members(["v1", "v2"], dead_after=5.0, once=True)
+    for instance, hello in (("v1", V1), ("v2", V2)):
+        members.heard(instance, hello, 0.0)
+        members.heard(instance, Heartbeat(instance, hello.stage, {}), 0.0)
+    assert members.absent() == []
+    members.expect_all()
+    assert members.absent() == ["V1", "V2"]
+    members.heard("v1", Heartbeat("v1", 1, {"apart_s": 0.4}), 1.0)
+    assert members.absent() == ["V2"]
+    members.forget(2)
+    members.heard("v2", Heartbeat("v2", 2, {}), 1.0)  # of its former life: this one has not said Hello
+    assert members.absent() == members.missing() == ["V2"]
+    assert members.silent(6.5) == [1]
+    members.heard("v2", V2, 2.0)
+    members.heard("v2", Heartbeat("v2", 2, {}), 2.0)
+    assert members.absent() == ["V1 (cannot reach V2)"]
+    members.heard("v1", Heartbeat("v1", 1, {}), 3.0)
+    assert members.absent() == []
+
+
+def test_a_stage_that_says_hello_again_has_lost_what_it_was_told() -> None:
+    members = Members(["v1", "v2"], dead_after=5.0, once=True)
+    members.heard("v1", V1, 0.0)
+    with pytest.raises(PeerLost, match="V1 connected anew"):
+        members.heard("v1", V1, 1.0)
+    assert "V1" in members.absent()
+
+
 def test_a_session_is_over_when_all_have_closed_it(members: Members) -> None:
     members.heard("v1", Heartbeat("v1", 1, {"closed": 7.0, "rows": 3.0}), 0.0)
     assert not members.all_closed(7)

@@ -1,0 +1,55 @@
+"""What the tests of lost stages share: acting at a counted event, and what was told of losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from flowspec_edge.messages import Cancel, Computed, Credit, Output, Prune, Segment, Tap
+from flowspec_edge.runtime.observer import Observer
+from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.runtime.request import Request
+
+
+class Striker(Observer):
+    """Acts once, when so many segments have been sent and outputs have come since it was armed.
+
+    lost, back  what was told of losses, and how often that all are back
+    """
+
+    def __init__(self) -> None:
+        self.lost_for: list[str] = []
+        self.times_back = 0
+        self._left = 0
+        self._act: Callable[[], None] | None = None
+
+    def arm(self, events: int, act: Callable[[], None]) -> None:
+        self._left, self._act = events, act
+
+    @property
+    def armed(self) -> bool:
+        return self._act is not None
+
+    def sent(self, message: Segment | Prune | Cancel, at: float) -> None:
+        if isinstance(message, Segment):
+            self._count()
+
+    def arrived(self, message: Output | Credit | Tap | Computed, at: float) -> None:
+        if isinstance(message, Output):
+            self._count()
+
+    def lost(self, reason: str, at: float) -> None:
+        self.lost_for.append(reason)
+
+    def back(self, at: float) -> None:
+        self.times_back += 1
+
+    def _count(self) -> None:
+        self._left -= 1
+        if self._left <= 0 and self._act is not None:
+            act, self._act = self._act, None
+            act()
+
+
+def own_texts(plain: PlainDecoder, requests: Sequence[Request]) -> list[list[int]]:
+    """What plain decoding makes of requests without an end of sequence."""
+    return [plain.generate(r.prompt, r.max_new_tokens, r.sampling)[0] for r in requests]

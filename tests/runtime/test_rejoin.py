@@ -1,0 +1,104 @@
+"""A stage is lost in the midst of answers: it is named, replaced, and the answers go on as if nothing
+had been.
+
+Real processes that are really killed, stopped and cut off; tokens are compared with plain decoding
+of the unsharded model.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from clusterkit import PATIENCE, PROMPT, alive, on_third
+from rejoinkit import Striker, own_texts
+from tiny_dir import tiny_model_dir
+
+from flowspec_edge.errors import PeerLost
+from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.runtime.processes import ProcessCluster
+from flowspec_edge.runtime.request import Request
+from flowspec_edge.sampling import Sampling
+
+TWO = [Request(PROMPT, "flowspec", 40),
+       Request(PROMPT[:20], "flowspec", 30, Sampling(temperature=1.0, top_p=0.9, seed=5))]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=3)
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> PlainDecoder:
+    return PlainDecoder(model)
+
+
+@pytest.fixture(scope="module")
+def striker() -> Striker:
+    return Striker()
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, striker: Striker) -> Iterator[ProcessCluster]:
+    with ProcessCluster(model, 3, threads=1, dead_after=2.0, rejoin_within=PATIENCE, observer=striker
+                        ) as made:
+        yield made
+
+
+@pytest.mark.parametrize(("stage", "number", "text"), [
+    (2, signal.SIGKILL, "V2 was killed by SIGKILL"),
+    (3, signal.SIGSTOP, "V3 has been silent for 2 s"),
+])
+def test_two_answers_go_on_after_a_stage_was_lost(
+        cluster: ProcessCluster, plain: PlainDecoder, striker: Striker, stage: int, number: signal.Signals,
+        text: str) -> None:
+    striker.lost_for.clear()
+    before, back = cluster.pids, striker.times_back
+    streamed: list[list[int]] = [[], []]
+
+    def third(new: list[int]) -> None:
+        streamed[0].extend(new)
+        act(new)
+
+    act = on_third(lambda: os.kill(before[stage - 1], number))
+    tickets = [cluster.submit(TWO[0], third), cluster.submit(TWO[1], streamed[1].extend)]
+    cluster.serve(lambda: all(ticket.done for ticket in tickets))
+    results = [ticket.result() for ticket in tickets]
+    assert [result.tokens for result in results] == own_texts(plain, TWO) == streamed
+    assert [reason[:len(text)] for reason in striker.lost_for] == [text]
+    assert striker.times_back == back + 1
+    assert cluster.trouble is None
+    after = cluster.pids
+    assert [i + 1 for i in range(3) if before[i] != after[i]] == [stage]  # the others stayed up
+    assert not alive(before[stage - 1])
+    for result in results:
+        assert result.stats.ttft_s > 0
+        assert result.stats.accepted <= len(result.tokens)
+        assert result.stats.bytes > sum(stage["bytes_out"] for stage in result.stats.stages)
+
+
+def test_a_stage_that_does_not_come_back_is_named_and_the_queue_is_kept(model: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "model"
+    shutil.copytree(model, copy)
+
+    def strike() -> None:
+        shutil.rmtree(copy / "target")
+        os.kill(pids[1], signal.SIGKILL)
+
+    with ProcessCluster(copy, 2, threads=1, rejoin_within=1.0, at_once=1) as cluster:
+        pids = cluster.pids
+        begun = cluster.submit(Request(PROMPT, "flowspec", 1000), on_third(strike))
+        queued = cluster.submit(Request(PROMPT, "flowspec", 4))
+        with pytest.raises(PeerLost, match=r"V2 was killed by SIGKILL; not back within 1 s: V2 .*no model"):
+            cluster.serve(lambda: begun.done)
+        with pytest.raises(PeerLost, match="not back within 1 s: V2"):
+            begun.result(0)
+        assert not queued.done
+        assert cluster.take_waiting() == [queued]
+        assert cluster.closed
+        assert not any(map(alive, pids))
