@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from flowspec_edge.fleet.inventory import Inventory
     from flowspec_edge.runtime.clusters import Sharing
     from flowspec_edge.runtime.local import Site
+    from flowspec_edge.runtime.observer import Observer
 
 
 @dataclass(frozen=True)
@@ -52,17 +53,18 @@ def timing(clock: Clock, profile: str, emulate: str | None) -> Timing:
 
 @contextmanager
 def open_cluster(when: Timing, model: ModelDir, stages: int, dtype: DtypeChoice,
-                 site: Site | None = None) -> Iterator[Cluster]:
+                 site: Site | None = None, observer: Observer | None = None) -> Iterator[Cluster]:
     """Processes (``wall``), started at ``site`` with the first request that needs them, or virtual
-    time; closed on the way out."""
+    time; closed on the way out.  ``observer`` is told what happens."""
     if when.clock == "wall":
-        with open_processes(when, model, stages, dtype, site) as processes:
+        sharing: Sharing = {} if observer is None else {"observer": observer}
+        with open_processes(when, model, stages, dtype, site, **sharing) as processes:
             yield processes
         return
     from flowspec_edge.runtime.virtual import VirtualCluster
 
     assert when.profile is not None
-    cluster = VirtualCluster(model.path, stages, when.profile, dtype_of(model, dtype))
+    cluster = VirtualCluster(model.path, stages, when.profile, dtype_of(model, dtype), observer)
     try:
         yield cluster
     finally:

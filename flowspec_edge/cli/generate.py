@@ -16,6 +16,7 @@ from typing import Annotated
 
 import typer
 
+from flowspec_edge.bench.output import check_writable
 from flowspec_edge.chat import BUILT_IN, Message
 from flowspec_edge.cli.clusters import open_cluster, timing
 from flowspec_edge.cli.cut import stages_of
@@ -30,6 +31,7 @@ from flowspec_edge.cli.options import (
     StagesOption,
     with_dataclasses,
 )
+from flowspec_edge.cli.tracing import TraceOption, traced
 from flowspec_edge.errors import UsageError
 from flowspec_edge.generation import Origin, choose_sampling, not_applied
 from flowspec_edge.modeldir import DEMO, resolve_model
@@ -48,6 +50,8 @@ Examples:
   flowspec generate "import os" --strategy chunk_pp --clock virtual --json
 
   flowspec generate "import os" --emulate paper-7b
+
+  flowspec generate "import os" --clock virtual --trace trace.json
 
   flowspec generate --chat "What is a pipeline?" --model vicuna-7b-v1.5
 """
@@ -77,6 +81,7 @@ def generate(
     profile: ProfileOption = "paper-7b",
     emulate: EmulateOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object, not the text.")] = False,
+    trace: TraceOption = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="A live line per stage, on stderr.")] = False,
     *,
     sampling: Sampling,
@@ -94,6 +99,8 @@ def generate(
     stages = stages_of(found, stages)
     when = timing(clock, profile, emulate)
     require_runnable([chosen.name], found, params, when.clock, stages)
+    if trace is not None:
+        check_writable(trace)
     sampling, origins = choose_sampling(sampling, given(context, asdict(sampling)), found)
     if verbose:
         logging.basicConfig(format="%(message)s")  # to stderr
@@ -116,7 +123,10 @@ def generate(
     request = Request(ids, chosen.name, max_new_tokens, sampling, params, stops)
     pieces: list[str] = []
     stream = TextStream(tokenizer.decode, pieces.append if as_json else _write, before)
-    with open_cluster(when, found, stages, dtype) as cluster:
+    about = {"model": found.name, "stages": stages, "clock": when.clock,
+             "profile": when.profile.name if when.profile else None}
+    with (traced(trace, request, stages, about, tokenizer.decode, before) as watch,
+          open_cluster(when, found, stages, dtype, observer=watch) as cluster):
         result = cluster.generate(request, stream.push)
     stream.close()
     if as_json:

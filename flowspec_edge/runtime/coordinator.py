@@ -8,7 +8,7 @@ as long as it likes, and hands in what arrives.  Both drivers use this very obje
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -284,9 +284,9 @@ class Coordinator:
         return self.finish_reason is not None
 
     @property
-    def made(self) -> int:
-        """How many tokens of the text there are."""
-        return len(self._tokens)
+    def tokens(self) -> Sequence[int]:
+        """The answer so far; it grows until it is finished."""
+        return self._tokens
 
     def new_tokens(self) -> list[int]:
         """Tokens committed since the last call."""

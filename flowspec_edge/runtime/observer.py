@@ -15,7 +15,7 @@ from flowspec_edge.runtime.sessions import Job
 
 
 class Observer:
-    """Watches nothing; to be overridden.  Moments (``at``) are seconds of time.monotonic()."""
+    """Watches nothing; to be overridden.  Moments (``at``) are seconds: of time.monotonic(), or virtual."""
 
     @property
     def wants_times(self) -> bool:

@@ -105,7 +105,7 @@ class RequestLoop:
         self._sessions = Sessions()  # V1 has nothing of ours, and whatever the stages kept is gone
         self._links.close_all(sessions)
         for running in self._aside:
-            made = running.coordinator.made
+            made = len(running.coordinator.tokens)
             running.losses = running.losses + 1 if made == running.had else 1
             running.had = made
         if self._aside and self._aside[0].losses > _MOST_LOSSES:  # the one whose segments go first

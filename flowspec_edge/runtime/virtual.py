@@ -20,13 +20,14 @@ from pathlib import Path
 
 from flowspec_edge.config import Profile
 from flowspec_edge.errors import UsageError
-from flowspec_edge.messages import Cancel, Close, Credit, Message, Output, Prune, Segment, Tap
+from flowspec_edge.messages import Cancel, Close, Computed, Credit, Message, Output, Prune, Segment, Tap
 from flowspec_edge.modeldir import ModelDir
 from flowspec_edge.runtime.collectives import tensor_bytes
 from flowspec_edge.runtime.coordinator import Coordinator, Verify
 from flowspec_edge.runtime.device0 import DraftDevice
 from flowspec_edge.runtime.devices import Devices
 from flowspec_edge.runtime.events import Clock, Link, Span, wire_bytes
+from flowspec_edge.runtime.observer import Observer
 from flowspec_edge.runtime.request import OnTokens, Request, Result
 from flowspec_edge.runtime.sessions import Job, Sessions
 from flowspec_edge.runtime.virtual_stage import VirtualStage
@@ -53,8 +54,10 @@ class VirtualRun:
     """Requests in virtual time, from the first one's start until none is left."""
 
     def __init__(self, engines: list[StageEngine], devices: Devices, parallelism: Parallelism,
-                 clock: Clock, spans: list[Span]) -> None:
+                 clock: Clock, spans: list[Span], observer: Observer) -> None:
         """``engines``: one a device, or one for all of a tensor-parallel group."""
+        self._observer = observer
+        self._timed: set[int] = set()  # sessions whose segments' times the observer wants; they cost nothing
         self._sessions = Sessions()
         self._running: dict[int, _Running] = {}
         self._engines = engines
@@ -82,7 +85,7 @@ class VirtualRun:
         share = devices.d0.model.layers / n
         self._stages = [
             VirtualStage(i + 1, clock, engine, seconds, share if self._grouped else devices.layers[i],
-                         self._forward(i), self._finished(i), spans)
+                         self._forward(i), self._finished(i), self._told, spans)
             for i, (engine, seconds) in enumerate(
                 zip(engines, devices.compute_seconds(parallelism), strict=True))
         ]
@@ -93,6 +96,9 @@ class VirtualRun:
         opening = self._sessions.add(coordinator)
         self._running[opening.session] = _Running(coordinator, on_tokens, done, self._clock.now,
                                                   [0] * len(self._stages))
+        self._observer.opened(coordinator, self._clock.now)
+        if self._observer.wants_times:
+            self._timed.add(opening.session)
         for engine in self._engines:  # over the control links it would be there with the first segment
             engine.open(opening)
         self._pump()
@@ -140,7 +146,9 @@ class VirtualRun:
         closing = self._sessions.remove(session)
         for index, link in enumerate(self._control):
             link.send(wire_bytes(closing, self._profile), partial(self._advise, index, closing))
-        running.done(coordinator.result(slot, total, tuple(stats)))
+        result = coordinator.result(slot, total, tuple(stats))
+        self._observer.settled(coordinator, result, self._clock.now)
+        running.done(result)
 
     def _spread_spans(self) -> None:
         """Show all devices of a group as busy."""
@@ -197,7 +205,14 @@ class VirtualRun:
 
         return finished
 
+    def _told(self, times: Computed) -> None:
+        """A stage is done with a segment; all devices of a group are, at the same moment."""
+        if times.session in self._timed and times.session in self._running:
+            for stage in range(1, self._count + 1) if self._grouped else [times.stage]:
+                self._observer.arrived(replace(times, stage=stage), self._clock.now)
+
     def _arrived(self, message: Output | Tap | Credit) -> None:
+        self._observer.arrived(message, self._clock.now)
         self._sessions.receive(message)
         self._pump()
 
@@ -206,6 +221,7 @@ class VirtualRun:
         if self._busy:
             return
         for message in self._sessions.take_messages():
+            self._observer.sent(message, self._clock.now)
             if isinstance(message, Segment):
                 first = self._data[0]
                 size = self._send(first, message, message.session, partial(self._stages[0].receive, message))
@@ -218,19 +234,21 @@ class VirtualRun:
             self._busy = True
             end = self._clock.now + self._devices.task_seconds(job.coordinator, job.task)
             self._spans.append(self._span(job, end))
-            self._clock.at(end, lambda: self._complete(job))
+            start = self._clock.now
+            self._clock.at(end, lambda: self._complete(job, start))
 
     def _advise(self, index: int, message: Prune | Cancel | Close) -> None:
         """A hint has arrived; tensor-parallel devices ignore it (``stage.tensor_engine`` says why)."""
         if not self._grouped:
             self._stages[index].receive(message)
 
-    def _complete(self, job: Job) -> None:
+    def _complete(self, job: Job, start: float) -> None:
         self._busy = False
         coordinator = job.coordinator
         running = self._running.get(coordinator.ledger.session)
         if running is not None:  # it may have been cancelled meanwhile
             coordinator.complete(job.task)
+            self._observer.worked(job, start, self._clock.now)
             if running.on_tokens and (new := coordinator.new_tokens()):
                 running.on_tokens(new)
             if coordinator.finished:
@@ -254,10 +272,13 @@ class VirtualCluster:
     clock = "virtual"
     spans: list[Span]  # who was busy when, in the newest run
 
-    def __init__(self, model_dir: Path, stages: int, profile: Profile | Devices, dtype: str = "fp32") -> None:
+    def __init__(self, model_dir: Path, stages: int, profile: Profile | Devices, dtype: str = "fp32",
+                 observer: Observer | None = None) -> None:
+        """``observer`` is told what happens, in virtual time."""
         self.devices = profile if isinstance(profile, Devices) else Devices.even(profile, stages)
         self._device0 = DraftDevice(model_dir, dtype)
         self._stages = stages
+        self._observer = observer or Observer()
         self._target, self._dtype = ModelDir(model_dir).stages, dtype
         self._engines: dict[int, list[StageEngine]] = {}  # by how many the model is cut into
         self._session = 0
@@ -287,7 +308,7 @@ class VirtualCluster:
         clock = Clock()
         self.spans = []
         engines = self._cut(self._stages if parallelism == "pipeline" else 1)
-        run = VirtualRun(engines, self.devices, parallelism, clock, self.spans)
+        run = VirtualRun(engines, self.devices, parallelism, clock, self.spans, self._observer)
         results: dict[int, Result] = {}
 
         def start(place: int) -> None:

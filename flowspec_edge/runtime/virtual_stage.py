@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from flowspec_edge.messages import Cancel, Close, Output, Prune, Segment, Tap
+from flowspec_edge.messages import Cancel, Close, Computed, Output, Prune, Segment, Tap
 from flowspec_edge.runtime.events import Clock, Span
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.rows import emptied
@@ -46,6 +46,7 @@ class VirtualStage:
     layers    equal steps of that time, between which a cancel is seen
     forward   takes each message that leaves the stage
     finished  called with each segment when the stage is done with it
+    told      called with when it was computed
     spans     where the stage notes when it was busy
     shares    what it has done, by session
     """
@@ -57,6 +58,7 @@ class VirtualStage:
     layers: float
     forward: Callable[[Segment | Output | Tap], None]
     finished: Callable[[Segment], None]
+    told: Callable[[Computed], None]
     spans: list[Span]
     queue: deque[Segment] = field(default_factory=deque)
     shares: defaultdict[int, Share] = field(default_factory=lambda: defaultdict(Share))
@@ -126,6 +128,9 @@ class VirtualStage:
         if job.end > job.start:
             self.spans.append(Span(self.index, "compute", job.start, job.end, job.segment.run, rows,
                                    job.cancelled, job.segment.session))
+        times = (round(moment * 1e6) for moment in (job.start, job.end, self.clock.now))
+        self.told(Computed(job.segment.session, job.segment.epoch, job.segment.run, self.index,
+                           0 if job.cancelled else rows, *times))
         for message in job.messages:
             self.forward(message)
         self.finished(job.segment)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from clusterkit import PROMPT
 from tiny_dir import tiny_model_dir
+from tracekit import check_trace
 
 from flowspec_edge.messages import Cancel, Computed, Credit, Heartbeat, Output, Prune, Segment, Tap
 from flowspec_edge.runtime.coordinator import Coordinator
@@ -14,6 +16,8 @@ from flowspec_edge.runtime.observer import Observer, Observers
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.processes import ProcessCluster
 from flowspec_edge.runtime.request import Request
+from flowspec_edge.runtime.trace import Trace
+from flowspec_edge.runtime.trace_events import chrome_trace
 from flowspec_edge.sampling import Sampling
 
 STAGES = 2
@@ -58,11 +62,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_segments_times_add_up_to_the_stages_counters(model: Path) -> None:
     watch = Watch()
     request = Request(PROMPT, "flowspec", max_new_tokens=16)
-    with ProcessCluster(model, STAGES, threads=1, observer=Observers([Observer(), watch])) as cluster:
-        silent = cluster.generate(request)
+    trace = Trace(request)
+    with ProcessCluster(model, STAGES, threads=1, observer=Observers([trace, watch])) as cluster:
+        silent = cluster.generate(replace(request))
         assert watch.times == []
         watch.timed = True
         result = cluster.generate(request)
+    check_trace(chrome_trace(trace, STAGES, {}), result)
     assert result.tokens == silent.tokens == PlainDecoder(model).generate(PROMPT, 16, Sampling())[0]
     for stage, counters in enumerate(result.stats.stages, start=1):
         mine = [told for told, _ in watch.times if told.stage == stage]

@@ -58,7 +58,8 @@ def test_a_cancel_costs_the_layer_it_comes_in_and_a_waiting_run_nothing(tiny_mod
     finished: list[Segment] = []
     spans: list[Span] = []
     stage = VirtualStage(1, clock, StageEngine(load_shard(tiny_model / "target", 0, 1, "fp32")),
-                         lambda rows, context: 8.0, 8, sent.append, finished.append, spans)
+                         lambda rows, context: 8.0, 8, sent.append, finished.append,
+                         lambda times: None, spans)
     stage.engine.open(Open(0, 0, 16))
     root = ledger.add(1, 0, committed=True)
     stage.receive(ledger.seal())

@@ -1,0 +1,143 @@
+"""The trace of a request in virtual time, held against the format and the request's own figures.
+
+Over processes it is tested in test_observer.py, beside what it is made of.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clusterkit import on_third
+from tracekit import check_format, check_trace, tracks
+
+from flowspec_edge.config import Profile, load_profile
+from flowspec_edge.messages import Computed
+from flowspec_edge.runtime.request import OnTokens, Request, Result
+from flowspec_edge.runtime.trace import Trace
+from flowspec_edge.runtime.trace_events import chrome_trace
+from flowspec_edge.runtime.virtual import VirtualCluster
+from flowspec_edge.sampling import Sampling
+
+STAGES = 3
+PROFILE = load_profile("paper-7b")
+
+
+def traced(model: Path, strategy: str, profile: Profile = PROFILE, tokens: int = 16,
+           on_tokens: OnTokens | None = None) -> tuple[Trace, Result]:
+    request = Request(list(range(3, 40)), strategy, tokens, Sampling(1.0, seed=3))
+    trace = Trace(request)
+    result = VirtualCluster(model, STAGES, profile, observer=trace).generate(request, on_tokens)
+    return trace, result
+
+
+@pytest.mark.parametrize("strategy", ["flowspec", "pipedec", "autoregressive", "megatron"])
+def test_a_trace_agrees_with_the_figures(tiny_model: Path, strategy: str) -> None:
+    trace, result = traced(tiny_model, strategy)
+    check_trace(chrome_trace(trace, STAGES, {}), result, pipeline=strategy != "megatron")
+
+
+def test_watching_changes_nothing(tiny_model: Path) -> None:
+    _, watched = traced(tiny_model, "flowspec")
+    request = Request(list(range(3, 40)), "flowspec", 16, Sampling(1.0, seed=3))
+    assert VirtualCluster(tiny_model, STAGES, PROFILE).generate(request) == watched
+
+
+def test_it_is_the_cluster_s_own_spans(tiny_model: Path) -> None:
+    """The same run as who was busy when, which the drawn timelines are of."""
+    request = Request(list(range(3, 40)), "flowspec", 16)
+    trace = Trace(request)
+    cluster = VirtualCluster(tiny_model, STAGES, PROFILE, observer=trace)
+    cluster.generate(request)
+    found = tracks(check_format(chrome_trace(trace, STAGES, {})))
+    assert trace.settled_at is not None
+    tracks_of = {("D0", "draft passes"): (0, "draft"), ("D0", "verification"): (0, "verify"),
+                 **{(f"V{i}", "computing"): (i, "compute") for i in range(1, STAGES + 1)}}
+    for track, what in tracks_of.items():
+        spans = [s for s in cluster.spans
+                 if (s.device, s.kind) == what and s.start < s.end <= trace.settled_at]
+        shown = [event for event in found[track] if event["dur"]]
+        assert len(shown) == len(spans) > 0
+        for event, span in zip(shown, spans, strict=True):
+            assert event["ts"] == pytest.approx(span.start * 1e6, abs=2)
+            assert event["dur"] == pytest.approx((span.end - span.start) * 1e6, abs=2)
+            assert event["args"].get("segment", -1) == span.run
+
+
+def test_cancelled_and_empty_segments_are_shown_as_such(tiny_model: Path) -> None:
+    trace, result = traced(tiny_model, "pipeinfer", tokens=24)
+    events = check_trace(chrome_trace(trace, STAGES, {}), result)
+    cancels = [e for e in events if e["name"] == "cancel"]
+    runs = {run for e in cancels for run in e["args"]["segments cancelled"]}
+    shown = [e for e in events if e["ph"] == "X" and e["args"].get("cancelled")]
+    assert shown
+    assert {e["args"]["segment"] for e in shown} <= runs
+    assert all(e["name"].endswith("(cancelled)") and not e["args"]["rows computed"] for e in shown)
+    trace, result = traced(tiny_model, "flowspec", tokens=24)
+    events = check_trace(chrome_trace(trace, STAGES, {}), result)
+    empty = [e for e in events if e["ph"] == "X" and e["name"].endswith("(empty)")]
+    assert empty
+    assert not any(e["args"].get("rows computed", 0) for e in empty)
+    prunes = [e for e in events if e["name"] == "prune"]
+    assert prunes
+    assert all(e["args"]["kept"] >= 0 for e in prunes)
+
+
+def test_text_is_that_of_the_stream(tiny_model: Path) -> None:
+    trace, result = traced(tiny_model, "flowspec")
+    document = chrome_trace(trace, STAGES, {"model": "tiny"}, lambda ids: "".join(chr(97 + i) for i in ids))
+    said = [e["args"].get("text", "") for e in tracks(check_format(document))["D0", "verification"]]
+    assert "".join(said) == "".join(chr(97 + token) for token in result.tokens)
+    assert document["otherData"]["model"] == "tiny"
+
+
+def test_what_there_is_of_an_interrupted_request_is_marked(tiny_model: Path) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    request = Request(list(range(3, 40)), "flowspec", 50)
+    trace = Trace(request)
+    cluster = VirtualCluster(tiny_model, STAGES, PROFILE, observer=trace)
+    with pytest.raises(KeyboardInterrupt):
+        cluster.generate(request, on_third(interrupt))
+    document = chrome_trace(trace, STAGES, {})
+    found = tracks(check_format(document))
+    assert document["otherData"]["complete"] is False
+    [whole, *_] = found["D0", "request"]
+    assert whole["args"]["ended by"] == "being broken off"
+    assert whole["args"]["answer's tokens"] >= 3
+    assert max(e["ts"] + e["dur"] for events in found.values() for e in events) <= whole["dur"] + 1
+
+
+def test_other_requests_are_passed_over(tiny_model: Path) -> None:
+    watched, other = Request([1, 2, 3], "flowspec", 6), Request([1, 2, 3], "flowspec", 6)
+    trace = Trace(watched)
+    cluster = VirtualCluster(tiny_model, STAGES, PROFILE, observer=trace)
+    cluster.generate(other)
+    assert trace.parts == []
+    assert check_format(chrome_trace(trace, STAGES, {}))
+    result, _ = cluster.generate_many([watched, other])
+    assert len(trace.parts) == 1
+    check_trace(chrome_trace(trace, STAGES, {}), result)
+
+
+def test_clocks_elsewhere_are_mapped_by_the_quickest_message(tiny_model: Path) -> None:
+    """Stages whose clocks are minutes off, and whose messages take from 1 ms to 3 ms."""
+    request = Request(list(range(3, 40)), "flowspec", 16)
+
+    class Elsewhere(Trace):
+        def arrived(self, message: Any, at: float) -> None:
+            if isinstance(message, Computed):
+                off, way = message.stage * 100_000_000, 0.001 + 0.001 * (message.run % 3)
+                message = Computed(message.session, message.epoch, message.run, message.stage, message.rows,
+                                   message.start - off, message.end - off, message.sent - off)
+                at += way
+            super().arrived(message, at)
+
+    here, there = Trace(request), Elsewhere(request, one_clock=False)
+    for trace in (here, there):
+        VirtualCluster(tiny_model, STAGES, PROFILE, observer=trace).generate(request)
+    for key, works in here.stage_work().items():
+        for mine, told in zip(works, there.stage_work()[key], strict=True):
+            assert (told.start, told.end) == pytest.approx((mine.start + 0.001, mine.end + 0.001), abs=2e-6)
