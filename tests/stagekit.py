@@ -25,10 +25,12 @@ from flowspec_edge.tree.ledger import Ledger
 class Book:
     """D0's view: numbers through a Ledger, and for every number the text it stands for."""
 
-    def __init__(self, session: int = 1, epoch: int = 0) -> None:
-        self.ledger = Ledger(session, epoch)
-        self.paths: dict[int, tuple[int, ...]] = {}  # number -> tokens from the start, its own last
-        self.committed: list[int] = []
+    def __init__(self, session: int = 1, epoch: int = 0, kept: tuple[int, ...] = ()) -> None:
+        """``kept``: tokens of the rows that the session begins with."""
+        self.ledger = Ledger(session, epoch, kept=len(kept))
+        # number -> tokens from the start, its own last
+        self.paths: dict[int, tuple[int, ...]] = {i: kept[: i + 1] for i in range(len(kept))}
+        self.committed = list(self.paths)
         self.given_up: set[int] = set()  # although they might still have become text
 
     def add(self, token: int, parent: int | None, committed: bool = False) -> int:
@@ -128,10 +130,10 @@ def assert_cache(engine: StageEngine, book: Book, oracle: Oracle, atol: float = 
     """Every cached row holds the keys and values that the oracle has at the end of its path."""
     assert engine.cache is not None
     lo, hi = engine.shard.layers
-    held = engine.cache.rows()  # [layers, 2, len, kv_heads, head_dim]
     for slot, number in enumerate(engine.cache.numbers.tolist()):
         truth = oracle.truth(book.paths[number]).keys_values[lo:hi]
-        torch.testing.assert_close(held[:, :, slot], truth, atol=atol, rtol=1e-4)
+        for held, layer in zip(engine.cache.rows(), truth, strict=True):
+            torch.testing.assert_close(held[:, slot], layer, atol=atol, rtol=1e-4)
 
 
 def random_tokens(n: int, vocab: int, seed: int) -> list[int]:

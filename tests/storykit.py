@@ -27,9 +27,10 @@ class Story:
 
 
 @st.composite
-def stories(draw: st.DrawFn, session: int = 1) -> Story:
-    """A prompt in up to two chunks, then some rounds of growing, committing, missing, pruning."""
-    story = Story(Book(session))
+def stories(draw: st.DrawFn, session: int = 1, kept: tuple[int, ...] = ()) -> Story:
+    """A prompt in up to two chunks, after the tokens that were ``kept``, then some rounds of growing,
+    committing, missing, pruning."""
+    story = Story(Book(session, kept=kept))
     book = story.book
     tokens = iter(random_tokens(200, VOCAB, seed=draw(st.integers(0, 3))))
     for size in draw(st.sampled_from([[5], [3, 2], [1, 4]])):

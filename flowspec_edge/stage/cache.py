@@ -26,12 +26,12 @@ class KVCache:
                  dtype: torch.dtype, device: torch.device) -> None:
         self.capacity = capacity
         self._first_layer = layers[0]
-        # [layer, key or value, slot, kv head, head_dim]: a row's heads side by side, as the layers
+        # By layer, [key or value, slot, kv head, head_dim]: a row's heads side by side, as the layers
         # produce them, so that writing, reading and moving rows touches memory in order.
-        self._store = torch.empty(layers[1] - layers[0], 2, capacity, kv_heads, head_dim,
-                                  dtype=dtype, device=device)
-        self._views = [(layer[0].transpose(0, 1)[None], layer[1].transpose(0, 1)[None])
-                       for layer in self._store]  # each [1, kv_heads, capacity, head_dim]
+        self._store = [torch.empty(2, capacity, kv_heads, head_dim, dtype=dtype, device=device)
+                       for _ in range(*layers)]
+        self._views = [_views(layer) for layer in self._store]
+        self._device = device
         self._numbers = np.empty(capacity, dtype=np.int32)
         self._length = 0
 
@@ -46,11 +46,19 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes allocated for keys and values."""
-        return self._store.numel() * self._store.element_size()
+        return sum(layer.nbytes for layer in self._store)
 
-    def rows(self) -> Tensor:
-        """Keys and values held: [layers, 2, len, kv_heads, head_dim], a view."""
-        return self._store[:, :, : self._length]
+    def rows(self) -> list[Tensor]:
+        """Keys and values held, by layer: [2, len, kv_heads, head_dim] each, views."""
+        return [layer[:, : self._length] for layer in self._store]
+
+    def slots(self, numbers: Int32) -> NDArray[np.int64] | None:
+        """[n] where ``numbers`` [n], increasing, lie; None if one is not held."""
+        held = self.numbers
+        at = held.searchsorted(numbers)
+        if len(at) and (at.max() >= len(held) or (held[at] != numbers).any() or (at[1:] <= at[:-1]).any()):
+            return None
+        return at
 
     def reserve(self, rows: int) -> None:
         """Check that ``rows`` more fit; FlowspecError otherwise."""
@@ -89,11 +97,31 @@ class KVCache:
         length = first + len(source)
         if len(source):
             self._numbers[first:length] = self._numbers[source]
-            moved = self._store.index_select(2, torch.from_numpy(source).to(self._store.device))
-            self._store[:, :, first:length] = moved
+            slots = torch.from_numpy(source).to(self._device)
+            for layer in self._store:
+                layer[:, first:length] = layer.index_select(1, slots)
         dropped, self._length = self._length - length, length
         return dropped
+
+    @torch.inference_mode()
+    def move(self, capacity: int, slots: NDArray[np.int64]) -> None:
+        """Hold only ``slots`` [n], increasing, as numbers 0, 1, …, in memory for ``capacity`` rows.
+
+        Layer by layer: beside the old memory or the new there is never more than one layer.
+        """
+        at = torch.from_numpy(slots).to(self._device)
+        for i in range(len(self._store)):
+            new = self._store[i].new_empty(2, capacity, *self._store[i].shape[2:])
+            new[:, : len(slots)] = self._store[i].index_select(1, at)
+            self._store[i], self._views[i] = new, _views(new)
+        self.capacity, self._length = capacity, len(slots)
+        self._numbers = np.arange(capacity, dtype=np.int32)
 
     def clear(self) -> None:
         """Forget all rows; the memory stays."""
         self._length = 0
+
+
+def _views(layer: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of a layer as attention takes them: [1, kv_heads, capacity, head_dim] each."""
+    return layer[0].transpose(0, 1)[None], layer[1].transpose(0, 1)[None]

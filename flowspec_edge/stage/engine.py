@@ -7,7 +7,9 @@ not know sockets, clocks, trees or the other stages; a worker or a simulation dr
     taps, result = engine.compute(admitted)   # a Segment for the next stage, or an Output
 
 Prunes, cancels, and Opens and Closes of any session, may come at any moment, also between the layers
-of a running ``compute`` (from its ``poll`` callback).  Sessions share nothing but the weights.
+of a running ``compute`` (from its ``poll`` callback): a pass whose session is over then ends without
+touching the cache again.  Sessions share nothing but the weights; one that is over may leave rows for
+one that begins with the same text.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ class StageEngine:
         self.shard = shard
         self._sessions: dict[int, _Session] = {}  # by number, in the order of their Opens
         self._past: dict[str, float] = dict.fromkeys(_COUNTERS, 0)  # of no session, or of ended ones
-        self._spare: KVCache | None = None  # of the session that was closed last
+        self._spare: KVCache | None = None  # of a session that was closed and left no rows
+        self._kept: dict[int, KVCache] = {}  # rows 0, 1, … that closed sessions left
         self._wire = wire_name(shard.dtype)
 
     @property
@@ -107,16 +110,23 @@ class StageEngine:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes preallocated for the open sessions."""
-        return sum(state.cache.nbytes for state in self._sessions.values())
+        """Bytes of all caches: of open sessions, of kept rows, and what lies ready for the next Open."""
+        caches = [*(state.cache for state in self._sessions.values()), *self._kept.values()]
+        return sum(cache.nbytes for cache in caches) + (self._spare.nbytes if self._spare else 0)
+
+    @property
+    def kept(self) -> dict[int, int]:
+        """Rows that are kept, by the closed session that left them."""
+        return {session: len(cache) for session, cache in self._kept.items()}
 
     # -- control messages ------------------------------------------------------------------
 
     def open(self, message: Open) -> None:
         """Start a session, or restart it with a higher epoch; every other that the message does not
-        name is given up.
+        name is given up, and so are kept rows.
 
-        ProtocolError for another protocol version, FlowspecError if the cache does not fit.
+        ProtocolError for another protocol version or for kept rows that are not here, FlowspecError if
+        the cache does not fit.
         """
         if message.version != PROTOCOL_VERSION:
             raise ProtocolError(f"D0 speaks protocol version {message.version}, this stage "
@@ -126,17 +136,34 @@ class StageEngine:
             return
         ended = [n for n in self._sessions if n == message.session or n not in message.beside]
         caches = [self._end(number) for number in ended]
-        cache = self._cache(message.capacity, caches)
+        begun = self._take_kept(message)
+        cache = self._cache(message.capacity, caches, begun, message.rows)
         if not self._sessions:
             self._past = dict.fromkeys(_COUNTERS, 0)
-        self._sessions[message.session] = _Session(message.session, message.epoch, cache)
+        base = message.rows if begun else 0
+        self._sessions[message.session] = _Session(message.session, message.epoch, cache, base)
 
     def close(self, message: Close) -> None:
-        """End the session; its cache's memory stays for the next Open, which uses or frees it."""
-        if message.session in self._sessions:
-            self._spare = self._end(message.session)
-        else:
+        """End the session and give back the memory of all rows but those to be kept.
+
+        If none are, the memory stays for the next Open, which uses or frees it.  ProtocolError if a row
+        that is to be kept is not here.
+        """
+        state = self._sessions.get(message.session)
+        if state is None:
             self._past["dropped_stale"] += 1
+            return
+        kept = np.array(message.kept, dtype=np.int32)
+        slots = state.cache.slots(kept)
+        if slots is None:
+            raise ProtocolError(f"session {message.session} is to keep {len(kept)} rows, "
+                                f"but not all of them are among the {len(state.cache)} that it has here")
+        cache = self._end(message.session)
+        if len(slots):
+            cache.move(len(slots), slots)
+            self._kept[message.session] = cache
+        else:
+            self._spare = cache
 
     def prune(self, message: Prune) -> None:
         """Give up the rows that ``message`` no longer wants: held, running, or yet to come."""
@@ -323,21 +350,34 @@ class StageEngine:
     def _drop_cached(self, state: _Session, keep: rows.Bool) -> None:
         state.counters["pruned_cached"] += state.cache.keep(keep)
 
-    def _cache(self, capacity: int, ended: list[KVCache]) -> KVCache:
-        """An empty cache: the memory of one that has ended where the size is the same, and no other
-        of those is kept."""
-        if capacity < 1:
+    def _take_kept(self, message: Open) -> KVCache | None:
+        """The kept rows that a session begins with; all that ``message`` does not hold are given up."""
+        begun = self._kept.get(message.after)
+        if message.after >= 0 and not 0 < message.rows <= (len(begun) if begun else 0):
+            raise ProtocolError(f"session {message.session} is to begin with {message.rows} rows of session "
+                                f"{message.after}, of which {len(begun) if begun else 0} are kept here")
+        stay = set(message.held) - {message.after}
+        self._kept = {session: cache for session, cache in self._kept.items() if session in stay}
+        return begun
+
+    def _cache(self, capacity: int, ended: list[KVCache], begun: KVCache | None, rows: int) -> KVCache:
+        """A cache with the first ``rows`` of ``begun``, or an empty one: the memory of one that has ended
+        where the size is the same, and no other of those is kept."""
+        if capacity < max(rows, 1):
             raise ProtocolError(f"a session cannot have a capacity of {capacity} rows")
         if self._spare is not None:
             ended.append(self._spare)
             self._spare = None
-        for cache in ended:
+        for cache in ended if begun is None else ():
             if cache.capacity == capacity:
                 cache.clear()
                 return cache
         ended.clear()  # before more is asked for
         shard = self.shard
         try:
+            if begun is not None:
+                begun.move(capacity, np.arange(rows))
+                return begun
             return KVCache(shard.layers, shard.kv_heads, shard.head_dim, capacity, shard.dtype, shard.device)
         except RuntimeError as error:
             raise FlowspecError(f"no memory for a KV cache of {capacity} rows: "

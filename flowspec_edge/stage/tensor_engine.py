@@ -2,7 +2,7 @@
 
 All ranks must run the same rows in the same order, or a collective waits for ever.  So only what is
 in segments counts, which come to every rank in one order: a session begins with its first segment,
-not when its Open arrives, and ends with the first segment of one that it does not go on beside;
+not when its Open arrives, and ends with the first segment of one that was opened after its Close;
 prunes and cancels, which are hints, are ignored; and what has been begun is finished.  Knows that a
 collective may wait for long, and lets the caller go on meanwhile.  Does not know how ranks are
 connected.
@@ -36,7 +36,7 @@ class TensorEngine:
         self._group = group
         self._bytes_before = 0  # sent before the sessions that are open
         self._bytes: dict[int, int] = {}  # sent for each of them
-        self._opens: deque[Open] = deque()  # whose segments have not come
+        self._waiting: deque[Open | Close] = deque()  # until a segment of a session among them comes
         self._lane = _Lane()
 
     @property
@@ -59,11 +59,12 @@ class TensorEngine:
 
     def open(self, message: Open) -> None:
         """Remember the session until its first segment is here."""
-        self._opens.append(message)
+        self._waiting.append(message)
 
     def close(self, message: Close) -> None:
-        """Nothing: a segment may be on its way that other ranks have begun.  The cache stays until the
-        first segment of a session opened later."""
+        """Nothing yet: a segment may be on its way that other ranks have begun.  The cache stays as it is
+        until the first segment of a session opened later, which comes after all of this one's."""
+        self._waiting.append(message)
 
     def prune(self, message: Prune) -> None:
         """Nothing: ranks would see it between different segments, and drop different rows."""
@@ -76,13 +77,17 @@ class TensorEngine:
         if segment.taps:
             raise ProtocolError(f"segment {segment.run} of session {segment.session} wants taps; "
                                 "tensor-parallel ranks send none")
-        if (segment.session, segment.epoch) in [(o.session, o.epoch) for o in self._opens]:
-            while not self._begin(self._opens.popleft(), segment):
+        opened = [(o.session, o.epoch) for o in self._waiting if isinstance(o, Open)]
+        if (segment.session, segment.epoch) in opened:
+            while not self._begin(self._waiting.popleft(), segment):
                 pass
         return self._engine.admit(segment)
 
-    def _begin(self, message: Open, segment: Segment) -> bool:
-        """Start a session; whether it is that of ``segment``."""
+    def _begin(self, message: Open | Close, segment: Segment) -> bool:
+        """Start a session, or end one; whether that of ``segment`` has been started."""
+        if isinstance(message, Close):
+            self._engine.close(message)
+            return False
         self._engine.open(message)
         self._bytes = {n: self._bytes.get(n, 0) for n in self._engine.sessions if n != message.session}
         if not self._bytes:

@@ -20,20 +20,21 @@ class Ledger:
     the next sealed segment, so every stage learns of them in order.
     """
 
-    def __init__(self, session: int = 0, epoch: int = 0, taps: tuple[int, ...] = ()) -> None:
-        """``taps``: hidden states that are wanted of every row (``messages.Segment``)."""
+    def __init__(self, session: int = 0, epoch: int = 0, taps: tuple[int, ...] = (), kept: int = 0) -> None:
+        """``taps``: hidden states that are wanted of every row (``messages.Segment``); ``kept``: rows
+        that the session begins with, text already and known to every stage (``messages.Open``)."""
         self.session = session
         self.epoch = epoch
         self.taps = taps
-        self.next_number = 0
-        self.base = 0  # one past the newest committed number
+        self.next_number = kept
+        self.base = kept  # one past the newest committed number
         self._run = 0
         self._parents: dict[int, int] = {}  # number -> parent's, from the base upwards
         self._commits: list[int] = []  # since the last sealed segment
         self._rows: list[tuple[int, int, int, int]] = []  # number, token, position, bits
         self._committed_rows: list[int] = []  # rows under construction that are text already
         self._sent_positions: dict[int, tuple[Int32, Int32]] = {}  # run -> numbers, positions
-        self._prune_start = 0
+        self._prune_start = kept
         self._prune_commits: list[int] = []  # since the last prune
         self._prune_sequence = 0
 

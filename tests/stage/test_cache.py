@@ -25,6 +25,7 @@ def filled(rows: int, capacity: int = 64) -> tuple[KVCache, torch.Tensor]:
     return cache, truth
 
 
+@torch.inference_mode()  # as a stage computes
 def write(cache: KVCache, rows: torch.Tensor, numbers: np.ndarray) -> None:
     for i, (keys, values) in enumerate(rows):
         all_keys, all_values = cache.update(keys.transpose(0, 1)[None], values.transpose(0, 1)[None],
@@ -43,12 +44,12 @@ def test_keep_is_boolean_indexing(masks: list[int], rows: int) -> None:
         assert cache.keep(mask) == (~mask).sum()
         numbers, truth = numbers[mask], truth[:, :, torch.from_numpy(mask)]
         assert cache.numbers.tolist() == numbers.tolist()
-        assert torch.equal(cache.rows(), truth)
+        assert torch.equal(torch.stack(cache.rows()), truth)
         more = torch.randn(LAYERS[1] - LAYERS[0], 2, 1, KV_HEADS, HEAD_DIM)
         new = np.array([100 + len(truth) if not len(numbers) else numbers[-1] + 1], dtype=np.int32)
         write(cache, more, new)
         numbers, truth = np.append(numbers, new), torch.cat([truth, more], dim=2)
-        assert torch.equal(cache.rows(), truth)
+        assert torch.equal(torch.stack(cache.rows()), truth)
 
 
 class Writes(TorchDispatchMode):
@@ -60,7 +61,7 @@ class Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default:
-            self.slots.append(args[0].shape[2])
+            self.slots.append(args[0].shape[1])
         return func(*args, **(kwargs or {}))
 
 
@@ -71,7 +72,56 @@ def test_only_displaced_rows_are_written(holes: list[int], moved: list[int]) -> 
     mask[holes] = False
     with Writes() as writes:
         cache.keep(mask)
-    assert writes.slots == moved
+    assert writes.slots == moved * (LAYERS[1] - LAYERS[0])
+
+
+@given(mask=st.integers(0, 2**12 - 1), spare=st.integers(0, 9), held=st.integers(0, 12))
+@settings(max_examples=50, deadline=None)
+def test_move_takes_some_rows_into_other_memory(mask: int, spare: int, held: int) -> None:
+    cache, truth = filled(held)
+    slots = np.array([i for i in range(held) if mask >> i & 1], dtype=np.int64)
+    assert (cache.slots(cache.numbers[slots]) == slots).all()
+    cache.move(len(slots) + spare, slots)
+    assert cache.numbers.tolist() == list(range(len(slots)))
+    assert cache.capacity == len(slots) + spare
+    assert cache.nbytes == 3 * 2 * cache.capacity * KV_HEADS * HEAD_DIM * 4
+    truth = truth[:, :, torch.from_numpy(slots)]
+    assert torch.equal(torch.stack(cache.rows()), truth)
+    if spare:
+        more = torch.randn(3, 2, spare, KV_HEADS, HEAD_DIM)
+        write(cache, more, len(slots) + np.arange(spare, dtype=np.int32))
+        assert torch.equal(torch.stack(cache.rows()), torch.cat([truth, more], dim=2))
+
+
+class Allocations(TorchDispatchMode):
+    """Slots of each tensor that is made, in elements of one slot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.new_empty.default, torch.ops.aten.index_select.default):
+            made = func(*args, **(kwargs or {}))
+            self.slots.append(made.numel() // (2 * KV_HEADS * HEAD_DIM))
+            return made
+        return func(*args, **(kwargs or {}))
+
+
+def test_move_never_makes_more_than_a_layer_at_once() -> None:
+    cache, _ = filled(10)
+    with Allocations() as made:
+        cache.move(40, np.arange(7))
+    assert made.slots == 3 * [40, 7]
+
+
+def test_only_numbers_that_are_held_have_slots() -> None:
+    cache, _ = filled(4)  # numbers 0, 3, 6, 9
+    for wanted in ([0, 4], [9, 10], [3, 3], [6, 3], [12]):
+        assert cache.slots(np.array(wanted, dtype=np.int32)) is None
+    found = cache.slots(np.array([3, 9], dtype=np.int32))
+    assert found is not None
+    assert found.tolist() == [1, 3]
 
 
 def test_a_pass_that_is_given_up_leaves_no_trace() -> None:
@@ -79,7 +129,7 @@ def test_a_pass_that_is_given_up_leaves_no_trace() -> None:
     junk = torch.randn(1, KV_HEADS, 3, HEAD_DIM)
     cache.update(junk, junk, LAYERS[0])
     assert len(cache) == 5
-    assert torch.equal(cache.rows(), truth)
+    assert torch.equal(torch.stack(cache.rows()), truth)
 
 
 def test_full() -> None:

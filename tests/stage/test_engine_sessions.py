@@ -7,8 +7,6 @@ another session's segment.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -16,18 +14,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from playkit import LAYERS, SLOTS, STAGES, Control, Step, passed_on, play
 from stagekit import Book, Oracle, assert_cache, assert_rows, engines, random_tokens, through
 from storykit import VOCAB, stories
 from tiny import tiny_llama
 
-from flowspec_edge.messages import Cancel, Close, Open, Output, Prune, Segment
+from flowspec_edge.messages import Cancel, Close, Open, Output, Segment
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.shard import Shard, load_shard
-
-LAYERS = 4
-STAGES = 2
-Control = Open | Close | Prune | Cancel
-SLOTS = 2 + LAYERS // STAGES  # a segment's moments: before it, between admit and compute, before each layer
 
 
 @pytest.fixture(scope="module")
@@ -38,47 +32,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def shards(model: Path) -> list[Shard]:
     return [load_shard(model, i, STAGES, "fp32") for i in range(STAGES)]
-
-
-@dataclass
-class Step:
-    """A segment, and what comes over the control channel around it."""
-
-    segment: Segment
-    slots: list[list[Control]] = field(default_factory=lambda: [[] for _ in range(SLOTS)])
-
-
-def tell(engine: StageEngine, message: Control) -> None:
-    match message:
-        case Open():
-            engine.open(message)
-        case Close():
-            engine.close(message)
-        case Prune():
-            engine.prune(message)
-        case Cancel():
-            engine.cancel(message)
-
-
-def play(engine: StageEngine, steps: list[Step], after: list[Control]) -> list[Segment | Output | None]:
-    """What the stage makes of each segment; None for a stale one."""
-    results: list[Segment | Output | None] = []
-    for step in steps:
-        slots = iter(step.slots)
-
-        def deliver(slots: Iterator[list[Control]] = slots) -> None:
-            for message in next(slots, []):
-                tell(engine, message)
-
-        deliver()
-        admitted = engine.admit(step.segment)
-        deliver()
-        results.append(None if admitted is None else engine.compute(admitted, poll=deliver)[1])
-        for _ in step.slots:  # what was left over because of fewer layers
-            deliver()
-    for message in after:
-        tell(engine, message)
-    return results
 
 
 def alone(steps: list[Step], after: list[Control], session: int) -> tuple[list[Step], list[Control]]:
@@ -125,20 +78,6 @@ def mixtures(draw: st.DrawFn, sessions: int) -> list[Step]:
     return steps
 
 
-def passed_on(steps: list[Step], results: list[Segment | Output | None]
-              ) -> tuple[list[Step], list[Control]]:
-    """What the next stage gets: the segments that this one sent on, and all of the control messages."""
-    found: list[Step] = []
-    waiting: list[Control] = []
-    for step, result in zip(steps, results, strict=True):
-        if isinstance(result, Segment):
-            found.append(Step(result, [waiting + step.slots[0], *step.slots[1:]]))
-            waiting = []
-        else:
-            waiting = waiting + [message for slot in step.slots for message in slot]
-    return found, waiting
-
-
 def same(one: Segment | Output | None, other: Segment | Output | None) -> bool:
     if one is None or other is None:
         return one is other
@@ -166,7 +105,7 @@ def test_every_session_gets_what_it_gets_alone(shards: list[Shard], data: st.Dat
             assert (mine is None) == (its is None)
             if mine is not None and its is not None:
                 assert mine.numbers.tolist() == its.numbers.tolist()
-                assert torch.equal(mine.rows(), its.rows())
+                assert all(map(torch.equal, mine.rows(), its.rows()))
                 assert together.counters_of(session) == single.counters_of(session)
         steps, after = passed_on(steps, results)
 

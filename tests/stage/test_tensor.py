@@ -187,6 +187,22 @@ def test_sessions_go_on_beside_one_another(model: Path, oracle: Oracle, tmp_path
     assert first.admit(books[1].text([6])) is None
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_kept_rows_change_hands_with_the_segments(model: Path, oracle: Oracle, tmp_path: Path,
+                                                  kind: TensorKind) -> None:
+    """The first rank has heard of it, the other not yet, while a segment of the old session is on its way."""
+    ranks, old, new = Ranks(model, kind, 2, tmp_path), Book(1), Book(2, kept=tuple(TEXT[:7]))
+    ranks.through(old.text(TEXT))
+    first, last = ranks.engines
+    for engine in (first, last):
+        engine.close(Close(1, tuple(range(9))))
+        engine.open(Open(session=2, epoch=0, capacity=64, after=1, rows=7))
+        if engine is first:
+            assert_rows(ranks.through(old.text([4])), old, oracle)
+    assert_rows(ranks.through(new.text(TEXT[7:])), new, oracle)
+    assert [engine.cached(2) for engine in ranks.engines] == [len(TEXT)] * 2
+
+
 def test_bytes_are_counted_from_the_start_of_a_session(model: Path, tmp_path: Path) -> None:
     ranks = Ranks(model, "galaxy", 3, tmp_path)
     ring = (2 * 4 + 1) * 2  # four rings a layer and the last one; two steps each

@@ -108,3 +108,14 @@ def test_a_sessions_taps_are_asked_of_every_segment_beside_its_own() -> None:
     ledger.add(1, 0)
     assert ledger.seal((4, 2)).taps == (2, 4, 5)
     assert Ledger().seal((3,)).taps == (3,)
+
+
+def test_a_session_may_begin_with_rows() -> None:
+    """They have numbers 0 to 4, are committed, and no prune is about them."""
+    ledger = Ledger(kept=5)
+    assert [ledger.add(7, 5, committed=True), ledger.add(8, 6, 5)] == [5, 6]
+    segment = ledger.seal()
+    assert (segment.first, segment.base, segment.committed.tolist()) == (5, 5, [])
+    assert unpack_bits(segment.bits, 2).tolist() == [[True, False], [True, True]]
+    prune = ledger.prune([6])
+    assert (prune.start, prune.stop, prune.keep.tolist()) == (5, 7, [5, 6])

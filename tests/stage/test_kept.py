@@ -1,0 +1,174 @@
+"""Rows that a closed session leaves: one that begins with them computes what it would compute if it had
+read them in, whatever else the stage does meanwhile.  The oracle is transformers, row by row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from playkit import LAYERS, SLOTS, STAGES, Control, Step, passed_on, play
+from stagekit import Book, Oracle, assert_cache, assert_rows, engines, random_tokens, through
+from storykit import VOCAB, Story, stories
+from tiny import tiny_llama
+
+from flowspec_edge.errors import ProtocolError
+from flowspec_edge.messages import Close, Open, Output, Segment
+from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.shard import Shard, load_shard
+
+ROW = LAYERS * 2 * 2 * 8 * 4  # bytes: layers, key and value, kv heads, head_dim, fp32
+TEXT = random_tokens(9, VOCAB, seed=5)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("llama"), layers=LAYERS, hidden=32, vocab=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def shards(model: Path) -> list[Shard]:
+    return [load_shard(model, i, STAGES, "fp32") for i in range(STAGES)]
+
+
+@pytest.fixture(scope="module")
+def oracle(model: Path) -> Oracle:
+    return Oracle(model)
+
+
+@st.composite
+def plays(draw: st.DrawFn) -> tuple[list[Step], dict[int, Story]]:
+    """A session that is closed and leaves rows, one that begins with some of them, one beside both.
+
+    The Close comes at any moment after the outputs of the rows to be kept, also between the layers of
+    a segment of that very session.
+    """
+    first, beside = draw(stories(1)), draw(stories(2))
+    last = draw(st.integers(1, len(first.segments)))  # the first segment whose output nobody has seen
+    seen = {number for segment in first.segments[:last] for number in segment.numbers.tolist()}
+    chain = first.book.committed
+    kept = chain[: next((i for i, number in enumerate(chain) if number not in seen), len(chain))]
+    kept = kept[: draw(st.integers(1, len(kept)))]
+    rows = draw(st.integers(1, len(kept)))
+    second = draw(stories(3, first.book.paths[kept[rows - 1]]))
+    other = list(beside.segments)
+    front = _mixed(draw, first.segments, [other.pop(0) for _ in range(draw(st.integers(0, len(other))))])
+    steps = [Step(segment) for segment in (*front, *_mixed(draw, second.segments, other))]
+    places = [i for i, segment in enumerate(front) if segment.session == 1]
+    start = next(i for i, step in enumerate(steps) if step.segment.session == 3)
+    moments = [slot for step in steps for slot in step.slots]
+    earliest = (places[last] if last < len(places) else places[-1] + 1) * SLOTS
+    closed = draw(st.integers(earliest, max(earliest, len(front) * SLOTS)))
+    opened = draw(st.integers(closed, max(closed, start * SLOTS)))
+    moments[0] += [Open(1, 0, 64), Open(2, 0, 64, beside=(1,))]
+    moments[closed].append(Close(1, tuple(kept)))
+    moments[opened].append(Open(3, 0, 80, beside=(2,), after=1, rows=rows))
+    for story, since in ((first, 0), (beside, 0), (second, opened)):
+        for prune in story.prunes:
+            moments[draw(st.integers(since, len(moments) - 1))].append(prune)
+    return steps, {2: beside, 3: second}
+
+
+def _mixed(draw: st.DrawFn, one: list[Segment], other: list[Segment]) -> list[Segment]:
+    left = [list(one), list(other)]
+    return [left[i].pop(0) for i in draw(st.permutations([0] * len(one) + [1] * len(other)))]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_kept_rows_are_as_good_as_read_in(shards: list[Shard], oracle: Oracle, data: st.DataObject) -> None:
+    (steps, told), after = data.draw(plays()), list[Control]()
+    for shard in shards:
+        engine = StageEngine(shard)
+        results = play(engine, steps, after)
+        for session, story in told.items():
+            cache = engine.cache_of(session)
+            assert cache is not None
+            assert cache.numbers.tolist() == story.survivors
+        assert engine.cache is engine.cache_of(3)
+        assert_cache(engine, told[3].book, oracle)
+        assert engine.kept == {}
+        for step, result in zip(steps, results, strict=True):
+            if isinstance(result, Output) and step.segment.session in told:
+                assert_rows(result, told[step.segment.session].book, oracle)
+        steps, after = passed_on(steps, results)
+
+
+def left(engine: StageEngine, session: int, capacity: int, keep: int) -> None:
+    """A session comes, reads the text in, and leaves ``keep`` rows; what others left stays."""
+    engine.open(Open(session, 0, capacity, beside=engine.sessions, held=tuple(engine.kept)))
+    through([engine], Book(session).text(TEXT))
+    engine.close(Close(session, tuple(range(keep))))
+
+
+def test_only_kept_rows_keep_memory(model: Path) -> None:
+    [engine] = engines(model, 1, capacity=16)
+    for session, keep in ((2, 9), (3, 1), (4, 5)):
+        left(engine, session, 32, keep)
+    assert engine.kept == {2: 9, 3: 1, 4: 5}
+    assert engine.cache_bytes == (16 + 9 + 1 + 5) * ROW
+    engine.open(Open(5, 0, 40, beside=(1,), held=(2, 4), after=4, rows=3))
+    assert engine.kept == {2: 9}
+    assert engine.cached(5) == 3
+    assert engine.cache_bytes == (16 + 9 + 40) * ROW
+    engine.open(Open(6, 0, 8, beside=(1, 5)))  # a new D0, or one that has forgotten
+    assert engine.kept == {}
+    engine.close(Close(5))
+    assert engine.kept == {}
+    assert engine.cache_bytes == (16 + 8 + 40) * ROW  # the last lies ready
+
+
+def test_a_session_that_is_closed_at_once_hands_its_rows_on(model: Path) -> None:
+    oracle = Oracle(model)
+    [engine] = engines(model, 1)
+    left(engine, 2, 16, 9)
+    engine.open(Open(3, 0, 16, after=2, rows=6))
+    engine.close(Close(3, tuple(range(6))))
+    engine.open(Open(4, 0, 16, after=3, rows=5))
+    book = Book(4, kept=tuple(TEXT[:5]))
+    assert_rows(through([engine], book.text(TEXT[:4]))[1], book, oracle)
+    assert_cache(engine, book, oracle)
+
+
+def test_rows_that_are_not_there(model: Path) -> None:
+    [engine] = engines(model, 1)
+    left(engine, 2, 16, 6)
+    for after, rows in ((2, 7), (2, 0), (7, 3)):
+        held = {2: 6}.get(after, 0)
+        with pytest.raises(ProtocolError, match=f"with {rows} rows of session {after}, of which {held} are"):
+            engine.open(Open(3, 0, 16, held=(2,), after=after, rows=rows))
+        assert engine.kept == {2: 6}
+    engine.open(Open(3, 0, 16, held=(2,)))
+    through([engine], Book(3).text(TEXT))
+    with pytest.raises(ProtocolError, match="is to keep 2 rows, but not all of them are among the 9"):
+        engine.close(Close(3, (8, 9)))
+
+
+def test_a_session_must_have_room_for_the_rows_that_it_begins_with(model: Path) -> None:
+    [engine] = engines(model, 1)
+    left(engine, 2, 16, 6)
+    with pytest.raises(ProtocolError, match="a capacity of 5 rows"):
+        engine.open(Open(3, 0, 5, after=2, rows=6))
+
+
+def test_hints_about_former_numbers_do_not_reach_the_rows(model: Path) -> None:
+    """Numbers are a session's own: kept rows are 0, 1, … whatever they were before."""
+    oracle = Oracle(model)
+    [engine] = engines(model, 1)
+    book = Book(2)
+    engine.open(Open(2, 0, 32))
+    through([engine], book.text(TEXT[:4]))
+    book.ledger.skip_prune()
+    root = book.committed[-1]
+    book.add(7, root)
+    wanted = book.add(TEXT[4], root)
+    through([engine], book.ledger.seal())
+    book.commit(wanted)
+    prune = book.prune()
+    engine.close(Close(2, tuple(book.committed)))
+    engine.prune(prune)  # late
+    engine.open(Open(3, 0, 32, after=2, rows=5))
+    again = Book(3, kept=tuple(TEXT[:5]))
+    assert_cache(engine, again, oracle)
+    assert_rows(through([engine], again.text(TEXT[5:]))[1], again, oracle)
