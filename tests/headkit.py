@@ -250,6 +250,23 @@ class Session:
         self.inputs = {i: x for i, x in self.inputs.items() if i in below and i != self.root.id}
         self.outputs = {i: x for i, x in self.outputs.items() if i in below}
 
+    def rewind(self, tokens):
+        """Another session goes on after the first ``tokens`` tokens, and counts anew."""
+        assert self.drafter.rewind(tokens, *self.ranking)
+        self.text, self.states = self.text[:tokens], self.states[: tokens - 1]
+        self.next_id = self.next_number = 0
+
+    def rewinds(self):
+        """To before what a pass has computed, to after it, to the very end and to the first token."""
+        self.random_history(6, prompt=12)
+        for more, keep in ((0, 11), (4, 13), (3, 16), (0, 1)):
+            if more:
+                self.commit(self.rng.integers(0, self.vocabulary, size=more).tolist())
+            self.rewind(keep)
+            self.random_history(6, prompt=2)
+        assert not self.drafter.rewind(len(self.text) + 1, *self.ranking)
+        assert not self.drafter.rewind(0, *self.ranking)
+
     def expandable(self):
         return [i for i, n in self.nodes.items() if i != self.root.id and n.parent in self.outputs]
 

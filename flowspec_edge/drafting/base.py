@@ -28,6 +28,13 @@ class Drafter(Protocol):
     def reset(self, sampling: Sampling, rank: Rank, tau: float) -> None:
         """Forget everything; rank the children of the coming session like this."""
 
+    def rewind(self, tokens: int, sampling: Sampling, rank: Rank, tau: float) -> bool:
+        """Forget all but the first ``tokens`` > 0 committed tokens, for a session that goes on from there
+        with other numbers: :meth:`reset`, but for a text that need not be committed again.
+
+        False if it cannot, or has not been given so many: then it must be reset.
+        """
+
     def commit(self, tokens: Sequence[int], features: Payload | None, rows: Sequence[int] = ()) -> None:
         """Append committed tokens; row i of ``features`` [n, H] *predicted* token i.
 

@@ -96,6 +96,8 @@ class HeadDrafter(TreeDrafter):
     ``fc``; it already has its embedding.  The rest is :class:`TreeDrafter`'s.
     """
 
+    rows_behind = 1
+
     def __init__(self, head: nn.Module, logits: Callable[[Tensor], Tensor],
                  drafted: DraftVocabulary | None = None) -> None:
         self._head = head.eval().requires_grad_(False)
@@ -114,6 +116,10 @@ class HeadDrafter(TreeDrafter):
     def reset(self, sampling: Sampling, rank: Rank, tau: float) -> None:
         super().reset(sampling, rank, tau)
         self._states.clear()
+
+    def _forget_rows(self, queued: int) -> None:
+        super()._forget_rows(queued)
+        self._states = [torch.cat(self._states)[:queued].clone()] if queued else []
 
     @abstractmethod
     def _known(self, features: Payload, rows: Sequence[int]) -> Tensor:

@@ -152,6 +152,10 @@ class Eagle3Drafter(HeadDrafter):
         super().reset(sampling, rank, tau)
         self._tapped.clear()
 
+    def rewind(self, tokens: int, sampling: Sampling, rank: Rank, tau: float) -> bool:
+        self._tapped.clear()  # under the numbers of the session before
+        return super().rewind(tokens, sampling, rank, tau)
+
     def tap(self, message: Tap) -> None:
         if message.layer in self.taps:
             states = to_torch(message.hidden).to(self._device, self._dtype)

@@ -41,6 +41,10 @@ class MergedDrafter:
         self._base.reset(sampling, rank, tau)
         self._looked_up.reset(sampling, rank, tau)
 
+    def rewind(self, tokens: int, sampling: Sampling, rank: Rank, tau: float) -> bool:
+        return (self._base.rewind(tokens, sampling, rank, tau)
+                and self._looked_up.rewind(tokens, sampling, rank, tau))
+
     def commit(self, tokens: Sequence[int], features: Payload | None, rows: Sequence[int] = ()) -> None:
         self._base.commit(tokens, features, rows)
         self._looked_up.commit(tokens, features, rows)

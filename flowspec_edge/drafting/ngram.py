@@ -66,16 +66,28 @@ class TextIndex:
         self.reset()
 
     def reset(self) -> None:
-        self.length = 0  # of the text
+        self._text: list[int] = []
         self.newest: tuple[int, ...] = ()  # its last ``longest`` tokens
         self._empty = _Context()
+
+    @property
+    def length(self) -> int:
+        """Of the text."""
+        return len(self._text)
+
+    def rewind(self, length: int) -> None:
+        """The text is but its first ``length`` tokens; they are taken in again, as after a reset."""
+        text = self._text[:length]
+        self.reset()
+        for token in text:
+            self.append(token)
 
     def append(self, token: int) -> None:
         """The text goes on with ``token``."""
         for _, context in self._contexts(self.newest, grow=True):
             context.after[token] = context.after.pop(token, 0) + 1  # put behind all others
             context.total += 1
-        self.length += 1
+        self._text.append(token)
         self.newest = (*self.newest, token)[-self.longest :]
 
     def candidates(self, path: Sequence[int], count: int) -> list[tuple[int, float]]:
@@ -130,9 +142,19 @@ class NgramDrafter:
         self.reset(Sampling(), "draft", 1.0)
 
     def reset(self, sampling: Sampling, rank: Rank, tau: float) -> None:
+        self._index.reset()
+        self._begin(sampling, rank)
+
+    def rewind(self, tokens: int, sampling: Sampling, rank: Rank, tau: float) -> bool:
+        if not 0 < tokens <= self._index.length:
+            return False
+        self._index.rewind(tokens)
+        self._begin(sampling, rank)
+        return True
+
+    def _begin(self, sampling: Sampling, rank: Rank) -> None:
         self._sampling = sampling
         self._noisy = rank == "noise" and not sampling.greedy
-        self._index.reset()
         self._root = _NO_ROOT
         self._paths: dict[int, tuple[int, ...]] = {}  # by node: the last tokens of its path
 

@@ -50,6 +50,10 @@ class SpdDrafter:
         self._root = _NO_ROOT
         self._nodes: dict[int, Row] = {}
 
+    def rewind(self, tokens: int, sampling: Sampling, rank: Rank, tau: float) -> bool:
+        """Never: rows that are still to become better are known by the numbers of their session."""
+        return False
+
     def commit(self, tokens: Sequence[int], features: Payload | None, rows: Sequence[int] = ()) -> None:
         started = bool(self._rows.text)
         if features is None:

@@ -60,6 +60,17 @@ class TreeCache:
         self._parent.clear()
         self._slot.clear()
 
+    def rewind(self, rows: int) -> None:
+        """Forget the tree, and the text from row ``rows`` on; memory for far more rows is given back."""
+        self.committed = self._used = rows
+        self._parent.clear()
+        self._slot.clear()
+        wanted = max(rows, _FIRST_CAPACITY)
+        if self._capacity > 2 * wanted:
+            self._capacity = wanted
+            for buffers in (self._keys, self._values):
+                buffers[:] = [buffer[:, :, :wanted].clone() for buffer in buffers]
+
     def reroot(self, root: int) -> None:
         """Drop every node that is not below ``root``, and ``root`` itself: it is text now."""
         kept = {root}

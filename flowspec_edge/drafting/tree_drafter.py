@@ -30,6 +30,7 @@ class TreeDrafter(ABC):
     """Implements :class:`flowspec_edge.drafting.base.Drafter` on one model's rows."""
 
     taps: tuple[int, ...] = ()
+    rows_behind = 0  # the text has so many tokens more than rows
 
     def __init__(self, shape: CacheShape, logits: Callable[[Tensor], Tensor],
                  drafted: DraftVocabulary | None = None) -> None:
@@ -46,6 +47,23 @@ class TreeDrafter(ABC):
         self._text_length = 0
         self._queue: list[int] = []  # tokens of text rows that no pass has computed yet
         self._outputs: dict[int, Tensor] = {}  # row output [H] of the root and of every tree row
+
+    @torch.inference_mode()
+    def rewind(self, tokens: int, sampling: Sampling, rank: Rank, tau: float) -> bool:
+        if not 0 < tokens <= self._text_length:
+            return False
+        rows = tokens - self.rows_behind
+        self._forget_rows(max(0, rows - self._cache.committed))
+        self._cache.rewind(min(rows, self._cache.committed))
+        self._ranking = (sampling, rank, tau)
+        self._root = _NO_ROOT
+        self._text_length = tokens
+        self._outputs.clear()
+        return True
+
+    def _forget_rows(self, queued: int) -> None:
+        """Of the text rows that no pass has computed yet only the first ``queued`` are left."""
+        self._queue = self._queue[:queued]
 
     @abstractmethod
     def commit(self, tokens: Sequence[int], features: Payload | None, rows: Sequence[int] = ()) -> None: ...

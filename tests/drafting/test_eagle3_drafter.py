@@ -74,6 +74,10 @@ def test_rows_see_no_further_than_the_head_was_trained_for(tmp_path, limit):
     session(tmp_path, limit, drafted=20, max_position_embeddings=limit).random_history(20, prompt=limit + 3)
 
 
+def test_a_rewound_drafter_knows_the_text_up_to_there(tmp_path):
+    session(tmp_path, 21).rewinds()
+
+
 def test_reset_forgets_everything(tmp_path):
     s = session(tmp_path, 8)
     s.commit([1, 2, 3, 4])

@@ -45,6 +45,22 @@ def test_random_histories_agree_with_full_recomputation(seed):
     s.random_history(25)
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_a_rewound_drafter_knows_the_text_up_to_there(seed):
+    session(seed + 20).rewinds()
+
+
+def test_a_rewound_cache_gives_memory_back():
+    s = session(3)
+    s.commit(s.rng.integers(0, V, size=1200).tolist())
+    s.plant()
+    s.expand([s.root.id])
+    assert s.drafter._cache._capacity == 1199
+    s.rewind(5)
+    assert s.drafter._cache._capacity == 256
+    s.random_history(4)
+
+
 def test_every_node_again_after_every_commit():
     s = session(11)
     s.commit([3, 1, 4, 1, 5])

@@ -72,6 +72,26 @@ def test_random_walks_agree_with_full_forwards(seed):
             next_id += 1
 
 
+def test_a_rewound_drafter_knows_the_text_up_to_there():
+    """To before what a pass has computed, to after it, to the very end and to the first token."""
+    rng = np.random.default_rng(4)
+    model = make_model(4)
+    drafter = LMDrafter(model)
+    text = []
+    for keep in (0, 11, 13, 17, 1):
+        if keep:
+            assert drafter.rewind(keep, Sampling(), "draft", 1.0)
+            text = text[:keep]
+        for size in (11, 3):  # the second part of it no pass has seen when the drafter is rewound
+            tokens = [int(t) for t in rng.integers(0, V, size=size)]
+            drafter.commit(tokens, None)
+            text += tokens
+            if size == 11:
+                check(model, drafter, text, 0, [(DraftNode(0, -1, text[-1], len(text) - 1), [])])
+    assert not drafter.rewind(len(text) + 1, Sampling(), "draft", 1.0)
+    assert not drafter.rewind(0, Sampling(), "draft", 1.0)
+
+
 def test_half_precision_stays_close():
     model = make_model(7)
     text = [5, 6, 7, 8, 9]

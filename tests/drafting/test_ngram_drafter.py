@@ -179,6 +179,20 @@ def test_a_new_session_knows_nothing_of_the_old_one() -> None:
     assert not np.isfinite(expand(drafter, [1, 2, 3, 1]).scores[0, 1:]).any()
 
 
+def test_a_rewound_drafter_is_one_that_has_seen_no_more() -> None:
+    text = [1, 2, 3, 1, 2, 4, 1, 2]
+    drafter, fresh = (NgramDrafter(V, 3, 1) for _ in range(2))
+    expand(drafter, text)
+    assert drafter.rewind(5, Sampling(1.0, seed=3), "noise", 1.0)
+    assert not drafter.rewind(6, Sampling(), "draft", 1.0)
+    fresh.reset(Sampling(1.0, seed=3), "noise", 1.0)
+    fresh.commit(text[:5], None)
+    request = DraftRequest(0, (DraftNode(0, -1, text[4], 4),), 3)
+    got, expected = drafter.expand(request), fresh.expand(request)
+    assert got.tokens.tolist() == expected.tokens.tolist()
+    assert got.scores.tolist() == expected.scores.tolist()
+
+
 def test_what_the_protocol_forbids_is_refused() -> None:
     drafter = NgramDrafter(V, 4, 2)
     drafter.commit([1, 2, 3], None)
