@@ -36,6 +36,17 @@ def tentative_rows(params: Params, stages: int) -> int:
     return max(1024, 2 * (2 * tree + (stages + 2) * params.largest_segment()))
 
 
+def session_rows(request: Request, stages: int) -> int:
+    """Cache rows that a request takes in every stage."""
+    return len(request.prompt) + request.max_new_tokens + tentative_rows(request.params, stages)
+
+
+def cache_rows(context: int, at_once: int, params: Params, stages: int) -> int:
+    """Cache rows for ``at_once`` requests beside one another, whose texts, together with those that are
+    kept for requests to come, have ``context`` tokens."""
+    return context + at_once * tentative_rows(params, stages)
+
+
 @dataclass(frozen=True)
 class Verify:
     """Work for D0: lm_head on an output's rows, the walk, and what follows from it."""
@@ -58,27 +69,35 @@ class Coordinator:
 
     def __init__(self, request: Request, make: Callable[[Ledger], Strategy], drafter: Drafter | None,
                  head: Head, clock: Callable[[], float], session: int = 1,
-                 epoch: int = 0, window: int = 1, before: Coordinator | None = None) -> None:
+                 epoch: int = 0, window: int = 1, before: Coordinator | None = None,
+                 kept: int = 0, after: int = -1) -> None:
         """``window``: segments that may be at V1 at a time; ``clock`` is in seconds.
 
         ``before`` is the same request's coordinator whose stages were lost: this one reads prompt and
         answer in again, as one prompt, and goes on where that one was, in text and figures.
+        ``kept``: rows of the prompt that the stages have already, left by session ``after``; a drafter
+        must have been rewound to one token more.  At least one row is to be read in.
         """
+        assert not (before and kept)
+        assert 0 <= kept < max(len(request.prompt), 1)
         if not request.prompt:
             raise UsageError("the prompt is empty; give at least one token")
         if request.max_new_tokens < 1:
             raise UsageError(f"max-new-tokens must be at least 1, not {request.max_new_tokens}")
         self.request = request
         self._needed = frozenset(drafter.taps if drafter else ())  # states that its commits rest on
-        self.ledger = Ledger(session, epoch, tuple(sorted(self._needed)))
+        self.ledger = Ledger(session, epoch, tuple(sorted(self._needed)), kept)
         self.strategy = make(self.ledger)
-        self._drafter = drafter
+        self.drafter = drafter
+        self.kept, self.after = kept, after
         self._head = head
         self._clock = clock
         self._credits = window
         self._text = [*request.prompt, *(before._tokens if before else ())]  # to be read in
-        self._prompt = deque(self._text)
-        self._prompt_left = len(self._text)  # rows of it that have not come back
+        self._prompt = deque(self._text[kept:])
+        self._prompt_left = len(self._prompt)  # rows of it that have not come back
+        self._read = list(self._text)  # all tokens that are text, also behind the end of the answer
+        self._chain = list(range(kept))  # numbers of its rows, as far as they have come back
         self._outputs: deque[Output] = deque()
         self._taps: list[Tap] = []  # not yet shown to the drafter
         self._tapped: dict[int, set[int]] = {}  # run -> needed states that have come of it
@@ -94,8 +113,8 @@ class Coordinator:
         self._first_at = self._ended_at = self._started_at
         if before:
             self._go_on(before)
-        if self._drafter:
-            self._drafter.reset(request.sampling, request.params.rank, request.params.tau)
+        if drafter and not kept:
+            drafter.reset(request.sampling, request.params.rank, request.params.tau)
 
     def _go_on(self, before: Coordinator) -> None:
         """Take over the books of a coordinator that cannot go on."""
@@ -111,9 +130,8 @@ class Coordinator:
 
     def open_message(self) -> Open:
         """To be seen by every stage before the first segment."""
-        capacity = len(self.request.prompt) + self.request.max_new_tokens
-        capacity += tentative_rows(self.request.params, self.strategy.pipeline.stages)
-        return Open(self.ledger.session, self.ledger.epoch, capacity)
+        capacity = session_rows(self.request, self.strategy.pipeline.stages)
+        return Open(self.ledger.session, self.ledger.epoch, capacity, after=self.after, rows=self.kept)
 
     def take_messages(self) -> list[Segment | Prune | Cancel]:
         """Everything that may be sent now: control messages, then segments if V1 has room."""
@@ -176,12 +194,12 @@ class Coordinator:
 
     def next_draft(self) -> Draft | None:
         """The draft pass that the strategy wants most."""
-        if self.finished or self._prompt_left or self._drafter is None:
+        if self.finished or self._prompt_left or self.drafter is None:
             return None
         request = self.strategy.next_draft()
         if request is None:
             return None
-        self._show_taps(self._drafter)  # now: what arrives during a pass is for the pass after it
+        self._show_taps(self.drafter)  # now: what arrives during a pass is for the pass after it
         return Draft(request)
 
     def _is_whole(self, output: Output) -> bool:
@@ -201,8 +219,8 @@ class Coordinator:
         """Do the work and let the strategy decide on it."""
         if isinstance(task, Verify):
             self._verify(task.output)
-        elif self._drafter is not None:
-            self.strategy.drafted(task.request, self._drafter.expand(task.request))
+        elif self.drafter is not None:
+            self.strategy.drafted(task.request, self.drafter.expand(task.request))
 
     def _verify(self, output: Output) -> None:
         try:
@@ -212,8 +230,8 @@ class Coordinator:
         at = np.searchsorted(numbers, output.numbers)
         if (at >= len(numbers)).any() or (numbers[at] != output.numbers).any():
             raise ProtocolError(f"the output of segment {output.run} has rows that were not sent in it")
-        if self._drafter and self._needed:
-            self._show_taps(self._drafter)  # they come before the commits that rest on them
+        if self.drafter and self._needed:
+            self._show_taps(self.drafter)  # they come before the commits that rest on them
             self._tapped = {run: layers for run, layers in self._tapped.items() if run > output.run}
         if self._prompt_left:
             self._verify_prompt(output, positions[at])
@@ -228,14 +246,15 @@ class Coordinator:
     def _verify_prompt(self, output: Output, positions: NDArray[np.int32]) -> None:
         """Prompt rows: their features go to the drafter, the last one gives the first token."""
         self._prompt_left -= len(output.numbers)
-        if self._drafter:
+        self._chain += output.numbers.tolist()
+        if self.drafter:
             text = self._text
             if positions[0] == 0:
-                self._drafter.commit(text[:1], None)
+                self.drafter.commit(text[:1], None)
             following = [text[p + 1] for p in positions.tolist() if p + 1 < len(text)]
             if following:
                 rows = output.hidden.array[: len(following)]
-                self._drafter.commit(following, Payload(output.hidden.dtype, rows),
+                self.drafter.commit(following, Payload(output.hidden.dtype, rows),
                                      output.numbers[: len(following)].tolist())
         if self._prompt_left:
             return
@@ -252,11 +271,13 @@ class Coordinator:
         """Make tokens text, exactly up to the end of sequence or the limit."""
         if not commits:
             return
-        if self._drafter:
+        if self.drafter:
             rows = [self._hidden[c.source] for c in commits]
             features = np.stack([payload.array[row] for payload, row in rows])
-            self._drafter.commit([c.token for c in commits], Payload(rows[0][0].dtype, features),
+            self.drafter.commit([c.token for c in commits], Payload(rows[0][0].dtype, features),
                                  [c.source for c in commits])
+        self._read += [c.token for c in commits]
+        self._chain += [c.source for c in commits if c.source > self._chain[-1]]  # the prompt's last is there
         newest = commits[-1].source  # older sources can predict nothing any more
         self._hidden = {n: v for n, v in self._hidden.items() if n >= newest}
         for commit in commits:
@@ -277,6 +298,10 @@ class Coordinator:
             self.finish_reason = "cancelled"
 
     # ---- what comes of it ------------------------------------------------------------------
+
+    def rows(self) -> tuple[list[int], list[int]]:
+        """The text's rows whose outputs are here, so that every stage has them: numbers and tokens."""
+        return self._chain, self._read[: len(self._chain)]
 
     @property
     def finished(self) -> bool:
@@ -317,6 +342,6 @@ class Coordinator:
             itl_p50_s=float(np.percentile(gaps, 50)), itl_p95_s=float(np.percentile(gaps, 95)),
             drafted=past.drafted + counters.drafted, verified=past.verified + counters.verified,
             accepted=self._accepted,
-            bytes=bytes_sent, decode_s=decode, slot_s=slot_s, stages=stages,
+            bytes=bytes_sent, decode_s=decode, slot_s=slot_s, stages=stages, reused=self.kept,
         )
         return Result(list(self._tokens), self.finish_reason, stats)

@@ -22,6 +22,7 @@ from flowspec_edge.manifest import DRAFT
 from flowspec_edge.messages import Payload, Tap
 from flowspec_edge.modeldir import ModelDir
 from flowspec_edge.runtime.coordinator import Coordinator
+from flowspec_edge.runtime.prefixes import Reuse
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.sampling import Sampling
 from flowspec_edge.stage.shard import find_embedding, load_config, load_lm_head, part_of, stage_ranges
@@ -52,13 +53,25 @@ class DraftDevice:
             rows = to_torch(hidden).to(self._lm_head)
             return (rows @ self._lm_head.mT).float().cpu().numpy()
 
+    def drafts_alike(self, one: Request, other: Request) -> bool:
+        """Whether a drafter that answered one of them knows how to draft for the other; UsageError when
+        one cannot be run on this model."""
+        return self._drafts(one) == self._drafts(other)
+
+    def _drafts(self, request: Request) -> tuple[object, ...]:
+        params = request.params
+        kind = draft_kind(strategy_class(request.strategy), params, self._model)
+        looks_up = kind == "ngram" or (kind is not None and params.ngram)
+        return (kind, looks_up, *((params.ngram_max, params.ngram_min) if looks_up else ()))
+
     def coordinator(self, request: Request, stages: int, clock: Callable[[], float], session: int,
                     passes: Callable[[str], float], epoch: int = 0,
-                    before: Coordinator | None = None) -> Coordinator:
+                    before: Coordinator | None = None, reuse: Reuse | None = None) -> Coordinator:
         """D0's side of one request; UsageError when it cannot be run on this model.
 
         ``passes`` says how many passes of a kind of draft model fit into a full segment's way
-        through the pipeline and back; ``before`` is the request's coordinator that lost its stages.
+        through the pipeline and back; ``before`` is the request's coordinator that lost its stages,
+        ``reuse`` what to begin with if there is none, of a request that drafted alike.
         """
         chosen = strategy_class(request.strategy)
         length = len(request.prompt) + request.max_new_tokens
@@ -72,11 +85,17 @@ class DraftDevice:
         if not all(0 <= token < vocabulary for token in request.prompt):
             raise UsageError(f"the prompt has a token id outside the vocabulary of {vocabulary}")
         kind = draft_kind(chosen, request.params, self._model)
-        drafter = self._drafter(kind, request.params) if kind else None
+        drafter = reuse.prefix.drafter if reuse else None
+        ranking = request.sampling, request.params.rank, request.params.tau
+        if reuse and drafter and not drafter.rewind(reuse.rows + 1, *ranking):
+            reuse = drafter = None
+        if kind and drafter is None:
+            drafter = self._drafter(kind, request.params)
+        kept, after = (reuse.rows, reuse.prefix.session) if reuse else (0, -1)
         depths = tuple(hi for _, hi in stage_ranges(self._model.stages, stages, allow_empty=True))
         pipeline = Pipeline(stages, depths, passes(kind) if kind else 1.0)
         return Coordinator(request, lambda ledger: chosen(request.params, ledger, pipeline), drafter,
-                           self.head, clock, session, epoch, before=before)
+                           self.head, clock, session, epoch, before=before, kept=kept, after=after)
 
     def pass_seconds(self, kind: str) -> float:
         """How long a pass over one row takes here: the fastest of a few."""

@@ -61,8 +61,9 @@ class ProcessCluster:
                  parallelism: Parallelism = "pipeline", threads: int | None = None,
                  encrypted: bool = False, dead_after: float = 5.0, start_within: float = 180.0,
                  addresses: Addresses | None = None, site: Site | None = None,
-                 emulation: Emulation | None = None, at_once: int = 8, rejoin_within: float = 0.0,
-                 watch: Callable[[], str | None] = lambda: None, observer: Observer | None = None) -> None:
+                 emulation: Emulation | None = None, at_once: int = 8, cache_rows: int | None = None,
+                 rejoin_within: float = 0.0, watch: Callable[[], str | None] = lambda: None,
+                 observer: Observer | None = None) -> None:
         """Start the stages, or meet those at ``addresses``, and wait until all have their shards.
 
         parallelism   how the stages share the model; one for the cluster's whole life
@@ -74,6 +75,9 @@ class ProcessCluster:
         site          where on this machine the devices are; loopback by default
         emulation     whose time all of them take; by default their own
         at_once       requests that share the stages at a time, each with a cache of its own; the others wait
+        cache_rows    rows that a stage's caches may hold at a time (``coordinator.cache_rows``): requests
+                      wait for room, and what is left keeps texts for requests that begin with them.
+                      None: any number, and nothing is kept
         rejoin_within seconds for a lost stage to be back: open requests wait for it and go on.  Stages
                       that were started here are started anew, others waited for; tensor-parallel ranks
                       at ``addresses`` are not.  With 0 the loss of a stage ends the cluster
@@ -117,7 +121,7 @@ class ProcessCluster:
             self._links = StageLinks(self._transport, addresses, place, self._members,
                                      lambda within: self._children.exited_within(within) or watch(),
                                      self._observer.heard)
-            self._loop = RequestLoop(self._links, self._coordinator, emulation, self._observer)
+            self._loop = RequestLoop(self._links, self._coordinator, emulation, self._observer, cache_rows)
             self._rejoin = Rejoin(self._links, self._children, rejoin_within if plan or not grouped else 0.0,
                                   self._observer, plan.new_group if plan and grouped else None)
             if plan:
@@ -255,7 +259,8 @@ class ProcessCluster:
                 return
             self._loop.resume()
             self._rejoin.over()
-        while self._inbox and self._loop.open < self._at_once:
+        while (self._inbox and self._loop.open < self._at_once
+               and self._loop.has_room(self._inbox[0].request)):  # nobody overtakes
             self._loop.start(self._inbox.popleft())
         self._loop.step(_CHECK_S if self._loop.busy else _IDLE_S)
 
@@ -268,9 +273,11 @@ class ProcessCluster:
 
     def _coordinator(self, ticket: Ticket, session: int, before: Coordinator | None) -> Coordinator:
         request = ticket.request
-        return self._device0.coordinator(request, len(self._members.instances), time.monotonic, session,
-                                         lambda kind: self._draft_passes(kind, request.params.segment),
-                                         before=before)
+        reuse = None if before else self._loop.pool.find(
+            request.prompt, lambda prefix: self._device0.drafts_alike(prefix.request, request))
+        return self._device0.coordinator(
+            request, len(self._members.instances), time.monotonic, session,
+            lambda kind: self._draft_passes(kind, request.params.segment), before=before, reuse=reuse)
 
     def _draft_passes(self, kind: str, rows: int) -> float:
         """How many draft passes a full segment's way through all stages takes."""
@@ -292,6 +299,7 @@ class ProcessCluster:
         prompt = [0] * (rows * _WARM_UP_SEGMENTS)
         request = Request(prompt, "autoregressive", 1, params=Params(prefill_chunk=rows))
         self._loop.slot_s = self._answers([self._hand_in(request)])[0].stats.slot_s
+        self._loop.pool.clear()  # nobody goes on with this
 
     # ---- life and death ------------------------------------------------------------------------
 

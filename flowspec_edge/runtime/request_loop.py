@@ -14,9 +14,11 @@ from dataclasses import dataclass, field, replace
 
 from flowspec_edge.errors import FlowspecError, PeerLost
 from flowspec_edge.messages import Computed, Credit, Open, Output, Tap
-from flowspec_edge.runtime.coordinator import Coordinator
+from flowspec_edge.runtime.coordinator import Coordinator, session_rows
 from flowspec_edge.runtime.emulation import Emulation, rest
 from flowspec_edge.runtime.observer import Observer
+from flowspec_edge.runtime.prefixes import RowPool
+from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.sessions import Job, Sessions
 from flowspec_edge.runtime.stage_links import StageLinks
 from flowspec_edge.runtime.tickets import Ticket
@@ -54,8 +56,10 @@ class RequestLoop:
     """Any number of requests over one set of links; one thread at a time."""
 
     def __init__(self, links: StageLinks, make: Make, emulation: Emulation | None,
-                 observer: Observer) -> None:
+                 observer: Observer, cache_rows: int | None = None) -> None:
+        """``cache_rows``: that the stages may hold at a time; None: any number, and none are kept."""
         self.slot_s = 0.0  # of a segment in the slowest stage; 0: a request's own segments tell
+        self.pool = RowPool(cache_rows)
         self._observer = observer
         self._links = links
         self._make = make
@@ -75,6 +79,10 @@ class RequestLoop:
     def open(self) -> int:
         """How many requests have a place in the stages."""
         return len(self._running) + len(self._aside)
+
+    def has_room(self, request: Request) -> bool:
+        """Whether the stages' memory allows this one to start now."""
+        return self.pool.fits(session_rows(request, len(self._links.members.instances)))
 
     def start(self, ticket: Ticket) -> None:
         """Take in a request; one that cannot be run is settled at once."""
@@ -103,6 +111,7 @@ class RequestLoop:
         self._closing.clear()
         self._running.clear()
         self._sessions = Sessions()  # V1 has nothing of ours, and whatever the stages kept is gone
+        self.pool.clear()
         self._links.close_all(sessions)
         for running in self._aside:
             made = len(running.coordinator.tokens)
@@ -151,7 +160,9 @@ class RequestLoop:
         self._links.bytes[session] = sent
         self._running[session] = running
         self._observer.opened(running.coordinator, time.monotonic())
-        return replace(self._sessions.add(running.coordinator), timed=self._observer.wants_times)
+        opening = self._sessions.add(running.coordinator)
+        held = self.pool.begin(opening.session, opening.capacity, opening.after)
+        return replace(opening, held=held, timed=self._observer.wants_times)
 
     def step(self, idle_s: float) -> None:
         """Send what may be sent, do the most urgent work, take what has come; if there is nothing of
@@ -180,7 +191,8 @@ class RequestLoop:
                            "was lost; start the cluster again")
 
     def abandon(self, error: BaseException) -> None:
-        """Settle every request with ``error``; the stages are told, if they can be."""
+        """Settle every request with ``error``; the stages are told, if they can be, and keep nothing."""
+        self.pool.clear()
         for session, running in [*self._running.items(), *self._closing.items()]:
             if session in self._running:
                 closing = self._sessions.remove(session)
@@ -222,7 +234,8 @@ class RequestLoop:
         """Tell the stages; each one's last counters are part of the result."""
         running = self._closing[session] = self._running.pop(session)
         running.until = time.monotonic() + _LAST_REPORT_S
-        self._links.send(self._sessions.remove(session))
+        kept = self.pool.leave(running.coordinator)
+        self._links.send(replace(self._sessions.remove(session), kept=kept))
 
     def _settle(self) -> None:
         """Answer those whose last counters have come, or are late."""
