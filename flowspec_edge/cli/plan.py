@@ -42,6 +42,9 @@ def plan(
     context: Annotated[int, typer.Option(
         "--context", min=1, help="Tokens of prompt and answer that the caches must hold.",
         metavar="N")] = 2048,
+    at_once: Annotated[int, typer.Option(
+        "--at-once", min=1, help="Requests beside one another, whose texts together have --context tokens.",
+        metavar="N")] = 1,
     dtype: Annotated[Literal["fp32", "bf16", "fp16", "int4"], typer.Option(
         "--dtype", help="Element type of the weights.")] = "fp16",
     strategies: Annotated[str | None, typer.Option(
@@ -73,10 +76,12 @@ def plan(
         raise UsageError(f"--context {context} is more than the {size.max_positions} tokens that "
                          f"{size.name} was made for")
     given = [member.for_model(size) for member in members]
-    outcome = _decide(model, size, context, [board for board, _ in given],
+    problem = _problem(size, context, at_once, len(given))
+    outcome = _decide(model, problem, [board for board, _ in given],
                       {board.name: how for board, how in given})
+    outcome.at_once = at_once
     if predict:
-        _predict(outcome, model, names, [board for board, _ in given])
+        _predict(outcome, problem, model, names, [board for board, _ in given])
     if as_json:
         print(json.dumps(outcome.as_json(), indent=2))
     else:
@@ -86,16 +91,16 @@ def plan(
 plan.__doc__ = f"{plan.__doc__}\n{_EXAMPLES}"
 
 
-def _problem(size: ModelBytes, context: int, boards: int) -> Problem:
+def _problem(size: ModelBytes, context: int, at_once: int, boards: int) -> Problem:
     from flowspec_edge.fleet.planner import Problem
-    from flowspec_edge.runtime.coordinator import tentative_rows
+    from flowspec_edge.runtime.coordinator import cache_rows
     from flowspec_edge.strategies.params import Params
 
-    return Problem(size, context, tentative_rows(Params(), max(1, boards - 1)), Params().segment)
+    rows = cache_rows(context, at_once, Params(), max(1, boards - 1))
+    return Problem(size, context, rows - context, Params().segment)
 
 
-def _decide(model: str, size: ModelBytes, context: int, boards: list[Board],
-            scaled: dict[str, str]) -> Outcome:
+def _decide(model: str, problem: Problem, boards: list[Board], scaled: dict[str, str]) -> Outcome:
     """The best split; one board where only that is possible; or the refusal."""
     from flowspec_edge.cli.plan_outcome import Outcome
     from flowspec_edge.fleet import planner
@@ -104,7 +109,7 @@ def _decide(model: str, size: ModelBytes, context: int, boards: list[Board],
     from flowspec_edge.fleet.memory import model_bytes
     from flowspec_edge.fleet.refusal import refusal
 
-    problem = _problem(size, context, len(boards))
+    size, context = problem.size, problem.context
     able = best_alone(boards, problem)
     alone = OneBoard(able.name, f"{able.name} alone holds everything") if able else None
     try:
@@ -123,7 +128,8 @@ def _decide(model: str, size: ModelBytes, context: int, boards: list[Board],
     return Outcome(size, context, alone_rows(able, others, problem, scaled), None, alone=alone)
 
 
-def _predict(outcome: Outcome, model: str, names: Sequence[str], boards: Sequence[Board]) -> None:
+def _predict(outcome: Outcome, problem: Problem, model: str, names: Sequence[str], boards: Sequence[Board]
+             ) -> None:
     """Fill in ``predictions`` and what one board alone would do."""
     from flowspec_edge.cli.measuring import progress, require_runnable
     from flowspec_edge.fleet import estimate
@@ -139,7 +145,6 @@ def _predict(outcome: Outcome, model: str, names: Sequence[str], boards: Sequenc
             outcome.predictions = estimate.predict(outcome.plan, names, source.path, requests, advance)
         if outcome.alone:
             [board] = [b for b in boards if b.name == outcome.alone.board]
-            problem = _problem(outcome.size, outcome.context, len(boards))
             own = estimate.predict_alone(board, problem, source.path, requests, advance)
             outcome.alone = estimate.compare(board.name, own, len(boards), outcome.predictions)
 

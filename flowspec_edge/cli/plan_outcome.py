@@ -20,8 +20,9 @@ from flowspec_edge.fleet.planner import Plan
 class Outcome:
     """All that there is to say.
 
-    plan   None where one board does everything, because no pipeline fits or it is the only one
-    label  what the predictions are; empty without any
+    plan     None where one board does everything, because no pipeline fits or it is the only one
+    label    what the predictions are; empty without any
+    at_once  requests beside one another that the caches hold
     """
 
     size: ModelBytes
@@ -31,6 +32,7 @@ class Outcome:
     label: str = ""
     predictions: list[Prediction] = field(default_factory=list)
     alone: OneBoard | None = None
+    at_once: int = 1
 
     @property
     def notes(self) -> list[str]:
@@ -48,7 +50,8 @@ class Outcome:
         boards = [{key: round(value, 3) if isinstance(value, float) else value
                    for key, value in asdict(row).items()} for row in self.boards]
         return {
-            "model": self.size.name, "dtype": self.size.dtype, "context": self.context, "boards": boards,
+            "model": self.size.name, "dtype": self.size.dtype, "context": self.context,
+            "at_once": self.at_once, "boards": boards,
             "slowest_stage_ms": round(plan.slowest * 1e3, 6) if plan else None,
             "segment_ms": round(plan.way * 1e3, 6) if plan else None,
             "predictions": [{**asdict(p), "label": self.label} for p in self.predictions],
@@ -85,7 +88,8 @@ def show(outcome: Outcome) -> None:
 
 
 def _boards(outcome: Outcome) -> Table:
-    table = _table(f"{outcome.size.name}, {outcome.size.dtype}, {outcome.context} tokens of context",
+    several = f", {outcome.at_once} requests at once" if outcome.at_once > 1 else ""
+    table = _table(f"{outcome.size.name}, {outcome.size.dtype}, {outcome.context} tokens of context{several}",
                    ("role", "board"), ("layers", "weights MB", "cache MB", "process MB", "used / usable MB",
                                        "headroom MB", "stage ms"))
     for row in outcome.boards:

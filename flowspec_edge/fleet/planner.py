@@ -69,7 +69,7 @@ class Problem:
     """What is to be split.
 
     context     tokens of the text, prompt and answer
-    tentative   cache rows beside them, for drafts (``runtime.coordinator.tentative_rows``)
+    tentative   cache rows beside them, for drafts of all requests (``runtime.coordinator.cache_rows``)
     rows        of the segment whose time counts
     """
 

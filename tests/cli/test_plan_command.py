@@ -15,6 +15,8 @@ from flowspec_edge.cli import plan
 from flowspec_edge.cli.main import main
 from flowspec_edge.fleet.measure_toml import render
 from flowspec_edge.fleet.memory import model_bytes
+from flowspec_edge.runtime.coordinator import cache_rows
+from flowspec_edge.strategies.params import Params
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +85,21 @@ def test_tables_for_people(home: Path, capsys: pytest.CaptureFixture[str]) -> No
                  "VIRTUAL TIME, 2048 tokens of context, acceptance of model itself", "chunk_pp", "1.00×",
                  "nano-1 alone makes", "estimated: profile nano is scaled from layers of"):
         assert text in out, text
+
+
+def test_several_requests_at_once_take_room_for_their_drafts(home: Path, capsys: pytest.CaptureFixture[str]
+                                                             ) -> None:
+    """What a cluster that serves so many may hold (``coordinator.cache_rows``), in every layer."""
+    given = ("--model", str(home / "model"), "--devices", f"{home}/nano.toml:3", "--context", "500",
+             "--no-predict")
+    one, three = planned(capsys, *given), planned(capsys, *given, "--at-once", "3")
+    assert (one["at_once"], three["at_once"]) == (1, 3)
+    row = 2 * model_bytes(str(home / "model"), "fp16").kv_row
+    for count, found in ((1, one), (3, three)):
+        rows = cache_rows(500, count, Params(), 2)
+        assert found["boards"][1]["kv_mb"] == pytest.approx(rows * row / 1e6, abs=1e-3)
+    assert main(["plan", *given, "--at-once", "3"]) == 0
+    assert "500 tokens of context, 3 requests at once" in capsys.readouterr().out
 
 
 def test_a_config_alone_takes_the_demonstration_models_tokens(home: Path,
