@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx2
 from clusterkit import PATIENCE
 from openai import OpenAI
 
+from flowspec_edge.messages import Cancel, Heartbeat, Prune, Segment
 from flowspec_edge.modeldir import ModelDir
+from flowspec_edge.runtime.observer import Observer
 from flowspec_edge.runtime.request import OnTokens, Request, Result, SharedCluster
 from flowspec_edge.runtime.tickets import Outcome, Ticket
 from flowspec_edge.serving.app import make_app
@@ -28,6 +34,7 @@ from flowspec_edge.text import Tokenizer
 
 NAME = "tiny"
 AT_ONCE = 4  # requests that the cluster has room for
+LONG = 1500  # tokens: no request for so many comes to its end
 STRATEGIES = ("flowspec", "chunk_pp", "autoregressive")
 
 
@@ -86,6 +93,37 @@ class Held:
         self._cluster.close()
 
 
+class Watch(Observer):
+    """Counts segments, and holds the cluster as soon as one of a new session is sent, if told to."""
+
+    def __init__(self) -> None:
+        self.segments: Counter[int] = Counter()  # that were sent, by session
+        self.closed: dict[int, set[int]] = {}  # session -> the stages that have given it up
+        self.may_send, self.holds = threading.Event(), threading.Event()
+        self.may_send.set()
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """The next segment that is sent, of whatever session, is the last one until the end of this."""
+        self.holds.clear()
+        self.may_send.clear()
+        try:
+            yield
+        finally:
+            self.may_send.set()
+
+    def sent(self, message: Segment | Prune | Cancel, at: float) -> None:
+        if isinstance(message, Segment):
+            self.segments[message.session] += 1
+            if not self.may_send.is_set():
+                self.holds.set()
+                assert self.may_send.wait(PATIENCE)
+
+    def heard(self, beat: Heartbeat, at: float) -> None:
+        if "closed" in beat.counters:
+            self.closed.setdefault(int(beat.counters["closed"]), set()).add(beat.stage)
+
+
 class Records(logging.Handler):
     """The lines of finished requests."""
 
@@ -111,6 +149,7 @@ class Running:
     client: OpenAI
     http: httpx2.Client
     records: Records
+    connections: list[socket.socket] = field(default_factory=list)  # that are closed at the end
 
     def ready(self) -> tuple[int, str]:
         """/ready's status and reason."""
@@ -142,7 +181,12 @@ def running(what: Served, cluster: SharedCluster, capacity: int = 16, api_key: s
               listening(listener, make_app(desk, what, api_key, keep_alive_s), desk)):
             owner.start()
             assert ready.wait(PATIENCE)
-            yield Running(url, desk, client, http, records)
+            it = Running(url, desk, client, http, records)
+            try:
+                yield it
+            finally:
+                for connection in it.connections:
+                    connection.close()
     finally:
         requests.removeHandler(records)
         requests.setLevel(level)
@@ -151,3 +195,19 @@ def running(what: Served, cluster: SharedCluster, capacity: int = 16, api_key: s
             cluster.may_go.set()
         owner.join(PATIENCE)
     assert not owner.is_alive()
+
+
+def ask(server: Running, prompt: str, **how: Any) -> Any:
+    return server.client.completions.create(**{"model": NAME, "prompt": prompt, "max_tokens": 6, **how})
+
+
+def post(server: Running, body: dict[str, Any]) -> socket.socket:
+    """Send a request, and leave the answer to come."""
+    host, port = server.url.removeprefix("http://").split(":")
+    data = json.dumps({"model": NAME, **body}).encode()
+    head = (f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(data)}\r\n\r\n")
+    connection = socket.create_connection((host, int(port)), PATIENCE)
+    server.connections.append(connection)
+    connection.sendall(head.encode() + data)
+    return connection

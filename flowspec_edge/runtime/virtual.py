@@ -291,11 +291,13 @@ class VirtualCluster:
 
     def generate_many(self, requests: Sequence[Request], arrivals: Sequence[float] | None = None, *,
                       leaves: Sequence[float | None] | None = None,
+                      follows: Sequence[int | None] | None = None,
                       on_tokens: Sequence[OnTokens | None] | None = None) -> list[Result]:
         """Run requests beside one another; the results in their order.
 
         arrivals   when each comes in, in virtual seconds; all at once by default
         leaves     when whoever asked goes away, if they do; the result is what there is until then
+        follows    the place of the request upon whose answer each comes in, instead of at a time of its own
         on_tokens  what to call with new tokens, for each
 
         UsageError when one of them cannot fit, or when they want the model cut in different ways.
@@ -316,9 +318,15 @@ class VirtualCluster:
             if leaves and (leave := leaves[place]) is not None:
                 clock.at(max(leave, clock.now), lambda: run.cancel(coordinator))
             listener = on_tokens[place] if on_tokens else None
-            run.start(coordinator, listener, lambda result: results.update({place: result}))
+            run.start(coordinator, listener, partial(done, place))
 
-        order = sorted(range(len(requests)), key=lambda place: arrivals[place] if arrivals else 0.0)
+        def done(place: int, result: Result) -> None:
+            results[place] = result
+            for following in [other for other, first in enumerate(follows or ()) if first == place]:
+                start(following)
+
+        order = sorted((place for place in range(len(requests)) if not follows or follows[place] is None),
+                       key=lambda place: arrivals[place] if arrivals else 0.0)
         run.expect([(arrivals[place] if arrivals else 0.0, partial(start, place)) for place in order])
         run.run()
         return [results[place] for place in range(len(requests))]

@@ -122,6 +122,10 @@ def test_it_can_be_ended_while_the_cluster_starts(model: Path, tmp_path: Path) -
     (["--chat-template", "alpaca"], "no chat template 'alpaca'"),
     (["--port", "70000"], "Invalid value for '--port'"),
     (["--queue", "-1"], "Invalid value for '--queue'"),
+    (["--at-once", "-1"], "Invalid value for '--at-once'"),
+    (["--local", "--cluster", "x.toml"], "give --cluster or --local, not both"),
+    (["--cluster", "x.toml"], "give --cluster or --stages, not both"),
+    (["--board-model", "/model"], "--board-model goes with --cluster only"),
 ])
 def test_what_keeps_it_from_starting_is_one_line(model: Path, arguments: list[str], says: str,
                                                  monkeypatch: pytest.MonkeyPatch,
@@ -161,3 +165,10 @@ def test_a_stage_that_cannot_start_is_one_line(model: Path, tmp_path: Path,
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert "model.safetensors" in err
+
+
+def test_no_cluster_file_is_one_line(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--model", str(model), "--port", "0", "--cluster", "nowhere.toml"]) == 2
+    err = capsys.readouterr().err
+    assert "cannot read nowhere.toml" in err
+    assert err.count("\n") == 1

@@ -125,6 +125,18 @@ def test_alone_means_alone(tiny_model: Path) -> None:
     assert apart[1].stats.bytes == pytest.approx(alone[1].stats.bytes, rel=0.01)
 
 
+def test_two_clients_who_ask_again_when_they_are_answered(tiny_model: Path) -> None:
+    """The first asks three times, the second, from 0.5 s on, twice."""
+    requests = some(5, ["flowspec", "autoregressive"])
+    cluster = VirtualCluster(tiny_model, 2, PROFILE)
+    results = cluster.generate_many(requests, [0.0, 9.0, 9.0, 0.5, 9.0], follows=[None, 0, 1, None, 3])
+    assert [result.tokens for result in results] == [own_text(tiny_model, request) for request in requests]
+    seconds = [result.stats.ttft_s + result.stats.decode_s for result in results]
+    end = max(span.end for span in cluster.spans)
+    assert end == pytest.approx(max(sum(seconds[:3]), 0.5 + sum(seconds[3:])), rel=0.02)
+    assert end < sum(seconds)  # not one after the other
+
+
 def test_the_oldest_is_hardly_disturbed_and_the_others_fill_its_bubbles(tiny_model: Path) -> None:
     requests = [Request(prompt(i), "autoregressive", 12, params=SMALL) for i in range(3)]
     cluster = VirtualCluster(tiny_model, 4, PROFILE)

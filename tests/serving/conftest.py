@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from servekit import AT_ONCE, Held
+from servekit import AT_ONCE, Held, Watch
 from tiny_dir import tiny_model_dir
 
 from flowspec_edge.runtime.clusters import LocalClusters
@@ -24,9 +24,14 @@ def plain(model: Path) -> PlainDecoder:
 
 
 @pytest.fixture(scope="session")
-def processes(model: Path) -> Iterator[LocalClusters]:
+def watch() -> Watch:
+    return Watch()
+
+
+@pytest.fixture(scope="session")
+def processes(model: Path, watch: Watch) -> Iterator[LocalClusters]:
     """For all tests of a process, one after the other; new stages come up if one has killed them."""
-    with LocalClusters(model, 2, threads=1, at_once=AT_ONCE) as clusters:
+    with LocalClusters(model, 2, threads=1, at_once=AT_ONCE, observer=watch) as clusters:
         yield clusters
 
 

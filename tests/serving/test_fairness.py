@@ -52,3 +52,16 @@ def test_somebody_with_many_delays_others_by_one() -> None:
         queue.put("many", f"many{i}")
     queue.put("one", "mine")
     assert [queue.take() for _ in range(2)][1] == "mine"
+
+
+@given(st.lists(st.sampled_from("abc")), st.integers(0, 5))
+def test_how_many_come_before_is_what_taking_them_shows(callers: list[str], taken: int) -> None:
+    queue: FairQueue[int] = FairQueue()
+    for number, caller in enumerate(callers):
+        queue.put(caller, number)
+    for _ in range(min(taken, len(callers))):
+        queue.take()
+    before = {number: queue.before(number) for number in range(len(callers))}
+    order = queue.clear()
+    assert before == {number: order.index(number) if number in order else None
+                      for number in range(len(callers))}

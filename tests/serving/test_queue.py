@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import openai
 import pytest
 from clusterkit import PATIENCE
-from servekit import NAME, Held, Running, running, served, until
+from servekit import LONG, NAME, Held, ask, post, running, served, until
 from transformers import AutoTokenizer
 
 from flowspec_edge.modeldir import ModelDir
@@ -22,27 +19,10 @@ from flowspec_edge.runtime.tickets import Outcome
 from flowspec_edge.sampling import Sampling
 from flowspec_edge.serving.log import GONE
 
-LONG = 1500  # tokens: none of these requests comes to its end
-
-
-def ask(server: Running, prompt: str, **how: Any) -> Any:
-    return server.client.completions.create(**{"model": NAME, "prompt": prompt, "max_tokens": 6, **how})
-
 
 def broken_off(end: Outcome) -> bool:
     """Whether a request ended because nobody waited for it any more."""
     return isinstance(end, Result) and end.finish_reason == "cancelled" and len(end.tokens) < LONG
-
-
-def post(server: Running, body: dict[str, Any]) -> socket.socket:
-    """Send a request, and leave the answer to come."""
-    host, port = server.url.removeprefix("http://").split(":")
-    data = json.dumps({"model": NAME, **body}).encode()
-    head = (f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(data)}\r\n\r\n")
-    connection = socket.create_connection((host, int(port)), PATIENCE)
-    connection.sendall(head.encode() + data)
-    return connection
 
 
 def test_eight_at_once_with_room_for_two_to_wait(held: Held, model: Path, plain: PlainDecoder) -> None:
