@@ -61,10 +61,14 @@ class Held:
         self.may_go.set()
         self.on_piece: Callable[[], None] = lambda: None  # called with every piece
         self.broken: Exception | None = None  # raised instead of starting a request
-        self.trouble: str | None = None  # what the cluster says that it waits for
+        self.lost: str | None = None  # what the cluster says that it has lost, and waits for
         self.started: list[Request] = []
         self.pieces = 0  # since the newest request was started
         self.ends: list[Outcome] = []
+
+    @property
+    def trouble(self) -> str | None:
+        return self.lost or self._cluster.trouble
 
     def submit(self, request: Request, on_tokens: OnTokens | None = None) -> Ticket:
         def hold(tokens: list[int]) -> None:

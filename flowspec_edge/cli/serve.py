@@ -80,6 +80,9 @@ def serve(
     at_once: Annotated[int, typer.Option(
         "--at-once", min=0, show_default=False,
         help="Requests that share the stages at a time.  [default: as many as stages, at least 2]")] = 0,
+    rejoin_within: Annotated[float, typer.Option(
+        "--rejoin-within", min=0, metavar="S",
+        help="Seconds for a lost stage to be back: answers wait for it and go on.")] = 60.0,
     answer_tokens: Annotated[int, typer.Option(
         "--answer-tokens", min=1, help="The longest answer in a chat whose client sets no limit.")] = 1024,
     ready_within: Annotated[float, typer.Option(
@@ -128,7 +131,7 @@ def serve(
             print(f"flowspec: serving {served.name} ({strategy}, {stages} stages, {dtype_of(found, dtype)}"
                   f"{where}{emulated}) at {url}/v1", flush=True)
 
-        sharing: Sharing = {"at_once": at_once}
+        sharing: Sharing = {"at_once": at_once, "rejoin_within": rejoin_within}
         opened = (open_boards(boards, found, board_model, dtype, **sharing) if boards
                   else open_processes(when, found, stages, dtype, **sharing))
         serve_app(listener, make_app(desk, served, api_key), desk, opened, ready)

@@ -31,6 +31,7 @@ class Sharing(TypedDict, total=False):
 
     at_once: int
     observer: Observer
+    rejoin_within: float
 
 
 class Clusters(ABC):
@@ -59,7 +60,7 @@ class Clusters(ABC):
 
     @property
     def trouble(self) -> str | None:
-        """What the cluster that is up waits for; see SharedCluster."""
+        """What the cluster that is up has lost, and waits for; see SharedCluster."""
         running = self._cluster
         return running.trouble if running else None
 

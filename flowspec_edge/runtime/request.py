@@ -84,7 +84,7 @@ class SharedCluster(Cluster, Protocol):
 
     @property
     def trouble(self) -> str | None:
-        """What is being waited for while the cluster mends itself; None: all stages are there.
+        """What was lost, and is waited for, while the cluster mends itself; None: all stages are there.
 
         May be asked from any thread.
         """

@@ -172,7 +172,7 @@ class Desk:
         if self._closed:
             return _ENDING
         if self._fault is None and self._cluster is not None and (trouble := self._cluster.trouble):
-            return f"the cluster waits for {trouble}"
+            return f"the cluster is mending itself: {trouble}"
         return self._fault
 
     def _before(self, ticket: Ticket) -> int | None:

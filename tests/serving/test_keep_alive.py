@@ -49,22 +49,22 @@ def test_one_that_is_read_in_or_stands_still_is_told_so_too(held: Held, model: P
         held.may_start.clear()
         stream = post(server, {"prompt": "x", "max_tokens": 3, "stream": True})
         read_until(stream, b": working\n\n")
-        held.trouble = "V2, which was\nkilled"
-        read_until(stream, b": waiting: the cluster waits for V2, which was killed\n\n")
-        assert server.ready() == (503, "the cluster waits for V2, which was\nkilled")
-        held.trouble = None
+        held.lost = "V2 was\nkilled"
+        read_until(stream, b": waiting: the cluster is mending itself: V2 was killed\n\n")
+        assert server.ready() == (503, "the cluster is mending itself: V2 was\nkilled")
+        held.lost = None
         held.may_start.set()
         read_until(stream, b"data: [DONE]\n\n")
 
 
 def test_a_cluster_that_mends_itself_takes_requests_and_begins_none(held: Held, model: Path) -> None:
     with running(served(model), held) as server, ThreadPoolExecutor(1) as pool:
-        held.trouble = "V2"
+        held.lost = "V2 was killed"
         asked = pool.submit(ask, server, "x")
         until(lambda: server.desk.readiness().waiting == 1)
-        assert server.ready() == (503, "the cluster waits for V2")
+        assert server.ready() == (503, "the cluster is mending itself: V2 was killed")
         assert len(held.started) == 1  # the probe
-        held.trouble = None
+        held.lost = None
         assert asked.result(PATIENCE).choices[0].text
 
 

@@ -114,6 +114,23 @@ def test_a_caller_with_many_requests_delays_another_by_one(processes: LocalClust
         assert [sorted(lengths).index(length) for length in lengths] == [0, 3, 1, 2]
 
 
+def test_a_killed_stage_that_may_come_back_loses_nothing(model: Path, text: Callable[..., str]) -> None:
+    prompts = [f"prompt {i}" for i in range(3)]
+    with LocalClusters(model, 2, threads=1, at_once=2, rejoin_within=PATIENCE) as clusters:
+        held = Held(clusters)
+        with running(served(model), held, at_once=2) as server, ThreadPoolExecutor(3) as pool:
+            held.may_go.clear()
+            answers = pool.map(lambda prompt: "".join(
+                chunk.choices[0].text for chunk in ask(server, prompt, max_tokens=40, stream=True)), prompts)
+            until(lambda: held.pieces > 0)
+            assert clusters.running is not None
+            os.kill(clusters.running.pids[1], signal.SIGKILL)
+            held.may_go.set()
+            until(lambda: server.ready() == (503, "the cluster is mending itself: V2 was killed by SIGKILL"))
+            assert list(answers) == [text(prompt, 40) for prompt in prompts]
+            assert server.ready() == (200, "")
+
+
 def test_a_killed_stage_loses_those_that_run_and_none_that_wait(processes: LocalClusters, model: Path,
                                                                text: Callable[..., str]) -> None:
     with running(served(model), processes, at_once=2) as server, ThreadPoolExecutor(5) as pool:
