@@ -117,6 +117,9 @@ def serve(
             from flowspec_edge.runtime.nursery import nursery
 
             nursery()  # it imports while we do
+        from flowspec_edge.runtime.observer import Observers
+        from flowspec_edge.runtime.vitals import Vitals
+        from flowspec_edge.serving.metrics import Metrics
         from flowspec_edge.text import Tokenizer
 
         served = Served(found, Tokenizer(found, chat_template), name or found.name, strategy,
@@ -131,10 +134,14 @@ def serve(
             print(f"flowspec: serving {served.name} ({strategy}, {stages} stages, {dtype_of(found, dtype)}"
                   f"{where}{emulated}) at {url}/v1", flush=True)
 
-        sharing: Sharing = {"at_once": at_once, "rejoin_within": rejoin_within}
+        metrics = Metrics(stages, Vitals().read, {
+            "model": served.name, "strategy": strategy, "stages": str(stages),
+            "dtype": dtype_of(found, dtype), "emulates": emulate or ""})
+        sharing: Sharing = {"at_once": at_once, "rejoin_within": rejoin_within,
+                            "observer": Observers([metrics])}
         opened = (open_boards(boards, found, board_model, dtype, **sharing) if boards
                   else open_processes(when, found, stages, dtype, **sharing))
-        serve_app(listener, make_app(desk, served, api_key), desk, opened, ready)
+        serve_app(listener, make_app(desk, served, api_key, metrics=metrics), desk, opened, ready)
 
 
 serve.__doc__ = f"{serve.__doc__}\n{_EXAMPLES}"

@@ -152,10 +152,12 @@ class Worker:
             self._linger()
             raise
         end = time.monotonic()
-        seconds, rows = end - start, self._rows(segment.session) - before
+        seconds = end - start
+        rows = max(0, self._rows(segment.session) - before)  # a session that ended meanwhile has none
         for share in self._books.shares(segment.session):
             share.compute_s += seconds
             share.tokens += len(segment.committed)
+            share.rows += rows
             if len(admitted.numbers):
                 share.slots.append(seconds)
         self._credit(segment)  # first, for this stage may have nothing else to do
@@ -317,7 +319,8 @@ class Worker:
         if closed is None:
             self._beat_at = time.monotonic() + self._config.heartbeat_s
             counters = {**self._engine.counters, **self._books.total.counters(),
-                        "cache_bytes": self._engine.cache_bytes, **self._vitals.read()}
+                        "since": self._books.since, "cache_bytes": self._engine.cache_bytes,
+                        **self._vitals.read()}
             if apart := self._links.next.lost_for():
                 counters["apart_s"] = apart
         else:

@@ -20,6 +20,7 @@ class Share:
     compute_s: float = 0.0
     wait_s: float = 0.0  # that the stage had nothing to do since the session was opened
     tokens: int = 0  # committed
+    rows: int = 0  # that went through the layers
     bytes_in: int = 0  # over the data links
     bytes_out: int = 0
     slots: deque[float] = field(default_factory=lambda: deque(maxlen=_NEWEST))  # s, segments with rows
@@ -27,15 +28,17 @@ class Share:
     def counters(self) -> dict[str, float]:
         """For a Heartbeat; ``slot_s`` is the median segment's."""
         return {"compute_s": self.compute_s, "wait_s": self.wait_s,
-                "slot_s": median(self.slots) if self.slots else 0.0, "tokens": self.tokens,
+                "slot_s": median(self.slots) if self.slots else 0.0, "tokens": self.tokens, "rows": self.rows,
                 "bytes_in": self.bytes_in, "bytes_out": self.bytes_out}
 
 
 class Books:
-    """Shares by session; ``total`` is that of all since one was opened that had no other beside it."""
+    """Shares by session; ``total`` is that of all since one was opened that had no other beside it, the
+    session ``since``."""
 
     def __init__(self) -> None:
         self.total = Share()
+        self.since = -1
         self._newest = -1  # session
         self._epochs: dict[int, int] = {}
         self._shares: dict[int, Share] = {}
@@ -66,7 +69,7 @@ class Books:
         self._shares = {n: share for n, share in self._shares.items() if n in stay}
         alone = not self._epochs
         if alone:
-            self.total = Share()
+            self.total, self.since = Share(), session
         self._epochs[session] = epoch
         self._shares[session] = Share()
         self._timed = (self._timed & stay) | ({session} if timed else set())

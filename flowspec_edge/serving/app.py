@@ -26,6 +26,7 @@ from flowspec_edge.serving.bodies import B, ChatBody, CompletionBody, read_body
 from flowspec_edge.serving.desk import Desk
 from flowspec_edge.serving.errors import ApiError, api_error
 from flowspec_edge.serving.log import GONE, Record
+from flowspec_edge.serving.metrics import Metrics
 from flowspec_edge.serving.reply import KEEP_ALIVE_S, ClientGone, Reply, Told
 
 log = logging.getLogger(__name__)
@@ -34,10 +35,11 @@ MOST_BYTES = 2 * 2**20  # of a body: a prompt of that size fits into no model se
 
 
 def make_app(desk: Desk, served: Served, api_key: str | None = None,
-             keep_alive_s: float = KEEP_ALIVE_S) -> Starlette:
+             keep_alive_s: float = KEEP_ALIVE_S, metrics: Metrics | None = None) -> Starlette:
     """The ASGI application; without a key everybody is let in.
 
-    ``keep_alive_s``: seconds without a token after which a stream says why.
+    ``keep_alive_s``: seconds without a token after which a stream says why.  ``metrics`` are told of
+    every request and shown at /metrics.
     """
     created = int(time.time())
 
@@ -61,8 +63,14 @@ def make_app(desk: Desk, served: Served, api_key: str | None = None,
                 "waiting": state.waiting, "token_age_s": age}
         return JSONResponse(body, 200 if state.ready else 503)
 
-    chat = Endpoint(desk, served.name, ChatBody, served.chat, keep_alive_s)
-    completion = Endpoint(desk, served.name, CompletionBody, served.completion, keep_alive_s)
+    async def numbers(http: Request) -> Response:
+        assert metrics is not None
+        text, kind = metrics.page(http.headers.get("accept", ""), desk.readiness())
+        return Response(text, media_type=kind)
+
+    over = metrics.over if metrics else lambda record: None
+    chat = Endpoint(desk, served.name, ChatBody, served.chat, keep_alive_s, over)
+    completion = Endpoint(desk, served.name, CompletionBody, served.completion, keep_alive_s, over)
     return Starlette(
         routes=[
             Route("/v1/models", models),
@@ -71,6 +79,7 @@ def make_app(desk: Desk, served: Served, api_key: str | None = None,
             Route("/v1/completions", completion, methods=["POST"]),
             Route("/health", health),
             Route("/ready", ready),
+            *([Route("/metrics", numbers)] if metrics else []),
         ],
         middleware=[Middleware(Gate, api_key=api_key)],
         exception_handlers={HTTPException: _http_error, ApiError: _told, Exception: _told},
@@ -112,13 +121,15 @@ class Endpoint:
     """One of OpenAI's endpoints, as an ASGI application."""
 
     def __init__(self, desk: Desk, name: str, kind: type[B], ask: Callable[[B], Asked],
-                 keep_alive_s: float) -> None:
-        """``kind``: its bodies; ``ask``: what such a body asks of the cluster."""
+                 keep_alive_s: float, over: Callable[[Record], None]) -> None:
+        """``kind``: its bodies; ``ask``: what such a body asks of the cluster; ``over``: is told of every
+        request when it is over."""
         self._desk, self._name = desk, name
         self._read: Callable[[bytes], Any] = lambda data: read_body(kind, data)
         self._ask: Callable[[Any], Asked] = ask
         self._chat = kind is ChatBody
         self._keep_alive_s = keep_alive_s
+        self._over = over
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, and write the request's line in the log."""
@@ -137,6 +148,7 @@ class Endpoint:
             await failure.response()(scope, receive, send)
         finally:
             record.write()
+            self._over(record)
 
     async def _serve(self, record: Record, scope: Scope, receive: Receive, send: Send) -> None:
         http = Request(scope, receive)
@@ -156,6 +168,7 @@ class Endpoint:
         finally:
             record.completion_tokens, record.finish = asked.reader.tokens, reply.finish
             record.queued_s = reply.ticket.waited_s if reply.ticket else None
+            record.came(reply.tokens)
 
 
 def _is_loopback(name: str) -> bool:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 
 requests = logging.getLogger("flowspec_edge.serving.requests")
 
@@ -17,7 +19,7 @@ GONE = 499  # as proxies count a client that closed its connection
 
 @dataclass
 class Record:
-    """A request; times are in seconds, ``queued_s`` None if its turn never came."""
+    """A request; times are in seconds since it came, None if its turn, or its first token, never did."""
 
     path: str
     id: str | None = None
@@ -28,9 +30,25 @@ class Record:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     queued_s: float | None = None
+    first_token_s: float | None = None
     seconds: float = 0.0
     error: str | None = None
     _start: float = field(default_factory=time.monotonic, repr=False)
+    _gaps: list[float] = field(default_factory=list, repr=False)
+
+    def came(self, tokens: Sequence[tuple[float, int]]) -> None:
+        """When how many tokens came, in order; moments in seconds of time.monotonic()."""
+        self._gaps.clear()
+        for (before, _), (at, count) in pairwise([(0.0, 0), *tokens]):
+            self._gaps += [at - before, *[0.0] * (count - 1)]
+        if tokens:
+            self.first_token_s = tokens[0][0] - self._start
+            del self._gaps[0]
+
+    @property
+    def gaps(self) -> Sequence[float]:
+        """Seconds between every token and the one before it; 0 for those that came together with it."""
+        return self._gaps
 
     def write(self) -> None:
         """The request is over."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -33,7 +34,8 @@ class ClientGone(Exception):
 class Reply:
     """The answer to one request, on its way.
 
-    After it: ``ticket``, None if the desk refused it; ``finish``, None if it did not come to its end.
+    After it: ``ticket``, None if the desk refused it; ``finish``, None if it did not come to its end;
+    ``tokens``, when (time.monotonic) how many of the answer's came.
     """
 
     def __init__(self, desk: Desk, asked: Asked, answer: Answer, caller: str,
@@ -44,6 +46,7 @@ class Reply:
         self._result: Result | None = None
         self.ticket: Ticket | None = None
         self.finish: Finish | None = None
+        self.tokens: list[tuple[float, int]] = []
 
     async def whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer in one piece; ApiError if there is none, ClientGone if nobody wants it any more."""
@@ -100,7 +103,9 @@ class Reply:
                 self.finish = "stop" if reader.stopped else event.finish_reason
                 yield last
             else:
+                before = reader.tokens
                 text = reader.push(event)
+                self.tokens.append((time.monotonic(), reader.tokens - before))
                 if reader.stopped:
                     self.finish = "stop"
                 yield text

@@ -76,6 +76,7 @@ def test_it_serves_logs_and_leaves_nothing_behind(model: Path, tmp_path: Path,
         with OpenAI(base_url=f"{found[1]}/v1", api_key="key") as client:
             done = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12)
             logged = json.loads(line_of(process.stderr))
+            metrics = httpx2.get(f"{found[1]}/metrics", headers={"authorization": "Bearer key"}).text
             with client.completions.create(model="tiny", prompt=PROMPT, max_tokens=1500,
                                            stream=True) as endless:
                 next(iter(endless))
@@ -89,6 +90,8 @@ def test_it_serves_logs_and_leaves_nothing_behind(model: Path, tmp_path: Path,
     assert done.choices[0].text == AutoTokenizer.from_pretrained(model / "target").decode(new)
     assert (logged["event"], logged["id"], logged["status"], logged["completion_tokens"]) == \
            ("request", done.id, 200, 12)
+    assert 'emulates="",model="tiny",stages="2",strategy="flowspec"' in metrics
+    assert "flowspec_generated_tokens_total 12.0\n" in metrics
     assert [json.loads(line)["error"] for line in rest.splitlines()] == ["the server is shutting down"]
 
 

@@ -26,10 +26,13 @@ from flowspec_edge.messages import (
     Heartbeat,
     Hello,
     Open,
+    Output,
     Prune,
     Segment,
     Shutdown,
+    Tap,
 )
+from flowspec_edge.runtime.engine import Poll
 from flowspec_edge.runtime.worker import Engine, one_line
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.shard import load_shard
@@ -131,6 +134,33 @@ def test_only_timed_sessions_are_told_of(start: Start, real: StageEngine) -> Non
         stage.give(segment(int(session == 2), session=session))
         stage.result()
     assert stage.hear(Computed).session == 3
+
+
+def test_a_session_that_ends_in_the_middle_of_a_segment_takes_back_no_rows(start: Start, real: StageEngine
+                                                                          ) -> None:
+    class Ending(StageEngine):
+        """D0 closes the session while its second segment is computed."""
+
+        def compute(self, admitted: Segment, poll: Poll | None = None) -> tuple[list[Tap], Segment | Output]:
+            if admitted.run == 1:
+                stage.tell(Close(1))
+                until_closed(poll)
+            return super().compute(admitted, poll)
+
+    def until_closed(poll: Poll | None) -> None:
+        assert poll is not None
+        while engine.sessions:
+            poll()
+
+    engine = Ending(real.shard)
+    stage = start(engine)
+    stage.tell(Open(1, 0, 64, timed=True))
+    for run in range(2):
+        stage.give(segment(run, rows=2))
+    assert stage.hear(Heartbeat, lambda beat: beat.counters.get("closed") == 1).counters["rows"] == 2
+    stage.hear(Credit, lambda credit: credit.run == 1)
+    beat = stage.hear(Heartbeat, lambda beat: "closed" not in beat.counters).counters
+    assert (beat["rows"], beat["since"]) == (2, 1)
 
 
 def test_a_heartbeat_says_how_the_board_is(start: Start, real: StageEngine) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from servekit import NAME, Running, running, served
+from servekit import NAME, Running, running, served, until
 from transformers import AutoTokenizer
 
 from flowspec_edge.chat import Message
@@ -233,6 +233,8 @@ def test_paths_that_are_none(server: Running, method: str, path: str, status: in
 
 def test_the_log_has_what_a_request_took_and_not_what_it_said(server: Running) -> None:
     done = server.client.completions.create(model=NAME, prompt="a secret", max_tokens=5)
+    # It is written when the answer has been sent, which may be after the client has read it.
+    until(lambda: any(record.id == done.id for record in server.records.seen))
     line = next(record for record in reversed(server.records.seen) if record.id == done.id)
     assert done._request_id == done.id
     assert (line.status, line.completion_tokens, line.finish) == (200, 5, "length")
