@@ -68,6 +68,11 @@ class Tokenizer:
         return ids
 
     @property
+    def chats(self) -> bool:
+        """Whether there is a template for chats."""
+        return self._jinja is not None or self._built_in is not None
+
+    @property
     def chat_stop_ids(self) -> frozenset[int]:
         """The ids that end an answer: the tokenizer's end of sequence, and what ends a turn in the chat
         template.  ``ModelDir.stop_ids`` come on top."""

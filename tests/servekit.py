@@ -26,6 +26,7 @@ from flowspec_edge.runtime.tickets import Outcome, Ticket
 from flowspec_edge.serving.app import make_app
 from flowspec_edge.serving.asking import Served
 from flowspec_edge.serving.desk import Desk
+from flowspec_edge.serving.live import Live
 from flowspec_edge.serving.log import Record, requests
 from flowspec_edge.serving.metrics import Metrics
 from flowspec_edge.serving.reply import KEEP_ALIVE_S
@@ -170,7 +171,8 @@ def served(model: Path, template: str | None = "vicuna", strategy: str = "flowsp
 @contextmanager
 def running(what: Served, cluster: SharedCluster, capacity: int = 16, api_key: str | None = None,
             recent_s: float = 60.0, patience_s: float = 60.0, at_once: int = 1,
-            keep_alive_s: float = KEEP_ALIVE_S, metrics: Metrics | None = None) -> Iterator[Running]:
+            keep_alive_s: float = KEEP_ALIVE_S, metrics: Metrics | None = None,
+            page: Callable[[Desk], Live] | None = None) -> Iterator[Running]:
     """The server, ready; as ``flowspec serve`` runs it, but for the main thread."""
     desk = Desk(what.probe(), capacity, recent_s, patience_s, at_once)
     listener = listen("127.0.0.1", 0, api_key)
@@ -183,7 +185,8 @@ def running(what: Served, cluster: SharedCluster, capacity: int = 16, api_key: s
     try:
         with (OpenAI(base_url=f"{url}/v1", api_key=api_key or "none", max_retries=0) as client,
               httpx2.Client(base_url=url, trust_env=False) as http,
-              listening(listener, make_app(desk, what, api_key, keep_alive_s, metrics), desk)):
+              listening(listener, make_app(desk, what, api_key, keep_alive_s, metrics,
+                                           page(desk) if page else None), desk)):
             owner.start()
             assert ready.wait(PATIENCE)
             it = Running(url, desk, client, http, records)

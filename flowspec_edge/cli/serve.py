@@ -93,7 +93,8 @@ def serve(
     *,
     params: Params,
 ) -> None:
-    """Answer OpenAI's clients: /v1/chat/completions, /v1/completions, /v1/models.
+    """Answer OpenAI's clients: /v1/chat/completions, /v1/completions, /v1/models; and people, with a
+    page at / that shows the cluster at work.
 
     A few requests share the stages, others wait their turn.  /health says that the server is alive,
     /ready that a token came through the pipeline lately.  Ctrl-C or SIGTERM ends it and its devices.
@@ -119,6 +120,8 @@ def serve(
             nursery()  # it imports while we do
         from flowspec_edge.runtime.observer import Observers
         from flowspec_edge.runtime.vitals import Vitals
+        from flowspec_edge.serving.feed import Feed
+        from flowspec_edge.serving.live import Description, Live
         from flowspec_edge.serving.metrics import Metrics
         from flowspec_edge.text import Tokenizer
 
@@ -132,16 +135,21 @@ def serve(
             where = f", cluster {boards.cluster.name}" if boards else ""
             emulated = f", emulating {emulate}" if emulate else ""
             print(f"flowspec: serving {served.name} ({strategy}, {stages} stages, {dtype_of(found, dtype)}"
-                  f"{where}{emulated}) at {url}/v1", flush=True)
+                  f"{where}{emulated}) at {url}/v1, the page at {url}/", flush=True)
 
-        metrics = Metrics(stages, Vitals().read, {
+        vitals, feed = Vitals(), Feed()
+        metrics = Metrics(stages, vitals.read, {
             "model": served.name, "strategy": strategy, "stages": str(stages),
             "dtype": dtype_of(found, dtype), "emulates": emulate or ""})
+        description = Description(served.name, strategy, dtype_of(found, dtype),
+                                  _layers(strategy, found, stages), emulate, api_key is not None,
+                                  served.tokenizer.chats)
+        live = Live(feed, desk, description, served.tokenizer.decode, vitals.read)
         sharing: Sharing = {"at_once": at_once, "rejoin_within": rejoin_within,
-                            "observer": Observers([metrics])}
+                            "observer": Observers([metrics, feed])}
         opened = (open_boards(boards, found, board_model, dtype, **sharing) if boards
                   else open_processes(when, found, stages, dtype, **sharing))
-        serve_app(listener, make_app(desk, served, api_key, metrics=metrics), desk, opened, ready)
+        serve_app(listener, make_app(desk, served, api_key, metrics=metrics, live=live), desk, opened, ready)
 
 
 serve.__doc__ = f"{serve.__doc__}\n{_EXAMPLES}"
@@ -160,6 +168,15 @@ def _boards(cluster: Path | None, board_model: str | None, local: bool, stages: 
     from flowspec_edge.fleet.inventory import load_inventory
 
     return load_inventory(cluster)
+
+
+def _layers(strategy: str, model: ModelDir, stages: int) -> list[tuple[int, int] | None]:
+    """What each stage has; None where all have a slice of every layer."""
+    from flowspec_edge.stage.shard import stage_ranges
+
+    if strategy_class(strategy).parallelism != "pipeline":
+        return [None] * stages
+    return [*stage_ranges(model.stages, stages)]
 
 
 def _runnable(strategy: str, model: ModelDir, params: Params, stages: int) -> list[str]:

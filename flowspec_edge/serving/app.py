@@ -25,8 +25,10 @@ from flowspec_edge.serving.asking import Asked, Served
 from flowspec_edge.serving.bodies import B, ChatBody, CompletionBody, read_body
 from flowspec_edge.serving.desk import Desk
 from flowspec_edge.serving.errors import ApiError, api_error
+from flowspec_edge.serving.live import Live
 from flowspec_edge.serving.log import GONE, Record
 from flowspec_edge.serving.metrics import Metrics
+from flowspec_edge.serving.pages import is_page, page_routes
 from flowspec_edge.serving.reply import KEEP_ALIVE_S, ClientGone, Reply, Told
 
 log = logging.getLogger(__name__)
@@ -35,8 +37,9 @@ MOST_BYTES = 2 * 2**20  # of a body: a prompt of that size fits into no model se
 
 
 def make_app(desk: Desk, served: Served, api_key: str | None = None,
-             keep_alive_s: float = KEEP_ALIVE_S, metrics: Metrics | None = None) -> Starlette:
-    """The ASGI application; without a key everybody is let in.
+             keep_alive_s: float = KEEP_ALIVE_S, metrics: Metrics | None = None,
+             live: Live | None = None) -> Starlette:
+    """The ASGI application; without a key everybody is let in, without ``live`` there is no page.
 
     ``keep_alive_s``: seconds without a token after which a stream says why.  ``metrics`` are told of
     every request and shown at /metrics.
@@ -80,6 +83,7 @@ def make_app(desk: Desk, served: Served, api_key: str | None = None,
             Route("/health", health),
             Route("/ready", ready),
             *([Route("/metrics", numbers)] if metrics else []),
+            *([Route("/live", live), *page_routes()] if live else []),
         ],
         middleware=[Middleware(Gate, api_key=api_key)],
         exception_handlers={HTTPException: _http_error, ApiError: _told, Exception: _told},
@@ -87,7 +91,7 @@ def make_app(desk: Desk, served: Served, api_key: str | None = None,
 
 
 class Gate:
-    """Lets in who has the key; /health is open to all.
+    """Lets in who has the key; /health is open to all, and the page, which asks for the key.
 
     Without a key only this machine can reach the server; that includes a browser on it, in which a
     foreign page's name may be made to resolve to loopback.  So the name must be one of loopback's own.
@@ -110,6 +114,8 @@ class Gate:
                 return None
             return ApiError(403, f"without an API key this server answers to localhost and 127.0.0.1 only, "
                                  f"not to {http.url.hostname}")
+        if is_page(http.url.path):
+            return None
         given = http.headers.get("authorization", "").encode("latin-1")
         if hmac.compare_digest(given, self._expected):
             return None

@@ -154,6 +154,11 @@ class Desk:
                 reason = f"no token for {age:.0f} s"
             return Readiness(reason is None, reason or "", len(self._running), len(self._waiting), age)
 
+    @property
+    def closed(self) -> bool:
+        """Whether the server is ending."""
+        return self._closed
+
     def close(self) -> None:
         """End :meth:`run`; everybody's request ends with an error.  Safe to call twice."""
         with self._changed:

@@ -1,0 +1,40 @@
+// The page: who is told of what the feed says.
+
+import { fillBoards, showBoards } from "./boards.js";
+import { openChat } from "./chat.js";
+import { watch } from "./feed.js";
+import { explainFigures, showFigures } from "./figures.js";
+import { clearRail, layRail, moveSegments } from "./rail.js";
+import { growTree } from "./tree.js";
+
+const served = document.querySelector("#served");
+const state = document.querySelector("#state");
+
+function describe(cluster) {
+  const { model, strategy, stages, dtype, profile } = cluster;
+  const pace = profile ? `, at the pace of ${profile}` : "";
+  served.textContent = `${model} in ${dtype} over ${stages} boards and a draft device, ${strategy}${pace}`;
+  document.querySelector("#last").textContent = `V${stages}`;
+  tell(cluster.state, cluster.state === "up" ? "up" : cluster.reason);
+  showBoards(cluster);
+  layRail(cluster);
+  explainFigures(cluster);
+  openChat(cluster);
+}
+
+function tell(name, words) {
+  state.dataset.state = name;
+  state.textContent = words;
+}
+
+watch({
+  cluster: describe,
+  boards: fillBoards,
+  flow: moveSegments,
+  tree: growTree,
+  figures: showFigures,
+  cut(why) {
+    tell("cut", `${why}; trying again`);
+    clearRail();
+  },
+});

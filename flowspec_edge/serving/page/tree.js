@@ -1,0 +1,148 @@
+// The draft tree, drawn along the text: what became text stays as a line, what may come spreads from it.
+
+import { cleared, colour, isStill, painter } from "./canvas.js";
+import { heights } from "./tree_layout.js";
+
+const GONE_S = 1.1;  // how long a node that was cut can be seen
+const SPEED = 9;  // a second; larger is faster
+const TRAIL = 3;  // columns of text before the newest root
+const HIGHEST_ROW = 24, LABEL = 12;
+
+const canvas = document.querySelector("#tree");
+const idle = document.querySelector("#tree-idle");
+const nodes = new Map();  // by id: {x, y, to, text, state, score, since, seen}
+let session = null;
+let root = null, camera = 0, before = 0;
+let row = HIGHEST_ROW, column = 60, wanted = 60;  // pixels
+
+const wake = painter(paint);
+new ResizeObserver(() => wake()).observe(canvas);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => wake());
+
+/** Take in a `tree` event. */
+export function growTree(tree) {
+  idle.hidden = true;
+  if (tree.session !== session) {
+    session = tree.session;
+    nodes.clear();
+    camera = tree.position;
+  }
+  const now = performance.now() / 1000;
+  const level = heights(tree.nodes.filter((node) => node.state !== "pruned"), tree.root);
+  for (const told of tree.nodes) {
+    const node = nodes.get(told.id) ?? appear(told, tree);
+    if (node.state !== told.state) Object.assign(node, { state: told.state, since: now });
+    Object.assign(node, { score: told.score, seen: tree.at });
+    const height = told.state === "accepted" ? 0 : level.get(told.id);
+    if (height !== undefined) node.to = height;
+  }
+  root = { id: tree.root, position: tree.position };
+  for (const node of nodes.values()) {  // what this page was told of and has missed the end of
+    if (node.seen !== tree.at && node.state !== "accepted" && node.state !== "pruned") {
+      Object.assign(node, { state: "pruned", since: now });
+    }
+  }
+  const deepest = Math.max(6, ...tree.nodes.map((node) => node.depth));
+  wanted = Math.min(92, Math.max(36, canvas.clientWidth / (deepest + TRAIL + 1.5)));
+  const count = (state) => tree.nodes.filter((node) => node.state === state).length;
+  canvas.dataset.alive = count("drafted") + count("sent");
+  canvas.dataset.pruned = Number(canvas.dataset.pruned ?? 0) + count("pruned");
+  canvas.setAttribute("aria-label", `The draft tree after ${JSON.stringify(tree.root_text)}: ${count("drafted")} `
+    + `guesses on D0, ${count("sent")} in the pipeline, ${count("accepted") - 1} became text, `
+    + `${count("pruned")} cut`);
+  wake();
+}
+
+function appear(told, tree) {
+  const parent = nodes.get(told.parent);
+  const node = { id: told.id, parent: told.parent, x: tree.position + told.depth, y: parent ? parent.y : 0, to: 0,
+    text: shown(told.text), state: null, score: told.score, since: 0, seen: 0, light: isStill() ? 1 : 0 };
+  nodes.set(told.id, node);
+  return node;
+}
+
+/** White space that can be seen. */
+function shown(text) {
+  const told = text.replace(/\n/g, "⏎").replace(/\t/g, "⇥");
+  return told.trim() === "" ? told.replace(/ /g, "␣") : told;
+}
+
+function paint(now) {
+  const { draw, height } = cleared(canvas);
+  if (!root) return false;
+  const step = Math.min(0.1, now - before), ease = isStill() ? 1 : 1 - Math.exp(-SPEED * step);
+  before = now;
+  camera += (root.position - camera) * ease;
+  let moving = Math.abs(root.position - camera) > 0.002;
+  const living = [...nodes.values()].filter((node) => node.state !== "pruned");
+  const rows = Math.max(1, ...living.map((node) => Math.abs(node.to)));
+  row += (Math.min(HIGHEST_ROW, (height / 2 - 14) / rows) - row) * ease;
+  column += (wanted - column) * ease;
+  const place = (node) => ({ x: 18 + (node.x - camera + TRAIL) * column, y: height / 2 + node.y * row });
+  for (const node of nodes.values()) {
+    const target = node.state === "pruned" ? Math.max(0, 1 - (now - node.since) / GONE_S) : 1;
+    node.y += (node.to - node.y) * ease;
+    node.light = node.state === "pruned" ? Math.min(node.light, target) : node.light + (1 - node.light) * ease;
+    if (node.light <= 0.01 && node.state === "pruned" || node.x < camera - TRAIL - 2) nodes.delete(node.id);
+    moving ||= Math.abs(node.to - node.y) > 0.01 || node.state === "pruned" || node.light < 0.99;
+  }
+  for (const node of nodes.values()) drawEdge(draw, node, place);
+  for (const node of nodes.values()) drawDot(draw, node, place(node));
+  drawLabels(draw, place);
+  return moving;
+}
+
+function drawEdge(draw, node, place) {
+  const parent = nodes.get(node.parent);
+  if (!parent) return;
+  const from = place(parent), to = place(node), middle = (from.x + to.x) / 2;
+  draw.globalAlpha = node.light * (node.state === "drafted" ? 0.45 : 0.8);
+  draw.strokeStyle = colour(node.state);
+  draw.lineWidth = node.state === "accepted" ? 3 : node.state === "sent" ? 1.6 : 1;
+  draw.beginPath();
+  draw.moveTo(from.x, from.y);
+  draw.bezierCurveTo(middle, from.y, middle, to.y, to.x, to.y);
+  draw.stroke();
+  draw.globalAlpha = 1;
+}
+
+/** The more likely, the larger. */
+function drawDot(draw, node, { x, y }) {
+  const size = node.state === "accepted" ? 4.5 : 2 + 3 * Math.exp(node.score / 2);
+  draw.globalAlpha = node.light;
+  draw.beginPath();
+  draw.arc(x, y, size, 0, 2 * Math.PI);
+  draw.fillStyle = colour(node.state === "drafted" ? "panel" : node.state);
+  draw.fill();
+  draw.lineWidth = 1.4;
+  draw.strokeStyle = colour(node.state);
+  draw.stroke();
+  draw.globalAlpha = 1;
+}
+
+/** The best first, and only where there is room. */
+function drawLabels(draw, place) {
+  const taken = [];
+  draw.font = `${LABEL}px ui-monospace, "DejaVu Sans Mono", Menlo, monospace`;
+  draw.textAlign = "left";
+  draw.textBaseline = "middle";
+  const rank = (node) => (node.state === "accepted" ? 1 : node.score);
+  for (const node of [...nodes.values()].sort((a, b) => rank(b) - rank(a))) {
+    const { x, y } = place(node), low = node.state === "accepted" ? LABEL : 0;
+    const left = x + (low ? -4 : 9), middle = y + low + (low ? 3 : 0);
+    const most = Math.floor((column - (low ? 4 : 17)) / (0.61 * LABEL));
+    if (most < 1 || node.light < 0.3) continue;
+    const text = node.text.length > most ? `${node.text.slice(0, Math.max(1, most - 1))}…` : node.text;
+    const box = { left, right: left + 0.61 * LABEL * text.length, top: middle - LABEL / 2, bottom: middle + LABEL / 2 };
+    if (taken.some((other) => box.left < other.right && other.left < box.right && box.top < other.bottom
+      && other.top < box.bottom)) continue;
+    taken.push(box);
+    draw.globalAlpha = node.light;
+    draw.lineWidth = 3;
+    draw.strokeStyle = colour("panel");
+    draw.strokeText(text, left, middle);
+    draw.fillStyle = colour(node.state === "drafted" ? "muted" : node.state === "sent" ? "ink" : node.state);
+    draw.fillText(text, left, middle);
+  }
+  draw.globalAlpha = 1;
+}

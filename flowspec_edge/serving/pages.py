@@ -1,0 +1,51 @@
+"""The page's files: what a browser gets at / and below /page.
+
+Knows their types and the headers that keep a browser from loading anything from elsewhere.  Does not
+know what is in them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+_DIRECTORY = Path(__file__).resolve().parent / "page"
+_TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8",
+          ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml"}
+_HEADERS = {
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
+                               "frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+def is_page(path: str) -> bool:
+    """Whether ``path`` is one of the page's: these hold no secret, and need no key."""
+    return path == "/" or path.startswith("/page/")
+
+
+def page_routes() -> list[Route]:
+    """For the application."""
+    return [Route("/", _index), Route("/page/{name}", _file)]
+
+
+async def _index(http: Request) -> Response:
+    return _answer("index.html")
+
+
+async def _file(http: Request) -> Response:
+    return _answer(http.path_params["name"])
+
+
+def _answer(name: str) -> Response:
+    """The file; {name} matches no slash, so it is one of the directory's own."""
+    path = _DIRECTORY / name
+    if path.suffix not in _TYPES or not path.is_file():
+        raise HTTPException(404)
+    return Response(path.read_bytes(), headers={**_HEADERS, "content-type": _TYPES[path.suffix]})

@@ -1,0 +1,116 @@
+"""What the tests of the page share: a server over real processes that can be watched, and a viewer."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from clusterkit import PATIENCE
+from servekit import NAME, Running, running, served, until
+
+from flowspec_edge.messages import Computed, Credit, Output, Tap
+from flowspec_edge.runtime.clusters import LocalClusters
+from flowspec_edge.runtime.coordinator import Coordinator
+from flowspec_edge.runtime.observer import Observer, Observers
+from flowspec_edge.runtime.request import Result
+from flowspec_edge.runtime.vitals import Vitals
+from flowspec_edge.serving.desk import Desk
+from flowspec_edge.serving.feed import Feed
+from flowspec_edge.serving.live import Description, Live
+
+STAGES = 2
+
+
+class Recorder(Observer):
+    """Keeps what the cluster itself says of its requests."""
+
+    def __init__(self) -> None:
+        self.results: list[Result] = []
+        self.timed = 0  # segments that a stage told the time of
+
+    def arrived(self, message: Output | Credit | Tap | Computed, at: float) -> None:
+        self.timed += isinstance(message, Computed)
+
+    def settled(self, coordinator: Coordinator, result: Result, at: float) -> None:
+        self.results.append(result)
+
+
+@dataclass
+class Watchable:
+    """A server with a page, its cluster, and what came of its requests."""
+
+    server: Running
+    clusters: LocalClusters
+    feed: Feed
+    recorder: Recorder
+
+
+@contextmanager
+def watchable(model: Path, api_key: str | None = None, template: str | None = None) -> Iterator[Watchable]:
+    """As ``flowspec serve`` has it, over ``STAGES`` processes; without a chat template by default."""
+    feed, recorder, what = Feed(), Recorder(), served(model, template)
+
+    def page(desk: Desk) -> Live:
+        described = Description(NAME, what.strategy, "fp32", [(0, 1), (1, 2)], None, api_key is not None,
+                                what.tokenizer.chats)
+        return Live(feed, desk, described, what.tokenizer.decode, Vitals().read)
+
+    observer = Observers([feed, recorder])
+    with (closing(LocalClusters(model, STAGES, threads=1, observer=observer)) as clusters,
+          running(what, clusters, api_key=api_key, page=page) as server):
+        yield Watchable(server, clusters, feed, recorder)
+
+
+class Watcher:
+    """Reads /live in a thread of its own."""
+
+    def __init__(self, url: str, headers: dict[str, str] | None = None) -> None:
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self._client = httpx2.Client(base_url=url, headers=headers or {}, trust_env=False, timeout=PATIENCE)
+        self._leave = threading.Event()
+        self._thread = threading.Thread(target=self._read)
+
+    def __enter__(self) -> Watcher:
+        self._thread.start()
+        until(lambda: len(self.events) > 0)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._leave.set()  # seen with the next event, and there is one every second
+        self._thread.join(PATIENCE)
+        self._client.close()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the server has ended the stream."""
+        return not self._thread.is_alive()
+
+    def named(self, name: str) -> list[dict[str, Any]]:
+        """The events of that name so far."""
+        return [event for kind, event in self.events if kind == name]
+
+    def wait(self, name: str, **fields: object) -> dict[str, Any]:
+        """The first event with these fields, once there is one."""
+        def found() -> list[dict[str, Any]]:
+            return [event for event in self.named(name) if fields.items() <= event.items()]
+
+        until(lambda: bool(found()))
+        return found()[0]
+
+    def _read(self) -> None:
+        with self._client.stream("GET", "/live") as answer:
+            assert answer.status_code == 200
+            name = ""
+            for line in answer.iter_lines():
+                if line.startswith("event: "):
+                    name = line.removeprefix("event: ")
+                elif line.startswith("data: "):
+                    self.events.append((name, json.loads(line.removeprefix("data: "))))
+                if self._leave.is_set():
+                    return
