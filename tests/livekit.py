@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from flowspec_edge.runtime.coordinator import Coordinator
 from flowspec_edge.runtime.observer import Observer, Observers
 from flowspec_edge.runtime.request import Result
 from flowspec_edge.runtime.vitals import Vitals
+from flowspec_edge.serving.asking import Served
 from flowspec_edge.serving.desk import Desk
 from flowspec_edge.serving.feed import Feed
 from flowspec_edge.serving.live import Description, Live
@@ -51,19 +52,19 @@ class Watchable:
     recorder: Recorder
 
 
+def page_of(feed: Feed, what: Served, api_key: str | None = None) -> Callable[[Desk], Live]:
+    """For ``servekit.running``: the page of a server for ``what``, whose model has two layers."""
+    described = Description(NAME, what.strategy, "fp32", [(0, 1), (1, 2)], None, api_key is not None,
+                            what.tokenizer.chats)
+    return lambda desk: Live(feed, desk, described, what.tokenizer.decode, Vitals().read)
+
+
 @contextmanager
-def watchable(model: Path, api_key: str | None = None, template: str | None = None) -> Iterator[Watchable]:
-    """As ``flowspec serve`` has it, over ``STAGES`` processes; without a chat template by default."""
-    feed, recorder, what = Feed(), Recorder(), served(model, template)
-
-    def page(desk: Desk) -> Live:
-        described = Description(NAME, what.strategy, "fp32", [(0, 1), (1, 2)], None, api_key is not None,
-                                what.tokenizer.chats)
-        return Live(feed, desk, described, what.tokenizer.decode, Vitals().read)
-
-    observer = Observers([feed, recorder])
-    with (closing(LocalClusters(model, STAGES, threads=1, observer=observer)) as clusters,
-          running(what, clusters, api_key=api_key, page=page) as server):
+def watchable(model: Path) -> Iterator[Watchable]:
+    """As ``flowspec serve`` has it, over ``STAGES`` processes; without a chat template."""
+    feed, recorder, what = Feed(), Recorder(), served(model, None)
+    with (closing(LocalClusters(model, STAGES, threads=1, observer=Observers([feed, recorder]))) as clusters,
+          running(what, clusters, page=page_of(feed, what)) as server):
         yield Watchable(server, clusters, feed, recorder)
 
 

@@ -13,16 +13,14 @@ from typing import Any
 
 import httpx2
 import pytest
-from livekit import STAGES, Watchable, Watcher, watchable
+from livekit import STAGES, Watchable, Watcher, page_of, watchable
 from openai import APIError
 from servekit import NAME, Held, running, served, until
 
 from flowspec_edge.modeldir import ModelDir
 from flowspec_edge.runtime.plain import PlainDecoder
-from flowspec_edge.runtime.vitals import Vitals
 from flowspec_edge.sampling import Sampling
 from flowspec_edge.serving.feed import Feed
-from flowspec_edge.serving.live import Description, Live
 from flowspec_edge.text import Tokenizer
 
 PROMPT = "def f(x): return"
@@ -166,6 +164,15 @@ def test_without_a_viewer_nothing_is_timed_or_noted(watched: Watchable) -> None:
     assert watched.feed.take_trees() == []
 
 
+def test_a_loss_is_told_with_its_reason_and_so_is_the_end_of_it(watched: Watchable) -> None:
+    with Watcher(watched.server.url) as watcher:
+        watched.feed.lost("V2 was switched off", 0.0)
+        assert watcher.wait("cluster", state="lost")["reason"] == "V2 was switched off"
+        watched.feed.back(1.0)
+        until(lambda: watcher.named("cluster")[-1]["state"] == "up")
+
+
+@pytest.mark.soak
 def test_a_stage_that_dies_is_named_and_so_is_its_return(watched: Watchable) -> None:
     assert watched.clusters.running is not None
     with Watcher(watched.server.url) as watcher:
@@ -178,13 +185,8 @@ def test_a_stage_that_dies_is_named_and_so_is_its_return(watched: Watchable) -> 
 
 
 def test_the_page_needs_no_key_and_what_it_shows_does(held: Held, model: Path) -> None:
-    feed, what = Feed(), served(model)
-
-    def page(desk: Any) -> Live:
-        return Live(feed, desk, Description(NAME, "flowspec", "fp32", [None, None], needs_key=True),
-                    what.tokenizer.decode, Vitals().read)
-
-    with running(what, held, api_key="secret", page=page) as server:
+    what = served(model)
+    with running(what, held, api_key="secret", page=page_of(Feed(), what, "secret")) as server:
         for path in ("/", "/page/main.js", "/page/style.css"):
             answer = server.http.get(path)
             assert answer.status_code == 200
@@ -197,6 +199,6 @@ def test_the_page_needs_no_key_and_what_it_shows_does(held: Held, model: Path) -
             assert watcher.named("cluster")[0]["needs_key"] is True
             server.desk.close()
             until(lambda: watcher.ended)  # nobody who watches keeps the server from ending
-    with running(what, held, page=page) as server:
+    with running(what, held, page=page_of(Feed(), what)) as server:
         foreign = server.http.get("/", headers={"Host": "example.org"})
         assert foreign.status_code == 403

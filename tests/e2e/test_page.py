@@ -1,0 +1,195 @@
+"""The page in a real browser, over real processes: what it shows is what happens."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from clusterkit import PATIENCE
+from livekit import STAGES, Watchable, page_of, watchable
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright
+from servekit import running, served, until
+from tiny_dir import tiny_model_dir
+
+from flowspec_edge.config import load_profile
+from flowspec_edge.modeldir import ModelDir
+from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.runtime.virtual import VirtualCluster
+from flowspec_edge.sampling import Sampling
+from flowspec_edge.serving.feed import Feed
+from flowspec_edge.text import Tokenizer
+
+CHROMIUM = Path("/usr/bin/chromium")
+# Nothing of the browser's own goes to the network: a request to another host would be the page's.
+QUIET = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+         "--disable-background-networking", "--disable-component-update")
+DESK, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
+PROMPT = "def f(x): return"
+CONTINUED = 256  # tokens, chat.js
+
+pytestmark = pytest.mark.skipif(not CHROMIUM.exists() and not os.environ.get("FLOWSPEC_ALL_TESTS"),
+                                reason=f"no browser at {CHROMIUM}; apt install chromium")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2, hidden=32, vocab=97)
+
+
+@pytest.fixture(scope="module")
+def watched(model: Path) -> Iterator[Watchable]:
+    with watchable(model) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with (sync_playwright() as playwright,
+          closing(playwright.chromium.launch(executable_path=CHROMIUM, args=[*QUIET])) as browser):
+        yield browser
+
+
+@dataclass
+class Visit:
+    """The page, and what it must not do."""
+
+    page: Page
+    complaints: list[str] = field(default_factory=list)
+    hosts: set[str] = field(default_factory=set)
+
+    def heard(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            self.complaints.append(message.text)
+
+    def asked(self, request: Request) -> None:
+        self.hosts.add(urlsplit(request.url).netloc)
+
+
+@contextmanager
+def visit(browser: Browser, url: str, **context: object) -> Iterator[Visit]:
+    """The page at ``url``, loaded; in the end it has neither complained nor asked anybody else."""
+    opened = browser.new_context(**{"viewport": DESK, **context})  # type: ignore[arg-type]
+    opened.set_default_timeout(PATIENCE * 1e3)
+    with closing(opened):
+        found = Visit(opened.new_page())
+        found.page.on("console", found.heard)
+        found.page.on("pageerror", lambda error: found.complaints.append(str(error)))
+        found.page.on("request", found.asked)
+        found.page.goto(url)
+        yield found
+        assert found.complaints == []
+        assert found.hosts == {urlsplit(url).netloc}
+
+
+def board_names(page: Page) -> list[str]:
+    expect(page.locator("#boards li")).to_have_count(STAGES + 1, timeout=PATIENCE * 1e3)
+    return [text.split()[0][:2] for text in page.locator("#boards h3").all_inner_texts()]
+
+
+def scrolls_sideways(page: Page) -> bool:
+    return bool(page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth"))
+
+
+def painted(page: Page, canvas: str) -> bool:
+    """Whether anything is drawn on it."""
+    return bool(page.evaluate("""(id) => {
+        const canvas = document.querySelector(id);
+        const {data} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+        return data.some((value) => value > 0);
+    }""", canvas))
+
+
+def expected_text(model: Path) -> str:
+    """What plain decoding makes of the prompt."""
+    tokenizer = Tokenizer(ModelDir(model))
+    ids = tokenizer.encode(PROMPT)
+    tokens, _ = PlainDecoder(model).generate(ids, CONTINUED, Sampling(), ModelDir(model).stop_ids)
+    return tokenizer.decode(ids + tokens)[len(tokenizer.decode(ids)):]
+
+
+def test_it_shows_the_boards_the_answer_the_tree_and_the_figures(browser: Browser, watched: Watchable,
+                                                                 model: Path) -> None:
+    with visit(browser, watched.server.url) as found:
+        page = found.page
+        assert board_names(page) == ["D0", "V1", "V2"]
+        expect(page.locator("#state")).to_have_attribute("data-state", "up")
+        expect(page.locator("#hint")).to_be_visible()
+        page.fill("#prompt", PROMPT)
+        page.press("#prompt", "Enter")
+        alive = page.locator("#tree")
+        expect(alive).to_have_attribute("data-alive", re.compile("[1-9]"))
+        expect(page.locator("#stop")).to_be_hidden(timeout=PATIENCE * 1e3)
+        assert page.locator(".asked").text_content() == PROMPT
+        assert page.locator(".answer").text_content() == expected_text(model)
+        expect(page.locator("#tree")).to_have_attribute("data-pruned", re.compile("[1-9]"))
+        expect(page.locator("#tokens_per_second")).to_have_text(re.compile(r"\d"))
+        expect(page.locator("#alt")).to_have_text(re.compile(r"\d"))
+        expect(page.locator("#ttft_s")).to_have_text(re.compile(r"\d"))
+        expect(page.locator("#acceptance span")).to_have_count(12)
+        expect(page.locator("#boards li").nth(1)).to_contain_text(re.compile(r"\d+ rows/s"))
+        assert painted(page, "#rail")
+        assert painted(page, "#tree")
+
+
+def test_stop_ends_the_answer_and_leaves_the_text(browser: Browser, watched: Watchable) -> None:
+    with visit(browser, watched.server.url) as found:
+        page = found.page
+        board_names(page)
+        page.evaluate("""() => {  // an answer that does not end by itself before it can be stopped
+            const ask = window.fetch;
+            const longer = (body) => body.replace('"max_tokens":256', '"max_tokens":1500');
+            window.fetch = (path, options) =>
+                ask(path, options?.body ? {...options, body: longer(options.body)} : options);
+        }""")
+        page.fill("#prompt", PROMPT)
+        page.click("#send")
+        expect(page.locator(".answer")).to_have_text(re.compile("."))
+        page.click("#stop")
+        expect(page.locator(".note")).to_have_text("stopped")
+        expect(page.locator("#send")).to_be_visible()
+        assert page.locator(".answer").text_content()
+        until(lambda: watched.recorder.results[-1].finish_reason != "length")
+
+
+def test_a_phone_has_it_all_in_one_column_and_in_the_dark(browser: Browser, watched: Watchable) -> None:
+    with visit(browser, watched.server.url, viewport=PHONE, color_scheme="dark",
+               reduced_motion="reduce") as found:
+        page = found.page
+        board_names(page)
+        assert not scrolls_sideways(page)
+        page.set_viewport_size({"width": 360, "height": 740})
+        assert not scrolls_sideways(page)
+        light = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+        assert max(light) < 40
+        until(lambda: painted(page, "#rail"))
+
+
+def test_it_asks_for_the_key_once(browser: Browser, model: Path) -> None:
+    what, cluster = served(model, None), VirtualCluster(model, STAGES, load_profile("paper-7b"))
+    page_with_key = page_of(Feed(), what, "secret")
+    with (running(what, cluster, api_key="secret", page=page_with_key) as server,
+          closing(browser.new_context(viewport=DESK)) as opened):
+        page = opened.new_page()
+        page.set_default_timeout(PATIENCE * 1e3)
+        page.goto(server.url)
+        page.fill("#key", "wrong")
+        page.press("#key", "Enter")
+        expect(page.locator("#key-wrong")).to_have_text("That is not the key.")
+        page.fill("#key", "secret")
+        page.press("#key", "Enter")
+        assert board_names(page) == ["D0", "V1", "V2"]
+        page.reload()
+        assert board_names(page) == ["D0", "V1", "V2"]
+        page.fill("#prompt", PROMPT)
+        page.press("#prompt", "Enter")
+        expect(page.locator(".answer")).to_have_text(re.compile("."))
+        # Without its server the page says so; the text stays.
+        server.desk.close()
+        expect(page.locator("#state")).to_have_attribute("data-state", "cut")
+        expect(page.locator("#state")).to_contain_text("trying again")
