@@ -27,6 +27,7 @@ from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.modeldir import DEMO, ModelDir, resolve_model
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES, draft_kind, strategy_class
+from flowspec_edge.strategies.tree_strategy import TreeStrategy
 
 if TYPE_CHECKING:
     from flowspec_edge.fleet.inventory import Inventory
@@ -143,7 +144,7 @@ def serve(
             "dtype": dtype_of(found, dtype), "emulates": emulate or ""})
         description = Description(served.name, strategy, dtype_of(found, dtype),
                                   _layers(strategy, found, stages), emulate, api_key is not None,
-                                  served.tokenizer.chats)
+                                  served.tokenizer.chats, issubclass(strategy_class(strategy), TreeStrategy))
         live = Live(feed, desk, description, served.tokenizer.decode, vitals.read)
         sharing: Sharing = {"at_once": at_once, "rejoin_within": rejoin_within,
                             "observer": Observers([metrics, feed])}

@@ -92,8 +92,10 @@ class Feed(Observer):
 
     def settled(self, coordinator: Coordinator, result: Result, at: float) -> None:
         self.figures.ended(coordinator, result, at)
-        if self.watched and coordinator is self._oldest():
-            self._snap(coordinator, at, over=True)
+        if self.watched:
+            self._flow.append({"kind": "ended", "session": coordinator.ledger.session, "at": at})
+            if coordinator is self._oldest():
+                self._snap(coordinator, at, over=True)
         self._open.pop(coordinator.ledger.session, None)
 
     def heard(self, beat: Heartbeat, at: float) -> None:

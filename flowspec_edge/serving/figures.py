@@ -26,6 +26,7 @@ class _Progress:
     first_at: float | None = None  # when the first token was seen
     rounds: int = 0  # ended
     round_began: int = 0  # tokens when the round began
+    accepted: int = 0  # draft tokens in the rounds that ended
 
 
 class Figures:
@@ -60,7 +61,9 @@ class Figures:
                 if not progress.had:
                     self._newest["ttft_s"] = at - progress.begun_at
             elif rounds > progress.rounds and not coordinator.finished:
-                self._rounds.append(tokens - progress.round_began - 1)  # what missed was not drafted
+                accepted = tokens - progress.round_began - 1  # what missed was not drafted
+                self._rounds.append(accepted)
+                progress.accepted += accepted
                 progress.rounds, progress.round_began = rounds, tokens
             seconds = at - progress.first_at
             generated = tokens - progress.had - 1
@@ -73,12 +76,14 @@ class Figures:
     def ended(self, coordinator: Coordinator, result: Result, at: float) -> None:
         """It is answered; from here its own figures count."""
         with self._lock:
-            self._running.pop(coordinator.ledger.session, None)
+            progress = self._running.pop(coordinator.ledger.session, None)
             self.ends += 1
             stats = result.stats
             self._slot_s = stats.slot_s
             if len(result.tokens) < 2:
                 return
+            if progress is not None and not progress.had:
+                self._rounds.append(stats.accepted - progress.accepted)  # the end of the text ends a round
             self._newest = {"tokens_per_second": stats.tokens_per_second, "alt": stats.alt, "alr": stats.alr,
                             "ttft_s": stats.ttft_s}
             self._total["requests"] += 1

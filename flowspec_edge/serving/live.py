@@ -33,6 +33,7 @@ class Description:
     layers   of each stage, [lo, hi); None: a slice of all
     profile  whose time the devices take, None: their own
     chat     whether the model takes chats
+    tree     whether the strategy has a draft tree
     """
 
     model: str
@@ -42,6 +43,7 @@ class Description:
     profile: str | None = None
     needs_key: bool = False
     chat: bool = False
+    tree: bool = True
 
     def event(self, state: str, reason: str | None) -> dict[str, Any]:
         """``cluster``; state: "starting", "up" or "lost", the reason if it is not up."""
@@ -49,7 +51,7 @@ class Description:
                   for place, layers in enumerate([None, *self.layers])]
         return {"model": self.model, "strategy": self.strategy, "stages": len(self.layers),
                 "dtype": self.dtype, "profile": self.profile, "needs_key": self.needs_key, "chat": self.chat,
-                "boards": boards, "state": state, "reason": reason}
+                "tree": self.tree, "boards": boards, "state": state, "reason": reason}
 
 
 class Live:

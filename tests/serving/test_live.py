@@ -58,6 +58,25 @@ def told_of(watched: Watchable, watcher: Watcher, strategy: str = "flowspec") ->
     return last_session(watcher)
 
 
+def test_figures_are_those_of_the_answer(watched: Watchable) -> None:
+    before = watched.feed.figures.event(0)
+    with Watcher(watched.server.url) as watcher:
+        told_of(watched, watcher)
+        figures, boards = watcher.named("figures")[-1], watcher.named("boards")[-1]["boards"]
+    stats = watched.recorder.results[-1].stats
+    for name in ("tokens_per_second", "alt", "alr", "ttft_s"):
+        assert figures[name] == getattr(stats, name)
+    assert {name: figures["total"][name] - before["total"][name] for name in figures["total"]} == {
+        "requests": 1, "tokens": TOKENS, "drafted": stats.drafted, "accepted": stats.accepted}
+    assert (figures["running"], figures["waiting"]) == (0, 0)
+    assert figures["rounds"] - before["rounds"] == stats.rounds
+    assert figures["acceptance"] == sorted(figures["acceptance"], reverse=True)
+    accepted = [sum(event["acceptance"]) * event["rounds"] for event in (before, figures)]
+    assert accepted[1] - accepted[0] == pytest.approx(stats.accepted)
+    assert [board["place"] for board in boards] == [0, 1, 2]
+    assert all(board["memory_total"] > board["resident"] > 0 for board in boards)
+
+
 def test_segments_are_told_of_as_the_stages_and_the_answer_have_them(watched: Watchable) -> None:
     with Watcher(watched.server.url) as watcher:
         assert watcher.events[0][0] == "cluster"
@@ -83,6 +102,7 @@ def test_segments_are_told_of_as_the_stages_and_the_answer_have_them(watched: Wa
     assert all(event["start"] <= event["end"] for event in flow if "start" in event)
     kinds = {event["kind"] for event in flow}
     assert {"draft", "verify", "pruned"} <= kinds
+    assert [event["kind"] for event in flow].count("ended") == 1
 
 
 @pytest.mark.parametrize("strategy", ["flowspec", "chunk_pp"])
@@ -122,25 +142,6 @@ def test_plain_decoding_has_no_tree_and_guesses_nothing(watched: Watchable) -> N
     with Watcher(watched.server.url) as watcher:
         session = told_of(watched, watcher, "autoregressive")
     assert [tree for tree in watcher.named("tree") if tree["session"] == session] == []
-
-
-def test_figures_are_those_of_the_answer(watched: Watchable) -> None:
-    before = watched.feed.figures.event(0)
-    with Watcher(watched.server.url) as watcher:
-        told_of(watched, watcher)
-        figures, boards = watcher.named("figures")[-1], watcher.named("boards")[-1]["boards"]
-    stats = watched.recorder.results[-1].stats
-    for name in ("tokens_per_second", "alt", "alr", "ttft_s"):
-        assert figures[name] == getattr(stats, name)
-    assert {name: figures["total"][name] - before["total"][name] for name in figures["total"]} == {
-        "requests": 1, "tokens": TOKENS, "drafted": stats.drafted, "accepted": stats.accepted}
-    assert (figures["running"], figures["waiting"]) == (0, 0)
-    assert figures["rounds"] - before["rounds"] == stats.rounds - 1  # the last one did not end by itself
-    assert figures["acceptance"] == sorted(figures["acceptance"], reverse=True)
-    accepted = [sum(event["acceptance"]) * event["rounds"] for event in (before, figures)]
-    assert accepted[1] - accepted[0] <= stats.accepted + 1e-6
-    assert [board["place"] for board in boards] == [0, 1, 2]
-    assert all(board["memory_total"] > board["resident"] > 0 for board in boards)
 
 
 def test_two_viewers_see_the_same_and_one_that_reads_nothing_holds_nobody_up(watched: Watchable) -> None:

@@ -53,7 +53,7 @@ async function ask() {
   follow(true);
   busy(turn, new AbortController());
   try {
-    await stream(asked, answer);
+    turn.append(made("p", "note", summary(await stream(asked, answer))));
   } catch (error) {
     const stopped = running.signal.aborted;
     turn.append(made("p", stopped ? "note" : "note wrong", stopped ? "stopped" : words(error)));
@@ -65,26 +65,33 @@ async function ask() {
   follow(true);
 }
 
+/** Shows the answer as it comes; resolves to its `usage`. */
 async function stream(asked, answer) {
   const body = chats ? { messages: [...turns, { role: "user", content: asked }] }
     : { prompt: asked, max_tokens: CONTINUED };
   const request = () => fetch(chats ? "/v1/chat/completions" : "/v1/completions", {
     method: "POST", signal: running.signal, headers: { "Content-Type": "application/json", ...headers() },
-    body: JSON.stringify({ model, stream: true, ...body }),
+    body: JSON.stringify({ model, stream: true, stream_options: { include_usage: true }, ...body }),
   });
   let response;
   while ((response = await request()).status === 401) await askKey();
   if (!response.ok) throw new Error((await response.json()).error.message);
+  let usage = null;
   for await (const { data } of events(response.body)) {
-    if (data === "[DONE]") return;
+    if (data === "[DONE]") return usage;
     const chunk = JSON.parse(data);
     if (chunk.error) throw new Error(chunk.error.message);
+    usage = chunk.usage ?? usage;
     const [choice] = chunk.choices;
     const near = follows();
     answer.append((chats ? choice?.delta?.content : choice?.text) ?? "");
     follow(near);
   }
   throw new Error("the answer was cut off");
+}
+
+function summary({ completion_tokens: tokens, flowspec: { tokens_per_second: pace } }) {
+  return `${tokens} ${tokens === 1 ? "token" : "tokens"}${pace ? `, ${pace.toFixed(1)} a second` : ""}`;
 }
 
 function words(error) {
@@ -98,7 +105,7 @@ function busy(turn, controller) {
   send.hidden = controller !== null;
   stop.hidden = controller === null;
   if (controller) stop.focus({ preventScroll: true });
-  else prompt.focus({ preventScroll: true });
+  else if (matchMedia("(pointer: fine)").matches) prompt.focus({ preventScroll: true });  // no keyboard pops up
 }
 
 /** Whether the end of the log can be seen: who has scrolled up is left there. */

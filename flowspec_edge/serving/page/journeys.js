@@ -22,7 +22,7 @@ export class Journeys {
       switch (event.kind) {
         case "sent":
           this.segments.set(key, { session: event.session, run: event.run, rows: event.rows, sent: event.at,
-            stops: [], returned: null, left: null });
+            stops: [], returned: null, left: null, ended: Infinity });
           break;
         case "computed":
           this.spans.push({ place: event.place, start: event.start, end: event.end, kind: "computed",
@@ -32,6 +32,9 @@ export class Journeys {
           break;
         case "returned":
           if (segment) Object.assign(segment, { returned: event.at, left: event.rows });
+          break;
+        case "ended":  // what is still under way is of no use any more, and not told of
+          for (const one of this.segments.values()) if (one.session === event.session) one.ended = event.at;
           break;
         case "pruned":
           this.prunes.push(event.at);
@@ -57,7 +60,7 @@ export class Journeys {
 
   /** {place, rows} of a segment at a moment, null when it is not under way; `stages` is N. */
   where(segment, at, stages) {
-    if (at < segment.sent) return null;
+    if (at < segment.sent || (segment.returned === null && at >= segment.ended)) return null;
     const marks = waypoints(segment, stages);
     const home = marks.at(-1);
     if (segment.returned !== null && at >= home.at) return null;

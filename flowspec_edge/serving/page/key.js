@@ -5,6 +5,8 @@ const dialog = document.querySelector("#ask-key");
 const field = document.querySelector("#key");
 let asking = null;
 
+dialog.addEventListener("cancel", (event) => event.preventDefault());  // without a key there is nothing
+
 /** The headers that let a request in. */
 export function headers() {
   const key = sessionStorage.getItem(KEPT);
@@ -16,7 +18,6 @@ export function askKey() {
   asking ??= new Promise((resolve) => {
     document.querySelector("#key-wrong").textContent =
       sessionStorage.getItem(KEPT) ? "That is not the key." : "";
-    dialog.addEventListener("cancel", (event) => event.preventDefault());  // without a key there is nothing
     dialog.addEventListener("close", () => {
       sessionStorage.setItem(KEPT, field.value);
       field.value = "";

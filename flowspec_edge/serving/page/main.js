@@ -5,7 +5,7 @@ import { openChat } from "./chat.js";
 import { watch } from "./feed.js";
 import { explainFigures, showFigures } from "./figures.js";
 import { clearRail, layRail, moveSegments } from "./rail.js";
-import { growTree } from "./tree.js";
+import { explainTree, growTree } from "./tree.js";
 
 const served = document.querySelector("#served");
 const state = document.querySelector("#state");
@@ -18,12 +18,13 @@ function describe(cluster) {
   tell(cluster.state, cluster.state === "up" ? "up" : cluster.reason);
   showBoards(cluster);
   layRail(cluster);
+  explainTree(cluster);
   explainFigures(cluster);
   openChat(cluster);
 }
 
 function tell(name, words) {
-  state.dataset.state = name;
+  document.body.dataset.state = state.dataset.state = name;
   state.textContent = words;
 }
 

@@ -6,12 +6,14 @@ import { Journeys } from "./journeys.js";
 const BEHIND_S = 0.35;  // what is shown is so old: a stage tells of a segment when it is done with it
 const QUIET_S = 3;  // after the last news nothing moves any more
 const PULSE_S = 0.35;  // a prune's way along the boards
+const BESIDE_S = 0.3;  // a session that was not heard of for so long is over, or nearly
+const FORGOTTEN_S = 30;
 const CELL = 4, GAP = 1, MOST_CELLS = 32;
 const SESSION_COLOURS = ["sent", "other-1", "other-2", "other-3"];
 
 const canvas = document.querySelector("#rail");
 const journeys = new Journeys();
-const sessions = [];  // the newest, in the order in which they came
+const sessions = new Map();  // {colour, seen}: those beside one another have colours of their own
 let ahead = Infinity;  // this page's clock minus D0's, seconds
 let newest = 0;  // this page's time of the last news
 let stages = 0;
@@ -31,9 +33,10 @@ export function moveSegments({ at, events }) {
   newest = performance.now() / 1000;
   ahead = Math.min(ahead + 1e-4, newest - at);  // the fastest message's; yields, for clocks drift
   for (const { session } of events) {
-    if (!sessions.includes(session)) sessions.push(session);
+    const known = sessions.get(session) ?? { colour: freeColour(at) };
+    sessions.set(session, { ...known, seen: at });
   }
-  sessions.splice(0, sessions.length - 64);
+  for (const [session, { seen }] of sessions) if (seen < at - FORGOTTEN_S) sessions.delete(session);
   journeys.take(events, at);
   wake();
 }
@@ -146,6 +149,12 @@ function drawSegment(draw, line, { x, y }, segment, rows) {
   }
 }
 
+/** The first that no session beside it has. */
+function freeColour(at) {
+  const taken = [...sessions.values()].filter(({ seen }) => seen > at - BESIDE_S).map((session) => session.colour);
+  return SESSION_COLOURS.find((name) => !taken.includes(name)) ?? SESSION_COLOURS[0];
+}
+
 function sessionColour(session) {
-  return colour(SESSION_COLOURS[Math.max(0, sessions.indexOf(session)) % SESSION_COLOURS.length]);
+  return colour(sessions.get(session)?.colour ?? SESSION_COLOURS[0]);
 }

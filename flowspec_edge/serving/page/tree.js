@@ -4,8 +4,9 @@ import { cleared, colour, isStill, painter } from "./canvas.js";
 import { heights } from "./tree_layout.js";
 
 const GONE_S = 1.1;  // how long a node that was cut can be seen
+const FADED = 0.6;  // how strong it is in the beginning
 const SPEED = 9;  // a second; larger is faster
-const TRAIL = 3;  // columns of text before the newest root
+const NARROW = 500;  // pixels
 const HIGHEST_ROW = 24, LABEL = 12;
 
 const canvas = document.querySelector("#tree");
@@ -18,6 +19,11 @@ let row = HIGHEST_ROW, column = 60, wanted = 60;  // pixels
 const wake = painter(paint);
 new ResizeObserver(() => wake()).observe(canvas);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => wake());
+
+/** What is said while there is no tree, from a `cluster` event. */
+export function explainTree({ strategy, tree }) {
+  if (!tree) idle.textContent = `The strategy ${strategy} guesses nothing ahead: there is no tree.`;
+}
 
 /** Take in a `tree` event. */
 export function growTree(tree) {
@@ -43,7 +49,7 @@ export function growTree(tree) {
     }
   }
   const deepest = Math.max(6, ...tree.nodes.map((node) => node.depth));
-  wanted = Math.min(92, Math.max(36, canvas.clientWidth / (deepest + TRAIL + 1.5)));
+  wanted = Math.min(92, Math.max(44, canvas.clientWidth / (deepest + trail() + 1.5)));
   const count = (state) => tree.nodes.filter((node) => node.state === state).length;
   canvas.dataset.alive = count("drafted") + count("sent");
   canvas.dataset.pruned = Number(canvas.dataset.pruned ?? 0) + count("pruned");
@@ -52,6 +58,9 @@ export function growTree(tree) {
     + `${count("pruned")} cut`);
   wake();
 }
+
+/** Columns of text before the newest root. */
+const trail = () => (canvas.clientWidth < NARROW ? 1.5 : 3);
 
 function appear(told, tree) {
   const parent = nodes.get(told.parent);
@@ -64,7 +73,7 @@ function appear(told, tree) {
 /** White space that can be seen. */
 function shown(text) {
   const told = text.replace(/\n/g, "⏎").replace(/\t/g, "⇥");
-  return told.trim() === "" ? told.replace(/ /g, "␣") : told;
+  return told.trim() || told.replace(/ /g, "␣");
 }
 
 function paint(now) {
@@ -78,13 +87,14 @@ function paint(now) {
   const rows = Math.max(1, ...living.map((node) => Math.abs(node.to)));
   row += (Math.min(HIGHEST_ROW, (height / 2 - 14) / rows) - row) * ease;
   column += (wanted - column) * ease;
-  const place = (node) => ({ x: 18 + (node.x - camera + TRAIL) * column, y: height / 2 + node.y * row });
+  const place = (node) => ({ x: 18 + (node.x - camera + trail()) * column, y: height / 2 + node.y * row });
   for (const node of nodes.values()) {
-    const target = node.state === "pruned" ? Math.max(0, 1 - (now - node.since) / GONE_S) : 1;
+    const cut = node.state === "pruned";
+    const fading = FADED * Math.max(0, 1 - (now - node.since) / GONE_S);
     node.y += (node.to - node.y) * ease;
-    node.light = node.state === "pruned" ? Math.min(node.light, target) : node.light + (1 - node.light) * ease;
-    if (node.light <= 0.01 && node.state === "pruned" || node.x < camera - TRAIL - 2) nodes.delete(node.id);
-    moving ||= Math.abs(node.to - node.y) > 0.01 || node.state === "pruned" || node.light < 0.99;
+    node.light = cut ? Math.min(node.light, fading) : node.light + (1 - node.light) * ease;
+    if (cut && node.light <= 0.01 || node.x < camera - trail() - 2) nodes.delete(node.id);
+    moving ||= Math.abs(node.to - node.y) > 0.01 || cut || node.light < 0.99;
   }
   for (const node of nodes.values()) drawEdge(draw, node, place);
   for (const node of nodes.values()) drawDot(draw, node, place(node));
@@ -131,8 +141,8 @@ function drawLabels(draw, place) {
     const { x, y } = place(node), low = node.state === "accepted" ? LABEL : 0;
     const left = x + (low ? -4 : 9), middle = y + low + (low ? 3 : 0);
     const most = Math.floor((column - (low ? 4 : 17)) / (0.61 * LABEL));
-    if (most < 1 || node.light < 0.3) continue;
-    const text = node.text.length > most ? `${node.text.slice(0, Math.max(1, most - 1))}…` : node.text;
+    if (node.light < 0.3 || node.text.length > most && most < 4) continue;
+    const text = node.text.length > most ? `${node.text.slice(0, most - 1)}…` : node.text;
     const box = { left, right: left + 0.61 * LABEL * text.length, top: middle - LABEL / 2, bottom: middle + LABEL / 2 };
     if (taken.some((other) => box.left < other.right && other.left < box.right && box.top < other.bottom
       && other.top < box.bottom)) continue;
