@@ -35,6 +35,7 @@ from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import strategy_class
 
 if TYPE_CHECKING:
+    from flowspec_edge.runtime.clusters import Sharing
     from flowspec_edge.serving.conversation import Conversation
     from flowspec_edge.text import Tokenizer
 
@@ -50,6 +51,7 @@ Examples:
   echo "What is a pipeline?" | flowspec chat --model vicuna-7b-v1.5
 """
 _QUOTES = '"""'
+_REJOIN_S = 60.0  # for a lost stage to be back
 _HELP = """/stats            figures of the last answer and of all, and what each stage did
 /live             show, or no longer show, a line per stage while an answer comes
 /history          what was said
@@ -92,12 +94,15 @@ def chat(
     was_given = given(context, asdict(sampling))
     sampling, _ = choose_sampling(sampling, was_given, found)
 
+    from flowspec_edge.runtime.coordinator import cache_rows
     from flowspec_edge.serving.conversation import Conversation
     from flowspec_edge.text import Tokenizer
 
     tokenizer = Tokenizer(found, chat_template)
     conversation = Conversation(tokenizer, found, answer_tokens, system)
-    with (Screen() as screen, open_processes(when, found, stages, dtype, at_once=1) as cluster,
+    sharing: Sharing = {"at_once": 1, "cache_rows": cache_rows(found.max_positions, 1, params, stages),
+                        "rejoin_within": _REJOIN_S}
+    with (Screen() as screen, open_processes(when, found, stages, dtype, **sharing) as cluster,
           _typed() as lines):
         screen.live = live
         chatting = Chatting(conversation, tokenizer, screen, cluster, strategy, sampling, params,

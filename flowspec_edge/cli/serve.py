@@ -81,6 +81,10 @@ def serve(
     at_once: Annotated[int, typer.Option(
         "--at-once", min=0, show_default=False,
         help="Requests that share the stages at a time.  [default: as many as stages, at least 2]")] = 0,
+    context: Annotated[int, typer.Option(
+        "--context", min=1, metavar="N", help=(
+            "Tokens of all requests' texts together, kept ones included, that the caches hold: what "
+            "flowspec plan --context N --at-once M counts with."))] = 4096,
     rejoin_within: Annotated[float, typer.Option(
         "--rejoin-within", min=0, metavar="S",
         help="Seconds for a lost stage to be back: answers wait for it and go on.")] = 60.0,
@@ -119,6 +123,7 @@ def serve(
             from flowspec_edge.runtime.nursery import nursery
 
             nursery()  # it imports while we do
+        from flowspec_edge.runtime.coordinator import cache_rows
         from flowspec_edge.runtime.observer import Observers
         from flowspec_edge.runtime.vitals import Vitals
         from flowspec_edge.serving.feed import Feed
@@ -146,7 +151,8 @@ def serve(
                                   _layers(strategy, found, stages), emulate, api_key is not None,
                                   served.tokenizer.chats, issubclass(strategy_class(strategy), TreeStrategy))
         live = Live(feed, desk, description, served.tokenizer.decode, vitals.read)
-        sharing: Sharing = {"at_once": at_once, "rejoin_within": rejoin_within,
+        sharing: Sharing = {"at_once": at_once, "cache_rows": cache_rows(context, at_once, params, stages),
+                            "rejoin_within": rejoin_within,
                             "observer": Observers([metrics, feed])}
         opened = (open_boards(boards, found, board_model, dtype, **sharing) if boards
                   else open_processes(when, found, stages, dtype, **sharing))

@@ -30,6 +30,7 @@ class Sharing(TypedDict, total=False):
     those that are left out have its defaults."""
 
     at_once: int
+    cache_rows: int
     observer: Observer
     rejoin_within: float
 

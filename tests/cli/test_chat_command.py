@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,10 @@ def test_turns_build_on_one_another(model: Path, told: Told, monkeypatch: pytest
     assert out == f"{first}\n{second}\n"
     assert err.count(f"cut off after {ANSWER} tokens") == 2
     assert re.search(rf"all 2 +{2 * ANSWER} ", err)
+    before, after = told.ids("one", system="S"), told.ids("one", first, "two\nlines", system="S")
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
+    reused = int(re.search(r"the last .* (\d+)\n", err)[1])  # type: ignore[index]
+    assert shared - 1 <= reused < len(after)  # the first turn was not read in again
     assert re.search(r"\nV1 .*\n.*V2 ", err)
     assert err.endswith(f"system: S\nuser: one\nassistant: {first}\nuser: two\nlines\nassistant: {second}\n")
 
