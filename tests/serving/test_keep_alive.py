@@ -28,7 +28,7 @@ def test_who_waits_is_told_so_in_comments_after_the_headers(held: Held, model: P
     with running(served(model), held, keep_alive_s=SHORT) as server:
         held.may_go.clear()
         first = post(server, {"prompt": "first", "max_tokens": LONG, "stream": True})
-        until(lambda: held.pieces == 1)
+        until(lambda: (len(held.started), held.pieces) == (2, 1))
         second = post(server, {"prompt": "second", "max_tokens": 3, "stream": True})
         said = read_until(second, b": waiting, 1 before you\n\n")
         head, _, body = said.partition(b"\r\n\r\n")
@@ -78,7 +78,7 @@ def test_the_official_client_takes_no_notice(held: Held, model: Path, chat: bool
             chunks = pool.submit(lambda: list(server.client.chat.completions.create(**how, stream=True)))
         else:
             chunks = pool.submit(lambda: list(ask(server, "x", max_tokens=5, stream=True)))
-        until(lambda: held.pieces == 1)
+        until(lambda: (len(held.started), held.pieces) == (3, 1))
         notes = post(server, {"prompt": "y", "max_tokens": 1, "stream": True})
         read_until(notes, b": waiting, 1 before you\n\n", 3)  # time enough for the other one's, too
         held.may_go.set()
@@ -95,7 +95,7 @@ def test_what_goes_wrong_after_a_comment_is_the_streams_last_event(held: Held, m
     with running(served(model), held, keep_alive_s=SHORT) as server:
         held.may_go.clear()
         first = post(server, {"prompt": "first", "max_tokens": LONG, "stream": True})
-        until(lambda: held.pieces == 1)
+        until(lambda: (len(held.started), held.pieces) == (2, 1))
         with ThreadPoolExecutor(1) as pool:
             waits = pool.submit(lambda: list(ask(server, "second", stream=True)))
             until(lambda: server.desk.readiness().waiting == 1)

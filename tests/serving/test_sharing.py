@@ -122,7 +122,7 @@ def test_a_killed_stage_that_may_come_back_loses_nothing(model: Path, text: Call
             held.may_go.clear()
             answers = pool.map(lambda prompt: "".join(
                 chunk.choices[0].text for chunk in ask(server, prompt, max_tokens=40, stream=True)), prompts)
-            until(lambda: held.pieces > 0)
+            until(lambda: len(held.started) > 1 and held.pieces > 0)
             assert clusters.running is not None
             os.kill(clusters.running.pids[1], signal.SIGKILL)
             held.may_go.set()
