@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 TraceOption = Annotated[Path | None, typer.Option(
     "--trace", metavar="F", show_default=False, help=(
-        "Write who did what when, for every segment: a file for ui.perfetto.dev or chrome://tracing."))]
+        "Write who did what when, for every segment: a file for ui.perfetto.dev."))]
 
 
 @contextmanager

@@ -1,19 +1,24 @@
 """The trace of a request in virtual time, held against the format and the request's own figures.
 
-Over processes it is tested in test_observer.py, beside what it is made of.
+Over processes it is tested in test_observer.py, beside what it is made of, and here where a stage is lost.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from clusterkit import on_third
+from clusterkit import PATIENCE, PROMPT, on_third
+from tiny_dir import tiny_model_dir
 from tracekit import check_format, check_trace, tracks
 
 from flowspec_edge.config import Profile, load_profile
 from flowspec_edge.messages import Computed
+from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.runtime.processes import ProcessCluster
 from flowspec_edge.runtime.request import OnTokens, Request, Result
 from flowspec_edge.runtime.trace import Trace
 from flowspec_edge.runtime.trace_events import chrome_trace
@@ -141,3 +146,25 @@ def test_clocks_elsewhere_are_mapped_by_the_quickest_message(tiny_model: Path) -
     for key, works in here.stage_work().items():
         for mine, told in zip(works, there.stage_work()[key], strict=True):
             assert (told.start, told.end) == pytest.approx((mine.start + 0.001, mine.end + 0.001), abs=2e-6)
+
+
+@pytest.mark.soak
+def test_a_request_that_lost_a_stage_is_one_trace(tmp_path: Path) -> None:
+    """Over processes: what it read in anew, and what it did from there, follows what it did before."""
+    model = tiny_model_dir(tmp_path, layers=2)
+    request = Request(PROMPT, "flowspec", 24)
+    trace = Trace(request)
+    with ProcessCluster(model, 2, threads=1, rejoin_within=PATIENCE, observer=trace) as cluster:
+        result = cluster.generate(request, on_third(lambda: os.kill(cluster.pids[1], signal.SIGKILL)))
+    assert result.tokens == PlainDecoder(model).generate(PROMPT, 24, Sampling())[0]
+    assert len(trace.parts) == 2
+    document = chrome_trace(trace, 2, {})
+    events = check_format(document)
+    assert document["otherData"]["complete"] is True
+    [lost] = [e for e in events if e["name"] == "the stages were lost"]
+    assert "V2 was killed" in lost["args"]["why"]
+    read = [e for e in tracks(events)["V1", "computing"] if e["args"]["rows are"] == "prompt"]
+    assert [e["ts"] > lost["ts"] for e in read] == sorted(e["ts"] > lost["ts"] for e in read)
+    again = [e["args"]["rows computed"] for e in read if e["ts"] > lost["ts"]]
+    assert sum(again) == trace.parts[1].text > len(PROMPT)
+    assert [e["args"]["tokens"] for e in events if e["name"] == "tokens of the answer"][-1] == 24
