@@ -132,7 +132,7 @@ def serve(
         from flowspec_edge.text import Tokenizer
 
         served = Served(found, Tokenizer(found, chat_template), name or found.name, strategy,
-                        _runnable(strategy, found, params, stages), params, answer_tokens)
+                        _runnable(strategy, found, params, stages), params, answer_tokens, context)
         desk = Desk(served.probe(), queue, ready_within, at_once=at_once)
         log_to_stderr(log_json)
         url = url_of(listener)

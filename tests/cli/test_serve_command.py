@@ -18,7 +18,7 @@ from typing import IO
 import httpx2
 import pytest
 from clusterkit import PATIENCE, alive
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 from tiny_dir import tiny_model_dir
 from transformers import AutoTokenizer
 
@@ -66,7 +66,7 @@ def descendants(pid: int) -> set[int]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])
 def test_it_serves_logs_and_leaves_nothing_behind(model: Path, tmp_path: Path,
                                                   number: signal.Signals) -> None:
-    with started(model, tmp_path, "--log-json", "--api-key", "key") as process:
+    with started(model, tmp_path, "--log-json", "--api-key", "key", "--context", "1800") as process:
         line = line_of(process.stdout)
         found = re.fullmatch(r"flowspec: serving tiny \(flowspec, 2 stages, fp32\) at "
                              r"(http://127.0.0.1:\d+)/v1, the page at \1/\n", line)
@@ -77,6 +77,16 @@ def test_it_serves_logs_and_leaves_nothing_behind(model: Path, tmp_path: Path,
             done = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12)
             logged = json.loads(line_of(process.stderr))
             metrics = httpx2.get(f"{found[1]}/metrics", headers={"authorization": "Bearer key"}).text
+            with pytest.raises(BadRequestError, match="context is 1800 tokens here"):
+                client.completions.create(model="tiny", prompt=PROMPT, max_tokens=1900)
+            assert json.loads(line_of(process.stderr))["status"] == 400
+            text = PROMPT + done.choices[0].text
+            again = client.completions.create(model="tiny", prompt=text, max_tokens=2)
+            assert again.usage is not None
+            assert again.usage.prompt_tokens_details is not None
+            cached = again.usage.prompt_tokens_details.cached_tokens
+            assert len(PROMPT) <= (cached or 0) < len(text)  # a character is a token
+            line_of(process.stderr)
             with client.completions.create(model="tiny", prompt=PROMPT, max_tokens=1500,
                                            stream=True) as endless:
                 next(iter(endless))
@@ -125,6 +135,7 @@ def test_it_can_be_ended_while_the_cluster_starts(model: Path, tmp_path: Path) -
     (["--chat-template", "alpaca"], "no chat template 'alpaca'"),
     (["--port", "70000"], "Invalid value for '--port'"),
     (["--queue", "-1"], "Invalid value for '--queue'"),
+    (["--context", "0"], "Invalid value for '--context'"),
     (["--at-once", "-1"], "Invalid value for '--at-once'"),
     (["--local", "--cluster", "x.toml"], "give --cluster or --local, not both"),
     (["--cluster", "x.toml"], "give --cluster or --stages, not both"),
