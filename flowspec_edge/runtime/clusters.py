@@ -33,7 +33,6 @@ class Sharing(TypedDict, total=False):
     cache_rows: int
     observer: Observer
     rejoin_within: float
-    cache_rows: int
 
 
 class Clusters(ABC):
