@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from flowspec_edge.runtime.coordinator import Coordinator
 from flowspec_edge.runtime.observer import Observer, Observers
 from flowspec_edge.runtime.request import Result
 from flowspec_edge.runtime.vitals import Vitals
-from flowspec_edge.serving.asking import Served
 from flowspec_edge.serving.desk import Desk
 from flowspec_edge.serving.feed import Feed
 from flowspec_edge.serving.live import Description, Live
@@ -43,29 +42,42 @@ class Recorder(Observer):
 
 
 @dataclass
-class Watchable:
-    """A server with a page, its cluster, and what came of its requests."""
+class Watched:
+    """A cluster of processes that a page's feed watches, and what came of its requests."""
 
-    server: Running
+    model: Path
     clusters: LocalClusters
     feed: Feed
     recorder: Recorder
 
 
-def page_of(feed: Feed, what: Served, api_key: str | None = None) -> Callable[[Desk], Live]:
-    """For ``servekit.running``: the page of a server for ``what``, whose model has two layers."""
-    described = Description(NAME, what.strategy, "fp32", [(0, 1), (1, 2)], None, api_key is not None,
-                            what.tokenizer.chats)
-    return lambda desk: Live(feed, desk, described, what.tokenizer.decode, Vitals().read)
+@dataclass
+class Watchable(Watched):
+    """The same behind a server."""
+
+    server: Running
 
 
 @contextmanager
-def watchable(model: Path) -> Iterator[Watchable]:
-    """As ``flowspec serve`` has it, over ``STAGES`` processes; without a chat template."""
-    feed, recorder, what = Feed(), Recorder(), served(model, None)
-    with (closing(LocalClusters(model, STAGES, threads=1, observer=Observers([feed, recorder]))) as clusters,
-          running(what, clusters, page=page_of(feed, what)) as server):
-        yield Watchable(server, clusters, feed, recorder)
+def watched_cluster(model: Path) -> Iterator[Watched]:
+    """``STAGES`` processes for a model of two layers."""
+    feed, recorder = Feed(), Recorder()
+    observer = Observers([feed, recorder])
+    with LocalClusters(model, STAGES, threads=1, observer=observer) as clusters:
+        yield Watched(model, clusters, feed, recorder)
+
+
+@contextmanager
+def watchable(cluster: Watched, api_key: str | None = None) -> Iterator[Watchable]:
+    """A server as ``flowspec serve`` has it, without a chat template."""
+    what = served(cluster.model, None)
+    described = Description(NAME, what.strategy, "fp32", [(0, 1), (1, 2)], None, api_key is not None)
+
+    def page(desk: Desk) -> Live:
+        return Live(cluster.feed, desk, described, what.tokenizer.decode, Vitals().read)
+
+    with running(what, cluster.clusters, api_key=api_key, page=page) as server:
+        yield Watchable(cluster.model, cluster.clusters, cluster.feed, cluster.recorder, server)
 
 
 class Watcher:

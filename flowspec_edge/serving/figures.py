@@ -30,7 +30,7 @@ class _Progress:
 
 
 class Figures:
-    """Of the newest request that has them, while it runs and after it.
+    """Of the oldest request that runs; while none does, of the one that ran last.
 
     Requests of one token, the server's own probes among them, have none and are not counted.
     """
@@ -40,7 +40,7 @@ class Figures:
         self._running: dict[int, _Progress] = {}
         self._rounds: deque[int] = deque(maxlen=_ROUNDS)  # draft tokens accepted in each
         self._slot_s = 0.0
-        self._newest: dict[str, float] = {}
+        self._shown: dict[str, float] = {}
         self._total = {"requests": 0, "tokens": 0, "drafted": 0, "accepted": 0}
         self.ends = 0  # requests that ended, of whatever length
 
@@ -52,14 +52,15 @@ class Figures:
     def moved(self, coordinator: Coordinator, at: float) -> None:
         """Something of it came back and was verified."""
         with self._lock:
-            progress = self._running.get(coordinator.ledger.session)
+            session = coordinator.ledger.session
+            progress = self._running.get(session)
             tokens, rounds = len(coordinator.tokens), coordinator.strategy.counters.rounds
             if progress is None or tokens == progress.had:
                 return
             if progress.first_at is None:
                 progress.first_at, progress.round_began = at, tokens
-                if not progress.had:
-                    self._newest["ttft_s"] = at - progress.begun_at
+                if not progress.had and not coordinator.finished and self._is_shown(session):
+                    self._shown = {"ttft_s": at - progress.begun_at}
             elif rounds > progress.rounds and not coordinator.finished:
                 accepted = tokens - progress.round_began - 1  # what missed was not drafted
                 self._rounds.append(accepted)
@@ -67,15 +68,16 @@ class Figures:
                 progress.rounds, progress.round_began = rounds, tokens
             seconds = at - progress.first_at
             generated = tokens - progress.had - 1
-            if generated > 0 and seconds > 0:
-                self._newest["tokens_per_second"] = generated / seconds
-                self._newest["alr"] = generated / (rounds + 1)
+            if generated > 0 and seconds > 0 and self._is_shown(session):
+                self._shown["tokens_per_second"] = generated / seconds
+                self._shown["alr"] = generated / (rounds + 1)
                 if self._slot_s:
-                    self._newest["alt"] = generated * self._slot_s / seconds
+                    self._shown["alt"] = generated * self._slot_s / seconds
 
     def ended(self, coordinator: Coordinator, result: Result, at: float) -> None:
         """It is answered; from here its own figures count."""
         with self._lock:
+            shown = self._is_shown(coordinator.ledger.session)
             progress = self._running.pop(coordinator.ledger.session, None)
             self.ends += 1
             stats = result.stats
@@ -84,12 +86,17 @@ class Figures:
                 return
             if progress is not None and not progress.had:
                 self._rounds.append(stats.accepted - progress.accepted)  # the end of the text ends a round
-            self._newest = {"tokens_per_second": stats.tokens_per_second, "alt": stats.alt, "alr": stats.alr,
-                            "ttft_s": stats.ttft_s}
+            if shown:
+                self._shown = {"tokens_per_second": stats.tokens_per_second, "alt": stats.alt,
+                                "alr": stats.alr, "ttft_s": stats.ttft_s}
             self._total["requests"] += 1
             self._total["tokens"] += len(result.tokens)
             self._total["drafted"] += stats.drafted
             self._total["accepted"] += stats.accepted
+
+    def _is_shown(self, session: int) -> bool:
+        """Whether no older one runs."""
+        return session == next(iter(self._running), session)
 
     def lost(self) -> None:
         """What ran has no stages any more."""
@@ -102,6 +109,6 @@ class Figures:
             rounds = len(self._rounds)
             depths = [sum(n >= depth for n in self._rounds) / rounds for depth in range(1, DEPTHS + 1)] \
                 if rounds else []
-            newest = {name: self._newest.get(name) for name in ("tokens_per_second", "alt", "alr", "ttft_s")}
+            newest = {name: self._shown.get(name) for name in ("tokens_per_second", "alt", "alr", "ttft_s")}
             return {**newest, "acceptance": depths, "rounds": rounds, "running": len(self._running),
                     "waiting": waiting, "total": dict(self._total)}

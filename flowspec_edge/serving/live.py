@@ -91,13 +91,16 @@ class Live:
     def _welcome(self) -> Viewer:
         viewer, now = Viewer(), time.monotonic()
         if not self._viewers:
-            self._feed.take_flow(), self._feed.take_trees()  # what the last viewer left
+            self._feed.take_flow()  # what the last viewer left
+            self._feed.take_trees()
+            self._trees.forget()
             self._feed.watched = True
             self._ticker = asyncio.ensure_future(self._tick())
+        self._tell_cluster()
         self._viewers.add(viewer)
-        for name, event in (("cluster", self._describe()), ("boards", self._look(now)),
-                            ("figures", self._figures())):
-            viewer.put(name, encoded(name, event))
+        viewer.put("cluster", self._cluster)
+        viewer.put("boards", encoded("boards", self._look(now)))
+        viewer.put("figures", encoded("figures", self._figures()))
         return viewer
 
     def _dismiss(self, viewer: Viewer) -> None:

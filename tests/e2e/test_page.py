@@ -12,17 +12,14 @@ from urllib.parse import urlsplit
 
 import pytest
 from clusterkit import PATIENCE
-from livekit import STAGES, Watchable, page_of, watchable
+from livekit import STAGES, Watchable, Watched, watchable, watched_cluster
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright
-from servekit import running, served, until
+from servekit import until
 from tiny_dir import tiny_model_dir
 
-from flowspec_edge.config import load_profile
 from flowspec_edge.modeldir import ModelDir
 from flowspec_edge.runtime.plain import PlainDecoder
-from flowspec_edge.runtime.virtual import VirtualCluster
 from flowspec_edge.sampling import Sampling
-from flowspec_edge.serving.feed import Feed
 from flowspec_edge.text import Tokenizer
 
 CHROMIUM = Path("/usr/bin/chromium")
@@ -43,8 +40,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def watched(model: Path) -> Iterator[Watchable]:
-    with watchable(model) as found:
+def cluster(model: Path) -> Iterator[Watched]:
+    with watched_cluster(model) as found:
+        yield found
+
+
+@pytest.fixture
+def watched(cluster: Watched) -> Iterator[Watchable]:
+    with watchable(cluster) as found:
         yield found
 
 
@@ -170,14 +173,12 @@ def test_a_phone_has_it_all_in_one_column_and_in_the_dark(browser: Browser, watc
         until(lambda: painted(page, "#rail"))
 
 
-def test_it_asks_for_the_key_once(browser: Browser, model: Path) -> None:
-    what, cluster = served(model, None), VirtualCluster(model, STAGES, load_profile("paper-7b"))
-    page_with_key = page_of(Feed(), what, "secret")
-    with (running(what, cluster, api_key="secret", page=page_with_key) as server,
+def test_it_asks_for_the_key_once(browser: Browser, cluster: Watched) -> None:
+    with (watchable(cluster, api_key="secret") as watched,
           closing(browser.new_context(viewport=DESK)) as opened):
         page = opened.new_page()
         page.set_default_timeout(PATIENCE * 1e3)
-        page.goto(server.url)
+        page.goto(watched.server.url)
         page.fill("#key", "wrong")
         page.press("#key", "Enter")
         expect(page.locator("#key-wrong")).to_have_text("That is not the key.")
@@ -190,6 +191,6 @@ def test_it_asks_for_the_key_once(browser: Browser, model: Path) -> None:
         page.press("#prompt", "Enter")
         expect(page.locator(".answer")).to_have_text(re.compile("."))
         # Without its server the page says so; the text stays.
-        server.desk.close()
+        watched.server.desk.close()
         expect(page.locator("#state")).to_have_attribute("data-state", "cut")
         expect(page.locator("#state")).to_contain_text("trying again")

@@ -13,14 +13,13 @@ from typing import Any
 
 import httpx2
 import pytest
-from livekit import STAGES, Watchable, Watcher, page_of, watchable
+from livekit import STAGES, Watchable, Watched, Watcher, watchable, watched_cluster
 from openai import APIError
-from servekit import NAME, Held, running, served, until
+from servekit import NAME, until
 
 from flowspec_edge.modeldir import ModelDir
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling import Sampling
-from flowspec_edge.serving.feed import Feed
 from flowspec_edge.text import Tokenizer
 
 PROMPT = "def f(x): return"
@@ -29,8 +28,14 @@ STATES = {"drafted", "sent", "accepted", "pruned"}
 
 
 @pytest.fixture(scope="module")
-def watched(model: Path) -> Iterator[Watchable]:
-    with watchable(model) as found:
+def cluster(model: Path) -> Iterator[Watched]:
+    with watched_cluster(model) as found:
+        yield found
+
+
+@pytest.fixture
+def watched(cluster: Watched) -> Iterator[Watchable]:
+    with watchable(cluster) as found:
         yield found
 
 
@@ -185,9 +190,9 @@ def test_a_stage_that_dies_is_named_and_so_is_its_return(watched: Watchable) -> 
         told_of(watched, watcher)
 
 
-def test_the_page_needs_no_key_and_what_it_shows_does(held: Held, model: Path) -> None:
-    what = served(model)
-    with running(what, held, api_key="secret", page=page_of(Feed(), what, "secret")) as server:
+def test_the_page_needs_no_key_and_what_it_shows_does(cluster: Watched) -> None:
+    with watchable(cluster, api_key="secret") as watched:
+        server = watched.server
         for path in ("/", "/page/main.js", "/page/style.css"):
             answer = server.http.get(path)
             assert answer.status_code == 200
@@ -200,6 +205,7 @@ def test_the_page_needs_no_key_and_what_it_shows_does(held: Held, model: Path) -
             assert watcher.named("cluster")[0]["needs_key"] is True
             server.desk.close()
             until(lambda: watcher.ended)  # nobody who watches keeps the server from ending
-    with running(what, held, page=page_of(Feed(), what)) as server:
-        foreign = server.http.get("/", headers={"Host": "example.org"})
-        assert foreign.status_code == 403
+
+
+def test_without_a_key_the_page_is_this_machines_alone(watched: Watchable) -> None:
+    assert watched.server.http.get("/", headers={"Host": "example.org"}).status_code == 403

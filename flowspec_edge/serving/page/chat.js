@@ -47,16 +47,17 @@ async function ask() {
   hint.hidden = true;
   prompt.value = "";
   const turn = made("div", chats ? "turn" : "turn text");
-  const answer = made("div", "answer");
-  turn.append(made("div", "asked", asked), answer);
+  const answer = made("div", "answer"), note = made("p", "note");
+  turn.append(made("div", "asked", asked), answer, note);
   log.append(turn);
   follow(true);
   busy(turn, new AbortController());
   try {
-    turn.append(made("p", "note", summary(await stream(asked, answer))));
+    note.textContent = summary(await stream(asked, answer, note));
   } catch (error) {
     const stopped = running.signal.aborted;
-    turn.append(made("p", stopped ? "note" : "note wrong", stopped ? "stopped" : words(error)));
+    note.textContent = stopped ? "stopped" : words(error);
+    note.classList.toggle("wrong", !stopped);
   }
   if (chats && answer.textContent) {
     turns.push({ role: "user", content: asked }, { role: "assistant", content: answer.textContent });
@@ -65,8 +66,8 @@ async function ask() {
   follow(true);
 }
 
-/** Shows the answer as it comes; resolves to its `usage`. */
-async function stream(asked, answer) {
+/** Shows the answer as it comes, and before that what it waits for; resolves to its `usage`. */
+async function stream(asked, answer, note) {
   const body = chats ? { messages: [...turns, { role: "user", content: asked }] }
     : { prompt: asked, max_tokens: CONTINUED };
   const request = () => fetch(chats ? "/v1/chat/completions" : "/v1/completions", {
@@ -77,8 +78,10 @@ async function stream(asked, answer) {
   while ((response = await request()).status === 401) await askKey();
   if (!response.ok) throw new Error((await response.json()).error.message);
   let usage = null;
-  for await (const { data } of events(response.body)) {
+  for await (const { data, comment } of events(response.body)) {
+    note.textContent = comment;
     if (data === "[DONE]") return usage;
+    if (!data) continue;
     const chunk = JSON.parse(data);
     if (chunk.error) throw new Error(chunk.error.message);
     usage = chunk.usage ?? usage;

@@ -14,7 +14,7 @@ export async function watch(on) {
     try {
       for await (const { name, data } of stream()) {
         pause = FIRST_PAUSE_S;
-        on[name]?.(JSON.parse(data));
+        if (data) on[name]?.(JSON.parse(data));
       }
     } catch (error) {
       why = error instanceof TypeError ? "the server cannot be reached" : error.message;

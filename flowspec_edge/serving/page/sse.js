@@ -1,6 +1,6 @@
 // Server-sent events out of a fetch: EventSource can send no headers, and so no key.
 
-/** Yields {name, data} for every event of a response's body; ends with it. */
+/** Yields {name, data, comment} for every event of a response's body; a comment alone has no data. */
 export async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
@@ -19,10 +19,11 @@ export async function* events(body) {
 }
 
 function parsed(block) {
-  const event = { name: "message", data: "" };
+  const event = { name: "message", data: "", comment: "" };
   for (const line of block.split("\n")) {
     if (line.startsWith("event: ")) event.name = line.slice(7);
     else if (line.startsWith("data: ")) event.data += line.slice(6);
+    else if (line.startsWith(": ")) event.comment = line.slice(2);
   }
   return event;
 }

@@ -4,6 +4,7 @@ import { cleared, colour, isStill, painter } from "./canvas.js";
 import { heights } from "./tree_layout.js";
 
 const GONE_S = 1.1;  // how long a node that was cut can be seen
+const LAYERS = ["pruned", "drafted", "sent", "accepted"];  // what is drawn over what
 const FADED = 0.6;  // how strong it is in the beginning
 const SPEED = 9;  // a second; larger is faster
 const NARROW = 500;  // pixels
@@ -96,8 +97,9 @@ function paint(now) {
     if (cut && node.light <= 0.01 || node.x < camera - trail() - 2) nodes.delete(node.id);
     moving ||= Math.abs(node.to - node.y) > 0.01 || cut || node.light < 0.99;
   }
-  for (const node of nodes.values()) drawEdge(draw, node, place);
-  for (const node of nodes.values()) drawDot(draw, node, place(node));
+  const upwards = [...nodes.values()].sort((a, b) => LAYERS.indexOf(a.state) - LAYERS.indexOf(b.state));
+  for (const node of upwards) drawEdge(draw, node, place);
+  for (const node of upwards) drawDot(draw, node, place(node));
   drawLabels(draw, place);
   return moving;
 }
