@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from flowspec_edge.messages import Cancel, Computed, Credit, Output, Prune, Segment, Tap
+from flowspec_edge.runtime.coordinator import Coordinator
 from flowspec_edge.runtime.observer import Observer
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request
@@ -13,12 +14,17 @@ from flowspec_edge.runtime.request import Request
 class Striker(Observer):
     """Acts once, when so many segments have been sent and outputs have come since it was armed.
 
-    lost, back  what was told of losses, and how often that all are back
+    lost_for    what was told of losses
+    times_back  how often that all are back
+    on_lost     called with the next loss, once
+    on_opened   called whenever a request begins, or begins again
     """
 
     def __init__(self) -> None:
         self.lost_for: list[str] = []
         self.times_back = 0
+        self.on_lost: Callable[[], None] | None = None
+        self.on_opened: Callable[[Coordinator], None] = lambda coordinator: None
         self._left = 0
         self._act: Callable[[], None] | None = None
 
@@ -39,6 +45,12 @@ class Striker(Observer):
 
     def lost(self, reason: str, at: float) -> None:
         self.lost_for.append(reason)
+        if self.on_lost is not None:
+            act, self.on_lost = self.on_lost, None
+            act()
+
+    def opened(self, coordinator: Coordinator, at: float) -> None:
+        self.on_opened(coordinator)
 
     def back(self, at: float) -> None:
         self.times_back += 1

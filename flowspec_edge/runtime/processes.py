@@ -101,7 +101,6 @@ class ProcessCluster:
         self._inbox: deque[Ticket] = deque()
         self._driver = threading.Lock()
         self._closed = False
-        self._keeps_waiting = rejoin_within > 0
         self._threads = torch.get_num_threads()  # before it was a cluster's
         with ExitStack() as undo:
             self._children = Children()
@@ -193,20 +192,10 @@ class ProcessCluster:
         goes on when somebody drives again.
 
         Whatever ends it otherwise ends all open requests, too: FlowspecError (PeerLost and others),
-        which closes the cluster.  See :meth:`take_waiting` for those that were not begun.
+        which closes the cluster.
         """
         with self._driver:
             self._drive(stop)
-
-    def take_waiting(self) -> list[Ticket]:
-        """What was handed in and has not begun, in order: not settled, and forgotten here.
-
-        With ``rejoin_within`` there may be such when the cluster has closed, for another one to answer.
-        """
-        waiting: list[Ticket] = []
-        while self._inbox:
-            waiting.append(self._inbox.popleft())
-        return waiting
 
     def _hand_in(self, request: Request, on_tokens: OnTokens | None = None) -> Ticket:
         if self._closed:
@@ -266,10 +255,8 @@ class ProcessCluster:
 
     def _give_up(self, error: BaseException) -> None:
         self._loop.abandon(error)
-        if self._keeps_waiting and isinstance(error, PeerLost):
-            return
-        for ticket in self.take_waiting():
-            ticket.settle(error)
+        while self._inbox:
+            self._inbox.popleft().settle(error)
 
     def _coordinator(self, ticket: Ticket, session: int, before: Coordinator | None) -> Coordinator:
         request = ticket.request

@@ -82,7 +82,31 @@ def test_two_answers_go_on_after_a_stage_was_lost(
         assert result.stats.bytes > sum(stage["bytes_out"] for stage in result.stats.stages)
 
 
-def test_a_stage_that_does_not_come_back_is_named_and_the_queue_is_kept(model: Path, tmp_path: Path) -> None:
+def test_another_stage_is_lost_meanwhile_and_what_nobody_waits_for_is_not_resumed(
+        cluster: ProcessCluster, plain: PlainDecoder, striker: Striker) -> None:
+    before = cluster.pids
+    stays = cluster.submit(TWO[0], on_third(lambda: os.kill(before[0], signal.SIGKILL)))
+    goes = cluster.submit(Request(TWO[1].prompt, "chunk_pp", 1000, TWO[1].sampling))
+    resumed: list[int] = []
+
+    def lost() -> None:
+        goes.cancel()
+        os.kill(before[2], signal.SIGKILL)
+        striker.on_opened = lambda coordinator: resumed.append(len(coordinator.request.prompt))
+
+    striker.on_lost = lost
+    cluster.serve(lambda: stays.done and goes.done)
+    striker.on_opened = lambda coordinator: None
+    assert stays.result().tokens == own_texts(plain, TWO[:1])[0]
+    assert set(resumed) == {len(TWO[0].prompt)}
+    left = goes.result()
+    assert left.finish_reason == "cancelled"
+    assert left.tokens == plain.generate(TWO[1].prompt, 200, TWO[1].sampling)[0][: len(left.tokens)]
+    assert len(left.tokens) < 200
+    assert [i + 1 for i in range(3) if before[i] == cluster.pids[i]] == [2]
+
+
+def test_a_stage_that_does_not_come_back_is_named(model: Path, tmp_path: Path) -> None:
     copy = tmp_path / "model"
     shutil.copytree(model, copy)
 
@@ -90,15 +114,12 @@ def test_a_stage_that_does_not_come_back_is_named_and_the_queue_is_kept(model: P
         shutil.rmtree(copy / "target")
         os.kill(pids[1], signal.SIGKILL)
 
-    with ProcessCluster(copy, 2, threads=1, rejoin_within=1.0, at_once=1) as cluster:
+    with ProcessCluster(copy, 2, threads=1, rejoin_within=1.0) as cluster:
         pids = cluster.pids
         begun = cluster.submit(Request(PROMPT, "flowspec", 1000), on_third(strike))
-        queued = cluster.submit(Request(PROMPT, "flowspec", 4))
         with pytest.raises(PeerLost, match=r"V2 was killed by SIGKILL; not back within 1 s: V2 .*no model"):
             cluster.serve(lambda: begun.done)
         with pytest.raises(PeerLost, match="not back within 1 s: V2"):
             begun.result(0)
-        assert not queued.done
-        assert cluster.take_waiting() == [queued]
         assert cluster.closed
         assert not any(map(alive, pids))

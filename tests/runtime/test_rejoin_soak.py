@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,8 @@ from clusterkit import PATIENCE, alive
 from rejoinkit import Striker
 from tiny_dir import tiny_model_dir
 
+from flowspec_edge.errors import PeerLost
+from flowspec_edge.runtime.coordinator import Coordinator
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.processes import ProcessCluster
 from flowspec_edge.runtime.request import Request
@@ -96,3 +99,33 @@ def test_random_losses_of_ranks(model: Path, own_text: Callable[[Request], list[
         pids = strike_often(cluster, striker, own_text, [kind], 4, seed=3)
         assert len(pids) >= 2 * 4
     assert not any(map(alive, pids))
+
+
+@pytest.mark.soak
+def test_a_request_that_costs_a_stage_every_time_ends_alone(
+        model: Path, own_text: Callable[[Request], list[int]]) -> None:
+    striker = Striker()
+    with ProcessCluster(model, 2, threads=1, rejoin_within=PATIENCE, observer=striker) as cluster:
+        bad = Request(LONG, "flowspec", 8)
+
+        def opened(coordinator: Coordinator) -> None:
+            if coordinator.request is bad:
+                os.kill(cluster.pids[1], signal.SIGKILL)
+
+        striker.on_opened = opened
+        with pytest.raises(PeerLost, match="stages were lost 6 times, and this request got no new token"):
+            cluster.generate(bad)
+        good = Request(LONG[:70], "flowspec", 8)
+        assert cluster.generate(good).tokens == own_text(good)
+
+
+@pytest.mark.soak
+def test_a_stage_that_ends_again_and_again_is_given_up_before_the_time_is_over(model: Path, tmp_path: Path
+                                                                               ) -> None:
+    copy = tmp_path / "model"
+    shutil.copytree(model, copy)
+    with ProcessCluster(copy, 2, threads=1, rejoin_within=10 * PATIENCE) as cluster:
+        (copy / "target" / "model.safetensors").unlink()
+        os.kill(cluster.pids[0], signal.SIGKILL)
+        with pytest.raises(PeerLost, match=r"no model at .*; it was started 5 times in vain"):
+            cluster.generate(Request(LONG, "autoregressive", 8))
