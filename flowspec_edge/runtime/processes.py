@@ -81,7 +81,8 @@ class ProcessCluster:
         rejoin_within seconds for a lost stage to be back: open requests wait for it and go on.  Stages
                       that were started here are started anew, others waited for; tensor-parallel ranks
                       at ``addresses`` are not.  With 0 the loss of a stage ends the cluster
-        watch         says which of the stages at ``addresses`` has ended, and why, if that is known
+        watch         says which of the stages at ``addresses`` has ended, and why, if that is known and
+                      nobody starts it again
         observer      is told what happens
 
         UsageError if the model cannot be cut into so many stages, or encryption is not to be had,
@@ -122,7 +123,7 @@ class ProcessCluster:
                                      self._observer.heard)
             self._loop = RequestLoop(self._links, self._coordinator, emulation, self._observer, cache_rows)
             self._rejoin = Rejoin(self._links, self._children, rejoin_within if plan or not grouped else 0.0,
-                                  self._observer, plan.new_group if plan and grouped else None)
+                                  self._observer, watch, plan.new_group if plan and grouped else None)
             if plan:
                 emulate = self._children.directory / "emulation.json" if emulation else None
                 if emulation and emulate:

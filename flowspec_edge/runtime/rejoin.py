@@ -34,8 +34,9 @@ class Rejoin:
     """
 
     def __init__(self, links: StageLinks, children: Children, within: float, observer: Observer,
-                 new_group: Callable[[], None] | None = None) -> None:
+                 gone: Callable[[], str | None], new_group: Callable[[], None] | None = None) -> None:
         """within     seconds for all stages to be back; with 0 a loss is the end
+        gone       says whether a stage that others started has ended for good, and why
         new_group  for ranks, which are started anew together: called when all have ended
         """
         self.trouble: str | None = None
@@ -43,6 +44,7 @@ class Rejoin:
         self._children = children
         self._within = within
         self._observer = observer
+        self._gone = gone
         self._new_group = new_group
         self._lost_at = 0.0
         self._deadline = 0.0
@@ -61,7 +63,7 @@ class Rejoin:
             self._starts.clear()
             self._start_at.clear()
             self._in_vain = ""
-        if now >= self._deadline:
+        if now >= self._deadline or self._gone() is not None:
             raise error
         self.trouble = str(error).removesuffix(ADVICE)
         log.warning("%s; waiting for it for up to %.0f s", self.trouble, self._deadline - now)
@@ -84,6 +86,8 @@ class Rejoin:
             log.info("%s", error)
         if self._children.pids:
             self._start_anew({**{stage: f"V{stage} is silent" for stage in silent}, **self._children.ended()})
+        if (gone := self._gone()) is not None:
+            raise PeerLost(gone + ADVICE)
         absent = members.absent()
         if not absent and self._links.reaches_v1 and not self._children.ended():
             return True
