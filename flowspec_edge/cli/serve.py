@@ -93,6 +93,10 @@ def serve(
     ready_within: Annotated[float, typer.Option(
         "--ready-within", min=1, help="/ready needs a token in the last so many seconds; when nobody asks "
                                       "anything, one is made twice as often.", metavar="S")] = 60.0,
+    rejoin_within: Annotated[float, typer.Option(
+        "--rejoin-within", min=0, metavar="S", help="A lost stage may take so many seconds to be back before "
+                                                    "open requests get an error; 0: they get it at once.",
+        )] = 60.0,
     emulate: EmulateOption = None,
     log_json: Annotated[bool, typer.Option("--log-json", help="Log lines are JSON objects.")] = False,
     *,

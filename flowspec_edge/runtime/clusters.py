@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 class Sharing(TypedDict, total=False):
-    """How requests share a cluster, and who watches: arguments of :class:`ProcessCluster`, of which
-    those that are left out have its defaults."""
+    """How requests share a cluster, what becomes of them when a stage is lost, and who watches: arguments
+    of :class:`ProcessCluster`, of which those that are left out have its defaults."""
 
     at_once: int
     cache_rows: int
-    observer: Observer
     rejoin_within: float
+    observer: Observer
 
 
 class Clusters(ABC):

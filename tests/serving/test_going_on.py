@@ -1,0 +1,45 @@
+"""A stage is killed while clients read: their streams go on, and end with the text of plain decoding."""
+
+from __future__ import annotations
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from clusterkit import PATIENCE
+from servekit import NAME, running, served
+from transformers import AutoTokenizer
+
+from flowspec_edge.modeldir import ModelDir
+from flowspec_edge.runtime.clusters import LocalClusters
+from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.sampling import Sampling
+
+PROMPT = "def f(x): return"
+
+
+def test_streams_go_on_when_a_stage_was_killed(model: Path, plain: PlainDecoder) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model / "target")
+    ids, stop = tokenizer(PROMPT)["input_ids"], ModelDir(model).stop_ids
+    with LocalClusters(model, 2, threads=1, at_once=2, rejoin_within=PATIENCE) as processes, \
+            running(served(model), processes, at_once=2) as server, ThreadPoolExecutor(2) as pool:
+
+        assert processes.running is not None
+        before = processes.running.pids
+
+        def text(seed: int, strikes: bool) -> str:
+            chunks = server.client.completions.create(
+                model=NAME, prompt=PROMPT, max_tokens=60, stream=True, temperature=1.0, seed=seed)
+            first = next(iter(chunks)).choices[0].text
+            if strikes:
+                os.kill(before[1], signal.SIGKILL)
+            return first + "".join(chunk.choices[0].text for chunk in chunks)
+
+        found = list(pool.map(text, (3, 4), (False, True)))
+        expected = [tokenizer.decode(plain.generate(ids, 60, Sampling(1.0, seed=seed), stop)[0])
+                    for seed in (3, 4)]
+        assert found == expected
+        after = processes.running.pids
+        assert (after[0] == before[0], after[1] == before[1]) == (True, False)
+        assert server.ready() == (200, "")
