@@ -103,13 +103,14 @@ class RequestLoop:
         A request that loses its stages again and again ends with PeerLost and ``reason``.
         """
         sessions = [*self._closing, *self._running]
-        for session, running in [*self._closing.items(), *self._running.items()]:
-            if running.coordinator.finished:
-                self._answer(session, running)
-            else:
-                self._aside.append(running)
+        begun = [*self._closing.values(), *self._running.values()]
         self._closing.clear()
         self._running.clear()
+        for running in begun:
+            if running.coordinator.finished:
+                self._answer(running.session, running)
+        # Those that are aside still, from a loss before, are younger than those that went on already.
+        self._aside = [running for running in begun if not running.coordinator.finished] + self._aside
         self._sessions = Sessions()  # V1 has nothing of ours, and whatever the stages kept is gone
         self.pool.clear()
         self._links.close_all(sessions)
