@@ -85,9 +85,6 @@ def serve(
         "--context", min=1, metavar="N", help=(
             "Tokens of all requests' texts together, kept ones included, that the caches hold: what "
             "flowspec plan --context N --at-once M counts with."))] = 4096,
-    rejoin_within: Annotated[float, typer.Option(
-        "--rejoin-within", min=0, metavar="S",
-        help="Seconds for a lost stage to be back: answers wait for it and go on.")] = 60.0,
     answer_tokens: Annotated[int, typer.Option(
         "--answer-tokens", min=1, help="The longest answer in a chat whose client sets no limit.")] = 1024,
     ready_within: Annotated[float, typer.Option(
