@@ -113,6 +113,9 @@ def test_a_commit_before_its_taps_is_named(tmp_path):
     drafter.tap(Tap(1, 0, 0, LAYERS[0], np.array([9], np.int32), features))
     with pytest.raises(ProtocolError, match="state of row 9 after 9 layers is missing"):
         drafter.commit([6], features, [9])
+    assert drafter.rewind(2, *s.ranking)  # to a session in which row 9 is another
+    with pytest.raises(ProtocolError, match="state of row 9 after 2 layers is missing"):
+        drafter.commit([6], features, [9])
     drafter.reset(*s.ranking)
     with pytest.raises(ProtocolError, match="as many features"):
         drafter.commit([6], features, [9])

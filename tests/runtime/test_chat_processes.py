@@ -84,6 +84,10 @@ def cluster(tiny_model: Path, watch: Watch) -> Iterator[ProcessCluster]:
         yield made
 
 
+def test_what_the_cluster_asked_itself_is_not_kept(cluster: ProcessCluster) -> None:
+    assert cluster.generate(Request([0] * 90, "autoregressive", 1)).stats.reused == 0  # the first of all
+
+
 class Chat:
     """One client's: its history, and what of it the stages must have."""
 

@@ -135,8 +135,8 @@ def test_kept_rows_go_with_a_lost_stage(model: Path, plain: PlainDecoder) -> Non
         text, reused = list(PROMPT), []
         for turn in range(4):
             request = Request(text, "flowspec", 24, Sampling(temperature=1.0, seed=turn))
-            strike = on_third(partial(os.kill, cluster.pids[turn % 3], signal.SIGKILL)) if 0 < turn < 3 else None
-            result = cluster.generate(request, strike)
+            strike = on_third(partial(os.kill, cluster.pids[turn % 3], signal.SIGKILL))
+            result = cluster.generate(request, strike if 0 < turn < 3 else None)
             assert result.tokens == own_texts(plain, [request])[0]
             reused.append((result.stats.reused, len(text)))
             text += [*result.tokens, 11, 12, 13]

@@ -75,7 +75,7 @@ def _mixed(draw: st.DrawFn, one: list[Segment], other: list[Segment]) -> list[Se
     return [left[i].pop(0) for i in draw(st.permutations([0] * len(one) + [1] * len(other)))]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_kept_rows_are_as_good_as_read_in(shards: list[Shard], oracle: Oracle, data: st.DataObject) -> None:
     (steps, told), after = data.draw(plays()), list[Control]()
