@@ -142,3 +142,6 @@ class Stage:
         self.thread.join(PATIENCE)
         assert not self.thread.is_alive()
         return self.error
+
+
+Start = Callable[..., Stage]  # an engine, and what differs from the usual configuration

@@ -1,8 +1,9 @@
-"""Models for the runtime's tests: tiny random ones, and the demonstration model."""
+"""Models for the runtime's tests, tiny random ones and the demonstration model; and a stage's loop."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,17 @@ import torch
 from tiny import tiny_llama
 from tiny_dir import tiny_spd
 from transformers import AutoTokenizer, LlamaConfig
+from workerkit import Stage, Start
 
 from flowspec_edge.config import DraftCost, Link, LmHeadCost, Profile, StageCurve, load_profile
 from flowspec_edge.drafting.eagle import EagleHead
 from flowspec_edge.drafting.eagle_checkpoint import save_head
+from flowspec_edge.messages import Cancel, Shutdown
 from flowspec_edge.modeldir import resolve_model
+from flowspec_edge.runtime.engine import Engine
+from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.shard import load_shard
+from flowspec_edge.transport.memory import MemoryTransport
 
 
 def tiny_head(path: Path, vocab: int, hidden: int = 64, seed: int = 1) -> None:
@@ -77,6 +84,35 @@ def demo_prompts(demo_model: Path) -> list[list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(demo_model / "target")
     lines = (demo_model / "prompts.jsonl").read_text().splitlines()
     return [tokenizer.encode(json.loads(line)["prompt"]) for line in lines]
+
+
+@pytest.fixture(scope="session")
+def worker_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target of two layers, for a stage of its own."""
+    return tiny_llama(tmp_path_factory.mktemp("worker"), layers=2, hidden=32)
+
+
+@pytest.fixture
+def real(worker_model: Path) -> StageEngine:
+    """The engine of the first of two stages."""
+    return StageEngine(load_shard(worker_model, 0, 1, "fp32"))
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a stage's loop over in-memory links; those that go on are ended."""
+    stages: list[Stage] = []
+
+    def make(engine: Engine, data_queue: int = 8, **changes: object) -> Stage:
+        stages.append(Stage(engine, MemoryTransport(data_queue=data_queue), changes))
+        return stages[-1]
+
+    yield make
+    for stage in stages:
+        if stage.thread.is_alive():
+            stage.tell(Cancel(1, 0, tuple(range(100))))
+            stage.tell(Shutdown("the test is over"))
+            stage.ended()
 
 
 @pytest.fixture(scope="session")
