@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.errors import ProtocolError, UsageError
 from flowspec_edge.messages import Cancel, Credit, Open, Output, Payload, Prune, Segment, Tap
-from flowspec_edge.runtime.request import FinishReason, Request, Result, Stats
-from flowspec_edge.sampling import choose
+from flowspec_edge.runtime.request import FinishReason, Likelihood, Request, Result, Stats
+from flowspec_edge.sampling import Sampling, choose, log_probs
 from flowspec_edge.strategies.base import Counters, Strategy
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.tree.ledger import Ledger
@@ -104,6 +104,7 @@ class Coordinator:
         self._hidden: dict[int, tuple[Payload, int]] = {}  # number -> where its hidden state lies
         self._tokens: list[int] = []
         self._token_at: list[float] = []  # when each of them became text
+        self._likelihoods: list[Likelihood] = []  # of those that nobody has taken, if they are wanted
         self._streamed = 0
         self._accepted = 0
         self._rounds = 0
@@ -120,6 +121,7 @@ class Coordinator:
         """Take over the books of a coordinator that cannot go on."""
         assert not before.finished
         self._tokens, self._token_at = before._tokens, before._token_at
+        self._likelihoods = before._likelihoods
         self._streamed, self._accepted = before._streamed, before._accepted
         past, lost = before._past, before.strategy.counters
         self._past = Counters(*(getattr(past, f.name) + getattr(lost, f.name) for f in fields(Counters)))
@@ -271,11 +273,11 @@ class Coordinator:
         """Make tokens text, exactly up to the end of sequence or the limit."""
         if not commits:
             return
+        rows = [self._hidden[c.source] for c in commits]
+        features = Payload(rows[0][0].dtype, np.stack([payload.array[row] for payload, row in rows]))
         if self.drafter:
-            rows = [self._hidden[c.source] for c in commits]
-            features = np.stack([payload.array[row] for payload, row in rows])
-            self.drafter.commit([c.token for c in commits], Payload(rows[0][0].dtype, features),
-                                 [c.source for c in commits])
+            self.drafter.commit([c.token for c in commits], features, [c.source for c in commits])
+        likelihoods = self._how_likely(commits, features)
         self._read += [c.token for c in commits]
         self._chain += [c.source for c in commits if c.source > self._chain[-1]]  # the prompt's last is there
         newest = commits[-1].source  # older sources can predict nothing any more
@@ -286,11 +288,25 @@ class Coordinator:
                 break
             self._tokens.append(commit.token)
             self._token_at.append(self._clock())
+            self._likelihoods += likelihoods[:1]
+            likelihoods = likelihoods[1:]
             self._accepted += commit.drafted
             if len(self._tokens) == self.request.max_new_tokens:
                 self.finish_reason = "length"
                 break
         self._ended_at = self._clock()
+
+    def _how_likely(self, commits: list[Commit], features: Payload) -> list[Likelihood]:
+        """Of each commit, if the request wants it; lm_head is asked again, for these rows alone."""
+        count = self.request.logprobs
+        if count is None:
+            return []
+        found = []
+        for commit, row in zip(commits, log_probs(self._head(features), Sampling(1.0)), strict=True):
+            top = np.argsort(-row, kind="stable")[:count]
+            found.append(Likelihood(commit.token, float(row[commit.token]),
+                                    tuple((int(token), float(row[token])) for token in top)))
+        return found
 
     def cancel(self) -> None:
         """Nobody waits for the text any more: what there is of it is all."""
@@ -312,6 +328,11 @@ class Coordinator:
     def tokens(self) -> Sequence[int]:
         """The answer so far; it grows until it is finished."""
         return self._tokens
+
+    def new_likelihoods(self) -> list[Likelihood]:
+        """How likely the tokens were that were committed since the last call, if the request wants that."""
+        new, self._likelihoods = self._likelihoods, []
+        return new
 
     def new_tokens(self) -> list[int]:
         """Tokens committed since the last call."""

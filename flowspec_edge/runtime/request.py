@@ -16,6 +16,19 @@ FinishReason = Literal["stop", "length", "cancelled"]  # cancelled: nobody waits
 OnTokens = Callable[[list[int]], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Likelihood:
+    """How likely the target found a token where it stands, whatever the temperature, top-k and top-p.
+
+    logprob  the natural logarithm of its probability
+    top      the likeliest tokens and theirs, the likeliest first, as many as were asked for
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
 @dataclass(frozen=True)
 class Request:
     """One text to continue; ``prompt`` is token ids."""
@@ -26,6 +39,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     params: Params = field(default_factory=Params)
     stop_ids: frozenset[int] = frozenset()  # end-of-sequence ids; the one met is not returned
+    logprobs: int | None = None  # tell of each token how likely it was, and so many others (Likelihood)
 
 
 @dataclass(frozen=True)

@@ -222,6 +222,7 @@ class RequestLoop:
         if self._emulation:
             running.late_s += rest(start, self._emulation.devices.task_seconds(job.coordinator, job.task))
         self._observer.worked(job, began, time.monotonic())
+        running.ticket.likelihoods += job.coordinator.new_likelihoods()
         if running.ticket.on_tokens and (new := job.coordinator.new_tokens()):
             try:
                 running.ticket.on_tokens(new)  # may block; what came meanwhile is read before anybody

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from flowspec_edge.runtime.request import OnTokens, Request, Result, Stats
+from flowspec_edge.runtime.request import Likelihood, OnTokens, Request, Result, Stats
 
 Outcome = Result | BaseException
 
@@ -18,11 +18,13 @@ class Ticket:
 
     ``on_tokens`` is called in the thread that drives the cluster, and should be quick: every other
     request waits for it.  If it raises, this request ends with that error, and no other.
+    ``likelihoods`` has an entry for each token that it was called with, if the request wants them.
     """
 
     def __init__(self, request: Request, on_tokens: OnTokens | None = None) -> None:
         self.request = request
         self.on_tokens = on_tokens
+        self.likelihoods: list[Likelihood] = []
         self._settled = threading.Event()
         self._cancelled = threading.Event()
         self._outcome: Outcome | None = None

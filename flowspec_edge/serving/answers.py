@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from flowspec_edge.runtime.request import Request, Result
+from flowspec_edge.serving.logprobs import Spelled, chat_logprobs, completion_logprobs
 
 Finish = Literal["stop", "length"]
 
@@ -33,12 +35,13 @@ class Answer:
     def __post_init__(self) -> None:
         self.id = self.id or ("chatcmpl-" if self.chat else "cmpl-") + uuid.uuid4().hex
 
-    def whole(self, text: str, finish: Finish, usage: dict[str, Any]) -> dict[str, Any]:
-        """The answer in one piece."""
+    def whole(self, text: str, finish: Finish, usage: dict[str, Any], likely: Sequence[Spelled] = ()
+              ) -> dict[str, Any]:
+        """The answer in one piece; ``likely`` of its tokens, if that is wanted."""
         content = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat \
             else {"text": text}
         kind = "chat.completion" if self.chat else "text_completion"
-        return self._object(kind, [self._choice(content, finish)], usage=usage)
+        return self._object(kind, [self._choice(content, finish, likely)], usage=usage)
 
     def opening(self) -> list[dict[str, Any]]:
         """What comes before any text: a chat says who speaks."""
@@ -46,9 +49,9 @@ class Answer:
             return []
         return [self._chunk({"delta": {"role": "assistant", "content": ""}})]
 
-    def piece(self, text: str) -> dict[str, Any]:
-        """More text."""
-        return self._chunk({"delta": {"content": text}} if self.chat else {"text": text})
+    def piece(self, text: str, likely: Sequence[Spelled] = ()) -> dict[str, Any]:
+        """More text, and how likely the tokens were that were read for it."""
+        return self._chunk({"delta": {"content": text}} if self.chat else {"text": text}, likely=likely)
 
     def closing(self, finish: Finish, usage: dict[str, Any]) -> list[dict[str, Any]]:
         """Why it ended, and the counts if they are wanted."""
@@ -80,12 +83,15 @@ class Answer:
     def _kind(self) -> str:
         return "chat.completion.chunk" if self.chat else "text_completion"
 
-    def _chunk(self, content: dict[str, Any], finish: Finish | None = None) -> dict[str, Any]:
+    def _chunk(self, content: dict[str, Any], finish: Finish | None = None, likely: Sequence[Spelled] = ()
+               ) -> dict[str, Any]:
         extra = {"usage": None} if self.include_usage else {}
-        return self._object(self._kind, [self._choice(content, finish)], **extra)
+        return self._object(self._kind, [self._choice(content, finish, likely)], **extra)
 
-    def _choice(self, content: dict[str, Any], finish: Finish | None) -> dict[str, Any]:
-        return {"index": 0, **content, "logprobs": None, "finish_reason": finish}
+    def _choice(self, content: dict[str, Any], finish: Finish | None, likely: Sequence[Spelled]
+                ) -> dict[str, Any]:
+        shape = chat_logprobs if self.chat else completion_logprobs
+        return {"index": 0, **content, "logprobs": shape(likely) if likely else None, "finish_reason": finish}
 
     def _object(self, kind: str, choices: list[dict[str, Any]], **extra: Any) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model,

@@ -7,7 +7,7 @@ not know HTTP or how a request is run.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ class Asked:
 
     request: Request
     reader: Reader
+    decode: Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,10 @@ class Served:
             says = (f"the model's context is {context} tokens here; the prompt has {len(ids)}, "
                     f"and {wanted} more are asked for")
             raise ApiError(400, says, code="context_length_exceeded")
-        request = Request(ids, strategy, wanted, self.sampling(body), self.params, stop_ids)
-        return Asked(request, Reader(self.tokenizer.decode, body.stop, after))
+        request = Request(ids, strategy, wanted, self.sampling(body), self.params, stop_ids,
+                          body.likelihoods)
+        decode = self.tokenizer.decode
+        return Asked(request, Reader(decode, body.stop, after), decode)
 
     def sampling(self, body: Body) -> Sampling:
         """What the client says, else what the model's makers advise, else greedy; without a seed, any."""

@@ -14,9 +14,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from flowspec_edge.serving.errors import ApiError, invalid
 
 _MOST_STOPS = 4
+_MOST_LIKELY = 20  # tokens beside each; OpenAI's limit for chats
 # Field -> the values that ask for nothing.
 _NOT_HERE: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "logprobs": (False,), "top_logprobs": (0,), "echo": (False,), "suffix": ("",),
+    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",),
     "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "tools": ([],),
     "functions": ([],), "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (), "prediction": (),
@@ -59,6 +60,11 @@ def _prompt(value: Any) -> Any:
     return value
 
 
+def _count(value: Any) -> Any:
+    """Some clients say false for none."""
+    return None if value is False else value
+
+
 class StreamOptions(_Ignoring):
     """How a stream ends."""
 
@@ -99,6 +105,12 @@ class Body(_Ignoring):
         return self.max_tokens
 
     @property
+    def likelihoods(self) -> int | None:
+        """How many of the likeliest tokens are wanted beside each one's own probability; None: not even
+        that."""
+        return None
+
+    @property
     def include_usage(self) -> bool:
         """Whether a stream ends with the counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
@@ -109,16 +121,29 @@ class ChatBody(Body):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=_MOST_LIKELY)] | None = None
 
     @property
     def limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def likelihoods(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs goes with logprobs: true", "top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionBody(Body):
     """POST /v1/completions."""
 
     prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
+    logprobs: Annotated[int | None, Field(ge=0, le=_MOST_LIKELY), BeforeValidator(_count)] = None
+
+    @property
+    def likelihoods(self) -> int | None:
+        return self.logprobs
 
 
 B = TypeVar("B", bound=Body)

@@ -16,7 +16,7 @@ from functools import partial
 
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.runtime import tickets
-from flowspec_edge.runtime.request import Request, Result, SharedCluster
+from flowspec_edge.runtime.request import Likelihood, Request, Result, SharedCluster
 from flowspec_edge.runtime.tickets import Outcome
 from flowspec_edge.serving.fairness import FairQueue
 
@@ -65,6 +65,11 @@ class Ticket:
     waited_s: float | None = None
     cancelled: bool = False
     begun: tickets.Ticket | None = None  # in the cluster
+
+    @property
+    def likelihoods(self) -> list[Likelihood]:
+        """Of the tokens that were delivered, if the request wants them."""
+        return self.begun.likelihoods if self.begun else []
 
 
 @dataclass(frozen=True)

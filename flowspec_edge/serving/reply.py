@@ -20,6 +20,7 @@ from flowspec_edge.serving.answers import Answer, Finish
 from flowspec_edge.serving.asking import Asked
 from flowspec_edge.serving.desk import Desk, Event, Ticket
 from flowspec_edge.serving.errors import ApiError, api_error
+from flowspec_edge.serving.logprobs import Spelled, Speller
 
 _STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache",
            "x-accel-buffering": "no"}
@@ -47,13 +48,15 @@ class Reply:
         self.ticket: Ticket | None = None
         self.finish: Finish | None = None
         self.tokens: list[tuple[float, int]] = []
+        self._speller = Speller(asked.decode)
+        self._told = 0  # tokens whose likelihood has been told
 
     async def whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer in one piece; ApiError if there is none, ClientGone if nobody wants it any more."""
         async with self._events(receive) as (events, gone):
             text = "".join([piece async for piece in self._pieces(events, gone) if piece is not None])
         assert self.finish is not None
-        answer = self._answer.whole(text, self.finish, self._usage())
+        answer = self._answer.whole(text, self.finish, self._usage(), self._likely())
         await JSONResponse(answer, headers=self._headers())(scope, receive, send)
 
     async def stream(self, receive: Receive, send: Send) -> None:
@@ -73,7 +76,9 @@ class Reply:
                     if piece is None:
                         await _comment(send, self._note())
                         continue
-                    await _send(send, *opening, *([self._answer.piece(piece)] if piece else []))
+                    likely = self._likely()
+                    await _send(send, *opening,
+                                *([self._answer.piece(piece, likely)] if piece or likely else []))
                     opening = []
             except ApiError as error:
                 if not started:
@@ -109,6 +114,13 @@ class Reply:
                 if reader.stopped:
                     self.finish = "stop"
                 yield text
+
+    def _likely(self) -> list[Spelled]:
+        """How likely the tokens were that were read since the last call, if that is wanted."""
+        assert self.ticket is not None
+        new = self.ticket.likelihoods[self._told:self._asked.reader.tokens]
+        self._told += len(new)
+        return self._speller.spell(new)
 
     def _headers(self) -> dict[str, str]:
         """What OpenAI's clients show as the request's id, and how many were before it."""

@@ -153,7 +153,8 @@ def test_alive_and_ready(server: Running) -> None:
 
 @pytest.mark.parametrize(("change", "param", "says"), [
     ({"n": 2}, "n", "n is not supported"),
-    ({"logprobs": True}, "logprobs", "logprobs is not supported"),
+    ({"top_logprobs": 2}, "top_logprobs", "goes with logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
     ({"presence_penalty": 0.5}, "presence_penalty", "not supported"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not supported"),
     ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
