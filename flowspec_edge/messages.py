@@ -201,7 +201,13 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Vi → D0, regularly: I live, and this is what I did since the start of the session."""
+    """Vi → D0, regularly: I live, and this is how I am and what I did.
+
+    counters  with ``closed``, the number of a session that ended: what that one alone took.  Otherwise
+              what was done since the session ``since`` began, the last that had no other beside it; how
+              the board is (``runtime.vitals``); ``apart_s``, while Vi's next device is out of reach:
+              since how many seconds
+    """
 
     instance: str
     stage: int

@@ -11,9 +11,11 @@ from __future__ import annotations
 import logging
 
 from flowspec_edge.messages import Heartbeat
+from flowspec_edge.runtime.heartbeats import Counters, growth
 
 log = logging.getLogger(__name__)
 
+_SHOWN = ("compute_s", "wait_s", "bytes_in", "bytes_out", "rows", "tokens")
 _UNITS = ("B", "kB", "MB", "GB")
 
 
@@ -21,7 +23,7 @@ class LiveLines:
     """Remembers every stage's counters, to show what has been added."""
 
     def __init__(self) -> None:
-        self._before: dict[int, dict[str, float]] = {}
+        self._before: dict[int, Counters] = {}
 
     def show(self, beat: Heartbeat) -> None:
         """Log the stage's line, unless it has done nothing."""
@@ -29,17 +31,14 @@ class LiveLines:
         if log.isEnabledFor(logging.INFO) and (added["compute_s"] or added["rows"]):
             log.info("%s", line(beat.stage, added))
 
-    def added(self, beat: Heartbeat) -> dict[str, float]:
-        """The counters' growth since the stage's heartbeat before; a new session starts at zero."""
-        now = {key: beat.counters.get(key, 0.0) for key in
-               ("compute_s", "wait_s", "bytes_in", "bytes_out", "rows", "tokens")}
+    def added(self, beat: Heartbeat) -> Counters:
+        """The counters' growth since the stage's heartbeat before."""
         before = self._before.get(beat.stage, {})
-        self._before[beat.stage] = now
-        restarted = any(now[key] < value for key, value in before.items())
-        return {key: value - (0.0 if restarted else before.get(key, 0.0)) for key, value in now.items()}
+        self._before[beat.stage] = beat.counters
+        return growth(before, beat.counters, _SHOWN)
 
 
-def line(stage: int, counters: dict[str, float]) -> str:
+def line(stage: int, counters: Counters) -> str:
     """One stage's line; columns keep their places."""
     return (f"V{stage:<2} compute {counters['compute_s'] * 1e3:6.0f} ms"
             f"  wait {counters['wait_s'] * 1e3:6.0f} ms"

@@ -10,11 +10,11 @@ from collections import deque
 from itertools import pairwise
 from typing import Any
 
+from flowspec_edge.runtime.heartbeats import Counters, growth
+
 _WINDOW_S = 1.0  # that rates are of; a little more or less, as heartbeats fall
 _SILENT_S = 3.0  # after which a board's last rates are no news
 _NEWEST = 8  # heartbeats
-
-Counters = dict[str, float]
 
 VITALS = ("memory_total", "memory_available", "resident", "cache_bytes", "temperature_c", "load", "cpus")
 RATES = {"busy": "compute_s", "bytes_in_s": "bytes_in", "bytes_out_s": "bytes_out", "rows_s": "rows"}
@@ -72,10 +72,9 @@ def _board(place: int, beats: list[tuple[float, Counters]], now: float) -> dict[
 
 
 def _growth(beats: list[Counters]) -> Counters:
-    """How much was added from the first to the last; counters that fall began again at zero."""
+    """How much was added from the first to the last."""
     grown = dict.fromkeys(RATES.values(), 0.0)
     for before, after in pairwise(beats):
-        again = any(after.get(key, 0.0) < before.get(key, 0.0) for key in grown)
-        for key in grown:
-            grown[key] += after.get(key, 0.0) - (0.0 if again else before.get(key, 0.0))
+        for key, added in growth(before, after, grown).items():
+            grown[key] += added
     return grown

@@ -14,7 +14,7 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from flowspec_edge.serving.boards import Counters
+from flowspec_edge.runtime.heartbeats import Counters
 from flowspec_edge.serving.desk import Desk
 from flowspec_edge.serving.feed import Feed
 from flowspec_edge.serving.snapshots import TreeEvents

@@ -19,12 +19,13 @@ from prometheus_client.registry import Collector
 
 from flowspec_edge.messages import Heartbeat
 from flowspec_edge.runtime.coordinator import Coordinator, Verify
+from flowspec_edge.runtime.heartbeats import Counters
 from flowspec_edge.runtime.observer import Observer
 from flowspec_edge.runtime.request import Result
 from flowspec_edge.runtime.sessions import Job
 from flowspec_edge.serving.desk import Readiness
 from flowspec_edge.serving.log import GONE, Record
-from flowspec_edge.serving.stage_metrics import Counters, StageMetrics
+from flowspec_edge.serving.stage_metrics import StageMetrics
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
 _GAPS = (0.0, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)

@@ -1,7 +1,7 @@
 """What /metrics says of the devices: what their heartbeats tell, and D0's own vitals.
 
-Knows the counters of heartbeats, which begin again at zero now and then, and makes of them some that only
-grow.  What a device does not tell is left out.  Does not know requests.
+Makes of the counters of heartbeats, which begin again at zero now and then, some that only grow.  What a
+device does not tell is left out.  Does not know requests.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-Counters = dict[str, float]
+from flowspec_edge.runtime.heartbeats import Counters, growth
 
 _SILENT_S = 5.0  # after which a stage is not up
 
@@ -52,11 +52,9 @@ class StageMetrics(Collector):
     def heard(self, stage: int, counters: Counters, at: float) -> None:
         """A heartbeat's counters on all sessions together."""
         with self._lock:
-            before = self._newest.get(stage, {})
-            if before.get("since") != counters.get("since"):
-                before = {}
-            for key in self._grown[stage]:
-                self._grown[stage][key] += counters.get(key, 0.0) - before.get(key, 0.0)
+            grown = self._grown[stage]
+            for key, added in growth(self._newest.get(stage, {}), counters, grown).items():
+                grown[key] += added
             self._newest[stage], self._heard_at[stage] = counters, at
 
     def lost(self) -> None:

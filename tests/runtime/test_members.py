@@ -120,9 +120,9 @@ def test_a_live_line_reads_like_this() -> None:
 def test_lines_show_what_was_added(caplog: pytest.LogCaptureFixture) -> None:
     lines = LiveLines()
     with caplog.at_level(logging.INFO, "flowspec_edge.runtime.live"):
-        lines.show(Heartbeat("v1", 1, COUNTERS))
-        lines.show(Heartbeat("v1", 1, {**COUNTERS, "compute_s": 0.1, "rows": 420.0}))
-        lines.show(Heartbeat("v1", 1, {**COUNTERS, "compute_s": 0.1, "rows": 420.0}))  # nothing new
-        lines.show(Heartbeat("v1", 1, {"compute_s": 0.01, "rows": 5.0}))  # another session
+        lines.show(Heartbeat("v1", 1, {**COUNTERS, "since": 1}))
+        for _ in range(2):  # the second says nothing new
+            lines.show(Heartbeat("v1", 1, {**COUNTERS, "since": 1, "compute_s": 0.1, "rows": 420.0}))
+        lines.show(Heartbeat("v1", 1, {**COUNTERS, "since": 2, "rows": 430.0}))  # another, longer session
     rows = [int(record.message.split("rows")[1].split()[0]) for record in caplog.records]
-    assert rows == [412, 8, 5]
+    assert rows == [412, 8, 430]
