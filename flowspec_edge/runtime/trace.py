@@ -3,10 +3,9 @@
 Knows a request's moments on D0 and on its stages, in D0's time.  Does not know how a trace is written
 (``trace_events``).
 
-Clocks.  A stage tells times of its own monotonic clock.  On one machine that is D0's clock, too, and in
-virtual time there is only one.  Of stages elsewhere each one's clock is mapped onto D0's by the smallest
-(arrival - sent) of all its messages: the quickest message counts as one that took no time, so what a
-stage did is shown later than it was by that message's way, and never before its cause.
+A stage tells times of its own monotonic clock.  On one machine that is D0's clock, too, and in virtual
+time there is only one.  Clocks elsewhere are mapped onto D0's by what all messages together show
+(``stage_clocks``).
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from flowspec_edge.runtime.coordinator import Coordinator, Draft
 from flowspec_edge.runtime.observer import Observer
 from flowspec_edge.runtime.request import Request, Result
 from flowspec_edge.runtime.sessions import Job
+from flowspec_edge.runtime.stage_clocks import StageClocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,19 +165,18 @@ class Trace(Observer):
 
     def stage_work(self) -> dict[tuple[int, int], list[StageWork]]:
         """Who computed a segment, V1 first: by the index of its part and its run."""
-        told = [(message, at) for part in self.parts for journey in part.journeys.values()
-                for message, at in journey.times]
-        ahead = {} if self.one_clock else {
-            stage: min(at - message.sent / 1e6 for message, at in told if message.stage == stage)
-            for stage in {message.stage for message, _ in told}}
+        clocks = StageClocks()
+        if not self.one_clock:
+            for message, at in (told for part in self.parts for journey in part.journeys.values()
+                                for told in journey.times):
+                clocks.learn(message, at)
         found = {}
         for index, part in enumerate(self.parts):
             cancels = {run: hint.at for hint in reversed(part.hints) for run in hint.cancelled}
             for run, journey in part.journeys.items():
                 works = []
                 for message, _ in sorted(journey.times, key=lambda item: item[0].stage):
-                    add = ahead.get(message.stage, 0.0)
-                    start, end = message.start / 1e6 + add, message.end / 1e6 + add
+                    start, end = clocks.times(message)
                     emptied = bool(journey.numbers) and not message.rows
                     works.append(StageWork(message.stage, message.rows, start, end,
                                            emptied and cancels.get(run, end) < end))

@@ -14,14 +14,15 @@ from flowspec_edge.runtime.coordinator import Coordinator, Draft
 from flowspec_edge.runtime.observer import Observer
 from flowspec_edge.runtime.request import Result
 from flowspec_edge.runtime.sessions import Job
+from flowspec_edge.runtime.stage_clocks import StageClocks
 from flowspec_edge.serving.boards import Boards
 from flowspec_edge.serving.figures import Figures
 from flowspec_edge.serving.snapshots import Snapshot, take_snapshot
-from flowspec_edge.serving.stage_clocks import StageClocks
 
 _MOST_FLOW = 8192  # notes of a tenth of a second; more are not looked at by anybody
 _MOST_TREES = 64
 _TREE_S = 0.2  # between two snapshots
+_DRIFT_S = 1e-5  # that a stage's clock may gain on D0's from one message to the next
 
 
 class Feed(Observer):
@@ -37,7 +38,7 @@ class Feed(Observer):
         self.boards = Boards()
         self.figures = Figures()
         self.lost_why: str | None = None  # why the stages cannot go on, while they cannot
-        self._clocks = StageClocks()
+        self._clocks = StageClocks(_DRIFT_S)
         self._flow: deque[dict[str, Any]] = deque(maxlen=_MOST_FLOW)
         self._trees: deque[Snapshot] = deque(maxlen=_MOST_TREES)
         self._open: dict[int, Coordinator] = {}  # by session, the oldest first
@@ -75,7 +76,8 @@ class Feed(Observer):
             self._flow.append({"kind": "returned", "session": message.session, "run": message.run,
                                "rows": len(message.numbers), "at": at})
         elif isinstance(message, Computed):
-            start, end = self._clocks.times(message, at)
+            self._clocks.learn(message, at)
+            start, end = self._clocks.times(message)
             self._flow.append({"kind": "computed", "session": message.session, "run": message.run,
                                "place": message.stage, "rows": message.rows, "start": start, "end": end})
 
@@ -104,7 +106,7 @@ class Feed(Observer):
 
     def lost(self, reason: str, at: float) -> None:
         self.lost_why = reason
-        self._clocks = StageClocks()
+        self._clocks = StageClocks(_DRIFT_S)
         self._open.clear()  # those that go on are opened again
         self.figures.lost()
 
