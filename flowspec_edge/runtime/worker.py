@@ -1,7 +1,7 @@
 """A verification device's process: one shard, one loop.
 
-Knows in which order a stage does things, what it reports to D0 and when it must end by itself.
-Does not know sockets (``transport``), the meaning of a segment (``stage``) or the tree.
+Knows in which order a stage does things and when it must end by itself.  Does not know sockets
+(``transport``), the meaning of a segment (``stage``), what reports say (``worker_reports``) or the tree.
 
     python -m flowspec_edge.runtime.worker --config FILE
 """
@@ -25,10 +25,8 @@ from flowspec_edge.errors import FlowspecError, PeerLost, ProtocolError
 from flowspec_edge.messages import (
     Cancel,
     Close,
-    Computed,
     Credit,
     Failed,
-    Heartbeat,
     Hello,
     Message,
     Open,
@@ -41,8 +39,8 @@ from flowspec_edge.messages import (
 from flowspec_edge.runtime.emulated_links import EmulatedTransport
 from flowspec_edge.runtime.emulation import Emulation
 from flowspec_edge.runtime.engine import Engine
-from flowspec_edge.runtime.vitals import Vitals
 from flowspec_edge.runtime.worker_books import Books
+from flowspec_edge.runtime.worker_reports import Reports
 from flowspec_edge.runtime.workerconfig import WorkerConfig
 from flowspec_edge.transport import keys
 from flowspec_edge.transport.base import ClientLink, Link, Transport
@@ -88,18 +86,15 @@ class Worker:
         self._config = config
         self._links = links
         self._engine = engine
-        self._hello = hello
         self._books = Books()
-        self._vitals = Vitals()
+        self._reports = Reports(config, links.control, links.next, engine, self._books, hello)
         self._breaks = (0, 0)  # of the links to D0 and to the next device, when the first of the open
-        self._beat_at = 0.0    # sessions began
-        self._check_at = 0.0
+        self._check_at = 0.0   # sessions began
         self._apart = False  # whether the next device was out of reach when last looked
-        self._greeted = 0  # breaks of the control link that D0 has been greeted after
 
     def run(self) -> None:
         """Serve until Shutdown; raises FlowspecError when the stage cannot go on."""
-        self._greet()
+        self._reports.greet()
         try:
             while True:
                 self._tick()
@@ -165,18 +160,11 @@ class Worker:
             self._send(self._links.control, tap)
         if not hands_on:
             self._send_on(result)
-        if self._books.timed(segment.session):
-            self._tell(segment, rows, start, end)
+        self._reports.computed(segment, rows, start, end)
 
     def _rows(self, session: int) -> int:
         """How many of a session's went through the layers so far."""
         return int(self._engine.counters_of(session).get("rows", 0))
-
-    def _tell(self, segment: Segment, rows: int, start: float, end: float) -> None:
-        """D0 wants to know how long a segment took; not badly enough to be waited for."""
-        times = (round(moment * 1e6) for moment in (start, end, time.monotonic()))
-        self._links.control.send(Computed(segment.session, segment.epoch, segment.run, self._config.stage,
-                                          rows, *times))
 
     def _credit(self, segment: Segment) -> None:
         """V1 tells D0 that it has room again."""
@@ -217,7 +205,7 @@ class Worker:
         """
         start = time.monotonic()
         incoming = [self._links.control, self._links.previous] if data else [self._links.control]
-        due = max(0.0, min(self._beat_at - start, self._check_at - start, most))
+        due = max(0.0, min(self._reports.due_at - start, self._check_at - start, most))
         self._links.transport.wait(incoming, [room] if room else [], due)
         if most == math.inf:
             self._books.waited(time.monotonic() - start)
@@ -234,8 +222,8 @@ class Worker:
         if now >= self._check_at:
             self._check_at = now + _CHECK_S
             self._check()
-        if now >= self._beat_at:
-            self._beat()
+        if now >= self._reports.due_at:
+            self._reports.beat()
 
     def _obey(self, message: Message) -> None:
         match message:
@@ -249,9 +237,9 @@ class Worker:
                     self._breaks = self._links.control.breaks(), self._links.next.breaks()
             case Close():
                 if message.session in self._books:
-                    self._beat(closed=message.session)
+                    self._reports.last_beat(message.session)
                     self._books.close(message.session)
-                    self._beat()  # what this session's end adds to the stage's line
+                    self._reports.beat()  # what this session's end adds to the stage's line
                 else:
                     self._books.skip(message.session)
                 self._engine.close(message)
@@ -272,12 +260,11 @@ class Worker:
                 raise PeerLost(gone)
             if self._books:  # a stage that nobody here started waits for another D0
                 self._give_up(gone)
-        if links.control.breaks() > self._greeted and not links.control.lost_for():
-            self._greet()  # D0 is back, or another one
+        self._reports.greet_again()
         apart = links.next.lost_for()
         if bool(apart) != self._apart:
             self._apart = not self._apart
-            self._beat_at = 0.0  # D0 waits for nothing but this after a loss
+            self._reports.due_at = 0.0  # D0 waits for nothing but this after a loss
         if self._books and (lost := self._lost(apart)):
             if config.tensor_parallel:
                 raise PeerLost(lost)
@@ -301,32 +288,7 @@ class Worker:
             self._books.close(session)
             self._engine.close(Close(session))
         if self._links.control.breaks() == self._breaks[0]:
-            self._links.control.send(Failed(self._config.instance, self._config.stage, reason))
-
-    # ---- reports -------------------------------------------------------------------------------
-
-    def _greet(self) -> None:
-        breaks = self._links.control.breaks()
-        if self._links.control.send(self._hello):  # else the queue is full of old heartbeats: once more
-            self._greeted = breaks
-
-    def _beat(self, closed: int | None = None) -> None:
-        """A heartbeat; dropped if D0 has no room, for the next one says it all.
-
-        It is on all sessions together and on the board, and the last one on a session, ``closed``, on
-        this one alone.  ``apart_s`` is there while the next device is out of reach, and says since when.
-        """
-        if closed is None:
-            self._beat_at = time.monotonic() + self._config.heartbeat_s
-            counters = {**self._engine.counters, **self._books.total.counters(),
-                        "since": self._books.since, "cache_bytes": self._engine.cache_bytes,
-                        **self._vitals.read()}
-            if apart := self._links.next.lost_for():
-                counters["apart_s"] = apart
-        else:
-            own = self._books.shares(closed)[-1]
-            counters = {**self._engine.counters_of(closed), **own.counters(), "closed": closed}
-        self._links.control.send(Heartbeat(self._config.instance, self._config.stage, counters))
+            self._reports.failed(reason)
 
 
 def run_worker(config: WorkerConfig) -> None:
