@@ -19,13 +19,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowspec_edge.chat import BUILT_IN
 from flowspec_edge.cli.chat_screen import Screen
 from flowspec_edge.cli.clusters import open_processes, timing
 from flowspec_edge.cli.cut import stages_of
 from flowspec_edge.cli.generate import given
 from flowspec_edge.cli.measuring import require_runnable
-from flowspec_edge.cli.options import DtypeOption, EmulateOption, ModelOption, StagesOption, with_dataclasses
+from flowspec_edge.cli.options import (
+    ChatTemplateOption,
+    DtypeOption,
+    EmulateOption,
+    ModelOption,
+    StagesOption,
+    with_dataclasses,
+)
 from flowspec_edge.errors import UsageError
 from flowspec_edge.generation import choose_sampling
 from flowspec_edge.modeldir import DEMO, resolve_model
@@ -68,10 +74,7 @@ def chat(
     model: ModelOption = DEMO,
     system: Annotated[str | None, typer.Option(
         "--system", help="The system's message.", metavar="TEXT", show_default=False)] = None,
-    chat_template: Annotated[str | None, typer.Option(
-        "--chat-template", metavar="NAME", show_default=False, help=(
-            f"{', '.join(BUILT_IN)}, or a file with a Jinja template; by default the tokenizer's "
-            "own."))] = None,
+    chat_template: ChatTemplateOption = None,
     strategy: Annotated[str, typer.Option("--strategy", help="See: flowspec strategies.")] = "flowspec",
     stages: StagesOption = 0,
     dtype: DtypeOption = "auto",

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
 import typer
 
+from flowspec_edge.chat import BUILT_IN
 from flowspec_edge.sampling import Sampling
 from flowspec_edge.strategies.params import Params
 
@@ -44,6 +45,9 @@ DtypeOption = Annotated[DtypeChoice, typer.Option(
 BoardModelOption = Annotated[str | None, typer.Option(
     "--board-model", help="Where the cluster's boards have the model, if not at the same path as here.",
     metavar="DIR", show_default=False)]
+ChatTemplateOption = Annotated[str | None, typer.Option(
+    "--chat-template", metavar="NAME", show_default=False,
+    help=f"{', '.join(BUILT_IN)}, or a file with a Jinja template; by default the tokenizer's own.")]
 MaxNewTokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1, help="At most so many tokens.")]
 ClockOption = Annotated[
     Clock, typer.Option("--clock", help="wall: one process per device.  virtual: time made up by a profile.")]

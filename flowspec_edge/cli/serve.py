@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowspec_edge.chat import BUILT_IN
 from flowspec_edge.cli.clusters import open_boards, open_processes, timing
 from flowspec_edge.cli.cut import dtype_of, stages_of
 from flowspec_edge.cli.measuring import require_runnable
 from flowspec_edge.cli.options import (
     BoardModelOption,
+    ChatTemplateOption,
     DtypeOption,
     EmulateOption,
     ModelOption,
@@ -32,6 +32,11 @@ from flowspec_edge.strategies.tree_strategy import TreeStrategy
 if TYPE_CHECKING:
     from flowspec_edge.fleet.inventory import Inventory
     from flowspec_edge.runtime.clusters import Sharing
+    from flowspec_edge.serving.asking import Served
+    from flowspec_edge.serving.desk import Desk
+    from flowspec_edge.serving.feed import Feed
+    from flowspec_edge.serving.live import Description, Live
+    from flowspec_edge.serving.metrics import Metrics
 
 _EXAMPLES = """
 Examples:
@@ -66,10 +71,7 @@ def serve(
         "--strategy", help="For requests that name none; see: flowspec strategies.")] = "flowspec",
     stages: StagesOption = 0,
     dtype: DtypeOption = "auto",
-    chat_template: Annotated[str | None, typer.Option(
-        "--chat-template", metavar="NAME", show_default=False, help=(
-            f"{', '.join(BUILT_IN)}, or a file with a Jinja template; by default the tokenizer's "
-            "own."))] = None,
+    chat_template: ChatTemplateOption = None,
     host: Annotated[str, typer.Option("--host", help="The address to listen on; one that others can reach "
                                                      "needs an API key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 8000,
@@ -126,38 +128,24 @@ def serve(
             nursery()  # it imports while we do
         from flowspec_edge.runtime.coordinator import cache_rows
         from flowspec_edge.runtime.observer import Observers
-        from flowspec_edge.runtime.vitals import Vitals
-        from flowspec_edge.serving.feed import Feed
-        from flowspec_edge.serving.live import Description, Live
-        from flowspec_edge.serving.metrics import Metrics
+        from flowspec_edge.serving.live import Description
         from flowspec_edge.text import Tokenizer
 
         served = Served(found, Tokenizer(found, chat_template), name or found.name, strategy,
                         _runnable(strategy, found, params, stages), params, answer_tokens, context)
+        about = Description(served.name, strategy, dtype_of(found, dtype), _layers(strategy, found, stages),
+                            emulate, api_key is not None, served.tokenizer.chats,
+                            issubclass(strategy_class(strategy), TreeStrategy))
         desk = Desk(served.probe(), queue, ready_within, at_once=at_once)
-        log_to_stderr(log_json)
-        url = url_of(listener)
-
-        def ready() -> None:
-            where = f", cluster {boards.cluster.name}" if boards else ""
-            emulated = f", emulating {emulate}" if emulate else ""
-            print(f"flowspec: serving {served.name} ({strategy}, {stages} stages, {dtype_of(found, dtype)}"
-                  f"{where}{emulated}) at {url}/v1, the page at {url}/", flush=True)
-
-        vitals, feed = Vitals(), Feed()
-        metrics = Metrics(stages, vitals.read, {
-            "model": served.name, "strategy": strategy, "stages": str(stages),
-            "dtype": dtype_of(found, dtype), "emulates": emulate or ""})
-        description = Description(served.name, strategy, dtype_of(found, dtype),
-                                  _layers(strategy, found, stages), emulate, api_key is not None,
-                                  served.tokenizer.chats, issubclass(strategy_class(strategy), TreeStrategy))
-        live = Live(feed, desk, description, served.tokenizer.decode, vitals.read)
+        metrics, feed, live = _watching(about, desk, served)
         sharing: Sharing = {"at_once": at_once, "cache_rows": cache_rows(context, at_once, params, stages),
-                            "rejoin_within": rejoin_within,
-                            "observer": Observers([metrics, feed])}
+                            "rejoin_within": rejoin_within, "observer": Observers([metrics, feed])}
         opened = (open_boards(boards, found, board_model, dtype, **sharing) if boards
                   else open_processes(when, found, stages, dtype, **sharing))
-        serve_app(listener, make_app(desk, served, api_key, metrics=metrics, live=live), desk, opened, ready)
+        log_to_stderr(log_json)
+        says = _first_line(about, boards.cluster.name if boards else None, url_of(listener))
+        serve_app(listener, make_app(desk, served, api_key, metrics=metrics, live=live), desk, opened,
+                  lambda: print(says, flush=True))
 
 
 serve.__doc__ = f"{serve.__doc__}\n{_EXAMPLES}"
@@ -176,6 +164,28 @@ def _boards(cluster: Path | None, board_model: str | None, local: bool, stages: 
     from flowspec_edge.fleet.inventory import load_inventory
 
     return load_inventory(cluster)
+
+
+def _watching(about: Description, desk: Desk, served: Served) -> tuple[Metrics, Feed, Live]:
+    """What is told of the cluster at work: /metrics, and the page's feed with its endpoint."""
+    from flowspec_edge.runtime.vitals import Vitals
+    from flowspec_edge.serving.feed import Feed
+    from flowspec_edge.serving.live import Live
+    from flowspec_edge.serving.metrics import Metrics
+
+    vitals, feed, stages = Vitals(), Feed(), len(about.layers)
+    metrics = Metrics(stages, vitals.read, {"model": about.model, "strategy": about.strategy,
+                                            "stages": str(stages), "dtype": about.dtype,
+                                            "emulates": about.profile or ""})
+    return metrics, feed, Live(feed, desk, about, served.tokenizer.decode, vitals.read)
+
+
+def _first_line(about: Description, cluster: str | None, url: str) -> str:
+    """What is said once the first token has come through the pipeline."""
+    where = f", cluster {cluster}" if cluster else ""
+    emulated = f", emulating {about.profile}" if about.profile else ""
+    return (f"flowspec: serving {about.model} ({about.strategy}, {len(about.layers)} stages, {about.dtype}"
+            f"{where}{emulated}) at {url}/v1, the page at {url}/")
 
 
 def _layers(strategy: str, model: ModelDir, stages: int) -> list[tuple[int, int] | None]:
