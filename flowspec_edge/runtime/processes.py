@@ -180,7 +180,7 @@ class ProcessCluster:
         """Run one request to its end.
 
         UsageError if it cannot fit, or its strategy needs devices that share the model in another
-        way; PeerLost, which ends the cluster, if a stage is lost.
+        way; PeerLost, which ends the cluster, if a stage is lost for good.
         """
         return self._answers([self.submit(request, on_tokens)])[0]
 

@@ -82,7 +82,7 @@ class Result:
 
 
 class Cluster(Protocol):
-    """Something that answers requests one at a time: processes, or virtual time."""
+    """Something that answers a request: processes, or virtual time."""
 
     clock: str
 

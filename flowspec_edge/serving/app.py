@@ -1,4 +1,4 @@
-"""The routes: OpenAI's endpoints, /health and /ready, and who may use them.
+"""The routes: OpenAI's endpoints, /health, /ready, /metrics, /live and the page, and who may use them.
 
 Knows paths, the API key and what a request must look like to be read at all.  Does not know models.
 """
