@@ -2,8 +2,8 @@
 
 OpenAI's own client over HTTP against the command as a process of its own, whose stages are processes
 too; the same load in virtual time beside it.  Clients are closed-loop: each asks again when it has
-been answered.  Every text is compared with that of the same prompt and seed asked alone.  Does not know
-how requests share the stages.
+been answered.  Every text is compared with that of the same prompt and seed asked alone.  Needs the
+client, which is in the extra ``dev``.  Does not know how requests share the stages.
 """
 
 from __future__ import annotations

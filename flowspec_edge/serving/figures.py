@@ -1,4 +1,4 @@
-"""Figures of the requests: pace, ALT, ALR, what speculation hits, how long a first token takes.
+"""Figures of the requests: pace, ALT, ALR, how deep drafts are right, how long a first token takes.
 
 Knows how each is counted (docs/turns-and-rounds.md).  Does not know who is shown them.
 """

@@ -15,6 +15,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from flowspec_edge.runtime.heartbeats import Counters
+from flowspec_edge.serving import event_streams
 from flowspec_edge.serving.desk import Desk
 from flowspec_edge.serving.feed import Feed
 from flowspec_edge.serving.snapshots import TreeEvents
@@ -22,8 +23,6 @@ from flowspec_edge.serving.viewers import Viewer, encoded
 
 _TICK_S = 0.1
 _SLOW_TICKS = 10  # boards and figures
-_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no")]
 
 
 @dataclass(frozen=True)
@@ -71,9 +70,9 @@ class Live:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events until the viewer has gone or the server ends."""
         viewer = self._welcome()
-        gone = asyncio.ensure_future(_gone(receive))
+        gone = asyncio.ensure_future(event_streams.gone(receive))
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            await event_streams.begin(send)
             while not gone.done() and self._ticker and not self._ticker.done():
                 coming = asyncio.ensure_future(viewer.take())
                 either: set[asyncio.Future[Any]] = {coming, gone, self._ticker}
@@ -154,8 +153,3 @@ class Live:
 
     def _figures(self) -> dict[str, Any]:
         return self._feed.figures.event(self._desk.readiness().waiting)
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

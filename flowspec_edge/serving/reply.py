@@ -16,14 +16,13 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from flowspec_edge.runtime.request import Result
+from flowspec_edge.serving import event_streams
 from flowspec_edge.serving.answers import Answer, Finish
 from flowspec_edge.serving.asking import Asked
 from flowspec_edge.serving.desk import Desk, Event, Ticket
 from flowspec_edge.serving.errors import ApiError, api_error
 from flowspec_edge.serving.logprobs import Spelled, Speller
 
-_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache",
-           "x-accel-buffering": "no"}
 _DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE_S = 10.0  # proxies and clients give up on connections that are silent for 30 s and more
 
@@ -70,8 +69,7 @@ class Reply:
             try:
                 async for piece in self._pieces(events, gone, self._keep_alive_s):
                     if not started:
-                        headers = [(k.encode(), v.encode()) for k, v in (_STREAM | self._headers()).items()]
-                        await send({"type": "http.response.start", "status": 200, "headers": headers})
+                        await event_streams.begin(send, self._headers())
                         started = True
                     if piece is None:
                         await _comment(send, self._note())
@@ -146,7 +144,7 @@ class Reply:
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         ticket = self.ticket = self._desk.submit(self._asked.request, self._caller, deliver)
-        gone = asyncio.ensure_future(_gone(receive))
+        gone = asyncio.ensure_future(event_streams.gone(receive))
         try:
             yield events, gone
         finally:
@@ -160,11 +158,6 @@ class Told(Exception):
     def __init__(self, error: ApiError) -> None:
         super().__init__(str(error))
         self.error = error
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _next(events: asyncio.Queue[Event], gone: asyncio.Future[None], patience: float | None
