@@ -72,8 +72,8 @@ class Boards:
         self.relay.cut()
 
 
-class Helper(Observer):
-    """Told of a loss, it helps, once."""
+class Mender(Observer):
+    """Told of a loss, it mends what was lost, once."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self.reasons: list[str] = []
@@ -98,7 +98,7 @@ def expected(boards: Boards) -> list[int]:
     return PlainDecoder(boards.model).generate(PROMPT, 40, SAMPLED)[0]
 
 
-def answer(boards: Boards, strike: Callable[[], None], helper: Helper, **settings: float) -> list[int]:
+def answer(boards: Boards, strike: Callable[[], None], mender: Mender, **settings: float) -> list[int]:
     """Forty tokens, ``strike`` in the midst of them."""
     streamed: list[int] = []
     act = on_third(strike)
@@ -107,7 +107,7 @@ def answer(boards: Boards, strike: Callable[[], None], helper: Helper, **setting
         streamed.extend(new)
         act(new)
 
-    with ProcessCluster(boards.model, 2, threads=1, addresses=boards.addresses, observer=helper,
+    with ProcessCluster(boards.model, 2, threads=1, addresses=boards.addresses, observer=mender,
                         **{"rejoin_within": PATIENCE, **settings}) as cluster:  # type: ignore[arg-type]
         tokens = cluster.generate(Request(PROMPT, "flowspec", 40, SAMPLED), on_tokens).tokens
         assert cluster.trouble is None
@@ -116,9 +116,9 @@ def answer(boards: Boards, strike: Callable[[], None], helper: Helper, **setting
 
 
 def test_a_link_that_was_cut_for_a_while(boards: Boards, expected: list[int]) -> None:
-    helper = Helper(boards.relay.mend)
-    assert answer(boards, boards.relay.cut, helper) == expected
-    assert helper.reasons[0].startswith("V1 failed: V1 data out: the connection broke during a session")
+    mender = Mender(boards.relay.mend)
+    assert answer(boards, boards.relay.cut, mender) == expected
+    assert mender.reasons[0].startswith("V1 failed: V1 data out: the connection broke during a session")
     assert [process.poll() for process in boards.processes] == [None, None]
 
 
@@ -129,31 +129,31 @@ def test_a_link_that_was_cut_for_a_moment(boards: Boards, expected: list[int]) -
         boards.relay.cut()
         boards.relay.mend()
 
-    helper = Helper(lambda: None)
-    assert answer(boards, strike, helper) == expected
-    assert "messages may be lost" in helper.reasons[0] or "one is lost" in helper.reasons[0]
+    mender = Mender(lambda: None)
+    assert answer(boards, strike, mender) == expected
+    assert "messages may be lost" in mender.reasons[0] or "one is lost" in mender.reasons[0]
     assert [process.poll() for process in boards.processes] == [None, None]
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_stage_that_slept_goes_on(boards: Boards, expected: list[int], stage: int) -> None:
-    helper = Helper(lambda: boards.signal(stage, signal.SIGCONT))
-    assert answer(boards, lambda: boards.signal(stage, signal.SIGSTOP), helper, dead_after=2.0) == expected
-    assert helper.reasons[0].startswith(f"V{stage} has been silent for 2 s")
+    mender = Mender(lambda: boards.signal(stage, signal.SIGCONT))
+    assert answer(boards, lambda: boards.signal(stage, signal.SIGSTOP), mender, dead_after=2.0) == expected
+    assert mender.reasons[0].startswith(f"V{stage} has been silent for 2 s")
     assert [process.poll() for process in boards.processes] == [None, None]
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_stage_that_was_killed_is_waited_for(boards: Boards, expected: list[int], stage: int) -> None:
-    helper = Helper(lambda: boards.restart(stage))
-    assert answer(boards, lambda: boards.signal(stage, signal.SIGKILL), helper) == expected
+    mender = Mender(lambda: boards.restart(stage))
+    assert answer(boards, lambda: boards.signal(stage, signal.SIGKILL), mender) == expected
 
 
 def test_a_link_that_stays_cut_is_named(boards: Boards, expected: list[int]) -> None:
     with pytest.raises(PeerLost, match=r"not back within 4 s: V1 \(cannot reach V2\)"):
-        answer(boards, boards.relay.cut, Helper(lambda: None), rejoin_within=4.0)
+        answer(boards, boards.relay.cut, Mender(lambda: None), rejoin_within=4.0)
     boards.relay.mend()
-    assert answer(boards, lambda: None, Helper(lambda: None)) == expected
+    assert answer(boards, lambda: None, Mender(lambda: None)) == expected
 
 
 DRAFT_DEVICE = """
@@ -179,7 +179,7 @@ def test_another_draft_device_finds_the_stages_as_new(boards: Boards, expected: 
         for _ in range(3):
             assert d0.stdout.readline()
         d0.kill()
-    helper = Helper(lambda: None)
-    assert answer(boards, lambda: None, helper) == expected
-    assert helper.reasons == []
+    mender = Mender(lambda: None)
+    assert answer(boards, lambda: None, mender) == expected
+    assert mender.reasons == []
     assert [process.poll() for process in boards.processes] == [None, None]
