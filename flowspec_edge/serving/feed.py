@@ -93,7 +93,7 @@ class Feed(Observer):
         self._look(end)
 
     def settled(self, coordinator: Coordinator, result: Result, at: float) -> None:
-        self.figures.ended(coordinator, result, at)
+        self.figures.ended(coordinator, result)
         if self.watched:
             self._flow.append({"kind": "ended", "session": coordinator.ledger.session, "at": at})
             if coordinator is self._oldest():

@@ -74,7 +74,7 @@ class Figures:
                 if self._slot_s:
                     self._shown["alt"] = generated * self._slot_s / seconds
 
-    def ended(self, coordinator: Coordinator, result: Result, at: float) -> None:
+    def ended(self, coordinator: Coordinator, result: Result) -> None:
         """It is answered; from here its own figures count."""
         with self._lock:
             shown = self._is_shown(coordinator.ledger.session)
