@@ -160,9 +160,9 @@ class RequestLoop:
             return None
         self._links.bytes[session] = sent
         self._running[session] = running
-        self._observer.opened(running.coordinator, time.monotonic())
         opening = self._sessions.add(running.coordinator)
         held = self.pool.begin(opening.session, opening.capacity, opening.after)
+        self._observer.opened(running.coordinator, time.monotonic())
         return replace(opening, held=held, timed=self._observer.wants_times)
 
     def step(self, idle_s: float) -> None:
@@ -256,6 +256,8 @@ class RequestLoop:
         if len(result.tokens) > 1 and late > _LATE_SHARE * result.stats.decode_s:
             log.warning("emulation: this machine was too slow or too busy by %.2f s in %.2f s of decoding; "
                         "figures are too low", late, result.stats.decode_s)
-        self._observer.settled(running.coordinator, result, time.monotonic())
-        if not running.ticket.done:
-            running.ticket.settle(result)
+        try:
+            self._observer.settled(running.coordinator, result, time.monotonic())
+        finally:  # whoever asked gets an answer, whatever becomes of those who watch
+            if not running.ticket.done:
+                running.ticket.settle(result)

@@ -15,7 +15,8 @@ from flowspec_edge.runtime.coordinator import Coordinator
 from flowspec_edge.runtime.observer import Observer, Observers
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.processes import ProcessCluster
-from flowspec_edge.runtime.request import Request
+from flowspec_edge.runtime.request import Request, Result
+from flowspec_edge.runtime.sessions import Job
 from flowspec_edge.runtime.trace import Trace
 from flowspec_edge.runtime.trace_events import chrome_trace
 from flowspec_edge.sampling import Sampling
@@ -83,3 +84,65 @@ def test_segments_times_add_up_to_the_stages_counters(model: Path) -> None:
     alive = [beat.counters for beat in watch.beats if "closed" not in beat.counters]
     assert all(counters["memory_total"] > counters["resident"] > 0 for counters in alive)
     assert max(counters["cache_bytes"] for counters in alive) > 0
+
+
+class Broken(Observer):
+    """Raises at one moment, once."""
+
+    def __init__(self, moment: str) -> None:
+        self._moment = moment
+
+    def opened(self, coordinator: Coordinator, at: float) -> None:
+        self._fail_at("opened")
+
+    def worked(self, job: Job, start: float, end: float) -> None:
+        self._fail_at("worked")
+
+    def settled(self, coordinator: Coordinator, result: Result, at: float) -> None:
+        self._fail_at("settled")
+
+    def _fail_at(self, moment: str) -> None:
+        if moment == self._moment:
+            self._moment = ""
+            raise ZeroDivisionError(moment)
+
+
+class Switched(Observer):
+    """Tells another one, which may be changed."""
+
+    def __init__(self) -> None:
+        self.to = Observer()
+
+    def opened(self, coordinator: Coordinator, at: float) -> None:
+        self.to.opened(coordinator, at)
+
+    def worked(self, job: Job, start: float, end: float) -> None:
+        self.to.worked(job, start, end)
+
+    def settled(self, coordinator: Coordinator, result: Result, at: float) -> None:
+        self.to.settled(coordinator, result, at)
+
+
+def test_one_that_raises_ends_what_runs_but_leaves_nobody_without_an_answer(
+        model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Behind Observers it ends nothing, and is told on."""
+    switched = Switched()
+    requests = [Request(PROMPT, "flowspec", max_new_tokens=n) for n in (4, 16)]
+    answer = PlainDecoder(model).generate(PROMPT, 16, Sampling())[0]
+    with ProcessCluster(model, STAGES, threads=1, observer=switched) as cluster:
+        for moment, answered in (("opened", 0), ("worked", 0), ("settled", 1)):
+            switched.to = Broken(moment)
+            tickets = [cluster.submit(request) for request in requests]
+            with pytest.raises(ZeroDivisionError, match=moment):
+                cluster.serve(lambda tickets=tickets: all(ticket.done for ticket in tickets))
+            assert all(ticket.done for ticket in tickets)
+            for ticket in tickets[answered:]:
+                with pytest.raises(ZeroDivisionError, match=moment):
+                    ticket.result()
+            assert [ticket.result().tokens for ticket in tickets[:answered]] == [answer[:4]] * answered
+            assert not cluster.busy
+            switched.to = Observers([Broken(moment), Watch()])
+            results = cluster.generate_many(requests)
+            assert [result.tokens for result in results] == [answer[:4], answer]
+            assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError]
+            caplog.clear()
