@@ -6,6 +6,7 @@ memory for both.  Does not know how either is run.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +50,7 @@ class Clusters(ABC):
         """Nothing is started yet."""
         self._cluster: ProcessCluster | None = None
         self._closed = False
+        self._lost = False  # whether the newest cluster ended by itself, and no other is up yet
 
     @abstractmethod
     def _start(self, parallelism: Parallelism) -> ProcessCluster:
@@ -100,8 +102,12 @@ class Clusters(ABC):
             if running is not None and not running.closed and running.busy:
                 raise UsageError(f"strategy {strategy} needs devices that share the model in another way "
                                  "than those that are busy with other requests; ask again when they are done")
+            self._lost |= running is not None and running.closed
             self._end()
             running = self._cluster = self._start(wanted)
+            if self._lost:
+                self._lost = False
+                running.observer.back(time.monotonic())
         return running
 
     def _end(self) -> None:

@@ -43,14 +43,18 @@ class Observer:
     def settled(self, coordinator: Coordinator, result: Result, at: float) -> None:
         """A request is over, and answered."""
 
+    def failed(self, coordinator: Coordinator, at: float) -> None:
+        """A request that was opened ends with an error instead."""
+
     def heard(self, beat: Heartbeat, at: float) -> None:
         """A stage tells how it is."""
 
     def lost(self, reason: str, at: float) -> None:
-        """The stages cannot go on; ``reason`` names the one that is to blame."""
+        """The stages cannot go on; ``reason`` names the one that is to blame.  They are waited for, or it is
+        the end of the cluster."""
 
     def back(self, at: float) -> None:
-        """All stages are there again."""
+        """All stages are there again, or others in their place."""
 
 
 class Observers(Observer):
@@ -79,6 +83,9 @@ class Observers(Observer):
 
     def settled(self, coordinator: Coordinator, result: Result, at: float) -> None:
         self._tell("settled", lambda observer: observer.settled(coordinator, result, at))
+
+    def failed(self, coordinator: Coordinator, at: float) -> None:
+        self._tell("failed", lambda observer: observer.failed(coordinator, at))
 
     def heard(self, beat: Heartbeat, at: float) -> None:
         self._tell("heard", lambda observer: observer.heard(beat, at))

@@ -98,7 +98,7 @@ class ProcessCluster:
         self._emulation = emulation
         self._pass_s: dict[str, float] = {}  # a draft pass, by the kind of draft model
         self._at_once = at_once
-        self._observer = observer or Observer()
+        self.observer = observer or Observer()
         self._inbox: deque[Ticket] = deque()
         self._driver = threading.Lock()
         self._closed = False
@@ -120,10 +120,10 @@ class ProcessCluster:
             self._members = Members(addresses.instances, dead_after, alike=grouped, once=rejoin_within > 0)
             self._links = StageLinks(self._transport, addresses, place, self._members,
                                      lambda within: self._children.exited_within(within) or watch(),
-                                     self._observer.heard)
-            self._loop = RequestLoop(self._links, self._coordinator, emulation, self._observer, cache_rows)
+                                     self.observer.heard)
+            self._loop = RequestLoop(self._links, self._coordinator, emulation, self.observer, cache_rows)
             self._rejoin = Rejoin(self._links, self._children, rejoin_within if plan or not grouped else 0.0,
-                                  self._observer, watch, plan.new_group if plan and grouped else None)
+                                  self.observer, watch, plan.new_group if plan and grouped else None)
             if plan:
                 emulate = self._children.directory / "emulation.json" if emulation else None
                 if emulation and emulate:
@@ -231,8 +231,12 @@ class ProcessCluster:
                     self._rejoin.lost(error)  # raises it, if that is the end
                     self._loop.set_aside(str(error))
         except FlowspecError as error:
-            self._give_up(error)
-            self.close()
+            try:
+                if not self._closed and self._rejoin.trouble is None:
+                    self.observer.lost(str(error), time.monotonic())
+            finally:
+                self._give_up(error)
+                self.close()
             raise
         except BaseException as error:  # Ctrl-C, or a fault of ours: the stages can go on
             self._give_up(error)

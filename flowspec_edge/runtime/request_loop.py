@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 
 from flowspec_edge.errors import FlowspecError, PeerLost
@@ -120,9 +120,8 @@ class RequestLoop:
             running.had = made
         if self._aside and self._aside[0].losses > _MOST_LOSSES:  # the one whose segments go first
             running = self._aside.pop(0)
-            del self._links.bytes[running.session]
-            running.ticket.settle(PeerLost(f"stages were lost {running.losses} times, and this request "
-                                           f"got no new token meanwhile: {reason}"))
+            self._fail(running, PeerLost(f"stages were lost {running.losses} times, and this request "
+                                         f"got no new token meanwhile: {reason}"))
         self.answer_cancelled()
 
     def answer_cancelled(self) -> None:
@@ -192,22 +191,31 @@ class RequestLoop:
                            "was lost; start the cluster again")
 
     def abandon(self, error: BaseException) -> None:
-        """Settle every request with ``error``; the stages are told, if they can be, and keep nothing."""
+        """Settle every request with ``error``, but those that are over, which are answered; the stages are
+        told, if they can be, and keep nothing."""
         self.pool.clear()
-        for session, running in [*self._running.items(), *self._closing.items()]:
-            if session in self._running:
-                closing = self._sessions.remove(session)
-                with suppress(FlowspecError):
-                    self._links.send(closing)
-            self._links.bytes.pop(session, None)
-            if not running.ticket.done:
-                running.ticket.settle(error)
-        for running in self._aside:
-            del self._links.bytes[running.session]
-            running.ticket.settle(error)
+        for session in self._running:
+            closing = self._sessions.remove(session)
+            with suppress(FlowspecError):
+                self._links.send(closing)
+        begun, over = [*self._running.values(), *self._aside], list(self._closing.items())
         self._running.clear()
         self._closing.clear()
         self._aside.clear()
+        with ExitStack() as each:  # an observer that raises keeps no answer from the others
+            for running in begun:
+                each.callback(self._fail, running, error)
+            for session, running in over:
+                each.callback(self._answer, session, running)
+
+    def _fail(self, running: _Running, error: BaseException) -> None:
+        """Settle one that cannot go on."""
+        self._links.bytes.pop(running.session, None)
+        try:
+            self._observer.failed(running.coordinator, time.monotonic())
+        finally:
+            if not running.ticket.done:
+                running.ticket.settle(error)
 
     def _receive(self, message: Output | Credit | Tap | Computed) -> None:
         self._observer.arrived(message, time.monotonic())

@@ -100,6 +100,10 @@ class Feed(Observer):
                 self._snap(coordinator, at, over=True)
         self._open.pop(coordinator.ledger.session, None)
 
+    def failed(self, coordinator: Coordinator, at: float) -> None:
+        self.figures.failed(coordinator)
+        self._open.pop(coordinator.ledger.session, None)
+
     def heard(self, beat: Heartbeat, at: float) -> None:
         if "closed" not in beat.counters:  # of one session alone
             self.boards.heard(beat.stage, beat.counters, at)

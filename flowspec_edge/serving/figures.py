@@ -94,6 +94,11 @@ class Figures:
             self._total["drafted"] += stats.drafted
             self._total["accepted"] += stats.accepted
 
+    def failed(self, coordinator: Coordinator) -> None:
+        """It gets no answer, and there are no figures of it."""
+        with self._lock:
+            self._running.pop(coordinator.ledger.session, None)
+
     def _is_shown(self, session: int) -> bool:
         """Whether no older one runs."""
         return session == next(iter(self._running), session)

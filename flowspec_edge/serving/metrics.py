@@ -123,6 +123,9 @@ class Metrics(Observer):
         self._accepted.inc(stats.accepted)
         self._reused.inc(stats.reused)
 
+    def failed(self, coordinator: Coordinator, at: float) -> None:
+        self._rounds.pop(coordinator.ledger.session, None)
+
     def heard(self, beat: Heartbeat, at: float) -> None:
         if "closed" not in beat.counters:  # those are of one session alone
             self._stages.heard(beat.stage, beat.counters, at)
