@@ -42,7 +42,8 @@ class Metrics(Observer):
         """``vitals``: of D0 (``runtime.vitals``); ``about``: labels of flowspec_build_info."""
         disable_created_metrics()  # a series more for each counter, which nobody reads
         self._stages = StageMetrics(stages, vitals)
-        self._rounds: dict[int, tuple[int, int]] = {}  # session -> rounds ended, tokens at the newest's end
+        # By session: rounds ended, -1 while the text is read in, and tokens at the newest's end.
+        self._rounds: dict[int, tuple[int, int]] = {}
         registry = self._registry = CollectorRegistry()
 
         def counter(name: str, says: str, *labels: str) -> Counter:
@@ -99,7 +100,7 @@ class Metrics(Observer):
     # ---- from the thread that drives the cluster -------------------------------------------------------
 
     def opened(self, coordinator: Coordinator, at: float) -> None:
-        self._rounds[coordinator.ledger.session] = (0, 0)
+        self._rounds[coordinator.ledger.session] = (-1, len(coordinator.tokens))
 
     def worked(self, job: Job, start: float, end: float) -> None:
         coordinator = job.coordinator
@@ -108,8 +109,10 @@ class Metrics(Observer):
             return
         (rounds, told), now = before, coordinator.strategy.counters.rounds
         tokens = len(coordinator.tokens)
-        if not told:
-            self._rounds[coordinator.ledger.session] = (now, tokens)  # the prompt's token begins a round
+        if tokens == told:
+            return
+        if rounds < 0:
+            self._rounds[coordinator.ledger.session] = (now, tokens)  # the token that came of reading in
         elif now > rounds:
             self._rounds[coordinator.ledger.session] = (now, tokens)
             if not coordinator.finished:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from clusterkit import on_third
+from clusterkit import PATIENCE, on_third
 
 from flowspec_edge.errors import PeerLost
 from flowspec_edge.runtime.clusters import LocalClusters
@@ -16,19 +17,23 @@ from flowspec_edge.runtime.request import Request
 from flowspec_edge.serving.desk import Readiness
 from flowspec_edge.serving.feed import Feed
 from flowspec_edge.serving.metrics import Metrics
+from flowspec_edge.strategies.params import Params
 
 PROMPT = [(7 * i + 3) % 90 for i in range(70)]
 READY = Readiness(True, "", 0, 0, None)
+
+
+def read(metrics: Metrics, name: str) -> float:
+    lines = metrics.page("", READY)[0].decode().splitlines()
+    return float(dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))[f"flowspec_{name}"])
 
 
 def test_a_cluster_that_is_lost_and_another_one(model: Path) -> None:
     """A loss that nobody waits out is a loss as well; nothing of those that ran is left."""
     feed, metrics = Feed(), Metrics(2, dict, {})
 
-    def count() -> tuple[int, int]:
-        lines = metrics.page("", READY)[0].decode().splitlines()
-        told = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-        return int(float(told["flowspec_losses_total"])), int(float(told["flowspec_recoveries_total"]))
+    def count() -> tuple[float, float]:
+        return read(metrics, "losses_total"), read(metrics, "recoveries_total")
 
     with LocalClusters(model, 2, threads=1, observer=Observers([metrics, feed])) as clusters:
         clusters.generate(Request(PROMPT, "flowspec", 2))
@@ -63,3 +68,17 @@ def test_after_a_fault_of_ours_nothing_of_those_that_ran_is_left(model: Path) ->
         assert feed._open == metrics._rounds == {}
         assert feed.figures.event(0)["running"] == 0
         assert feed.lost_why is None
+
+
+def test_rounds_after_a_loss_are_as_deep_as_before(model: Path) -> None:
+    """Without drafts none is accepted; text that is read in again, in several segments, is no round."""
+    metrics = Metrics(2, dict, {})
+    request = Request(PROMPT, "autoregressive", 8, params=Params(prefill_chunk=16))
+    with LocalClusters(model, 2, threads=1, rejoin_within=PATIENCE, observer=metrics) as clusters:
+        clusters.generate(replace(request, max_new_tokens=1))
+        running = clusters.running
+        assert running
+        clusters.generate(request, on_third(lambda: os.kill(running.pids[0], signal.SIGKILL)))
+    assert read(metrics, "losses_total") == read(metrics, "recoveries_total") == 1
+    assert read(metrics, "round_accepted_tokens_count") > 0
+    assert read(metrics, "round_accepted_tokens_sum") == read(metrics, "accepted_tokens_total") == 0
