@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from flowspec_edge.cli import bench, chat, demo, device, generate, listing, models, plan, serve, sweep
+from flowspec_edge.cli import bench, chat, demo, device, doctor, generate, listing, models, plan, serve, sweep
 from flowspec_edge.errors import FlowspecError
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -35,6 +35,7 @@ app.command()(chat.chat)
 app.command()(serve.serve)
 app.command()(listing.strategies)
 app.command()(listing.profiles)
+app.command()(doctor.doctor)
 app.command()(plan.plan)
 app.add_typer(bench.app, name="bench")
 app.add_typer(device.app, name="device")

@@ -1,0 +1,164 @@
+"""A board's check-up: what it is asked, what was found, and what to do about it.
+
+Knows what a finding is, and the checks that need no more than the kernel's and L4T's files: release,
+memory, swap, disk, power mode, heat, groups.  Does not compute anything (``checkup_compute``), nor know
+other boards.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import re
+import shutil
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from flowspec_edge import procfs
+from flowspec_edge.fleet.board import Board, read_board
+
+State = Literal["ok", "warning", "failed", "unknown"]
+
+_ROOT = Path("/")
+_PYTHON = (3, 10)
+_GIGA = 1e9
+_LEAST_DISK_GB = 10.0  # a release with its environment takes about 3, a shard of a 13B model in 4 bits 3
+_LEAST_FREE_SHARE = 0.6  # of a board's memory; a desktop takes about a tenth of an 8 GB board
+_WARM_C, _HOT_C = 80.0, 95.0  # Orin modules slow down from about 95 °C on, of their own accord
+_GROUPS = ("video", "render")  # who may use a Jetson's GPU
+
+# L4T releases, the first that begins like a board's.  Source: NVIDIA's JetPack archive.
+_JETPACKS = (("35.", "5"), ("36.3", "6.0"), ("36.4", "6.1 or 6.2"), ("36.5", "6.2"), ("38.", "7.0 or 7.1"),
+             ("39.", "7.2"))
+_TOO_OLD = ("35.", "34.", "32.")  # Ubuntu 20.04 and before: Python 3.8
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found.
+
+    check   its name
+    found   in words, with figures
+    advice  the next step, if something is not as it should be
+    """
+
+    check: str
+    state: State
+    found: str
+    advice: str = ""
+
+
+def check_system(root: Path = _ROOT, storage: Path | None = None) -> list[Finding]:
+    """The checks of the system at ``root``; the disk's is that of ``storage``, by default the home
+    directory.  What only a Jetson has is asked only of one."""
+    board = read_board(root)
+    findings = [_release(board), _python(), _memory(board), _swap(root), _disk(storage or Path.home()),
+                _heat(board)]
+    if board.l4t:
+        findings += [_power(board, root), _membership(root)]
+    return findings
+
+
+def _release(board: Board) -> Finding:
+    if not board.l4t:
+        return Finding("board", "ok", f"{board.machine or 'a machine'}; no Jetson")
+    name = f"{board.machine or 'a Jetson'}, L4T {board.l4t}"
+    if board.l4t.startswith(_TOO_OLD):
+        return Finding("board", "failed", f"{name}: its Python is older than 3.10",
+                       "flash JetPack 6 or 7; NVIDIA's SDK Manager does")
+    jetpack = next((jetpack for start, jetpack in _JETPACKS if board.l4t.startswith(start)), "")
+    if not jetpack:
+        return Finding("board", "warning", f"{name}: a release that this version does not know",
+                       "go on if the checks below pass, and tell us that they do")
+    return Finding("board", "ok", f"{name} (JetPack {jetpack})")
+
+
+def _python() -> Finding:
+    found = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info < _PYTHON:
+        return Finding("python", "failed", found, "make the environment with Python 3.10 or newer")
+    return Finding("python", "ok", found)
+
+
+def _memory(board: Board) -> Finding:
+    if board.total_mb is None or board.available_mb is None:
+        return Finding("memory", "unknown", "the system does not say")
+    found = f"{board.available_mb / 1e3:.1f} of {board.total_mb / 1e3:.1f} GB available"
+    if board.available_mb < _LEAST_FREE_SHARE * board.total_mb:
+        advice = ("a board without a desktop has about 0.8 GB more: sudo systemctl set-default "
+                  "multi-user.target, then reboot" if board.l4t else "end what else runs here")
+        return Finding("memory", "warning", found, advice)
+    return Finding("memory", "ok", found)
+
+
+def _swap(root: Path) -> Finding:
+    lines = procfs.text(root / "proc/swaps").splitlines()[1:]
+    areas = [line.split() for line in lines if len(line.split()) >= 3]
+    if not areas:
+        return Finding("swap", "ok", "none")
+    total = sum(int(area[2]) * 1024 for area in areas if area[2].isdigit()) / _GIGA
+    found = f"{total:.1f} GB in {', '.join(area[0] for area in areas)}"
+    if all("zram" in area[0] for area in areas):
+        return Finding("swap", "warning", found,
+                       "zram takes the memory that shards want: sudo systemctl disable nvzramconfig, and a "
+                       "swap file on NVMe if one is needed")
+    return Finding("swap", "ok", found)
+
+
+def _disk(storage: Path) -> Finding:
+    try:
+        free = shutil.disk_usage(storage).free / _GIGA
+    except OSError as error:
+        return Finding("disk", "failed", f"{storage}: {error.strerror}", "name a directory that is there")
+    found = f"{free:.0f} GB free at {storage}"
+    if free < _LEAST_DISK_GB:
+        return Finding("disk", "warning", found,
+                       f"a release and a shard want {_LEAST_DISK_GB:.0f} GB: make room")
+    return Finding("disk", "ok", found)
+
+
+def _heat(board: Board) -> Finding:
+    if board.temperature_c is None:
+        return Finding("temperature", "unknown", "no sensor tells")
+    found = f"{board.temperature_c:.0f} °C in the hottest zone"
+    if board.temperature_c >= _HOT_C:
+        return Finding("temperature", "failed", found, "it slows itself down: cool it, and see to its fan")
+    if board.temperature_c >= _WARM_C:
+        return Finding("temperature", "warning", found, "under load it will slow itself down: see to its fan")
+    return Finding("temperature", "ok", found)
+
+
+def _power(board: Board, root: Path) -> Finding:
+    """Modes go by name: a number means different things on different boards."""
+    modes = re.findall(r"<\s*POWER_MODEL\b[^>]*\bID=(\d+)[^>]*\bNAME=([^\s>]+)",
+                       procfs.text(root / "etc/nvpmodel.conf"), re.IGNORECASE)
+    best = next(((number, name) for number, name in reversed(modes) if name.upper().startswith("MAXN")), None)
+    if not board.power_mode:
+        return Finding("power mode", "unknown", "nvpmodel does not say", "sudo nvpmodel -q shows it")
+    if board.power_mode.upper().startswith("MAXN") or best is None:
+        return Finding("power mode", "ok", board.power_mode)
+    return Finding("power mode", "warning", f"{board.power_mode}, and there is {best[1]}",
+                   f"sudo nvpmodel -m {best[0]}, then sudo jetson_clocks")
+
+
+def _membership(root: Path) -> Finding:
+    there = {name: gid for name, gid in _groups(root).items() if name in _GROUPS}
+    missing = [name for name, gid in there.items() if gid not in _own_groups()]
+    if missing and os.geteuid() != 0:
+        return Finding("groups", "failed", f"this user is not in {' and '.join(missing)}",
+                       f"sudo usermod -aG {','.join(missing)} $USER, then log in again")
+    return Finding("groups", "ok", ", ".join(there) or "the system has none of " + ", ".join(_GROUPS))
+
+
+def _groups(root: Path) -> dict[str, int]:
+    if root == _ROOT:
+        return {group.gr_name: group.gr_gid for group in grp.getgrall()}
+    lines = [line.split(":") for line in procfs.text(root / "etc/group").splitlines()]
+    return {parts[0]: int(parts[2]) for parts in lines if len(parts) >= 3 and parts[2].isdigit()}
+
+
+def _own_groups() -> Collection[int]:
+    return {os.getgid(), *os.getgroups()}

@@ -1,0 +1,43 @@
+"""``flowspec doctor`` on this machine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from flowspec_edge.cli.main import main
+from flowspec_edge.fleet import checkup_compute
+from flowspec_edge.fleet.checkup import Finding
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
+    """What computing finds: tests/fleet asks the real libraries, which takes seconds."""
+    findings = [Finding("torch", "ok", "2.13.0")]
+    monkeypatch.setattr(checkup_compute, "check_compute", lambda jetson: findings)
+    return findings
+
+
+def test_a_table_and_json_say_the_same(quick: list[Finding], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["ok"] is True
+    assert [finding["check"] for finding in document["findings"]][:3] == ["board", "python", "memory"]
+    assert document["findings"][-1] == {"check": "torch", "state": "ok", "found": "2.13.0", "advice": ""}
+    assert main(["doctor"]) == 0
+    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line[:1].strip()]
+    assert rows[:2] == ["board", "python"]
+
+
+def test_what_failed_is_the_exit_code_and_has_its_next_step(quick: list[Finding],
+                                                            capsys: pytest.CaptureFixture[str]) -> None:
+    quick[0] = Finding("gpu", "failed", "sees no [GPU]", "see the groups")
+    assert main(["doctor"]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "failed sees no [GPU]" in out
+    assert "→ see the groups" in out
+    assert main(["doctor", "--json", "--storage", "/nowhere/at/all"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["ok"] is False
+    assert {f["check"] for f in document["findings"] if f["state"] == "failed"} >= {"gpu", "disk"}

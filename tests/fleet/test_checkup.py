@@ -1,0 +1,121 @@
+"""A board's check-up: systems as files describe them, this machine's own libraries, and broken ones."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from flowspec_edge.fleet.checkup import Finding, check_system
+from flowspec_edge.fleet.checkup_compute import Libraries, check_compute, check_gpu
+
+ORIN = {
+    "proc/device-tree/model": "NVIDIA Jetson Orin Nano Developer Kit\0",
+    "etc/nv_tegra_release": "# R36 (release), REVISION: 4.3, GCID: 1, BOARD: generic\n",
+    "etc/nvpmodel.conf": "< POWER_MODEL ID=0 NAME=15W >\n< POWER_MODEL ID=1 NAME=25W >\n"
+                         "< POWER_MODEL ID=2 NAME=MAXN_SUPER >\n",
+    "var/lib/nvpmodel/status": "pmode:0002 fmode:quiet",
+    "proc/meminfo": "MemTotal:        7802680 kB\nMemAvailable:    6812340 kB\n",
+    "proc/swaps": "Filename\tType\tSize\tUsed\tPriority\n",
+    "sys/class/thermal/thermal_zone0/temp": "51250\n",
+    "etc/group": f"root:x:0:\nvideo:x:{os.getgid()}:\nrender:x:{os.getgid()}:\n",
+}
+
+
+def found(root: Path, changes: dict[str, str] | None = None) -> dict[str, Finding]:
+    for name, text in (ORIN | (changes or {})).items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return {finding.check: finding for finding in check_system(root, root)}
+
+
+def test_a_board_as_it_should_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**12, 0, 10**12))
+    findings = found(tmp_path)
+    assert {name for name, finding in findings.items() if finding.state != "ok"} == set()
+    assert findings["board"].found == "NVIDIA Jetson Orin Nano Developer Kit, L4T 36.4.3 (JetPack 6.1 or 6.2)"
+    assert findings["memory"].found == "7.0 of 8.0 GB available"
+    assert findings["power mode"].found == "MAXN_SUPER"
+    assert not any(finding.advice for finding in findings.values())
+
+
+@pytest.mark.parametrize(("changes", "check", "state", "says", "advice"), [
+    ({"etc/nv_tegra_release": "# R35 (release), REVISION: 4.1\n"}, "board", "failed", "older than 3.10",
+     "JetPack 6"),
+    ({"etc/nv_tegra_release": "# R41 (release), REVISION: 1.0\n"}, "board", "warning", "L4T 41.1.0", "go on"),
+    ({"proc/meminfo": "MemTotal: 7802680 kB\nMemAvailable: 3000000 kB\n"}, "memory", "warning", "3.1 of 8.0",
+     "multi-user.target"),
+    ({"proc/meminfo": "nothing\n"}, "memory", "unknown", "does not say", ""),
+    ({"proc/swaps": "Filename Type Size Used Priority\n/dev/zram0 partition 2097152 0 5\n"
+                    "/dev/zram1 partition 2097152 0 5\n"}, "swap", "warning",
+     "4.3 GB in /dev/zram0, /dev/zram1", "nvzramconfig"),
+    ({"proc/swaps": "Filename Type Size Used Priority\n/dev/zram0 partition 2097152 0 5\n"
+                    "/data/swap file 8388604 0 -2\n"}, "swap", "ok", "10.7 GB", ""),
+    ({"sys/class/thermal/thermal_zone0/temp": "83000\n"}, "temperature", "warning", "83 °C", "fan"),
+    ({"sys/class/thermal/thermal_zone0/temp": "97500\n"}, "temperature", "failed", "98 °C", "cool"),
+    ({"var/lib/nvpmodel/status": "pmode:0001"}, "power mode", "warning", "25W, and there is MAXN_SUPER",
+     "nvpmodel -m 2"),
+    ({"var/lib/nvpmodel/status": ""}, "power mode", "unknown", "does not say", "nvpmodel -q"),
+])
+def test_what_is_not_so_has_a_next_step(tmp_path: Path, changes: dict[str, str], check: str, state: str,
+                                        says: str, advice: str) -> None:
+    finding = found(tmp_path, changes)[check]
+    assert (finding.state, says in finding.found, advice in finding.advice) == (state, True, True), finding
+    assert bool(finding.advice) == bool(advice)
+
+
+def test_a_user_without_the_gpus_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    groups = {"etc/group": f"video:x:{os.getgid()}:\nrender:x:4999:\n"}
+    finding = found(tmp_path, groups)["groups"]
+    assert (finding.state, finding.found) == ("failed", "this user is not in render")
+    assert finding.advice.startswith("sudo usermod -aG render ")
+
+
+def test_only_a_jetson_is_asked_what_only_a_jetson_has(tmp_path: Path) -> None:
+    findings = {finding.check for finding in check_system(tmp_path, tmp_path)}
+    assert "board" in findings
+    assert not findings & {"power mode", "groups"}
+
+
+def test_a_full_disk_and_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**12, 10**12, 10**9))
+    assert found(tmp_path)["disk"].state == "warning"
+    monkeypatch.undo()
+    missing = {f.check: f for f in check_system(tmp_path, tmp_path / "nowhere")}["disk"]
+    assert (missing.state, "No such file" in missing.found) == ("failed", True)
+
+
+def test_this_machines_libraries_do_real_products() -> None:
+    findings = {finding.check: finding for finding in check_compute(jetson=False)}
+    assert {name: finding.state for name, finding in findings.items()} == dict.fromkeys(
+        ("torch", "gpu", "product", "4 bits", "encryption"), "ok"), findings
+
+
+def test_libraries_that_end_the_process_or_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                              ) -> None:
+    """As on a board: bitsandbytes that dies at its first kernel is a warning, for int4 works without it."""
+    (tmp_path / "bitsandbytes").mkdir()
+    (tmp_path / "bitsandbytes" / "__init__.py").write_text("import os\nos.abort()\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path.cwd()}")
+    four = {finding.check: finding for finding in check_compute(jetson=False)}["4 bits"]
+    assert (four.state, "int4 works; nf4 does not" in four.found) == ("warning", True), four
+    assert "COMPUTE_CAPABILITY=87" in four.advice
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')\n")
+    torch, _ = check_compute(jetson=True)
+    assert (torch.check, torch.state, "libcudart.so.12" in torch.found) == ("torch", "failed", True)
+
+
+@pytest.mark.parametrize(("built_for", "gpu", "jetson", "state", "says"), [
+    ("12.6", "Orin", True, "ok", "Orin, CUDA 12.6"),
+    (None, None, True, "failed", "this torch was built without CUDA"),
+    ("12.6", None, True, "failed", "torch, built for CUDA 12.6, sees no GPU"),
+    (None, None, False, "ok", "none: this machine computes on its CPU"),
+])
+def test_what_torch_says_of_a_gpu(built_for: str | None, gpu: str | None, jetson: bool, state: str, says: str
+                                  ) -> None:
+    finding = check_gpu(Libraries("2.7.0", "5.0.0", True, built_for, gpu), jetson)
+    assert (finding.state, finding.found, bool(finding.advice)) == (state, says, state == "failed")
