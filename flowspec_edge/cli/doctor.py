@@ -1,4 +1,4 @@
-"""``flowspec doctor``: is this machine fit to be a board of a cluster?
+"""``flowspec doctor``: are these machines fit to be boards of a cluster?
 
 Knows how findings are shown.  Does not know what is checked (``fleet.checkup``).
 """
@@ -11,19 +11,22 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from flowspec_edge.fleet.checkup import Finding
+    from flowspec_edge.fleet.checkup_fleet import Checked
 
 _MARKS = {"ok": "[green]ok[/green]", "warning": "[yellow]warning[/yellow]", "failed": "[red]failed[/red]",
           "unknown": "[dim]unknown[/dim]"}
 
 
 def doctor(
-    storage: Annotated[Path | None, typer.Option(
+    cluster: Annotated[Path | None, typer.Option(
+        "--cluster", help="Check the boards of this cluster.toml, over ssh, and the links between them; by "
+                          "default this machine.", metavar="FILE", show_default=False)] = None,
+    storage: Annotated[str | None, typer.Option(
         "--storage", help="Where releases and shards are to lie; by default the home directory.",
         metavar="DIR", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object, not a table.")] = False,
 ) -> None:
-    """Check this machine: release, Python, torch and its GPU, a real product, a real 4-bit kernel, memory.
+    """Check a machine: release, Python, torch and its GPU, a real product, a real 4-bit kernel, memory.
 
     Every line that is not ok says the next step.  Exit code 1 if anything failed; warnings do not count.
     Runs on any Linux machine; what only a Jetson has is checked only there.
@@ -33,35 +36,44 @@ def doctor(
       flowspec doctor
 
       flowspec doctor --storage /data --json
+
+      flowspec doctor --cluster cluster.toml
     """
     import json
     from dataclasses import asdict
 
     from rich.console import Console
 
-    from flowspec_edge.fleet.board import read_board
-    from flowspec_edge.fleet.checkup import check_system
-    from flowspec_edge.fleet.checkup_compute import check_compute
+    from flowspec_edge.fleet.checkup_fleet import Checked, check_fleet
+    from flowspec_edge.fleet.checkup_run import check_machine
 
-    findings = check_system(storage=storage)
-    with Console(stderr=True).status("trying torch and its kernels"):
-        findings += check_compute(jetson=bool(read_board().l4t))
-    failed = any(finding.state == "failed" for finding in findings)
+    with Console(stderr=True).status("trying torch and its kernels") as status:
+        if cluster is None:
+            boards = [Checked("this machine", check_machine(Path(storage) if storage else None))]
+        else:
+            from flowspec_edge.fleet.inventory import load_inventory
+
+            boards = check_fleet(load_inventory(cluster), storage,
+                                 lambda name: status.update(f"{name} is done"))
+    failed = any(finding.state == "failed" for board in boards for finding in board.findings)
     if as_json:
-        print(json.dumps({"ok": not failed, "findings": [asdict(finding) for finding in findings]}, indent=2))
+        print(json.dumps({"ok": not failed, "boards": [asdict(board) for board in boards]}, indent=2))
     else:
-        _show(findings)
+        _show(boards)
     if failed:
         raise typer.Exit(1)
 
 
-def _show(findings: list[Finding]) -> None:
+def _show(boards: list[Checked]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
-    for finding in findings:
-        advice = f"\n[bold]→[/bold] {escape(finding.advice)}" if finding.advice else ""
-        table.add_row(finding.check, _MARKS[finding.state], escape(finding.found) + advice)
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    for board in boards:
+        table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False, title_justify="left",
+                      title=f"[bold]{escape(board.name)}[/bold]")
+        for finding in board.findings:
+            advice = f"\n[bold]→[/bold] {escape(finding.advice)}" if finding.advice else ""
+            table.add_row(finding.check, _MARKS[finding.state], escape(finding.found) + advice)
+        console.print(table)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from flowspec_edge.cli.main import main
-from flowspec_edge.fleet import checkup_compute
+from flowspec_edge.fleet import checkup_run
 from flowspec_edge.fleet.checkup import Finding
 
 
@@ -15,7 +15,7 @@ from flowspec_edge.fleet.checkup import Finding
 def quick(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     """What computing finds: tests/fleet asks the real libraries, which takes seconds."""
     findings = [Finding("torch", "ok", "2.13.0")]
-    monkeypatch.setattr(checkup_compute, "check_compute", lambda jetson: findings)
+    monkeypatch.setattr(checkup_run, "check_compute", lambda jetson: findings)
     return findings
 
 
@@ -23,11 +23,13 @@ def test_a_table_and_json_say_the_same(quick: list[Finding], capsys: pytest.Capt
     assert main(["doctor", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["ok"] is True
-    assert [finding["check"] for finding in document["findings"]][:3] == ["board", "python", "memory"]
-    assert document["findings"][-1] == {"check": "torch", "state": "ok", "found": "2.13.0", "advice": ""}
+    (board,) = document["boards"]
+    assert board["name"] == "this machine"
+    assert [finding["check"] for finding in board["findings"]][:3] == ["flowspec", "board", "python"]
+    assert board["findings"][-1] == {"check": "torch", "state": "ok", "found": "2.13.0", "advice": ""}
     assert main(["doctor"]) == 0
     rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line[:1].strip()]
-    assert rows[:2] == ["board", "python"]
+    assert rows[:4] == ["this", "flowspec", "board", "python"]
 
 
 def test_what_failed_is_the_exit_code_and_has_its_next_step(quick: list[Finding],
@@ -40,4 +42,5 @@ def test_what_failed_is_the_exit_code_and_has_its_next_step(quick: list[Finding]
     assert main(["doctor", "--json", "--storage", "/nowhere/at/all"]) == 1
     document = json.loads(capsys.readouterr().out)
     assert document["ok"] is False
-    assert {f["check"] for f in document["findings"] if f["state"] == "failed"} >= {"gpu", "disk"}
+    failed = {f["check"] for f in document["boards"][0]["findings"] if f["state"] == "failed"}
+    assert failed >= {"gpu", "disk"}
