@@ -80,9 +80,9 @@ def check_skew(offset_s: float, uncertain_s: float) -> Finding:
 
 
 def _board(inventory: Inventory, device: DeviceEntry, storage: str | None) -> list[Finding]:
-    runner: Runner = (LocalRunner(device.name, timeout_s=_PATIENCE_S) if is_here(device) else
-                      SshRunner(inventory, device, timeout_s=_PATIENCE_S))
     try:
+        runner: Runner = (LocalRunner(device.name, timeout_s=_PATIENCE_S) if is_here(device) else
+                          SshRunner(inventory, device, timeout_s=_PATIENCE_S))
         clock = _clock(runner)
     except FlowspecError as error:
         return [Finding("reached", "failed", str(error),

@@ -47,6 +47,17 @@ def test_boards_and_their_links(boards: sshkit.Boards, tmp_path: Path, capsys: p
     assert "Permission denied" in found["board-2"]["reached"]["found"]
 
 
+def test_an_unknown_name_is_one_boards_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text('[cluster]\nname = "x"\n' + "".join(
+        f'[[device]]\nname = "{name}"\naddress = "{name}.invalid"\nrole = "{role}"\n'
+        for name, role in (("a", "draft"), ("b", "verify"))))
+    assert main(["doctor", "--cluster", str(file)]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "the address a.invalid is unknown here" in out
+    assert "the address b.invalid is unknown here" in out
+
+
 @pytest.mark.parametrize(("offset", "uncertain", "state"), [
     (0.2, 0.1, "ok"), (-1.5, 0.6, "ok"), (1.7, 0.6, "warning"), (-3600.0, 2.0, "warning")])
 def test_clocks(offset: float, uncertain: float, state: str) -> None:
