@@ -33,6 +33,8 @@ app.command()(demo.demo)
 app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(serve.serve)
+app.command("up", short_help="The same as serve: flowspec up --local starts a cluster here and answers.")(
+    serve.serve)
 app.command()(listing.strategies)
 app.command()(listing.profiles)
 app.command()(doctor.doctor)

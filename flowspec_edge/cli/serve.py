@@ -43,6 +43,8 @@ Examples:
 
   flowspec serve
 
+  flowspec up --local
+
   flowspec serve --model vicuna-7b-v1.5 --name vicuna --port 9000 --log-json
 
   FLOWSPEC_API_KEY=… flowspec serve --host 0.0.0.0 --at-once 4 --queue 8
