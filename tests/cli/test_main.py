@@ -49,7 +49,8 @@ def test_help_has_examples(command: tuple[str, ...], capsys: pytest.CaptureFixtu
 
 def test_the_commands_that_others_call() -> None:
     """Names that are a contract."""
-    assert {("demo",), ("generate",), ("serve",), ("up",), ("chat",), ("doctor",), ("plan",), ("device", "profile"), ("device", "peer"),
+    assert {("demo",), ("generate",), ("serve",), ("up",), ("chat",), ("doctor",), ("plan",),
+            ("device", "profile"), ("device", "peer"),
             ("bench", "run"), ("bench", "tables"), ("bench", "plot"), ("bench", "timeline"),
             ("models", "train-demo"), ("models", "train-spd"), ("models", "train-head"), ("models", "shard"),
             ("models", "inspect"), ("models", "verify"), ("device", "kernels"),
