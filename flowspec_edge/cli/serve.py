@@ -103,11 +103,11 @@ def serve(
     *,
     params: Params,
 ) -> None:
-    """Answer OpenAI's clients: /v1/chat/completions, /v1/completions, /v1/models; and people, with a
-    page at / that shows the cluster at work.
+    """Answer OpenAI's clients, and show people the cluster at work on a page.
 
-    A few requests share the stages, others wait their turn.  /health says that the server is alive,
-    /ready that a token came through the pipeline lately.  Ctrl-C or SIGTERM ends it and its devices.
+    /v1/chat/completions, /v1/completions and /v1/models are OpenAI's; / is the page, /metrics is for
+    Prometheus.  A few requests share the stages, others wait their turn.  /health says that the server is
+    alive, /ready that a token came through the pipeline lately.  Ctrl-C or SIGTERM ends it and its devices.
     """
     found = resolve_model(model)
     boards = _boards(cluster, board_model, local, stages, emulate)
