@@ -106,7 +106,7 @@ class RowPool:
     def leave(self, coordinator: Coordinator) -> tuple[int, ...]:
         """A session is over and was not lost: the numbers of the rows that the stages are to keep of it.
 
-        None if there are too few for any other, or its drafter cannot be handed on.
+        Empty if there are too few for any other, or its drafter cannot be handed on.
         """
         session, request, drafter = coordinator.ledger.session, coordinator.request, coordinator.drafter
         del self._open[session]
