@@ -58,7 +58,7 @@ class Tokenizer:
         if self._built_in is None:
             raise UsageError(f"{self._model.path} has no chat template, and its name is not that of a model "
                              f"with a known one; give --chat-template {', '.join(BUILT_IN)} or a file with a "
-                             "Jinja template, or leave out --chat")
+                             "Jinja template")
         ids: list[int] = []
         for piece in BUILT_IN[self._built_in](messages):
             begin, end = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id

@@ -169,7 +169,7 @@ def test_the_tokenizers_own_template_comes_first(model: Path) -> None:
 
 def test_without_a_template_one_line_names_the_choices(model: Path) -> None:
     with pytest.raises(UsageError, match=r"model has no chat template, .* give --chat-template llama-2, "
-                                         r"vicuna or a file with a Jinja template, or leave out --chat"):
+                                         r"vicuna or a file with a Jinja template"):
         Tokenizer(resolve_model(model)).chat(ASK)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated
 
@@ -117,5 +118,5 @@ def timeline(
     print(f"{caption}\n{drawn}", end="")
 
 
-plot.__doc__ = f"{plot.__doc__}\n{_PLOT_EXAMPLES}"
-timeline.__doc__ = f"{timeline.__doc__}\n{_TIMELINE_EXAMPLES}"
+plot.__doc__ = f"{cleandoc(plot.__doc__ or '')}\n{_PLOT_EXAMPLES}"
+timeline.__doc__ = f"{cleandoc(timeline.__doc__ or '')}\n{_TIMELINE_EXAMPLES}"

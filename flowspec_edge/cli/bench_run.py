@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from inspect import cleandoc
+
 from flowspec_edge.cli.bench_options import FLOWSPEC_AND_ABLATIONS, Measuring
 from flowspec_edge.cli.options import with_dataclasses
 from flowspec_edge.sampling import Sampling
@@ -43,4 +45,4 @@ def run(*, options: Measuring, sampling: Sampling, params: Params) -> None:
     fail_if_different(report)
 
 
-run.__doc__ = f"{run.__doc__}\n{_EXAMPLES}"
+run.__doc__ = f"{cleandoc(run.__doc__ or '')}\n{_EXAMPLES}"

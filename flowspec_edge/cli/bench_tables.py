@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated
 
@@ -68,4 +69,4 @@ def tables(
         fail_if_different(reports[0])
 
 
-tables.__doc__ = f"{tables.__doc__}\n{_EXAMPLES}"
+tables.__doc__ = f"{cleandoc(tables.__doc__ or '')}\n{_EXAMPLES}"

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from inspect import cleandoc
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -106,15 +107,16 @@ def chat(
     sharing: Sharing = {"at_once": 1, "cache_rows": cache_rows(found.max_positions, 1, params, stages),
                         "rejoin_within": _REJOIN_S}
     with (Screen() as screen, open_processes(when, found, stages, dtype, **sharing) as cluster,
-          _typed() as lines):
+          _typed() as messages):
         screen.live = live
         chatting = Chatting(conversation, tokenizer, screen, cluster, strategy, sampling, params,
                             any_seed="seed" not in was_given)
         screen.note(f"{found.name}, {chosen.name}, {stages} stages; /help for help")
-        chatting.run(lines)
+        chatting.start()
+        chatting.run(messages)
 
 
-chat.__doc__ = f"{chat.__doc__}\n{_EXAMPLES}"
+chat.__doc__ = f"{cleandoc(chat.__doc__ or '')}\n{_EXAMPLES}"
 
 
 @dataclass(eq=False)
@@ -131,19 +133,24 @@ class Chatting:
     any_seed: bool
     results: list[Result] = field(default_factory=list)
 
-    def run(self, lines: Iterator[str]) -> None:
-        """Until there are no lines, or /quit."""
-        for text in lines:
-            name, _, rest = text.strip().partition(" ")
+    def start(self) -> None:
+        """Have a token come through the stages, so that the first question does not wait for their start."""
+        with self.screen.working("starting the stages"):
+            self.cluster.generate(Request([0], self.strategy, 1, params=self.params))
+
+    def run(self, messages: Iterator[Typed]) -> None:
+        """Until there are no more, or /quit."""
+        for typed in messages:
+            name, _, rest = typed.text.strip().partition(" ")
             if not name:
                 continue
             try:
-                if name == "/quit":
+                if typed.block or not name.startswith("/"):
+                    self.answer(typed.text)
+                elif name == "/quit":
                     return
-                if name.startswith("/"):
-                    self._obey(name, rest.strip())
                 else:
-                    self.answer(text)
+                    self._obey(name, rest.strip())
             except UsageError as error:
                 self.screen.note(str(error))
 
@@ -187,7 +194,8 @@ class Chatting:
             "/retry": lambda _: self.answer(self._take_back()), "/undo": lambda _: self._undo(),
             "/reset": lambda system: self.conversation.reset(system or None)}
         if name not in commands:
-            raise UsageError(f"there is no {name}; /help names what there is")
+            raise UsageError(f"there is no {name}; /help names what there is, and text between lines of "
+                             f"{_QUOTES} is never a command")
         commands[name](rest)
 
     def _toggle_live(self) -> None:
@@ -222,39 +230,54 @@ def _ctrl_c(stop: Callable[[], None]) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+@dataclass(frozen=True)
+class Typed:
+    """A line, which may be a command; or the lines of a block, which are what they are."""
+
+    text: str
+    block: bool = False
+
+
 @contextmanager
-def _typed() -> Iterator[Iterator[str]]:
+def _typed() -> Iterator[Iterator[Typed]]:
     """Messages: lines, or what is between lines of three quotes; at a terminal they can be edited."""
     with ExitStack() as undo:
         if sys.stdin.isatty():
             undo.enter_context(_remembered())
-        yield _messages(_prompted() if sys.stdin.isatty() else (line.rstrip("\n") for line in sys.stdin))
+        yield _messages(_asked if sys.stdin.isatty() else _piped)
 
 
-def _messages(lines: Iterator[str]) -> Iterator[str]:
-    for line in lines:
-        if line.strip() != _QUOTES:
-            yield line
-            continue
-        block = []
-        for inner in lines:
-            if inner.strip() == _QUOTES:
-                break
-            block.append(inner)
-        yield "\n".join(block)
-
-
-def _prompted() -> Iterator[str]:
+def _messages(read: Callable[[str], str | None]) -> Iterator[Typed]:
+    """``read`` gives a line without its end, or None at the end of all; Ctrl-C gives up what was begun."""
     while True:
         try:
-            line = input("> ")
-        except EOFError:
-            print(file=sys.stderr)
-            return
-        except KeyboardInterrupt:  # gives up the line, as a shell does
+            line = read("> ")
+            if line is None:
+                return
+            if line.strip() != _QUOTES:
+                typed = Typed(line)
+            else:
+                block = []
+                while (inner := read(". ")) is not None and inner.strip() != _QUOTES:
+                    block.append(inner)
+                typed = Typed("\n".join(block), block=True)
+        except KeyboardInterrupt:  # as a shell does
             print(file=sys.stderr)
             continue
-        yield line
+        yield typed
+
+
+def _piped(prompt: str) -> str | None:
+    line = sys.stdin.readline()
+    return line.rstrip("\n") if line else None
+
+
+def _asked(prompt: str) -> str | None:
+    try:
+        return input(prompt)
+    except EOFError:
+        print(file=sys.stderr)
+        return None
 
 
 @contextmanager

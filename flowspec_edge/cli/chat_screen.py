@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -69,6 +70,10 @@ class Screen(logging.Handler):
         if self._in_line:
             self.write("\n")
         self._show_pending()
+
+    def working(self, what: str) -> AbstractContextManager[object]:
+        """Say what is being done as long as it takes; only where somebody sees it."""
+        return self._notes.status(what) if self._notes.is_terminal else nullcontext()
 
     def note(self, text: str) -> None:
         """Something that is not part of the answer."""

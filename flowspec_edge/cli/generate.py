@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated
 
@@ -143,7 +144,7 @@ def generate(
     print(summary(result, f"{strategy}, {stages} stages, {label}", drawn(sampling, origins)), file=sys.stderr)
 
 
-generate.__doc__ = f"{generate.__doc__}\n{_EXAMPLES}"
+generate.__doc__ = f"{cleandoc(generate.__doc__ or '')}\n{_EXAMPLES}"
 
 
 def summary(result: Result, how: str, sampling: str = "") -> str:

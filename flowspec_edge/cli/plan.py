@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from inspect import cleandoc
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -59,15 +60,16 @@ def plan(
     The split makes the slowest stage as fast as the boards' memory allows.  Nothing is downloaded
     or loaded: sizes follow from config.json.
     """
+    if not devices:
+        raise UsageError("give --devices: a profile (see: flowspec profiles), NAME:5 for five, "
+                         "or a cluster file")
+
     from flowspec_edge.cli.bench_options import parse_strategies
     from flowspec_edge.cli.plan_outcome import show
     from flowspec_edge.fleet.estimate import STRATEGIES, check_strategies
     from flowspec_edge.fleet.memory import model_bytes
     from flowspec_edge.fleet.roster import parse_devices
 
-    if not devices:
-        raise UsageError("give --devices: a profile (see: flowspec profiles), NAME:5 for five, "
-                         "or a cluster file")
     names = parse_strategies(strategies) if strategies else list(STRATEGIES)
     check_strategies(names)
     members = parse_devices(devices)
@@ -88,7 +90,7 @@ def plan(
         show(outcome)
 
 
-plan.__doc__ = f"{plan.__doc__}\n{_EXAMPLES}"
+plan.__doc__ = f"{cleandoc(plan.__doc__ or '')}\n{_EXAMPLES}"
 
 
 def _problem(size: ModelBytes, context: int, at_once: int, boards: int) -> Problem:

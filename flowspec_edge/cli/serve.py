@@ -6,6 +6,7 @@ queue.
 
 from __future__ import annotations
 
+from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -84,7 +85,7 @@ def serve(
         "--queue", min=0, help="Requests that may wait for their turn; more are refused with 429.")] = 16,
     at_once: Annotated[int, typer.Option(
         "--at-once", min=0, show_default=False,
-        help="Requests that share the stages at a time.  [default: as many as stages, at least 2]")] = 0,
+        help="Requests that share the stages at a time; 0: as many as there are stages, at least 2.")] = 0,
     context: Annotated[int, typer.Option(
         "--context", min=1, metavar="N", help=(
             "Tokens of all requests' texts together, kept ones included, that the caches hold: what "
@@ -150,7 +151,7 @@ def serve(
                   lambda: print(says, flush=True))
 
 
-serve.__doc__ = f"{serve.__doc__}\n{_EXAMPLES}"
+serve.__doc__ = f"{cleandoc(serve.__doc__ or '')}\n{_EXAMPLES}"
 
 
 def _boards(cluster: Path | None, board_model: str | None, local: bool, stages: int, emulate: str | None

@@ -86,6 +86,7 @@ class Worker:
         self._config = config
         self._links = links
         self._engine = engine
+        self._bytes_in = 0  # of the data link, that are booked
         self._books = Books()
         self._reports = Reports(config, links.control, links.next, engine, self._books, hello)
         self._breaks = (0, 0)  # of the links to D0 and to the next device, when the first of the open
@@ -107,7 +108,6 @@ class Worker:
     # ---- data ----------------------------------------------------------------------------------
 
     def _next_segment(self) -> Segment | None:
-        before = self._links.previous.bytes_in
         message = self._links.previous.receive()
         if message is None:
             self._sleep()
@@ -122,8 +122,10 @@ class Worker:
                                     f"{self._config.open_within_s:g} s no Open for it")
             self._sleep(data=False)
             self._tick()
+        came = self._links.previous.bytes_in - self._bytes_in  # an emulated link may have held it back
+        self._bytes_in += came
         for share in self._books.shares(message.session):
-            share.bytes_in += self._links.previous.bytes_in - before
+            share.bytes_in += came
         return message
 
     def _work(self, segment: Segment) -> None:

@@ -25,6 +25,7 @@ from flowspec_edge.text import Tokenizer
 
 _COMPLETION_TOKENS = 16  # OpenAI's default for max_tokens of a completion
 _SEEDS = 2**63
+_DRAWN_SEEDS = 2**53  # all of which JavaScript can tell apart: the seed is in the answer
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Served:
         except UsageError as error:
             # Written for the command line: clients know neither paths nor options.
             says = str(error).replace(str(self.model.path), f"the model {self.name}")
-            says = says.replace(", or leave out --chat", " to the server")
+            says += " to the server" if says.endswith("Jinja template") else ""
             raise ApiError(400, says, "messages") from error
         stops = self.model.stop_ids | self.tokenizer.chat_stop_ids
         return self._asked(body, ids, stops, (), self.answer_tokens)
@@ -118,7 +119,7 @@ class Served:
         given: dict[str, Any] = {name: value for name, value in (
             ("temperature", body.temperature), ("top_p", body.top_p),
             ("top_k", None if body.top_k is None else max(0, body.top_k))) if value is not None}
-        seed = secrets.randbelow(_SEEDS) if body.seed is None else body.seed % _SEEDS
+        seed = secrets.randbelow(_DRAWN_SEEDS) if body.seed is None else body.seed % _SEEDS
         try:
             return choose_sampling(Sampling(**given, seed=seed), given, self.model)[0]
         except UsageError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from flowspec_edge.serving.errors import ApiError, invalid
 
@@ -72,7 +72,9 @@ class StreamOptions(_Ignoring):
 
 
 class Extensions(_Ignoring):
-    """What only this server has, under "flowspec"."""
+    """What only this server has, under "flowspec": nobody else's fields can be meant."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     strategy: str | None = None
 
@@ -82,6 +84,14 @@ class ChatMessage(_Ignoring):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, BeforeValidator(_text)] = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _says_something(cls, turn: Any) -> Any:
+        """Only an assistant's turn may be without content: it may have called a tool."""
+        if isinstance(turn, dict) and turn.get("content") is None and turn.get("role") != "assistant":
+            raise ValueError("needs content: a string, or text parts")
+        return turn
 
 
 class Body(_Ignoring):

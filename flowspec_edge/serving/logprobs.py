@@ -50,8 +50,9 @@ def chat_logprobs(tokens: Sequence[Spelled]) -> dict[str, Any]:
 
 
 def completion_logprobs(tokens: Sequence[Spelled]) -> dict[str, Any]:
-    """As in a completion's choice; of tokens that are written alike the likelier one stays."""
-    tops = [dict(reversed(token.top)) for token in tokens]
+    """As in a completion's choice: where others are wanted the token itself is always among them; of those
+    that are written alike the likelier one stays."""
+    tops = [{token.text: token.logprob, **dict(reversed(token.top))} if token.top else {} for token in tokens]
     return {"tokens": [token.text for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": tops if any(tops) else None,

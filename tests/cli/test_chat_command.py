@@ -67,19 +67,19 @@ def chat(model: Path, monkeypatch: pytest.MonkeyPatch, typed: str, *arguments: s
 
 def test_turns_build_on_one_another(model: Path, told: Told, monkeypatch: pytest.MonkeyPatch,
                                     capsys: pytest.CaptureFixture[str]) -> None:
-    assert chat(model, monkeypatch, 'one\n"""\ntwo\nlines\n"""\n\n/stats\n/history\n', "--system", "S") == 0
+    assert chat(model, monkeypatch, 'one\n"""\n/two\nlines\n"""\n\n/stats\n/history\n', "--system", "S") == 0
     first = told.answer("one", system="S")
-    second = told.answer("one", first, "two\nlines", system="S")
+    second = told.answer("one", first, "/two\nlines", system="S")
     out, err = capsys.readouterr()
     assert out == f"{first}\n{second}\n"
     assert err.count(f"cut off after {ANSWER} tokens") == 2
     assert re.search(rf"all 2 +{2 * ANSWER} ", err)
-    before, after = told.ids("one", system="S"), told.ids("one", first, "two\nlines", system="S")
+    before, after = told.ids("one", system="S"), told.ids("one", first, "/two\nlines", system="S")
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
     reused = int(re.search(r"the last .* (\d+)\n", err)[1])  # type: ignore[index]
     assert shared - 1 <= reused < len(after)  # the first turn was not read in again
     assert re.search(r"\nV1 .*\n.*V2 ", err)
-    assert err.endswith(f"system: S\nuser: one\nassistant: {first}\nuser: two\nlines\nassistant: {second}\n")
+    assert err.endswith(f"system: S\nuser: one\nassistant: {first}\nuser: /two\nlines\nassistant: {second}\n")
 
 
 def test_an_exchange_is_taken_back_and_a_chat_begun_anew(

@@ -17,12 +17,11 @@ export function showFigures(figures) {
   const { running, waiting, total } = figures;
   at("queue").textContent = `${running} running, ${waiting} waiting; ${total.requests} answered since the start, `
     + `${total.tokens} tokens.`;
-  if (figures.rounds) showAcceptance(figures.acceptance, figures.rounds);
+  showAcceptance(figures.acceptance, figures.rounds);
 }
 
 function put(id, value, words) {
-  if (value == null) return;
-  const [number, unit] = words(value);
+  const [number, unit] = value == null ? ["–"] : words(value);
   at(id).textContent = number;
   if (unit) {
     const small = document.createElement("small");
@@ -42,6 +41,6 @@ function showAcceptance(shares, rounds) {
     bars.children[i].style.setProperty("--share", share);
     bars.children[i].title = `${i + 1} or more: ${Math.round(100 * share)} % of the last ${rounds} rounds`;
   });
-  bars.setAttribute("aria-label", `At least one guess was right in ${Math.round(100 * shares[0])} percent of the `
+  bars.setAttribute("aria-label", !rounds ? "No round has ended yet" : `At least one guess was right in ${Math.round(100 * shares[0])} percent of the `
     + `last ${rounds} rounds, at least three in ${Math.round(100 * shares[2])} percent`);
 }

@@ -5,7 +5,7 @@ import { openChat } from "./chat.js";
 import { watch } from "./feed.js";
 import { explainFigures, showFigures } from "./figures.js";
 import { clearRail, layRail, moveSegments } from "./rail.js";
-import { explainTree, growTree } from "./tree.js";
+import { clearTree, explainTree, growTree } from "./tree.js";
 
 const served = document.querySelector("#served");
 const state = document.querySelector("#state");
@@ -37,5 +37,6 @@ watch({
   cut(why) {
     tell("cut", `${why}; trying again`);
     clearRail();
+    clearTree();
   },
 });

@@ -26,6 +26,14 @@ export function explainTree({ strategy, tree }) {
   if (!tree) idle.textContent = `The strategy ${strategy} guesses nothing ahead: there is no tree.`;
 }
 
+/** Nothing is known of any tree any more. */
+export function clearTree() {
+  nodes.clear();
+  session = root = null;
+  idle.hidden = false;
+  wake();
+}
+
 /** Take in a `tree` event. */
 export function growTree(tree) {
   idle.hidden = true;
