@@ -194,3 +194,4 @@ def test_it_asks_for_the_key_once(browser: Browser, cluster: Watched) -> None:
         watched.server.desk.close()
         expect(page.locator("#state")).to_have_attribute("data-state", "cut")
         expect(page.locator("#state")).to_contain_text("trying again")
+        expect(page.locator("#tree-idle")).to_be_visible()  # of its tree nothing is known any more

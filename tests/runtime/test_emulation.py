@@ -233,6 +233,8 @@ def test_every_strategy_gives_the_text_and_at_least_the_time_of_virtual_time(
             request = Request(prompt, strategy, 12)
             result = cluster.generate(request)
             assert result.tokens == expected, strategy
+            first, second = result.stats.stages
+            assert first["bytes_out"] == second["bytes_in"] > 0
             if strategy != "autoregressive":
                 continue
             # One token after the other: nothing can be saved, and the bytes are the same.

@@ -32,6 +32,7 @@ function put(id, value, words) {
 
 function showAcceptance(shares, rounds) {
   const bars = at("acceptance");
+  if (!rounds) bars.replaceChildren();
   while (bars.children.length < shares.length) {
     const column = document.createElement("span");
     column.append(document.createElement("i"), String(bars.children.length + 1));
