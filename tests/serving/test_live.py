@@ -118,7 +118,7 @@ def test_what_became_text_is_one_chain_through_all_trees(watched: Watchable, pla
     trees = [tree for tree in watcher.named("tree") if tree["session"] == session]
     assert [tree["over"] for tree in trees] == [False] * (len(trees) - 1) + [True]
     text, at = [], None
-    cut = 0
+    ids: dict[str, set[int]] = {state: set() for state in STATES}
     for tree in trees:
         nodes = {node["id"]: node for node in tree["nodes"]}
         assert len(nodes) == len(tree["nodes"])
@@ -136,11 +136,13 @@ def test_what_became_text_is_one_chain_through_all_trees(watched: Watchable, pla
             assert chain[0]["id"] == at
             text += [node["token"] for node in chain[1:]]
         at = tree["root"]
-        cut += sum(node["state"] == "pruned" for node in nodes.values())
-    ids = Tokenizer(ModelDir(model)).encode(PROMPT)
-    expected = plain.generate(ids, TOKENS, Sampling())[0]
+        for node in nodes.values():
+            ids[node["state"]].add(node["id"])
+    prompt = Tokenizer(ModelDir(model)).encode(PROMPT)
+    expected = plain.generate(prompt, TOKENS, Sampling())[0]
     assert text == [None if seen is None else token for seen, token in zip(text, expected, strict=True)]
-    assert cut > 0
+    assert ids["drafted"] | ids["sent"] <= ids["accepted"] | ids["pruned"]  # each had an end, and was told of
+    assert not ids["accepted"] & ids["pruned"]
 
 
 def test_plain_decoding_has_no_tree_and_guesses_nothing(watched: Watchable) -> None:
