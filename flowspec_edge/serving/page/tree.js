@@ -60,7 +60,6 @@ export function growTree(tree) {
   const deepest = Math.max(6, ...tree.nodes.map((node) => node.depth));
   wanted = Math.min(92, Math.max(44, canvas.clientWidth / (deepest + trail() + 1.5)));
   const count = (state) => tree.nodes.filter((node) => node.state === state).length;
-  canvas.dataset.alive = count("drafted") + count("sent");
   canvas.dataset.pruned = Number(canvas.dataset.pruned ?? 0) + count("pruned");
   canvas.setAttribute("aria-label", `The draft tree after ${JSON.stringify(tree.root_text)}: ${count("drafted")} `
     + `guesses on D0, ${count("sent")} in the pipeline, ${count("accepted") - 1} became text, `
@@ -76,6 +75,7 @@ function appear(told, tree) {
   const node = { id: told.id, parent: told.parent, x: tree.position + told.depth, y: parent ? parent.y : 0, to: 0,
     text: shown(told.text), state: null, score: told.score, since: 0, seen: 0, light: isStill() ? 1 : 0 };
   nodes.set(told.id, node);
+  canvas.dataset.grown = Number(canvas.dataset.grown ?? 0) + 1;
   return node;
 }
 
