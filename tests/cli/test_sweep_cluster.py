@@ -58,6 +58,7 @@ def test_real_boards_are_shaped_measured_and_put_back(
 
 
 @sshkit.needs_boards
+@pytest.mark.soak
 def test_a_board_without_the_model_is_named_and_all_are_put_back(
         boards: sshkit.Boards, model: Path, prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = [boards.shown(place) for place in (0, 1)]

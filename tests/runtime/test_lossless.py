@@ -160,7 +160,7 @@ def test_sampled_texts_follow_the_target(small_vocabulary_model: Path, name: str
 
     expected = {(a, b, c): p()[a] * p(a)[b] * p(a, b)[c]
                 for a in range(8) for b in range(8) for c in range(8)}
-    draws = 500
+    draws = 300
     counts = Counter(
         tuple(cluster(small_vocabulary_model, 2).generate(
             Request(prompt, name, 3, Sampling(1.0, seed=seed), Params(width=3, tree_size=8, depth=2))).tokens)
