@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 
 PROMPT = [(7 * i + 3) % 290 for i in range(70)]  # two chunks
@@ -29,3 +30,11 @@ def on_third(act: Callable[[], None]) -> Callable[[list[int]], None]:
             act()
 
     return on_tokens
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for something that another thread does."""
+    deadline = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.005)  # not for luck: another thread does it, and no event tells of it

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-from clusterkit import PATIENCE
-from servekit import NAME, Running, running, served, until
+from clusterkit import PATIENCE, until
+from servekit import NAME, Running, running, served
 
 from flowspec_edge.messages import Computed, Credit, Output, Tap
 from flowspec_edge.runtime.clusters import LocalClusters

@@ -6,7 +6,6 @@ import json
 import logging
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-from clusterkit import PATIENCE
+from clusterkit import PATIENCE, until
 from openai import OpenAI
 
 from flowspec_edge.messages import Cancel, Heartbeat, Prune, Segment
@@ -38,14 +37,6 @@ NAME = "tiny"
 AT_ONCE = 4  # requests that the cluster has room for
 LONG = 1500  # tokens: no request for so many comes to its end
 STRATEGIES = ("flowspec", "chunk_pp", "autoregressive")
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Wait for something that another thread does."""
-    deadline = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.005)  # what another thread has done is not always told by an event
 
 
 class Held:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -10,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import fleetkit
 import pytest
-from clusterkit import PATIENCE
+from clusterkit import PATIENCE, until
 from livekit import STAGES, Watchable, Watched, watchable, watched_cluster
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright
-from servekit import until
 from tiny_dir import tiny_model_dir
 
 from flowspec_edge.modeldir import ModelDir
@@ -30,8 +29,9 @@ DESK, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 PROMPT = "def f(x): return"
 CONTINUED = 256  # tokens, chat.js
 
-pytestmark = pytest.mark.skipif(not CHROMIUM.exists() and not os.environ.get("FLOWSPEC_ALL_TESTS"),
-                                reason=f"no browser at {CHROMIUM}; apt install chromium")
+# A browser is too much to ask of everybody who runs the tests.
+pytestmark = fleetkit.needs("a real browser", "" if CHROMIUM.exists() else
+                            f"there is no {CHROMIUM} (Debian package chromium)")
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import time
 
+from clusterkit import until
 from workerkit import PATIENCE, Start, segment
 
 from flowspec_edge.errors import PeerLost
@@ -28,17 +28,9 @@ def test_a_stage_of_its_own_waits_for_another_d0_and_gives_up_the_sessions_of_th
     stage.give(segment(0))
     stage.result()
     stage.hub.close()
-    given_up(real)
+    until(lambda: not real.sessions)
     assert stage.thread.is_alive()
     stage.hub = stage.network.hub("d0", "another D0")
-
-
-def given_up(engine: StageEngine) -> None:
-    """Wait until the stage has no session."""
-    until = time.monotonic() + PATIENCE
-    while engine.sessions and time.monotonic() < until:
-        time.sleep(0.01)  # the worker's thread tells nobody
-    assert not engine.sessions
 
 
 def test_a_stage_without_a_next_one_gives_its_sessions_up_and_lives_on(

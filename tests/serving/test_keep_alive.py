@@ -8,8 +8,8 @@ from pathlib import Path
 
 import openai
 import pytest
-from clusterkit import PATIENCE
-from servekit import LONG, Held, ask, post, running, served, until
+from clusterkit import PATIENCE, until
+from servekit import LONG, Held, ask, post, running, served
 
 SHORT = 0.05  # seconds
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import httpx2
 import pytest
+from clusterkit import until
 from livekit import STAGES, Watchable, Watched, Watcher, watchable, watched_cluster
 from openai import APIError
-from servekit import NAME, until
+from servekit import NAME
 
 from flowspec_edge.modeldir import ModelDir
 from flowspec_edge.runtime.plain import PlainDecoder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import time
@@ -10,11 +9,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import fleetkit
 import pytest
+from clusterkit import until
 from openai import APIStatusError
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
-from servekit import AT_ONCE, NAME, Running, running, served, until
+from servekit import AT_ONCE, NAME, Running, running, served
 
 from flowspec_edge.messages import Heartbeat
 from flowspec_edge.runtime.clusters import LocalClusters
@@ -156,8 +157,8 @@ def test_openmetrics_is_spoken_if_asked_for(server: Running) -> None:
         "flowspec_requests", "flowspec_build", "flowspec_stage_up"}
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None and not os.environ.get("FLOWSPEC_ALL_TESTS"),
-                    reason="no promtool; apt install prometheus")
+# Prometheus' own check; prometheus_client's parsers read the page everywhere.
+@fleetkit.needs("promtool", "" if shutil.which("promtool") else "it is missing (Debian package prometheus)")
 def test_promtool_has_nothing_to_say(server: Running) -> None:
     done = subprocess.run(["promtool", "check", "metrics"], input=server.http.get("/metrics").content,
                           capture_output=True, check=False)

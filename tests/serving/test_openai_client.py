@@ -8,7 +8,8 @@ from typing import Any
 
 import openai
 import pytest
-from servekit import NAME, Running, running, served, until
+from clusterkit import until
+from servekit import NAME, Running, running, served
 from transformers import AutoTokenizer
 
 from flowspec_edge.chat import Message

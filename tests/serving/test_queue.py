@@ -8,8 +8,8 @@ from pathlib import Path
 
 import openai
 import pytest
-from clusterkit import PATIENCE
-from servekit import LONG, NAME, Held, ask, post, running, served, until
+from clusterkit import PATIENCE, until
+from servekit import LONG, NAME, Held, ask, post, running, served
 from transformers import AutoTokenizer
 
 from flowspec_edge.modeldir import ModelDir

@@ -12,8 +12,8 @@ from typing import Any
 
 import openai
 import pytest
-from clusterkit import PATIENCE, alive
-from servekit import NAME, Held, Running, running, served, until
+from clusterkit import PATIENCE, alive, until
+from servekit import NAME, Held, Running, running, served
 from transformers import AutoTokenizer
 
 from flowspec_edge.errors import PeerLost

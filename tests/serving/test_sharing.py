@@ -12,8 +12,8 @@ from typing import Any
 
 import openai
 import pytest
-from clusterkit import PATIENCE
-from servekit import LONG, NAME, Held, Running, Watch, ask, post, running, served, until
+from clusterkit import PATIENCE, until
+from servekit import LONG, NAME, Held, Running, Watch, ask, post, running, served
 from transformers import AutoTokenizer
 
 from flowspec_edge.modeldir import ModelDir
