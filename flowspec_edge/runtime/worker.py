@@ -51,8 +51,12 @@ log = logging.getLogger(__name__)
 _CHECK_S = 0.25  # how often the links and the parent are looked at
 
 
-class Stopped(Exception):
-    """D0, or the system, asked the process to end."""
+class Stopped(BaseException):
+    """D0, or the system, asked the process to end.
+
+    It may come in the midst of anything, such as a library's loading of a file: no error that whoever is
+    at work may take for his own.
+    """
 
 
 @dataclass
