@@ -16,6 +16,8 @@ from pydantic import Field, field_validator, model_validator
 
 from flowspec_edge.config import Strict, load_toml
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.fleet.places import PYTHON
+from flowspec_edge.manifest import ShardDtype
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
@@ -31,13 +33,26 @@ class ClusterSettings(Strict):
 
     name: Name
     interface: Interface = "eth0"  # that the boards reach one another by
-    python: Absolute = "/opt/flowspec/bin/python"  # of the environment that flowspec is installed in
+    python: Absolute = PYTHON  # of the environment that flowspec is installed in
     torch_device: Annotated[str, Field(min_length=1)] = "cpu"  # where shards are: "cpu" or "cuda"
     control_port: Port = 7701  # at the draft device; goes first when links are shaped
     data_port: Port = 7702  # at every device
     peer_port: Port = 7703  # for measuring links, at every device
     group_port: Port = 7704  # where tensor-parallel ranks meet, at the first verify device
     ssh_config: str = ""  # a file for ssh's -F; empty: the user's own
+    # What `flowspec deploy` puts on the boards.  Relative paths count from the cluster file's directory.
+    model: str = ""  # one that comes with the package, a checkpoint's directory, or a sharded model
+    draft: str = ""  # a draft head's checkpoint, where the model's directory has none
+    dtype: ShardDtype | Literal["auto"] = "auto"  # the weights'; auto: as they are, a sharded model's own
+    context: Annotated[int, Field(ge=1)] = 4096  # tokens of all requests' texts together that caches hold
+    at_once: Annotated[int, Field(ge=0)] = 0  # requests that share the stages; 0: as many as there are stages
+    strategy: str = "flowspec"
+    keys: str = "keys"  # a directory for the boards' public keys; the private ones stay on the boards
+    wheelhouse: str = "wheelhouse"  # a directory with the wheels that the boards get
+    board_python: str = "python3"  # the boards' own, which has the torch that was made for them
+    power_mode: str = ""  # by name, as in /etc/nvpmodel.conf; empty leaves it
+    serve_host: str = "127.0.0.1"  # where the draft device answers clients; beyond loopback with a key alone
+    serve_port: Port = 8000
 
     @model_validator(mode="after")
     def _ports_differ(self) -> ClusterSettings:
@@ -62,6 +77,7 @@ class DeviceEntry(Strict):
     python: Absolute | None = None
     torch_device: str | None = None
     profile: str = ""  # a device profile, by name or path
+    power_mode: str | None = None
 
     @field_validator("address")
     @classmethod

@@ -37,7 +37,7 @@ def test_an_entry_goes_before_the_cluster_and_little_must_be_given(tmp_path: Pat
     assert (found.python(board), found.interface(board), found.torch_device(board)) == (
         "/usr/bin/python3", "wlan0", "cuda")
     assert (found.python(found.draft), found.interface(found.draft), found.torch_device(found.draft)) == (
-        "/opt/flowspec/bin/python", "eth0", "cpu")
+        "/opt/flowspec/current/venv/bin/python", "eth0", "cpu")
     assert resolve(board) == "10.0.0.2"
 
 
