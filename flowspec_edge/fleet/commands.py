@@ -87,6 +87,11 @@ def search_path() -> str:
     return f"{os.environ.get('PATH', os.defpath)}:{SBIN}"
 
 
+def as_root(argv: Sequence[str]) -> list[str]:
+    """``argv`` as root: by sudo, which must not ask for a password, unless whoever runs it is root."""
+    return ["sh", "-c", '[ "$(id -u)" = 0 ] || set -- sudo -n -- "$@"; exec "$@"', "sh", *argv]
+
+
 def missing_tools(packages: Iterable[tuple[str, str]]) -> list[str]:
     """Of (tool, Debian package) those tools that this machine lacks, each with its package."""
     return [f"{tool} (Debian package {package})" for tool, package in packages
