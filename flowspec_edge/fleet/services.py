@@ -1,0 +1,200 @@
+"""The services of a deployed cluster: how they are, what they log, and starting and stopping them.
+
+Knows in which order stages and draft device go, and that a board that cannot be reached says nothing of
+the others.  Does not know how a release gets there (``rollout``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.fleet import board_status
+from flowspec_edge.fleet.board_status import unit_of
+from flowspec_edge.fleet.commands import LocalRunner, Runner, as_root
+from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
+from flowspec_edge.fleet.places import HOME
+from flowspec_edge.fleet.ssh import SshRunner, is_here
+
+_START_S = 900.0  # a unit that starts may read its shard from a card for minutes
+Verb = Literal["start", "stop", "restart"]
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A release on a board, by its own release.json."""
+
+    id: str
+    role: str  # "draft" or "verify"
+    stage: int  # 0 for the draft device
+    unit: str
+    model: str = ""  # the sharded model's request
+    environment: str = ""
+
+    @classmethod
+    def of(cls, told: dict[str, Any] | None) -> Installed | None:
+        """From release.json; None without one."""
+        if told is None:
+            return None
+        return cls(told["id"], told["role"], told["stage"], unit_of(told), told.get("model", ""),
+                   told.get("environment", ""))
+
+
+@dataclass(frozen=True)
+class BoardStatus:
+    """One board.
+
+    state   systemd's: active, activating, failed, …; "absent" without a release
+    since   when the unit became active, in systemd's words
+    said    the unit's last words, if it has failed or does not come up
+    error   why nothing is known; "" if the board answered
+    """
+
+    name: str
+    current: Installed | None = None
+    previous: Installed | None = None
+    state: str = "unknown"
+    since: str = ""
+    restarts: int = 0
+    status: str = ""
+    said: str = ""
+    ready: bool | None = None
+    reason: str = ""
+    error: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields that ``deploy status --json`` promises."""
+        here = self.current
+        return {"name": self.name, "role": here.role if here else None, "stage": here.stage if here else None,
+                "reachable": not self.error, "release": here.id if here else None,
+                "previous": self.previous.id if self.previous else None, "unit": here.unit if here else None,
+                "state": self.state, "since": self.since, "restarts": self.restarts, "status": self.status,
+                "error": self.error or self.said}
+
+
+@dataclass(frozen=True)
+class FleetStatus:
+    """All boards, in the inventory's order."""
+
+    boards: list[BoardStatus]
+
+    @property
+    def release(self) -> str | None:
+        """The release that all boards run; None if there is none, or they differ."""
+        found = {board.current.id if board.current else None for board in self.boards}
+        return next(iter(found)) if len(found) == 1 else None
+
+    @property
+    def ready(self) -> bool:
+        """Whether a token came through the pipeline lately."""
+        return any(board.ready for board in self.boards)
+
+    @property
+    def ok(self) -> bool:
+        """Whether all boards run one release, and it is ready."""
+        return self.release is not None and self.ready and all(b.state == "active" for b in self.boards)
+
+    @property
+    def reason(self) -> str:
+        """Why it is not ready, as the draft service says; "" if it is, or nobody knows."""
+        return next((board.reason for board in self.boards if board.reason), "")
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {"ok": self.ok, "release": self.release, "ready": self.ready, "reason": self.reason,
+                "boards": [board.as_json() for board in self.boards]}
+
+
+def board_runner(inventory: Inventory, device: DeviceEntry, timeout_s: float = 60.0) -> Runner:
+    """Runs commands on ``device``: here, if that is this machine, else over ssh."""
+    if is_here(device):
+        return LocalRunner(device.name, timeout_s=timeout_s)
+    return SshRunner(inventory, device, timeout_s=timeout_s)
+
+
+def look(inventory: Inventory) -> FleetStatus:
+    """How every board is, all asked at once."""
+    with ThreadPoolExecutor(len(inventory.device)) as pool:
+        return FleetStatus(list(pool.map(lambda device: _look(inventory, device), inventory.device)))
+
+
+def _look(inventory: Inventory, device: DeviceEntry) -> BoardStatus:
+    script = Path(board_status.__file__).read_text(encoding="utf-8")
+    cluster = inventory.cluster
+    try:
+        told = json.loads(board_runner(inventory, device).run(
+            [cluster.board_python, "-", HOME, str(cluster.serve_port)], script).splitlines()[-1])
+    except FlowspecError as error:
+        return BoardStatus(device.name, error=str(error))
+    except (ValueError, IndexError):
+        return BoardStatus(device.name, error=f"{device.name}: {cluster.board_python} gave no answer")
+    unit, ready = told["unit"] or {}, told["ready"] or {}
+    return BoardStatus(
+        device.name, Installed.of(told["current"]), Installed.of(told["previous"]),
+        state=unit.get("state", "absent"), since=unit.get("since", ""), restarts=unit.get("restarts", 0),
+        status=unit.get("status", ""), said=unit.get("said", ""), ready=ready.get("ready"),
+        reason=ready.get("reason") or "")
+
+
+def control(inventory: Inventory, verb: Verb, names: Sequence[str] = (),
+            done: Callable[[str, str], None] = lambda name, error: None) -> dict[str, str]:
+    """``systemctl verb`` of the services on the boards ``names``, or on all; what failed, by board.
+
+    Stages start before the draft device, which waits for a token through all of them, and stop after it.
+    ``done`` is called with every board and its error, "" without.  UsageError for an unknown board.
+    """
+    boards = {device.name: device for device in chosen(inventory, names)}
+    status = {board.name: board for board in look(inventory).boards if board.name in boards}
+    failed = {name: board.error or f"{name}: nothing is deployed there: flowspec deploy up"
+              for name, board in status.items() if board.current is None}
+    stages = [b for b in status.values() if b.current is not None and b.current.role == "verify"]
+    drafts = [b for b in status.values() if b.current is not None and b.current.role == "draft"]
+
+    def act(verb: Verb, board: BoardStatus) -> None:
+        assert board.current is not None
+        error = ""
+        try:
+            runner = board_runner(inventory, boards[board.name], _START_S)
+            runner.run(as_root(["systemctl", verb, board.current.unit]))
+        except FlowspecError as failure:
+            now = _look(inventory, boards[board.name])
+            error = f"{board.name}: {board.current.unit}: {now.said}" if now.said else str(failure)
+            failed[board.name] = error
+        done(board.name, error)
+
+    for name, error in failed.items():
+        done(name, error)
+    if verb == "restart" and stages and drafts:  # the draft device must not wait for stages that are gone
+        rounds: list[tuple[Verb, list[BoardStatus]]] = [("stop", drafts), ("restart", stages),
+                                                        ("start", drafts)]
+    elif verb == "stop":
+        rounds = [(verb, drafts), (verb, stages)]
+    else:
+        rounds = [(verb, stages), (verb, drafts)]
+    for what, group in rounds:
+        with ThreadPoolExecutor(max(1, len(group))) as pool:
+            list(pool.map(lambda board, what=what: act(what, board), group))
+    return failed
+
+
+def logs_command(inventory: Inventory, device: DeviceEntry, unit: str, lines: int, follow: bool) -> list[str]:
+    """What to run here to read a service's journal on its board."""
+    options = ["--follow"] if follow else []
+    return board_runner(inventory, device).command(as_root(
+        ["journalctl", "--unit", unit, "--lines", str(lines), "--output", "short-iso", "--no-pager",
+         "--no-hostname", *options]))
+
+
+def chosen(inventory: Inventory, names: Sequence[str]) -> list[DeviceEntry]:
+    """The boards of these names, all without any; UsageError for one that is unknown."""
+    known = {device.name: device for device in inventory.device}
+    for name in names:
+        if name not in known:
+            raise UsageError(f"no board {name!r} in cluster {inventory.cluster.name}; there are "
+                             f"{', '.join(known)}")
+    return [known[name] for name in names] or list(inventory.device)
