@@ -120,10 +120,11 @@ def board_runner(inventory: Inventory, device: DeviceEntry, timeout_s: float = 6
 def look(inventory: Inventory) -> FleetStatus:
     """How every board is, all asked at once."""
     with ThreadPoolExecutor(len(inventory.device)) as pool:
-        return FleetStatus(list(pool.map(lambda device: _look(inventory, device), inventory.device)))
+        return FleetStatus(list(pool.map(lambda device: look_at(inventory, device), inventory.device)))
 
 
-def _look(inventory: Inventory, device: DeviceEntry) -> BoardStatus:
+def look_at(inventory: Inventory, device: DeviceEntry) -> BoardStatus:
+    """How one board is; why it could not be asked is in the answer."""
     script = Path(board_status.__file__).read_text(encoding="utf-8")
     cluster = inventory.cluster
     try:
@@ -162,7 +163,7 @@ def control(inventory: Inventory, verb: Verb, names: Sequence[str] = (),
             runner = board_runner(inventory, boards[board.name], _START_S)
             runner.run(as_root(["systemctl", verb, board.current.unit]))
         except FlowspecError as failure:
-            now = _look(inventory, boards[board.name])
+            now = look_at(inventory, boards[board.name])
             error = f"{board.name}: {board.current.unit}: {now.said}" if now.said else str(failure)
             failed[board.name] = error
         done(board.name, error)

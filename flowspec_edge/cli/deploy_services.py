@@ -1,0 +1,161 @@
+"""``flowspec deploy status | logs | restart | stop | start``: the services of a deployed cluster.
+
+Knows how they are shown.  Does not know how a board is asked (``fleet.services``).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flowspec_edge.errors import FlowspecError, UsageError
+
+if TYPE_CHECKING:
+    from flowspec_edge.fleet.services import BoardStatus, FleetStatus, Verb
+
+ClusterOption = Annotated[Path, typer.Option("--cluster", help="The cluster's file.", metavar="FILE")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print a JSON object, not a table.")]
+BoardsArgument = Annotated[list[str] | None, typer.Argument(
+    metavar="[BOARD]...", help="By the names in the cluster file; all without any.", show_default=False)]
+CLUSTER = Path("cluster.toml")
+
+_COLOURS = {"active": "green", "activating": "yellow", "reloading": "yellow", "failed": "red",
+            "absent": "dim", "unknown": "red"}
+
+
+def status(cluster: ClusterOption = CLUSTER, as_json: JsonOption = False) -> None:
+    """Show what runs on every board, and whether a token came through the pipeline lately.
+
+    Exit code 1 unless all boards run one release and it is ready.
+
+    Examples:
+
+      flowspec deploy status
+
+      flowspec deploy status --cluster lab.toml --json
+    """
+    from rich.console import Console
+
+    from flowspec_edge.fleet.inventory import load_inventory
+    from flowspec_edge.fleet.services import look
+
+    inventory = load_inventory(cluster)
+    with Console(stderr=True).status("asking the boards"):
+        found = look(inventory)
+    if as_json:
+        print(json.dumps(found.as_json(), indent=2))
+    else:
+        _show(inventory.cluster.name, found)
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+def logs(
+    board: Annotated[str | None, typer.Argument(
+        metavar="[BOARD]", help="By its name in the cluster file; the draft device without one.",
+        show_default=False)] = None,
+    cluster: ClusterOption = CLUSTER,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as new lines come.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="How many of the last ones.")] = 50,
+) -> None:
+    """Show a service's journal.
+
+    Examples:
+
+      flowspec deploy logs
+
+      flowspec deploy logs orin-3 -f
+    """
+    from flowspec_edge.fleet.inventory import load_inventory
+    from flowspec_edge.fleet.services import chosen, logs_command, look_at
+
+    inventory = load_inventory(cluster)
+    device = chosen(inventory, [board])[0] if board else inventory.draft
+    found = look_at(inventory, device)
+    if found.error or found.current is None:
+        raise FlowspecError(found.error or f"{device.name}: nothing is deployed there: flowspec deploy up")
+    command = logs_command(inventory, device, found.current.unit, lines, follow)
+    if code := subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode:
+        raise typer.Exit(code)
+
+
+def restart(boards: BoardsArgument = None, cluster: ClusterOption = CLUSTER, as_json: JsonOption = False
+            ) -> None:
+    """Restart services; on all boards, it ends when a token has come through the new pipeline."""
+    _control(cluster, "restart", boards or [], as_json)
+
+
+def stop(boards: BoardsArgument = None, cluster: ClusterOption = CLUSTER, as_json: JsonOption = False
+         ) -> None:
+    """Stop services, the draft device's first; a reboot starts them again."""
+    _control(cluster, "stop", boards or [], as_json)
+
+
+def start(boards: BoardsArgument = None, cluster: ClusterOption = CLUSTER, as_json: JsonOption = False
+          ) -> None:
+    """Start services, the draft device's last; it ends when a token has come through."""
+    _control(cluster, "start", boards or [], as_json)
+
+
+def _control(cluster: Path, verb: Verb, names: list[str], as_json: bool) -> None:
+    from rich.console import Console
+
+    from flowspec_edge.fleet.inventory import load_inventory
+    from flowspec_edge.fleet.services import chosen, control
+
+    inventory = load_inventory(cluster)
+    asked = [device.name for device in chosen(inventory, names)]
+    if len(set(asked)) < len(asked):
+        raise UsageError("a board is named twice")
+    says = {"restart": "restarted", "stop": "stopped", "start": "started"}[verb]
+    console = Console(highlight=False)
+
+    def done(name: str, error: str) -> None:
+        if not as_json:
+            console.print(f"{name}: {says}" if not error else f"[red]{name}[/red]", soft_wrap=True)
+
+    with Console(stderr=True).status(f"{verb}: {', '.join(asked)}"):
+        failed = control(inventory, verb, names, done)
+    if as_json:
+        print(json.dumps({"ok": not failed, "boards": [{"name": name, "error": failed.get(name, "")}
+                                                       for name in asked]}, indent=2))
+    elif failed:
+        raise FlowspecError("; ".join(failed.values()))
+    if failed:
+        raise typer.Exit(1)
+
+
+def _show(name: str, found: FleetStatus) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for column in ("board", "role", "release", "service", "since", "restarts"):
+        table.add_column(column, justify="right" if column == "restarts" else "left")
+    for board in found.boards:
+        here = board.current
+        role = "" if here is None else "D0" if here.role == "draft" else f"V{here.stage}"
+        table.add_row(escape(board.name), role, here.id if here else "", _state(board), board.since,
+                      str(board.restarts) if here else "")
+    console.print(table)
+    for board in found.boards:
+        if why := board.error or board.said:
+            console.print(f"[red]{escape(board.name)}[/red]: {escape(why)}", soft_wrap=True)
+    if found.ready:
+        console.print(f"{escape(name)} is ready: a token came through the pipeline lately")
+    else:
+        why = f": {escape(found.reason)}" if found.reason else ""
+        console.print(f"{escape(name)} is not ready{why}", soft_wrap=True)
+
+
+def _state(board: BoardStatus) -> str:
+    if board.error:
+        return "[red]not reached[/red]"
+    colour = _COLOURS.get(board.state, "yellow")
+    return f"[{colour}]{board.state}[/{colour}]"
