@@ -6,21 +6,16 @@ for what (``runtime``) nor how a profile was measured.
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_right
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.resources import resource_dir
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from flowspec_edge.tomlfile import load_toml as load_toml
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -213,31 +208,3 @@ def load_profile(name_or_path: str) -> Profile:
         raise UsageError(f"no profile {name_or_path!r}; there are {', '.join(profile_names())}, "
                          "or give the path of a .toml file")
     return load_toml(path, Profile)
-
-
-M = TypeVar("M", bound=BaseModel)
-
-
-def load_toml(path: Path, model: type[M]) -> M:
-    """``path`` as a ``model``; every fault is one :class:`UsageError` that names file and key."""
-    try:
-        with path.open("rb") as file:
-            data: dict[str, Any] = tomllib.load(file)
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not valid TOML: {error}") from error
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        raise UsageError(f"{path}: " + "; ".join(map(_fault, error.errors()))) from error
-
-
-def _fault(error: Any) -> str:
-    key = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "extra_forbidden":
-        return f"unknown key {key!r}"
-    if error["type"] == "missing":
-        return f"missing key {key!r}"
-    message = error["msg"].removeprefix("Value error, ")
-    return f"{key}: {message[:1].lower()}{message[1:]}"

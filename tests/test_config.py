@@ -75,9 +75,9 @@ def faulty(tmp_path: Path, old: str, new: str) -> Path:
 
 
 @pytest.mark.parametrize(("old", "new", "says"), [
-    ("[link]", "[link]\nbandwidth = 3", "unknown key 'link.bandwidth'"),
+    ("[link]", "[link]\nlatency = 3", "unknown key 'link.latency': did you mean 'latency_ms'?"),
     ("pass_ms = 15.0", "", "missing key 'draft.pass_ms'"),
-    ("[lm_head]", "[head]", "missing key 'lm_head'; unknown key 'head'"),
+    ("[lm_head]", "[head]", "missing key 'lm_head'; line 28: unknown key 'head': did you mean 'lm_head'?"),
     ("mbps = 1000", "mbps = 0", "link.mbps: input should be greater than 0"),
     ("mbps = 1000", 'mbps = "1000"', "link.mbps: input should be a valid number"),
     ("rows = [16, 116]", "rows = [116, 16]", "stage: rows must increase"),

@@ -49,8 +49,7 @@ def check_fleet(inventory: Inventory, storage: str | None = None,
     with ThreadPoolExecutor(len(inventory.device)) as pool:
         boards = list(pool.map(check, inventory.device))
     answering = {board.name for board in boards if not any(f.check == "reached" for f in board.findings)}
-    ring = [inventory.draft, *inventory.verify, inventory.draft]
-    for source, target in pairwise(ring):
+    for source, target in pairwise(inventory.ring):
         if {source.name, target.name} <= answering:
             rate = measure_between(inventory, source, target, _LINK_S)
             next(board for board in boards if board.name == source.name).findings.append(check_link(rate))

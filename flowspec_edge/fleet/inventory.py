@@ -1,7 +1,7 @@
 """The boards of a cluster: cluster.toml.
 
-Knows which boards there are, what each is for, and how it is reached.  Does not know what runs on
-them.
+Knows which boards there are, what each is for as far as the file says it, and how it is reached.  Does
+not know what runs on them, nor what a board whose role is "auto" is for (``deployment``).
 """
 
 from __future__ import annotations
@@ -12,18 +12,32 @@ import socket
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from flowspec_edge.config import Strict, load_toml
-from flowspec_edge.errors import FlowspecError
+from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.places import PYTHON
 from flowspec_edge.manifest import ShardDtype
+from flowspec_edge.tomlfile import Misplaced, matching
 
+Role = Literal["auto", "draft", "verify"]
 Port = Annotated[int, Field(ge=1, le=65535)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
-Interface = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,14}$")]
-User = Annotated[str, Field(pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.-]*)?$")]
-Absolute = Annotated[str, Field(pattern=r"^/[^\n]*$")]
+Name = Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}",
+                               "a name of at most 63 letters, digits and . _ - that begins with a letter or "
+                               "a digit")]
+Interface = Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,14}",
+                                    "a network interface, such as eth0: see ip -o link")]
+User = Annotated[str, matching(r"([A-Za-z0-9_][A-Za-z0-9_.-]*)?", "a user's name")]
+Absolute = Annotated[str, matching(r"/[^\n]*", "an absolute path, one that begins with /")]
+
+
+def _pair(value: object) -> object:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise ValueError("give two numbers, [first, end], such as [0, 8] for layers 0 to 7")
+    return tuple(value)
+
+
+Layers = Annotated[tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1)]], BeforeValidator(_pair)]
 
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 
@@ -60,7 +74,8 @@ class ClusterSettings(Strict):
                  "peer_port": self.peer_port, "group_port": self.group_port}
         for key, port in ports.items():
             if list(ports.values()).count(port) > 1:
-                raise ValueError(f"{key}: port {port} is given to another key, too")
+                other = next(name for name, own in ports.items() if own == port and name != key)
+                raise Misplaced(f"port {port} is given to {other}, too: every one needs its own", key)
         return self
 
 
@@ -69,7 +84,8 @@ class DeviceEntry(Strict):
 
     name: Name
     address: str  # IPv4 or a host name, as the other boards reach it
-    role: Literal["draft", "verify"]
+    role: Role = "auto"  # auto: whatever the planner finds best
+    layers: Layers | None = None  # [lo, hi) of the model, on verify devices; left out: the planner decides
     ssh_user: User = ""  # empty: what ssh's own configuration says
     ssh_port: Port = 22
     ssh_key: str = ""  # a private key file; empty: ssh's own
@@ -102,29 +118,47 @@ class Inventory(Strict):
     @classmethod
     def _is_a_cluster(cls, devices: list[DeviceEntry]) -> list[DeviceEntry]:
         for key in ("name", "address"):
-            seen: dict[str, int] = {}
+            seen: dict[str, str] = {}
             for number, device in enumerate(devices):
-                value = getattr(device, key)
-                if value in seen:
-                    raise ValueError(f"{key} {value!r} is given to entries {seen[value]} and {number}")
-                seen[value] = number
-        drafts = [device.name for device in devices if device.role == "draft"]
-        if len(drafts) != 1:
-            raise ValueError('exactly one entry needs role = "draft"'
-                             + (f", not {' and '.join(drafts)}" if drafts else ", and none has it"))
-        if len(drafts) == len(devices):
-            raise ValueError('no entry has role = "verify"')
+                value = str(getattr(device, key))
+                if (known := value.casefold()) in seen:
+                    raise Misplaced(f"{value!r} is another entry's {key}, too ({seen[known]}): every board "
+                                    "needs its own", number, key)
+                seen[known] = device.name if key == "address" else device.address
+        _check_roles(devices)
+        _check_layers(devices)
         return devices
 
     @property
+    def decided(self) -> bool:
+        """Whether the file says of every board what it is for."""
+        return all(device.role != "auto" for device in self.device)
+
+    @property
     def draft(self) -> DeviceEntry:
-        """D0's board."""
-        return next(device for device in self.device if device.role == "draft")
+        """D0's board; UsageError while a role is "auto"."""
+        return next(device for device in self._definite() if device.role == "draft")
 
     @property
     def verify(self) -> list[DeviceEntry]:
-        """The boards of V1…VN, in the order in which they are listed."""
-        return [device for device in self.device if device.role == "verify"]
+        """The boards of V1…VN, in the order in which they are listed; UsageError while a role is "auto"."""
+        return [device for device in self._definite() if device.role == "verify"]
+
+    @property
+    def ring(self) -> list[DeviceEntry]:
+        """The boards as data goes round, as far as the file says: the draft device first, the others as
+        they are listed, and the first one again."""
+        order = sorted(self.device, key=lambda device: device.role != "draft")
+        return [*order, order[0]]
+
+    def _definite(self) -> list[DeviceEntry]:
+        if not self.decided:
+            names = ", ".join(device.name for device in self.device if device.role == "auto")
+            raise UsageError(
+                f'cluster {self.cluster.name}: the file leaves the role of {names} to the planner, and this '
+                'needs definite ones: see what flowspec deploy plan finds, and give role = "draft" to one '
+                '[[device]] and role = "verify" to the others')
+        return self.device
 
     def interface(self, device: DeviceEntry) -> str:
         """The network interface of ``device``."""
@@ -144,8 +178,54 @@ class Inventory(Strict):
 
 
 def load_inventory(path: Path) -> Inventory:
-    """Read a cluster.toml; UsageError names the file and the key at fault."""
+    """Read a cluster.toml; UsageError names the file, the line and the key at fault."""
     return load_toml(path, Inventory)
+
+
+def _check_roles(devices: list[DeviceEntry]) -> None:
+    drafts = [number for number, device in enumerate(devices) if device.role == "draft"]
+    auto = any(device.role == "auto" for device in devices)
+    if len(drafts) > 1:
+        raise Misplaced(f'exactly one entry needs role = "draft", and {devices[drafts[0]].name} has it '
+                        'already: give this one role = "verify"', drafts[1], "role")
+    if not drafts and not auto:
+        raise ValueError('exactly one entry needs role = "draft", and none has it')
+    if len(devices) == 1:
+        raise Misplaced("a cluster needs two boards at least, one that drafts and one that verifies", 0)
+    if not auto and len(drafts) == len(devices):
+        raise ValueError('no entry has role = "verify"')
+
+
+def _check_layers(devices: list[DeviceEntry]) -> None:
+    """All verify devices have layers or none has; they follow one another, from layer 0 on."""
+    if all(device.layers is None for device in devices):
+        return
+    before, at = "", 0
+    for number, device in enumerate(devices):
+        if device.role != "verify" and device.layers is not None:
+            raise Misplaced('only a device with role = "verify" has layers', number, "layers")
+        if device.role == "draft":
+            continue
+        if device.layers is None:
+            raise Misplaced(f"other devices have layers, and {device.name} has none: give all but the draft "
+                            'device role = "verify" and layers = [first, end], or no device layers', number)
+        lo, hi = device.layers
+        if hi <= lo:
+            raise Misplaced(f"[{lo}, {hi}] holds no layer: give [first, end], and the end is not included",
+                            number, "layers")
+        if lo < at:
+            raise Misplaced(f"[{lo}, {hi}] overlaps the layers up to {at} of the devices before it: begin "
+                            f"with {at}, and list the devices in the order of their layers", number, "layers")
+        if lo > at:
+            raise Misplaced(f"[{lo}, {hi}] leaves {_layers(at, lo)} to nobody: begin with {at}, where "
+                            f"{before} ends, and list the devices in the order of their layers"
+                            if before else f"[{lo}, {hi}] leaves {_layers(at, lo)} to nobody: the first "
+                            "verify device begins with 0", number, "layers")
+        before, at = device.name, hi
+
+
+def _layers(lo: int, hi: int) -> str:
+    return f"layer {lo}" if hi - lo == 1 else f"layers {lo} to {hi - 1}"
 
 
 def resolve(device: DeviceEntry) -> str:
