@@ -23,6 +23,7 @@ from flowspec_edge.messages import (
     Segment,
     Tap,
 )
+from flowspec_edge.runtime.notify import Notifier
 from flowspec_edge.runtime.worker import Engine, Worker, connect
 from flowspec_edge.runtime.workerconfig import WorkerConfig
 from flowspec_edge.transport.memory import MemoryTransport
@@ -98,6 +99,7 @@ class Stage:
     engine: Engine
     network: MemoryTransport
     changes: dict[str, object] = field(default_factory=dict)
+    notifier: Notifier | None = None
     error: BaseException | None = None
 
     def __post_init__(self) -> None:
@@ -108,7 +110,8 @@ class Stage:
         self.output = self.network.pull("out", "D0 data in")
         links = connect(config, self.network)
         self.first = self.network.push("v1", "D0 data out")
-        self.worker = Worker(config, links, self.engine, Hello("v1", 1, 1, (0, 2), "digest"))
+        self.worker = Worker(config, links, self.engine, Hello("v1", 1, 1, (0, 2), "digest"),
+                             self.notifier)
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 

@@ -12,7 +12,21 @@ from typing import Any
 
 import typer
 
-from flowspec_edge.cli import bench, chat, demo, device, doctor, generate, listing, models, plan, serve, sweep
+from flowspec_edge.cli import (
+    bench,
+    chat,
+    demo,
+    device,
+    doctor,
+    draft,
+    generate,
+    listing,
+    models,
+    plan,
+    serve,
+    sweep,
+    worker,
+)
 from flowspec_edge.errors import FlowspecError
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -35,6 +49,8 @@ app.command()(chat.chat)
 app.command()(serve.serve)
 app.command("up", short_help="The same as serve: flowspec up --local starts a cluster here and answers.")(
     serve.serve)
+app.command()(worker.worker)
+app.command()(draft.draft)
 app.command()(listing.strategies)
 app.command()(listing.profiles)
 app.command()(doctor.doctor)

@@ -1,11 +1,12 @@
 """``flowspec serve``: an OpenAI-compatible endpoint for a model over a cluster.
 
-Knows what is checked before anything is started, and where the devices are.  Does not know HTTP or the
-queue.
+Knows what is checked before anything is started, and where the devices are.  Does not know what
+answers clients (``cli.service``).
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,20 +25,15 @@ from flowspec_edge.cli.options import (
     StagesOption,
     with_dataclasses,
 )
-from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.modeldir import DEMO, ModelDir, resolve_model
+from flowspec_edge.cli.service import Service
+from flowspec_edge.errors import UsageError
+from flowspec_edge.modeldir import DEMO, resolve_model
 from flowspec_edge.strategies.params import Params
-from flowspec_edge.strategies.registry import STRATEGIES, draft_kind, strategy_class
-from flowspec_edge.strategies.tree_strategy import TreeStrategy
 
 if TYPE_CHECKING:
     from flowspec_edge.fleet.inventory import Inventory
     from flowspec_edge.runtime.clusters import Sharing
-    from flowspec_edge.serving.asking import Served
-    from flowspec_edge.serving.desk import Desk
-    from flowspec_edge.serving.feed import Feed
-    from flowspec_edge.serving.live import Description, Live
-    from flowspec_edge.serving.metrics import Metrics
+    from flowspec_edge.runtime.request import SharedCluster
 
 _EXAMPLES = """
 Examples:
@@ -119,36 +115,25 @@ def serve(
     if api_key is not None and not (api_key and api_key.isascii()):
         raise UsageError("the API key must not be empty, and of ASCII characters only")
 
-    from flowspec_edge.serving.app import make_app
-    from flowspec_edge.serving.asking import Served
-    from flowspec_edge.serving.desk import Desk
-    from flowspec_edge.serving.server import listen, log_to_stderr, serve_app, url_of
+    service = Service(
+        model=found, name=name or found.name, strategy=strategy, stages=stages, dtype=dtype_of(found, dtype),
+        params=params, chat_template=chat_template, api_key=api_key, queue=queue, at_once=at_once,
+        context=context, answer_tokens=answer_tokens, ready_within=ready_within, rejoin_within=rejoin_within,
+        cluster=boards.cluster.name if boards else None, profile=emulate)
+
+    def open_cluster(sharing: Sharing) -> AbstractContextManager[SharedCluster]:
+        if boards:
+            return open_boards(boards, found, board_model, dtype, **sharing)
+        return open_processes(when, found, stages, dtype, **sharing)
+
+    from flowspec_edge.serving.server import listen
 
     with listen(host, port, api_key) as listener:
         if boards is None:
             from flowspec_edge.runtime.nursery import nursery
 
             nursery()  # it imports while we do
-        from flowspec_edge.runtime.coordinator import cache_rows
-        from flowspec_edge.runtime.observer import Observers
-        from flowspec_edge.serving.live import Description
-        from flowspec_edge.text import Tokenizer
-
-        served = Served(found, Tokenizer(found, chat_template), name or found.name, strategy,
-                        _runnable(strategy, found, params, stages), params, answer_tokens, context)
-        about = Description(served.name, strategy, dtype_of(found, dtype), _layers(strategy, found, stages),
-                            emulate, api_key is not None, served.tokenizer.chats,
-                            issubclass(strategy_class(strategy), TreeStrategy))
-        desk = Desk(served.probe(), queue, ready_within, at_once=at_once)
-        metrics, feed, live = _watching(about, desk, served)
-        sharing: Sharing = {"at_once": at_once, "cache_rows": cache_rows(context, at_once, params, stages),
-                            "rejoin_within": rejoin_within, "observer": Observers([metrics, feed])}
-        opened = (open_boards(boards, found, board_model, dtype, **sharing) if boards
-                  else open_processes(when, found, stages, dtype, **sharing))
-        log_to_stderr(log_json)
-        says = _first_line(about, boards.cluster.name if boards else None, url_of(listener))
-        serve_app(listener, make_app(desk, served, api_key, metrics=metrics, live=live), desk, opened,
-                  lambda: print(says, flush=True))
+        service.run(listener, open_cluster, lambda line: print(line, flush=True), log_json)
 
 
 serve.__doc__ = f"{cleandoc(serve.__doc__ or '')}\n{_EXAMPLES}"
@@ -167,50 +152,3 @@ def _boards(cluster: Path | None, board_model: str | None, local: bool, stages: 
     from flowspec_edge.fleet.inventory import load_inventory
 
     return load_inventory(cluster)
-
-
-def _watching(about: Description, desk: Desk, served: Served) -> tuple[Metrics, Feed, Live]:
-    """What is told of the cluster at work: /metrics, and the page's feed with its endpoint."""
-    from flowspec_edge.runtime.vitals import Vitals
-    from flowspec_edge.serving.feed import Feed
-    from flowspec_edge.serving.live import Live
-    from flowspec_edge.serving.metrics import Metrics
-
-    vitals, feed, stages = Vitals(), Feed(), len(about.layers)
-    metrics = Metrics(stages, vitals.read, {"model": about.model, "strategy": about.strategy,
-                                            "stages": str(stages), "dtype": about.dtype,
-                                            "emulates": about.profile or ""})
-    return metrics, feed, Live(feed, desk, about, served.tokenizer.decode, vitals.read)
-
-
-def _first_line(about: Description, cluster: str | None, url: str) -> str:
-    """What is said once the first token has come through the pipeline."""
-    where = f", cluster {cluster}" if cluster else ""
-    emulated = f", emulating {about.profile}" if about.profile else ""
-    return (f"flowspec: serving {about.model} ({about.strategy}, {len(about.layers)} stages, {about.dtype}"
-            f"{where}{emulated}) at {url}/v1, the page at {url}/")
-
-
-def _layers(strategy: str, model: ModelDir, stages: int) -> list[tuple[int, int] | None]:
-    """What each stage has; None where all have a slice of every layer."""
-    from flowspec_edge.stage.shard import stage_ranges
-
-    if strategy_class(strategy).parallelism != "pipeline":
-        return [None] * stages
-    return [*stage_ranges(model.stages, stages)]
-
-
-def _runnable(strategy: str, model: ModelDir, params: Params, stages: int) -> list[str]:
-    """What a request may name: strategies for which nothing more than for ``strategy`` is loaded."""
-    chosen = strategy_class(strategy)
-    loaded = {None, "ngram", draft_kind(chosen, params, model)}
-    names = []
-    for other in STRATEGIES.values():
-        try:
-            require_runnable([other.name], model, params, "wall", stages)
-            fits = other.parallelism == chosen.parallelism and draft_kind(other, params, model) in loaded
-        except FlowspecError:
-            fits = False
-        if fits:
-            names.append(other.name)
-    return names

@@ -63,6 +63,7 @@ class ProcessCluster:
                  addresses: Addresses | None = None, site: Site | None = None,
                  emulation: Emulation | None = None, at_once: int = 8, cache_rows: int | None = None,
                  rejoin_within: float = 0.0, watch: Callable[[], str | None] = lambda: None,
+                 waiting: Callable[[list[str]], None] = lambda stages: None,
                  observer: Observer | None = None) -> None:
         """Start the stages, or meet those at ``addresses``, and wait until all have their shards.
 
@@ -83,6 +84,7 @@ class ProcessCluster:
                       at ``addresses`` are not.  With 0 the loss of a stage ends the cluster
         watch         says which of the stages at ``addresses`` has ended, and why, if that is known and
                       nobody starts it again
+        waiting       called with the stages that have yet to say Hello ("V1", …), again and again
         observer      is told what happens
 
         UsageError if the model cannot be cut into so many stages, or encryption is not to be had,
@@ -138,7 +140,7 @@ class ProcessCluster:
                 if not rejoin_within:
                     plan.close()
             self._device0 = DraftDevice(Path(model_dir), dtype)  # while the stages load theirs
-            self._gather(start_within)
+            self._gather(start_within, waiting)
             self._warm_up()
             undo.pop_all()
 
@@ -295,10 +297,11 @@ class ProcessCluster:
 
     # ---- life and death ------------------------------------------------------------------------
 
-    def _gather(self, within: float) -> None:
+    def _gather(self, within: float, waiting: Callable[[list[str]], None]) -> None:
         """Wait until every stage has said Hello."""
         deadline = time.monotonic() + within
         while missing := self._members.missing():
+            waiting(missing)
             if time.monotonic() > deadline:
                 raise PeerLost(f"no Hello from {', '.join(missing)} within {within:g} s: see whether they "
                                f"run, can reach D0 at {self._links.control_endpoint} and hold the right keys")

@@ -39,6 +39,7 @@ from flowspec_edge.messages import (
 from flowspec_edge.runtime.emulated_links import EmulatedTransport
 from flowspec_edge.runtime.emulation import Emulation
 from flowspec_edge.runtime.engine import Engine
+from flowspec_edge.runtime.notify import Notifier
 from flowspec_edge.runtime.worker_books import Books
 from flowspec_edge.runtime.worker_reports import Reports
 from flowspec_edge.runtime.workerconfig import WorkerConfig
@@ -86,7 +87,9 @@ def connect(config: WorkerConfig, transport: Transport) -> Links:
 class Worker:
     """The loop of one stage; :meth:`run` returns when D0 says so."""
 
-    def __init__(self, config: WorkerConfig, links: Links, engine: Engine, hello: Hello) -> None:
+    def __init__(self, config: WorkerConfig, links: Links, engine: Engine, hello: Hello,
+                 notifier: Notifier | None = None) -> None:
+        """``notifier``: is told how the stage is, and that the loop goes on."""
         self._config = config
         self._links = links
         self._engine = engine
@@ -96,10 +99,13 @@ class Worker:
         self._breaks = (0, 0)  # of the links to D0 and to the next device, when the first of the open
         self._check_at = 0.0   # sessions began
         self._apart = False  # whether the next device was out of reach when last looked
+        self._notifier = notifier or Notifier({})
+        self._about = f"V{hello.stage} of {hello.stages}, layers [{hello.layers[0]}, {hello.layers[1]})"
 
     def run(self) -> None:
         """Serve until Shutdown; raises FlowspecError when the stage cannot go on."""
         self._reports.greet()
+        self._notifier.ready(self._about)
         try:
             while True:
                 self._tick()
@@ -224,6 +230,7 @@ class Worker:
             self._sleep(data=False, most=wait)
         while (message := self._links.control.receive()) is not None:
             self._obey(message)
+        self._notifier.alive()
         now = time.monotonic()
         if now >= self._check_at:
             self._check_at = now + _CHECK_S
@@ -266,6 +273,8 @@ class Worker:
                 raise PeerLost(gone)
             if self._books:  # a stage that nobody here started waits for another D0
                 self._give_up(gone)
+        d0 = "waiting for D0" if links.control.lost_for() else "D0 is there"
+        self._notifier.status(f"{self._about}: {d0}")
         self._reports.greet_again()
         apart = links.next.lost_for()
         if bool(apart) != self._apart:
@@ -297,8 +306,8 @@ class Worker:
             self._reports.failed(reason)
 
 
-def run_worker(config: WorkerConfig) -> None:
-    """Load the shard and serve until Shutdown or SIGTERM.
+def run_worker(config: WorkerConfig, notifier: Notifier | None = None) -> None:
+    """Load the shard and serve until Shutdown or SIGTERM; ``notifier`` is told when it is loaded.
 
     Whatever goes wrong is told to D0 (Failed), then raised.
     """
@@ -310,7 +319,7 @@ def run_worker(config: WorkerConfig) -> None:
         try:
             from flowspec_edge.runtime.worker_load import load_engine  # now: it imports torch
 
-            Worker(config, links, *load_engine(config, emulation)).run()
+            Worker(config, links, *load_engine(config, emulation), notifier).run()
         except Stopped:
             return
         except Exception as error:
@@ -332,16 +341,17 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
     raise Stopped
 
 
-def serve(path: Path, verbose: bool = False, changes: Mapping[str, Any] | None = None) -> int:
+def serve(path: Path, verbose: bool = False, changes: Mapping[str, Any] | None = None,
+          notifier: Notifier | None = None) -> int:
     """Be the worker of a configuration file, with ``changes`` to it; returns the exit code.
 
-    An error is one line on stderr.
+    ``notifier`` is told when the shard is loaded, and how the stage is.  An error is one line on stderr.
     """
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING)
     signal.signal(signal.SIGTERM, _on_signal)
     signal.signal(signal.SIGINT, _on_signal)
     try:
-        run_worker(WorkerConfig.load(path).model_copy(update=changes or {}))
+        run_worker(WorkerConfig.load(path).model_copy(update=changes or {}), notifier)
     except Stopped:
         return 0
     except Exception as error:

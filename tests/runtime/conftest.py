@@ -19,6 +19,7 @@ from flowspec_edge.drafting.eagle_checkpoint import save_head
 from flowspec_edge.messages import Cancel, Shutdown
 from flowspec_edge.modeldir import resolve_model
 from flowspec_edge.runtime.engine import Engine
+from flowspec_edge.runtime.notify import Notifier
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.transport.memory import MemoryTransport
@@ -103,8 +104,9 @@ def start() -> Iterator[Start]:
     """Starts a stage's loop over in-memory links; those that go on are ended."""
     stages: list[Stage] = []
 
-    def make(engine: Engine, data_queue: int = 8, **changes: object) -> Stage:
-        stages.append(Stage(engine, MemoryTransport(data_queue=data_queue), changes))
+    def make(engine: Engine, data_queue: int = 8, notifier: Notifier | None = None, **changes: object
+             ) -> Stage:
+        stages.append(Stage(engine, MemoryTransport(data_queue=data_queue), changes, notifier))
         return stages[-1]
 
     yield make
