@@ -1,4 +1,4 @@
-"""Boards for the tests: devices of a bed, each with a real sshd and a /run of its own."""
+"""Boards for the tests: devices of a bed, each with a real sshd, and a /run and a /var/lib of its own."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import fleetkit
 
+import flowspec_edge
 from flowspec_edge.fleet.commands import search_path
 from flowspec_edge.fleet.inventory import Inventory, load_inventory
 from flowspec_edge.fleet.netbed import NetBed
@@ -26,6 +27,7 @@ PidFile none
 PasswordAuthentication no
 KbdInteractiveAuthentication no
 PermitRootLogin prohibit-password
+SetEnv PYTHONPATH={package}
 """
 
 
@@ -45,6 +47,7 @@ class Boards:
 
     def __init__(self, bed: NetBed, stages: int, directory: Path, undo: ExitStack) -> None:
         self.bed, self.outside, self.directory = bed, stages + 1, directory
+        self._servers: dict[int, int] = {}  # process ids
         for name in ("host", "user", "stranger"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / name)],
                            check=True)
@@ -85,6 +88,14 @@ class Boards:
         found = fleetkit.processes_in(self.namespace(place))
         return [pid for pid, line in sorted(found.items()) if line.startswith(command)]
 
+    def root(self, place: int) -> Path:
+        """A board's file system."""
+        return Path(f"/proc/{self._servers[place]}/root")
+
+    def inside(self, place: int, *argv: str) -> None:
+        """Run a command in a board's file system, as root."""
+        subprocess.run(["nsenter", f"--target={self._servers[place]}", "--mount", "--", *argv], check=True)
+
     def left(self, place: int, command: str, newest: int = 0) -> int:
         """How many of those there are, once all but so many of the ``newest`` have had time to end: what
         was killed may still be there for a moment."""
@@ -102,9 +113,10 @@ class Boards:
     @contextmanager
     def _sshd(self, place: int) -> Iterator[None]:
         config = self.directory / f"sshd{place}"
-        config.write_text(_SSHD.format(address=self.bed.address(place), directory=self.directory))
+        config.write_text(_SSHD.format(address=self.bed.address(place), directory=self.directory,
+                                       package=Path(flowspec_edge.__file__).parent.parent))
         # Process ids of its own, so that whatever a test leaves there ends with it; and its own /run.
-        start = ("mount -t tmpfs tmpfs /run && mkdir /run/sshd && "
+        start = ("mount -t tmpfs tmpfs /run && mkdir /run/sshd && mount -t tmpfs tmpfs /var/lib && "
                  "for file in ~/.bashrc; do [ -e $file ] && mount --bind /dev/null $file; done; "
                  f"exec {shutil.which('sshd', path=search_path())} -D -e -f {config}")
         command = ["setpriv", "--pdeathsig", "KILL", "--", "unshare", "--mount", "--pid", "--fork",
@@ -113,6 +125,7 @@ class Boards:
             try:
                 assert server.stderr is not None
                 assert "listening" in server.stderr.readline()
+                self._servers[place] = server.pid
                 yield
             finally:
                 server.kill()
