@@ -1,0 +1,15 @@
+"""The boards that tests of the whole thing share: they are booted once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import nspawnkit
+import pytest
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nspawnkit.Fleet]:
+    """Five boards, freshly made, and on: a test leaves them as bare as it found them, and on."""
+    with nspawnkit.fleet(tmp_path_factory.mktemp("fleet")) as running:
+        yield running
