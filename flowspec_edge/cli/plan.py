@@ -14,7 +14,6 @@ from flowspec_edge.modeldir import DEMO, ModelDir, resolve_model
 
 if TYPE_CHECKING:
     from flowspec_edge.cli.plan_outcome import Outcome
-    from flowspec_edge.fleet.memory import ModelBytes
     from flowspec_edge.fleet.planner import Board, Problem
     from flowspec_edge.runtime.request import Request
 
@@ -69,6 +68,7 @@ def plan(
     from flowspec_edge.fleet.estimate import STRATEGIES, check_strategies
     from flowspec_edge.fleet.memory import model_bytes
     from flowspec_edge.fleet.roster import parse_devices
+    from flowspec_edge.fleet.splitting import problem_for
 
     names = parse_strategies(strategies) if strategies else list(STRATEGIES)
     check_strategies(names)
@@ -78,7 +78,7 @@ def plan(
         raise UsageError(f"--context {context} is more than the {size.max_positions} tokens that "
                          f"{size.name} was made for")
     given = [member.for_model(size) for member in members]
-    problem = _problem(size, context, at_once, len(given))
+    problem = problem_for(size, context, at_once, len(given))
     outcome = _decide(model, problem, [board for board, _ in given],
                       {board.name: how for board, how in given})
     outcome.at_once = at_once
@@ -91,15 +91,6 @@ def plan(
 
 
 plan.__doc__ = f"{cleandoc(plan.__doc__ or '')}\n{_EXAMPLES}"
-
-
-def _problem(size: ModelBytes, context: int, at_once: int, boards: int) -> Problem:
-    from flowspec_edge.fleet.planner import Problem
-    from flowspec_edge.runtime.coordinator import cache_rows
-    from flowspec_edge.strategies.params import Params
-
-    rows = cache_rows(context, at_once, Params(), max(1, boards - 1))
-    return Problem(size, context, rows - context, Params().segment)
 
 
 def _decide(model: str, problem: Problem, boards: list[Board], scaled: dict[str, str]) -> Outcome:

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from flowspec_edge.config import Strict, load_toml
+from flowspec_edge.config import Profile, Strict, load_profile, load_toml
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.places import PYTHON
 from flowspec_edge.manifest import ShardDtype
@@ -226,6 +226,17 @@ def _check_layers(devices: list[DeviceEntry]) -> None:
 
 def _layers(lo: int, hi: int) -> str:
     return f"layer {lo}" if hi - lo == 1 else f"layers {lo} to {hi - 1}"
+
+
+def device_profile(device: DeviceEntry, beside: Path) -> Profile | None:
+    """The profile that a cluster file in the directory ``beside`` names for a board; None without one.
+
+    A relative path counts from there; UsageError if there is no such profile.
+    """
+    if not device.profile:
+        return None
+    own = beside / device.profile
+    return load_profile(str(own) if own.is_file() else device.profile)
 
 
 def resolve(device: DeviceEntry) -> str:

@@ -15,11 +15,17 @@ _CONTEXTS = (8192, 4096, 2048, 1024, 512)
 _MOST_BOARDS = 64  # more of one kind are no advice
 
 
-def refusal(boards: Sequence[Board], problem: Problem,
-            size_in: Callable[[PlanDtype], ModelBytes]) -> DoesNotFit:
+def option(key: str, value: str | int) -> str:
+    """How the command line spells it."""
+    return f"--{key} {value}"
+
+
+def refusal(boards: Sequence[Board], problem: Problem, size_in: Callable[[PlanDtype], ModelBytes],
+            spell: Callable[[str, str | int], str] = option) -> DoesNotFit:
     """The error for a problem that ``planner.plan`` found no split for.
 
     size_in  the same model's sizes in another element type
+    spell    how the user says dtype or context
     """
     size, held = problem.size, most_layers(boards, problem)
     needed = problem.stage(size.layers, True) + problem.d0
@@ -33,7 +39,7 @@ def refusal(boards: Sequence[Board], problem: Problem,
         text += (f". Beside D0 there is room for {_layers(held)}; {_layers(missing)} "
                  f"({_mb(missing * problem.layer)}) are missing")
     return DoesNotFit(f"{text}. Room beside the process: {_rooms(boards, problem)}. "
-                      f"{_advice(boards, problem, size_in)}")
+                      f"{_advice(boards, problem, size_in, spell)}")
 
 
 def _rooms(boards: Sequence[Board], problem: Problem) -> str:
@@ -46,7 +52,8 @@ def _rooms(boards: Sequence[Board], problem: Problem) -> str:
                      for (_, room), names in alike.items())
 
 
-def _advice(boards: Sequence[Board], problem: Problem, size_in: Callable[[PlanDtype], ModelBytes]) -> str:
+def _advice(boards: Sequence[Board], problem: Problem, size_in: Callable[[PlanDtype], ModelBytes],
+            spell: Callable[[str, str | int], str]) -> str:
     """What would make it fit, each by itself."""
 
     def fits(changed: Problem, on: Sequence[Board] = boards) -> bool:
@@ -57,11 +64,11 @@ def _advice(boards: Sequence[Board], problem: Problem, size_in: Callable[[PlanDt
         if problem.size.dtype in ("int4", dtype) or (problem.size.dtype == "bf16" and dtype == "fp16"):
             continue
         if fits(replace(problem, size=size_in(dtype))):
-            found.append(f"--dtype {dtype}")
+            found.append(spell("dtype", dtype))
             break
     shorter = (c for c in _CONTEXTS if c < problem.context and fits(replace(problem, context=c)))
     if (context := next(shorter, None)) is not None:
-        found.append(f"--context {context}")
+        found.append(spell("context", context))
     largest = replace(max(boards, key=lambda b: b.room), role="auto")
     for more in range(1, _MOST_BOARDS + 1):
         if fits(problem, [*boards, *[largest] * more]):

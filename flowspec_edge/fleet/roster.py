@@ -13,7 +13,7 @@ from pathlib import Path
 
 from flowspec_edge.config import Profile, load_profile
 from flowspec_edge.errors import UsageError
-from flowspec_edge.fleet.inventory import load_inventory
+from flowspec_edge.fleet.inventory import device_profile, load_inventory
 from flowspec_edge.fleet.memory import ModelBytes
 from flowspec_edge.fleet.planner import Board, Role
 from flowspec_edge.fleet.scaling import scaled
@@ -73,10 +73,9 @@ def _cluster(path: Path) -> list[Member]:
     """The boards of a cluster.toml; a profile's relative path counts from the file's directory."""
     members = []
     for device in load_inventory(path).device:
-        if not device.profile:
+        profile = device_profile(device, path.parent)
+        if profile is None:
             raise UsageError(f"{path}: device {device.name} has no profile, so nothing is known of its "
                              "memory and speed: measure it with flowspec device profile, and name the file")
-        beside = path.parent / device.profile
-        profile = load_profile(str(beside) if beside.is_file() else device.profile)
         members.append(Member(device.name, profile, device.role))
     return members
