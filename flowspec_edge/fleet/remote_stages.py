@@ -145,7 +145,8 @@ def _addresses(inventory: Inventory, pairs: Sequence[keys.KeyPair], key_file: Pa
         control=f"tcp://{d0}:{cluster.control_port}", output=f"tcp://{d0}:{cluster.data_port}",
         first=f"tcp://{first}:{cluster.data_port}",
         instances=[f"v{stage}-{life}" for stage in range(1, len(inventory.verify) + 1)],
-        key_file=key_file if pairs else None, worker_keys=[pair.public for pair in pairs[1:]])
+        key_file=key_file if pairs else None, worker_keys=[pair.public for pair in pairs[1:]],
+        unencrypted=not pairs)
 
 
 def _configs(inventory: Inventory, addresses: Addresses, pairs: Sequence[keys.KeyPair],
@@ -167,7 +168,7 @@ def _configs(inventory: Inventory, addresses: Addresses, pairs: Sequence[keys.Ke
         found.append(WorkerConfig(
             instance=addresses.instances[i], stage=i + 1, stages=len(devices),
             device=inventory.torch_device(device), control=addresses.control, listen=listen[i],
-            next=following[i], **own, **shared))
+            next=following[i], unencrypted=addresses.unencrypted, **own, **shared))
     return found
 
 

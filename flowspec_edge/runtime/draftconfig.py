@@ -13,6 +13,8 @@ from pydantic import Field, model_validator
 
 from flowspec_edge.config import Strict, load_toml
 from flowspec_edge.runtime.workerconfig import Dtype, Seconds, Text
+from flowspec_edge.tomlfile import Misplaced
+from flowspec_edge.transport.reach import why_not_open
 
 Several = Annotated[int, Field(ge=1)]
 
@@ -34,6 +36,7 @@ class DraftConfig(Strict):
     instances: Annotated[list[Text], Field(min_length=1)]
     digests: list[str] = Field(default_factory=list)  # of shards, as in Hello; empty: any
     key_file: str = ""  # empty: no encryption, on loopback alone
+    unencrypted: bool = False  # links may be so beyond loopback, too
     worker_keys: list[str] = Field(default_factory=list)  # public keys, Z85
     threads: Annotated[int, Field(ge=0)] = 0  # of torch; 0 leaves its default
     context: Several = 4096
@@ -53,6 +56,9 @@ class DraftConfig(Strict):
                 raise ValueError(f"{name} must have one entry per instance")
         if bool(self.key_file) != bool(self.worker_keys):
             raise ValueError("key_file and worker_keys go together")
+        for key in () if self.key_file or self.unencrypted else ("control", "output", "first"):
+            if reason := why_not_open(getattr(self, key)):
+                raise Misplaced(reason, key)
         return self
 
     @classmethod

@@ -122,8 +122,8 @@ class EmulatedTransport(ZmqTransport):
     hub_class = _EmulatedHub
 
     def __init__(self, emulation: Emulation, place: int, instances: Sequence[str] = (),
-                 keys: KeyPair | None = None) -> None:
-        super().__init__(keys)
+                 keys: KeyPair | None = None, unencrypted: bool = False) -> None:
+        super().__init__(keys, unencrypted=unencrypted)
         self._emulation = emulation
         self._place = place
         self._places = {instance: place for place, instance in enumerate(instances, start=1)}

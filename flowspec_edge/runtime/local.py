@@ -26,6 +26,8 @@ class Addresses:
     """What D0 must know to meet its stages; addresses are ZeroMQ endpoints.
 
     ``worker_keys`` are the stages' public keys, in order, if ``key_file`` (D0's own) is given.
+    ``unencrypted``: links beyond loopback may do without keys.  ``digests``: of the shards that the stages
+    must have, in order; empty: whichever.
     """
 
     control: str  # where D0 listens for the stages' control connections
@@ -34,6 +36,8 @@ class Addresses:
     instances: Sequence[str]  # the stages' instance ids, V1's first
     key_file: Path | None = None
     worker_keys: Sequence[bytes] = ()
+    unencrypted: bool = False
+    digests: Sequence[str] = ()
 
 
 class Site(Protocol):
@@ -112,7 +116,7 @@ class LocalPlan:
             output=f"tcp://{self._site.address(0)}:*", first=self._listen[0],
             instances=[f"v{stage}-{life}" for stage in range(1, stages + 1)],
             key_file=self._key_file(0) if encrypted else None,
-            worker_keys=[public.encode() for public in self._public[1:]],
+            worker_keys=[public.encode() for public in self._public[1:]], unencrypted=not encrypted,
         )
 
     def configs(self, control: str, output: str, model: Path, dtype: Dtype, threads: int,
@@ -131,7 +135,8 @@ class LocalPlan:
                 control=control, listen=self._listen[i], next=following[i],
                 listen_fd=self._doors[i].fileno(), parent=os.getpid(),
                 parallelism=parallelism, group=group, interface=self._site.interface(i + 1) if group else "",
-                emulate=str(emulate or ""), **self._key_settings(i + 1),
+                emulate=str(emulate or ""), unencrypted=self.addresses.unencrypted,
+                **self._key_settings(i + 1),
             )
             for i in range(stages)
         ]

@@ -13,6 +13,8 @@ from flowspec_edge.errors import PeerLost, ProtocolError
 from flowspec_edge.messages import PROTOCOL_VERSION, Failed, Heartbeat, Hello
 from flowspec_edge.runtime.live import LiveLines
 
+_SHOWN = 12  # hexadecimal digits of a digest, of 64
+
 
 @dataclass
 class _Member:
@@ -29,15 +31,17 @@ class Members:
     """The stages V1…VN by instance id, in order."""
 
     def __init__(self, instances: Sequence[str], dead_after: float, alike: bool = False,
-                 once: bool = False) -> None:
+                 once: bool = False, digests: Sequence[str] = ()) -> None:
         """dead_after  seconds of silence after which a member counts as lost
         alike       every member has a slice of all layers, instead of layers of its own
         once        a member that says Hello again has lost what it was told before: it counts as lost
+        digests     of the shards that the members must have, in order; empty: whichever
         """
         self.instances = tuple(instances)
         self._dead_after = dead_after
         self._alike = alike
         self._once = once
+        self._digests = tuple(digests)
         self._members = {instance: _Member(stage) for stage, instance in enumerate(instances, start=1)}
         self._lines = LiveLines()
 
@@ -135,6 +139,10 @@ class Members:
         if hello.stages != len(self._members):
             raise ProtocolError(f"V{hello.stage} is set up as one of {hello.stages} stages, "
                                 f"D0 knows {len(self._members)}")
+        expected = self._digests[hello.stage - 1] if self._digests else hello.digest
+        if hello.digest != expected:
+            raise ProtocolError(f"V{hello.stage} has the shard {hello.digest[:_SHOWN]}…, expected is "
+                                f"{expected[:_SHOWN]}…: bring the right one there with: flowspec deploy up")
         for other in self._members.values():
             if other.hello is None or other.stage not in (hello.stage - 1, hello.stage + 1):
                 continue

@@ -40,7 +40,8 @@ class MetClusters(Clusters):
         self._addresses = Addresses(
             control=config.control, output=config.output, first=config.first, instances=config.instances,
             key_file=Path(config.key_file) if config.key_file else None,
-            worker_keys=[keys.parse_public(key) for key in config.worker_keys])
+            worker_keys=[keys.parse_public(key) for key in config.worker_keys],
+            unencrypted=config.unencrypted, digests=config.digests)
 
     def __enter__(self) -> MetClusters:
         return self

@@ -116,10 +116,12 @@ class ProcessCluster:
                 addresses = plan.addresses
             assert addresses is not None
             pair = keys.load(addresses.key_file) if addresses.key_file else None
-            self._transport = (EmulatedTransport(emulation, 0, addresses.instances, pair) if emulation
-                               else ZmqTransport(pair))
+            self._transport = (
+                EmulatedTransport(emulation, 0, addresses.instances, pair, addresses.unencrypted)
+                if emulation else ZmqTransport(pair, unencrypted=addresses.unencrypted))
             undo.callback(self._transport.close)
-            self._members = Members(addresses.instances, dead_after, alike=grouped, once=rejoin_within > 0)
+            self._members = Members(addresses.instances, dead_after, alike=grouped, once=rejoin_within > 0,
+                                    digests=addresses.digests)
             self._links = StageLinks(self._transport, addresses, place, self._members,
                                      lambda within: self._children.exited_within(within) or watch(),
                                      self.observer.heard)

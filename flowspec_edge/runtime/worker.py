@@ -98,6 +98,7 @@ class Worker:
         self._reports = Reports(config, links.control, links.next, engine, self._books, hello)
         self._breaks = (0, 0)  # of the links to D0 and to the next device, when the first of the open
         self._check_at = 0.0   # sessions began
+        self._open_at = 0.0  # when that was, of time.monotonic()
         self._apart = False  # whether the next device was out of reach when last looked
         self._notifier = notifier or Notifier({})
         self._about = f"V{hello.stage} of {hello.stages}, layers [{hello.layers[0]}, {hello.layers[1]})"
@@ -248,6 +249,7 @@ class Worker:
                 self._engine.open(message)
                 if self._books.open(message.session, message.epoch, message.beside, message.timed):
                     self._breaks = self._links.control.breaks(), self._links.next.breaks()
+                    self._open_at = time.monotonic()
             case Close():
                 if message.session in self._books:
                     self._reports.last_beat(message.session)
@@ -280,14 +282,14 @@ class Worker:
         if bool(apart) != self._apart:
             self._apart = not self._apart
             self._reports.due_at = 0.0  # D0 waits for nothing but this after a loss
-        if self._books and (lost := self._lost(apart)):
+        if self._books and (lost := self._lost(min(apart, time.monotonic() - self._open_at))):
             if config.tensor_parallel:
                 raise PeerLost(lost)
             self._give_up(lost)
 
     def _lost(self, apart: float) -> str:
         """What the open sessions have lost with the link to the next device, which has been down for
-        ``apart`` seconds; empty if nothing, or if D0 may still name the device that is to blame."""
+        ``apart`` seconds of theirs; empty if nothing, or if D0 may still name the device that is to blame."""
         config, name = self._config, self._links.next.name
         broken = self._links.next.breaks() != self._breaks[1]
         if broken and (not apart or apart > config.broken_after_s):
@@ -313,7 +315,8 @@ def run_worker(config: WorkerConfig, notifier: Notifier | None = None) -> None:
     """
     emulation = Emulation.load(Path(config.emulate)) if config.emulate else None
     pair = keys.load(Path(config.key_file)) if config.key_file else None
-    transport = EmulatedTransport(emulation, config.stage, keys=pair) if emulation else ZmqTransport(pair)
+    transport = (EmulatedTransport(emulation, config.stage, keys=pair, unencrypted=config.unencrypted)
+                 if emulation else ZmqTransport(pair, unencrypted=config.unencrypted))
     try:
         links = connect(config, transport)
         try:

@@ -13,6 +13,8 @@ from pydantic import Field, model_validator
 
 from flowspec_edge.config import Strict, load_toml
 from flowspec_edge.strategies.base import Parallelism
+from flowspec_edge.tomlfile import Misplaced
+from flowspec_edge.transport.reach import why_not_open
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -47,7 +49,8 @@ class WorkerConfig(Strict):
     open_within_s: Seconds = 10.0  # how long a segment may be ahead of its session's Open
     emulate: str = ""  # a file of runtime.emulation: take this device's time, not this machine's
     parent: Annotated[int, Field(ge=0)] = 0  # process that this one must not outlive; 0: none
-    key_file: str = ""  # empty: no encryption, and the keys below are not used
+    key_file: str = ""  # empty: no encryption, on loopback alone, and the keys below are not used
+    unencrypted: bool = False  # links, and collectives, may be so beyond loopback, too
     control_key: str = ""  # public keys, Z85
     next_key: str = ""
     previous_key: str = ""
@@ -56,6 +59,14 @@ class WorkerConfig(Strict):
     def _ranks_meet(self) -> WorkerConfig:
         if self.tensor_parallel and self.stages > 1 and not self.group:
             raise ValueError("group must say where the ranks meet")
+        return self
+
+    @model_validator(mode="after")
+    def _is_encrypted(self) -> WorkerConfig:
+        if not self.unencrypted:
+            for key in ("group",) if self.key_file else ("control", "listen", "next", "group"):
+                if reason := why_not_open(getattr(self, key)):  # collectives cannot be encrypted at all
+                    raise Misplaced(reason, key)
         return self
 
     @property

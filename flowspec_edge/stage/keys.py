@@ -33,9 +33,14 @@ def missing(wanted: Iterable[str], stored: Iterable[str], tied: bool) -> list[st
     return sorted(set(wanted) - set(stored) - ({LM_HEAD} if tied else set()))
 
 
+def harmless(name: str) -> bool:
+    """Whether a stored tensor that nothing wants may be passed over."""
+    return any(pattern.fullmatch(name) for pattern in HARMLESS)
+
+
 def refuse_unexpected(directory: Path, stored: Iterable[str], wanted: Iterable[str]) -> None:
     """FlowspecError that names a stored tensor which nothing wants, unless it is known to do no harm."""
     for name in sorted(set(stored) - set(wanted)):
-        if not any(pattern.fullmatch(name) for pattern in HARMLESS):
+        if not harmless(name):
             raise FlowspecError(f"{directory}: no module of the model has a place for tensor {name}: "
                                 "the weights are not those of its config.json")

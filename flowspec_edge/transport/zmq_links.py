@@ -8,21 +8,21 @@ thread answers, however busy the peer is.
 from __future__ import annotations
 
 import errno
-import logging
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
 from flowspec_edge.errors import FlowspecError, PeerLost, ProtocolError, UsageError
 from flowspec_edge.messages import Message
 from flowspec_edge.transport.base import Hub, Link
 from flowspec_edge.transport.codec import MAX_FRAMES, Buffer, decode, encode
+from flowspec_edge.transport.gate import Gate
 from flowspec_edge.transport.keys import KeyPair
+from flowspec_edge.transport.reach import why_not_open
 
 _EVENTS = (zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
@@ -48,16 +48,6 @@ class Tuning:
     max_message_bytes: int = 256 * 1024 * 1024
     # Below this ZeroMQ copies: handing over a buffer costs two thread switches, about 20 µs.
     zero_copy_bytes: int = 512 * 1024
-
-
-@dataclass(frozen=True)
-class _Allow:
-    """An allow-list in the form that pyzmq's authenticator asks for."""
-
-    keys: Collection[bytes]
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key in self.keys
 
 
 class End:
@@ -225,19 +215,24 @@ class ZmqHub(End):
 
 
 class ZmqTransport:
-    """Links in one ZeroMQ context; with ``keys``, every one of them is encrypted by CURVE."""
+    """Links in one ZeroMQ context; with ``keys``, every one of them is encrypted by CURVE.
+
+    Without them nothing listens beyond loopback, unless that is meant (``unencrypted``).
+    """
 
     # What links are made of; an emulation makes them of more.
     link_class: type[ZmqLink] = ZmqLink
     client_class: type[ZmqClientLink] = ZmqClientLink
     hub_class: type[ZmqHub] = ZmqHub
 
-    def __init__(self, keys: KeyPair | None = None, tuning: Tuning | None = None) -> None:
+    def __init__(self, keys: KeyPair | None = None, tuning: Tuning | None = None,
+                 unencrypted: bool = False) -> None:
         self._keys = keys
+        self._unencrypted = unencrypted
         self._tuning = tuning or Tuning()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._ends: list[End] = []
-        self._gate: ThreadAuthenticator | None = None
+        self._gate: Gate | None = None
 
     def pull(self, endpoint: str, name: str, peer_keys: Collection[bytes] = (), fd: int = -1) -> ZmqLink:
         """See :class:`~flowspec_edge.transport.base.Transport`."""
@@ -293,12 +288,15 @@ class ZmqTransport:
 
     def _bind(self, socket: zmq.Socket[bytes], endpoint: str, name: str, peer_keys: Collection[bytes],
               fd: int) -> zmq.Socket[bytes]:
+        if self._keys is None and not self._unencrypted and (reason := why_not_open(endpoint)):
+            socket.close()
+            raise UsageError(f"{name}: {reason}")
         if self._keys is not None:
             # A domain of its own for every socket: its allow-list.  Without an authenticator
             # CURVE would let in any key.
             socket.zap_domain = name.encode()
             socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-            self._authenticator().configure_curve_callback(name, _Allow(peer_keys))
+            self._guard().admit(name, peer_keys)
             socket.curve_secretkey = self._keys.secret
             socket.curve_publickey = self._keys.public
             socket.curve_server = True
@@ -308,7 +306,9 @@ class ZmqTransport:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             socket.close()
-            raise UsageError(f"{name}: cannot listen on {endpoint}: {error.strerror}") from error
+            # What the system's state forbids, it may allow later.
+            kind = FlowspecError if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL) else UsageError
+            raise kind(f"{name}: cannot listen on {endpoint}: {error.strerror}") from error
         return socket
 
     def _connect(self, socket: zmq.Socket[bytes], endpoint: str, name: str,
@@ -326,9 +326,9 @@ class ZmqTransport:
             raise UsageError(f"{name}: {endpoint} is no address to connect to: {error.strerror}") from error
         return link
 
-    def _authenticator(self) -> ThreadAuthenticator:
+    def _guard(self) -> Gate:
         if self._gate is None:
-            self._gate = ThreadAuthenticator(self._context, log=logging.getLogger(f"{__name__}.auth"))
+            self._gate = Gate(self._context)
             self._gate.start()
         return self._gate
 

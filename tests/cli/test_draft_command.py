@@ -113,6 +113,8 @@ def failed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
     ({"host": "0.0.0.0"}, "others can reach 0.0.0.0"),
     ({"api_key_file": "/nowhere"}, "cannot read the API key /nowhere: No such file"),
     ({"api_key_file": "/dev/null"}, "/dev/null must hold an API key"),
+    ({"key_file": "", "worker_keys": [], "control": "tcp://192.0.2.1:7701"},
+     "control: tcp://192.0.2.1:7701 is beyond loopback, where links have to be encrypted"),
     ({"worker_keys": ["x", "y"]}, "'x' is not a CURVE key"),
 ])
 def test_a_wrong_configuration_is_one_line(sharded: Path, tmp_path: Path, changes: dict[str, object],

@@ -91,6 +91,16 @@ def test_a_stage_that_says_hello_again_has_lost_what_it_was_told() -> None:
     assert "V1" in members.absent()
 
 
+def test_a_stage_with_another_shard_is_refused() -> None:
+    members = Members(["v1", "v2"], dead_after=5.0, digests=["d", "0123456789abcdef"])
+    members.heard("v1", V1, 0.0)
+    with pytest.raises(ProtocolError, match="V2 has the shard fedcba987654…, expected is 0123456789ab…: "
+                                            "bring the right one there with: flowspec deploy up"):
+        members.heard("v2", replace(V2, digest="fedcba9876543210"), 0.0)
+    members.heard("v2", replace(V2, digest="0123456789abcdef"), 0.0)
+    assert members.missing() == []
+
+
 def test_a_session_is_over_when_all_have_closed_it(members: Members) -> None:
     members.heard("v1", Heartbeat("v1", 1, {"closed": 7.0, "rows": 3.0}), 0.0)
     assert not members.all_closed(7)

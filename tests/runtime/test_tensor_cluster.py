@@ -152,7 +152,7 @@ def test_ranks_must_know_where_to_meet() -> None:
                 "next": "n", "parallelism": "galaxy"}
     with pytest.raises(ValueError, match="group must say where the ranks meet"):
         WorkerConfig.model_validate(settings)
-    WorkerConfig.model_validate({**settings, "group": "tcp://10.0.0.1:7000"})
+    WorkerConfig.model_validate({**settings, "group": "tcp://127.0.0.1:7000"})
 
 
 def test_ranks_of_different_models_are_told_apart() -> None:

@@ -18,6 +18,7 @@ from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.manifest import Manifest
 from flowspec_edge.modeldir import ModelDir
 from flowspec_edge.stage.shard import load_config, load_shard, stage_ranges
+from flowspec_edge.stage.shard_digest import shard_digest
 from flowspec_edge.stage.tensor_shard import load_tensor_shard
 from flowspec_edge.stage.whole import load_whole
 
@@ -76,6 +77,20 @@ def test_a_board_needs_its_own_part_alone(dense: Path, tmp_path: Path) -> None:
     assert load_shard(tmp_path, 1, 3, "fp32").digest == load_shard(dense, 1, 3, "fp32").digest
     with pytest.raises(FlowspecError, match=r"stage-1/embed\.safetensors is missing"):
         load_shard(tmp_path, 0, 3, "fp32")
+
+
+def test_a_digest_is_known_without_loading(dense: Path, int4: Path) -> None:
+    cuts = [(dense, index, 3) for index in range(3)] + [(int4, index, 2) for index in range(2)]
+    digests = [shard_digest(*cut) for cut in cuts]
+    assert digests == [load_shard(*cut, "fp32").digest for cut in cuts]
+    assert len(set(digests)) == len(cuts)
+    with pytest.raises(UsageError, match="was cut into 3 stages, not 7"):
+        shard_digest(dense, 0, 7)
+
+
+def test_a_digest_needs_a_sharded_model(model: Path) -> None:
+    with pytest.raises(UsageError, match="is not a sharded model"):
+        shard_digest(model, 0, 2)
 
 
 def test_what_was_altered_is_not_loaded(dense: Path, tmp_path: Path) -> None:

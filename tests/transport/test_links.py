@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import zmq
 
-from flowspec_edge.errors import FlowspecError, PeerLost, ProtocolError, UsageError
+from flowspec_edge.errors import FlowspecError, PeerLost, ProtocolError
 from flowspec_edge.messages import Cancel, Close, Credit, Failed, Hello, Message, Output, Payload
 from flowspec_edge.transport import keys
 from flowspec_edge.transport.base import ClientLink, Hub, Link, Transport
@@ -164,7 +164,7 @@ def test_a_connection_that_breaks_is_noticed(network: Network) -> None:
 
 def test_an_address_that_is_taken_is_an_error(network: Network) -> None:
     receiver, _ = network.data()
-    with pytest.raises(UsageError, match="cannot listen on"):
+    with pytest.raises(FlowspecError, match="cannot listen on"):
         network.server.pull(where(receiver), "again", network.to_client)
 
 
@@ -205,7 +205,8 @@ def test_a_restarted_peer_takes_over_its_identity(plain: ZmqTransport) -> None:
 
 
 @pytest.mark.parametrize("pair", [STRANGER, None])
-def test_a_key_that_is_not_on_the_list_is_refused_and_told(pair: keys.KeyPair | None) -> None:
+def test_a_key_that_is_not_on_the_list_is_refused_and_told(pair: keys.KeyPair | None,
+                                                           caplog: pytest.LogCaptureFixture) -> None:
     server = ZmqTransport(SERVER, Tuning(linger_ms=0))
     client = ZmqTransport(pair, Tuning(linger_ms=0))
     receiver = server.pull("tcp://127.0.0.1:*", "data in", [CLIENT.public])
@@ -217,6 +218,43 @@ def test_a_key_that_is_not_on_the_list_is_refused_and_told(pair: keys.KeyPair | 
     assert receiver.receive() is None
     client.close()
     server.close()
+    assert caplog.messages == ([f"data in: 127.0.0.1 is refused: its key {pair.public.decode()} is not on "
+                                "the list"] if pair else [])
+
+
+def test_a_stranger_who_tries_again_and_again_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    server = ZmqTransport(SERVER, Tuning(linger_ms=0))
+    receivers = [server.pull("tcp://127.0.0.1:*", name, [CLIENT.public]) for name in ("one", "other")]
+    for receiver in (*receivers, *receivers):
+        client = ZmqTransport(keys.generate(), Tuning(linger_ms=0))
+        sender = client.push(receiver.endpoint, "V1 data out", [SERVER.public])
+        with pytest.raises(FlowspecError, match="refuses this device's key"):
+            until(sender, lambda link=sender: link.lost_for() < 0)
+        client.close()
+    server.close()
+    assert [message.split(":")[0] for message in caplog.messages] == ["one", "other"]
+
+
+def test_a_message_that_is_too_long_is_not_taken_in() -> None:
+    """Its sender is disconnected before it is in memory; others are served."""
+    receiving = ZmqTransport(tuning=Tuning(linger_ms=0, max_message_bytes=10_000))
+    receiver = receiving.pull("tcp://127.0.0.1:*", "data in")
+    context = zmq.Context()
+    wrong = context.socket(zmq.PUSH)
+    wrong.linger = 0
+    gone = wrong.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    wrong.connect(receiver.endpoint)
+    wrong.send(bytes(10_001))
+    assert gone.poll(PATIENCE * 1e3)
+    assert receiver.receive() is None
+    sender = receiving.push(receiver.endpoint, "data out")
+    assert sender.send(Close(1), PATIENCE)
+    assert receiver.receive(PATIENCE) == Close(1)
+    wrong.disable_monitor()
+    gone.close()
+    wrong.close()
+    context.term()
+    receiving.close()
 
 
 def test_each_socket_has_its_own_list() -> None:

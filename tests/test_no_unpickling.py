@@ -1,0 +1,60 @@
+"""Nothing in the package runs what it reads: no pickle, no YAML, no torch.load but of weights."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "flowspec_edge"
+UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "yaml"}
+# To name the error that torch.load raises for what it refuses.
+MAY_NAME = {"stage/weight_files.py": {"pickle.UnpicklingError"}}
+
+
+def faults(text: str, may_name: set[str]) -> list[str]:
+    """What of a module could run what it reads."""
+    found, tree = [], ast.parse(text)
+    used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        names: set[str] = set()
+        if isinstance(node, ast.Import):
+            names = {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = {(node.module or "").split(".")[0]}
+        for name in names & UNPICKLERS:
+            if not may_name or {use for use in used if use.startswith(f"{name}.")} - may_name:
+                found.append(f"line {node.lineno} imports {name}")
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called.endswith(("torch.load", "pickle.load")) and not any(
+                    keyword.arg == "weights_only" and isinstance(keyword.value, ast.Constant)
+                    and keyword.value.value is True for keyword in node.keywords):
+                found.append(f"line {node.lineno}: {called} without weights_only=True")
+            if any(keyword.arg == "allow_pickle" for keyword in node.keywords):
+                found.append(f"line {node.lineno}: {called} with allow_pickle")
+    return found
+
+
+def test_nothing_that_is_read_is_run() -> None:
+    files = sorted(PACKAGE.rglob("*.py"))
+    assert len(files) > 200
+    found = {str(file.relative_to(PACKAGE)): wrong for file in files
+             if (wrong := faults(file.read_text(encoding="utf-8"),
+                                 MAY_NAME.get(str(file.relative_to(PACKAGE)), set())))}
+    assert found == {}
+
+
+@pytest.mark.parametrize("text", [
+    "import pickle", "from pickle import loads", "import yaml.loader", "torch.load(path)",
+    "torch.load(path, weights_only=False)", "numpy.load(path, allow_pickle=True)",
+])
+def test_it_would_be_seen(text: str) -> None:
+    assert faults(text, set())
+
+
+def test_a_module_that_may_name_an_error_may_not_unpickle() -> None:
+    named = "import pickle\ntry:\n    f()\nexcept pickle.UnpicklingError:\n    pass"
+    assert not faults(named, {"pickle.UnpicklingError"})
+    assert faults(f"{named}\npickle.loads(data)", {"pickle.UnpicklingError"})
