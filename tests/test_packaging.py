@@ -6,7 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
+from importlib.metadata import PathDistribution
 from pathlib import Path
+
+import pytest
+
+from flowspec_edge.fleet.own_wheel import build_wheel, rebuild
 
 ROOT = Path(__file__).resolve().parent.parent
 ASK = """
@@ -17,7 +23,8 @@ from flowspec_edge.modeldir import shipped_models
 import flowspec_edge.serving as serving
 from pathlib import Path
 def files(root):
-    return sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file())
+    return sorted(p.relative_to(root).as_posix() for p in root.rglob("*")
+                  if p.is_file() and p.suffix != ".pyc")  # which an installer adds
 print(json.dumps({"file": r.__file__, "profiles": [load_profile(n).name for n in profile_names()],
                   "models": shipped_models(),
                   "page": files(Path(serving.__file__).parent / "page"),
@@ -32,14 +39,42 @@ def run(*command: str, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
-def test_an_installed_wheel_finds_its_profiles_models_and_templates(tmp_path: Path) -> None:
-    wheels, site, elsewhere = tmp_path / "wheels", tmp_path / "site", tmp_path / "elsewhere"
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(tmp_path_factory.mktemp("wheels"))
+
+
+@pytest.fixture(scope="module")
+def site(wheel: Path) -> Path:
+    """Where that wheel is installed."""
+    site = wheel.parent / "site"
+    run(sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install", "--no-deps",
+        "--no-index", "--target", str(site), str(wheel), cwd=wheel.parent)
+    return site
+
+
+def test_the_same_tree_makes_the_same_wheel_in_place_of_any_other(wheel: Path, tmp_path: Path) -> None:
+    (tmp_path / "flowspec_edge-0.0.9-py3-none-any.whl").write_text("the one before")
+    again = build_wheel(tmp_path)
+    assert [*tmp_path.iterdir()] == [again]
+    assert again.name == wheel.name
+    assert again.read_bytes() == wheel.read_bytes()
+
+
+def test_an_installation_makes_the_wheel_that_it_came_from(wheel: Path, site: Path, tmp_path: Path) -> None:
+    (info,) = site.glob("*.dist-info")
+    again = rebuild(PathDistribution(info), tmp_path)
+    assert again.name == wheel.name
+    record = f"{info.name}/RECORD"
+    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
+        assert sorted(one.namelist()) == sorted(other.namelist())
+        assert all(one.read(name) == other.read(name) for name in one.namelist() if name != record)
+        assert sorted(one.read(record).split()) == sorted(other.read(record).split())
+
+
+def test_an_installed_wheel_finds_its_profiles_models_and_templates(site: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
-    build = ("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels), str(ROOT))
-    run(*pip, *build, cwd=tmp_path)
-    (wheel,) = wheels.glob("*.whl")
-    run(*pip, "install", "--no-deps", "--no-index", "--target", str(site), str(wheel), cwd=tmp_path)
     found = json.loads(run(sys.executable, "-c", ASK, cwd=elsewhere, PYTHONPATH=str(site)))
     assert Path(found["file"]).is_relative_to(site)
     here = json.loads(run(sys.executable, "-c", ASK, cwd=ROOT, PYTHONPATH=str(ROOT)))
