@@ -4,6 +4,7 @@ Knows names and paths, the same on every board.  Does not know what is in them, 
 
     /opt/flowspec/releases/ID/      a release: release.json, venv (a link), etc/, units/
     /opt/flowspec/venvs/DIGEST/     an environment, by what is installed in it; releases may share one
+    /opt/flowspec/wheels/           what the newest environment was made of
     /opt/flowspec/current           → the release that runs, previous → the one before it
     /var/lib/flowspec/models/ID/    a sharded model's manifest.json and this board's own part
     /etc/flowspec/board.key         this board's CURVE key pair, which never leaves it
@@ -14,11 +15,13 @@ from __future__ import annotations
 HOME = "/opt/flowspec"
 RELEASES = f"{HOME}/releases"
 VENVS = f"{HOME}/venvs"
+WHEELS = f"{HOME}/wheels"
 CURRENT = f"{HOME}/current"
 PREVIOUS = f"{HOME}/previous"
 PYTHON = f"{CURRENT}/venv/bin/python"
 STATE = "/var/lib/flowspec"
 MODELS = f"{STATE}/models"
+CACHE = "/var/cache/flowspec"  # the services' own, made by systemd
 ETC = "/etc/flowspec"
 KEY = f"{ETC}/board.key"
 API_KEY = f"{ETC}/api.key"  # on the draft device, where clients beyond it are let in

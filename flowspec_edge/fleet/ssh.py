@@ -8,13 +8,29 @@ from __future__ import annotations
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from flowspec_edge.fleet.commands import LocalRunner, Runner, finish
+from flowspec_edge.fleet.desired import Reach
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory, resolve
 
 _CONNECT_S = 10
 _ALIVE_S = 5  # between questions whether the board is still there; it may miss three
+
+
+def openssh(reach: Reach, more: Mapping[str, str] | None = None) -> list[str]:
+    """The client's command line, but for the command that is to run there; ``more``: options that go
+    before those of ssh's own configuration."""
+    options: dict[str, str | int] = {
+        "BatchMode": "yes", "ConnectTimeout": _CONNECT_S, "ServerAliveInterval": _ALIVE_S,
+        "ServerAliveCountMax": 3, "LogLevel": "ERROR", "Port": reach.port, **(more or {})}
+    if reach.user:
+        options["User"] = reach.user
+    if reach.key:
+        options |= {"IdentityFile": reach.key, "IdentitiesOnly": "yes"}
+    file = ["-F", reach.config] if reach.config else []
+    return ["ssh", "-T", *file, *(part for key, value in options.items()
+                                  for part in ("-o", f"{key}={value}")), "--", reach.address]
 
 
 class SshRunner:
@@ -26,17 +42,9 @@ class SshRunner:
         so that what runs there can tell by its parent when the command here has ended."""
         self.where = f"{device.name} ({device.address})"
         self._timeout_s = timeout_s
-        options = {"BatchMode": "yes", "ConnectTimeout": _CONNECT_S, "ServerAliveInterval": _ALIVE_S,
-                   "ServerAliveCountMax": 3, "LogLevel": "ERROR", "Port": device.ssh_port}
-        if device.ssh_user:
-            options["User"] = device.ssh_user
-        if device.ssh_key:
-            options |= {"IdentityFile": device.ssh_key, "IdentitiesOnly": "yes"}
-        if own_connection:
-            options["ControlPath"] = "none"
-        file = ["-F", inventory.cluster.ssh_config] if inventory.cluster.ssh_config else []
-        self._ssh = ["ssh", "-T", *file, *(part for key, value in options.items()
-                                           for part in ("-o", f"{key}={value}")), "--", device.address]
+        reach = Reach(device.address, device.ssh_port, device.ssh_user, device.ssh_key,
+                      inventory.cluster.ssh_config)
+        self._ssh = openssh(reach, {"ControlPath": "none"} if own_connection else {})
 
     def command(self, argv: Sequence[str]) -> list[str]:
         """See :class:`~flowspec_edge.fleet.commands.Runner`."""
@@ -60,9 +68,14 @@ def python_for(inventory: Inventory, device: DeviceEntry) -> str:
 
 def is_here(device: DeviceEntry) -> bool:
     """Whether ``device`` is this machine: one of its interfaces has the address."""
+    return is_own(resolve(device))
+
+
+def is_own(address: str) -> bool:
+    """Whether one of this machine's interfaces has ``address``; False for a name that is unknown."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.bind((resolve(device), 0))
+            probe.bind((address, 0))
         except OSError:
             return False
     return True

@@ -1,0 +1,82 @@
+"""activate: the release becomes the one that runs, on this board.
+
+``current`` and ``previous`` are links that are replaced in one step; whatever ends this halfway, the next
+run completes it: what is left to do is read off the board each time, never remembered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from steps.services import others, started, stop_and_forget
+
+from flowspec_edge.fleet import places
+from flowspec_edge.fleet.engine_board import Board, quote
+
+_KEPT = 3  # releases that may be gone back to, beside current and previous
+
+
+def activate(board: Board) -> None:
+    """The whole phase."""
+    changed = units(board)
+    links(board)
+    stop_and_forget(board, "units of another role", others(board))
+    if board.ask(f"systemctl is-enabled {quote(board.state.unit)} 2>/dev/null || true") == ["enabled"]:
+        board.unchanged("enabled at boot")
+    else:
+        board.run("enabled at boot", [f"systemctl enable --quiet {quote(board.state.unit)}"])
+    started(board, changed)
+    tidy(board)
+
+
+def units(board: Board) -> bool:
+    """The release's units where systemd reads them; whether one is new or different."""
+    wanted = {path.removeprefix("units/"): text for path, text in board.state.files.items()
+              if path.startswith("units/") and path.endswith(".service")}
+    sums = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in wanted.items()}
+    there = dict(reversed(line.split(maxsplit=1)) for line in board.ask(
+        f"cd {places.UNITS} && find . -maxdepth 1 -type f -name 'flowspec-*.service' -printf '%P\\0' | "
+        "xargs -0r sha256sum --"))
+    new = [name for name, digest in sorted(sums.items()) if there.get(name) != digest]
+    place = places.release_dir(board.state.release)
+    copies = [f"install -m 644 {quote(f'{place}/units/{name}')} {quote(f'{places.UNITS}/.{name}.new')} && "
+              f"mv {quote(f'{places.UNITS}/.{name}.new')} {quote(f'{places.UNITS}/{name}')}" for name in new]
+    return board.run("units", [*copies, "systemctl daemon-reload"] if copies else [])
+
+
+def links(board: Board) -> None:
+    """``current`` is the release; ``previous`` the one before it, and moves only when ``current`` does."""
+    target = places.release_dir(board.state.release)
+    now = board.ask(f"readlink {places.CURRENT} || true")
+    commands = []
+    if now != [target]:
+        if now:
+            commands.append(_link(now[0], places.PREVIOUS))
+        commands.append(_link(target, places.CURRENT))
+    board.run("current release", commands)
+
+
+def _link(target: str, path: str) -> str:
+    return f"ln -sfn {quote(target)} {path}.new && mv -T {path}.new {path}"
+
+
+def tidy(board: Board) -> None:
+    """Old releases go, and environments that no release uses."""
+    newest = board.ask(f"cd {places.RELEASES} && find . -mindepth 1 -maxdepth 1 -printf '%T@ %P\\n' | "
+                       "sort -rn | cut -d' ' -f2-")
+    used = {_name(target) for target in board.ask(f"readlink {places.CURRENT} {places.PREVIOUS} || true")}
+    used.add(board.state.release)
+    spare = [name for name in newest if name not in used and not name.endswith((".partial", ".old"))]
+    kept = used | {*spare[:_KEPT]}
+    venvs = dict(line.split(" ", 1) for line in board.ask(
+        f"cd {places.RELEASES} && for venv in */venv; do echo \"${{venv%/venv}} $(readlink $venv)\"; done"))
+    in_use = {_name(target) for release, target in venvs.items() if release in kept}
+    if board.state.environment:
+        in_use.add(board.state.environment.digest)
+    gone = [places.release_dir(name) for name in newest if name not in kept]
+    gone += [f"{places.VENVS}/{name}" for name in board.ask(f"ls {places.VENVS}") if name not in in_use]
+    board.run("old releases", [quote("rm", "-rf", "--", *gone)] if gone else [])
+
+
+def _name(target: str) -> str:
+    return target.rpartition("/")[2]
