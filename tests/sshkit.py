@@ -20,7 +20,7 @@ _SSHD = """
 ListenAddress {address}
 Port 22
 HostKey {directory}/host
-AuthorizedKeysFile {directory}/user.pub
+AuthorizedKeysFile /run/user.pub
 StrictModes no
 UsePAM no
 PidFile none
@@ -117,6 +117,7 @@ class Boards:
                                        package=Path(flowspec_edge.__file__).parent.parent))
         # Process ids of its own, so that whatever a test leaves there ends with it; and its own /run.
         start = ("mount -t tmpfs tmpfs /run && mkdir /run/sshd && mount -t tmpfs tmpfs /var/lib && "
+                 f"cp {self.directory}/user.pub /run && "  # where any user's sshd may read it
                  "for file in ~/.bashrc; do [ -e $file ] && mount --bind /dev/null $file; done; "
                  f"exec {shutil.which('sshd', path=search_path())} -D -e -f {config}")
         command = ["setpriv", "--pdeathsig", "KILL", "--", "unshare", "--mount", "--pid", "--fork",

@@ -54,8 +54,8 @@ def read_board(root: Path = _ROOT) -> Board:
     """The board whose file system is at ``root``; only for "/" its tools are asked, too."""
     memory = procfs.sizes(root / "proc/meminfo")
     return Board(
-        machine=_machine(root), l4t=_release(root), power_mode=_power_mode(root),
-        temperature_c=hottest(root), clocks_mhz=_clocks(root),
+        machine=_machine(root), l4t=l4t_release(procfs.text(root / "etc/nv_tegra_release")),
+        power_mode=_power_mode(root), temperature_c=hottest(root), clocks_mhz=_clocks(root),
         total_mb=_megabytes(memory.get("MemTotal")), available_mb=_megabytes(memory.get("MemAvailable")),
     )
 
@@ -78,8 +78,9 @@ def _machine(root: Path) -> str:
     return f"{name}, {cores} core{'s' if cores > 1 else ''}" if name and cores else name
 
 
-def _release(root: Path) -> str:
-    found = _RELEASE.search(procfs.text(root / "etc/nv_tegra_release"))
+def l4t_release(text: str) -> str:
+    """The release of Linux for Tegra, by /etc/nv_tegra_release's text; "" if it says none."""
+    found = _RELEASE.search(text)
     return f"{found[1]}.{found[2]}" if found else ""
 
 

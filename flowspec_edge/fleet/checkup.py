@@ -33,7 +33,7 @@ _GROUPS = ("video", "render")  # who may use a Jetson's GPU
 # L4T releases, the first that begins like a board's.  Source: NVIDIA's JetPack archive.
 _JETPACKS = (("35.", "5"), ("36.3", "6.0"), ("36.4", "6.1 or 6.2"), ("36.5", "6.2"), ("38.", "7.0 or 7.1"),
              ("39.", "7.2"))
-_TOO_OLD = ("35.", "34.", "32.")  # Ubuntu 20.04 and before: Python 3.8
+TOO_OLD = ("35.", "34.", "32.")  # Ubuntu 20.04 and before: Python 3.8
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _release(board: Board) -> Finding:
     if not board.l4t:
         return Finding("board", "ok", f"{board.machine or 'a machine'}; no Jetson")
     name = f"{board.machine or 'a Jetson'}, L4T {board.l4t}"
-    if board.l4t.startswith(_TOO_OLD):
+    if board.l4t.startswith(TOO_OLD):
         return Finding("board", "failed", f"{name}: its Python is older than 3.10",
                        "flash JetPack 6 or 7; NVIDIA's SDK Manager does")
     jetpack = next((jetpack for start, jetpack in _JETPACKS if board.l4t.startswith(start)), "")
