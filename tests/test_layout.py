@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "runtime": BELOW_RUNTIME,
     "serving": BELOW_RUNTIME | {"runtime"},
     "fleet": BELOW_RUNTIME | {"runtime"},
-    "bench": BELOW_RUNTIME | {"runtime", "sharding"},
+    "bench": BELOW_RUNTIME | {"runtime", "sharding", "fleet"},
     "cli": BELOW_RUNTIME | {"runtime", "serving", "fleet", "bench", "training", "sharding"},
 }
 PURE = ("tree", "strategies")  # decide, and do not act: no clock, no socket, no tensor library
