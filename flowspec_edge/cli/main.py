@@ -20,6 +20,7 @@ from flowspec_edge.cli import (
     doctor,
     draft,
     generate,
+    keys,
     listing,
     models,
     plan,
@@ -57,6 +58,7 @@ app.command()(doctor.doctor)
 app.command()(plan.plan)
 app.add_typer(bench.app, name="bench")
 app.add_typer(device.app, name="device")
+app.add_typer(keys.app, name="keys")
 app.add_typer(models.app, name="models")
 app.add_typer(sweep.app, name="sweep")
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import mkstemp
 
 import zmq
 
@@ -33,17 +35,29 @@ def generate() -> KeyPair:
     return KeyPair(*zmq.curve_keypair())
 
 
-def save(keys: KeyPair, path: Path) -> None:
-    """Write ``keys`` to a new file that only its owner can read; UsageError if it exists."""
+def save(keys: KeyPair, path: Path, mode: int = 0o600, replace: bool = False) -> None:
+    """Write ``keys`` to a file that is there only when it is whole.
+
+    mode     its permissions; only its owner may read it
+    replace  whether it may take the place of another; else UsageError if there is one
+    """
     text = json.dumps({"public": keys.public.decode(), "secret": keys.secret.decode()})
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        fd, made = mkstemp(dir=path.parent, prefix=f".{path.name}-")  # nobody else can read it
+        try:
+            with os.fdopen(fd, "w", encoding="ascii") as file:
+                file.write(text + "\n")
+                file.flush()
+                os.fchmod(fd, mode)
+                os.fsync(fd)
+            (os.replace if replace else os.link)(made, path)
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(made)
     except FileExistsError:
         raise UsageError(f"{path} exists already; a key is not overwritten, remove it first") from None
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
-    with os.fdopen(fd, "w", encoding="ascii") as file:
-        file.write(text + "\n")
 
 
 def load(path: Path) -> KeyPair:
