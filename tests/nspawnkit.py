@@ -194,6 +194,8 @@ class Fleet:
                     if line.startswith("X_NSPAWN_LEADER_PID="):
                         leader = line.partition("=")[2]
                     ready = ready or line == "READY=1"
+            # Nobody reads on, and a process 1 that cannot send its next notice would stop for ever.
+            self._notices.pop(board).close()
             self._leaders[board] = self._here(board, leader)
 
     def reboot(self, board: int) -> None:
@@ -223,7 +225,8 @@ class Fleet:
     def _ended(self, board: int) -> int:
         """Wait for a board to end; how systemd-nspawn did."""
         status = self._containers.pop(board).wait(PATIENCE)
-        self._notices.pop(board).close()
+        if notices := self._notices.pop(board, None):
+            notices.close()
         if leader := self._leaders.pop(board, 0):
             assert fleetkit.ended(leader, PATIENCE)
         return status
