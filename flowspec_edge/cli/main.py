@@ -16,6 +16,7 @@ from flowspec_edge.cli import (
     bench,
     chat,
     demo,
+    deploy,
     device,
     doctor,
     draft,
@@ -57,6 +58,7 @@ app.command()(listing.profiles)
 app.command()(doctor.doctor)
 app.command()(plan.plan)
 app.add_typer(bench.app, name="bench")
+app.add_typer(deploy.app, name="deploy")
 app.add_typer(device.app, name="device")
 app.add_typer(keys.app, name="keys")
 app.add_typer(models.app, name="models")

@@ -65,6 +65,11 @@ def resident_mb(pid: int, root: Path = _ROOT) -> float | None:
     return _megabytes(procfs.sizes(root / f"proc/{pid}/status").get("VmRSS"))
 
 
+def power_modes(root: Path = _ROOT) -> list[str]:
+    """The names of the board's power modes, in the order of L4T's file."""
+    return [name for _, name in _modes(root)]
+
+
 def _machine(root: Path) -> str:
     named = procfs.text(root / "proc/device-tree/model")
     if named:
@@ -88,10 +93,14 @@ def _power_mode(root: Path) -> str:
     """From the tool; without it, by the id that it stored and the name in its configuration."""
     if root == _ROOT and (found := _POWER_MODE.search(_output("nvpmodel", "-q"))):
         return found[1]
-    modes = _MODE_NAMES.findall(procfs.text(root / "etc/nvpmodel.conf"))
-    names = {int(number): name for number, name in modes}
+    names = {int(number): name for number, name in _modes(root)}
     stored = re.search(r"pmode:\s*(\d+)", procfs.text(root / "var/lib/nvpmodel/status"))
     return names.get(int(stored[1]), "") if stored else ""
+
+
+def _modes(root: Path) -> list[tuple[str, str]]:
+    """(id, name) of every power mode."""
+    return _MODE_NAMES.findall(procfs.text(root / "etc/nvpmodel.conf"))
 
 
 def _clocks(root: Path) -> dict[str, float]:

@@ -62,6 +62,11 @@ def check_system(root: Path = _ROOT, storage: Path | None = None) -> list[Findin
     return findings
 
 
+def jetpack_of(l4t: str) -> str:
+    """The JetPack that a release of Linux for Tegra belongs to; empty for one that is not known."""
+    return next((jetpack for start, jetpack in _JETPACKS if l4t.startswith(start)), "")
+
+
 def _release(board: Board) -> Finding:
     if not board.l4t:
         return Finding("board", "ok", f"{board.machine or 'a machine'}; no Jetson")
@@ -69,7 +74,7 @@ def _release(board: Board) -> Finding:
     if board.l4t.startswith(TOO_OLD):
         return Finding("board", "failed", f"{name}: its Python is older than 3.10",
                        "flash JetPack 6 or 7; NVIDIA's SDK Manager does")
-    jetpack = next((jetpack for start, jetpack in _JETPACKS if board.l4t.startswith(start)), "")
+    jetpack = jetpack_of(board.l4t)
     if not jetpack:
         return Finding("board", "warning", f"{name}: a release that this version does not know",
                        "go on if the checks below pass, and tell us that they do")
