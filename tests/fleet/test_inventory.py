@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.fleet.inventory import load_inventory, resolve
+from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, load_inventory, resolve
 from flowspec_edge.resources import resource_dir
 
 HEAD = '[cluster]\nname = "lab"\n'
@@ -36,6 +38,18 @@ def test_the_example() -> None:
     assert [found.interface(device) for device in found.verify] == ["eth0", "eth0", "enP8p1s0", "eth0"]
     assert found.torch_device(found.draft) == "cuda"
     assert found.protected_ports() == [22, 2222, 7701]
+
+
+def test_the_example_has_every_key_and_its_comments_the_defaults() -> None:
+    """What is commented out, uncommented, says what is true without it."""
+    text = (resource_dir("deploy") / "cluster.example.toml").read_text(encoding="utf-8")
+    head, *devices = text.split("[[device]]\n")
+    keys = re.compile(r"^(?:# )?(\w+) = ", re.MULTILINE)
+    assert set(keys.findall(head.partition("[cluster]")[2])) == set(ClusterSettings.model_fields)
+    assert {key for device in devices for key in keys.findall(device)} == set(DeviceEntry.model_fields)
+    for key, value in re.findall(r"^# (\w+) = ([^#\n]+)", head, re.MULTILINE):
+        if key != "draft":
+            assert ClusterSettings.model_fields[key].default == json.loads(value), key
 
 
 def test_an_entry_goes_before_the_cluster_and_little_must_be_given(tmp_path: Path) -> None:
