@@ -14,7 +14,10 @@ from flowspec_edge.modeldir import DEMO, ModelDir, resolve_model
 
 if TYPE_CHECKING:
     from flowspec_edge.cli.plan_outcome import Outcome
+    from flowspec_edge.fleet.memory import ModelBytes
     from flowspec_edge.fleet.planner import Board, Problem
+    from flowspec_edge.fleet.roster import Member
+    from flowspec_edge.fleet.splitting import Ranges
     from flowspec_edge.runtime.request import Request
 
 _PROMPTS, _TOKENS = 2, 48  # of a prediction: enough for a figure, and done in seconds
@@ -56,8 +59,8 @@ def plan(
 ) -> None:
     """Split a model over boards: who drafts, who has which layers, what fits, how fast it would be.
 
-    The split makes the slowest stage as fast as the boards' memory allows.  Nothing is downloaded
-    or loaded: sizes follow from config.json.
+    The split makes the slowest stage as fast as the boards' memory allows.  What a cluster file says of roles
+    and layers is kept.  Nothing is downloaded or loaded: sizes follow from config.json.
     """
     if not devices:
         raise UsageError("give --devices: a profile (see: flowspec profiles), NAME:5 for five, "
@@ -80,7 +83,7 @@ def plan(
     given = [member.for_model(size) for member in members]
     problem = problem_for(size, context, at_once, len(given))
     outcome = _decide(model, problem, [board for board, _ in given],
-                      {board.name: how for board, how in given})
+                      {board.name: how for board, how in given}, _listed_layers(members, size))
     outcome.at_once = at_once
     if predict:
         _predict(outcome, problem, model, names, [board for board, _ in given])
@@ -93,21 +96,42 @@ def plan(
 plan.__doc__ = f"{cleandoc(plan.__doc__ or '')}\n{_EXAMPLES}"
 
 
-def _decide(model: str, problem: Problem, boards: list[Board], scaled: dict[str, str]) -> Outcome:
-    """The best split; one board where only that is possible; or the refusal."""
+def _listed_layers(members: Sequence[Member], size: ModelBytes) -> Ranges | None:
+    """The stages' layers where a cluster file gives them; None where it does not."""
+    given = [member for member in members if member.layers]
+    if not given:
+        return None
+    if any(member.role == "auto" for member in members):
+        raise UsageError(f"{given[0].name} has layers in its cluster file: give that file alone, or take "
+                         "the layers out")
+    ranges = tuple(member.layers for member in given if member.layers)
+    if ranges[-1][1] != size.layers:
+        raise UsageError(f"{given[-1].name}: its layers end with {ranges[-1][1]}, and {size.name} has "
+                         f"{size.layers}")
+    return ranges
+
+
+def _decide(model: str, problem: Problem, boards: list[Board], scaled: dict[str, str],
+            layers: Ranges | None = None) -> Outcome:
+    """The best split; where every board has its role, the best in their order, or the one with these
+    ``layers``; one board where only that is possible; or the refusal."""
     from flowspec_edge.cli.plan_outcome import Outcome
     from flowspec_edge.fleet import planner
     from flowspec_edge.fleet.estimate import OneBoard, best_alone
     from flowspec_edge.fleet.layout import alone_rows, plan_rows
     from flowspec_edge.fleet.memory import model_bytes
     from flowspec_edge.fleet.refusal import refusal
+    from flowspec_edge.fleet.splitting import plan_as_listed
 
     size, context = problem.size, problem.context
     able = best_alone(boards, problem)
     alone = OneBoard(able.name, f"{able.name} alone holds everything") if able else None
     try:
         if len(boards) > 1:
-            made = planner.plan(boards, problem)
+            verify = [board for board in boards if board.role == "verify"]
+            drafts = [board for board in boards if board.role == "draft"]
+            made = (plan_as_listed(drafts[0], verify, problem, layers)
+                    if len(drafts) == 1 and len(verify) == len(boards) - 1 else planner.plan(boards, problem))
             return Outcome(size, context, plan_rows(made, scaled), made, alone=alone)
     except planner.DoesNotFit:
         if not able:

@@ -12,7 +12,7 @@ from functools import cached_property
 from flowspec_edge.config import Profile
 from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry
 from flowspec_edge.fleet.memory import ModelBytes, PlanDtype, model_bytes
-from flowspec_edge.fleet.planner import Board, DoesNotFit, Problem, most_layers
+from flowspec_edge.fleet.planner import Board, DoesNotFit, Problem
 from flowspec_edge.fleet.refusal import refusal
 from flowspec_edge.fleet.roster import Member
 from flowspec_edge.fleet.splitting import Ranges, problem_for, split_in_order
@@ -58,12 +58,6 @@ class Fitting:
 
     def refusal(self, boards: Sequence[Board]) -> DoesNotFit:
         """The error when nothing fits."""
-        if most_layers(boards, self.problem) >= self.problem.size.layers:  # only not as they are listed
-            first = next(board for board in boards if board.role == "verify")
-            return DoesNotFit(
-                f"{self.problem.size.name} does not fit on the boards as they are listed: each verify device "
-                f"has at least a layer, and {first.name} the embeddings, too.  List another one first, leave "
-                'the smallest out, or let the planner choose: role = "auto"')
         return refusal(boards, self.problem, self._sizes, _in_file)
 
     def _sizes(self, dtype: PlanDtype) -> ModelBytes:

@@ -22,12 +22,17 @@ def option(key: str, value: str | int) -> str:
 
 def refusal(boards: Sequence[Board], problem: Problem, size_in: Callable[[PlanDtype], ModelBytes],
             spell: Callable[[str, str | int], str] = option) -> DoesNotFit:
-    """The error for a problem that ``planner.plan`` found no split for.
+    """The error for a problem that ``planner.plan``, or ``splitting`` in a given order, found no split for.
 
     size_in  the same model's sizes in another element type
     spell    how the user says dtype or context
     """
     size, held = problem.size, most_layers(boards, problem)
+    if held >= size.layers:  # only not as they are listed
+        return DoesNotFit(
+            f"{size.name} in {size.dtype} with {problem.context} tokens of context does not fit on the "
+            f"boards as they are listed. Room beside the process: {_rooms(boards, problem)}. It would with "
+            'other layers or in another order: let the planner choose, with role = "auto" and without layers')
     needed = problem.stage(size.layers, True) + problem.d0
     text = (f"{size.name} in {size.dtype} with {problem.context} tokens of context needs {_mb(needed)}: "
             f"{size.layers} layers of {_mb(size.layer)} and {_mb(problem.layer - size.layer)} of cache, "

@@ -28,6 +28,7 @@ class Member:
     name: str
     profile: Profile
     role: Role = "auto"
+    layers: tuple[int, int] | None = None  # [lo, hi) that its file says
 
     def for_model(self, size: ModelBytes) -> tuple[Board, str]:
         """The board with its profile scaled to a model, and what was scaled ("" for nothing)."""
@@ -77,5 +78,5 @@ def _cluster(path: Path) -> list[Member]:
         if profile is None:
             raise UsageError(f"{path}: device {device.name} has no profile, so nothing is known of its "
                              "memory and speed: measure it with flowspec device profile, and name the file")
-        members.append(Member(device.name, profile, device.role))
+        members.append(Member(device.name, profile, device.role, device.layers))
     return members

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from flowspec_edge.errors import UsageError
 
 if TYPE_CHECKING:
     from flowspec_edge.fleet.memory import ModelBytes
-    from flowspec_edge.fleet.planner import Board, Problem
+    from flowspec_edge.fleet.planner import Board, Plan, Problem
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -48,6 +49,31 @@ def split_in_order(stages: Sequence[Board], problem: Problem) -> Ranges | None:
         return stages[stage].profile.stage_seconds(problem.rows, count, problem.context)
 
     return _share(problem.size.layers, within, seconds)
+
+
+def plan_as_listed(d0: Board, verify: Sequence[Board], problem: Problem,
+                   ranges: Ranges | None = None) -> Plan:
+    """All boards in the order given, with the layers of ``ranges`` or those of :func:`split_in_order`.
+
+    ``planner.DoesNotFit``, without a reason, where memory is too small.
+    """
+    from flowspec_edge.fleet.planner import DoesNotFit, Plan, Stage
+
+    ranges = ranges or split_in_order(verify, problem)
+    if ranges is None or d0.room < problem.d0 or any(
+            problem.stage(hi - lo, i == 0) > board.room
+            for i, (board, (lo, hi)) in enumerate(zip(verify, ranges, strict=True))):
+        raise DoesNotFit(f"{problem.size.name} does not fit on {len(verify) + 1} boards")
+    stages = tuple(
+        Stage(board, (lo, hi), board.profile.stage_seconds(problem.rows, hi - lo, problem.context))
+        for board, (lo, hi) in zip(verify, ranges, strict=True))
+    links = {board.name: board.profile.link_seconds(problem.size.segment_bytes(problem.rows))
+             for board in (d0, *verify)}
+    hops = sum(max(sum(links[a.name]), sum(links[b.name])) for a, b in pairwise([*verify, d0]))
+    hops += max(links[d0.name][1], links[verify[0].name][1])  # token ids weigh nothing
+    return Plan(problem, d0, stages, (),
+                slowest=max(*(stage.seconds for stage in stages), *(busy for busy, _ in links.values())),
+                way=sum(stage.seconds for stage in stages) + hops + d0.profile.verify_seconds(problem.rows))
 
 
 def _share(layers: int, within: Sequence[int], seconds: Callable[[int, int], float]) -> Ranges | None:

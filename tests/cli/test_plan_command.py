@@ -13,6 +13,8 @@ from tiny_dir import tiny_model_dir
 
 from flowspec_edge.cli import plan
 from flowspec_edge.cli.main import main
+from flowspec_edge.fleet.deployment import resolve_deployment
+from flowspec_edge.fleet.inventory import load_inventory
 from flowspec_edge.fleet.measure_toml import render
 from flowspec_edge.fleet.memory import model_bytes
 from flowspec_edge.runtime.coordinator import cache_rows
@@ -134,6 +136,32 @@ def test_a_cluster_keeps_its_draft_device(home: Path, capsys: pytest.CaptureFixt
                     "--no-predict")
     assert [(b["name"], b["role"], b["profile"]) for b in found["boards"]] == [
         ("two", "D0", "agx"), ("one", "V1", "nano"), ("three", "V2", "nano")]
+
+
+@pytest.mark.parametrize(("changes", "boards"), [
+    ({}, [("two", "D0", None), ("one", "V1", [0, 1]), ("three", "V2", [1, 4])]),
+    ({'"one"': '"one"\nlayers = [0, 3]', '"three"': '"three"\nlayers = [3, 4]'},
+     [("two", "D0", None), ("one", "V1", [0, 3]), ("three", "V2", [3, 4])]),
+    ({'role = "verify"': 'role = "auto"'},
+     [("two", "D0", None), ("one", "V1", [0, 1]), ("three", "V2", [1, 4])]),
+    ({'role = "verify"': "", 'role = "draft"': ""},
+     [("one", "D0", None), ("two", "V1", [0, 2]), ("three", "V2", [2, 4])]),
+])
+def test_a_plan_is_what_a_deployment_would_be(home: Path, capsys: pytest.CaptureFixture[str],
+                                              changes: dict[str, str], boards: list[Any]) -> None:
+    text = (home / "cluster.toml").read_text().replace("[[dev", 'model = "model"\ncontext = 2000\n[[dev', 1)
+    third = text.rindex("nano.toml")
+    text = text[:third] + "agx.toml" + text[third + len("nano.toml"):]
+    for old, new in changes.items():
+        text = text.replace(old, new)
+    file = home / "changed.toml"
+    file.write_text(text)
+    found = planned(capsys, "--model", str(home / "model"), "--devices", str(file), "--no-predict",
+                    "--context", "2000", "--at-once", "2")
+    assert [(b["name"], b["role"], b["layers"]) for b in found["boards"]] == boards
+    decided = resolve_deployment(load_inventory(file), file)
+    assert [device.name for device in decided.boards] == [name for name, _, _ in boards]
+    assert [list(layers) for layers in decided.ranges] == [layers for _, _, layers in boards[1:]]
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

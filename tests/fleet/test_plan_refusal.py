@@ -10,6 +10,7 @@ from plankit import MB, board, problem, size
 from flowspec_edge.fleet.memory import ModelBytes, PlanDtype
 from flowspec_edge.fleet.planner import Board, DoesNotFit, Problem, plan
 from flowspec_edge.fleet.refusal import refusal
+from flowspec_edge.fleet.splitting import split_in_order
 
 
 def sizes(of: ModelBytes) -> dict[str, ModelBytes]:
@@ -64,3 +65,16 @@ def test_no_board_can_draft() -> None:
 def test_nothing_helps_where_not_a_layer_fits() -> None:
     text = refused([board("a", usable_mb=700), board("b", usable_mb=700)], problem())
     assert text.endswith("More memory on each board would help")
+
+
+def test_what_fits_in_another_order_is_said_to() -> None:
+    """V1 has the embeddings, too, for which the first verify board is too small."""
+    p = problem(size(layers=6, layer_mb=400, embedding_mb=250, kv_row=0), tentative=0)
+    boards = [board("d", role="draft"), board("a", role="verify", usable_mb=1100),
+              board("b", role="verify", usable_mb=3000)]
+    assert split_in_order(boards[1:], p) is None
+    assert split_in_order(boards[:0:-1], p) is not None
+    text = str(refusal(boards, p, lambda dtype: p.size))
+    assert "does not fit on the boards as they are listed" in text
+    assert 'let the planner choose, with role = "auto"' in text
+    assert plan(boards, p)

@@ -12,6 +12,7 @@ from plankit import MB, board, problem, size
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.planner import Board, DoesNotFit, Plan, Problem, alone, most_layers, plan
+from flowspec_edge.fleet.splitting import plan_as_listed
 
 NS = 1e-9
 
@@ -106,6 +107,23 @@ def test_never_worse_than_every_split_there_is(instance: tuple[list[Board], Prob
     assert made.way == pytest.approx(ours[1], abs=10 * NS)
     assert {b.name for b in boards} == {made.d0.name, *(s.board.name for s in made.stages),
                                         *(b.name for b, _ in made.left_out)}
+
+
+@settings(max_examples=50, deadline=None)
+@given(instances())
+def test_the_same_split_as_listed_is_as_good(instance: tuple[list[Board], Problem]) -> None:
+    boards, p = instance
+    if brute_force(boards, p) is None:
+        return
+    made = plan(boards, p)
+    verify, ranges = [s.board for s in made.stages], tuple(s.layers for s in made.stages)
+    listed = plan_as_listed(made.d0, verify, p, ranges)
+    assert listed.stages == made.stages
+    assert (listed.slowest, listed.way) == (pytest.approx(made.slowest, abs=10 * NS),
+                                            pytest.approx(made.way, abs=20 * NS))
+    # In this order no other split has a faster slowest stage: the layers alone would be enough.
+    again = plan_as_listed(made.d0, verify, p)
+    assert again.slowest == pytest.approx(made.slowest, abs=10 * NS)
 
 
 @settings(max_examples=50, deadline=None)
