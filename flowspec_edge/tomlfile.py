@@ -5,6 +5,7 @@ Knows how pydantic says what it found.  Does not know what the files are for.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,8 @@ else:
 
 M = TypeVar("M", bound=BaseModel)
 
+_SYNTAX = {"Cannot overwrite a value": "; this key is given twice", "Invalid value": "; texts need quotes",
+           "Cannot declare": "; this table is given twice, and [[NAME]] is for several"}
 _ADVICE = {("int_type", str): "write it without quotes", ("float_type", str): "write it without quotes",
            ("bool_type", str): "write it without quotes", ("string_type", int): "write it in quotes",
            ("string_type", float): "write it in quotes", ("string_type", bool): "write it in quotes"}
@@ -64,7 +67,8 @@ def load_toml(path: Path, model: type[M]) -> M:
     except tomllib.TOMLDecodeError as error:
         found = re.search(r"at line (\d+)", str(error))
         at_line = found[1] if found else text.count("\n") + 1
-        raise UsageError(f"{path}:{at_line} is not valid TOML: {error}") from error
+        advice = next((advice for said, advice in _SYNTAX.items() if str(error).startswith(said)), "")
+        raise UsageError(f"{path}:{at_line} is not valid TOML: {error}{advice}") from error
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -103,9 +107,8 @@ def _words(fault: Any, where: list[str | int], model: type[BaseModel]) -> str:
 
 
 def _as_toml(value: str | float) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else str(value)
+    """For one line, whatever is in it."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, (str, bool)) else str(value)
 
 
 def _meant(where: Sequence[str | int], model: type[BaseModel]) -> str:
@@ -115,14 +118,14 @@ def _meant(where: Sequence[str | int], model: type[BaseModel]) -> str:
     for part in outer:
         if isinstance(part, str):
             here = _inner(here.model_fields[part].annotation) or here
-    known = list(here.model_fields)
-    if near := get_close_matches(str(wrong), known, n=1):
-        return f": did you mean {near[0]!r}?"
     for name, field in model.model_fields.items():
         other = _inner(field.annotation)
         if other is not None and wrong in other.model_fields:
             many = str(field.annotation).startswith("list")
             return f": it belongs to {f'[[{name}]]' if many else f'[{name}]'}"
+    known = list(here.model_fields)
+    if near := get_close_matches(str(wrong), known, n=1):
+        return f": did you mean {near[0]!r}?"
     return f": known here are {', '.join(known)}"
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, load_inventory, resolve
@@ -100,6 +103,8 @@ def test_an_entry_goes_before_the_cluster_and_little_must_be_given(tmp_path: Pat
     (DRAFT + VERIFY, "missing key 'cluster'"),
     (HEAD + "[[device]]\nname = 'a'\n" + VERIFY, "3: missing key 'device.0.address'"),
     (HEAD + "[cluster", "3 is not valid TOML"),
+    (HEAD + 'name = "x"\n', "3 is not valid TOML: Cannot overwrite a value (at line 3, column 11); this"),
+    (HEAD + "model = demo\n", "3 is not valid TOML: Invalid value (at line 3, column 9); texts need quotes"),
     ("name = 'x'\n\udcff", "2 is not valid TOML"),
     # Layers: of two devices b and c after the draft device a.
     (layered(None, "[0, 4]"), "7: device.1: other devices have layers, and b has none: give all"),
@@ -120,6 +125,34 @@ def test_faults_name_file_line_and_key(tmp_path: Path, text: str, fault: str) ->
     said = str(raised.value)
     assert said.startswith(f"{file}{':' if fault[0].isdigit() else ': '}{fault}")
     assert "\n" not in said
+
+
+TEXT = (resource_dir("deploy") / "cluster.example.toml").read_text(encoding="utf-8")
+LINES = st.sampled_from([*TEXT.split("\n"), "[x]", "[[cluster]]", "[cluster.a]", "[device]", "[[device]]",
+                         "'a\tb' = 1"])
+VALUES = st.sampled_from(["1", "-1", "true", "[]", "[1, 2]", "{a = 1}", "''", "1.5", "nan", "1979-05-27",
+                          "'''\nx\n'''", '"\\n"'])
+EDITS = st.tuples(st.integers(0, TEXT.count("\n")), LINES, VALUES, st.sampled_from("dixv"))
+
+
+@settings(max_examples=100)
+@given(st.lists(EDITS, max_size=4))
+def test_no_file_however_wrong_is_more_than_one_line(edits: list[tuple[int, str, str, str]]) -> None:
+    """Lines of the example deleted, inserted, replaced, or with other values."""
+    rows = TEXT.split("\n")
+    for at, line, value, kind in edits:
+        place = min(at, len(rows) - 1)
+        other = f"{rows[place].removeprefix('# ').partition(' = ')[0]} = {value}"
+        rows[place:place + (kind != "i")] = {"d": [], "i": [line], "x": [line], "v": [other]}[kind]
+    with TemporaryDirectory() as directory:
+        file = write(Path(directory), "\n".join(rows))
+        said = ""
+        try:
+            load_inventory(file)
+        except UsageError as error:
+            said = str(error)
+        assert said == "" or said.startswith(str(file))
+        assert "\n" not in said
 
 
 def test_layers_follow_the_order_of_the_file(tmp_path: Path) -> None:
