@@ -11,13 +11,13 @@ split evenly; memory is then checked only where a profile tells of it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flowspec_edge.config import Profile
 from flowspec_edge.errors import UsageError
-from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory, device_profile
+from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory, beside, device_profile
 from flowspec_edge.fleet.splitting import Ranges, split_evenly
 from flowspec_edge.manifest import Manifest, ShardDtype
 from flowspec_edge.modeldir import ModelDir, resolve_model, shipped_models
@@ -55,7 +55,7 @@ class Deployment:
     draft: DeviceEntry
     stages: Stages
     left_out: LeftOut = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def cluster(self) -> ClusterSettings:
@@ -90,12 +90,12 @@ class Deployment:
     @property
     def keys(self) -> Path:
         """The directory of the boards' public keys."""
-        return self.path.parent / self.cluster.keys
+        return beside(self.path, self.cluster.keys)
 
     @property
     def wheelhouse(self) -> Path:
         """The directory of the wheels that boards get."""
-        return self.path.parent / self.cluster.wheelhouse
+        return beside(self.path, self.cluster.wheelhouse)
 
     @property
     def decided(self) -> Inventory:
@@ -115,7 +115,7 @@ def resolve_deployment(inventory: Inventory, path: Path) -> Deployment:
     path = path.absolute()
     model, head = _model(inventory.cluster, path)
     profiles = {device.name: profile for device in inventory.device
-                if (profile := device_profile(device, path.parent)) and profile.memory}
+                if (profile := device_profile(device, path)) and profile.memory}
     missing = [device.name for device in inventory.device if device.name not in profiles]
     chosen = _Choice(inventory, path, model, profiles)
     if model.sharded:
@@ -127,24 +127,20 @@ def resolve_deployment(inventory: Inventory, path: Path) -> Deployment:
     else:
         draft, stages, left_out = chosen.planned()
     dtype = None if inventory.cluster.dtype == "auto" else inventory.cluster.dtype
-    return Deployment(inventory, path, model, head, dtype, draft, stages, left_out, _notes(missing))
-
-
-def _notes(missing: list[str]) -> tuple[str, ...]:
-    if not missing:
-        return ()
-    return (f"no profile with [memory] for {', '.join(missing)}: boards count as alike, and whether the "
-            "model fits there is not known; measure with: flowspec device profile",)
+    notes = [f"no profile with [memory] for {', '.join(missing)}: whether the model fits there is not known"
+             + ("" if inventory.decided else ", and boards count as alike")
+             + "; measure with: flowspec device profile"] if missing else []
+    return Deployment(inventory, path, model, head, dtype, draft, stages, left_out, tuple(notes))
 
 
 def _model(cluster: ClusterSettings, path: Path) -> tuple[ModelDir, Path | None]:
     if not cluster.model:
         raise UsageError(f'{path}: [cluster] has no model: give a directory, or model = "demo" to try')
     model = resolve_model(cluster.model if cluster.model in shipped_models() else
-                          path.parent / cluster.model)
+                          beside(path, cluster.model))
     if not cluster.draft:
         return model, None
-    head = path.parent / cluster.draft
+    head = beside(path, cluster.draft)
     if model.sharded:
         raise UsageError(f"{path}: cluster.draft: {model.path} is sharded and has its draft models already: "
                          "leave draft out, or give the checkpoint as the model")

@@ -18,6 +18,7 @@ from flowspec_edge.config import Profile, Strict, load_profile, load_toml
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.places import PYTHON
 from flowspec_edge.manifest import ShardDtype
+from flowspec_edge.strategies.registry import strategy_class
 from flowspec_edge.tomlfile import Misplaced, matching
 
 Role = Literal["auto", "draft", "verify"]
@@ -28,6 +29,7 @@ Name = Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}",
 Interface = Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,14}",
                                     "a network interface, such as eth0: see ip -o link")]
 User = Annotated[str, matching(r"([A-Za-z0-9_][A-Za-z0-9_.-]*)?", "a user's name")]
+Address = Annotated[str, matching(r"[A-Za-z0-9.:_-]+", "an address to listen on, such as 0.0.0.0")]
 Absolute = Annotated[str, matching(r"/[^\n]*", "an absolute path, one that begins with /")]
 
 
@@ -57,7 +59,7 @@ class ClusterSettings(Strict):
     # What `flowspec deploy` puts on the boards.  Relative paths count from the cluster file's directory.
     model: str = ""  # one that comes with the package, a checkpoint's directory, or a sharded model
     draft: str = ""  # a draft head's checkpoint, where the model's directory has none
-    dtype: ShardDtype | Literal["auto"] = "auto"  # the weights'; auto: as they are, a sharded model's own
+    dtype: Literal["auto", ShardDtype] = "auto"  # the weights'; auto: as they are, a sharded model's own
     context: Annotated[int, Field(ge=1)] = 4096  # tokens of all requests' texts together that caches hold
     at_once: Annotated[int, Field(ge=0)] = 0  # requests that share the stages; 0: as many as there are stages
     strategy: str = "flowspec"
@@ -65,8 +67,19 @@ class ClusterSettings(Strict):
     wheelhouse: str = "wheelhouse"  # a directory with the wheels that the boards get
     board_python: str = "python3"  # the boards' own, which has the torch that was made for them
     power_mode: str = ""  # by name, as in /etc/nvpmodel.conf; empty leaves it
-    serve_host: str = "127.0.0.1"  # where the draft device answers clients; beyond loopback with a key alone
+    serve_host: Address = "127.0.0.1"  # where the draft device answers; beyond loopback with a key alone
     serve_port: Port = 8000
+
+    @field_validator("strategy")
+    @classmethod
+    def _is_a_pipelines(cls, value: str) -> str:
+        try:
+            parallelism = strategy_class(value).parallelism
+        except UsageError as error:
+            raise ValueError(str(error)) from error
+        if parallelism != "pipeline":
+            raise ValueError(f"{value} is not for a pipeline, which boards are deployed as: use flowspec")
+        return value
 
     @model_validator(mode="after")
     def _ports_differ(self) -> ClusterSettings:
@@ -178,8 +191,24 @@ class Inventory(Strict):
 
 
 def load_inventory(path: Path) -> Inventory:
-    """Read a cluster.toml; UsageError names the file, the line and the key at fault."""
-    return load_toml(path, Inventory)
+    """Read a cluster.toml; UsageError names the file, the line and the key at fault.
+
+    The paths of ssh's files are absolute then: relative ones count from the file's directory.
+    """
+    found = load_toml(path, Inventory)
+    cluster = found.cluster.model_copy(update={"ssh_config": _anchored(found.cluster.ssh_config, path)})
+    devices = [device.model_copy(update={"ssh_key": _anchored(device.ssh_key, path)})
+               for device in found.device]
+    return found.model_copy(update={"cluster": cluster, "device": devices})
+
+
+def beside(path: Path, named: str) -> Path:
+    """What the cluster file ``path`` calls ``named``: relative ones lie beside it, ~ is the user's home."""
+    return path.absolute().parent / Path(named).expanduser()
+
+
+def _anchored(named: str, path: Path) -> str:
+    return str(beside(path, named)) if named else ""
 
 
 def _check_roles(devices: list[DeviceEntry]) -> None:
@@ -228,14 +257,14 @@ def _layers(lo: int, hi: int) -> str:
     return f"layer {lo}" if hi - lo == 1 else f"layers {lo} to {hi - 1}"
 
 
-def device_profile(device: DeviceEntry, beside: Path) -> Profile | None:
-    """The profile that a cluster file in the directory ``beside`` names for a board; None without one.
+def device_profile(device: DeviceEntry, path: Path) -> Profile | None:
+    """The profile that the cluster file ``path`` names for a board; None without one.
 
-    A relative path counts from there; UsageError if there is no such profile.
+    UsageError if there is no such profile.
     """
     if not device.profile:
         return None
-    own = beside / device.profile
+    own = beside(path, device.profile)
     return load_profile(str(own) if own.is_file() else device.profile)
 
 

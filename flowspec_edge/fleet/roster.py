@@ -74,7 +74,7 @@ def _cluster(path: Path) -> list[Member]:
     """The boards of a cluster.toml; a profile's relative path counts from the file's directory."""
     members = []
     for device in load_inventory(path).device:
-        profile = device_profile(device, path.parent)
+        profile = device_profile(device, path)
         if profile is None:
             raise UsageError(f"{path}: device {device.name} has no profile, so nothing is known of its "
                              "memory and speed: measure it with flowspec device profile, and name the file")

@@ -88,7 +88,8 @@ def test_roles_and_profiles_keep_the_order_and_the_slowest_stage_fast(home: Path
 def test_nothing_said_and_nothing_known(home: Path) -> None:
     found = decide(home, MODEL, "a", "b", "c")
     assert shown(found) == ("a", [("b", 0, 3), ("c", 3, 6)], [])
-    assert "no profile with [memory] for a, b, c: boards count as alike" in found.notes[0]
+    assert found.notes[0].startswith("no profile with [memory] for a, b, c: whether the model fits there is")
+    assert "boards count as alike" in found.notes[0]
     assert not decide(home, MODEL, "a fast", "b fast", "c slow").notes
     assert "for b, c:" in decide(home, MODEL, "a fast", "b", "c mute").notes[0]
 

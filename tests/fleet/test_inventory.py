@@ -100,6 +100,10 @@ def test_an_entry_goes_before_the_cluster_and_little_must_be_given(tmp_path: Pat
      "10: device.1.role: input should be 'auto', 'draft' or 'verify', not \"both\""),
     (HEAD + 'context = 0\nport = 1\n' + DRAFT + VERIFY,
      "3: cluster.context: input should be greater than or equal to 1, not 0; line 4: unknown key"),
+    (HEAD + 'dtype = "int3"\n' + DRAFT + VERIFY, "3: cluster.dtype: input should be 'auto', 'fp32', 'bf16'"),
+    (HEAD + 'strategy = "magic"\n' + DRAFT + VERIFY, "3: cluster.strategy: no strategy 'magic'"),
+    (HEAD + 'strategy = "megatron"\n' + DRAFT + VERIFY, "3: cluster.strategy: megatron is not for a"),
+    (HEAD + 'serve_host = "a b"\n' + DRAFT + VERIFY, "3: cluster.serve_host: 'a b' is not an address to"),
     (DRAFT + VERIFY, "missing key 'cluster'"),
     (HEAD + "[[device]]\nname = 'a'\n" + VERIFY, "3: missing key 'device.0.address'"),
     (HEAD + "[cluster", "3 is not valid TOML"),
@@ -125,6 +129,15 @@ def test_faults_name_file_line_and_key(tmp_path: Path, text: str, fault: str) ->
     said = str(raised.value)
     assert said.startswith(f"{file}{':' if fault[0].isdigit() else ': '}{fault}")
     assert "\n" not in said
+
+
+def test_sshs_files_lie_beside_the_cluster_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    write(tmp_path, HEAD + 'ssh_config = "ssh/config"\n' + DRAFT + 'ssh_key = "~/.ssh/key"\n' + VERIFY)
+    monkeypatch.chdir(tmp_path)
+    found = load_inventory(Path("cluster.toml"))
+    assert found.cluster.ssh_config == f"{tmp_path}/ssh/config"
+    assert (found.draft.ssh_key, found.verify[0].ssh_key) == ("/home/me/.ssh/key", "")
 
 
 TEXT = (resource_dir("deploy") / "cluster.example.toml").read_text(encoding="utf-8")
