@@ -163,10 +163,10 @@ def served(model: Path, template: str | None = "vicuna", strategy: str = "flowsp
 def running(what: Served, cluster: SharedCluster, capacity: int = 16, api_key: str | None = None,
             recent_s: float = 60.0, patience_s: float = 60.0, at_once: int = 1,
             keep_alive_s: float = KEEP_ALIVE_S, metrics: Metrics | None = None,
-            page: Callable[[Desk], Live] | None = None) -> Iterator[Running]:
+            page: Callable[[Desk], Live] | None = None, port: int = 0) -> Iterator[Running]:
     """The server, ready; as ``flowspec serve`` runs it, but for the main thread."""
     desk = Desk(what.probe(), capacity, recent_s, patience_s, at_once)
-    listener = listen("127.0.0.1", 0, api_key)
+    listener = listen("127.0.0.1", port, api_key)
     url = url_of(listener)
     ready, records = threading.Event(), Records()
     owner = threading.Thread(target=desk.run, args=(cluster, ready.set))

@@ -21,6 +21,7 @@ from flowspec_edge.bench.output import check_writable
 from flowspec_edge.chat import BUILT_IN, Message
 from flowspec_edge.cli.clusters import open_cluster, timing
 from flowspec_edge.cli.cut import stages_of
+from flowspec_edge.cli.generate_remote import Question, generate_there, refuse_local
 from flowspec_edge.cli.measuring import require_fitting, require_runnable
 from flowspec_edge.cli.options import (
     ClockOption,
@@ -55,6 +56,8 @@ Examples:
   flowspec generate "import os" --clock virtual --trace trace.json
 
   flowspec generate --chat "What is a pipeline?" --model vicuna-7b-v1.5
+
+  flowspec generate "def fibonacci(n):" --cluster cluster.toml
 """
 
 
@@ -81,6 +84,10 @@ def generate(
     clock: ClockOption = "wall",
     profile: ProfileOption = "paper-7b",
     emulate: EmulateOption = None,
+    cluster: Annotated[Path | None, typer.Option(
+        "--cluster", metavar="FILE", show_default=False,
+        help="Ask the service that flowspec deploy brought to the boards of this cluster.toml; it decides "
+             "the model, and all that is not about the answer.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object, not the text.")] = False,
     trace: TraceOption = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="A live line per stage, on stderr.")] = False,
@@ -91,11 +98,19 @@ def generate(
     """Continue a text over a pipeline of stages, streaming it as it is accepted.
 
     Sampling options that are not given are those of the model's generation_config.json, if it samples.
+    With --cluster the answer comes from the draft service of a deployed cluster, over ssh.
     """
     text = _read_prompt(prompt, prompt_file)
+    if cluster is not None:
+        refuse_local(given(context, context.params))
     if not chat and (system is not None or chat_template is not None):
         raise UsageError(f"{'--chat-template' if system is None else '--system'} goes with --chat only")
     chosen = strategy_class(strategy)
+    if cluster is not None:
+        named = chosen.name if given(context, ["strategy"]) else None
+        generate_there(cluster, Question(text, chat, system, named, max_new_tokens, sampling,
+                                         given(context, asdict(sampling))), as_json)
+        return
     found = resolve_model(model)
     stages = stages_of(found, stages)
     when = timing(clock, profile, emulate)
@@ -127,8 +142,8 @@ def generate(
     about = {"model": found.name, "stages": stages, "clock": when.clock,
              "profile": when.profile.name if when.profile else None}
     with (traced(trace, request, stages, about, tokenizer.decode, before) as watch,
-          open_cluster(when, found, stages, dtype, observer=watch) as cluster):
-        result = cluster.generate(request, stream.push)
+          open_cluster(when, found, stages, dtype, observer=watch) as devices):
+        result = devices.generate(request, stream.push)
     stream.close()
     if as_json:
         labels = {"clock": when.clock, "profile": when.profile.name if when.profile else None,

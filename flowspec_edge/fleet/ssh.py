@@ -51,6 +51,12 @@ class SshRunner:
         # exec: what runs there is then a child of sshd itself, and ends with the connection.
         return [*self._ssh, f"exec {shlex.join(argv)}"]
 
+    def connecting(self, host: str, port: int) -> list[str]:
+        """What to start on this machine so that its stdin and stdout are a TCP connection that the board
+        makes to ``host``, as it knows it."""
+        *options, end, address = self._ssh
+        return [*options, "-W", f"{host}:{port}", end, address]
+
     def run(self, argv: Sequence[str], stdin: str | None = None) -> str:
         """See :class:`~flowspec_edge.fleet.commands.Runner`."""
         return finish(self.where, argv[0], self.command(argv), stdin, self._timeout_s)

@@ -35,13 +35,13 @@ class Answer:
     def __post_init__(self) -> None:
         self.id = self.id or ("chatcmpl-" if self.chat else "cmpl-") + uuid.uuid4().hex
 
-    def whole(self, text: str, finish: Finish, usage: dict[str, Any], likely: Sequence[Spelled] = ()
-              ) -> dict[str, Any]:
-        """The answer in one piece; ``likely`` of its tokens, if that is wanted."""
+    def whole(self, text: str, finish: Finish, usage: dict[str, Any], likely: Sequence[Spelled] = (),
+              ours: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The answer in one piece; ``likely`` of its tokens, and :meth:`details`, if they are wanted."""
         content = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat \
             else {"text": text}
         kind = "chat.completion" if self.chat else "text_completion"
-        return self._object(kind, [self._choice(content, finish, likely)], usage=usage)
+        return self._object(kind, [self._choice(content, finish, likely)], usage=usage, **(ours or {}))
 
     def opening(self) -> list[dict[str, Any]]:
         """What comes before any text: a chat says who speaks."""
@@ -53,12 +53,19 @@ class Answer:
         """More text, and how likely the tokens were that were read for it."""
         return self._chunk({"delta": {"content": text}} if self.chat else {"text": text}, likely=likely)
 
-    def closing(self, finish: Finish, usage: dict[str, Any]) -> list[dict[str, Any]]:
-        """Why it ended, and the counts if they are wanted."""
-        last = [self._chunk({"delta": {}} if self.chat else {"text": ""}, finish)]
+    def closing(self, finish: Finish, usage: dict[str, Any], ours: dict[str, Any] | None = None
+                ) -> list[dict[str, Any]]:
+        """Why it ended, with :meth:`details` and the counts if they are wanted."""
+        last = [self._chunk({"delta": {}} if self.chat else {"text": ""}, finish) | (ours or {})]
         if self.include_usage:
             last.append(self._object(self._kind, [], usage=usage))
         return last
+
+    def details(self, tokens: Sequence[int], result: Result | None) -> dict[str, Any]:
+        """What no client of OpenAI's asks for: the answer's token ids, and all of the run's figures; these
+        are None for an answer that a stop string ended."""
+        stats = None if result is None else result.as_json("")["stats"]
+        return {"flowspec": {"tokens": list(tokens), "stats": stats}}
 
     def usage(self, tokens: int, result: Result | None) -> dict[str, Any]:
         """Token counts; under "flowspec" what makes the answer repeatable, and the run's figures.

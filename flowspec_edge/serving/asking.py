@@ -35,6 +35,7 @@ class Asked:
     request: Request
     reader: Reader
     decode: Callable[[Sequence[int]], str]
+    details: bool = False  # whether the client wants the token ids and the run's figures
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Served:
         request = Request(ids, strategy, wanted, self.sampling(body), self.params, stop_ids,
                           body.likelihoods)
         decode = self.tokenizer.decode
-        return Asked(request, Reader(decode, body.stop, after), decode)
+        return Asked(request, Reader(decode, body.stop, after), decode, body.flowspec.tokens)
 
     def sampling(self, body: Body) -> Sampling:
         """What the client says, else what the model's makers advise, else greedy; without a seed, any."""

@@ -77,6 +77,7 @@ class Extensions(_Ignoring):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     strategy: str | None = None
+    tokens: bool = False  # the answer's last object says which tokens it is made of, and the run's figures
 
 
 class ChatMessage(_Ignoring):

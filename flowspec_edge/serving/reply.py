@@ -49,13 +49,14 @@ class Reply:
         self.tokens: list[tuple[float, int]] = []
         self._speller = Speller(asked.decode)
         self._told = 0  # tokens whose likelihood has been told
+        self._ids: list[int] = []  # of the answer
 
     async def whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer in one piece; ApiError if there is none, ClientGone if nobody wants it any more."""
         async with self._events(receive) as (events, gone):
             text = "".join([piece async for piece in self._pieces(events, gone) if piece is not None])
         assert self.finish is not None
-        answer = self._answer.whole(text, self.finish, self._usage(), self._likely())
+        answer = self._answer.whole(text, self.finish, self._usage(), self._likely(), self._details())
         await JSONResponse(answer, headers=self._headers())(scope, receive, send)
 
     async def stream(self, receive: Receive, send: Send) -> None:
@@ -85,7 +86,7 @@ class Reply:
                 await send({"type": "http.response.body", "body": b""})
                 raise Told(error) from error
         assert self.finish is not None
-        await _send(send, *self._answer.closing(self.finish, self._usage()))
+        await _send(send, *self._answer.closing(self.finish, self._usage(), self._details()))
         await send({"type": "http.response.body", "body": _DONE})
 
     async def _pieces(self, events: asyncio.Queue[Event], gone: asyncio.Future[None],
@@ -109,6 +110,7 @@ class Reply:
                 before = reader.tokens
                 text = reader.push(event)
                 self.tokens.append((time.monotonic(), reader.tokens - before))
+                self._ids += event[:reader.tokens - before]
                 if reader.stopped:
                     self.finish = "stop"
                 yield text
@@ -128,6 +130,9 @@ class Reply:
     def _note(self) -> str:
         assert self.ticket is not None
         return self._desk.note(self.ticket)
+
+    def _details(self) -> dict[str, Any]:
+        return self._answer.details(self._ids, self._result) if self._asked.details else {}
 
     def _usage(self) -> dict[str, Any]:
         return self._answer.usage(self._asked.reader.tokens, self._result)
