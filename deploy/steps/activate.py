@@ -21,27 +21,38 @@ def activate(board: Board) -> None:
     changed = units(board)
     links(board)
     stop_and_forget(board, "units of another role", others(board))
-    if board.ask(f"systemctl is-enabled {quote(board.state.unit)} 2>/dev/null || true") == ["enabled"]:
-        board.unchanged("enabled at boot")
-    else:
-        board.run("enabled at boot", [f"systemctl enable --quiet {quote(board.state.unit)}"])
+    enabled(board)
     started(board, changed)
     tidy(board)
 
 
 def units(board: Board) -> bool:
     """The release's units where systemd reads them; whether one is new or different."""
-    wanted = {path.removeprefix("units/"): text for path, text in board.state.files.items()
-              if path.startswith("units/") and path.endswith(".service")}
-    sums = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in wanted.items()}
-    there = dict(reversed(line.split(maxsplit=1)) for line in board.ask(
-        f"cd {places.UNITS} && find . -maxdepth 1 -type f -name 'flowspec-*.service' -printf '%P\\0' | "
-        "xargs -0r sha256sum --"))
-    new = [name for name, digest in sorted(sums.items()) if there.get(name) != digest]
-    place = places.release_dir(board.state.release)
-    copies = [f"install -m 644 {quote(f'{place}/units/{name}')} {quote(f'{places.UNITS}/.{name}.new')} && "
-              f"mv {quote(f'{places.UNITS}/.{name}.new')} {quote(f'{places.UNITS}/{name}')}" for name in new]
-    return board.run("units", [*copies, "systemctl daemon-reload"] if copies else [])
+    place = f"{places.release_dir(board.state.release)}/units"
+    wanted = _sums(board, place) or {  # in a dry run the release may not be there yet
+        path.removeprefix("units/"): hashlib.sha256(text.encode()).hexdigest()
+        for path, text in board.state.files.items() if path.startswith("units/")}
+    there = _sums(board, places.UNITS)
+    commands = []
+    for name in sorted(name for name, digest in wanted.items() if there.get(name) != digest):
+        new = f"{places.UNITS}/.{name}.new"
+        commands.append(f"install -m 644 {quote(f'{place}/{name}', new)} && "
+                        f"mv -T {quote(new, f'{places.UNITS}/{name}')}")
+    return board.run("units", [*commands, "systemctl daemon-reload"] if commands else [])
+
+
+def _sums(board: Board, directory: str) -> dict[str, str]:
+    """Flowspec's unit files in a directory of the board's, and their digests."""
+    lines = board.ask(f"cd {quote(directory)} 2>/dev/null && find . -maxdepth 1 -type f "
+                      "-name 'flowspec-*.service' -printf '%P\\0' | xargs -0r sha256sum -- || true")
+    return dict(reversed(line.split(maxsplit=1)) for line in lines)
+
+
+def enabled(board: Board) -> None:
+    """The unit starts at boot."""
+    unit = quote(board.state.unit)
+    already = board.ask(f"systemctl is-enabled {unit} 2>/dev/null || true") == ["enabled"]
+    board.run("enabled at boot", [] if already else [f"systemctl enable --quiet {unit}"])
 
 
 def links(board: Board) -> None:

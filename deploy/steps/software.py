@@ -28,9 +28,10 @@ def software(board: Board) -> None:
 
 def packages(board: Board) -> None:
     """Debian packages; apt is asked only where one is missing, so that a board may be offline."""
-    missing = set(board.state.packages) - set(board.fact(DebPackages))
+    missing = sorted(set(board.state.packages) - set(board.fact(DebPackages)))
     if missing:
-        board.do("Debian packages", apt.packages, packages=sorted(missing), update=True, no_recommends=True)
+        board.do(f"Debian packages {', '.join(missing)}", apt.packages, packages=missing, update=True,
+                 no_recommends=True)
     else:
         board.unchanged("Debian packages")
 

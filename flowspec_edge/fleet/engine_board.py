@@ -24,6 +24,8 @@ from pyinfra.operations import server
 from flowspec_edge.fleet.desired import BoardState
 from flowspec_edge.fleet.engine_ssh import OpenSsh
 
+_MASK = "umask 022"  # whatever root's is there: the services' user has to read what is made
+
 
 class StepFailed(Exception):
     """A step did not succeed; its text is one line, which says why."""
@@ -77,15 +79,14 @@ class Board:
         self._tell(step, changed)
         return changed
 
-    def run(self, step: str, commands: Sequence[str], stdin: str = "",
-            why: Callable[[], str] | None = None) -> bool:
+    def run(self, step: str, commands: Sequence[str], why: Callable[[], str] | None = None) -> bool:
         """Shell ``commands`` as root, if there are any; ``why`` finds a failure's cause where the command
         itself does not say it.  Whether there were any."""
         if not commands:
             return self.unchanged(step)
         self.step = step
         try:
-            return self.do(step, server.shell, commands=list(commands), _stdin=stdin)
+            return self.do(step, server.shell, commands=[f"{_MASK}; {line}" for line in commands])
         except StepFailed as error:
             raise StepFailed((why() if why else "") or str(error)) from error
 
@@ -107,7 +108,7 @@ class Board:
     def _send(self, step: str, needed: bool, source: Callable[[], Sequence[str] | bytes],
               command: str) -> bool:
         self.step = step
-        if needed and not self.dry_run and not self._ssh.send(source(), command):
+        if needed and not self.dry_run and not self._ssh.send(source(), f"{_MASK}; {command}"):
             raise StepFailed(self._ssh.failure)
         self._tell(step, needed)
         return needed

@@ -28,6 +28,7 @@ from flowspec_edge.fleet.ssh import is_own, openssh
 
 # Its end is the connection's: the board sees it when this process is gone, however that came.
 _HOLD = "id -u && exec cat"
+_ONLY_THAT = ("tar: Exiting with failure status", "tar: Error is not recoverable")
 
 
 class OpenSsh(BaseConnector):
@@ -118,9 +119,14 @@ class OpenSsh(BaseConnector):
         out, err = (part.decode(errors="replace") for part in raw)
         if process.returncode:
             who = "ssh: " if process.returncode == 255 and not self._here else ""
-            self.failure = who + (last_line(err) or last_line(out) or f"exit code {process.returncode}")
+            self.failure = who + (_cause(err) or _cause(out) or f"exit code {process.returncode}")
         return process.returncode == 0, out, err
 
     def _ssh(self, master: str) -> list[str]:
         return openssh(self.reach, {"ControlMaster": master, "ControlPath": f"{self._directory}/ssh",
                                     "ControlPersist": "no"})
+
+
+def _cause(text: str) -> str:
+    """The last line that says what is wrong, and not merely that something is."""
+    return last_line("\n".join(line for line in text.splitlines() if not line.startswith(_ONLY_THAT)))
