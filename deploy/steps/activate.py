@@ -73,20 +73,26 @@ def _link(target: str, path: str) -> str:
 
 def tidy(board: Board) -> None:
     """Old releases go, and environments that no release uses."""
-    newest = board.ask(f"cd {places.RELEASES} && find . -mindepth 1 -maxdepth 1 -printf '%T@ %P\\n' | "
-                       "sort -rn | cut -d' ' -f2-")
+    newest = board.ask(f"cd {places.RELEASES} 2>/dev/null && find . -mindepth 1 -maxdepth 1 "
+                       "-printf '%T@ %P\\n' | sort -rn | cut -d' ' -f2- || true")
     used = {_name(target) for target in board.ask(f"readlink {places.CURRENT} {places.PREVIOUS} || true")}
     used.add(board.state.release)
     spare = [name for name in newest if name not in used and not name.endswith((".partial", ".old"))]
     kept = used | {*spare[:_KEPT]}
-    venvs = dict(line.split(" ", 1) for line in board.ask(
-        f"cd {places.RELEASES} && for venv in */venv; do echo \"${{venv%/venv}} $(readlink $venv)\"; done"))
-    in_use = {_name(target) for release, target in venvs.items() if release in kept}
+    in_use = {_name(target) for release, target in _venvs(board) if release in kept}
     if board.state.environment:
         in_use.add(board.state.environment.digest)
     gone = [places.release_dir(name) for name in newest if name not in kept]
-    gone += [f"{places.VENVS}/{name}" for name in board.ask(f"ls {places.VENVS}") if name not in in_use]
+    gone += [f"{places.VENVS}/{name}" for name in board.ask(f"ls {places.VENVS} 2>/dev/null || true")
+             if name not in in_use]
     board.run("old releases", [quote("rm", "-rf", "--", *gone)] if gone else [])
+
+
+def _venvs(board: Board) -> list[tuple[str, str]]:
+    """The releases there that have an environment, each with what its link says."""
+    lines = board.ask(f"cd {places.RELEASES} 2>/dev/null && find . -mindepth 2 -maxdepth 2 -name venv "
+                      "-type l -printf '%P %l\\n' || true")
+    return [(place.removesuffix("/venv"), target) for place, target in (line.split(" ", 1) for line in lines)]
 
 
 def _name(target: str) -> str:

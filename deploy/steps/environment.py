@@ -35,7 +35,8 @@ def environment(board: Board) -> None:
                quote(*(f"{places.WHEELS}/{name}" for name in others))]
     # The trial imports what the services will, and so leaves compiled just what they need.
     board.run("environment", [
-        quote("rm", "-rf", venv),
+        # Nothing but the end of a run that was broken off can be at work in one that is not complete.
+        f"pkill -KILL -f {quote(f'^{venv}/bin/python')}; {quote('rm', '-rf', venv)}",
         quote(wanted.python, "-m", "venv", "--system-site-packages", "--without-pip", venv),
         " ".join(install),
         quote(f"{venv}/bin/python", "-c", _CHECK.read_text()),

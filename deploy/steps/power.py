@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from flowspec_edge.fleet.engine_board import Board, StepFailed
+from flowspec_edge.fleet.engine_board import Board, StepFailed, quote
 
 _MODES = "/etc/nvpmodel.conf"
 _MODEL = re.compile(r"<\s*POWER_MODEL\s+ID=(\d+)\s+NAME=(\S+?)\s*>")
@@ -22,8 +22,11 @@ def power(board: Board) -> None:
         raise StepFailed(f"{wanted} is wanted, and this machine has none: there is no {_MODES}")
     if wanted not in modes:
         raise StepFailed(f"{_MODES} knows no {wanted}, but {', '.join(modes)}")
+    number = modes[wanted]
     # Its last line is the mode's number, after the name.
-    now = board.ask("nvpmodel -q")[-1:]
-    commands = [] if now == [modes[wanted]] else [
-        f"nvpmodel -m {modes[wanted]}", "! command -v jetson_clocks >/dev/null || jetson_clocks"]
-    board.run("power mode", commands)
+    there = board.ask("nvpmodel -q")[-1:] == [number]
+    set_it, is_set = f"nvpmodel -m {number}", f"nvpmodel -q | tail -n 1 | grep -qx {number}"
+    advice = quote("echo", f"this change takes a reboot: run {set_it} there, and confirm it")
+    board.run("power mode", [] if there else [
+        set_it, f"{is_set} || {{ {advice} >&2; exit 1; }}",
+        "! command -v jetson_clocks >/dev/null || jetson_clocks"])

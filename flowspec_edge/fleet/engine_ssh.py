@@ -24,7 +24,7 @@ from pyinfra.connectors.util import CommandOutput, OutputLine, make_unix_command
 
 from flowspec_edge.fleet.commands import last_line
 from flowspec_edge.fleet.desired import Reach
-from flowspec_edge.fleet.ssh import is_own, openssh
+from flowspec_edge.fleet.openssh import is_own, openssh
 
 # Its end is the connection's: the board sees it when this process is gone, however that came.
 _HOLD = "id -u && exec cat"

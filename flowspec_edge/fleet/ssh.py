@@ -6,31 +6,13 @@ Knows ssh's options and how a board of the inventory is reached.  Does not know 
 from __future__ import annotations
 
 import shlex
-import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from flowspec_edge.fleet.commands import LocalRunner, Runner, finish
 from flowspec_edge.fleet.desired import Reach
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory, resolve
-
-_CONNECT_S = 10
-_ALIVE_S = 5  # between questions whether the board is still there; it may miss three
-
-
-def openssh(reach: Reach, more: Mapping[str, str] | None = None) -> list[str]:
-    """The client's command line, but for the command that is to run there; ``more``: options that go
-    before those of ssh's own configuration."""
-    options: dict[str, str | int] = {
-        "BatchMode": "yes", "ConnectTimeout": _CONNECT_S, "ServerAliveInterval": _ALIVE_S,
-        "ServerAliveCountMax": 3, "LogLevel": "ERROR", "Port": reach.port, **(more or {})}
-    if reach.user:
-        options["User"] = reach.user
-    if reach.key:
-        options |= {"IdentityFile": reach.key, "IdentitiesOnly": "yes"}
-    file = ["-F", reach.config] if reach.config else []
-    return ["ssh", "-T", *file, *(part for key, value in options.items()
-                                  for part in ("-o", f"{key}={value}")), "--", reach.address]
+from flowspec_edge.fleet.openssh import is_own, openssh
 
 
 class SshRunner:
@@ -75,13 +57,3 @@ def python_for(inventory: Inventory, device: DeviceEntry) -> str:
 def is_here(device: DeviceEntry) -> bool:
     """Whether ``device`` is this machine: one of its interfaces has the address."""
     return is_own(resolve(device))
-
-
-def is_own(address: str) -> bool:
-    """Whether one of this machine's interfaces has ``address``; False for a name that is unknown."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True

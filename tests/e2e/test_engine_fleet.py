@@ -105,6 +105,8 @@ def bench(fleet: Fleet) -> Iterator[Bench]:
     fill(house, [target])
     bench = Bench(fleet, environment(house, target))
     untouched = [bench.traces(place) for place in PLACES]
+    for phase in ("release", "activate", "stop", "down", "purge"):
+        bench.well(phase, dry_run=True)
     would = bench.well("software", dry_run=True)
     assert [bench.traces(place) for place in PLACES] == untouched
     assert bench.well("software") == would
