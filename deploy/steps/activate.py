@@ -13,6 +13,7 @@ from steps.services import others, started, stop_and_forget
 from flowspec_edge.fleet import places
 from flowspec_edge.fleet.engine_board import Board, quote
 
+_UNITS = "-maxdepth 1 -name 'flowspec-*.service'"
 _KEPT = 3  # releases that may be gone back to, beside current and previous
 
 
@@ -29,23 +30,16 @@ def activate(board: Board) -> None:
 def units(board: Board) -> bool:
     """The release's units where systemd reads them; whether one is new or different."""
     place = f"{places.release_dir(board.state.release)}/units"
-    wanted = _sums(board, place) or {  # in a dry run the release may not be there yet
+    wanted = board.digests(place, _UNITS) or {  # in a dry run the release may not be there yet
         path.removeprefix("units/"): hashlib.sha256(text.encode()).hexdigest()
         for path, text in board.state.files.items() if path.startswith("units/")}
-    there = _sums(board, places.UNITS)
+    there = board.digests(places.UNITS, _UNITS)
     commands = []
     for name in sorted(name for name, digest in wanted.items() if there.get(name) != digest):
         new = f"{places.UNITS}/.{name}.new"
         commands.append(f"install -m 644 {quote(f'{place}/{name}', new)} && "
                         f"mv -T {quote(new, f'{places.UNITS}/{name}')}")
     return board.run("units", [*commands, "systemctl daemon-reload"] if commands else [])
-
-
-def _sums(board: Board, directory: str) -> dict[str, str]:
-    """Flowspec's unit files in a directory of the board's, and their digests."""
-    lines = board.ask(f"cd {quote(directory)} 2>/dev/null && find . -maxdepth 1 -type f "
-                      "-name 'flowspec-*.service' -printf '%P\\0' | xargs -0r sha256sum -- || true")
-    return dict(reversed(line.split(maxsplit=1)) for line in lines)
 
 
 def enabled(board: Board) -> None:

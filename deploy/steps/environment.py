@@ -53,8 +53,7 @@ def wheels(board: Board) -> None:
         sums = {name: sha256_of(house / name) for name in wanted.wheels}
     except OSError as error:
         raise StepFailed(f"{error.filename}: {error.strerror}") from error
-    there = dict(reversed(line.split(maxsplit=1)) for line in board.ask(
-        f"cd {places.WHEELS} 2>/dev/null && find . -type f -printf '%P\\0' | xargs -0r sha256sum --; true"))
+    there = board.digests(places.WHEELS)
     missing = [name for name in wanted.wheels if there.get(name) != sums[name]]
     stale = sorted(set(there) - set(sums))
     listed = "".join(f"{sums[name]}  {name}\n" for name in missing)

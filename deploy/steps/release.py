@@ -16,10 +16,9 @@ def release(board: Board) -> None:
     state = board.state
     place = places.release_dir(state.release)
     link = f"../../venvs/{state.environment.digest}" if state.environment else ""
-    wanted = {f"{hashlib.sha256(text.encode()).hexdigest()}  {path}" for path, text in state.files.items()}
-    there = board.ask(f"cd {quote(place)} 2>/dev/null && find . -type f -printf '%P\\0' | "
-                      "xargs -0r sha256sum -- && readlink venv || true")
-    if set(there) == wanted | ({link} if link else set()):
+    wanted = {path: hashlib.sha256(text.encode()).hexdigest() for path, text in state.files.items()}
+    linked = "".join(board.ask(f"readlink {quote(f'{place}/venv')} || true"))
+    if board.digests(place) == wanted and linked == link:
         board.unchanged("release")
         return
     partial, old = quote(f"{place}.partial"), quote(f"{place}.old")

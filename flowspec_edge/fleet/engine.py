@@ -32,6 +32,8 @@ def run(phase: Phase, boards: Sequence[BoardState], dry_run: bool = False,
     """
     if find_spec("pyinfra") is None:
         raise UsageError("deploying needs pyinfra: pip install 'flowspec-edge[deploy]'")
+    if not boards:
+        return []
     outcomes = {board.name: Outcome(board.name) for board in boards}
     unheard = set(outcomes)
     job = {"phase": phase, "dry_run": dry_run, "boards": [board.as_json() for board in boards]}

@@ -65,6 +65,18 @@ class Board:
         """The lines that ``script``, run as root, writes; it must change nothing."""
         return list(self.fact(Lines, script=script))
 
+    def digests(self, directory: str, which: str = "") -> dict[str, str]:
+        """The files below a directory of the board's, without links: path -> SHA-256; {} if there is none.
+
+        ``which``: find's conditions.
+        """
+        found = {}
+        for line in self.ask(f"cd {quote(directory)} 2>/dev/null && find . {which} -type f -printf '%P\\0' | "
+                             "xargs -0r sha256sum -- || true"):
+            digest, path = line.split(maxsplit=1)
+            found[path] = digest
+        return found
+
     def fact(self, fact: type[FactBase[Any]], **arguments: Any) -> Any:
         """A pyinfra fact about the board."""
         with ctx_host.use(self._host):
