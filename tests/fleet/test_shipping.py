@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fleetkit
 import pytest
@@ -46,11 +48,17 @@ def model(tmp_path: Path) -> Manifest:
     return shipkit.model(tmp_path / "model")
 
 
-def send(boards: sshkit.Boards, model: Manifest, **options: object) -> list[Shipped]:
+def send(boards: sshkit.Boards, model: Manifest, **options: Any) -> list[Shipped]:
     """Each board its part."""
     wanted = list(zip(boards.inventory.device, PARTS, strict=True))
-    return ship(model.directory, wanted, boards.inventory, sys.executable,
-                **options)  # type: ignore[arg-type]
+    return ship(model.directory, wanted, boards.inventory, sys.executable, **options)
+
+
+def send_one(boards: sshkit.Boards, model: Manifest, **options: Any) -> Shipped:
+    """board-1 its part, stage-1."""
+    (shipped,) = ship(model.directory, [(boards.inventory.device[1], "stage-1")], boards.inventory,
+                      sys.executable, **options)
+    return shipped
 
 
 def home(boards: sshkit.Boards, place: int) -> Path:
@@ -77,14 +85,14 @@ def sizes(model: Manifest) -> list[int]:
 def test_each_board_gets_its_own_part_once(boards: sshkit.Boards, model: Manifest) -> None:
     seen: dict[str, tuple[int, int]] = {}
     first = send(boards, model, progress=lambda board, done, total: seen.update({board: (done, total)}))
-    assert first == [Shipped(f"board-{place}", (PARTS[place],), size, True, "")
+    assert first == [Shipped(f"board-{place}", (PARTS[place],), size, changed=True)
                      for place, size in enumerate(sizes(model))]
     assert seen == {f"board-{place}": (size, size) for place, size in enumerate(sizes(model))}
     for place in range(3):
         check(boards, model, place)
         assert boards.left(place, BOARD) == 0
     again = send(boards, model)
-    assert again == [Shipped(f"board-{place}", (PARTS[place],), 0, False, "") for place in range(3)]
+    assert again == [Shipped(f"board-{place}", (PARTS[place],)) for place in range(3)]
 
 
 _CONTROLLER = """
@@ -112,9 +120,9 @@ def test_it_goes_on_where_a_killed_controller_stopped(boards: sshkit.Boards, mod
     (partial,) = (home(boards, 1) / ".partial").iterdir()
     there = partial.stat().st_size + 700  # config.json is whole
     assert model.part("stage-1").size / 4 < there <= left
-    shipped = send(boards, model)
-    assert [result.error for result in shipped] == ["", "", ""]
-    assert shipped[1].bytes_sent == model.part("stage-1").size - there
+    shipped = send_one(boards, model)
+    assert shipped.error == ""
+    assert shipped.bytes_sent == model.part("stage-1").size - there
     check(boards, model, 1)
 
 
@@ -128,30 +136,28 @@ def test_it_goes_on_where_a_killed_board_stopped(boards: sshkit.Boards, model: M
     assert (draft.error, second.error) == ("", "")
     assert first.error == "board-1 (10.77.0.2): the transfer was cut off; it goes on with the next one"
     assert not (home(boards, 1) / "manifest.json").exists()
-    again = send(boards, model)
-    assert [result.changed for result in again] == [False, True, False]
-    assert again[1].error == ""
-    assert 0 < again[1].bytes_sent < model.part("stage-1").size
+    again = send_one(boards, model)
+    assert (again.changed, again.error) == (True, "")
+    assert 0 < again.bytes_sent < model.part("stage-1").size
     check(boards, model, 1)
 
 
 def test_damage_is_found_and_mended(boards: sshkit.Boards, model: Manifest) -> None:
-    send(boards, model)
-    for place, keep_time in ((1, False), (2, True)):
-        path = home(boards, place) / PARTS[place] / "target/model.safetensors"
-        before = path.stat()
+    send_one(boards, model)
+    path = home(boards, 1) / "stage-1/target/model.safetensors"
+    before = path.stat()
+    size = model.part("stage-1").files[1].size
+    for verify in (False, True):
         with path.open("r+b") as file:
             file.seek(1000)
             file.write(b"other")
-        if keep_time:
+        if verify:
             os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    changed = send(boards, model)
-    assert [result.bytes_sent for result in changed] == [0, sizes(model)[1] - 700, 0]
-    check(boards, model, 1)
-    verified = send(boards, model, verify=True)
-    assert [result.bytes_sent for result in verified] == [0, 0, sizes(model)[2] - 700]
-    check(boards, model, 2)
-    assert not any(result.changed for result in send(boards, model, verify=True))
+            assert send_one(boards, model).bytes_sent == 0
+        assert send_one(boards, model, verify=verify).bytes_sent == size
+        check(boards, model, 1)
+        before = path.stat()
+    assert not send_one(boards, model, verify=True).changed
 
 
 def test_a_beginning_that_is_not_right_is_sent_again(boards: sshkit.Boards, model: Manifest) -> None:
@@ -161,7 +167,7 @@ def test_a_beginning_that_is_not_right_is_sent_again(boards: sshkit.Boards, mode
     partial.write_bytes(bytes(1000))
     stale = partial.with_name("f" * 64)
     stale.write_bytes(b"of no use")
-    shipped = send(boards, model)[1]
+    shipped = send_one(boards, model)
     assert shipped.error == ""
     assert shipped.bytes_sent == 700 + file.size - 1000 + file.size
     check(boards, model, 1)
@@ -169,24 +175,21 @@ def test_a_beginning_that_is_not_right_is_sent_again(boards: sshkit.Boards, mode
 
 def test_what_was_there_under_another_name_is_not_sent(boards: sshkit.Boards, model: Manifest,
                                                        tmp_path: Path) -> None:
-    send(boards, model)
-    other = shipkit.model(tmp_path / "other", request="b" * 64)
-    shipped = send(boards, other)
-    assert [(result.bytes_sent, result.changed, result.error) for result in shipped] == [(0, True, "")] * 3
-    keep = [(device, [("b" * 64, part)])
-            for device, part in zip(boards.inventory.device, PARTS, strict=True)]
-    pruned = prune(keep, boards.inventory, sys.executable)
-    assert pruned == [Pruned(f"board-{place}", (f"{'a' * 16}/{PARTS[place]}",), "") for place in range(3)]
-    assert prune(keep, boards.inventory, sys.executable)[1] == Pruned("board-1", (), "")
-    for place in range(3):
-        assert not home(boards, place).exists()
-        Manifest.read(home(boards, place).with_name("b" * 16)).check(PARTS[place])
+    send_one(boards, model)
+    shipped = send_one(boards, shipkit.model(tmp_path / "other", request="b" * 64))
+    assert (shipped.bytes_sent, shipped.changed, shipped.error) == (0, True, "")
+    keep = [(boards.inventory.device[1], [("b" * 64, "stage-1")])]
+    assert prune(keep, boards.inventory, sys.executable) == [Pruned("board-1", (f"{'a' * 16}/stage-1",), "")]
+    assert prune(keep, boards.inventory, sys.executable) == [Pruned("board-1", (), "")]
+    assert not home(boards, 1).exists()
+    Manifest.read(home(boards, 1).with_name("b" * 16)).check("stage-1")
 
 
 def test_a_part_more_and_a_part_less(boards: sshkit.Boards, model: Manifest) -> None:
     device = boards.inventory.device[1]
     both = ship(model.directory, [(device, "stage-1"), (device, "draft")], boards.inventory, sys.executable)
-    assert both == [Shipped("board-1", ("stage-1", "draft"), sizes(model)[1] + sizes(model)[0], True, "")]
+    assert both == [Shipped("board-1", ("stage-1", "draft"), sizes(model)[1] + sizes(model)[0],
+                            changed=True)]
     (home(boards, 1) / "stage-1/notes.txt").write_text("not of the model")
     (one,) = ship(model.directory, [(device, "stage-1")], boards.inventory, sys.executable)
     assert (one.bytes_sent, one.changed) == (0, True)
@@ -198,19 +201,70 @@ def test_a_part_more_and_a_part_less(boards: sshkit.Boards, model: Manifest) -> 
     check(boards, model, 1)
 
 
+def test_a_neighbour_gives_what_it_has(boards: sshkit.Boards, tmp_path: Path) -> None:
+    """board-0 has the draft part, and gives it to the others; stage-1 goes out once, and on from there."""
+    model = shipkit.model(tmp_path / "large", size=5_000_000)
+    send(boards, model)
+    devices = boards.inventory.device
+    seen: list[tuple[int, int]] = []
+    _, first, second = ship(model.directory, [(device, "draft") for device in devices], boards.inventory,
+                            sys.executable, progress=lambda board, done, total: seen.append((done, total)))
+    assert first == Shipped("board-1", ("draft",), 700, 5_000_005, ("board-0",), True)
+    assert second == Shipped("board-2", ("draft",), 700, 5_000_005, ("board-0",), True)
+    assert max(seen) == (5_000_705, 5_000_705)
+    for place in (1, 2):
+        Manifest.read(home(boards, place)).check("draft")
+    for place in range(3):
+        boards.inside(place, "rm", "-rf", "/var/lib/flowspec")
+    one, other = ship(model.directory, [(devices[0], "stage-1"), (devices[2], "stage-1")], boards.inventory,
+                      sys.executable)
+    assert one == Shipped("board-0", ("stage-1",), sizes(model)[1], changed=True)
+    assert other == Shipped("board-2", ("stage-1",), 700, 5_000_007, ("board-0",), True)
+    Manifest.read(home(boards, 2)).check("stage-1")
+
+
+def test_what_a_neighbour_cannot_give_comes_from_here(boards: sshkit.Boards, tmp_path: Path) -> None:
+    """Its port is taken; later what it has is not what it seemed."""
+    model = shipkit.model(tmp_path / "large", size=5_000_000)
+    devices = boards.inventory.device
+    draft = [(devices[0], "draft")]
+    ship(model.directory, draft, boards.inventory, sys.executable)
+    both = [*draft, (devices[1], "draft")]
+    with boards.bed.entered(0):
+        port = socket.create_server((boards.bed.address(0), 7703))
+    with port:
+        taken = ship(model.directory, both, boards.inventory, sys.executable)[1]
+    assert (taken.error, taken.bytes_sent, taken.bytes_copied) == ("", sizes(model)[0], 0)
+    (note,) = taken.notes
+    assert note.startswith(
+        "board-1 (10.77.0.2): draft/target/model.safetensors came from here, not from board-0: "
+        "board-0 (10.77.0.1): cannot listen on tcp://10.77.0.1:7703: Address already in use")
+    boards.inside(1, "rm", "-rf", "/var/lib/flowspec")
+    path = home(boards, 0) / "draft/target/model.safetensors"
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.write(b"other")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    altered = ship(model.directory, both, boards.inventory, sys.executable)[1]
+    assert (altered.error, altered.bytes_sent) == ("", sizes(model)[0])
+    assert altered.notes == ("board-1 (10.77.0.2): draft/target/model.safetensors came from here, not from "
+                             "board-0: it is not what it should be",)
+    Manifest.read(home(boards, 1)).check("draft")
+
+
 def test_a_full_disk_is_found_before(boards: sshkit.Boards, model: Manifest) -> None:
     boards.inside(1, "mkdir", "/var/lib/flowspec")
     boards.inside(1, "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/var/lib/flowspec")
     try:
         draft, first, second = send(boards, model)
         assert (draft.error, second.error) == ("", "")
-        assert first == Shipped("board-1", ("stage-1",), 0, False,
-                                f"board-1 (10.77.0.2): no room in {MODELS}: 3.00 MB are to be written and "
-                                "1.04 MB are free: make room there, and run this again")
+        assert first == Shipped("board-1", ("stage-1",), error=(
+            f"board-1 (10.77.0.2): no room in {MODELS}: 3.00 MB are to be written and 1.04 MB are free: make "
+            "room there, and run this again"))
         assert not home(boards, 1).exists()
     finally:
         boards.inside(1, "umount", "/var/lib/flowspec")
-    assert send(boards, model)[1].error == ""
+    assert send_one(boards, model).error == ""
     check(boards, model, 1)
 
 
@@ -222,12 +276,11 @@ def test_a_disk_that_fills_up_meanwhile(boards: sshkit.Boards, model: Manifest) 
             if board == "board-1" and done > 700:
                 boards.inside(1, "sh", "-c", "head -c 3000000 /dev/zero >/var/lib/flowspec/log || :")
 
-        first = send(boards, model, progress=fill)[1]
+        first = send_one(boards, model, progress=fill)
         assert first.error == (f"board-1 (10.77.0.2): cannot write {HOME}/stage-1/target/model.safetensors: "
                                "No space left on device")
         (boards.root(1) / "var/lib/flowspec/log").unlink()
-        again = send(boards, model)[1]
-        assert again.error == ""
+        assert send_one(boards, model).error == ""
         check(boards, model, 1)
     finally:
         boards.inside(1, "umount", "/var/lib/flowspec")
@@ -257,22 +310,22 @@ def test_what_is_wrong_here_is_said(boards: sshkit.Boards, model: Manifest, tmp_
     path = model.directory / "stage-1/target/model.safetensors"
     whole = path.read_bytes()
     path.write_bytes(b"x" + whole[1:])
-    assert send(boards, model)[1].error == (
+    assert send_one(boards, model).error == (
         f"{path} has been altered: its sha256 is not the one in manifest.json; shard the model again")
     path.write_bytes(whole[1:])
-    assert "bytes, and its manifest says" in send(boards, model)[1].error
+    assert "bytes, and its manifest says" in send_one(boards, model).error
     path.unlink()
-    assert send(boards, model)[1].error == f"cannot read {path}: No such file or directory"
+    assert send_one(boards, model).error == f"cannot read {path}: No such file or directory"
     path.write_bytes(whole)
-    assert send(boards, model)[1].error == ""
+    assert send_one(boards, model).error == ""
     check(boards, model, 1)
 
 
 def test_the_newest_transfer_takes_over(boards: sshkit.Boards, model: Manifest) -> None:
     """The control host of an older one may have gone without a word."""
     with ShippingLink(boards.inventory, boards.inventory.device[1], sys.executable) as older:
-        older.ask("open", root=MODELS, name="a" * 16, files=[], verify=False)
-        assert [result.error for result in send(boards, model)] == ["", "", ""]
+        older.ask("open", root=MODELS, name="a" * 16, files=[], verify=False, wanted=[])
+        assert send_one(boards, model).error == ""
         with pytest.raises(FlowspecError, match=r"board-1 .*another transfer to this board has begun"):
             older.ask("finish", manifest="")
     check(boards, model, 1)
