@@ -10,17 +10,22 @@ took 1.5 times as long for a new file.
 
 from __future__ import annotations
 
+import inspect
+import json
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.fleet import shipping_store
+from flowspec_edge.fleet.commands import LocalRunner, Runner
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 from flowspec_edge.fleet.places import MODELS, model_dir
 from flowspec_edge.fleet.shipment import OnBytes, Shipment
 from flowspec_edge.fleet.shipping_link import ShippingLink
 from flowspec_edge.fleet.shipping_neighbours import Neighbours, large
+from flowspec_edge.fleet.ssh import SshRunner, is_here
 from flowspec_edge.manifest import Manifest
 from flowspec_edge.modeldir import MANIFEST
 
@@ -89,6 +94,36 @@ def ship(model: Path, boards: Sequence[tuple[DeviceEntry, str]], inventory: Inve
     return [Shipped(shipment.device.name, tuple(shipment.parts), shipment.sent, shipment.copied,
                     tuple(sorted(shipment.sources)), shipment.changed, shipment.error, tuple(shipment.notes))
             for shipment in shipments]
+
+
+def would_ship(model: Path, boards: Sequence[tuple[DeviceEntry, str]], inventory: Inventory, *,
+               models: str = MODELS) -> list[Shipped]:
+    """What :func:`ship` would do, by looking: nothing is touched, and nothing of ours has to be there yet.
+
+    ``bytes_sent``: that would come to the board, from wherever.
+    """
+    manifest = Manifest.read(model)
+    parts: dict[str, list[str]] = {}
+    devices = {device.name: device for device, _ in boards}
+    for device, part in boards:
+        parts.setdefault(device.name, []).append(part)
+
+    def one(board: str) -> Shipped:
+        files = [(file.path, file.size, file.sha256)
+                 for part in parts[board] for file in manifest.part(part).files]
+        call = (f"print(json.dumps(lacking(Path({models!r}), {model_name(manifest.request)!r}, "
+                f"[File(*file) for file in {files!r}])))")
+        device, asked = devices[board], tuple(parts[board])
+        try:
+            runner: Runner = LocalRunner(board) if is_here(device) else SshRunner(inventory, device)
+            count, new = json.loads(runner.run([inventory.cluster.board_python, "-"],
+                                               f"{inspect.getsource(shipping_store)}\n{call}\n"))
+        except FlowspecError as error:
+            return Shipped(board, asked, error=str(error))
+        return Shipped(board, asked, bytes_sent=count, changed=new)
+
+    with ThreadPoolExecutor(max(1, len(parts))) as pool:
+        return list(pool.map(one, parts))
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ def main() -> None:
         answer({"error": str(error)})
         sys.exit(1)
     except OSError as error:
-        answer({"error": f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)})
+        answer({"error": f"{error.filename}: {error.strerror}" if error.filename else str(error)})
         sys.exit(1)
 
 

@@ -1,7 +1,7 @@
 """Sharded models on a board's disk: what is whole, what is half there, and how the rest gets in.
 
 Knows the directory of models, sizes and sha256.  Does not know manifests, nor where bytes come from.
-Runs on the board; needs the standard library alone.
+Runs on the board, for :func:`lacking` before anything of ours is there: the standard library alone.
 
     MODEL/manifest.json            written last
     MODEL/PART/…                   whole files, renamed into place once their sha256 was right
@@ -24,8 +24,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-
-from flowspec_edge.errors import FlowspecError
 
 MANIFEST = "manifest.json"
 BLOCK = 1 << 20
@@ -82,11 +80,17 @@ class Store:
                 partial.unlink()
         return found, linked
 
+    def seen(self, file: File) -> bool:
+        """Whether the file is here, and nothing has touched it since it was found right."""
+        path = self.home / file.path
+        return (path.is_file() and not path.is_symlink() and path.stat().st_size == file.size
+                and self._verified.get(file.path) == _seen(path, file.sha256))
+
     def offset(self, file: File) -> int:
         """How much of a file that is not whole is here; more than the whole is nothing."""
         try:
             size = self._partial(file).stat().st_size
-        except FileNotFoundError:
+        except OSError:
             return 0
         return size if size <= file.size else 0
 
@@ -140,10 +144,10 @@ class Store:
 
     def _whole(self, file: File, verify: bool) -> bool:
         path = self.home / file.path
+        if not verify and self.seen(file):
+            return True
         if path.is_symlink() or not path.is_file() or path.stat().st_size != file.size:
             return False
-        if not verify and self._verified.get(file.path) == _seen(path, file.sha256):
-            return True
         if sha256_of(path) != file.sha256:
             return False
         self._remember(file)
@@ -216,7 +220,7 @@ class Lock:
     """One transfer at a time below ``root``: the newest, for an older one's control host may be gone."""
 
     def __init__(self, root: Path) -> None:
-        """FlowspecError if another one does not end."""
+        """TimeoutError if another one does not end."""
         root.mkdir(parents=True, exist_ok=True)
         self._file = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         deadline = time.monotonic() + _TAKE_OVER_S
@@ -227,14 +231,25 @@ class Lock:
             except BlockingIOError:
                 other = os.pread(self._file, 20, 0).strip()
                 if time.monotonic() > deadline:
-                    raise FlowspecError(f"{root}: another transfer (process {other.decode()}) does not end: "
-                                        "kill it there") from None
+                    raise TimeoutError(f"another transfer (process {other.decode()}) does not end: kill it "
+                                       "there") from None
                 if other.isdigit():
                     with suppress(ProcessLookupError):
                         os.kill(int(other), signal.SIGTERM)
                 time.sleep(0.05)  # a lock that is let go sends no word
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, b"%d\n" % os.getpid(), 0)
+
+
+def lacking(root: Path, name: str, files: Iterable[File]) -> tuple[int, bool]:
+    """How many bytes of ``files`` would have to come, and whether any file or the manifest would be new; as
+    far as can be told by looking."""
+    store, count, new = Store(root, name), 0, not (root / name / MANIFEST).is_file()
+    for file in files:
+        if not store.seen(file):
+            new = True
+            count += 0 if find(root, file.sha256) else file.size - store.offset(file)
+    return count, new
 
 
 def find(root: Path, sha256: str) -> Path | None:

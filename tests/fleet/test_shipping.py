@@ -19,7 +19,7 @@ import sshkit
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.inventory import DeviceEntry
 from flowspec_edge.fleet.places import MODELS
-from flowspec_edge.fleet.shipping import Pruned, Shipped, prune, ship
+from flowspec_edge.fleet.shipping import Pruned, Shipped, prune, ship, would_ship
 from flowspec_edge.fleet.shipping_link import ShippingLink
 from flowspec_edge.manifest import Manifest
 
@@ -83,6 +83,13 @@ def sizes(model: Manifest) -> list[int]:
 
 
 def test_each_board_gets_its_own_part_once(boards: sshkit.Boards, model: Manifest) -> None:
+    bare = boards.inventory.model_copy(update={
+        "cluster": boards.inventory.cluster.model_copy(update={"board_python": "/usr/bin/python3"})})
+    wanted = list(zip(boards.inventory.device, PARTS, strict=True))
+    assert would_ship(model.directory, wanted, bare) == [
+        Shipped(f"board-{place}", (PARTS[place],), size, changed=True)
+        for place, size in enumerate(sizes(model))]
+    assert not any(home(boards, place).exists() for place in range(3))
     seen: dict[str, tuple[int, int]] = {}
     first = send(boards, model, progress=lambda board, done, total: seen.update({board: (done, total)}))
     assert first == [Shipped(f"board-{place}", (PARTS[place],), size, changed=True)
@@ -91,8 +98,8 @@ def test_each_board_gets_its_own_part_once(boards: sshkit.Boards, model: Manifes
     for place in range(3):
         check(boards, model, place)
         assert boards.left(place, BOARD) == 0
-    again = send(boards, model)
-    assert again == [Shipped(f"board-{place}", (PARTS[place],)) for place in range(3)]
+    nothing = [Shipped(f"board-{place}", (PARTS[place],)) for place in range(3)]
+    assert would_ship(model.directory, wanted, bare) == send(boards, model) == nothing
 
 
 _CONTROLLER = """
