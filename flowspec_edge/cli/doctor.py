@@ -24,6 +24,10 @@ def doctor(
     storage: Annotated[str | None, typer.Option(
         "--storage", help="Where releases and shards are to lie; by default the home directory.",
         metavar="DIR", show_default=False)] = None,
+    fix: Annotated[bool, typer.Option(
+        "--fix", help="Put right what does no harm: switch NTP on, the power mode that the cluster file asks "
+                      "for, the groups of whoever uses the GPU.  As root, or by sudo without a password.",
+    )] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object, not a table.")] = False,
 ) -> None:
     """Check a machine: release, Python, torch and its GPU, a real product, a real 4-bit kernel, memory.
@@ -38,9 +42,10 @@ def doctor(
       flowspec doctor --storage /data --json
 
       flowspec doctor --cluster cluster.toml
+
+      flowspec doctor --cluster cluster.toml --fix
     """
     import json
-    from dataclasses import asdict
 
     from rich.console import Console
 
@@ -49,15 +54,17 @@ def doctor(
 
     with Console(stderr=True).status("trying torch and its kernels") as status:
         if cluster is None:
-            boards = [Checked("this machine", check_machine(Path(storage) if storage else None))]
+            boards = [Checked("this machine", check_machine(Path(storage) if storage else None, fix=fix))]
         else:
             from flowspec_edge.fleet.inventory import load_inventory
 
             boards = check_fleet(load_inventory(cluster), storage,
-                                 lambda name: status.update(f"{name} is done"))
+                                 lambda name: status.update(f"{name} is done"), cluster, fix)
     failed = any(finding.state == "failed" for board in boards for finding in board.findings)
     if as_json:
-        print(json.dumps({"ok": not failed, "boards": [asdict(board) for board in boards]}, indent=2))
+        told = [{"name": board.name, "findings": [finding.as_json() for finding in board.findings]}
+                for board in boards]
+        print(json.dumps({"ok": not failed, "boards": told}, indent=2))
     else:
         _show(boards)
     if failed:
@@ -75,5 +82,6 @@ def _show(boards: list[Checked]) -> None:
                       title=f"[bold]{escape(board.name)}[/bold]")
         for finding in board.findings:
             advice = f"\n[bold]→[/bold] {escape(finding.advice)}" if finding.advice else ""
-            table.add_row(finding.check, _MARKS[finding.state], escape(finding.found) + advice)
+            mark = "[green]fixed[/green]" if finding.fixed else _MARKS[finding.state]
+            table.add_row(finding.check, mark, escape(finding.found) + advice)
         console.print(table)

@@ -1,7 +1,7 @@
 """A board's check-up: what it is asked, what was found, and what to do about it.
 
 Knows what a finding is, and the checks that need no more than the kernel's and L4T's files: release,
-memory, swap, disk, power mode, heat, groups.  Does not compute anything (``checkup_compute``), nor know
+memory, swap, disk, power mode, heat, time, groups.  Does not compute anything (``checkup_compute``), nor know
 other boards.
 """
 
@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import grp
 import os
+import pwd
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from flowspec_edge import procfs
 from flowspec_edge.fleet.board import Board, read_board
@@ -25,6 +27,7 @@ State = Literal["ok", "warning", "failed", "unknown"]
 _ROOT = Path("/")
 _PYTHON = (3, 10)
 _GIGA = 1e9
+_PATIENCE_S = 10.0
 _LEAST_DISK_GB = 10.0  # a release with its environment takes about 3, a shard of a 13B model in 4 bits 3
 _LEAST_FREE_SHARE = 0.6  # of a board's memory; a desktop takes about a tenth of an 8 GB board
 _WARM_C, _HOT_C = 80.0, 95.0  # Orin modules slow down from about 95 °C on, of their own accord
@@ -43,28 +46,58 @@ class Finding:
     check   its name
     found   in words, with figures
     advice  the next step, if something is not as it should be
+    remedy  the commands that are that step, as root, if they do no harm
+    fixed   whether they have been run, and did it; None if nobody asked for that
     """
 
     check: str
     state: State
     found: str
     advice: str = ""
+    remedy: tuple[tuple[str, ...], ...] = ()
+    fixed: bool | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """What others are told; ``fixed`` only if somebody asked for that."""
+        told = {"check": self.check, "state": self.state, "found": self.found, "advice": self.advice}
+        return told if self.fixed is None else {**told, "fixed": self.fixed}
 
 
-def check_system(root: Path = _ROOT, storage: Path | None = None) -> list[Finding]:
+def check_system(root: Path = _ROOT, storage: Path | None = None, power_mode: str = "") -> list[Finding]:
     """The checks of the system at ``root``; the disk's is that of ``storage``, by default the home
-    directory.  What only a Jetson has is asked only of one."""
+    directory.  What only a Jetson has is asked only of one, and power modes where one is to be set."""
     board = read_board(root)
     findings = [_release(board), _python(), _memory(board), _swap(root), _disk(storage or Path.home()),
                 _heat(board)]
+    if root == _ROOT:
+        findings.append(check_time(_timedatectl()))
+    if board.l4t or power_mode:
+        findings.append(_power(board, root, power_mode))
     if board.l4t:
-        findings += [_power(board, root), _membership(root)]
+        findings.append(_membership(root))
     return findings
 
 
 def jetpack_of(l4t: str) -> str:
     """The JetPack that a release of Linux for Tegra belongs to; empty for one that is not known."""
     return next((jetpack for start, jetpack in _JETPACKS if l4t.startswith(start)), "")
+
+
+def check_time(told: str) -> Finding:
+    """Whether the clock is kept right, by what ``timedatectl show`` says."""
+    said = dict(line.split("=", 1) for line in told.splitlines() if "=" in line)
+    if "NTP" not in said:
+        return Finding("time", "unknown", "timedatectl does not say")
+    if said.get("CanNTP") == "no":
+        return Finding("time", "warning", "there is nothing that keeps the clock right",
+                       "sudo apt-get install systemd-timesyncd")
+    if said["NTP"] != "yes":
+        return Finding("time", "warning", "the clock is not kept right: NTP is off",
+                       "sudo timedatectl set-ntp true", remedy=(("timedatectl", "set-ntp", "true"),))
+    if said.get("NTPSynchronized") != "yes":
+        return Finding("time", "warning", "NTP is on, and no server has answered yet",
+                       "timedatectl timesync-status shows which one is asked")
+    return Finding("time", "ok", "kept right by NTP")
 
 
 def _release(board: Board) -> Finding:
@@ -136,26 +169,47 @@ def _heat(board: Board) -> Finding:
     return Finding("temperature", "ok", found)
 
 
-def _power(board: Board, root: Path) -> Finding:
+def _power(board: Board, root: Path, wanted: str) -> Finding:
     """Modes go by name: a number means different things on different boards."""
-    modes = re.findall(r"<\s*POWER_MODEL\b[^>]*\bID=(\d+)[^>]*\bNAME=([^\s>]+)",
-                       procfs.text(root / "etc/nvpmodel.conf"), re.IGNORECASE)
-    best = next(((number, name) for number, name in reversed(modes) if name.upper().startswith("MAXN")), None)
+    numbers = {name: number for number, name in re.findall(
+        r"<\s*POWER_MODEL\b[^>]*\bID=(\d+)[^>]*\bNAME=([^\s>]+)", procfs.text(root / "etc/nvpmodel.conf"),
+        re.IGNORECASE)}
+    if wanted and wanted not in numbers:
+        return Finding("power mode", "failed", f"{wanted} is asked for, and there is "
+                       + (f"only {', '.join(numbers)}" if numbers else "no /etc/nvpmodel.conf"),
+                       "see power_mode in the cluster file")
     if not board.power_mode:
         return Finding("power mode", "unknown", "nvpmodel does not say", "sudo nvpmodel -q shows it")
-    if board.power_mode.upper().startswith("MAXN") or best is None:
+    best = wanted or next((name for name in reversed(numbers) if name.upper().startswith("MAXN")), "")
+    fastest = board.power_mode.upper().startswith("MAXN")
+    if board.power_mode == wanted or not best or (fastest and not wanted):
         return Finding("power mode", "ok", board.power_mode)
-    return Finding("power mode", "warning", f"{board.power_mode}, and there is {best[1]}",
-                   f"sudo nvpmodel -m {best[0]}, then sudo jetson_clocks")
+    clocks = "! command -v jetson_clocks >/dev/null || jetson_clocks"
+    return Finding("power mode", "warning",
+                   f"{board.power_mode}, and {f'{best} is asked for' if wanted else f'there is {best}'}",
+                   f"sudo nvpmodel -m {numbers[best]}, then sudo jetson_clocks",
+                   # Another mode may want a reboot; only a cluster file says that it is wanted at all.
+                   remedy=(("nvpmodel", "-m", numbers[best]), ("sh", "-c", clocks)) if wanted else ())
 
 
 def _membership(root: Path) -> Finding:
     there = {name: gid for name, gid in _groups(root).items() if name in _GROUPS}
     missing = [name for name, gid in there.items() if gid not in _own_groups()]
     if missing and os.geteuid() != 0:
+        user = pwd.getpwuid(os.geteuid()).pw_name
         return Finding("groups", "failed", f"this user is not in {' and '.join(missing)}",
-                       f"sudo usermod -aG {','.join(missing)} $USER, then log in again")
+                       f"sudo usermod -aG {','.join(missing)} $USER, then log in again",
+                       remedy=(("usermod", "-aG", ",".join(missing), user),))
     return Finding("groups", "ok", ", ".join(there) or "the system has none of " + ", ".join(_GROUPS))
+
+
+def _timedatectl() -> str:
+    try:
+        done = subprocess.run(["timedatectl", "show"], capture_output=True, text=True, timeout=_PATIENCE_S,
+                              check=False)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout
 
 
 def _groups(root: Path) -> dict[str, int]:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import pairwise
+from pathlib import Path
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.checkup import Finding
@@ -36,24 +37,39 @@ class Checked:
 
 
 def check_fleet(inventory: Inventory, storage: str | None = None,
-                done: Callable[[str], None] = lambda name: None) -> list[Checked]:
+                done: Callable[[str], None] = lambda name: None, path: Path | None = None,
+                fix: bool = False) -> list[Checked]:
     """All boards at once, then the pipeline's links one after the other, which nothing may disturb.
 
-    ``storage``: where shards are to lie, on each; ``done`` is called with what has been checked.
+    storage  where shards are to lie, on each
+    done     called with what has been checked
+    path     the cluster file; with it, and if it names a model, whether that fits
+    fix      put right what does no harm
     """
     def check(device: DeviceEntry) -> Checked:
-        checked = Checked(device.name, _board(inventory, device, storage))
+        checked = Checked(device.name, _board(inventory, device, storage, fix))
         done(device.name)
         return checked
 
     with ThreadPoolExecutor(len(inventory.device)) as pool:
         boards = list(pool.map(check, inventory.device))
     answering = {board.name for board in boards if not any(f.check == "reached" for f in board.findings)}
+    if path is not None and inventory.cluster.model:
+        from flowspec_edge.fleet.checkup_model import check_model  # takes torch
+
+        fits = check_model(inventory, path)
+        for board in boards:
+            if board.name in answering and board.name in fits:
+                board.findings.append(fits[board.name])
+        done("whether the model fits")
     for source, target in pairwise(inventory.ring):
         if {source.name, target.name} <= answering:
             rate = measure_between(inventory, source, target, _LINK_S)
             next(board for board in boards if board.name == source.name).findings.append(check_link(rate))
             done(f"the link from {source.name} to {target.name}")
+    if fix:
+        return [replace(board, findings=[replace(finding, fixed=bool(finding.fixed))
+                                         for finding in board.findings]) for board in boards]
     return boards
 
 
@@ -78,7 +94,7 @@ def check_skew(offset_s: float, uncertain_s: float) -> Finding:
     return Finding("clock", "ok", found)
 
 
-def _board(inventory: Inventory, device: DeviceEntry, storage: str | None) -> list[Finding]:
+def _board(inventory: Inventory, device: DeviceEntry, storage: str | None, fix: bool) -> list[Finding]:
     try:
         runner: Runner = (LocalRunner(device.name, timeout_s=_PATIENCE_S) if is_here(device) else
                           SshRunner(inventory, device, timeout_s=_PATIENCE_S))
@@ -87,8 +103,11 @@ def _board(inventory: Inventory, device: DeviceEntry, storage: str | None) -> li
         return [Finding("reached", "failed", str(error),
                         "ssh there by hand: the board must be up, its host key known, and the key allowed")]
     python = python_for(inventory, device)
+    mode = inventory.cluster.power_mode if device.power_mode is None else device.power_mode
+    arguments = [*(["--power-mode", mode] if mode else []), *(["--fix"] if fix else []),
+                 *([storage] if storage else [])]
     try:
-        told = runner.run([python, "-m", "flowspec_edge.fleet.checkup_run", *([storage] if storage else [])])
+        told = runner.run([python, "-m", "flowspec_edge.fleet.checkup_run", *arguments])
         findings = [Finding(**finding) for finding in json.loads(told.splitlines()[-1])]
     except (FlowspecError, ValueError, TypeError, IndexError) as error:
         return [clock, Finding("flowspec", "failed", str(error),

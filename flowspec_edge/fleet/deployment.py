@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Stages = tuple[tuple[DeviceEntry, tuple[int, int]], ...]
 LeftOut = tuple[tuple[DeviceEntry, str], ...]
 _Chosen = tuple[DeviceEntry, Stages, LeftOut]
-_PLAN_DTYPES: Mapping[str, PlanDtype] = {
+PLAN_DTYPES: Mapping[str, PlanDtype] = {
     "auto": "fp16", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "int4": "int4", "nf4": "int4",
     "fp4": "int4"}
 
@@ -230,7 +230,7 @@ class _Choice:
         from flowspec_edge.fleet.fitting import Fitting
 
         cluster, boards = self._inventory.cluster, len(self._inventory.device)
-        return Fitting(str(self._model.path), _PLAN_DTYPES[cluster.dtype], cluster,
+        return Fitting(str(self._model.path), PLAN_DTYPES[cluster.dtype], cluster,
                        _at_once(cluster, boards - 1), boards, self._profiles)
 
 

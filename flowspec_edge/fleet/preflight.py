@@ -116,20 +116,27 @@ def ask(inventory: Inventory, device: DeviceEntry, ports: Collection[int] = ()) 
 
     FlowspecError if it cannot be asked.
     """
-    runner: Runner = (LocalRunner(device.name, timeout_s=_PATIENCE_S) if is_here(device) else
-                      SshRunner(inventory, device, timeout_s=_PATIENCE_S))
     before = time.time()
-    said = runner.run(["sh", "-c", _START, "sh", inventory.cluster.board_python], _program(ports))
+    said = probe(inventory, device, f"main({[HOME, STATE]!r}, {sorted(ports)!r}, time.time())")
     after = time.time()
     try:
         facts: dict[str, Any] = json.loads(said.splitlines()[-1])
     except (IndexError, ValueError):
-        raise FlowspecError(f"{runner.where}: {inventory.cluster.board_python} answers "
+        raise FlowspecError(f"{device.name} ({device.address}): {inventory.cluster.board_python} answers "
                             f"{said.strip()[-80:]!r}: see whether it is a Python") from None
     after -= facts.get("seconds", 0.0)
     if "time" in facts:
         facts |= {"ahead": facts["time"] - (before + after) / 2, "within": (after - before) / 2}
     return facts
+
+
+def probe(inventory: Inventory, device: DeviceEntry, call: str) -> str:
+    """What the board's own Python writes for ``call``, a line that uses ``preflight_probe``'s functions; as
+    root where that can be had.  FlowspecError if it cannot be asked."""
+    runner: Runner = (LocalRunner(device.name, timeout_s=_PATIENCE_S) if is_here(device) else
+                      SshRunner(inventory, device, timeout_s=_PATIENCE_S))
+    return runner.run(["sh", "-c", _START, "sh", inventory.cluster.board_python],
+                      f"{inspect.getsource(preflight_probe)}\n\n{call}\n")
 
 
 def unreachable(device: DeviceEntry, error: str) -> Problem:
@@ -190,11 +197,6 @@ def differences(machines: Mapping[str, str]) -> list[Problem]:
 
 
 _Make = Callable[[str, str, str], Problem]
-
-
-def _program(ports: Collection[int]) -> str:
-    call = f"main({[HOME, STATE]!r}, {sorted(ports)!r}, time.time())"
-    return f"{inspect.getsource(preflight_probe)}\n\n{call}\n"
 
 
 def _torch(problem: _Make, torch: dict[str, str], python: str) -> list[Problem]:

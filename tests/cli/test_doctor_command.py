@@ -44,3 +44,18 @@ def test_what_failed_is_the_exit_code_and_has_its_next_step(quick: list[Finding]
     assert document["ok"] is False
     failed = {f["check"] for f in document["boards"][0]["findings"] if f["state"] == "failed"}
     assert failed >= {"gpu", "disk"}
+
+
+def test_fixing_is_told_only_when_it_was_asked_for(quick: list[Finding], monkeypatch: pytest.MonkeyPatch,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    """The machine's own findings are left alone here: what is done with remedies, tests/fleet shows."""
+    found = [Finding("memory", "ok", "enough")]
+    monkeypatch.setattr(checkup_run, "check_system", lambda **options: found)
+    assert main(["doctor", "--json", "--fix"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [finding["fixed"] for finding in document["boards"][0]["findings"]] == [False, False, False]
+    found[0] = Finding("time", "warning", "NTP is off", "switch it on", (("true",),))
+    assert main(["doctor", "--fix"]) == 0
+    assert "NTP is off; done: true, and it is as before" in " ".join(capsys.readouterr().out.split())
+    assert main(["doctor", "--json"]) == 0
+    assert "fixed" not in capsys.readouterr().out

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flowspec_edge.fleet.checkup import Finding, check_system
+from flowspec_edge.fleet.checkup import Finding, check_system, check_time
 from flowspec_edge.fleet.checkup_compute import Libraries, check_compute, check_gpu
 
 ORIN = {
@@ -24,12 +24,12 @@ ORIN = {
 }
 
 
-def found(root: Path, changes: dict[str, str] | None = None) -> dict[str, Finding]:
+def found(root: Path, changes: dict[str, str] | None = None, power_mode: str = "") -> dict[str, Finding]:
     for name, text in (ORIN | (changes or {})).items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return {finding.check: finding for finding in check_system(root, root)}
+    return {finding.check: finding for finding in check_system(root, root, power_mode)}
 
 
 def test_a_board_as_it_should_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +73,37 @@ def test_a_user_without_the_gpus_groups(tmp_path: Path, monkeypatch: pytest.Monk
     finding = found(tmp_path, groups)["groups"]
     assert (finding.state, finding.found) == ("failed", "this user is not in render")
     assert finding.advice.startswith("sudo usermod -aG render ")
+
+
+@pytest.mark.parametrize(("wanted", "state", "says", "remedy"), [
+    ("MAXN_SUPER", "ok", "MAXN_SUPER", ()),
+    ("25W", "warning", "MAXN_SUPER, and 25W is asked for", ("nvpmodel", "-m", "1")),
+    ("60W", "failed", "60W is asked for, and there is only 15W, 25W, MAXN_SUPER", ()),
+])
+def test_a_power_mode_that_is_asked_for(tmp_path: Path, wanted: str, state: str, says: str,
+                                        remedy: tuple[str, ...]) -> None:
+    finding = found(tmp_path, power_mode=wanted)["power mode"]
+    assert (finding.state, finding.found) == (state, says)
+    assert (finding.remedy[0] if finding.remedy else ()) == remedy
+
+
+def test_a_machine_without_power_modes_cannot_have_one(tmp_path: Path) -> None:
+    finding = next(f for f in check_system(tmp_path, tmp_path, "25W") if f.check == "power mode")
+    assert finding.state == "failed"
+    assert finding.found == "25W is asked for, and there is no /etc/nvpmodel.conf"
+
+
+@pytest.mark.parametrize(("told", "state", "says"), [
+    ("CanNTP=yes\nNTP=yes\nNTPSynchronized=yes\n", "ok", "by NTP"),
+    ("CanNTP=yes\nNTP=yes\nNTPSynchronized=no\n", "warning", "no server has answered"),
+    ("CanNTP=yes\nNTP=no\nNTPSynchronized=no\n", "warning", "NTP is off"),
+    ("CanNTP=no\nNTP=no\n", "warning", "there is nothing"),
+    ("", "unknown", "does not say"),
+])
+def test_who_keeps_the_clock_right(told: str, state: str, says: str) -> None:
+    finding = check_time(told)
+    assert (finding.state, says in finding.found) == (state, True)
+    assert finding.remedy == ((("timedatectl", "set-ntp", "true"),) if "off" in says else ())
 
 
 def test_only_a_jetson_is_asked_what_only_a_jetson_has(tmp_path: Path) -> None:
