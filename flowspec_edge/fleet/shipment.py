@@ -6,7 +6,7 @@ should.  Does not know the other boards but for who has which file (``shipping_n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from flowspec_edge.errors import FlowspecError
@@ -39,6 +39,7 @@ class Shipment:
         self._link: ShippingLink | None = None
         self._ended = False
         self._offsets: dict[str, int] = {}  # of what is missing
+        self._devices: Mapping[str, DeviceEntry] = {}
         self._progress: OnBytes = lambda board, done, total: None
         self._total = 0
 
@@ -69,9 +70,13 @@ class Shipment:
         except FlowspecError as error:
             self.error = str(error)
 
-    def fill(self, neighbours: Neighbours, manifest: str, progress: OnBytes) -> None:
-        """Get everything there, what others wait for first; ``manifest`` at the end."""
-        name, self._progress = self.device.name, progress
+    def fill(self, neighbours: Neighbours, devices: Mapping[str, DeviceEntry], manifest: str,
+             progress: OnBytes) -> None:
+        """Get everything there, what others wait for first; ``manifest`` at the end.
+
+        ``devices``: the neighbours' entries, by name.
+        """
+        name, self._devices, self._progress = self.device.name, devices, progress
         assert self._link is not None
         try:
             for file in sorted(self.missing, key=lambda file: neighbours.waits(name, file.sha256)):
@@ -111,7 +116,7 @@ class Shipment:
 
     def _fetch(self, link: ShippingLink, source: str, file: PartFile) -> str:
         """Let the board fetch the rest of a file from ``source``; why that failed, "" if it did not."""
-        device = next(device for device in self._inventory.device if device.name == source)
+        device = self._devices[source]
         done = self._offsets[file.path]
         mine = link.ask("key")["key"]
         # Not root's: it talks to the network, and models are there for all to read.

@@ -74,6 +74,7 @@ def ship(model: Path, boards: Sequence[tuple[DeviceEntry, str]], inventory: Inve
         named.setdefault(device.name, Shipment(model, device, inventory, python, models)).add(
             part, manifest.part(part).files)
     shipments = list(named.values())
+    devices = {shipment.device.name: shipment.device for shipment in shipments}
     name = model_name(manifest.request)
     wanted = large(file for shipment in shipments for file in shipment.files.values())
 
@@ -83,7 +84,7 @@ def ship(model: Path, boards: Sequence[tuple[DeviceEntry, str]], inventory: Inve
             able = [shipment for shipment in shipments if not shipment.error]
             neighbours = Neighbours({shipment.device.name: shipment.held for shipment in able},
                                     {shipment.device.name: large(shipment.missing) for shipment in able})
-            list(pool.map(lambda shipment: shipment.fill(neighbours, text, progress), able))
+            list(pool.map(lambda shipment: shipment.fill(neighbours, devices, text, progress), able))
         except BaseException:  # Ctrl-C: the threads wait for the boards, and we for the threads
             for shipment in shipments:
                 shipment.end()

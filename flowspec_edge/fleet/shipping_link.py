@@ -74,7 +74,8 @@ class ShippingLink:
         try:
             answer = json.loads(line)
         except ValueError:
-            raise FlowspecError(f"{self.where}: {line.strip()[:200]}") from None
+            raise FlowspecError(f"{self.where}: {line.strip()[:100]!r} came instead of an answer: see what "
+                                "writes that there, such as a shell's start-up file") from None
         if "error" in answer:
             raise FlowspecError(f"{self.where}: {answer['error']}")
         return dict(answer)
