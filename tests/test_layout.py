@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "sharding": {"tree", "drafting", "stage"},
     "runtime": BELOW_RUNTIME,
     "serving": BELOW_RUNTIME | {"runtime"},
-    "fleet": BELOW_RUNTIME | {"runtime"},
+    "fleet": BELOW_RUNTIME | {"runtime", "sharding"},
     "bench": BELOW_RUNTIME | {"runtime", "sharding", "fleet"},
     "cli": BELOW_RUNTIME | {"runtime", "serving", "fleet", "bench", "training", "sharding"},
 }

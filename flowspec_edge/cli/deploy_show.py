@@ -18,6 +18,7 @@ from flowspec_edge.fleet.rollout_report import Watch
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
+    from flowspec_edge.fleet.deployment import Deployment
     from flowspec_edge.fleet.desired import Step
     from flowspec_edge.fleet.rollout_report import Report
 
@@ -120,3 +121,17 @@ def _summary(report: Report, failures: list[str]) -> str:
     else:
         end = "what runs on the boards was left alone; the next flowspec deploy up goes on from here"
     return f"{failures[0] if len(failures) == 1 else f'{len(failures)} things are in the way'}; {end}"
+
+
+def show_decision(deployment: Deployment) -> None:
+    """Which board does what, on stderr."""
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False)
+    rows = [f"{deployment.draft.name} drafts"]
+    rows += [f"{device.name} is V{place}, layers {lo} to {hi - 1}"
+             for place, (device, (lo, hi)) in enumerate(deployment.stages, start=1)]
+    rows += [f"{device.name} does nothing: {why}" for device, why in deployment.left_out]
+    rows += [f"note: {note}" for note in deployment.notes]
+    for row in rows:
+        console.print(f"  {row}", markup=False, soft_wrap=True)

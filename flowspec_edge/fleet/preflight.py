@@ -89,25 +89,41 @@ class Problem:
         return f"{self.board}: {self.check}: {self.found}; {self.advice}"
 
 
-def preflight(inventory: Inventory, needs: Mapping[str, Needs]) -> list[Problem]:
-    """Look at the boards that ``needs`` names, all at once, and touch nothing; [] if all can be done.
+@dataclass(frozen=True)
+class Found:
+    """What boards are, as far as a release depends on it, and what stands in the way.
 
-    In the inventory's order.
+    pythons   by board: its Python, (3, 10, 12)
+    machines  by board: its processor, aarch64 or x86_64
+    torches   by board: its torch's version, 2.6.0+cu126
+
+    A board that could not be asked is in ``problems`` alone.
     """
+
+    problems: list[Problem]
+    pythons: dict[str, tuple[int, ...]]
+    machines: dict[str, str]
+    torches: dict[str, str]
+
+
+def preflight(inventory: Inventory, needs: Mapping[str, Needs]) -> Found:
+    """Look at the boards that ``needs`` names, all at once, and touch nothing; in the inventory's order."""
     devices = [device for device in inventory.device if device.name in needs]
 
     def one(device: DeviceEntry) -> tuple[dict[str, Any], list[Problem]]:
         try:
             facts = ask(inventory, device, needs[device.name].ports)
         except FlowspecError as error:
-            return {}, [unreachable(device, str(error))]
+            return {"python": None}, [unreachable(device, str(error))]
         return facts, judge(device.name, needs[device.name], facts, inventory.cluster.board_python)
 
     with ThreadPoolExecutor(max(1, len(devices))) as pool:
         found = list(pool.map(one, devices))
-    problems = [problem for _, own in found for problem in own]
-    return problems + differences({device.name: facts.get("machine", "")
-                                   for device, (facts, _) in zip(devices, found, strict=True)})
+    told = {device.name: facts for device, (facts, _) in zip(devices, found, strict=True) if facts["python"]}
+    machines = {name: facts["machine"] for name, facts in told.items()}
+    return Found([*(problem for _, own in found for problem in own), *differences(machines)],
+                 {name: tuple(facts["python"]) for name, facts in told.items()}, machines,
+                 {name: facts["torch"]["version"] for name, facts in told.items()})
 
 
 def ask(inventory: Inventory, device: DeviceEntry, ports: Collection[int] = ()) -> dict[str, Any]:

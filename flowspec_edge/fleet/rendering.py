@@ -29,12 +29,13 @@ _PLACEHOLDER = "0" * _ID
 
 
 def render(deployment: Deployment, manifest: Manifest, publics: Mapping[str, str], digests: Sequence[str],
-           environment_digest: str) -> tuple[str, dict[str, Files]]:
+           environments: Mapping[str, str]) -> tuple[str, dict[str, Files]]:
     """The release's id, and by the boards' names their files.
 
-    manifest  of the sharded model that the boards get, cut as the deployment says
-    publics   the boards' public CURVE keys, Z85, by name
-    digests   of the stages' shards, V1's first, as stages say them in Hello; empty: any
+    manifest      of the sharded model that the boards get, cut as the deployment says
+    publics       the boards' public CURVE keys, Z85, by name
+    digests       of the stages' shards, V1's first, as stages say them in Hello; empty: any
+    environments  of the boards' venvs the digests, by name
 
     FlowspecError if the model was cut otherwise, a key is missing, or an address is unknown here.
     """
@@ -44,7 +45,7 @@ def render(deployment: Deployment, manifest: Manifest, publics: Mapping[str, str
     for device in deployment.boards:
         if device.name not in publics:
             raise FlowspecError(f"{device.name}: there is no public key of it in {deployment.keys}")
-    cluster = _Rendering(deployment, manifest, publics, digests, environment_digest)
+    cluster = _Rendering(deployment, manifest, publics, digests, environments)
     release = _digest(cluster.files(_PLACEHOLDER))[:_ID]
     return release, cluster.files(release)
 
@@ -55,9 +56,9 @@ def _digest(files: Mapping[str, Files]) -> str:
 
 class _Rendering:
     def __init__(self, deployment: Deployment, manifest: Manifest, publics: Mapping[str, str],
-                 digests: Sequence[str], environment: str) -> None:
+                 digests: Sequence[str], environments: Mapping[str, str]) -> None:
         self._deployment, self._manifest, self._digests = deployment, manifest, list(digests)
-        self._environment = environment
+        self._environments = environments
         self._boards = deployment.boards  # the ring: D0, V1 … VN
         self._keys = [publics[device.name] for device in self._boards]
         self._units = {f"units/{path.name}": path.read_text(encoding="utf-8")
@@ -81,7 +82,7 @@ class _Rendering:
             "id": release, "cluster": self._deployment.cluster.name, "version": version("flowspec-edge"),
             "role": "verify" if place else "draft", "stage": place,
             "layers": list(self._deployment.ranges[place - 1]) if place else None,
-            "model": self._manifest.request, "environment": self._environment}
+            "model": self._manifest.request, "environment": self._environments[self._boards[place].name]}
         return json.dumps(told, indent=2, sort_keys=True) + "\n"
 
     def _worker(self, release: str, place: int, device: DeviceEntry) -> str:

@@ -45,7 +45,7 @@ def checks(problems: list[Problem], board: str) -> dict[str, Problem]:
 def test_a_board_that_only_lacks_systemd(boards: sshkit.Boards) -> None:
     """These boards have all but a systemd that started them; torch is really imported."""
     needs = {"board-1": Needs(10**6, 10**6, 10**6, (7702, 7703))}
-    assert [str(problem) for problem in preflight(changed(boards, sys.executable), needs)] == [
+    assert [str(problem) for problem in preflight(changed(boards, sys.executable), needs).problems] == [
         "board-1: systemd: the board was not started by systemd; services need it"]
 
 
@@ -66,7 +66,7 @@ def test_each_in_its_own_way(boards: sshkit.Boards, tmp_path: Path) -> None:
     with subprocess.Popen(listen, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as listener:
         assert listener.stdout is not None
         listener.stdout.readline()  # it listens
-        found = preflight(inventory, needs)
+        found = preflight(inventory, needs).problems
         listener.terminate()
     for pid in boards.running(1, f"{sys.executable} -m flowspec_edge.fleet.linktest"):
         boards.inside(1, "kill", str(pid))
@@ -90,7 +90,7 @@ def test_each_in_its_own_way(boards: sshkit.Boards, tmp_path: Path) -> None:
 @sshkit.needs_boards
 def test_what_ssh_cannot_do_is_told_apart(boards: sshkit.Boards, tmp_path: Path) -> None:
     inventory = changed(boards, BARE, board_0={"ssh_port": 23}, board_1={"address": "no-such-host.invalid"})
-    closed, unknown = preflight(inventory, {"board-0": Needs(), "board-1": Needs()})
+    closed, unknown = preflight(inventory, {"board-0": Needs(), "board-1": Needs()}).problems
     assert closed.found.startswith("nothing answers at port 23 (")
     assert unknown.found.startswith("the name no-such-host.invalid is unknown here (")
     other = tmp_path / "config"
@@ -99,7 +99,7 @@ def test_what_ssh_cannot_do_is_told_apart(boards: sshkit.Boards, tmp_path: Path)
         f"{boards.directory}/%C", "none"))
     inventory = inventory.model_copy(update={
         "cluster": inventory.cluster.model_copy(update={"ssh_config": str(other)})})
-    (stranger,) = preflight(inventory, {"board-2": Needs()})
+    (stranger,) = preflight(inventory, {"board-2": Needs()}).problems
     assert stranger.check == "ssh"
     assert stranger.found.startswith("its host key is unknown here, or not the one that was known (")
     assert "ssh-keyscan -p 22 10.77.0.3" in stranger.advice
@@ -107,10 +107,10 @@ def test_what_ssh_cannot_do_is_told_apart(boards: sshkit.Boards, tmp_path: Path)
 
 @sshkit.needs_boards
 def test_a_python_that_is_none(boards: sshkit.Boards) -> None:
-    (missing,) = preflight(changed(boards, "python4"), {"board-2": Needs()})
+    (missing,) = preflight(changed(boards, "python4"), {"board-2": Needs()}).problems
     assert missing.check == "python"
     assert missing.found == "there is no python4"
-    (strange,) = preflight(changed(boards, "echo"), {"board-2": Needs()})
+    (strange,) = preflight(changed(boards, "echo"), {"board-2": Needs()}).problems
     assert "see whether it is a Python" in strange.found
 
 

@@ -69,7 +69,8 @@ class Given:
 
     def render(self) -> tuple[str, dict[str, Files]]:
         publics = {device.name: key for device, key in zip(self.deployment.boards, self.keys, strict=True)}
-        return render(self.deployment, self.manifest, publics, self.digests, self.environment)
+        environments = {device.name: self.environment for device in self.deployment.boards}
+        return render(self.deployment, self.manifest, publics, self.digests, environments)
 
 
 @st.composite
@@ -190,6 +191,6 @@ def test_other_units_are_another_release(tmp_path: Path, monkeypatch: pytest.Mon
 def test_what_cannot_be_rendered() -> None:
     given = Given((1, 2), {}, 1, ("", "", ""), tuple(KEYS[:3]), (), "0" * 64, "fp16", "0" * 64)
     with pytest.raises(FlowspecError, match=r"board-2: there is no public key of it in /lab/keys"):
-        render(given.deployment, given.manifest, {"board-0": KEYS[0], "board-1": KEYS[1]}, (), "0")
+        render(given.deployment, given.manifest, {"board-0": KEYS[0], "board-1": KEYS[1]}, (), {})
     with pytest.raises(FlowspecError, match=r"is cut into \[\(0, 2\), \(2, 3\)\], and .* cut it again"):
-        render(given.deployment, replace(given, lengths=(2, 1)).manifest, {}, (), "0")
+        render(given.deployment, replace(given, lengths=(2, 1)).manifest, {}, (), {})
