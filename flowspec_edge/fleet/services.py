@@ -85,8 +85,9 @@ class FleetStatus:
 
     @property
     def release(self) -> str | None:
-        """The release that all boards run; None if there is none, or they differ."""
-        found = {board.current.id if board.current else None for board in self.boards}
+        """The release that the boards have, less those that have none: a cluster may leave a board out.
+        None if there is none, or they differ."""
+        found = {board.current.id for board in self.boards if board.current}
         return next(iter(found)) if len(found) == 1 else None
 
     @property
@@ -96,8 +97,9 @@ class FleetStatus:
 
     @property
     def ok(self) -> bool:
-        """Whether all boards run one release, and it is ready."""
-        return self.release is not None and self.ready and all(b.state == "active" for b in self.boards)
+        """Whether all boards that have a release run the same, it is ready, and every board answers."""
+        runs = all(board.state == "active" for board in self.boards if board.current)
+        return self.release is not None and self.ready and runs and not any(b.error for b in self.boards)
 
     @property
     def reason(self) -> str:
