@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flowspec_edge.errors import FlowspecError
+
 if TYPE_CHECKING:
     from flowspec_edge.fleet.board_keys import BoardKey
 
@@ -52,6 +54,53 @@ def show(
             print(_line(board, board.name in known))
     if any(board.error for board in boards):
         raise typer.Exit(1)
+
+
+@app.command()
+def rotate(
+    cluster: ClusterOption,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
+    """Give every board of a running cluster another key pair, and have the services use it.
+
+    Boards make their pairs themselves.  It ends when a token has come through the pipeline with the new
+    ones; if that fails, every board goes back to the pair that it had.
+
+    Examples:
+
+      flowspec keys rotate --cluster cluster.toml
+    """
+    from flowspec_edge.cli.deploy_show import watching
+    from flowspec_edge.fleet.board_keys import rotate_keys
+    from flowspec_edge.fleet.deployment import resolve_deployment
+    from flowspec_edge.fleet.inventory import load_inventory
+    from flowspec_edge.fleet.rollout import Rollout
+    from flowspec_edge.fleet.services import control, look
+    from flowspec_edge.fleet.ssh import python_for
+
+    deployment = resolve_deployment(load_inventory(cluster), cluster)
+    inventory = deployment.decided
+    status = look(inventory)
+    if status.release is None or not status.ready:
+        raise FlowspecError("keys are rotated while the cluster is ready, and it is not: see flowspec deploy "
+                            "status")
+    with watching(as_json) as watch:
+        def apply() -> None:
+            report = Rollout(deployment, watch).up()
+            if failures := [*report.problems, *(board.error for board in report.boards if board.error)]:
+                raise FlowspecError("; ".join(failures))
+
+        def restore() -> None:
+            control(inventory, "restart")
+
+        publics = rotate_keys(inventory, deployment.boards,
+                              {device.name: python_for(inventory, device) for device in deployment.boards},
+                              deployment.keys, apply, restore)
+    if as_json:
+        print(json.dumps({"ok": True, "boards": [{"name": name, "public": public}
+                                                 for name, public in publics.items()]}))
+    else:
+        print(f"{len(publics)} boards have new keys, and a token came through the pipeline with them")
 
 
 def _line(board: BoardKey, is_recorded: bool) -> str:
