@@ -21,8 +21,14 @@ from flowspec_edge.runtime.workerconfig import WorkerConfig
 from flowspec_edge.transport import keys
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
+def own_address() -> str:
+    """A loopback address that no other process uses: a port that is free there stays free."""
+    pid = os.getpid()
+    return f"127.{1 + (pid >> 16) % 250}.{pid >> 8 & 255}.{pid & 255}"
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    with socket.create_server((host, 0)) as server:
         return int(server.getsockname()[1])
 
 
@@ -61,19 +67,24 @@ class Services:
 
     def __init__(self, model: Path, directory: Path, changes: dict[str, object] | None = None) -> None:
         """``changes``: what differs from the usual configuration of the draft device."""
+        directory.mkdir(exist_ok=True)
         stages = Manifest.read(model).stages
         pairs = [keys.generate() for _ in range(stages + 1)]
         files = [directory / f"key{place}" for place in range(stages + 1)]
         for pair, file in zip(pairs, files, strict=True):
             keys.save(pair, file)
         public = [pair.public.decode() for pair in pairs]
-        control, output, *listen = (f"tcp://127.0.0.1:{free_port()}" for _ in range(stages + 2))
+        host = own_address()
+        control, output, *listen = (f"tcp://{host}:{free_port(host)}" for _ in range(stages + 2))
         following = [*listen[1:], output]
-        self.directory, self.port = directory, free_port()
+        self.directory, port = directory, free_port(host)
+        self.url = f"http://{host}:{port}"
         self.draft_file = directory / "draft.toml"
         self.worker_files = [directory / f"verify-{stage}.toml" for stage in range(1, stages + 1)]
         for i, file in enumerate(self.worker_files):
+            # A forked stage has a parent, and would not wait as long for a draft device that imports.
             file.write_text(WorkerConfig(
+                lost_after_s=PATIENCE,
                 instance=f"v{i + 1}-r1", stage=i + 1, stages=stages, model=str(model), threads=1,
                 control=control, listen=listen[i], next=following[i], key_file=str(files[i + 1]),
                 control_key=public[0], previous_key=public[i], next_key=public[(i + 2) % len(public)]).dump())
@@ -81,7 +92,7 @@ class Services:
             "cluster": "test", "model": str(model), "name": "tiny", "dtype": "fp32", "control": control,
             "output": output, "first": listen[0], "key_file": str(files[0]), "worker_keys": public[1:],
             "instances": [f"v{stage}-r1" for stage in range(1, stages + 1)], "threads": 1,
-            "port": self.port, **(changes or {})})
+            "host": host, "port": port, **(changes or {})})
         self.draft_file.write_text(self.draft.dump())
         self.workers: dict[int, Nursling | subprocess.Popen[bytes]] = {}
 
@@ -99,6 +110,8 @@ class Services:
     def close(self) -> None:
         for stage in self.workers:
             self.kill(stage)
+        for file in sorted(self.directory.glob("said*")):  # shown with a test that failed
+            print(file.name, file.read_text())
 
 
 def command(name: str, config: Path, *arguments: str) -> list[str]:

@@ -32,6 +32,9 @@ _ANSWER_TOKENS = 1024
 def draft(
     config: ConfigOption,
     key_file: KeyFileOption = None,
+    api_key_file: Annotated[Path | None, typer.Option(
+        "--api-key-file", metavar="F", show_default=False,
+        help="The same of its api_key_file, if it names one.")] = None,
     log_json: Annotated[bool, typer.Option("--log-json", help="Log lines are JSON objects.")] = False,
 ) -> None:
     """Be the draft device of a cluster, until SIGTERM: meet its stages, and answer OpenAI's clients.
@@ -49,7 +52,7 @@ def draft(
             raise UsageError(f"{config} has no key_file: its links are not encrypted, and --key-file is of "
                              "no use")
         asked = asked.model_copy(update={"key_file": str(key_file)})
-    service = _service(asked)
+    service = _service(asked, api_key_file if asked.api_key_file else None)
     notifier = Notifier(os.environ)
 
     from flowspec_edge.runtime.met_clusters import Losses, MetClusters
@@ -69,25 +72,27 @@ def draft(
         notifier.stopping()
 
 
-def _service(config: DraftConfig) -> Service:
+def _service(config: DraftConfig, api_key_file: Path | None) -> Service:
     """UsageError for a model that is not there, or not made for so many stages."""
     model, params = resolve_model(config.model), Params()
     stages = stages_of(model, len(config.instances))
     require_runnable([config.strategy], model, params, "wall", stages)
     return Service(
         model=model, name=config.name, strategy=config.strategy, stages=stages, dtype=config.dtype,
-        params=params, chat_template=None, api_key=_api_key(config), queue=config.queue,
+        params=params, chat_template=None, api_key=_api_key(config, api_key_file), queue=config.queue,
         at_once=config.at_once or max(2, stages), context=config.context, answer_tokens=_ANSWER_TOKENS,
         ready_within=config.ready_within_s, rejoin_within=config.rejoin_within_s, cluster=config.cluster)
 
 
-def _api_key(config: DraftConfig) -> str | None:
+def _api_key(config: DraftConfig, file: Path | None) -> str | None:
+    """What clients must send, from ``file`` instead of where the configuration says; None: nothing."""
     if not config.api_key_file:
         return None
+    file = file or Path(config.api_key_file)
     try:
-        key = Path(config.api_key_file).read_text(encoding="ascii").strip()
+        key = file.read_text(encoding="ascii").strip()
     except OSError as error:
-        raise UsageError(f"cannot read the API key {config.api_key_file}: {error.strerror}") from error
+        raise UsageError(f"cannot read the API key {file}: {error.strerror}") from error
     except UnicodeDecodeError:
         key = ""
     if not key:

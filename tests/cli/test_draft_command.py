@@ -50,7 +50,7 @@ def ear(tmp_path: Path) -> Iterator[Ear]:
 
 
 def answer(services: Services, tokens: int = 12) -> str:
-    with OpenAI(base_url=f"http://127.0.0.1:{services.port}/v1", api_key="none", max_retries=0) as client:
+    with OpenAI(base_url=f"{services.url}/v1", api_key="none", max_retries=0) as client:
         return client.completions.create(model="tiny", prompt=PROMPT, max_tokens=tokens,
                                          timeout=PATIENCE).choices[0].text
 
@@ -71,7 +71,7 @@ def test_it_waits_for_its_stages_and_for_one_that_is_killed(whole: Path, service
         services.start(1, forked)
         said = ear.until("READY=1")
         assert said[-1].startswith("READY=1\nSTATUS=flowspec: serving tiny (flowspec, 2 stages, fp32, "
-                                   f"cluster test) at http://127.0.0.1:{services.port}/v1")
+                                   f"cluster test) at {services.url}/v1")
         ear.until("WATCHDOG=1")  # though nobody asks for anything
         assert answer(services) == expected(whole)
         services.kill(2)
@@ -113,8 +113,6 @@ def failed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
     ({"host": "0.0.0.0"}, "others can reach 0.0.0.0"),
     ({"api_key_file": "/nowhere"}, "cannot read the API key /nowhere: No such file"),
     ({"api_key_file": "/dev/null"}, "/dev/null must hold an API key"),
-    ({"key_file": "", "worker_keys": [], "control": "tcp://192.0.2.1:7701"},
-     "control: tcp://192.0.2.1:7701 is beyond loopback, where links have to be encrypted"),
     ({"worker_keys": ["x", "y"]}, "'x' is not a CURVE key"),
 ])
 def test_a_wrong_configuration_is_one_line(sharded: Path, tmp_path: Path, changes: dict[str, object],
@@ -123,6 +121,17 @@ def test_a_wrong_configuration_is_one_line(sharded: Path, tmp_path: Path, change
     services = Services(sharded, tmp_path, changes)
     code, err = failed(capsys, "draft", "--config", str(services.draft_file))
     assert (code, says in err) == (2, True), err
+
+
+def test_links_beyond_loopback_without_keys_are_one_line(sharded: Path, tmp_path: Path,
+                                                         capsys: pytest.CaptureFixture[str]) -> None:
+    services = Services(sharded, tmp_path, {"key_file": "", "worker_keys": [], "unencrypted": True,
+                                            "control": "tcp://192.0.2.1:7701"})
+    text = services.draft_file.read_text()
+    services.draft_file.write_text(text.replace("unencrypted = true", "unencrypted = false"))
+    code, err = failed(capsys, "draft", "--config", str(services.draft_file))
+    assert code == 2
+    assert "control: tcp://192.0.2.1:7701 is beyond loopback, where links have to be encrypted" in err
 
 
 def test_a_number_of_stages_that_the_model_was_not_cut_into(sharded: Path, tmp_path: Path,
@@ -135,11 +144,21 @@ def test_a_key_file_elsewhere(sharded: Path, tmp_path: Path, capsys: pytest.Capt
     services = Services(sharded, tmp_path)
     config = ["--config", str(services.draft_file), "--key-file", "/nowhere"]
     assert "cannot read the key file /nowhere" in failed(capsys, "draft", *config)[1]
-    elsewhere = tmp_path / "open"
-    elsewhere.mkdir()
-    open_ = Services(sharded, elsewhere, {"key_file": "", "worker_keys": []})
+    open_ = Services(sharded, tmp_path / "open", {"key_file": "", "worker_keys": []})
     code, err = failed(capsys, "draft", "--config", str(open_.draft_file), "--key-file", "/nowhere")
     assert (code, "its links are not encrypted" in err) == (2, True)
+
+
+def test_an_api_key_elsewhere(sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """systemd gives an empty credential where the board has no such file."""
+    services = Services(sharded, tmp_path, {"host": "0.0.0.0", "api_key_file": "/etc/flowspec/api.key"})
+    config = ["--config", str(services.draft_file), "--api-key-file"]
+    (tmp_path / "empty").touch()
+    assert failed(capsys, "draft", *config, str(tmp_path / "empty")) == (
+        2, "flowspec: error: /etc/flowspec/api.key must hold an API key, of ASCII characters only\n")
+    closed = Services(sharded, tmp_path / "closed", {"host": "0.0.0.0"})  # which asks for none
+    assert "others can reach 0.0.0.0" in failed(
+        capsys, "draft", "--config", str(closed.draft_file), "--api-key-file", str(tmp_path / "empty"))[1]
 
 
 def test_a_worker_whose_configuration_is_wrong(sharded: Path, tmp_path: Path,

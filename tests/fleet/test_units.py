@@ -71,7 +71,9 @@ def test_the_units_name_the_places_that_deploy_fills() -> None:
     for unit in (draft, verify):
         assert f"\nUser={places.USER}\n" in unit
         assert f"\nLoadCredential=curve:{places.KEY}\n" in unit
-    shared = ["TimeoutStartSec", "WatchdogSec", "ExecStart", "Description"]
+    assert f"\nLoadCredential=api:{places.API_KEY}\n" in draft
+    shared = ["TimeoutStartSec", "WatchdogSec", "ExecStart", "Description", "LoadCredential=api",
+              "SetCredential"]
     kept = [[line for line in unit.splitlines() if "=" in line and not line.startswith(("#", *shared))]
             for unit in (draft, verify)]
     assert kept[0] == kept[1]
