@@ -161,6 +161,16 @@ def test_an_api_key_elsewhere(sharded: Path, tmp_path: Path, capsys: pytest.Capt
         capsys, "draft", "--config", str(closed.draft_file), "--api-key-file", str(tmp_path / "empty"))[1]
 
 
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """A worker takes them for its process, which here is the tests' own."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("own_signals")
 def test_a_worker_whose_configuration_is_wrong(sharded: Path, tmp_path: Path,
                                                capsys: pytest.CaptureFixture[str]) -> None:
     services = Services(sharded, tmp_path)
