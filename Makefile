@@ -35,7 +35,7 @@ soak: $(READY)
 
 # Five containers with a systemd each: root's alone.  The image is made once: a few minutes, 1.3 GB.
 test-fleet: $(READY)
-	$(BIN)/python -m pytest -m fleet
+	$(BIN)/python -m pytest -m fleet tests/e2e
 
 bench: $(READY)
 	for file in flowspec_edge/bench/micro_*.py; do \

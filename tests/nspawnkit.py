@@ -12,9 +12,11 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 import fleetkit
@@ -57,7 +59,20 @@ systemctl mask e2scrub_all.timer fstrim.timer
 
 def why_no_fleet() -> str:
     """Why this machine can have no such boards; empty if it can."""
-    return imagekit.lacking(_TOOLS) or fleetkit.why_no_bed()
+    return imagekit.lacking(_TOOLS) or fleetkit.why_no_bed() or _why_no_overlay()
+
+
+@cache
+def _why_no_overlay() -> str:
+    """Why the boards' disks cannot be where temporary files are; empty if they can."""
+    script = ("cd $0; mkdir disk work root; "
+              "mount -t overlay overlay -o lowerdir=/etc,upperdir=disk,workdir=work root")
+    with tempfile.TemporaryDirectory() as place:
+        done = subprocess.run(["unshare", "--mount", "--", "sh", "-ec", script, place], capture_output=True,
+                              text=True, env={"PATH": search_path()}, check=False)
+    if done.returncode:
+        return f"no overlay in {Path(place).parent} (TMPDIR may name another place): {done.stderr.strip()}"
+    return ""
 
 
 needs_fleet = fleetkit.needs("a fleet of containers", why_no_fleet())
