@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup demo test test-fleet check bench soak timelines clean
+.PHONY: setup demo test test-fleet test-aarch64 check bench soak timelines clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -28,14 +28,18 @@ check: $(READY)
 	$(BIN)/hadolint Dockerfile.jetson
 
 test: check
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not soak and not fleet'
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not soak and not fleet and not aarch64'
 
 soak: $(READY)
-	$(BIN)/python -m pytest -m 'soak and not fleet'
+	$(BIN)/python -m pytest -m 'soak and not fleet and not aarch64'
 
 # Five containers with a systemd each: root's alone.  The image is made once: a few minutes, 1.3 GB.
 test-fleet: $(READY)
 	$(BIN)/python -m pytest -m fleet tests/e2e
+
+# The boards' instruction set, emulated, with the oldest libraries that are allowed: slow.
+test-aarch64: $(READY)
+	$(BIN)/python -m pytest -m aarch64 tests/e2e
 
 bench: $(READY)
 	for file in flowspec_edge/bench/micro_*.py; do \

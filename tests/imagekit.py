@@ -6,21 +6,25 @@ there is always safe while no test runs.
 
 from __future__ import annotations
 
+import compileall
 import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from flowspec_edge.fleet.commands import search_path
 
+DEBIAN = {"x86_64": "amd64", "aarch64": "arm64"}
 REPOSITORY = Path(__file__).resolve().parent.parent
 _MIRROR = "http://deb.debian.org/debian"
 _SUITE = "bookworm"
+_SITE = "/usr/local/lib/python3.11/dist-packages"  # bookworm's
 _TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # asked where pip's own places have no CPU build
 
 
@@ -29,13 +33,12 @@ class Recipe:
     """What a root filesystem is made of: all of it, for its digest names the result."""
 
     name: str
-    arch: str  # as Debian calls it
+    machine: str  # as the kernel calls it: a key of DEBIAN
     packages: Sequence[str]
     wheels: Sequence[str]  # requirements, for the root's own Python
-    platform: str  # the wheels' platform tag
-    constraints: str  # the text of a constraints file for them
-    site: str  # the directory that they go to
-    script: str  # run in the root at the end
+    constraints: str = ""  # for them: the text of a constraints file; empty: they are all there is
+    script: str = ""  # run in the root at the end
+    configured: bool = True  # by the packages' own scripts, for which this machine must run its programs
 
     @property
     def place(self) -> Path:
@@ -55,12 +58,17 @@ def pins(*names: str) -> str:
     return "".join(line for line in lines if line.partition("==")[0] in names)
 
 
+def which(tool: str) -> str:
+    """The path of a tool; empty where it is missing."""
+    return shutil.which(tool, path=search_path()) or ""
+
+
 def lacking(tools: Sequence[tuple[str, str]]) -> str:
     """Why roots cannot be made or used here, by (tool, Debian package); empty if they can."""
     if os.geteuid() != 0:
         return "only root may make a root filesystem and boot it"
     for tool, package in tools:
-        if shutil.which(tool, path=search_path()) is None:
+        if not which(tool):
             return f"{tool} is missing (Debian package {package})"
     return ""
 
@@ -111,19 +119,38 @@ def _make(recipe: Recipe, root: Path, out: int) -> None:
                        env={**os.environ, "PATH": search_path()})
 
     # In mounts of its own: where it is killed, nothing stays mounted.
-    run(["unshare", "--mount", "--", "debootstrap", f"--arch={recipe.arch}", "--variant=minbase",
-         f"--include={','.join(recipe.packages)}", _SUITE, str(root), _MIRROR])
-    constraints = root.parent / f"{recipe.name}.constraints"
-    constraints.write_text(recipe.constraints)
-    version = next((root / "usr/bin").glob("python3.*[0-9]")).name.removeprefix("python")
-    install = [sys.executable, "-m", "pip", "install", "--target", f"{root}{recipe.site}", "--no-compile",
-               "--python-version", version, "--platform", recipe.platform, "--only-binary=:all:",
-               "--constraint", str(constraints), *recipe.wheels]
-    try:
-        run(install)
-    except subprocess.CalledProcessError:
-        run([*install, "--upgrade", "--extra-index-url", _TORCH_INDEX])
-    constraints.unlink()
-    run(inside(root, ["sh", "-exc", recipe.script]))
-    for archive in (root / "var/cache/apt/archives").glob("*.deb"):
+    run(["unshare", "--mount", "--", "debootstrap", f"--arch={DEBIAN[recipe.machine]}", "--variant=minbase",
+         *([] if recipe.configured else ["--foreign"]), f"--include={','.join(recipe.packages)}", _SUITE,
+         str(root), _MIRROR])
+    archives = sorted((root / "var/cache/apt/archives").glob("*.deb"))
+    if not recipe.configured:
+        for archive in archives:
+            run(["sh", "-ec", 'dpkg-deb --fsys-tarfile "$0" | tar -x --keep-directory-symlink -C "$1"',
+                 str(archive), str(root)])
+        for name in ("passwd", "group"):
+            shutil.copy(root / f"usr/share/base-passwd/{name}.master", root / "etc" / name)
+        (root / "srv").mkdir(exist_ok=True)
+    for archive in archives:
         archive.unlink()
+    _install(recipe, root, run)
+    if recipe.script:
+        run(inside(root, ["sh", "-exc", recipe.script]))
+
+
+def _install(recipe: Recipe, root: Path, run: Callable[[Sequence[str]], None]) -> None:
+    """Put the wheels where the root's Python finds them: this machine's pip does it."""
+    install = [sys.executable, "-m", "pip", "install", "--target", f"{root}{_SITE}", "--no-compile",
+               "--python-version", "3.11", "--only-binary=:all:"]
+    for tag in ("_2_28", "_2_27", "_2_26", "_2_24", "_2_17", "2014"):
+        install += ["--platform", f"manylinux{tag}_{recipe.machine}"]
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+        constraints.write(recipe.constraints)
+        constraints.flush()
+        install += ["--constraint", constraints.name] if recipe.constraints else ["--no-deps"]
+        try:
+            run([*install, *recipe.wheels])
+        except subprocess.CalledProcessError:
+            run([*install, "--upgrade", "--extra-index-url", _TORCH_INDEX, *recipe.wheels])
+    if sys.version_info[:2] == (3, 11):  # else each start of it compiles what it imports
+        # Some files are for newer Pythons: those fail, and nobody imports them.
+        compileall.compile_dir(f"{root}{_SITE}", quiet=2, stripdir=str(root))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import socket
 import subprocess
 import sys
@@ -31,20 +32,17 @@ _REBOOT = 133  # how systemd-nspawn ends when its container wants to be started 
 _TOOLS = (("systemd-nspawn", "systemd-container"), ("debootstrap", "debootstrap"),
           ("unshare", "util-linux"), ("setpriv", "util-linux"), ("nsenter", "util-linux"),
           ("ssh", "openssh-client"), ("ssh-keygen", "openssh-client"), ("rsync", "rsync"))
-_SITE = "/usr/local/lib/python3.11/dist-packages"
 _CGROUP = "flowspec-fleet-"
 
 # As JetPack has them: no pip, no ensurepip, but sudo without a password and rsync.
 BOARD = imagekit.Recipe(
-    name="fleet", arch="amd64",
+    name="fleet", machine=platform.machine(),
     packages=("systemd", "systemd-sysv", "dbus", "openssh-server", "python3", "sudo", "iproute2", "rsync",
               "kmod", "procps", "ca-certificates"),
-    wheels=("torch==2.13.0+cpu", "numpy"), platform="manylinux_2_28_x86_64",
+    wheels=("torch==2.13.0+cpu", "numpy"),
     constraints=imagekit.pins("torch", "numpy", "sympy", "mpmath", "networkx", "jinja2", "markupsafe",
                               "fsspec", "filelock", "typing-extensions", "setuptools"),
-    site=_SITE,
     script=f"""
-python3 -m compileall -q {_SITE} || true  # some files are for newer Pythons
 groupadd --system render
 useradd --create-home --shell /bin/bash --groups sudo,video,render {USER}
 echo '{USER} ALL=(ALL) NOPASSWD:ALL' > /etc/sudoers.d/{USER}
@@ -132,14 +130,15 @@ class Fleet:
         return self._bed.command(self.boards, argv)
 
     def run(self, argv: Sequence[str], timeout: float = PATIENCE,
-            check: bool = False) -> subprocess.CompletedProcess[str]:
-        """Run ``argv`` at the control place to its end."""
+            tree: Path = imagekit.REPOSITORY) -> subprocess.CompletedProcess[str]:
+        """Run ``argv`` at the control place, in the directory ``tree``, to its end."""
         return subprocess.run(self.command(argv), stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                              timeout=timeout, check=check)
+                              timeout=timeout, check=False, cwd=tree)
 
-    def flowspec(self, *arguments: str, timeout: float = PATIENCE) -> subprocess.CompletedProcess[str]:
-        """Run ``flowspec`` at the control place to its end: this repository's."""
-        return self.run([*FLOWSPEC, *arguments], timeout)
+    def flowspec(self, *arguments: str, timeout: float = PATIENCE,
+                 tree: Path = imagekit.REPOSITORY) -> subprocess.CompletedProcess[str]:
+        """Run a source tree's ``flowspec`` at the control place to its end."""
+        return self.run([sys.executable, "-m", "flowspec_edge.cli.main", *arguments], timeout, tree)
 
     def ssh(self, board: int, command: str) -> subprocess.CompletedProcess[str]:
         """Run ``command`` on a board as USER, over ssh from the control place."""
@@ -293,7 +292,6 @@ class Fleet:
         return [group for group in groups if group.is_dir()]
 
 
-FLOWSPEC = [sys.executable, "-m", "flowspec_edge.cli.main"]
 # Its mounts are its own: /run, where systemd-nspawn leaves things, and the disk.
 _START = """
 count=$1; shift
