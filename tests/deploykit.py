@@ -1,0 +1,81 @@
+"""A cluster that the tests deploy onto whole boards, and what they ask of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import imagekit
+from nspawnkit import Fleet
+
+from flowspec_edge.fleet import wheelhouse
+from flowspec_edge.fleet.own_wheel import build_wheel
+
+PROMPT = "The quick brown fox"
+PATIENCE = 900.0  # seconds for a command: five boards install and start at once, on slow machines
+
+
+class Cluster:
+    """Five boards, a cluster.toml for them, and `flowspec deploy` at the control place."""
+
+    def __init__(self, fleet: Fleet, directory: Path) -> None:
+        self.fleet = fleet
+        self.file = directory / "cluster.toml"
+        self._wheels = directory / "wheelhouse"
+        self._fill()
+        self.write()
+
+    def write(self, **settings: object) -> None:
+        """The cluster file, with ``settings`` in its [cluster]."""
+        self.fleet.write_cluster(self.file, **{"model": "demo", "context": 512, "keys": "keys",
+                                               "wheelhouse": str(self._wheels), **settings})
+
+    def deploy(self, *arguments: str, tree: Path = imagekit.REPOSITORY) -> dict[str, Any]:
+        """What a `flowspec deploy` command says with --json, whether it succeeds or not."""
+        done = self.fleet.flowspec("deploy", *arguments, "--cluster", str(self.file), "--json",
+                                   timeout=PATIENCE, tree=tree)
+        assert "Traceback" not in done.stderr, done.stderr
+        assert done.stdout, done.stderr
+        told: dict[str, Any] = json.loads(done.stdout)
+        assert told["ok"] == (not done.returncode), (told, done.stderr)
+        return told
+
+    def tokens(self, *options: str) -> list[int]:
+        """What the deployed cluster answers to PROMPT."""
+        done = self.fleet.flowspec("generate", PROMPT, "--cluster", str(self.file), "--json", *options,
+                                   timeout=PATIENCE)
+        assert not done.returncode, done.stderr
+        tokens: list[int] = json.loads(done.stdout)["tokens"]
+        return tokens
+
+    def becomes_ready(self, within: float = PATIENCE) -> dict[str, Any]:
+        """The cluster's status as soon as it is ready again: the boards see to that by themselves."""
+        deadline = time.monotonic() + within
+        while not (status := self.deploy("status"))["ok"]:  # asking the boards takes a while itself
+            assert time.monotonic() < deadline, status
+        return status
+
+    def _fill(self) -> None:
+        """Get the wheels here, for the control place has no network; they are kept beside the images."""
+        kept = imagekit.cache() / "wheelhouse"
+        for place in (kept, self._wheels):
+            place.mkdir(parents=True, exist_ok=True)
+        build_wheel(self._wheels)
+        _copy_others(kept, self._wheels)
+        torch = self.fleet.shell(0, "python3 -c 'import torch; print(torch.__version__)'").strip()
+        wheelhouse.fill(self._wheels, [wheelhouse.Target("3.11", platform.machine(), torch)])
+        _copy_others(self._wheels, kept)
+
+
+def _copy_others(source: Path, target: Path) -> None:
+    """Put all wheels but this package's own, which is another each time, into ``target``, too."""
+    for wheel in source.glob("*.whl"):
+        if not wheel.name.startswith("flowspec_edge-") and not (target / wheel.name).exists():
+            part = target / f"{wheel.name}.{os.getpid()}"
+            shutil.copyfile(wheel, part)
+            part.replace(target / wheel.name)  # whoever looks meanwhile finds whole ones

@@ -1,0 +1,141 @@
+"""A cluster's whole life on five boards: from nothing to tokens, through losses and releases, to nothing.
+
+The tests follow one another: each finds the cluster as the one before it left it, deployed.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import imagekit
+import nspawnkit
+import pytest
+from deploykit import PROMPT, Cluster
+
+from flowspec_edge.modeldir import resolve_model
+from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.sampling import Sampling
+from flowspec_edge.text import Tokenizer
+
+pytestmark = [pytest.mark.fleet, nspawnkit.needs_fleet]
+
+COUNT = 24
+# Of the boards' own system, whether something is deployed or not.
+_FILES = ("find / -xdev ( -path /proc -o -path /sys -o -path /run -o -path /tmp -o -path /var/tmp "
+          "-o -path /var/log -o -path /var/lib/systemd -o -name __pycache__ ) -prune -o -print")
+
+
+@pytest.fixture(scope="module")
+def bare(cluster: Cluster) -> list[set[str]]:
+    """The files of every board before anything was deployed."""
+    if cluster.deploy("status")["release"]:
+        assert cluster.deploy("down", "--purge")["ok"]
+    return [files(cluster, board) for board in range(cluster.fleet.boards)]
+
+
+@pytest.fixture(scope="module")
+def first(cluster: Cluster, bare: list[set[str]]) -> str:
+    """The id of a release that has been deployed on bare boards."""
+    cluster.write()
+    told = cluster.deploy("up")
+    assert told["ok"], told
+    assert all(board["changed"] for board in told["boards"])
+    release: str = told["release"]
+    return release
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Iterator[Path]:
+    """This source tree, but for a worker that ends as soon as a board starts it."""
+    tree = tmp_path / "tree"
+    left_out = shutil.ignore_patterns(".*", "tests", "docs", "__pycache__", "build", "dist")
+    shutil.copytree(imagekit.REPOSITORY, tree, ignore=left_out)
+    with (tree / "flowspec_edge/cli/worker.py").open("a") as worker:
+        worker.write("\nimport os\nimport sys\n\n"
+                     'if "NOTIFY_SOCKET" in os.environ:\n    sys.exit("broken on purpose")\n')
+    yield tree
+    shutil.rmtree(tree)
+
+
+def files(cluster: Cluster, board: int) -> set[str]:
+    return set(cluster.fleet.shell(board, _FILES.replace("(", r"\(").replace(")", r"\)")).splitlines())
+
+
+def plain(sampling: Sampling) -> list[int]:
+    """What one process with the whole model answers."""
+    demo = resolve_model("demo")
+    prompt = Tokenizer(demo).encode(PROMPT)
+    return PlainDecoder(demo.path).generate(prompt, COUNT, sampling, demo.stop_ids)[0]
+
+
+def answers_as_plain_decoding_does(cluster: Cluster) -> None:
+    asked = ("--max-new-tokens", str(COUNT), "--temperature")
+    assert cluster.tokens(*asked, "0") == plain(Sampling())
+    assert cluster.tokens(*asked, "1", "--seed", "3") == plain(Sampling(1.0, seed=3))
+
+
+def test_from_nothing_to_tokens(cluster: Cluster, first: str) -> None:
+    status = cluster.deploy("status")
+    assert (status["ok"], status["ready"], status["release"]) == (True, True, first)
+    assert [board["role"] for board in status["boards"]] == ["draft", *["verify"] * 4]
+    answers_as_plain_decoding_does(cluster)
+
+
+def test_a_second_run_changes_nothing(cluster: Cluster, first: str) -> None:
+    before = cluster.deploy("status")
+    told = cluster.deploy("up")
+    assert (told["ok"], told["changed"], told["release"]) == (True, 0, first), told
+    assert cluster.deploy("plan")["changed"] == 0
+    assert cluster.deploy("status")["boards"] == before["boards"]  # nothing was started anew
+
+
+def test_a_worker_that_is_killed_is_back(cluster: Cluster, first: str) -> None:
+    cluster.fleet.shell(2, "kill -KILL $(systemctl show -P MainPID flowspec-verify@2)")
+    # systemd tells of the death before the status can say otherwise.
+    restarts = "systemctl show -P NRestarts flowspec-verify@2"
+    cluster.fleet.shell(2, f"until [ $({restarts}) = 1 ]; do sleep 0.2; done")
+    status = cluster.becomes_ready()
+    assert [board["restarts"] for board in status["boards"]][2] == 1
+    answers_as_plain_decoding_does(cluster)
+
+
+@pytest.mark.parametrize("board", [3, 0])
+def test_a_board_that_restarts_is_back(cluster: Cluster, first: str, board: int) -> None:
+    cluster.fleet.reboot(board)
+    assert cluster.becomes_ready()["release"] == first
+    answers_as_plain_decoding_does(cluster)
+
+
+def test_an_upgrade_and_the_way_back(cluster: Cluster, first: str) -> None:
+    cluster.write(context=640)
+    told = cluster.deploy("up")
+    assert told["ok"], told
+    second = told["release"]
+    assert second != first
+    assert cluster.deploy("status")["release"] == second
+    answers_as_plain_decoding_does(cluster)
+    assert cluster.deploy("rollback")["ok"]
+    assert cluster.becomes_ready()["release"] == first
+    answers_as_plain_decoding_does(cluster)
+
+
+def test_a_broken_upgrade_is_taken_back(cluster: Cluster, first: str, broken: Path) -> None:
+    cluster.write()
+    before = cluster.becomes_ready()
+    told = cluster.deploy("up", tree=broken)
+    assert not told["ok"]
+    assert told["release"] != before["release"] == told["rolled_back"]
+    assert any("broken on purpose" in board["error"] for board in told["boards"]), told
+    assert cluster.becomes_ready()["release"] == before["release"]
+    answers_as_plain_decoding_does(cluster)
+
+
+def test_down_leaves_nothing(cluster: Cluster, first: str, bare: list[set[str]]) -> None:
+    assert cluster.deploy("down", "--purge")["ok"]
+    for board in range(cluster.fleet.boards):
+        assert files(cluster, board) == bare[board]
+        assert cluster.fleet.shell(board, "getent passwd flowspec || true; pgrep -u flowspec || true; "
+                                          "systemctl list-units --all --no-legend 'flowspec*'") == ""
+    assert not cluster.deploy("status")["ok"]
