@@ -93,7 +93,7 @@ def down(
 
     inventory = load_inventory(cluster)
     with watching(as_json) as watch:
-        report = take_down(inventory, purge, watch)
+        report = take_down(inventory, cluster.absolute().parent / inventory.cluster.keys, purge, watch)
     conclude(report, "taken down", as_json)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,13 +130,17 @@ def record(directory: Path, publics: Mapping[str, str]) -> None:
         raise FlowspecError(f"cannot record the boards' keys in {directory}: {error.strerror}") from error
 
 
+def forget(directory: Path, names: Iterable[str]) -> None:
+    """Boards that have no key any more are to be new ones when they come again."""
+    for name in names:
+        _file(directory, name).unlink(missing_ok=True)
+
+
 def _take_back(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[str, str],
                directory: Path, before: Mapping[str, str], path: str) -> None:
     """As it was, on every board that can be reached, and here."""
     _ask(inventory, devices, pythons, "undo", path)
-    for device in devices:
-        if device.name not in before:
-            _file(directory, device.name).unlink(missing_ok=True)
+    forget(directory, (device.name for device in devices if device.name not in before))
     record(directory, before)
 
 

@@ -16,11 +16,10 @@ from flowspec_edge.fleet.deployment import PLAN_DTYPES, Deployment, resolve_depl
 from flowspec_edge.fleet.fitting import Fitting
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 from flowspec_edge.fleet.preflight import probe
+from flowspec_edge.fleet.requirements import PROCESS_BYTES
 from flowspec_edge.manifest import DRAFT, Manifest, stage_part
 from flowspec_edge.runtime.coordinator import cache_rows
 from flowspec_edge.strategies.params import Params
-
-_PROCESS_BYTES = 400_000_000  # beside weights and caches: interpreter, torch, transformers
 
 
 def check_model(inventory: Inventory, path: Path) -> dict[str, Finding]:
@@ -59,7 +58,7 @@ def needed(deployment: Deployment) -> dict[str, int]:
         problem = Fitting(str(model.path), PLAN_DTYPES[cluster.dtype], cluster, deployment.at_once,
                           len(stages) + 1, {}).problem
         sizes = [problem.d0, *(problem.stage(hi - lo, i == 0) for i, (lo, hi) in enumerate(stages))]
-    return {device.name: size + _PROCESS_BYTES
+    return {device.name: size + PROCESS_BYTES
             for device, size in zip(deployment.boards, sizes, strict=True)}
 
 

@@ -70,6 +70,14 @@ class ClusterSettings(Strict):
     serve_host: Address = "127.0.0.1"  # where the draft device answers; beyond loopback with a key alone
     serve_port: Port = 8000
 
+    @property
+    def serves_others(self) -> bool:
+        """Whether clients beyond the draft device may ask it: those with its key."""
+        try:
+            return not ipaddress.ip_address(self.serve_host).is_loopback
+        except ValueError:
+            return self.serve_host != "localhost"
+
     @field_validator("strategy")
     @classmethod
     def _is_a_pipelines(cls, value: str) -> str:
@@ -84,7 +92,7 @@ class ClusterSettings(Strict):
     @model_validator(mode="after")
     def _ports_differ(self) -> ClusterSettings:
         ports = {"control_port": self.control_port, "data_port": self.data_port,
-                 "peer_port": self.peer_port, "group_port": self.group_port}
+                 "peer_port": self.peer_port, "group_port": self.group_port, "serve_port": self.serve_port}
         for key, port in ports.items():
             if list(ports.values()).count(port) > 1:
                 other = next(name for name, own in ports.items() if own == port and name != key)

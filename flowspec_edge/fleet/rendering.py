@@ -8,7 +8,6 @@ there.
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import json
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -104,7 +103,7 @@ class _Rendering:
             instances=[_instance(release, place) for place in range(1, stages + 1)], digests=self._digests,
             key_file=places.KEY, worker_keys=self._keys[1:], context=cluster.context,
             at_once=self._deployment.at_once, host=cluster.serve_host, port=cluster.serve_port,
-            api_key_file="" if _is_loopback(cluster.serve_host) else places.API_KEY).dump()
+            api_key_file=places.API_KEY if cluster.serves_others else "").dump()
 
     @property
     def _model(self) -> str:
@@ -114,10 +113,3 @@ class _Rendering:
 def _instance(release: str, stage: int) -> str:
     """A stage of another release is a stranger to D0."""
     return f"v{stage}-{release[:8]}"
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.fleet.board_keys import forget
 from flowspec_edge.fleet.commands import as_root
 from flowspec_edge.fleet.desired import BoardState, Reach
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
@@ -71,8 +73,9 @@ def activate(inventory: Inventory, releases: Mapping[str, Installed | None], boo
         books.run("activate", states, f"back to the release before: {says}")
 
 
-def take_down(inventory: Inventory, purge: bool = False, watch: Watch | None = None) -> Report:
-    """Services neither run nor come back; with ``purge`` nothing of flowspec is left on the boards.
+def take_down(inventory: Inventory, keys: Path, purge: bool = False, watch: Watch | None = None) -> Report:
+    """Services neither run nor come back; with ``purge`` nothing of flowspec is left on the boards, nor are
+    their keys in ``keys``, the directory of the public ones.
 
     FlowspecError if a board cannot be reached: then none is touched.
     """
@@ -81,6 +84,7 @@ def take_down(inventory: Inventory, purge: bool = False, watch: Watch | None = N
     states = [BoardState(device.name, reach_of(inventory, device)) for device in inventory.device]
     if books.run("down", states, "stopping services") and purge:
         books.run("purge", states, "removing everything")
+        forget(keys, (state.name for state in states if not books.error(state.name)))
     return books.report(touched=True)
 
 

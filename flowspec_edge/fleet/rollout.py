@@ -16,7 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet import board_keys, services, shipping, wheelhouse
+from flowspec_edge.fleet.client_key import make_client_key
 from flowspec_edge.fleet.deployment import Deployment
 from flowspec_edge.fleet.desired import BoardState, Environment, Step
 from flowspec_edge.fleet.inventory import DeviceEntry
@@ -134,6 +136,12 @@ class Rollout:
         found = board_keys.collect(self._inventory, self._boards, _python(states), self._deployment.keys)
         for board in found:
             self._books.book(Step(board.name, "key", board.made), board.error)
+        draft = self._deployment.draft
+        if self._inventory.cluster.serves_others and not self._books.failed:
+            try:
+                self._books.book(Step(draft.name, "clients' key", make_client_key(self._inventory, draft)))
+            except FlowspecError as error:
+                self._books.book(Step(draft.name, "clients' key", changed=False), str(error))
         return None if self._books.failed else {board.name: board.public for board in found}
 
     def _ship(self, manifest: Manifest, states: Sequence[BoardState]) -> bool:
