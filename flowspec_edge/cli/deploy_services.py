@@ -141,7 +141,7 @@ def _show(name: str, found: FleetStatus) -> None:
     for board in found.boards:
         here = board.current
         role = "" if here is None else "D0" if here.role == "draft" else f"V{here.stage}"
-        table.add_row(escape(board.name), role, here.id if here else "", _state(board), board.since,
+        table.add_row(escape(board.name), role, here.id if here else "", _state(board), _moment(board.since),
                       str(board.restarts) if here else "")
     console.print(table)
     for board in found.boards:
@@ -152,6 +152,12 @@ def _show(name: str, found: FleetStatus) -> None:
     else:
         why = f": {escape(found.reason)}" if found.reason else ""
         console.print(f"{escape(name)} is not ready{why}", soft_wrap=True)
+
+
+def _moment(since: str) -> str:
+    """systemd's "Sun 2026-11-22 01:24:54 UTC", without what a person knows."""
+    words = since.split()
+    return " ".join(words[1:3]) if len(words) == 4 else since
 
 
 def _state(board: BoardStatus) -> str:
