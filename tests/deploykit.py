@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shutil
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -35,20 +36,27 @@ class Cluster:
         self.fleet.write_cluster(self.file, **{"model": "demo", "context": 512, "keys": "keys",
                                                "wheelhouse": str(self._wheels), **settings})
 
+    def flowspec(self, *arguments: str, tree: Path = imagekit.REPOSITORY) -> subprocess.CompletedProcess[str]:
+        """A command for this cluster, run to its end."""
+        return self.fleet.flowspec(*arguments, "--cluster", str(self.file), timeout=PATIENCE, tree=tree)
+
     def deploy(self, *arguments: str, tree: Path = imagekit.REPOSITORY) -> dict[str, Any]:
         """What a `flowspec deploy` command says with --json, whether it succeeds or not."""
-        done = self.fleet.flowspec("deploy", *arguments, "--cluster", str(self.file), "--json",
-                                   timeout=PATIENCE, tree=tree)
+        done = self.flowspec("deploy", *arguments, "--json", tree=tree)
         assert "Traceback" not in done.stderr, done.stderr
         assert done.stdout, done.stderr
         told: dict[str, Any] = json.loads(done.stdout)
         assert told["ok"] == (not done.returncode), (told, done.stderr)
         return told
 
+    def timed(self, *arguments: str) -> tuple[dict[str, Any], float]:
+        """The same, and the seconds that the whole command took."""
+        began = time.monotonic()
+        return self.deploy(*arguments), time.monotonic() - began
+
     def tokens(self, *options: str) -> list[int]:
         """What the deployed cluster answers to PROMPT."""
-        done = self.fleet.flowspec("generate", PROMPT, "--cluster", str(self.file), "--json", *options,
-                                   timeout=PATIENCE)
+        done = self.flowspec("generate", PROMPT, "--json", *options)
         assert not done.returncode, done.stderr
         tokens: list[int] = json.loads(done.stdout)["tokens"]
         return tokens

@@ -6,14 +6,11 @@ Knows their options.  Does not know the order of things (``fleet.rollout``) nor 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from flowspec_edge.cli.deploy_services import CLUSTER, ClusterOption, JsonOption
-
-if TYPE_CHECKING:
-    from flowspec_edge.fleet.deployment import Deployment
 
 
 def plan(cluster: ClusterOption = CLUSTER, as_json: JsonOption = False) -> None:
@@ -27,15 +24,7 @@ def plan(cluster: ClusterOption = CLUSTER, as_json: JsonOption = False) -> None:
 
       flowspec deploy plan --cluster lab.toml --json
     """
-    from flowspec_edge.cli.deploy_show import conclude, show_decision, watching
-    from flowspec_edge.fleet.rollout import Rollout
-
-    deployment = _deployment(cluster)
-    if not as_json:
-        show_decision(deployment)
-    with watching(as_json) as watch:
-        report = Rollout(deployment, watch).plan()
-    conclude(report, "planned", as_json, dry_run=True)
+    _roll_out(cluster, as_json, dry_run=True)
 
 
 def up(cluster: ClusterOption = CLUSTER, as_json: JsonOption = False) -> None:
@@ -50,15 +39,7 @@ def up(cluster: ClusterOption = CLUSTER, as_json: JsonOption = False) -> None:
 
       flowspec deploy up --cluster lab.toml --json
     """
-    from flowspec_edge.cli.deploy_show import conclude, show_decision, watching
-    from flowspec_edge.fleet.rollout import Rollout
-
-    deployment = _deployment(cluster)
-    if not as_json:
-        show_decision(deployment)
-    with watching(as_json) as watch:
-        report = Rollout(deployment, watch).up()
-    conclude(report, "deployed", as_json)
+    _roll_out(cluster, as_json)
 
 
 def rollback(cluster: ClusterOption = CLUSTER, as_json: JsonOption = False) -> None:
@@ -97,8 +78,16 @@ def down(
     conclude(report, "taken down", as_json)
 
 
-def _deployment(cluster: Path) -> Deployment:
+def _roll_out(cluster: Path, as_json: bool, dry_run: bool = False) -> None:
+    from flowspec_edge.cli.deploy_show import conclude, show_decision, watching
     from flowspec_edge.fleet.deployment import resolve_deployment
     from flowspec_edge.fleet.inventory import load_inventory
+    from flowspec_edge.fleet.rollout import Rollout
 
-    return resolve_deployment(load_inventory(cluster), cluster)
+    deployment = resolve_deployment(load_inventory(cluster), cluster)
+    if not as_json:
+        show_decision(deployment)
+    with watching(as_json) as watch:
+        rollout = Rollout(deployment, watch)
+        report = rollout.plan() if dry_run else rollout.up()
+    conclude(report, "deployed", as_json, dry_run)

@@ -5,6 +5,7 @@ The tests follow one another: each finds the cluster as the one before it left i
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,6 +102,18 @@ def test_a_worker_that_is_killed_is_back(cluster: Cluster, first: str) -> None:
     answers_as_plain_decoding_does(cluster)
 
 
+def test_services_are_stopped_started_and_read(cluster: Cluster, first: str) -> None:
+    assert cluster.deploy("stop")["ok"]
+    status = cluster.deploy("status")
+    assert ({board["state"] for board in status["boards"]}, status["ready"]) == ({"inactive"}, False)
+    assert cluster.deploy("start")["ok"]
+    assert cluster.deploy("status")["ok"]  # a token has come through: nothing to wait for
+    assert cluster.deploy("restart", "board-2")["ok"]
+    cluster.becomes_ready()
+    assert "flowspec: serving demo (flowspec, 4 stages" in cluster.flowspec("deploy", "logs", "board-0").stdout
+    answers_as_plain_decoding_does(cluster)
+
+
 @pytest.mark.parametrize("board", [3, 0])
 def test_a_board_that_restarts_is_back(cluster: Cluster, first: str, board: int) -> None:
     cluster.fleet.reboot(board)
@@ -130,6 +143,18 @@ def test_a_broken_upgrade_is_taken_back(cluster: Cluster, first: str, broken: Pa
     assert any("broken on purpose" in board["error"] for board in told["boards"]), told
     assert cluster.becomes_ready()["release"] == before["release"]
     answers_as_plain_decoding_does(cluster)
+
+
+def test_all_boards_get_other_keys(cluster: Cluster, first: str) -> None:
+    before = json.loads(cluster.flowspec("keys", "show", "--json").stdout)["boards"]
+    done = cluster.flowspec("keys", "rotate", "--json")
+    assert not done.returncode, done.stderr
+    after = json.loads(cluster.flowspec("keys", "show", "--json").stdout)["boards"]
+    for old, new in zip(before, after, strict=True):
+        assert new["public"] == new["recorded"] != old["public"]
+        assert new["error"] is None
+    answers_as_plain_decoding_does(cluster)
+    assert cluster.deploy("up")["changed"] == 0
 
 
 def test_down_leaves_nothing(cluster: Cluster, first: str, bare: list[set[str]]) -> None:
