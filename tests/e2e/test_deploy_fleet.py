@@ -110,7 +110,8 @@ def test_services_are_stopped_started_and_read(cluster: Cluster, first: str) -> 
     assert cluster.deploy("status")["ok"]  # a token has come through: nothing to wait for
     assert cluster.deploy("restart", "board-2")["ok"]
     cluster.becomes_ready()
-    assert "flowspec: serving demo (flowspec, 4 stages" in cluster.flowspec("deploy", "logs", "board-0").stdout
+    logs = cluster.flowspec("deploy", "logs", "board-0").stdout
+    assert "flowspec: serving demo (flowspec, 4 stages" in logs
     answers_as_plain_decoding_does(cluster)
 
 
