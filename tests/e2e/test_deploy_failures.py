@@ -32,9 +32,9 @@ FAULTS = (
     Fault("port taken", "systemd-run --unit=other python3 -m http.server 7702", "systemctl stop other",
           ("port", "7702 is taken by python3")),
     # The machine's clock cannot be set for one container: its Python is told another time.
-    Fault("clock wrong", "mkdir -p /usr/local/lib/python3.11/dist-packages; echo 'import time; real = "
-          "time.time; time.time = lambda: real() + 3600' > /usr/lib/python3/dist-packages/sitecustomize.py",
-          "rm /usr/lib/python3/dist-packages/sitecustomize.py", ("clock", "+36")),
+    Fault("clock wrong", "echo 'import time; time.time = lambda real=time.time: real() + 3600' > "
+          "/usr/lib/python3/dist-packages/clock.pth", "rm /usr/lib/python3/dist-packages/clock.pth",
+          ("clock", "+36")),
     # Nor its memory be taken away: it is told that there is less.
     Fault("too little memory", "sed 's/^MemAvailable:.*/MemAvailable: 99999 kB/' /proc/meminfo > /run/less; "
           "mount --bind /run/less /proc/meminfo", "umount /proc/meminfo", ("memory", "are needed")),

@@ -23,9 +23,10 @@ from flowspec_edge.text import Tokenizer
 pytestmark = [pytest.mark.fleet, nspawnkit.needs_fleet]
 
 COUNT = 24
-# Of the boards' own system, whether something is deployed or not.
+# Of the boards' own system, whether something is deployed or not; sudo notes who has used it.
 _FILES = ("find / -xdev ( -path /proc -o -path /sys -o -path /run -o -path /tmp -o -path /var/tmp "
-          "-o -path /var/log -o -path /var/lib/systemd -o -name __pycache__ ) -prune -o -print")
+          "-o -path /var/log -o -path /var/lib/systemd -o -name __pycache__ "
+          "-o -name .sudo_as_admin_successful ) -prune -o -print")
 
 
 @pytest.fixture(scope="module")
