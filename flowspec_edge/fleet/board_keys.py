@@ -131,9 +131,13 @@ def record(directory: Path, publics: Mapping[str, str]) -> None:
 
 
 def forget(directory: Path, names: Iterable[str]) -> None:
-    """Boards that have no key any more are to be new ones when they come again."""
-    for name in names:
-        _file(directory, name).unlink(missing_ok=True)
+    """Boards that have no key any more are to be new ones when they come again; FlowspecError if a file
+    cannot be removed."""
+    try:
+        for name in names:
+            _file(directory, name).unlink(missing_ok=True)
+    except OSError as error:
+        raise FlowspecError(f"cannot remove {error.filename}: {error.strerror}") from error
 
 
 def _take_back(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[str, str],

@@ -3,11 +3,12 @@
 Runs on a board by the system's own Python, before anything of ours is there, too: the standard library
 alone.  Knows systemd's properties and the links below /opt/flowspec.  Does not know the other boards.
 
-    python3 board_status.py HOME PORT    (its text comes on standard input: python3 - HOME PORT)
+    python3 - HOME HOST PORT API_KEY    (its text comes on standard input)
 """
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import subprocess
@@ -25,9 +26,12 @@ def read_release(link: str) -> Any:
     """What the release behind ``link`` says of itself; None if there is none, or it is not whole."""
     try:
         with open(os.path.join(link, "release.json"), encoding="utf-8") as file:
-            return json.load(file)
+            told = json.load(file)
     except (OSError, ValueError):
         return None
+    whole = (isinstance(told, dict) and isinstance(told.get("id"), str)
+             and told.get("role") in ("draft", "verify") and isinstance(told.get("stage"), int))
+    return told if whole else None
 
 
 def unit_of(release: dict[str, Any]) -> str:
@@ -66,21 +70,49 @@ def last_words(unit: str) -> str:
     return ""
 
 
-def ask_ready(port: int) -> Any:
-    """What the draft service's /ready says; the reason in words if nobody answers."""
+def read_key(path: str) -> str:
+    """The clients' key, which is root's; "" if it cannot be had."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=_ASK_S) as answer:
-            return json.loads(answer.read())
+        with open(path, encoding="ascii") as file:
+            return file.read().strip()
+    except PermissionError:
+        done = subprocess.run(["sudo", "-n", "cat", path], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                              stderr=subprocess.DEVNULL, text=True, check=False)
+        return done.stdout.strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def ask_ready(host: str, port: int, api_key: str, key: str = "") -> Any:
+    """What the draft service's /ready says; the reason in words if nobody answers.
+
+    ``api_key`` is the file with the clients' key, for a service that wants one.
+    """
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever proxy the board is told
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        name = f"[{host}]" if ":" in host else host
+        asked = urllib.request.Request(f"http://{name}:{port}/ready", headers=headers)
+        with direct.open(asked, timeout=_ASK_S) as answer:
+            told = answer.read()
     except urllib.error.HTTPError as error:
-        try:
-            return json.loads(error.read())
-        except ValueError:
-            return {"ready": False, "reason": f"HTTP {error.code}"}
-    except (OSError, ValueError) as error:
+        if error.code == 401:
+            if not key and (found := read_key(api_key)):
+                return ask_ready(host, port, api_key, found)
+            return {"ready": False, "reason": f"the service on port {port} refuses the key in {api_key}"}
+        told = error.read()
+    except (OSError, ValueError, http.client.HTTPException) as error:
         return {"ready": False, "reason": f"no answer on port {port}: {error}"}
+    try:
+        state: Any = json.loads(told)
+    except ValueError:
+        state = None
+    if isinstance(state, dict) and isinstance(state.get("ready"), bool):
+        return state
+    return {"ready": False, "reason": f"what answers on port {port} is no draft service"}
 
 
-def main(home: str, port: int) -> None:
+def main(home: str, host: str, port: int, api_key: str) -> None:
     """Print it."""
     current = read_release(os.path.join(home, "current"))
     told = {"current": current, "previous": read_release(os.path.join(home, "previous")), "unit": None,
@@ -88,9 +120,9 @@ def main(home: str, port: int) -> None:
     if current is not None:
         told["unit"] = show(unit_of(current))
         if current["role"] == "draft":
-            told["ready"] = ask_ready(port)
+            told["ready"] = ask_ready(host, port, api_key)
     print(json.dumps(told))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])

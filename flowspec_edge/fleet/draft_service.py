@@ -19,7 +19,6 @@ from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 from flowspec_edge.fleet.ssh import SshRunner, is_here
 
 _PATIENCE_S = 60.0  # without a byte; while an answer is waited for the service says so every few seconds
-_ANY = ("0.0.0.0", "::")
 _DATA = b"data: "
 
 
@@ -30,7 +29,7 @@ class DraftService:
         """``device``: the draft board.  Nothing is asked yet."""
         settings = inventory.cluster
         self._name = device.name
-        self._host = "127.0.0.1" if settings.serve_host in _ANY else settings.serve_host
+        self._host = settings.serve_address
         self._port = settings.serve_port
         self._ssh = None if is_here(device) else SshRunner(inventory, device)
         self._api_key = api_key

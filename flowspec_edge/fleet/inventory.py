@@ -78,6 +78,11 @@ class ClusterSettings(Strict):
         except ValueError:
             return self.serve_host != "localhost"
 
+    @property
+    def serve_address(self) -> str:
+        """Where the draft device itself finds its service."""
+        return "127.0.0.1" if self.serve_host in ("0.0.0.0", "::") else self.serve_host
+
     @field_validator("strategy")
     @classmethod
     def _is_a_pipelines(cls, value: str) -> str:

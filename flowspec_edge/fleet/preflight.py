@@ -137,7 +137,8 @@ def ask(inventory: Inventory, device: DeviceEntry, ports: Collection[int] = ()) 
     after = time.time()
     try:
         facts: dict[str, Any] = json.loads(said.splitlines()[-1])
-    except (IndexError, ValueError):
+        facts["python"]
+    except (LookupError, TypeError, ValueError):
         raise FlowspecError(f"{device.name} ({device.address}): {inventory.cluster.board_python} answers "
                             f"{said.strip()[-80:]!r}: see whether it is a Python") from None
     after -= facts.get("seconds", 0.0)

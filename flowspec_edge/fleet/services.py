@@ -18,10 +18,13 @@ from flowspec_edge.fleet import board_status
 from flowspec_edge.fleet.board_status import unit_of
 from flowspec_edge.fleet.commands import LocalRunner, Runner, as_root
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
-from flowspec_edge.fleet.places import HOME
+from flowspec_edge.fleet.places import API_KEY, HOME
 from flowspec_edge.fleet.ssh import SshRunner, is_here
 
-_START_S = 900.0  # a unit that starts may read its shard from a card for minutes
+_START_S = 960.0  # more than any unit gives itself to start: then it is systemd that says what is wrong
+# Whoever starts a unit by hand means it, however often it has failed before.
+_ACT = 'verb=$1; shift; [ "$verb" = stop ] || systemctl reset-failed "$1" 2>/dev/null; ' \
+       'exec systemctl "$verb" "$@"'
 Verb = Literal["start", "stop", "restart"]
 
 
@@ -103,8 +106,13 @@ class FleetStatus:
 
     @property
     def reason(self) -> str:
-        """Why it is not ready, as the draft service says; "" if it is, or nobody knows."""
-        return next((board.reason for board in self.boards if board.reason), "")
+        """Why it is not ready, as the draft service says, or what it lacks; "" if it is, or nobody knows."""
+        said = next((board.reason for board in self.boards if board.reason), "")
+        if said or self.release is not None or any(board.error for board in self.boards):
+            return said
+        if any(board.current for board in self.boards):
+            return "the boards have different releases: flowspec deploy up brings all to one"
+        return "nothing is deployed: flowspec deploy up"
 
     def as_json(self) -> dict[str, Any]:
         """For programs."""
@@ -131,17 +139,19 @@ def look_at(inventory: Inventory, device: DeviceEntry) -> BoardStatus:
     cluster = inventory.cluster
     try:
         told = json.loads(board_runner(inventory, device).run(
-            [cluster.board_python, "-", HOME, str(cluster.serve_port)], script).splitlines()[-1])
+            [cluster.board_python, "-", HOME, cluster.serve_address, str(cluster.serve_port), API_KEY],
+            script).splitlines()[-1])
+        unit, ready = told["unit"] or {}, told["ready"] or {}
+        return BoardStatus(
+            device.name, Installed.of(told["current"]), Installed.of(told["previous"]),
+            state=unit.get("state", "absent"), since=unit.get("since", ""), restarts=unit.get("restarts", 0),
+            status=unit.get("status", ""), said=unit.get("said", ""), ready=ready.get("ready"),
+            reason=ready.get("reason") or "")
     except FlowspecError as error:
         return BoardStatus(device.name, error=str(error))
-    except (ValueError, IndexError):
-        return BoardStatus(device.name, error=f"{device.name}: {cluster.board_python} gave no answer")
-    unit, ready = told["unit"] or {}, told["ready"] or {}
-    return BoardStatus(
-        device.name, Installed.of(told["current"]), Installed.of(told["previous"]),
-        state=unit.get("state", "absent"), since=unit.get("since", ""), restarts=unit.get("restarts", 0),
-        status=unit.get("status", ""), said=unit.get("said", ""), ready=ready.get("ready"),
-        reason=ready.get("reason") or "")
+    except (ValueError, LookupError, TypeError):
+        return BoardStatus(device.name, error=f"{device.name}: {cluster.board_python} gave no answer: see "
+                                              "whether board_python in the cluster file is a Python")
 
 
 def control(inventory: Inventory, verb: Verb, names: Sequence[str] = (),
@@ -149,12 +159,16 @@ def control(inventory: Inventory, verb: Verb, names: Sequence[str] = (),
     """``systemctl verb`` of the services on the boards ``names``, or on all; what failed, by board.
 
     Stages start before the draft device, which waits for a token through all of them, and stop after it.
-    ``done`` is called with every board and its error, "" without.  UsageError for an unknown board.
+    Where a stage has not started the draft device is told to start, and not waited for: it becomes ready
+    when the stage does.  Without ``names`` boards that the cluster leaves out are passed over.  ``done`` is
+    called with every board and its error, "" without.  UsageError for an unknown board.
     """
     boards = {device.name: device for device in chosen(inventory, names)}
     status = {board.name: board for board in look(inventory).boards if board.name in boards}
     failed = {name: board.error or f"{name}: nothing is deployed there: flowspec deploy up"
               for name, board in status.items() if board.current is None}
+    if not names and any(board.current for board in status.values()):
+        failed = {name: error for name, error in failed.items() if status[name].error}
     stages = [b for b in status.values() if b.current is not None and b.current.role == "verify"]
     drafts = [b for b in status.values() if b.current is not None and b.current.role == "draft"]
 
@@ -163,7 +177,9 @@ def control(inventory: Inventory, verb: Verb, names: Sequence[str] = (),
         error = ""
         try:
             runner = board_runner(inventory, boards[board.name], _START_S)
-            runner.run(as_root(["systemctl", verb, board.current.unit]))
+            lost = verb != "stop" and board.current.role == "draft" and failed
+            runner.run(as_root(["sh", "-c", _ACT, "sh", verb, board.current.unit,
+                                *(["--no-block"] if lost else [])]))
         except FlowspecError as failure:
             now = look_at(inventory, boards[board.name])
             error = f"{board.name}: {board.current.unit}: {now.said}" if now.said else str(failure)

@@ -121,6 +121,9 @@ def would_ship(model: Path, boards: Sequence[tuple[DeviceEntry, str]], inventory
                                                f"{inspect.getsource(shipping_store)}\n{call}\n"))
         except FlowspecError as error:
             return Shipped(board, asked, error=str(error))
+        except (ValueError, TypeError):
+            return Shipped(board, asked, error=f"{board}: {inventory.cluster.board_python} gave no answer: "
+                                               "see whether board_python in the cluster file is a Python")
         return Shipped(board, asked, bytes_sent=count, changed=new)
 
     with ThreadPoolExecutor(max(1, len(parts))) as pool:

@@ -10,6 +10,7 @@ import pytest
 from servekit import NAME, Held, running, served
 
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.fleet.board_status import ask_ready
 from flowspec_edge.serving.server import listen, url_of
 
 KEY = "correct horse"
@@ -27,6 +28,18 @@ def test_only_who_has_the_key_is_let_in(held: Held, model: Path) -> None:
                 assert server.http.get(path, headers=header).status_code == 401
         assert server.http.get("/health").status_code == 200
         assert server.http.get("/ready", headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
+
+
+def test_a_board_that_is_asked_for_its_status_finds_the_key(held: Held, model: Path, tmp_path: Path) -> None:
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    right.write_text(KEY)
+    wrong.write_text("correct hors")
+    with running(served(model), held, api_key=KEY) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        assert ask_ready(host, int(port), str(right))["ready"] is True
+        for file in (wrong, tmp_path / "none"):
+            found = ask_ready(host, int(port), str(file))
+            assert (found["ready"], str(file) in found["reason"]) == (False, True)
 
 
 def test_without_a_key_foreign_names_for_this_machine_are_refused(held: Held, model: Path) -> None:

@@ -1,0 +1,106 @@
+"""What boards say of themselves, put together; and boards that say nothing that makes sense."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from flowspec_edge.cli.main import main
+from flowspec_edge.fleet.board_status import ask_ready, read_release
+from flowspec_edge.fleet.services import BoardStatus, FleetStatus, Installed
+
+WHOLE = {"id": "a1", "role": "verify", "stage": 2, "model": "m"}
+
+
+def board(place: int, release: str | None = "a1", state: str = "active", **more: object) -> BoardStatus:
+    """D0 at 0, Vi at i."""
+    role = "verify" if place else "draft"
+    told = None if release is None else {"id": release, "role": role, "stage": place}
+    ready = {} if place or release is None else {"ready": True}
+    return BoardStatus(f"board-{place}", Installed.of(told), **{  # type: ignore[arg-type]
+        "state": "absent" if release is None else state, **ready, **more})
+
+
+@pytest.mark.parametrize(("boards", "release", "ready", "ok", "reason"), [
+    ([board(0), board(1), board(2)], "a1", True, True, ""),
+    ([board(0), board(1), board(2, None)], "a1", True, True, ""),  # the cluster leaves it out
+    ([board(0), board(1), board(2, None, error="board-2: silent")], "a1", True, False, ""),
+    ([board(0), board(1, state="failed")], "a1", True, False, ""),
+    ([board(0, ready=False, reason="V1 is lost"), board(1)], "a1", False, False, "V1 is lost"),
+    ([board(0), board(1, "b2")], None, True, False, "different releases"),
+    ([board(0, None), board(1, None)], None, False, False, "nothing is deployed: flowspec deploy up"),
+    ([board(0, None, error="board-0: silent"), board(1, None)], None, False, False, ""),
+])
+def test_a_cluster_is_well_if_all_of_it_is(boards: list[BoardStatus], release: str | None, ready: bool,
+                                           ok: bool, reason: str) -> None:
+    status = FleetStatus(boards)
+    assert (status.release, status.ready, status.ok) == (release, ready, ok)
+    assert reason in status.reason
+    assert bool(reason) == bool(status.reason)
+    told = json.loads(json.dumps(status.as_json()))
+    assert (told["ok"], told["release"], len(told["boards"])) == (ok, release, len(boards))
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", "{}", json.dumps({**WHOLE, "role": "cook"}),
+                                  json.dumps({**WHOLE, "stage": "2"}), json.dumps(WHOLE)[:-9]])
+def test_a_release_that_is_not_whole_is_none(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "release.json").write_text(text)
+    assert read_release(str(tmp_path)) is None
+    (tmp_path / "release.json").write_text(json.dumps(WHOLE))
+    assert read_release(str(tmp_path)) == WHOLE
+    assert Installed.of(WHOLE) == Installed("a1", "verify", 2, "flowspec-verify@2.service", "m")
+
+
+def test_another_program_on_the_port_is_no_draft_service(tmp_path: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # a board's own is for the world outside
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ready").write_text("[]")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as server:
+        threading.Thread(target=server.serve_forever).start()
+        port = server.server_address[1]
+        for _ in range(2):  # with the file, then with a page about its absence
+            assert ask_ready("127.0.0.1", port, "none") == {
+                "ready": False, "reason": f"what answers on port {port} is no draft service"}
+            (tmp_path / "ready").unlink(missing_ok=True)
+        server.shutdown()
+    assert ask_ready("127.0.0.1", port, "none")["reason"].startswith(f"no answer on port {port}: ")
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def junk(tmp_path: Path) -> str:
+    """A cluster on this machine, whose Python answers what nobody understands."""
+    file = tmp_path / "cluster.toml"
+    file.write_text('[cluster]\nname = "junk"\nmodel = "demo"\nboard_python = "/bin/echo"\n'
+                    + "".join(f'[[device]]\nname = "board-{place}"\naddress = "127.0.0.{place + 1}"\n'
+                              f'role = "{"verify" if place else "draft"}"\n' for place in range(2)))
+    return str(file)
+
+
+@pytest.mark.parametrize("command", ["status", "restart", "stop", "start"])
+def test_boards_that_answer_junk_are_named(junk: str, command: str,
+                                           capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["deploy", command, "--cluster", junk, "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert not told["ok"]
+    for found in told["boards"]:
+        assert found["error"].startswith(f"{found['name']}: /bin/echo gave no answer: ")
+
+
+@pytest.mark.parametrize("command", ["rollback", "down", "logs"])
+def test_nothing_is_done_to_boards_that_answer_junk(junk: str, command: str,
+                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["deploy", command, "--cluster", junk]) == 1
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith("flowspec: error: board-0: /bin/echo gave no answer: ")
+    assert command == "logs" or said.endswith("no board was touched")
