@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import typer
@@ -31,22 +32,26 @@ class Screen(Watch):
         self._progress = progress
         self._phase = progress.add_task("", total=None, says="")
         self._tasks: dict[str, TaskID] = {}
+        self._lock = Lock()  # boards tell of themselves from threads of their own
 
     def phase(self, name: str) -> None:
         """See :class:`Watch`."""
-        for task in self._tasks.values():
-            self._progress.remove_task(task)
-        self._tasks = {}
-        self._progress.update(self._phase, description=name)
+        with self._lock:
+            for task in self._tasks.values():
+                self._progress.remove_task(task)
+            self._tasks = {}
+            self._progress.update(self._phase, description=name)
 
     def step(self, step: Step) -> None:
         """See :class:`Watch`."""
-        self._progress.update(self._task(step.board), says=step.name)
+        with self._lock:
+            self._progress.update(self._task(step.board), says=step.name)
 
     def amount(self, what: str, done: int, total: int) -> None:
         """See :class:`Watch`."""
         says = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB"
-        self._progress.update(self._task(what), completed=done, total=total, says=says)
+        with self._lock:
+            self._progress.update(self._task(what), completed=done, total=total, says=says)
 
     def _task(self, name: str) -> TaskID:
         if name not in self._tasks:
@@ -114,12 +119,8 @@ def _print_steps(report: Report, dry_run: bool) -> None:
 
 
 def _summary(report: Report, failures: list[str]) -> str:
-    if report.rolled_back:
-        end = f"release {report.rolled_back} runs again on all boards"
-    elif report.touched:
-        end = "no release before it is there to go back to, so its services are stopped"
-    else:
-        end = "what runs on the boards was left alone; the next flowspec deploy up goes on from here"
+    end = report.left or ("what runs on the boards was left alone; the next flowspec deploy up goes on from "
+                          "here")
     return f"{failures[0] if len(failures) == 1 else f'{len(failures)} things are in the way'}; {end}"
 
 

@@ -30,8 +30,7 @@ def run(phase: Phase, boards: Sequence[BoardState], dry_run: bool = False,
     ``changed`` says whether it would be.  ``on_step`` and ``on_error`` (a board's name, its one line)
     are called as things happen.  UsageError without pyinfra; FlowspecError if the process is lost.
     """
-    if find_spec("pyinfra") is None:
-        raise UsageError("deploying needs pyinfra: pip install 'flowspec-edge[deploy]'")
+    require()
     if not boards:
         return []
     outcomes = {board.name: Outcome(board.name) for board in boards}
@@ -62,6 +61,12 @@ def run(phase: Phase, boards: Sequence[BoardState], dry_run: bool = False,
                                 f"{'was' if len(unheard) == 1 else 'were'} done: "
                                 + (last_line(said.read()) or f"exit code {child.returncode}"))
     return list(outcomes.values())
+
+
+def require() -> None:
+    """UsageError without pyinfra."""
+    if find_spec("pyinfra") is None:
+        raise UsageError("deploying needs pyinfra: pip install 'flowspec-edge[deploy]'")
 
 
 def _send(child: subprocess.Popen[str], line: str) -> None:

@@ -19,6 +19,9 @@ from flowspec_edge.fleet.rollout_books import Books
 from flowspec_edge.fleet.rollout_report import Report, Watch
 from flowspec_edge.fleet.services import BoardStatus, FleetStatus, Installed, board_runner, look
 
+_MIXED = ("boards may run different releases, or none: see flowspec deploy status; flowspec deploy up brings "
+          "all to one")
+
 
 def reach_of(inventory: Inventory, device: DeviceEntry) -> Reach:
     """How the engine gets to a board."""
@@ -29,11 +32,14 @@ def reach_of(inventory: Inventory, device: DeviceEntry) -> Reach:
 def roll_back(inventory: Inventory, watch: Watch | None = None) -> Report:
     """Bring all boards to the release before the one that runs; again, and they are where they were.
 
-    FlowspecError if a board cannot be reached, or has none, or another than the others.
+    FlowspecError if a board cannot be reached, or has none, or another than the others.  Boards without any
+    release are left alone: the cluster leaves them out.
     """
     status = look(inventory)
     _require_answers(status)
-    befores = {board.name: board.previous for board in status.boards}
+    if not any(board.current for board in status.boards):
+        raise FlowspecError("nothing is deployed: flowspec deploy up")
+    befores = {board.name: board.previous for board in status.boards if board.current or board.previous}
     absent = [name for name, release in befores.items() if release is None]
     if absent:
         raise FlowspecError(f"{', '.join(absent)}: there is no release before this one; deploy the one "
@@ -45,12 +51,15 @@ def roll_back(inventory: Inventory, watch: Watch | None = None) -> Report:
                             "want, with: flowspec deploy up")
     books = Books(befores, watch or Watch())
     activate(inventory, befores, books)
-    return books.report(next(iter(ids.values())), touched=True)
+    return books.report(next(iter(ids.values())), left=_MIXED)
 
 
-def go_back(inventory: Inventory, before: FleetStatus, books: Books) -> str | None:
+def go_back(inventory: Inventory, before: FleetStatus, books: Books) -> tuple[str | None, str]:
     """A release did not become ready: boards run again what they ran ``before``, and stop where that is
-    nothing; ``previous`` is then what it was.  The id of the release that runs again; None without one."""
+    nothing; ``previous`` is then what it was.
+
+    The id of the release that runs again, None without one; and how the boards are left, in words.
+    """
     releases = {board.name: board.current for board in before.boards}
     own = Books(releases, books.watch)
     spare = [BoardState(device.name, reach_of(inventory, device)) for device in inventory.device
@@ -58,10 +67,18 @@ def go_back(inventory: Inventory, before: FleetStatus, books: Books) -> str | No
     own.run("stop", spare, "stopping what did not become ready")
     activate(inventory, releases, own)
     _restore_previous(inventory, before)
-    went = not own.failed
     books.add(own, "going back")
+    if own.failed:
+        return None, _MIXED
     ids = {release.id for release in releases.values() if release}
-    return next(iter(ids)) if went and len(ids) == 1 else None
+    if not ids:
+        return None, "no release was there before it to go back to, so its services are stopped"
+    if len(ids) > 1:
+        return None, "the boards run again what they ran before, each its own release"
+    release, stopped = ids.pop(), [state.name for state in spare]
+    if stopped:
+        return release, f"release {release} runs again where it ran, and nothing on {', '.join(stopped)}"
+    return release, f"release {release} runs again on all boards"
 
 
 def activate(inventory: Inventory, releases: Mapping[str, Installed | None], books: Books) -> None:
@@ -69,7 +86,7 @@ def activate(inventory: Inventory, releases: Mapping[str, Installed | None], boo
     for role, says in (("verify", "stages"), ("draft", "the draft device, until a token comes through")):
         states = [BoardState(device.name, reach_of(inventory, device), release=release.id, unit=release.unit)
                   for device in inventory.device
-                  if (release := releases[device.name]) is not None and release.role == role]
+                  if (release := releases.get(device.name)) is not None and release.role == role]
         books.run("activate", states, f"back to the release before: {says}")
 
 
@@ -85,7 +102,8 @@ def take_down(inventory: Inventory, keys: Path, purge: bool = False, watch: Watc
     if books.run("down", states, "stopping services") and purge:
         books.run("purge", states, "removing everything")
         forget(keys, (state.name for state in states if not books.error(state.name)))
-    return books.report(touched=True)
+    again = "flowspec deploy down --purge" if purge else "flowspec deploy down"
+    return books.report(left=f"boards without an error are down; {again} goes on from here")
 
 
 def _require_answers(status: FleetStatus) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.fleet import board_keys, services, shipping, wheelhouse
+from flowspec_edge.fleet import board_keys, engine, services, shipping, wheelhouse
 from flowspec_edge.fleet.client_key import make_client_key
 from flowspec_edge.fleet.deployment import Deployment
 from flowspec_edge.fleet.desired import BoardState, Environment, Step
@@ -67,9 +67,9 @@ class Rollout:
             return self._books.report(release)
         if self._activate(states):
             self._prune(manifest)
-            return self._books.report(release, touched=True)
-        return self._books.report(release, touched=True,
-                                  rolled_back=go_back(self._inventory, self._status, self._books))
+            return self._books.report(release)
+        rolled_back, left = go_back(self._inventory, self._status, self._books)
+        return self._books.report(release, rolled_back=rolled_back, left=left)
 
     def plan(self) -> Report:
         """What :meth:`up` would change; boards are only looked at."""
@@ -99,6 +99,7 @@ class Rollout:
     # ---- beside what runs ----------------------------------------------------------------------
 
     def _cut(self) -> Manifest:
+        engine.require()  # before minutes are spent on what it is for
         self._watch.phase("the model's parts")
         return sharded_model(self._deployment,
                              lambda done, total: self._watch.amount("here", done, total))
@@ -110,7 +111,11 @@ class Rollout:
         found = preflight(self._inventory, needs_of(self._deployment, manifest, self._status))
         targets = {name: Target(".".join(map(str, found.pythons[name][:2])), found.machines[name], torch)
                    for name, torch in found.torches.items()}
-        return targets, [str(problem) for problem in found.problems if not problem.note]
+        problems = [problem for problem in found.problems if not problem.note]
+        # What a board ran before must be known: it is what may have to be gone back to.
+        silent = [board.error for board in self._status.boards
+                  if board.error and board.name not in {problem.board for problem in problems}]
+        return targets, [*map(str, problems), *silent]
 
     def _environments(self, targets: Mapping[str, Target]) -> dict[str, Environment]:
         """What each board's venv is to have, by its name."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
+from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet import engine
 from flowspec_edge.fleet.desired import BoardState, Outcome, Phase, Step
 from flowspec_edge.fleet.rollout_report import Report, Watch
@@ -43,16 +44,22 @@ class Books:
     def run(self, phase: Phase, states: Sequence[BoardState], says: str, dry_run: bool = False) -> bool:
         """A phase of the engine's on these boards; whether nothing has failed on any board yet.
 
-        ``says``: what is being done, in words.
+        ``says``: what is being done, in words.  An engine that is lost failed on all of them, so that what
+        it has begun is taken back as after any other failure.
         """
         self.watch.phase(says)
         if not states:
             return not self.failed
-        for outcome in engine.run(phase, states, dry_run, on_step=self.watch.step):
-            own = self._outcomes[outcome.board]
-            own.steps += outcome.steps
-            if outcome.error and not own.error:
-                own.error = f"{outcome.board}: {outcome.error}"
+        def fail(board: str, error: str) -> None:
+            self._outcomes[board].error = self._outcomes[board].error or f"{board}: {error}"
+
+        try:
+            engine.run(phase, states, dry_run, lambda step: self.book(step), fail)
+        except UsageError:  # nothing was begun
+            raise
+        except FlowspecError as error:  # the process is lost: how far it came, the steps say
+            for state in states:
+                fail(state.name, str(error))
         return not self.failed
 
     def add(self, other: Books, says: str) -> None:
@@ -64,7 +71,7 @@ class Books:
                 own.error = "; ".join(filter(None, (own.error, f"{says}: {outcome.error}")))
 
     def report(self, release: str | None = None, problems: Sequence[str] = (), rolled_back: str | None = None,
-               touched: bool = False) -> Report:
+               left: str = "") -> Report:
         """All of it; the arguments are those of :class:`Report`."""
-        return Report([*self._outcomes.values()], release, rolled_back, touched,
+        return Report([*self._outcomes.values()], release, rolled_back, left,
                       time.monotonic() - self._began, [*problems])

@@ -30,7 +30,7 @@ class Report:
 
     release      the id that the boards were to run; None if it did not come so far
     rolled_back  the release that runs again since ``release`` did not become ready
-    touched      whether services were started or stopped
+    left         how a failure has left what runs on the boards, and what to do; "" if it did not come so far
     seconds      it took
     problems     what was in the way before anything was touched
     """
@@ -38,7 +38,7 @@ class Report:
     boards: list[Outcome]
     release: str | None = None
     rolled_back: str | None = None
-    touched: bool = False
+    left: str = ""
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
 
