@@ -38,11 +38,11 @@ def show(
       flowspec keys show --cluster cluster.toml
     """
     from flowspec_edge.fleet.board_keys import recorded, shown
-    from flowspec_edge.fleet.inventory import load_inventory
+    from flowspec_edge.fleet.inventory import beside, load_inventory
     from flowspec_edge.fleet.ssh import python_for
 
     inventory = load_inventory(cluster)
-    directory, devices = cluster.absolute().parent / inventory.cluster.keys, inventory.device
+    directory, devices = beside(cluster, inventory.cluster.keys), inventory.device
     known = recorded(devices, directory)
     boards = shown(inventory, devices, {d.name: python_for(inventory, d) for d in devices}, directory)
     if as_json:
@@ -85,13 +85,16 @@ def rotate(
         raise FlowspecError("keys are rotated while the cluster is ready, and it is not: see flowspec deploy "
                             "status")
     with watching(as_json) as watch:
+        rollout = Rollout(deployment, watch)
+
         def apply() -> None:
-            report = Rollout(deployment, watch).up()
+            report = rollout.up(going_back=False)  # the release before does not know the new keys
             if failures := [*report.problems, *(board.error for board in report.boards if board.error)]:
                 raise FlowspecError("; ".join(failures))
 
         def restore() -> None:
-            control(inventory, "restart")
+            if rollout.take_back()[0] is None:
+                control(inventory, "restart")
 
         publics = rotate_keys(inventory, deployment.boards,
                               {device.name: python_for(inventory, device) for device in deployment.boards},

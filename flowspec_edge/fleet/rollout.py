@@ -45,9 +45,12 @@ class Rollout:
         self._boards = deployment.boards
         self._books = Books([device.name for device in self._boards], watch or Watch())
         self._watch = self._books.watch
+        self._activated = False  # whether what runs may be another release than before
 
-    def up(self) -> Report:
+    def up(self, going_back: bool = True) -> Report:
         """Bring all boards to the release that the cluster file, this package and the model make.
+
+        ``going_back``: if it does not become ready; without, :meth:`take_back` is the caller's to call.
 
         UsageError for what can be seen to be wrong from here, FlowspecError where the model or the wheels
         cannot be had; what fails on boards is in the report.
@@ -65,11 +68,16 @@ class Rollout:
         release, states = self._with_files(states, manifest, publics)
         if not self._books.run("release", states, "the release's files"):
             return self._books.report(release)
+        self._activated = True
         if self._activate(states):
             self._prune(manifest)
             return self._books.report(release)
-        rolled_back, left = go_back(self._inventory, self._status, self._books)
+        rolled_back, left = self.take_back() if going_back else (None, "")
         return self._books.report(release, rolled_back=rolled_back, left=left)
+
+    def take_back(self) -> tuple[str | None, str]:
+        """Boards run again what they ran before :meth:`up`, if it came so far; see :func:`go_back`."""
+        return go_back(self._inventory, self._status, self._books) if self._activated else (None, "")
 
     def plan(self) -> Report:
         """What :meth:`up` would change; boards are only looked at."""
