@@ -69,12 +69,12 @@ def down(
       flowspec deploy down --purge
     """
     from flowspec_edge.cli.deploy_show import conclude, watching
-    from flowspec_edge.fleet.inventory import load_inventory
+    from flowspec_edge.fleet.inventory import beside, load_inventory
     from flowspec_edge.fleet.rollback import take_down
 
     inventory = load_inventory(cluster)
     with watching(as_json) as watch:
-        report = take_down(inventory, cluster.absolute().parent / inventory.cluster.keys, purge, watch)
+        report = take_down(inventory, beside(cluster, inventory.cluster.keys), purge, watch)
     conclude(report, "taken down", as_json)
 
 

@@ -38,7 +38,11 @@ class DraftService:
     def model(self) -> str:
         """What the service calls the model that it serves."""
         with self._ask("GET", "/v1/models") as response:
-            return str(json.loads(response.read())["data"][0]["id"])
+            try:
+                return str(json.loads(response.read())["data"][0]["id"])
+            except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
+                raise FlowspecError(f"what answers on {self._name}, port {self._port}, is no draft service: "
+                                    "see flowspec deploy status") from error
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The objects of a streamed answer, as they come.

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.tags import Tag, compatible_tags, cpython_tags
-from packaging.utils import canonicalize_name, parse_wheel_filename
+from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
 from flowspec_edge.errors import FlowspecError, UsageError
@@ -133,7 +133,10 @@ class _House:
         self._found: dict[str, list[tuple[Version, int, Path]]] = {}
         order = target.tags()
         for path in wheelhouse.glob("*.whl"):
-            name, version, _, tags = parse_wheel_filename(path.name)
+            try:
+                name, version, _, tags = parse_wheel_filename(path.name)
+            except InvalidWheelFilename as error:
+                raise UsageError(f"{path} is not named as a wheel is: remove it") from error
             if runs := [order[tag] for tag in tags if tag in order]:
                 self._found.setdefault(name, []).append((version, -min(runs), path))
 

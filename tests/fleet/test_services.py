@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from flowspec_edge.cli.main import main
+from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.board_status import ask_ready, read_release
+from flowspec_edge.fleet.draft_service import DraftService
+from flowspec_edge.fleet.inventory import load_inventory
 from flowspec_edge.fleet.services import BoardStatus, FleetStatus, Installed
 
 WHOLE = {"id": "a1", "role": "verify", "stage": 2, "model": "m"}
@@ -61,9 +64,15 @@ def test_another_program_on_the_port_is_no_draft_service(tmp_path: Path,
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # a board's own is for the world outside
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ready").write_text("[]")
+    (tmp_path / "v1").mkdir()
+    (tmp_path / "v1/models").write_text("[]")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as server:
         threading.Thread(target=server.serve_forever).start()
         port = server.server_address[1]
+        inventory = load_inventory(write(tmp_path, f"serve_port = {port}"))
+        with pytest.raises(FlowspecError, match=rf"on board-0, port {port}, is no draft service"), \
+                DraftService(inventory, inventory.draft) as service:
+            service.model()
         for _ in range(2):  # with the file, then with a page about its absence
             assert ask_ready("127.0.0.1", port, "none") == {
                 "ready": False, "reason": f"what answers on port {port} is no draft service"}
@@ -80,11 +89,16 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture
 def junk(tmp_path: Path) -> str:
     """A cluster on this machine, whose Python answers what nobody understands."""
-    file = tmp_path / "cluster.toml"
-    file.write_text('[cluster]\nname = "junk"\nmodel = "demo"\nboard_python = "/bin/echo"\n'
+    return str(write(tmp_path, 'board_python = "/bin/echo"'))
+
+
+def write(directory: Path, setting: str) -> Path:
+    """The file of a cluster that is all on this machine."""
+    file = directory / "cluster.toml"
+    file.write_text(f'[cluster]\nname = "here"\nmodel = "demo"\n{setting}\n'
                     + "".join(f'[[device]]\nname = "board-{place}"\naddress = "127.0.0.{place + 1}"\n'
                               f'role = "{"verify" if place else "draft"}"\n' for place in range(2)))
-    return str(file)
+    return file
 
 
 @pytest.mark.parametrize("command", ["status", "restart", "stop", "start"])

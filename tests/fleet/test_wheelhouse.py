@@ -117,6 +117,12 @@ def test_half_a_wheel_is_named(house: Path) -> None:
         environment(house, BOARD)
 
 
+def test_a_file_that_is_named_like_no_wheel_is_named(house: Path) -> None:
+    (house / "typer.whl").touch()
+    with pytest.raises(UsageError, match=r"typer\.whl is not named as a wheel is: remove it"):
+        environment(house, BOARD)
+
+
 def test_a_wheelhouse_without_this_package_says_so(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has no wheel of flowspec-edge"):
         environment(tmp_path, BOARD)
