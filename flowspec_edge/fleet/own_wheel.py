@@ -29,10 +29,17 @@ _INSTALLERS_OWN = ("INSTALLER", "REQUESTED", "RECORD", "direct_url.json", "uv_ca
 def build_wheel(out: Path) -> Path:
     """Write this flowspec's wheel into ``out``, in place of any other flowspec's; its path.
 
-    FlowspecError, in the builder's words, if it cannot be built; UsageError where neither a source tree
-    nor an installation is to be found.
+    FlowspecError, in the builder's words, if it cannot be built, or ``out`` cannot be written to; UsageError
+    where neither a source tree nor an installation is to be found.
     """
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        return _build(out)
+    except OSError as error:
+        raise FlowspecError(f"cannot put this flowspec's wheel into {out}: {error.strerror}") from error
+
+
+def _build(out: Path) -> Path:
     tree = Path(flowspec_edge.__file__).resolve().parent.parent
     # Beside its place: nobody sees half a wheel.
     with tempfile.TemporaryDirectory(prefix=".wheel-", dir=out) as directory:

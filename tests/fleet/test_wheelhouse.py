@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.fleet.own_wheel import build_wheel
 from flowspec_edge.fleet.wheelhouse import Target, environment, fill
 from flowspec_edge.resources import resource_dir
 
@@ -121,6 +122,13 @@ def test_a_file_that_is_named_like_no_wheel_is_named(house: Path) -> None:
     (house / "typer.whl").touch()
     with pytest.raises(UsageError, match=r"typer\.whl is not named as a wheel is: remove it"):
         environment(house, BOARD)
+
+
+def test_a_wheelhouse_that_cannot_be_written_to_is_named(house: Path) -> None:
+    (taken := house / "taken").touch()
+    for place in (taken, taken / "below"):
+        with pytest.raises(FlowspecError, match=rf"cannot put this flowspec's wheel into {place}: "):
+            build_wheel(place)
 
 
 def test_a_wheelhouse_without_this_package_says_so(tmp_path: Path) -> None:
