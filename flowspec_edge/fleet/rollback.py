@@ -14,7 +14,7 @@ from flowspec_edge.fleet.board_keys import forget
 from flowspec_edge.fleet.commands import as_root
 from flowspec_edge.fleet.desired import BoardState, Reach
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
-from flowspec_edge.fleet.places import PREVIOUS, release_dir
+from flowspec_edge.fleet.places import CURRENT, PREVIOUS, release_dir
 from flowspec_edge.fleet.rollout_books import Books
 from flowspec_edge.fleet.rollout_report import Report, Watch
 from flowspec_edge.fleet.services import BoardStatus, FleetStatus, Installed, board_runner, look
@@ -55,7 +55,7 @@ def roll_back(inventory: Inventory, watch: Watch | None = None) -> Report:
 
 
 def go_back(inventory: Inventory, before: FleetStatus, books: Books) -> tuple[str | None, str]:
-    """A release did not become ready: boards run again what they ran ``before``, and stop where that is
+    """A release did not become ready: boards run again what they ran ``before``, or nothing where that was
     nothing; ``previous`` is then what it was.
 
     The id of the release that runs again, None without one; and how the boards are left, in words.
@@ -64,9 +64,9 @@ def go_back(inventory: Inventory, before: FleetStatus, books: Books) -> tuple[st
     own = Books(releases, books.watch)
     spare = [BoardState(device.name, reach_of(inventory, device)) for device in inventory.device
              if releases[device.name] is None]
-    own.run("stop", spare, "stopping what did not become ready")
+    own.run("down", spare, "stopping what did not become ready")
     activate(inventory, releases, own)
-    _restore_previous(inventory, before)
+    _restore_links(inventory, before)
     books.add(own, "going back")
     if own.failed:
         return None, _MIXED
@@ -87,7 +87,8 @@ def activate(inventory: Inventory, releases: Mapping[str, Installed | None], boo
         states = [BoardState(device.name, reach_of(inventory, device), release=release.id, unit=release.unit)
                   for device in inventory.device
                   if (release := releases.get(device.name)) is not None and release.role == role]
-        books.run("activate", states, f"back to the release before: {says}")
+        if not books.run("activate", states, f"back to the release before: {says}"):
+            return  # the draft device would wait for a token that cannot come
 
 
 def take_down(inventory: Inventory, keys: Path, purge: bool = False, watch: Watch | None = None) -> Report:
@@ -111,12 +112,15 @@ def _require_answers(status: FleetStatus) -> None:
         raise FlowspecError("; ".join(board.error for board in silent) + "; no board was touched")
 
 
-def _restore_previous(inventory: Inventory, before: FleetStatus) -> None:
+def _restore_links(inventory: Inventory, before: FleetStatus) -> None:
     """A release that never was ready is none to go back to.  Of no weight: a board that fails is left."""
     def restore(pair: tuple[DeviceEntry, BoardStatus]) -> None:
         device, status = pair
-        command = (["ln", "-sfn", release_dir(status.previous.id), PREVIOUS] if status.previous
-                   else ["rm", "-f", PREVIOUS])
+        command = ["rm", "-f", PREVIOUS]
+        if status.previous:
+            command = ["ln", "-sfn", release_dir(status.previous.id), PREVIOUS]
+        elif not status.current:
+            command.append(CURRENT)
         try:
             board_runner(inventory, device).run(as_root(command))
         except FlowspecError:

@@ -123,13 +123,14 @@ def test_a_board_that_restarts_is_back(cluster: Cluster, first: str, board: int)
     answers_as_plain_decoding_does(cluster)
 
 
-def test_an_upgrade_and_the_way_back(cluster: Cluster, first: str) -> None:
-    cluster.write(context=640)
+def test_an_upgrade_and_the_way_back(cluster: Cluster, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster.write(context=640, serve_host="0.0.0.0")
     told = cluster.deploy("up")
     assert told["ok"], told
     second = told["release"]
     assert second != first
     assert cluster.deploy("status")["release"] == second
+    monkeypatch.setenv("FLOWSPEC_API_KEY", cluster.fleet.shell(0, "cat /etc/flowspec/api.key"))
     answers_as_plain_decoding_does(cluster)
     assert cluster.deploy("rollback")["ok"]
     assert cluster.becomes_ready()["release"] == first
@@ -166,3 +167,13 @@ def test_down_leaves_nothing(cluster: Cluster, first: str, bare: list[set[str]])
         assert cluster.fleet.shell(board, "getent passwd flowspec || true; pgrep -u flowspec || true; "
                                           "systemctl list-units --all --no-legend 'flowspec*'") == ""
     assert not cluster.deploy("status")["ok"]
+
+
+def test_a_first_release_that_is_broken_is_stopped(cluster: Cluster, bare: list[set[str]],
+                                                   broken: Path) -> None:
+    told = cluster.deploy("up", tree=broken)
+    assert (told["ok"], told["rolled_back"]) == (False, None)
+    assert all("broken on purpose" in board["error"] for board in told["boards"][1:]), told
+    status = cluster.deploy("status")
+    assert ({board["state"] for board in status["boards"]}, status["release"]) == ({"absent"}, None)
+    assert cluster.deploy("down", "--purge")["ok"]
