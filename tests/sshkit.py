@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import fleetkit
 
@@ -48,6 +49,8 @@ class Boards:
     def __init__(self, bed: NetBed, stages: int, directory: Path, undo: ExitStack) -> None:
         self.bed, self.outside, self.directory = bed, stages + 1, directory
         self._servers: dict[int, int] = {}  # process ids
+        # A socket's path must be short, and a test's own directory may not be.
+        self._shared = Path(undo.enter_context(TemporaryDirectory(prefix="ssh-")))
         for name in ("host", "user", "stranger"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / name)],
                            check=True)
@@ -56,7 +59,7 @@ class Boards:
         (directory / "known").write_text("".join(f"{bed.address(place)} {public}" for place in places))
         (directory / "config").write_text(f"UserKnownHostsFile {directory}/known\nStrictHostKeyChecking yes\n"
                                           f"KexAlgorithms curve25519-sha256\nControlMaster auto\n"
-                                          f"ControlPath {directory}/%C\nControlPersist 60\n")
+                                          f"ControlPath {self._shared}/%C\nControlPersist 60\n")
         for place in places:
             undo.enter_context(self._sshd(place))
         undo.callback(self._disconnect)
@@ -106,7 +109,7 @@ class Boards:
 
     def _disconnect(self) -> None:
         """End the connections that commands shared."""
-        for path in self.directory.glob("?" * 40):
+        for path in self._shared.glob("?" * 40):
             subprocess.run(["ssh", "-F", "none", "-o", f"ControlPath={path}", "-O", "exit", "any"],
                            capture_output=True, check=True)
 

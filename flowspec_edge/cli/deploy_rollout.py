@@ -43,7 +43,12 @@ def up(cluster: ClusterOption = CLUSTER, as_json: JsonOption = False) -> None:
 
 
 def rollback(cluster: ClusterOption = CLUSTER, as_json: JsonOption = False) -> None:
-    """Go back to the release before the one that runs, on all boards; once more, and it is undone."""
+    """Go back to the release before the one that runs, on all boards; once more, and it is undone.
+
+    Examples:
+
+      flowspec deploy rollback --cluster lab.toml
+    """
     from flowspec_edge.cli.deploy_show import conclude, watching
     from flowspec_edge.fleet.inventory import load_inventory
     from flowspec_edge.fleet.rollback import roll_back

@@ -85,19 +85,40 @@ def logs(
 
 def restart(boards: BoardsArgument = None, cluster: ClusterOption = CLUSTER, as_json: JsonOption = False
             ) -> None:
-    """Restart services; on all boards, it ends when a token has come through the new pipeline."""
+    """Restart services; on all boards, it ends when a token has come through the new pipeline.
+
+    Examples:
+
+      flowspec deploy restart
+
+      flowspec deploy restart orin-3
+    """
     _control(cluster, "restart", boards or [], as_json)
 
 
 def stop(boards: BoardsArgument = None, cluster: ClusterOption = CLUSTER, as_json: JsonOption = False
          ) -> None:
-    """Stop services, the draft device's first; a reboot starts them again."""
+    """Stop services, the draft device's first; a reboot starts them again.
+
+    Examples:
+
+      flowspec deploy stop
+
+      flowspec deploy stop orin-3
+    """
     _control(cluster, "stop", boards or [], as_json)
 
 
 def start(boards: BoardsArgument = None, cluster: ClusterOption = CLUSTER, as_json: JsonOption = False
           ) -> None:
-    """Start services, the draft device's last; it ends when a token has come through."""
+    """Start services, the draft device's last; it ends when a token has come through.
+
+    Examples:
+
+      flowspec deploy start
+
+      flowspec deploy start orin-3
+    """
     _control(cluster, "start", boards or [], as_json)
 
 

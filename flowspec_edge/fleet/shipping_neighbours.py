@@ -60,10 +60,12 @@ class Neighbours:
             return next((name for name in self._has.get(sha256, ()) if name != board), None)
 
     def arrived(self, board: str, sha256: str) -> None:
-        """It has the file, whole."""
-        with self._lock:
-            self._has.setdefault(sha256, []).append(board)
+        """It has the file, whole; a small one is not worth a neighbour's while."""
         claim = self._claims.get(sha256)
+        with self._lock:
+            if claim is None and sha256 not in self._has:
+                return
+            self._has.setdefault(sha256, []).append(board)
         if claim is not None and claim.board == board:
             claim.over.set()
 

@@ -62,7 +62,8 @@ def expected(whole: Path, tokens: int = 12) -> str:
     return str(tokenizer.decode(new))
 
 
-@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.soak)])
+@pytest.mark.soak  # whole boards show the same, under the real systemd: `make test-fleet`
+@pytest.mark.parametrize("forked", [True, False])
 def test_it_waits_for_its_stages_and_for_one_that_is_killed(whole: Path, services: Services, ear: Ear,
                                                             forked: bool) -> None:
     services.start(2, forked)
