@@ -37,4 +37,4 @@ def until(true: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE
     while not true():
         assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.005)  # not for luck: another thread does it, and no event tells of it
+        time.sleep(0.005)  # between two looks, up to the deadline: no event tells of any such state

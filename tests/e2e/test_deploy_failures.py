@@ -23,9 +23,9 @@ class Fault:
 
 FAULTS = (
     Fault("no ssh", "systemctl stop ssh", "systemctl start ssh", ("ssh", "nothing answers at port 22")),
-    Fault("wrong key", "mv ~jetson/.ssh/authorized_keys /root", "mv /root/authorized_keys ~jetson/.ssh",
+    Fault("wrong key", "mv ~jetson/.ssh/authorized_keys /srv", "mv /srv/authorized_keys ~jetson/.ssh",
           ("ssh", "does not let this user in")),
-    Fault("no sudo", "mv /etc/sudoers.d/jetson /root", "mv /root/jetson /etc/sudoers.d",
+    Fault("no sudo", "mv /etc/sudoers.d/jetson /srv", "mv /srv/jetson /etc/sudoers.d",
           ("sudo", "cannot become root")),
     Fault("disk full", "mkdir /opt/flowspec; mount -t tmpfs -o size=50m tmpfs /opt/flowspec",
           "umount /opt/flowspec; rmdir /opt/flowspec", ("disk", "are free")),

@@ -166,11 +166,11 @@ def test_a_full_disk_is_one_boards_trouble_and_the_next_run_completes_what_is_th
 def test_what_a_board_lacks_is_said_before_anything_runs_there(bench: Bench) -> None:
     fleet = bench.fleet
     no_root, no_package = bench.state(1), replace(bench.state(2), packages=("python3", "cowsay"))
-    fleet.shell(1, f"mv /etc/sudoers.d/{nspawnkit.USER} /root/")
+    fleet.shell(1, f"mv /etc/sudoers.d/{nspawnkit.USER} /srv/")
     try:
         first, second = bench.run("software", no_root, no_package)
     finally:
-        fleet.shell(1, f"mv /root/{nspawnkit.USER} /etc/sudoers.d/")
+        fleet.shell(1, f"mv /srv/{nspawnkit.USER} /etc/sudoers.d/")
     assert first.error == f"connect: {nspawnkit.USER} is not root and cannot become it: " \
                           "sudo: a password is required"
     assert second.error.startswith("Debian packages cowsay: E: ")  # there is no network to get it from

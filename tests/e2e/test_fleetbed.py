@@ -62,16 +62,16 @@ def test_they_reach_one_another_and_nothing_beyond(fleet: Fleet) -> None:
 
 def test_a_board_that_restarts_has_its_files(fleet: Fleet) -> None:
     booted = "systemctl show -P UserspaceTimestampMonotonic"
-    before = fleet.shell(2, f"echo kept > /root/kept; {booted}")
+    before = fleet.shell(2, f"echo kept > /srv/kept; {booted}")
     fleet.reboot(2)
-    assert fleet.ssh(2, "sudo -n cat /root/kept").stdout == "kept\n"
-    fleet.shell(2, "echo more >> /root/kept")
+    assert fleet.ssh(2, "sudo -n cat /srv/kept").stdout == "kept\n"
+    fleet.shell(2, "echo more >> /srv/kept")
     fleet.cut_off(2)
     assert fleet.ssh(2, "true").returncode == 255
     fleet.start(2)
-    assert fleet.shell(2, "cat /root/kept; rm /root/kept") == "kept\nmore\n"
+    assert fleet.shell(2, "cat /srv/kept; rm /srv/kept") == "kept\nmore\n"
     assert int(before) < int(fleet.shell(2, booted))
-    assert "kept" not in fleet.shell(1, "ls /root")
+    assert "kept" not in fleet.shell(1, "ls /srv")
 
 
 def test_services_are_each_board_s_own(fleet: Fleet) -> None:
