@@ -141,6 +141,21 @@ def rank_children(logits: NDArray[np.floating], positions: NDArray[np.integer], 
     return tokens.astype(np.int32), np.take_along_axis(score, order, axis=-1)
 
 
+def chance_scores(tokens: NDArray[np.int32], p: NDArray[np.float64], position: int, sampling: Sampling,
+                  rank: Rank, vocabulary: int) -> NDArray[np.float64]:
+    """Log scores [k] of children ``tokens`` [k] of a row at ``position``, each of which is the next token
+    with probability ``p`` [k]; the counterpart of :func:`rank_children` for who knows no distribution.
+
+    ``rank="noise"`` while sampling: of all the noise that decides whether a child wins, its own g is
+    the part that concerns it; given g, it wins over everything else together, whose mass is 1 - p,
+    with probability exp(-(1 - p) / p * exp(-g)), whose mean over g is p again.
+    """
+    if rank == "draft" or sampling.greedy:
+        return np.log(p)
+    g = gumbel(sampling.seed, position + 1, vocabulary)[tokens]
+    return np.asarray(-(1 - p) / p * np.exp(-g))
+
+
 def _logsumexp(x: NDArray[np.float64]) -> NDArray[np.float64]:
     top = x.max(axis=-1, keepdims=True)
     return np.asarray(top + np.log(np.exp(x - top).sum(axis=-1, keepdims=True)))

@@ -17,7 +17,7 @@ import typer
 
 from flowspec_edge.chat import BUILT_IN
 from flowspec_edge.sampling import Sampling
-from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.params import PLUS_IDEAS, Params
 
 Clock = Literal["wall", "virtual"]
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -83,6 +83,9 @@ _HELP = {
     "ngram": "Merge looked-up continuations into the drafts.",
     "ngram_max": "Longest run of tokens that is looked up in the text.",
     "ngram_min": "Shortest run of tokens that is looked up.",
+    "plus_width": "Nodes that a draft pass of FlowSpec+ expands.",
+    "plus_rows": "Longest segment of FlowSpec+; 0: as long as pays by the profile's curve, --segment without one.",
+    "plus_without": f"Ideas of FlowSpec+ to leave out: {', '.join(PLUS_IDEAS)}; several separated by commas.",
     "pipedec_width": "Nodes of a tree layer (w).",
     "pipedec_children": "Children per node (c).",
     "pipeinfer_tokens": "Longest micro-batch, in tokens of one sequence.",

@@ -261,11 +261,13 @@ class Coordinator:
         if self._prompt_left:
             return
         last = Payload(output.hidden.dtype, output.hidden.array[-1:])
-        token = int(choose(self._head(last), positions[-1:], self.request.sampling)[0])
+        logits = self._head(last)
+        token = int(choose(logits, positions[-1:], self.request.sampling)[0])
         self._hidden[int(output.numbers[-1])] = (last, 0)
         self.ledger.skip_prune()
         if not self._tokens:
             self._first_at = self._clock()
+        self.strategy.begin(self._text, self.request.sampling, logits.shape[-1])
         self.strategy.start(token, len(self._text))
         self._commit([Commit(token, int(output.numbers[-1]))])
 

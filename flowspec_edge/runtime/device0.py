@@ -65,12 +65,14 @@ class DraftDevice:
         return (kind, looks_up, *((params.ngram_max, params.ngram_min) if looks_up else ()))
 
     def coordinator(self, request: Request, stages: int, clock: Callable[[], float], session: int,
-                    passes: Callable[[str], float], epoch: int = 0,
-                    before: Coordinator | None = None, reuse: Reuse | None = None) -> Coordinator:
+                    passes: Callable[[str], float], slot: Callable[[int], float] | None = None,
+                    epoch: int = 0, before: Coordinator | None = None, reuse: Reuse | None = None
+                    ) -> Coordinator:
         """D0's side of one request; UsageError when it cannot be run on this model.
 
         ``passes`` says how many passes of a kind of draft model fit into a full segment's way
-        through the pipeline and back; ``before`` is the request's coordinator that lost its stages,
+        through the pipeline and back, ``slot`` what a segment of so many rows takes in the slowest stage
+        and over a link, if that is known; ``before`` is the request's coordinator that lost its stages,
         ``reuse`` what to begin with if there is none, of a request that drafted alike.
         """
         chosen = strategy_class(request.strategy)
@@ -93,7 +95,7 @@ class DraftDevice:
             drafter = self._drafter(kind, request.params)
         kept, after = (reuse.rows, reuse.prefix.session) if reuse else (0, -1)
         depths = tuple(hi for _, hi in stage_ranges(self._model.stages, stages, allow_empty=True))
-        pipeline = Pipeline(stages, depths, passes(kind) if kind else 1.0)
+        pipeline = Pipeline(stages, depths, passes(kind) if kind else 1.0, slot)
         return Coordinator(request, lambda ledger: chosen(request.params, ledger, pipeline), drafter,
                            self.head, clock, session, epoch, before=before, kept=kept, after=after)
 

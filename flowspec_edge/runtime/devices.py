@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 from flowspec_edge.config import Profile
 from flowspec_edge.errors import UsageError
@@ -54,6 +55,12 @@ class Devices:
     def slot_seconds(self, rows: int) -> float:
         """A segment of ``rows`` rows in the slowest stage."""
         return max(self.stage_seconds(place, rows) for place in range(1, len(self.stages) + 1))
+
+    def occupied_seconds(self, rows: int) -> float:
+        """What a segment of ``rows`` rows takes in the slowest stage and over the slowest link after it."""
+        size = rows * self.d0.model.hidden_width * self.d0.model.bytes_per_value
+        ring = [*range(1, len(self.stages) + 1), 0]
+        return self.slot_seconds(rows) + max(self.hop_seconds(a, b, size)[0] for a, b in pairwise(ring))
 
     def hop_seconds(self, sender: int, receiver: int, size: int) -> tuple[float, float]:
         """``size`` bytes from one place to another, at the pace of the slower port: (time that the

@@ -273,7 +273,9 @@ class ProcessCluster:
             request.prompt, lambda prefix: self._device0.drafts_alike(prefix.request, request))
         return self._device0.coordinator(
             request, len(self._members.instances), time.monotonic, session,
-            lambda kind: self._draft_passes(kind, request.params.segment), before=before, reuse=reuse)
+            lambda kind: self._draft_passes(kind, request.params.segment),
+            self._emulation.devices.occupied_seconds if self._emulation else None,
+            before=before, reuse=reuse)
 
     def _draft_passes(self, kind: str, rows: int) -> float:
         """How many draft passes a full segment's way through all stages takes."""

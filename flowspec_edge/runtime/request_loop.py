@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 
 from flowspec_edge.errors import FlowspecError, PeerLost
-from flowspec_edge.messages import Computed, Credit, Open, Output, Tap
+from flowspec_edge.messages import Cancel, Computed, Credit, Open, Output, Prune, Segment, Tap
 from flowspec_edge.runtime.coordinator import Coordinator, session_rows
 from flowspec_edge.runtime.emulation import Emulation, rest
 from flowspec_edge.runtime.observer import Observer
@@ -64,7 +64,7 @@ class RequestLoop:
         self._links = links
         self._make = make
         self._emulation = emulation
-        self._sessions = Sessions()
+        self._sessions = Sessions(clock=time.monotonic)
         self._running: dict[int, _Running] = {}
         self._closing: dict[int, _Running] = {}
         self._aside: list[_Running] = []  # until the stages are back, the oldest first
@@ -111,7 +111,8 @@ class RequestLoop:
                 self._answer(running.session, running)
         # Those that are aside still, from a loss before, are younger than those that went on already.
         self._aside = [running for running in begun if not running.coordinator.finished] + self._aside
-        self._sessions = Sessions()  # V1 has nothing of ours, and whatever the stages kept is gone
+        # V1 has nothing of ours any more, and whatever the stages kept is gone.
+        self._sessions = Sessions(clock=time.monotonic)
         self.pool.clear()
         self._links.close_all(sessions)
         for running in self._aside:
@@ -174,12 +175,10 @@ class RequestLoop:
             if running.ticket.cancelled:
                 running.coordinator.cancel()
                 self._end(session)
-        for message in self._sessions.take_messages():
-            self._links.send(message)
-            self._observer.sent(message, time.monotonic())
-        self._links.flush()
+        self._dispatch(self._sessions.take_messages())
         job = self._sessions.next_job()
         if job is not None:
+            self._dispatch(self._sessions.take_ahead(job))
             self._work(job)
         heard = self._links.collect(self._receive)
         self._settle()
@@ -222,6 +221,12 @@ class RequestLoop:
         if not isinstance(message, Computed):
             self._sessions.receive(message)
 
+    def _dispatch(self, messages: Sequence[Segment | Prune | Cancel]) -> None:
+        for message in messages:
+            self._links.send(message)
+            self._observer.sent(message, time.monotonic())
+        self._links.flush()
+
     def _work(self, job: Job) -> None:
         session = job.coordinator.ledger.session
         running = self._running[session]
@@ -229,6 +234,7 @@ class RequestLoop:
         job.coordinator.complete(job.task)
         if self._emulation:
             running.late_s += rest(start, self._emulation.devices.task_seconds(job.coordinator, job.task))
+        self._sessions.worked(job, time.perf_counter() - start)
         self._observer.worked(job, began, time.monotonic())
         running.ticket.likelihoods += job.coordinator.new_likelihoods()
         if running.ticket.on_tokens and (new := job.coordinator.new_tokens()):

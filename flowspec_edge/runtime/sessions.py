@@ -12,11 +12,12 @@ sets a pipeline's worth of rows free.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from flowspec_edge.messages import Cancel, Close, Credit, Open, Output, Prune, Segment, Tap
-from flowspec_edge.runtime.coordinator import Coordinator, Task
+from flowspec_edge.runtime.coordinator import Coordinator, Draft, Task
+from flowspec_edge.runtime.pace import Pace
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,12 @@ class Job:
 class Sessions:
     """Coordinators by session, the oldest first."""
 
-    def __init__(self, window: int = 1) -> None:
-        """``window``: segments, of whatever session, that may be at V1 at a time."""
+    def __init__(self, window: int = 1, clock: Callable[[], float] | None = None) -> None:
+        """``window``: segments, of whatever session, that may be at V1 at a time; ``clock``: the driver's,
+        in seconds, without which nothing is sent ahead."""
         self._window = window
+        self._clock = clock
+        self._pace = Pace()
         self._open: dict[int, Coordinator] = {}
         self._at_v1: set[tuple[int, int, int]] = set()  # session, epoch, run
 
@@ -64,14 +68,42 @@ class Sessions:
             messages += coordinator.controls()
         for coordinator in self._open.values():
             while len(self._at_v1) < self._window and (segment := coordinator.next_segment()):
-                self._at_v1.add((segment.session, segment.epoch, segment.run))
-                messages.append(segment)
+                messages.append(self._to_v1(segment))
         return messages
+
+    def take_ahead(self, job: Job) -> list[Segment]:
+        """What goes before D0 starts on ``job``, so that V1 does not wait for the end of it: one segment
+        more than V1 has room for, if the job is a draft pass that lasts longer than what is there.
+
+        An output is another matter: it tells what is worth sending, and takes little time.
+        """
+        if self._clock is None or not isinstance(job.task, Draft) or len(self._at_v1) != self._window:
+            return []
+        if not self._pace.outlasts(_kind(job), self._clock()):
+            return []
+        for coordinator in self._open.values():
+            if coordinator.strategy.sends_ahead and (segment := coordinator.next_segment()):
+                return [self._to_v1(segment)]
+        return []
+
+    def worked(self, job: Job, seconds: float) -> None:
+        """D0 is through with ``job``."""
+        self._pace.worked(_kind(job), seconds)
+
+    def _to_v1(self, segment: Segment) -> Segment:
+        self._at_v1.add((segment.session, segment.epoch, segment.run))
+        if self._clock:
+            self._pace.sent(len(segment.numbers), self._clock())
+        return segment
 
     def receive(self, message: Output | Credit | Tap) -> None:
         """An arrival; cheap, the work is done by jobs.  Anything stale is ignored."""
         if isinstance(message, Credit):
-            self._at_v1.discard((message.session, message.epoch, message.run))
+            at_v1 = (message.session, message.epoch, message.run)
+            if at_v1 in self._at_v1:
+                self._at_v1.remove(at_v1)
+                if self._clock:
+                    self._pace.done(self._clock())
         elif message.session in self._open:
             self._open[message.session].receive(message)
 
@@ -84,3 +116,8 @@ class Sessions:
             if draft := coordinator.next_draft():
                 return Job(coordinator, draft)
         return None
+
+
+def _kind(job: Job) -> str:
+    """Jobs that take alike long."""
+    return type(job.task).__name__

@@ -58,7 +58,7 @@ class VirtualRun:
         """``engines``: one a device, or one for all of a tensor-parallel group."""
         self._observer = observer
         self._timed: set[int] = set()  # sessions whose segments' times the observer wants; they cost nothing
-        self._sessions = Sessions()
+        self._sessions = Sessions(clock=lambda: clock.now)
         self._running: dict[int, _Running] = {}
         self._engines = engines
         self._devices = devices
@@ -221,21 +221,28 @@ class VirtualRun:
         if self._busy:
             return
         for message in self._sessions.take_messages():
-            self._observer.sent(message, self._clock.now)
-            if isinstance(message, Segment):
-                first = self._data[0]
-                size = self._send(first, message, message.session, partial(self._stages[0].receive, message))
-                self._running[message.session].bytes_in += size * first.hops
-                continue
-            for index, link in enumerate(self._control):
-                self._send(link, message, message.session, partial(self._advise, index, message))
+            self._dispatch(message)
         job = self._sessions.next_job()
-        if job is not None:
-            self._busy = True
-            end = self._clock.now + self._devices.task_seconds(job.coordinator, job.task)
-            self._spans.append(self._span(job, end))
-            start = self._clock.now
-            self._clock.at(end, lambda: self._complete(job, start))
+        if job is None:
+            return
+        for segment in self._sessions.take_ahead(job):
+            self._dispatch(segment)
+        self._busy = True
+        end = self._clock.now + self._devices.task_seconds(job.coordinator, job.task)
+        self._spans.append(self._span(job, end))
+        start = self._clock.now
+        self._clock.at(end, lambda: self._complete(job, start))
+
+    def _dispatch(self, message: Segment | Prune | Cancel) -> None:
+        """D0 sends: segments to V1, all else to every stage."""
+        self._observer.sent(message, self._clock.now)
+        if isinstance(message, Segment):
+            first = self._data[0]
+            size = self._send(first, message, message.session, partial(self._stages[0].receive, message))
+            self._running[message.session].bytes_in += size * first.hops
+            return
+        for index, link in enumerate(self._control):
+            self._send(link, message, message.session, partial(self._advise, index, message))
 
     def _advise(self, index: int, message: Prune | Cancel | Close) -> None:
         """A hint has arrived; tensor-parallel devices ignore it (``stage.tensor_engine`` says why)."""
@@ -244,6 +251,7 @@ class VirtualRun:
 
     def _complete(self, job: Job, start: float) -> None:
         self._busy = False
+        self._sessions.worked(job, self._clock.now - start)
         coordinator = job.coordinator
         running = self._running.get(coordinator.ledger.session)
         if running is not None:  # it may have been cancelled meanwhile
@@ -336,7 +344,8 @@ class VirtualCluster:
         latency = self.devices.latency_seconds(request.params.segment, parallelism)
         return self._device0.coordinator(
             request, self._stages, lambda: clock.now, self._session,
-            lambda kind: latency / max(self.devices.d0.draft_seconds(kind), 1e-9))
+            lambda kind: latency / max(self.devices.d0.draft_seconds(kind), 1e-9),
+            self.devices.occupied_seconds)
 
     def _cut(self, stages: int) -> list[StageEngine]:
         """The model in so many pieces; loaded when first wanted, and kept."""

@@ -13,11 +13,12 @@ its segments and in ``prompt_taps``) and how the target's devices share the work
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from flowspec_edge.messages import Cancel, Prune, Segment
+from flowspec_edge.sampling import Sampling
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.tree.ledger import Ledger
 from flowspec_edge.tree.requests import Commit, DraftRequest, Expansion
@@ -33,11 +34,14 @@ class Pipeline:
     depths         decoder layers that a row has passed after each stage; empty if nobody asked
     draft_passes   draft passes that fit into a full segment's way through the pipeline and back:
                    how many times faster the draft model is than the target (PEARL's c)
+    slot_seconds   rows of a segment -> what it takes in the slowest stage and over a link; None where
+                   nobody has measured it
     """
 
     stages: int
     depths: tuple[int, ...] = ()
     draft_passes: float = 1.0
+    slot_seconds: Callable[[int], float] | None = None
 
 
 @dataclass
@@ -83,6 +87,19 @@ class Strategy(ABC):
         stage falls free, and a segment cut after it is worth more than one cut before it.
         """
         return self.pipeline.stages
+
+    @property
+    def sends_ahead(self) -> bool:
+        """Whether a segment may wait at the first stage, where D0 could not send it in time.
+
+        It is cut before D0 starts on work that would last beyond the moment at which the first stage
+        falls free (``runtime.pace``).
+        """
+        return False
+
+    def begin(self, text: Sequence[int], sampling: Sampling, vocabulary: int) -> None:
+        """Before :meth:`start`: the text so far, how its tokens are drawn, and from how many."""
+        return
 
     @abstractmethod
     def start(self, token: int, position: int) -> None:

@@ -15,6 +15,7 @@ from flowspec_edge.sampling import Rank
 
 LONGEST_BLOCK = 64  # PEARL's, when a draft pass costs next to nothing
 Draft = Literal["own", "eagle2", "eagle3", "lm", "ngram"]
+PLUS_IDEAS = ("ahead", "curve", "learn", "lookup")
 Canonical = Literal["all", "needed"]
 
 
@@ -37,6 +38,9 @@ class Params:
     ngram: bool = False  # look-up in the text merged into the draft model's children
     ngram_max: int = 4  # the longest run of tokens that is looked up
     ngram_min: int = 2  # the shortest
+    plus_width: int = 20  # nodes that a draft pass of FlowSpec+ expands
+    plus_rows: int = 0  # the longest segment of FlowSpec+; 0: by the stages' curve, else ``segment``
+    plus_without: str = ""  # ideas of FlowSpec+ to leave out, separated by commas (PLUS_IDEAS)
     pipedec_width: int = 32  # w: nodes of a layer (FlowSpec's comparison takes 16)
     pipedec_children: int = 16  # c: children per node
     pipeinfer_tokens: int = 4  # the longest micro-batch, in tokens of one sequence
@@ -67,9 +71,17 @@ class Params:
         if not self.ngram_min <= self.ngram_max <= _LONGEST_LOOK_UP:
             raise UsageError(f"ngram-max must be ngram-min ({self.ngram_min}) to {_LONGEST_LOOK_UP}, "
                              f"not {self.ngram_max}")
+        self.left_out()
         if (rows := self.largest_segment()) > _MOST_ROWS:
             raise UsageError(f"a segment of {rows} rows is more than {_MOST_ROWS}: lower the tree, width, "
                              "gamma or branching that asks for it")
+
+    def left_out(self) -> frozenset[str]:
+        """``plus_without`` as names."""
+        names = frozenset(part.strip() for part in self.plus_without.split(",") if part.strip())
+        if unknown := sorted(names - set(PLUS_IDEAS)):
+            raise UsageError(f"plus-without knows {', '.join(PLUS_IDEAS)}, not {unknown[0]!r}")
+        return names
 
     def stpp_levels(self) -> tuple[int, ...]:
         """``stpp_branching`` as numbers."""
@@ -88,10 +100,10 @@ class Params:
         static = sum(prod(levels[: i + 1]) for i in range(len(levels)))
         micro_batch = self.pipeinfer_tokens * self.pipeinfer_sequences
         chain = max(self.pearl_gamma, self.speculative_gamma)
-        return 1 + max(self.segment, self.tree_size, self.pipedec_width, self.spd_width, static, micro_batch,
-                       chain, LONGEST_BLOCK)
+        longest = max(self.segment, self.plus_rows, micro_batch, chain, LONGEST_BLOCK)
+        return 1 + max(longest, self.tree_size, self.pipedec_width, self.spd_width, static)
 
 
-_MAY_BE_ZERO = ("pearl_gamma",)
+_MAY_BE_ZERO = ("pearl_gamma", "plus_rows")
 _LONGEST_LOOK_UP = 32  # the index takes so many steps and entries a token
 _MOST_ROWS = 8192  # of a segment: a stage's attention mask alone would need gigabytes

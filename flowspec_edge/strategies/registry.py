@@ -9,6 +9,7 @@ from flowspec_edge.strategies.base import Strategy
 from flowspec_edge.strategies.chunk_pp import ChunkPP
 from flowspec_edge.strategies.flowspec import FlowSpec
 from flowspec_edge.strategies.flowspec_no_sbd import FlowSpecNoSBD
+from flowspec_edge.strategies.flowspec_plus import FlowSpecPlus
 from flowspec_edge.strategies.galaxy import Galaxy
 from flowspec_edge.strategies.megatron import Megatron
 from flowspec_edge.strategies.params import Params
@@ -27,6 +28,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
         PrunedPP,
         FlowSpecNoSBD,
         FlowSpec,
+        FlowSpecPlus,
         PipeDec,
         PipeInfer,
         Pearl,

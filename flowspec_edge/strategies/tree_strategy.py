@@ -46,8 +46,12 @@ class TreeStrategy(Strategy):
         self.growth = Growth(self.tree, [self.tree.root], p.depth, p.width, p.tree_size)
 
     def _restart(self, token: int, position: int) -> None:
-        self.tree = DraftTree(token, position, self.order, self._next_id)
+        self.tree = self._new_tree(token, position)
         self.begin_round()
+
+    def _new_tree(self, token: int, position: int) -> DraftTree:
+        """A tree of its root alone; ids go on from the last round's."""
+        return DraftTree(token, position, self.order, self._next_id)
 
     def _send(self, nodes: Sequence[Node], root: bool) -> Segment:
         """A segment of ``nodes`` (parents first), the root before them if asked."""

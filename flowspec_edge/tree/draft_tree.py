@@ -10,6 +10,7 @@ Growing costs time in proportion to the nodes added, cutting in proportion to th
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -26,6 +27,8 @@ class Node:
     score      log of the product of confidences from the first root of the round to here
     number     the ledger's number once sent, else -1
     successor  the token that follows it in the target's text once verified, else -1
+    drafted    log confidence of the draft model in it, given its parent; -inf if it did not name it
+    looked_up  the same of the look-up in the text (both: evidence for ``tree.guess_tree``)
     """
 
     id: int
@@ -37,7 +40,13 @@ class Node:
     successor: int = -1
     alive: bool = True
     expanded: bool = False
+    drafted: float = -math.inf
+    looked_up: float = -math.inf
     children: dict[int, Node] = field(default_factory=dict)
+
+    def __lt__(self, other: Node) -> bool:
+        """By age, for queues that hold a node twice under one score."""
+        return self.id < other.id
 
 
 class DraftTree:
