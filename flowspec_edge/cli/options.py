@@ -84,7 +84,7 @@ _HELP = {
     "ngram_max": "Longest run of tokens that is looked up in the text.",
     "ngram_min": "Shortest run of tokens that is looked up.",
     "plus_width": "Nodes that a draft pass of FlowSpec+ expands.",
-    "plus_rows": "Longest segment of FlowSpec+; 0: as long as pays by the profile's curve, --segment without one.",
+    "plus_rows": "Longest segment of FlowSpec+; 0: by the profile's curve, --segment without one.",
     "plus_without": f"Ideas of FlowSpec+ to leave out: {', '.join(PLUS_IDEAS)}; several separated by commas.",
     "pipedec_width": "Nodes of a tree layer (w).",
     "pipedec_children": "Children per node (c).",
@@ -102,7 +102,7 @@ _HELP = {
     "spd_width": "Branches kept (W).",
 }
 _PANELS = {Sampling: "Sampling", Params: "FlowSpec and its ablations; all strategies"}
-_OTHERS = ("pipedec", "pipeinfer", "pearl", "speculative", "stpp", "spd")
+_OTHERS = ("plus", "pipedec", "pipeinfer", "pearl", "speculative", "stpp", "spd")
 
 
 def with_dataclasses(without: Collection[str] = (), **groups: Any,
