@@ -23,7 +23,7 @@ from flowspec_edge.runtime.request import Cluster, Request, Stats
 from flowspec_edge.runtime.virtual import VirtualCluster
 from flowspec_edge.text import Tokenizer
 
-STRATEGIES = ("chunk_pp", "flowspec")
+STRATEGIES = ("chunk_pp", "flowspec", "flowspec_plus")
 
 
 def measure(prompts: int, tokens: int, profile: str, stages: int) -> dict[str, dict[str, list[Stats]]]:

@@ -38,7 +38,7 @@ from flowspec_edge.generation import choose_sampling
 from flowspec_edge.modeldir import DEMO, resolve_model
 from flowspec_edge.runtime.request import Request, Result, SharedCluster
 from flowspec_edge.sampling import Sampling
-from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 from flowspec_edge.strategies.registry import strategy_class
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def chat(
     system: Annotated[str | None, typer.Option(
         "--system", help="The system's message.", metavar="TEXT", show_default=False)] = None,
     chat_template: ChatTemplateOption = None,
-    strategy: Annotated[str, typer.Option("--strategy", help="See: flowspec strategies.")] = "flowspec",
+    strategy: Annotated[str, typer.Option("--strategy", help="See: flowspec strategies.")] = DEFAULT_STRATEGY,
     stages: StagesOption = 0,
     dtype: DtypeOption = "auto",
     answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=1, help="The longest answer.")] = 1024,

@@ -12,7 +12,7 @@ from flowspec_edge.cli.options import ModelOption, StagesOption
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.modeldir import DEMO, resolve_model
 
-_STRATEGIES = ("flowspec", "chunk_pp", "autoregressive")
+_STRATEGIES = ("flowspec_plus", "flowspec", "chunk_pp", "autoregressive")
 _PROFILE = "paper-7b"
 
 
@@ -61,7 +61,7 @@ def demo(
     write(texts[0].text, "dim")
     with open_cluster(Timing("wall", None), found, stages, "auto") as cluster:
         stream = TextStream(tokenizer.decode, write)
-        cluster.generate(replace(requests[0], strategy="flowspec"), stream.push)
+        cluster.generate(replace(requests[0], strategy="flowspec_plus"), stream.push)
         stream.close()
         write("\n\n")
         local: tuple[list[Row], list[Difference]] = run(cluster, plain, requests[:1], _STRATEGIES)

@@ -39,7 +39,7 @@ from flowspec_edge.generation import Origin, choose_sampling, not_applied
 from flowspec_edge.modeldir import DEMO, resolve_model
 from flowspec_edge.runtime.request import Request, Result
 from flowspec_edge.sampling import Sampling
-from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 from flowspec_edge.strategies.registry import strategy_class
 
 _EXAMPLES = """
@@ -77,7 +77,7 @@ def generate(
             f"With --chat: {', '.join(BUILT_IN)}, or a file with a Jinja template; by default the "
             "tokenizer's own."))] = None,
     model: ModelOption = DEMO,
-    strategy: Annotated[str, typer.Option("--strategy", help="See: flowspec strategies.")] = "flowspec",
+    strategy: Annotated[str, typer.Option("--strategy", help="See: flowspec strategies.")] = DEFAULT_STRATEGY,
     stages: StagesOption = 0,
     dtype: DtypeOption = "auto",
     max_new_tokens: MaxNewTokensOption = 128,

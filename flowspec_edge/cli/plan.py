@@ -51,8 +51,8 @@ def plan(
     dtype: Annotated[Literal["fp32", "bf16", "fp16", "int4"], typer.Option(
         "--dtype", help="Element type of the weights.")] = "fp16",
     strategies: Annotated[str | None, typer.Option(
-        "--strategies", help="To predict, separated by commas.  Default: flowspec, chunk_pp, pipedec, "
-                             "speculative, autoregressive.", show_default=False)] = None,
+        "--strategies", help="To predict, separated by commas.  Default: flowspec_plus, flowspec, chunk_pp, "
+                             "pipedec, speculative, autoregressive.", show_default=False)] = None,
     predict: Annotated[bool, typer.Option(
         "--predict/--no-predict", help="Say what tokens/s to expect, from virtual time.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object, not tables.")] = False,

@@ -28,7 +28,7 @@ from flowspec_edge.cli.options import (
 from flowspec_edge.cli.service import Service
 from flowspec_edge.errors import UsageError
 from flowspec_edge.modeldir import DEMO, resolve_model
-from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 
 if TYPE_CHECKING:
     from flowspec_edge.fleet.inventory import Inventory
@@ -67,7 +67,7 @@ def serve(
         "--name", help="What clients call the model; by default its directory's name.", metavar="NAME",
         show_default=False)] = None,
     strategy: Annotated[str, typer.Option(
-        "--strategy", help="For requests that name none; see: flowspec strategies.")] = "flowspec",
+        "--strategy", help="For requests that name none; see: flowspec strategies.")] = DEFAULT_STRATEGY,
     stages: StagesOption = 0,
     dtype: DtypeOption = "auto",
     chat_template: ChatTemplateOption = None,

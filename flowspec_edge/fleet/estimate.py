@@ -21,7 +21,7 @@ from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual import VirtualCluster
 from flowspec_edge.strategies.registry import strategy_class
 
-STRATEGIES = ("flowspec", "chunk_pp", "pipedec", "speculative", "autoregressive")
+STRATEGIES = ("flowspec_plus", "flowspec", "chunk_pp", "pipedec", "speculative", "autoregressive")
 ALONE = ("speculative", "autoregressive")  # those in which D0 and V1 never work at the same time
 _NO_LINK = Link(mbps=1e9, latency_ms=0.0)  # D0 and V1 on one board
 Advance = Callable[[str], None]  # called before each request with its strategy

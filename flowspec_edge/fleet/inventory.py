@@ -18,6 +18,7 @@ from flowspec_edge.config import Profile, Strict, load_profile, load_toml
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.places import PYTHON
 from flowspec_edge.manifest import ShardDtype
+from flowspec_edge.strategies.params import DEFAULT_STRATEGY
 from flowspec_edge.strategies.registry import strategy_class
 from flowspec_edge.tomlfile import Misplaced, matching
 
@@ -62,7 +63,7 @@ class ClusterSettings(Strict):
     dtype: Literal["auto", ShardDtype] = "auto"  # the weights'; auto: as they are, a sharded model's own
     context: Annotated[int, Field(ge=1)] = 4096  # tokens of all requests' texts together that caches hold
     at_once: Annotated[int, Field(ge=0)] = 0  # requests that share the stages; 0: as many as there are stages
-    strategy: str = "flowspec"
+    strategy: str = DEFAULT_STRATEGY
     keys: str = "keys"  # a directory for the boards' public keys; the private ones stay on the boards
     wheelhouse: str = "wheelhouse"  # a directory with the wheels that the boards get
     board_python: str = "python3"  # the boards' own, which has the torch that was made for them

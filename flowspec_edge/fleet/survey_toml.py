@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from flowspec_edge.fleet.checkup import jetpack_of
 from flowspec_edge.fleet.survey import Found
+from flowspec_edge.strategies.params import DEFAULT_STRATEGY
 
 _MUCH_MORE = 1.5  # times the memory of the next one
 _PYTHON = (3, 10)
@@ -31,7 +32,7 @@ _SETTINGS = (
     ('dtype = "auto"', "fp16, bf16, int4, …; auto: as the model is"),
     ("context = 4096", "tokens of all requests' texts together that caches hold"),
     ("# at_once = 2", "requests that share the stages; left out: one per stage, at least 2"),
-    ('strategy = "flowspec"', "flowspec strategies lists them"),
+    (f'strategy = "{DEFAULT_STRATEGY}"', "flowspec strategies lists them"),
     ('# power_mode = "MAXN"', "by name, as in /etc/nvpmodel.conf; left out, it stays as it is"),
     ('# serve_host = "0.0.0.0"', "where the draft device answers; left out: itself alone; else with a key"),
 )

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from flowspec_edge.config import Strict, load_toml
 from flowspec_edge.runtime.workerconfig import Dtype, Seconds, Text
+from flowspec_edge.strategies.params import DEFAULT_STRATEGY
 from flowspec_edge.tomlfile import Misplaced
 from flowspec_edge.transport.reach import why_not_open
 
@@ -28,7 +29,7 @@ class DraftConfig(Strict):
     cluster: Text  # its name
     model: Text  # the sharded model's directory, with D0's part
     name: Text  # what clients call the model
-    strategy: Text = "flowspec"
+    strategy: Text = DEFAULT_STRATEGY
     dtype: Dtype = "fp16"
     control: Text  # where the stages connect to
     output: Text  # where VN's results come in

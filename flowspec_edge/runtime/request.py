@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from flowspec_edge.sampling import Sampling
-from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 
 if TYPE_CHECKING:
     from flowspec_edge.runtime.tickets import Ticket
@@ -34,7 +34,7 @@ class Request:
     """One text to continue; ``prompt`` is token ids."""
 
     prompt: Sequence[int]
-    strategy: str = "flowspec"
+    strategy: str = DEFAULT_STRATEGY
     max_new_tokens: int = 128
     sampling: Sampling = field(default_factory=Sampling)
     params: Params = field(default_factory=Params)

@@ -20,7 +20,7 @@ from flowspec_edge.sampling import Sampling
 from flowspec_edge.serving.bodies import Body, ChatBody, CompletionBody
 from flowspec_edge.serving.errors import ApiError
 from flowspec_edge.serving.reading import Reader
-from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 from flowspec_edge.text import Tokenizer
 
 _COMPLETION_TOKENS = 16  # OpenAI's default for max_tokens of a completion
@@ -52,8 +52,8 @@ class Served:
     model: ModelDir
     tokenizer: Tokenizer
     name: str
-    strategy: str = "flowspec"
-    strategies: Sequence[str] = ("flowspec",)
+    strategy: str = DEFAULT_STRATEGY
+    strategies: Sequence[str] = (DEFAULT_STRATEGY,)
     params: Params = field(default_factory=Params)
     answer_tokens: int = 1024
     context: int | None = None
