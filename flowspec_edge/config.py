@@ -177,9 +177,9 @@ class Profile(Strict):
 
     def draft_seconds(self, kind: str, nodes: int = 1) -> float:
         """One pass of a draft model of this kind (``modeldir.DRAFT_PARTS``, or "ngram", which looks
-        up and computes nothing) that expands ``nodes``; an EAGLE-3 head costs what an EAGLE-2 head does."""
+        up and computes nothing) that expands ``nodes``; every EAGLE head costs what an EAGLE-2 head does."""
         eagle = self.draft.pass_ms
-        costs = {"eagle2": eagle, "eagle3": eagle, "lm": self.draft.lm_pass_ms,
+        costs = {"eagle2": eagle, "eagle2-deep": eagle, "eagle3": eagle, "lm": self.draft.lm_pass_ms,
                  "spd": self.draft.spd_pass_ms, "ngram": 0.0}
         return (costs[kind] + self.draft.row_ms * nodes) * 1e-3
 

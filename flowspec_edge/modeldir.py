@@ -1,9 +1,10 @@
 """A model on disk: which parts a directory holds, and the few facts its config.json files state.
 
 Knows the three layouts: flowspec's own (``DIR/target`` and the draft parts ``DIR/eagle2``,
-``DIR/eagle3``, ``DIR/draft-lm``, ``DIR/spd``), a plain Hugging Face checkpoint (the target's files in
-DIR itself), and a sharded model (``DIR/manifest.json``, ``DIR/stage-1`` …, and in ``DIR/draft`` what
-D0 needs, laid out like flowspec's own).  Loads no weights and imports neither torch nor transformers.
+``DIR/eagle2-deep``, ``DIR/eagle3``, ``DIR/draft-lm``, ``DIR/spd``), a plain Hugging Face checkpoint (the
+target's files in DIR itself), and a sharded model (``DIR/manifest.json``, ``DIR/stage-1`` …, and in
+``DIR/draft`` what D0 needs, laid out like flowspec's own).  Loads no weights and imports neither torch
+nor transformers.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from flowspec_edge.resources import resource_dir
 
 DEMO = "demo"
 MANIFEST = "manifest.json"
-# Kind of draft model -> directory.  The kind "ngram" looks up in the text and has none.
-DRAFT_PARTS = {"eagle2": "eagle2", "eagle3": "eagle3", "lm": "draft-lm", "spd": "spd"}
+# Kind of draft model -> directory.  The kind "ngram" looks up in the text and has none; "eagle2-deep" is a
+# second EAGLE-2 head, to be asked for by name, beside the one that strategies draft with.
+DRAFT_PARTS = {"eagle2": "eagle2", "eagle2-deep": "eagle2-deep", "eagle3": "eagle3", "lm": "draft-lm",
+               "spd": "spd"}
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
            "pytorch_model.bin.index.json")
 _TOKENIZER = ("tokenizer.json", "tokenizer.model")

@@ -38,6 +38,7 @@ def test_each_node_of_a_pass_may_cost() -> None:
     dearer = profile.model_copy(update={"draft": profile.draft.model_copy(update={"row_ms": 0.5})})
     assert dearer.draft_seconds("eagle2", 10) == pytest.approx(0.020)
     assert dearer.draft_seconds("eagle2") == pytest.approx(0.0155)
+    assert dearer.draft_seconds("eagle2-deep", 10) == dearer.draft_seconds("eagle2", 10)
 
 
 STEPS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 30)), min_size=2, max_size=6)

@@ -131,7 +131,8 @@ def _note(report: Report, published: Published | None) -> str:
     if s["draft"] == "own":
         parts.append("Each method drafts with its own kind of model.")
     else:
-        kind = {"eagle2": "EAGLE-2", "lm": "the small draft model"}.get(s["draft"], s["draft"])
+        kind = {"eagle2": "EAGLE-2", "eagle2-deep": "the deep EAGLE-2 head",
+                "lm": "the small draft model"}.get(s["draft"], s["draft"])
         parts.append(f"All methods that draft do so with {kind} (`--draft {s['draft']}`).")
     parts.append(f"PipeDec's layers hold {s['pipedec_width']} nodes (`--pipedec-width`).")
     parts.append("; ".join(f"{task['name']}: {task['prompts']} prompts" for task in s["tasks"])

@@ -32,8 +32,8 @@ def load_drafters(kind: str, model_dir: Path, lm_head: Tensor, embedding: Tensor
 
     What comes back makes drafters that share these weights, one for each session at once.
 
-    kind       "eagle2" (an EAGLE-1/2 head), "eagle3" (an EAGLE-3 head), "lm" (a causal LM that
-               transformers can load) or "spd" (SPD's speculation module)
+    kind       "eagle2" or "eagle2-deep" (an EAGLE-1/2 head), "eagle3" (an EAGLE-3 head), "lm" (a causal
+               LM that transformers can load) or "spd" (SPD's speculation module)
     lm_head    [V, H], the target's; the drafter works on its device
     embedding  [V, H], the target's; used by "spd", and when an EAGLE head brings none of its own; None
                where there is none
@@ -45,7 +45,7 @@ def load_drafters(kind: str, model_dir: Path, lm_head: Tensor, embedding: Tensor
     if kind not in DRAFT_PARTS:
         raise UsageError(f"unknown kind of draft model {kind!r}; there is: {', '.join(DRAFT_PARTS)}")
     path, torch_dtype = model_dir / DRAFT_PARTS[kind], parse_dtype(dtype)
-    if kind == "eagle2":
+    if kind in ("eagle2", "eagle2-deep"):
         head = load_head(path, embedding, torch_dtype).to(lm_head.device)
         require_fit(path, "width", head.config.hidden_size, lm_head.shape[1])
         vocabulary = head.config.vocab_size

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from flowspec_edge.modeldir import DRAFT_PARTS, ModelDir
 from flowspec_edge.stage.checkpoint import Checkpoint, Stored
 
 _EMBEDDING = "embed_tokens.weight"
+_SECOND = "eagle2-deep"  # by its place only: nothing in its files tells it from another EAGLE-2 head
 _PREFIX = re.compile(r"^(module\.)?(model\.)?")  # of a training framework's wrapper, and of a whole model
 
 
@@ -58,6 +59,9 @@ def drafts_of(model: ModelDir, given: Sequence[Path]) -> list[Draft]:
     UsageError for a directory that holds no draft model, and for two of one kind.
     """
     found = {kind: open_draft(path) for kind in DRAFT_PARTS if (path := model.draft(kind)) is not None}
+    deep = found.get(_SECOND)
+    if deep and deep.kind == "eagle2":
+        found[_SECOND] = replace(deep, kind=_SECOND)
     new: dict[str, Draft] = {}
     for path in given:
         draft = open_draft(path)

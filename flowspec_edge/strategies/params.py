@@ -14,7 +14,7 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.sampling import Rank
 
 LONGEST_BLOCK = 64  # PEARL's, when a draft pass costs next to nothing
-Draft = Literal["own", "eagle2", "eagle3", "lm", "ngram"]
+Draft = Literal["own", "eagle2", "eagle2-deep", "eagle3", "lm", "ngram"]
 DEFAULT_STRATEGY = "flowspec_plus"  # of requests that name none
 PLUS_IDEAS = ("ahead", "curve", "learn", "lookup")
 Canonical = Literal["all", "needed"]

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.sharding.drafts import open_draft
-from flowspec_edge.sharding.plan import TensorsFile, make_plan, ranges_for, recipe_for
+from flowspec_edge.sharding.plan import CopiedFile, TensorsFile, make_plan, ranges_for, recipe_for
 from flowspec_edge.sharding.source import open_source
 
 
@@ -133,6 +133,22 @@ def test_a_models_own_drafts_go_along(full: Path, tmp_path: Path) -> None:
         "eagle2": other, "eagle3": full / "eagle3", "lm": full / "draft-lm", "spd": full / "spd"}
     with pytest.raises(UsageError, match="are both draft models of the kind 'eagle2': give one"):
         open_source(str(full), [other, full / "eagle2"])
+
+
+def test_a_second_head_keeps_its_place(tmp_path: Path) -> None:
+    """Its files are those of any EAGLE-2 head: only where it lies tells the two apart."""
+    model = tiny_model_dir(tmp_path / "model")
+    second = Path(shutil.copytree(model / "eagle2", model / "eagle2-deep"))
+    edit(second, embed_tokens__weight=None)
+    source = open_source(str(model))
+    assert [(d.kind, d.directory.name, d.embeddings) for d in source.drafts[:2]] == [
+        ("eagle2", "eagle2", False), ("eagle2-deep", "eagle2-deep", True)]
+    plan = make_plan(source, recipe_for(source), ranges_for(4, 2, None))
+    copied = {f.path: f.source for f in plan.parts[-1].files if isinstance(f, CopiedFile)}
+    for name in ("eagle2", "eagle2-deep"):
+        assert copied[Path("draft", name, "model.safetensors")] == model / name / "model.safetensors"
+    # Given by hand, it is an EAGLE-2 head like any other.
+    assert [d.kind for d in open_source(str(model / "target"), [second]).drafts] == ["eagle2"]
 
 
 def test_tied_embeddings_are_stored_once(tmp_path: Path) -> None:
