@@ -84,6 +84,12 @@ def train_head(
     draft_vocab: Annotated[int | None, typer.Option(
         "--draft-vocab", min=1, help="Tokens that an EAGLE-3 head drafts, the most frequent ones.  Default: "
         "32000, or the target's whole vocabulary if that is smaller.", metavar="N")] = None,
+    depth: Annotated[int | None, typer.Option(
+        "--depth", min=1, help="Steps that the head is unrolled, each on its own outputs.  Default: 6.",
+        metavar="N")] = None,
+    start: Annotated[Path | None, typer.Option(
+        "--start", help="Go on from this EAGLE-2 head: unrolled from the first step on, and the learning "
+        "rate falls from a fifth of the run on.  Default: a head that knows nothing.", metavar="DIR")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few steps of few tokens, to try it.")] = False,
 ) -> None:
     """Train an EAGLE-2 or EAGLE-3 head for a model, whose weights stay as they are.
@@ -104,9 +110,11 @@ def train_head(
       flowspec models train-head --model my-demo --kind eagle2 --data notes --data more.txt
 
       flowspec models train-head --model ./Llama-3 --kind eagle3 --data chats.jsonl --out head
+
+      flowspec models train-head --model my-demo --kind eagle2 --start my-demo/eagle2 --depth 8 --out deep
     """
     found = resolve_model(model)  # a wrong name is found before torch is imported
     from flowspec_edge.training.head_part import HeadOptions, train_head_part
 
-    options = HeadOptions(tuple(data or ()), steps, draft_vocab, quick)
+    options = HeadOptions(tuple(data or ()), steps, draft_vocab, quick, depth, start)
     train_head_part(found, kind.value, options, date.today().isoformat(), out=out, work=work)

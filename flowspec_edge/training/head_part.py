@@ -14,20 +14,30 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils import logging
 
+from flowspec_edge.drafting.eagle import EagleHead
 from flowspec_edge.drafting.eagle3_checkpoint import load_head3, save_head3
 from flowspec_edge.drafting.eagle_checkpoint import load_head, save_head
 from flowspec_edge.errors import UsageError
 from flowspec_edge.modeldir import DRAFT_PARTS, ModelDir
+from flowspec_edge.stage.checkpoint import digest as tensors_digest
 from flowspec_edge.stage.shard import load_config
 from flowspec_edge.training.corpus import prepare_for
 from flowspec_edge.training.eagle import Eagle2, EagleRecipe, new_head
 from flowspec_edge.training.eagle3 import DRAFT_VOCABULARY, Eagle3, draft_vocabulary, new_head3
-from flowspec_edge.training.heads import DEPTHS, LENGTH, HeadRecipe, Student, agreement, train_head
+from flowspec_edge.training.heads import (
+    DEPTHS,
+    LENGTH,
+    HeadRecipe,
+    Student,
+    agreement,
+    frozen_embedding,
+    train_head,
+)
 from flowspec_edge.training.parts import bind, claim_part, make_directory, make_part
-from flowspec_edge.training.recipes import DEMO, HEADS, HEADS_QUICK, QUICK
+from flowspec_edge.training.recipes import DEMO, HEADS, HEADS_QUICK, QUICK, going_on
 from flowspec_edge.training.targets import (
     check_target,
     check_tokens,
@@ -49,12 +59,16 @@ class HeadOptions:
     steps        of the optimiser
     draft_vocab  tokens that an EAGLE-3 head drafts
     quick        a few steps, to try it
+    depth        steps unrolled
+    start        the directory of an EAGLE-2 head that the training goes on from; None: an untrained one
     """
 
     data: tuple[Path, ...] = ()
     steps: int | None = None
     draft_vocab: int | None = None
     quick: bool = False
+    depth: int | None = None
+    start: Path | None = None
 
 
 def train_head_part(model: ModelDir, kind: str, options: HeadOptions, date: str, out: Path | None = None,
@@ -67,8 +81,9 @@ def train_head_part(model: ModelDir, kind: str, options: HeadOptions, date: str,
     work  checkpoints and the tokenized text; MODEL.KIND-work beside the model by default.  Resumes
           what it finds there
 
-    Raises UsageError when stages cannot run the model, for data that cannot be used, and when
-    ``work`` belongs to another model, recipe or data.
+    Raises UsageError when stages cannot run the model, for data or options that cannot be used, and
+    when ``work`` belongs to another model, recipe (the head that it starts from included) or data;
+    FlowspecError for a head to start from that is none of this target's.
     """
     console = Console(soft_wrap=True)
     logging.disable_progress_bar()  # transformers' own, for files that are read in no time
@@ -76,8 +91,8 @@ def train_head_part(model: ModelDir, kind: str, options: HeadOptions, date: str,
     out = out or _place(model, kind)
     work = work or model.path.with_name(f"{model.name}.{kind}-work")
     drafted = _drafted(model, kind, options.draft_vocab)
-    recipe = (HEADS_QUICK if options.quick else HEADS)[kind]
-    recipe = replace(recipe, steps=options.steps or recipe.steps)
+    recipe = _recipe(kind, options)
+    start = _start(model, kind, options.start, out)
     files = data_files(options.data)
     if out.is_dir():
         console.print(f"{out} is there already; delete it to have it made again")
@@ -87,6 +102,8 @@ def train_head_part(model: ModelDir, kind: str, options: HeadOptions, date: str,
     bound, others = work / f"{kind}.json", "another model, recipe or data"
     wanted = {"recipe": asdict(recipe), "draft_vocabulary": drafted, "target": fingerprint(model),
               "data": digest(files) if files else "python"}
+    if start:
+        wanted["start"] = tensors_digest({n: w for n, w in start.state_dict().items() if "embed" not in n})
     if bound.exists():
         bind(bound, wanted, others)
     text = _text(model, eos, work, files, recipe, options.quick)  # text that is no good binds nothing
@@ -94,12 +111,15 @@ def train_head_part(model: ModelDir, kind: str, options: HeadOptions, date: str,
 
     def part(directory: Path) -> None:
         target = load_target(model)
-        student = _student(kind, target, text, drafted, recipe)
+        student = _student(kind, target, text, drafted, recipe, start)
         pace = (QUICK if options.quick else DEMO).pace
-        train_head(recipe, student, text.train, text.held_out, work, _SEED, pace)
+        # A head that goes on sees the text in an order that it has not seen it in.
+        train_head(recipe, student, text.train, text.held_out, work, _SEED + 1 if start else _SEED, pace)
         _save(student, directory)
         console.print("measuring on held-out text")
         facts = _facts(directory, kind, target, recipe, text, date, windows=8 if options.quick else 48)
+        if options.start:
+            facts["goes_on_from"] = options.start.resolve().name
         # JSON's strings, numbers and lists of them are TOML's.
         card = "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in facts.items())
         (directory / "card.toml").write_text(card, encoding="utf-8")
@@ -113,6 +133,30 @@ def _place(model: ModelDir, kind: str) -> Path:
         raise UsageError(f"{model.path} is a plain checkpoint, which has no place for a head: say where it "
                          "goes with --out DIR, and bring it to the boards with models shard --draft DIR")
     return model.path / DRAFT_PARTS[kind]
+
+
+def _recipe(kind: str, options: HeadOptions) -> HeadRecipe:
+    recipe = (HEADS_QUICK if options.quick else HEADS)[kind]
+    depth = recipe.depth if options.depth is None else options.depth
+    if not 1 <= depth <= recipe.window:
+        raise UsageError(f"--depth must be 1 to {recipe.window}, the tokens of a window, not {depth}")
+    recipe = replace(recipe, steps=options.steps or recipe.steps, depth=depth)
+    return going_on(recipe) if options.start else recipe
+
+
+def _start(model: ModelDir, kind: str, directory: Path | None, out: Path) -> EagleHead | None:
+    """The head to go on from, in float32; in the place of its embedding stand zeros."""
+    if directory is None:
+        return None
+    if kind != "eagle2":
+        raise UsageError(f"--start is for eagle2: an {kind} head is trained from nothing")
+    if directory.resolve() == out.resolve():
+        raise UsageError(f"{directory} is where the new head would go: say where else with --out DIR")
+    config = load_config(model.target)
+    nothing = torch.zeros(1).expand(config.vocab_size, config.hidden_size)
+    head = load_head(directory, nothing, torch.float32)
+    head.embed_tokens.weight = nn.Parameter(nothing, requires_grad=False)
+    return head
 
 
 def _drafted(model: ModelDir, kind: str, asked: int | None) -> int | None:
@@ -139,10 +183,14 @@ def _text(model: ModelDir, eos: int, work: Path, files: Sequence[Path], recipe: 
     return text
 
 
-def _student(kind: str, target: Any, text: TrainingText, drafted: int | None, recipe: HeadRecipe) -> Student:
-    """An untrained head with its teacher."""
+def _student(kind: str, target: Any, text: TrainingText, drafted: int | None, recipe: HeadRecipe,
+             start: EagleHead | None) -> Student:
+    """A head with its teacher: ``start``, or an untrained one."""
     torch.manual_seed(_SEED)
     if isinstance(recipe, EagleRecipe):
+        if start:
+            start.requires_grad_(True).embed_tokens.weight = frozen_embedding(target)
+            return Eagle2(start, target, recipe.soft_weight)
         return Eagle2(new_head(target), target, recipe.soft_weight)
     vocabulary = target.config.vocab_size
     ids = draft_vocabulary(text.train, vocabulary, drafted or vocabulary)
@@ -178,6 +226,7 @@ def _facts(directory: Path, kind: str, target: Any, recipe: HeadRecipe, text: Tr
         "parameters": sum(p.numel() for name, p in head.named_parameters() if "embed_tokens" not in name),
         "bytes": sum(file.stat().st_size for file in directory.iterdir()),
         "steps": recipe.steps,
+        "depth": recipe.depth,
         "training_tokens": recipe.steps * recipe.tokens_per_step,
         "training_text": text.described,
     }

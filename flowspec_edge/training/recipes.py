@@ -5,7 +5,7 @@ Knows sizes, steps and seeds; a run directory is bound to one recipe.  Does not 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from flowspec_edge.training.eagle import EagleRecipe
 from flowspec_edge.training.eagle3 import Eagle3Recipe
@@ -60,3 +60,9 @@ HEADS_QUICK: dict[str, HeadRecipe] = {
     "eagle2": EagleRecipe(steps=60, window=64, tokens_per_step=256, micro_batch=128, chains=16),
     "eagle3": Eagle3Recipe(steps=60, window=64, tokens_per_step=256, micro_batch=128, chains=16),
 }
+
+
+def going_on(recipe: HeadRecipe) -> HeadRecipe:
+    """For a head that is trained already: unrolled from the first step on, and the learning rate falls
+    from a fifth of the run on."""
+    return replace(recipe, plain=0.0, decay_from=0.2)

@@ -1,22 +1,25 @@
 """``models train-head`` from end to end: any family, resumed, refused; and its heads draft losslessly."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny import tiny_llama, tiny_model, tiny_tokenizer
+from tiny_dir import tiny_model_dir
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowspec_edge.cli.main import main
 from flowspec_edge.config import load_profile
 from flowspec_edge.drafting.eagle3_checkpoint import load_head3
 from flowspec_edge.drafting.eagle_checkpoint import load_head
-from flowspec_edge.errors import UsageError
+from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.modeldir import resolve_model
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual import VirtualCluster
@@ -28,6 +31,7 @@ from flowspec_edge.training.heads import train_head
 from flowspec_edge.training.loop import Pace
 from flowspec_edge.training.recipes import HEADS_QUICK
 from flowspec_edge.training.targets import load_target
+from flowspec_edge.training.unroll import unroll
 
 VOCAB = 300
 DATE = "2026-01-02"
@@ -173,6 +177,82 @@ def test_what_cannot_be_trained_is_refused_before_it_starts(model, tmp_path, dat
         train_head_part(resolve_model(model), "eagle2", options(data), DATE)
 
 
+def test_a_head_goes_on_from_another_at_another_depth(model, tmp_path, data):
+    found = resolve_model(model)
+    train_head_part(found, "eagle2", options(data), DATE, work=tmp_path / "first-work")
+    start = model / "eagle2"
+
+    def go_on(name, start=start, out=None, **changes):
+        train_head_part(found, "eagle2", options(data, start=start, **changes), DATE,
+                        out or tmp_path / name, tmp_path / f"{name}-work")
+        return load_file((out or tmp_path / name) / "model.safetensors")
+
+    deep = model / "eagle2-deep"
+    new = go_on("deep", out=deep, depth=8)
+    assert (card(deep)["depth"], card(deep)["goes_on_from"]) == ("8", '"eagle2"')
+    bound = json.loads((tmp_path / "deep-work" / "eagle2.json").read_text())
+    assert bound["recipe"] == json.loads(json.dumps(asdict(replace(
+        HEADS_QUICK["eagle2"], steps=2, depth=8, plain=0.0, decay_from=0.2))))
+    assert "start" not in json.loads((tmp_path / "first-work" / "eagle2.json").read_text())
+    # Two steps from where it started, and at another depth somewhere else.
+    old = load_file(start / "model.safetensors")
+    assert new.keys() == old.keys()
+    fresh = new_head(load_target(found)).state_dict()
+    moved = sum((new[name] - old[name]).float().square().sum() for name in new)
+    assert 0 < moved < 0.5 * sum((new[name].float() - fresh[name]).square().sum() for name in new)
+    assert any(not torch.equal(new[name], other) for name, other in go_on("flat", depth=1).items())
+    again = go_on("again", depth=8)
+    assert all(torch.equal(new[name], again[name]) for name in new)
+    # The work directory is that of one start and one depth.
+    for other in ({"depth": 7}, {"start": deep, "depth": 8}, {"start": None, "depth": 8}):
+        with pytest.raises(UsageError, match="work of another model, recipe or data"):
+            train_head_part(found, "eagle2", options(data, **{"start": start, **other}), DATE,
+                            tmp_path / "other", tmp_path / "deep-work")
+    prompt = AutoTokenizer.from_pretrained(found.target)("def f(x):")["input_ids"]
+    cluster = VirtualCluster(found.path, 2, load_profile("paper-7b"))
+    request = Request(prompt, "flowspec", 12, params=Params(draft="eagle2-deep"), stop_ids=found.stop_ids)
+    plain = cluster.generate(replace(request, strategy="autoregressive"))
+    assert cluster.generate(request).tokens == plain.tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_depth_is_the_number_of_steps_unrolled(kind, model, tmp_path, data, monkeypatch):
+    seen = set()
+
+    def watched(head, hidden, tokens, anchors, depth):
+        seen.add((depth, int(anchors.max()) + depth <= tokens.shape[1]))
+        return unroll(head, hidden, tokens, anchors, depth)
+
+    monkeypatch.setattr("flowspec_edge.training.heads.unroll", watched)
+    train_head_part(resolve_model(model), kind, options(data, depth=64), DATE, work=tmp_path / "work")
+    assert {depth for depth, _ in seen} == {1, 6, 64}  # not unrolled at first; 6 to measure
+    assert all(fits for _, fits in seen)
+
+
+def test_a_start_and_a_depth_that_cannot_be(model, tmp_path, data):
+    found, out = resolve_model(model), tmp_path / "out"
+    tiny_model_dir(tmp_path / "wide", hidden=64, vocab=VOCAB)
+    tiny_model_dir(tmp_path / "few", layers=1, hidden=32, vocab=VOCAB - 20)
+    head = tiny_model_dir(tmp_path / "like", layers=1, hidden=32, vocab=VOCAB) / "eagle2"
+    for depth in (0, 65):
+        with pytest.raises(UsageError, match=f"--depth must be 1 to 64, the tokens of a window, not {depth}"):
+            train_head_part(found, "eagle2", options(data, depth=depth), DATE, out)
+    for directory, message in (
+        (tmp_path / "nothing", "no EAGLE head at .*nothing: config.json is missing"),
+        (tmp_path / "like" / "draft-lm", "like.draft-lm: tensor fc.weight is missing from the EAGLE head"),
+        (tmp_path / "wide" / "eagle2", "the head's width is 64, the target's 32; a head works"),
+        (tmp_path / "few" / "eagle2", "the head's vocabulary is 280 tokens, the target's 300"),
+        (out, "is where the new head would go: say where else with --out DIR"),
+    ):
+        with pytest.raises(FlowspecError, match=message) as caught:
+            train_head_part(found, "eagle2", options(data, start=directory), DATE, out)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(UsageError, match="--start is for eagle2: an eagle3 head is trained from nothing"):
+        train_head_part(found, "eagle3", options(data, start=head), DATE, out)
+    assert not out.exists()
+    assert not list(tmp_path.glob("*work"))
+
+
 def test_the_command_trains_for_a_plain_checkpoint_with_out(model, tmp_path, data, capsys):
     out, work = tmp_path / "head", tmp_path / "work"
     command = ["models", "train-head", "--model", str(model / "target"), "--kind", "eagle2", "--data",
@@ -189,6 +269,14 @@ def test_the_command_trains_for_a_plain_checkpoint_with_out(model, tmp_path, dat
     capsys.readouterr()
     assert main(command) == 0
     assert "is there already" in capsys.readouterr().out
+    further = [*command[:-1], str(tmp_path / "further"), "--work", str(tmp_path / "further-work")]
+    assert main([*further, "--start", str(out), "--depth", "3"]) == 0
+    facts = card(tmp_path / "further")
+    assert (facts["depth"], facts["goes_on_from"]) == ("3", '"head"')
+    capsys.readouterr()
+    assert main([*further, "--depth", "65"]) == 2
+    assert capsys.readouterr().err == (
+        "flowspec: error: --depth must be 1 to 64, the tokens of a window, not 65\n")
     assert main([*command[:-1], str(tmp_path / "other"), "--data", str(tmp_path / "nothing.txt")]) == 2
     assert capsys.readouterr().err == (f"flowspec: error: no training text at {tmp_path / 'nothing.txt'}: "
                                        "give files or directories that are there\n")
