@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowspec_edge.config import load_profile
@@ -15,6 +17,7 @@ from flowspec_edge.modeldir import ModelDir, resolve_model
 from flowspec_edge.resources import resource_dir
 from flowspec_edge.runtime.request import Request, Result
 from flowspec_edge.runtime.virtual import VirtualCluster
+from flowspec_edge.strategies.params import Params
 
 PROMPTS = 6
 
@@ -55,6 +58,29 @@ def test_spds_module_is_what_its_card_says(demo: ModelDir) -> None:
     results = run(demo, "spd")
     foreseen = sum(r.stats.accepted for r in results) / sum(len(r.tokens) - 1 for r in results)
     assert foreseen == pytest.approx(card["agreement_greedy"][card["stages"].index(4)], abs=0.12)
+
+
+def test_the_deep_head_is_what_its_card_says_and_drafts_losslessly(demo: ModelDir) -> None:
+    deep, first = demo.draft("eagle2-deep"), demo.eagle2
+    assert deep is not None
+    assert first is not None
+    lines = (line.split(" = ", 1) for line in (deep / "card.toml").read_text().splitlines())
+    card = {key: json.loads(value) for key, value in lines}
+    assert "a demonstration" in card["summary"]
+    files = [path for path in deep.iterdir() if path.name != "card.toml"]
+    assert card["bytes"] == sum(path.stat().st_size for path in files) <= 1e6
+    weights = load_file(deep / "model.safetensors")
+    assert card["parameters"] == sum(w.numel() for w in weights.values())
+    # It is the first head, trained on: its weights are near, and none of another head's would be.
+    for name, old in load_file(first / "model.safetensors").items():
+        if name in weights and old.dim() == 2:
+            likeness = torch.cosine_similarity(weights[name].float().flatten(), old.float().flatten(), dim=0)
+            assert likeness > 0.5
+    cluster = VirtualCluster(demo.path, 4, load_profile("paper-7b"))
+    request = Request(prompts(demo)[0], "flowspec", 48, stop_ids=demo.stop_ids)
+    drafted = cluster.generate(replace(request, params=Params(draft="eagle2-deep")))
+    assert drafted.tokens == cluster.generate(replace(request, strategy="autoregressive")).tokens
+    assert drafted.stats.accepted > 0.6 * card["agreement_greedy"][0] * len(drafted.tokens)
 
 
 def run(demo: ModelDir, strategy: str) -> list[Result]:
