@@ -1,0 +1,262 @@
+"""The tree that weighs evidence, against a model that recomputes every node's probability from its path."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from flowspec_edge.tree.acceptance import Acceptance, Evidence
+from flowspec_edge.tree.draft_tree import Node
+from flowspec_edge.tree.guess_tree import GuessTree
+
+NO = -math.inf
+EXACT = 1e-9  # scores are kept up to date by adding changes
+HOPELESS = 1e-6
+confidences = st.one_of(st.sampled_from([0.0, -0.1, -0.7, -0.7, -3.0, -9.0]), st.floats(-20, 0))
+
+
+@dataclass(eq=False)
+class Guess:
+    """One node of the model: what is known of it, and no score."""
+
+    node: Node
+    parent: Guess | None
+    drafted: float = NO
+    looked_up: float = NO
+    expanded: bool = False
+    sent: bool = False
+    successor: int = -1
+    children: dict[int, Guess] = field(default_factory=dict)
+
+    def below(self) -> list[Guess]:
+        """All nodes below this one."""
+        return [guess for child in self.children.values() for guess in (child, *child.below())]
+
+
+class Model(RuleBasedStateMachine):
+    """Whatever happens, in whatever order."""
+
+    @initialize(greedy=st.booleans())
+    def start(self, greedy: bool) -> None:
+        self.acceptance = Acceptance(greedy, learns=False)
+        self.tree = GuessTree(99, 10, 0, self.acceptance)
+        self.root = Guess(self.tree.root, None)
+        self.numbers = 0
+
+    def chance(self, parent: Guess, drafted: float, looked_up: float) -> float:
+        return self.acceptance.probability(Evidence(drafted, looked_up, parent.expanded))
+
+    def log_p(self, guess: Guess) -> float:
+        """The sum along its path, from the root as it is now."""
+        total, step = 0.0, guess
+        while step is not self.root:
+            assert step.parent is not None
+            total += math.log(self.chance(step.parent, step.drafted, step.looked_up))
+            step = step.parent
+        return total
+
+    def name(self, parent: Guess, token: int, drafted: float = NO, looked_up: float = NO) -> None:
+        """Either source names a child, in the tree and in the model."""
+        known = parent.children.get(token)
+        got = (self.tree.drafted(parent.node, token, drafted) if drafted > NO
+               else self.tree.looked_up(parent.node, token, looked_up))
+        if known is None:
+            p = math.exp(self.log_p(parent)) * self.chance(parent, drafted, looked_up)
+            if got is None:
+                assert p < HOPELESS * (1 + EXACT)
+                return  # and it is not held: see the invariant
+            assert p > HOPELESS * (1 - EXACT)
+            known = parent.children[token] = Guess(got, parent)
+        assert got is known.node
+        known.drafted = drafted if drafted > NO else known.drafted
+        known.looked_up = looked_up if looked_up > NO else known.looked_up
+
+    @rule(data=st.data(), token=st.integers(0, 4), confidence=confidences, found=st.booleans())
+    def a_source_names_a_child(self, data: st.DataObject, token: int, confidence: float, found: bool
+                               ) -> None:
+        parent = pick(data, [self.root, *self.root.below()])
+        if found:
+            self.name(parent, token, looked_up=confidence)
+        else:
+            self.name(parent, token, drafted=confidence)
+
+    @rule(limit=st.integers(1, 4), children=st.dictionaries(st.integers(0, 4), confidences, max_size=3),
+          again=st.booleans())
+    def draft(self, limit: int, children: dict[int, float], again: bool) -> None:
+        """A pass over the likeliest that nobody has asked about, and the root, perhaps again."""
+        may = [guess for guess in self.root.below()
+               if not guess.expanded and guess.parent is not None and guess.parent.expanded]
+        of = {guess.node.id: guess for guess in self.root.below()}
+        asked = [of[node.id] for node in self.tree.unexpanded(limit)]
+        assert len({guess.node.id for guess in asked}) == len(asked) == min(limit, len(may))
+        assert all(guess in may for guess in asked)
+        self.are_the_best(asked, may)
+        for guess in ([self.root] if again else []) + asked:
+            for token, confidence in children.items():
+                self.name(guess, token, drafted=confidence)
+            self.tree.expanded(guess.node)
+            guess.expanded = True
+
+    def are_the_best(self, chosen: list[Guess], of: list[Guess]) -> None:
+        """In falling order, and nothing that was left is likelier."""
+        scores = [self.log_p(guess) for guess in chosen]
+        assert all(a >= b - EXACT for a, b in pairwise(scores))
+        left = [self.log_p(guess) for guess in of if guess not in chosen]
+        assert not left or not scores or max(left) <= scores[-1] + EXACT
+
+    @rule(limit=st.integers(0, 6), kept=st.integers(0, 6))
+    def send(self, limit: int, kept: int) -> None:
+        """Take; send as many as are wanted and put back the rest."""
+        unsent = [guess for guess in self.root.below() if not guess.sent]
+        of = {guess.node.id: guess for guess in unsent}
+        taken = [of[node.id] for node in self.tree.take(limit)]  # none that was sent, or is gone
+        assert len({guess.node.id for guess in taken}) == len(taken) == min(limit, len(unsent))
+        self.are_the_best(taken, unsent)
+        for place, guess in enumerate(taken):
+            assert guess.parent is not None
+            assert guess.parent is self.root or guess.parent.sent or guess.parent in taken[:place]
+        for guess in taken[:kept]:
+            self.mark_sent(guess)
+        self.tree.put_back([guess.node for guess in taken[kept:]])
+
+    def mark_sent(self, guess: Guess) -> None:
+        self.tree.mark_sent(guess.node, self.numbers)
+        guess.sent = True
+        self.numbers += 1
+
+    @precondition(lambda self: not self.root.sent)
+    @rule()
+    def send_the_root(self) -> None:
+        self.mark_sent(self.root)
+
+    @rule(data=st.data(), token=st.integers(0, 4))
+    def come_back(self, data: st.DataObject, token: int) -> None:
+        waiting = [guess for guess in (self.root, *self.root.below()) if guess.sent and guess.successor < 0]
+        if waiting:
+            guess = pick(data, waiting)
+            guess.successor = data.draw(st.sampled_from([*guess.children, token]))
+            assert self.tree.record(guess.node.number, guess.successor)
+
+    @rule()
+    def walk(self) -> None:
+        """As far as the target has spoken; a miss begins a new tree."""
+        root = self.root
+        while root.successor in root.children:
+            root = root.children[root.successor]
+        self.tree.learn()  # of this estimate, which does not: nothing changes
+        path, missed = self.tree.walk()
+        assert (path[-1] if path else self.root.node) is root.node
+        assert missed == root.successor
+        if missed >= 0:
+            self.tree = GuessTree(missed, root.node.position + 1, self.tree.next_id, self.acceptance)
+            self.root = Guess(self.tree.root, None)
+        else:
+            self.tree.cut(path)
+            self.root, root.parent = root, None
+
+    @invariant()
+    def probabilities_are_those_of_the_evidence(self) -> None:
+        held = self.root.below()
+        assert {node.id for node in self.tree.nodes()} == {guess.node.id for guess in held}
+        assert self.tree.probability(self.tree.root) == 1
+        for guess in held:
+            assert self.tree.probability(guess.node) == pytest.approx(math.exp(self.log_p(guess)), rel=EXACT)
+
+
+def pick(data: st.DataObject, what: list[Guess]) -> Guess:
+    """Any one of them."""
+    return what[data.draw(st.integers(0, len(what) - 1))]
+
+
+Model.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestGuessTree = Model.TestCase
+
+
+def made(learns: bool = False) -> GuessTree:
+    return GuessTree(99, 10, 0, Acceptance(True, learns))
+
+
+def named(tree: GuessTree, parent: Node, token: int, p: float) -> Node:
+    """A child that the draft model alone names: it begins as believed as it is confident."""
+    node = tree.drafted(parent, token, math.log(p))
+    assert node is not None
+    return node
+
+
+@given(st.lists(st.sampled_from([-0.5, -1.0, -2.0]), min_size=2, max_size=12), st.integers(1, 3))
+@settings(deadline=None)
+def test_a_node_queued_again_under_a_former_score_is_given_once(scores: list[float], limit: int) -> None:
+    tree = made()
+    for score in scores:
+        for token in (1, 2, 3):
+            tree.drafted(tree.root, token, score)
+    tree.expanded(tree.root)
+    found: list[int] = []
+    while nodes := tree.unexpanded(limit):
+        found += [node.token for node in nodes]
+        for node in nodes:
+            tree.expanded(node)
+    assert sorted(found) == [1, 2, 3]
+    assert sorted(node.token for node in tree.take(10)) == [1, 2, 3]
+
+
+def test_a_deep_likely_node_comes_before_a_shallow_unlikely_one() -> None:
+    tree = made()
+    a, b = (named(tree, tree.root, token, p) for token, p in ((1, 0.9), (2, 0.1)))
+    tree.expanded(tree.root)
+    c = named(tree, a, 3, 0.9)
+    tree.expanded(a)
+    assert tree.unexpanded(2) == [c, b]
+    assert tree.take(3) == [a, c, b]
+
+
+def test_a_node_waits_until_its_parent_is_expanded() -> None:
+    tree = made()
+    a = named(tree, tree.root, 1, 0.5)
+    b = named(tree, a, 2, 0.5)
+    assert tree.unexpanded(5) == []
+    tree.expanded(tree.root)
+    assert tree.unexpanded(5) == [a]
+    assert tree.unexpanded(5) == []  # it has left the queue, and its child waits
+    tree.expanded(a)
+    assert tree.unexpanded(5) == [b]
+
+
+def test_what_the_draft_model_does_not_name_it_doubts() -> None:
+    tree = made()
+    found = tree.looked_up(tree.root, 1, math.log(0.5))
+    assert found is not None
+    below = tree.looked_up(found, 2, math.log(0.5))
+    assert below is not None
+    before, given_it = tree.probability(found), tree.probability(below) / tree.probability(found)
+    tree.expanded(tree.root)
+    assert tree.probability(found) < before
+    assert tree.probability(below) / tree.probability(found) == pytest.approx(given_it)
+    tree.drafted(tree.root, 1, math.log(0.9))
+    assert tree.probability(found) > before
+
+
+def test_what_the_target_has_reached_is_learned_once() -> None:
+    tree = made(learns=True)
+    a = named(tree, tree.root, 1, 0.5)
+    b, other = named(tree, a, 2, 0.5), named(tree, a, 3, 0.3)
+    named(tree, other, 4, 0.3)
+    expected = Acceptance(True)
+    for p, taken in ((0.5, True), (0.5, True), (0.3, False)):
+        expected.learn(Evidence(math.log(p), NO, False), taken)
+    for number, node in enumerate((tree.root, a, b, other)):
+        tree.mark_sent(node, number)
+    tree.record(0, 1)
+    tree.record(1, 2)
+    tree.record(3, 4)  # verified, but not on the way
+    tree.learn()
+    tree.cut(tree.walk()[0])
+    tree.learn()  # nothing is new
+    new = named(tree, b, 5, 0.4)
+    assert tree.probability(new) == pytest.approx(expected.probability(Evidence(math.log(0.4), NO, False)))
