@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from flowspec_edge.messages import Segment
+from flowspec_edge.sampling import Sampling
 from flowspec_edge.strategies.base import Pipeline, Strategy
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES
@@ -17,6 +18,8 @@ from flowspec_edge.tree.ledger import Ledger
 from flowspec_edge.tree.requests import Expansion
 
 ROOT, A, B, C, D, E, F, G, H, OTHER = range(100, 110)
+PROMPT = 1
+VOCABULARY = 200_000
 Children = list[tuple[int, float]]  # tokens and confidences, best first
 
 
@@ -26,12 +29,13 @@ class Device0:
     def __init__(self, name: str, pipeline: int | Pipeline = 4, **params: int | float | str) -> None:
         """``pipeline``: its stages, if nothing else of it matters."""
         self.ledger = Ledger()
-        self.ledger.add(1, 0, committed=True)
+        self.ledger.add(PROMPT, 0, committed=True)
         self.ledger.returned(self.ledger.seal().run)
         self.ledger.skip_prune()
         self.strategy: Strategy = STRATEGIES[name](
             Params(**params), self.ledger,  # type: ignore[arg-type]
             pipeline if isinstance(pipeline, Pipeline) else Pipeline(pipeline))
+        self.strategy.begin([PROMPT], Sampling(), VOCABULARY)
         self.strategy.start(ROOT, 1)
 
     def send(self) -> Segment:

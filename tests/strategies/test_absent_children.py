@@ -8,7 +8,7 @@ from scripted import OTHER, ROOT, A, B, C, Children, Device0, tokens
 
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.registry import STRATEGIES
-from flowspec_edge.tree.requests import Expansion
+from flowspec_edge.tree.requests import DraftRequest, Expansion
 
 DRAFTING = [name for name, chosen in STRATEGIES.items() if chosen.drafter]
 
@@ -17,6 +17,11 @@ def answer(d0: Device0, known: dict[int, Children]) -> list[int]:
     """One pass of a drafter that knows these children alone; the tokens it was asked about."""
     request = d0.strategy.next_draft()
     assert request is not None
+    return reply(d0, request, known)
+
+
+def reply(d0: Device0, request: DraftRequest, known: dict[int, Children]) -> list[int]:
+    """The same, to a request that was made already."""
     expansion = Expansion.empty(len(request.nodes), request.children)
     for row, node in enumerate(request.nodes):
         for place, (token, confidence) in enumerate(known.get(node.token, [])):
@@ -28,9 +33,9 @@ def answer(d0: Device0, known: dict[int, Children]) -> list[int]:
 def silence(d0: Device0) -> int:
     """How many passes D0 does when every one of them finds nothing."""
     passes = 0
-    while d0.strategy.next_draft() is not None:
+    while (request := d0.strategy.next_draft()) is not None:
         assert passes < 20
-        answer(d0, {})
+        reply(d0, request, {})
         passes += 1
     return passes
 
