@@ -5,6 +5,7 @@ Tokens stand for nodes, so a token should occur only once in a tree.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -26,8 +27,10 @@ Children = list[tuple[int, float]]  # tokens and confidences, best first
 class Device0:
     """A strategy after a prompt of one token; the first generated token is ROOT."""
 
-    def __init__(self, name: str, pipeline: int | Pipeline = 4, **params: int | float | str) -> None:
-        """``pipeline``: its stages, if nothing else of it matters."""
+    def __init__(self, name: str, pipeline: int | Pipeline = 4, text: Sequence[int] = (PROMPT,),
+                 **params: int | float | str) -> None:
+        """``pipeline``: its stages, if nothing else of it matters; ``text``: what the strategy is told of
+        the prompt, for those that look into it."""
         self.ledger = Ledger()
         self.ledger.add(PROMPT, 0, committed=True)
         self.ledger.returned(self.ledger.seal().run)
@@ -35,7 +38,7 @@ class Device0:
         self.strategy: Strategy = STRATEGIES[name](
             Params(**params), self.ledger,  # type: ignore[arg-type]
             pipeline if isinstance(pipeline, Pipeline) else Pipeline(pipeline))
-        self.strategy.begin([PROMPT], Sampling(), VOCABULARY)
+        self.strategy.begin(text, Sampling(), VOCABULARY)
         self.strategy.start(ROOT, 1)
 
     def send(self) -> Segment:

@@ -21,6 +21,9 @@ from flowspec_edge.strategies.params import Params
     ({"stpp_branching": "2,x"}, "stpp-branching must be positive numbers separated by commas, not '2,x'"),
     ({"stpp_branching": "100,100"}, "a segment of 10101 rows is more than 8192: lower the tree, width, gamma "
                                     "or branching that asks for it"),
+    ({"plus_without": "nonsense"}, "plus-without knows ahead, curve, learn, lookup, not 'nonsense'"),
+    ({"plus_without": "learn, ahed"}, "plus-without knows ahead, curve, learn, lookup, not 'ahed'"),
+    ({"plus_rows": -1}, "plus-rows must be at least 0, not -1"),
     ({"stpp_branching": "2,0"}, "stpp-branching must be positive numbers separated by commas, not '2,0'"),
 ])
 def test_what_cannot_be_is_refused(given: dict[str, object], message: str) -> None:
@@ -33,7 +36,13 @@ def test_zero_is_a_block_of_the_profiles_choice() -> None:
     assert Params(pearl_gamma=0).pearl_gamma == 0
 
 
+def test_ideas_are_left_out_by_name() -> None:
+    assert Params().left_out() == frozenset()
+    assert Params(plus_without=" learn,,lookup, ").left_out() == {"learn", "lookup"}
+
+
 def test_the_longest_segment_is_that_of_the_widest_strategy() -> None:
     assert Params().largest_segment() == 81  # EAGLE-2's whole tree
     assert Params(stpp_branching="10,10,10").largest_segment() == 1 + 10 + 100 + 1000
     assert Params(pipedec_width=500).largest_segment() == 501
+    assert Params(plus_rows=500).largest_segment() == 501
