@@ -1,81 +1,17 @@
-"""Look-up against brute force over the whole text, and its scores against their definition."""
+"""A session of look-ups against brute force over the whole text, and scores against their definition."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from lookupkit import brute_force
 
-from flowspec_edge.drafting.ngram import NgramDrafter, TextIndex
+from flowspec_edge.drafting.ngram import NgramDrafter
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.sampling import Sampling, gumbel
 from flowspec_edge.tree.requests import DraftNode, DraftRequest, Expansion
 
 V = 50
-E = {1: 4.0, 2: 1.0, 3: 0.8}  # and 1/3 from four tokens on
-
-
-def followers(text: list[int], path: list[int], n: int) -> list[int]:
-    """What followed the last n tokens of ``path`` in ``text``, one entry an occurrence."""
-    return [text[i] for i in range(n, len(text)) if text[i - n : i] == path[len(path) - n :]]
-
-
-def brute_force(text: list[int], path: list[int], longest: int, shortest: int) -> dict[int, float]:
-    """Every token that the text offers after ``path``, with its estimate."""
-    found: dict[int, float] = {}
-    left = 1.0
-    for n in range(min(longest, len(path)), shortest - 1, -1):
-        after = followers(text, path, n)
-        if not after:
-            continue
-        distinct = len(set(after))
-        total = len(after) + E.get(n, 1 / 3) * distinct**2
-        for token in set(after):
-            found.setdefault(token, left * after.count(token) / total)
-        left *= 1 - len(after) / total
-    return found
-
-
-texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
-lengths = st.tuples(st.integers(1, 6), st.integers(1, 6)).map(sorted)
-
-
-@given(text=texts, below=st.lists(st.integers(0, 3), max_size=5), lengths=lengths)
-@settings(max_examples=150, deadline=None)
-def test_candidates_are_those_of_brute_force(text: list[int], below: list[int], lengths: list[int]) -> None:
-    shortest, longest = lengths
-    index = TextIndex(longest, shortest)
-    for token in text:
-        index.append(token)
-    path = text + below
-    expected = brute_force(text, path, longest, shortest)
-    found = index.candidates(path, 10)
-    assert dict(found) == pytest.approx(expected)
-    assert sum(p for _, p in found) < 1
-    values = [p for _, p in found]
-    assert values == sorted(values, reverse=True)
-    assert index.candidates(path, 2) == found[:2]
-
-
-def test_of_equals_the_newest_and_of_all_the_most_frequent_come_first() -> None:
-    index = TextIndex(2, 2)
-    for token in [1, 2, 7, 1, 2, 8, 1, 2, 9, 1, 2, 8, 1, 2, 7, 1, 2]:
-        index.append(token)
-    assert [token for token, _ in index.candidates([1, 2], 5)] == [7, 8, 9]
-    assert [token for token, _ in index.candidates([1, 2], 1)] == [7]
-    assert index.candidates([2, 2], 5) == []
-
-
-def test_a_context_with_many_followers_offers_the_newest() -> None:
-    """So that a look-up takes no longer in a text that has gone on from one token in many ways."""
-    index = TextIndex(1, 1)
-    for follower in range(1, 40):
-        index.append(0)
-        index.append(follower)
-    found = [token for token, _ in index.candidates([0], 40)]
-    assert found == list(range(39, 0, -1))
-    assert [token for token, _ in index.candidates([0], 3)] == [39, 38, 37]
 
 
 @pytest.mark.parametrize("seed", range(4))
