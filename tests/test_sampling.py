@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.sampling import DraftVocabulary, Rank, Sampling, choose, gumbel, log_probs, rank_children
+from flowspec_edge.sampling import (
+    DraftVocabulary,
+    Rank,
+    Sampling,
+    chance_scores,
+    choose,
+    gumbel,
+    log_probs,
+    rank_children,
+)
 
 
 def warped(logits: np.ndarray, s: Sampling) -> np.ndarray:
@@ -124,6 +133,33 @@ def test_a_part_of_the_vocabulary_is_ranked_as_if_the_rest_had_no_chance(rank: R
     np.testing.assert_array_equal(tokens, expected)
     assert tokens.dtype == np.int32
     np.testing.assert_allclose(scores, expected_scores, atol=1e-12)
+
+
+@pytest.mark.parametrize("p", [0.05, 0.3, 0.75, 0.99])
+def test_a_childs_chance_given_its_noise_is_its_chance_on_average(p: float) -> None:
+    """Over many positions; and it wins where the score says so: score and outcome share the noise."""
+    positions, vocabulary, token = 4000, 40, 7
+    sampling = Sampling(1.0, seed=11)
+    ids, chance = np.array([token], np.int32), np.array([p])
+    scores = np.array([chance_scores(ids, chance, position, sampling, "noise", vocabulary)[0]
+                       for position in range(positions)])
+    assert (scores <= 0).all()
+    assert np.exp(scores).mean() == pytest.approx(p, abs=0.02)
+    logits = np.full((positions, vocabulary), np.log((1 - p) / (vocabulary - 1)))
+    logits[:, token] = np.log(p)
+    won = choose(logits, np.arange(positions), sampling) == token
+    for low, high in ((0.0, 0.2), (0.2, 0.8), (0.8, 1.0)):
+        there = (np.exp(scores) >= low) & (np.exp(scores) <= high)
+        if there.sum() > 100:
+            assert won[there].mean() == pytest.approx(np.exp(scores[there]).mean(), abs=0.1)
+
+
+@pytest.mark.parametrize(("sampling", "rank"), [(Sampling(1.0, seed=3), "draft"), (Sampling(), "noise"),
+                                                (Sampling(), "draft")])
+def test_without_noise_a_chance_is_its_score(sampling: Sampling, rank: Rank) -> None:
+    p = np.array([0.5, 0.25, 1.0])
+    scores = chance_scores(np.array([3, 4, 5], np.int32), p, 12, sampling, rank, 40)
+    np.testing.assert_allclose(np.exp(scores), p)
 
 
 @pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": -1},
