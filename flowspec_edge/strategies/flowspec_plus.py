@@ -122,27 +122,28 @@ class FlowSpecPlus(TreeStrategy):
 
         The draft model keeps what it has computed for all nodes below the root.
         """
+        self.tree.ask_again(node for node in self._asked_of.values() if not node.expanded)
         nodes = [self.tree.root] if self._root_is_stale else []
         nodes += self.tree.unexpanded(self.params.plus_width - len(nodes))
         if not nodes:
             return None
         self._asked_of = {node.id: node for node in nodes}
-        self._root_is_stale = False
         return DraftRequest(self.tree.root.id, tuple(
             DraftNode(n.id, -1 if n.parent is None else n.parent.id, n.token, n.position) for n in nodes
         ), _CHILDREN)
 
     def drafted(self, request: DraftRequest, expansion: Expansion) -> None:
+        estimates = self._acceptance.drafted(expansion.scores).tolist()
         for row, asked in enumerate(request.nodes):
             node = self._asked_of.get(asked.id)
             if node is None or not node.alive:
                 continue  # the text has taken another way meanwhile
-            for token, score in zip(expansion.tokens[row].tolist(), expansion.scores[row].tolist(),
-                                    strict=True):
-                if score > -math.inf:
-                    self.tree.drafted(node, token, score)
-            self.tree.expanded(node)
+            if asked.id == self.tree.root.id == request.root:
+                self._root_is_stale = False
+            self.tree.drafted(node, expansion.tokens[row].tolist(), expansion.scores[row].tolist(),
+                              estimates[row])
             self._look_up(node)
+        self._asked_of = {}
 
     def _look_up(self, top: Node) -> None:
         """**lookup**: what the text has had after this path before, token after token, while that is
@@ -150,7 +151,7 @@ class FlowSpecPlus(TreeStrategy):
         if "lookup" in self._without:
             return
         floor = self.tree.root.score + _WORTH_LOOKING
-        queue = [(-top.score, top)]
+        queue = [(-top.score, top)] if top.score > floor else []
         for _ in range(_LOOK_UPS):
             if not queue:
                 return

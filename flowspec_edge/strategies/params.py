@@ -39,7 +39,7 @@ class Params:
     ngram: bool = False  # look-up in the text merged into the draft model's children
     ngram_max: int = 4  # the longest run of tokens that is looked up
     ngram_min: int = 2  # the shortest
-    plus_width: int = 20  # nodes that a draft pass of FlowSpec+ expands
+    plus_width: int = 10  # nodes that a draft pass of FlowSpec+ expands
     plus_rows: int = 0  # the longest segment of FlowSpec+; 0: by the stages' curve, else ``segment``
     plus_without: str = ""  # ideas of FlowSpec+ to leave out, separated by commas (PLUS_IDEAS)
     pipedec_width: int = 32  # w: nodes of a layer (FlowSpec's comparison takes 16)

@@ -17,6 +17,9 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 Case = Literal["both", "drafted", "found", "unnamed"]
 _STEEPEST = 8.0  # log odds beyond which a source is not believed
 
@@ -64,6 +67,15 @@ class Acceptance:
         case, drafted, looked_up = _odds(evidence)
         return _logistic(self._weights[case], drafted, looked_up)
 
+    def drafted(self, log_confidences: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Log probabilities of children [...] that only the draft model names; the same for each as
+        :meth:`probability`, for many at once."""
+        p = np.exp(log_confidences)
+        with np.errstate(divide="ignore"):
+            odds = np.clip(np.log(p) - np.log1p(-p), -_STEEPEST, _STEEPEST)
+        weights = self._weights["drafted"]
+        return np.asarray(-np.logaddexp(0.0, -np.clip(weights.bias + weights.drafted * odds, -30.0, 30.0)))
+
     def learn(self, evidence: Evidence, taken: bool) -> None:
         """The target has taken the parent, and this child of it or another token."""
         case, drafted, looked_up = _odds(evidence)
@@ -84,10 +96,10 @@ def _odds(evidence: Evidence) -> tuple[Case, float, float]:
 
 
 def _log_odds(log_p: float) -> float:
-    if log_p <= -_STEEPEST:
-        return -_STEEPEST
     p = math.exp(log_p)
-    return min(_STEEPEST, math.log(p / (1 - p))) if p < 1 else _STEEPEST
+    if not 0 < p < 1:
+        return math.copysign(_STEEPEST, p - 0.5)
+    return max(-_STEEPEST, min(_STEEPEST, math.log(p / (1 - p))))
 
 
 def _logistic(weights: _Weights, drafted: float, looked_up: float) -> float:

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterable
 
 from flowspec_edge.tree.acceptance import Acceptance, Evidence
 from flowspec_edge.tree.draft_tree import DraftTree, Node
 
-_HOPELESS = math.log(1e-6)  # nobody would ever send it: not held at all
+HOPELESS = math.log(1e-4)  # a node less likely than this would never be sent, and is not held
+_WORTH_DRAFTING = math.log(1e-3)  # the children of one less likely would hardly ever be sent
 
 
 class GuessTree(DraftTree):
@@ -31,29 +33,52 @@ class GuessTree(DraftTree):
         """That ``node`` becomes text, as far as is known."""
         return math.exp(node.score - self.root.score)
 
-    def drafted(self, parent: Node, token: int, score: float) -> Node | None:
-        """The draft model names a child of ``parent`` with this log confidence; None: it is hopeless."""
-        return self._learned_of(parent, token, drafted=score)
+    def drafted(self, parent: Node, tokens: list[int], scores: list[float], estimates: list[float]) -> None:
+        """The draft model has named children of ``parent``, with these log confidences, best first; it
+        doubts all others.
+
+        ``estimates`` are ``Acceptance.drafted(scores)``: all that a child is worth of which nothing
+        else is known.  Absent children (-inf) are none, and hopeless ones are not held.
+        """
+        parent.expanded = True
+        floor = self.root.score + HOPELESS - parent.score
+        here = parent.children
+        before = list(here.values())
+        for token, score, estimate in zip(tokens, scores, estimates, strict=True):
+            if token in here:
+                here[token].drafted = score
+            elif estimate >= floor and score > -math.inf:
+                child = self.add(parent, token, parent.score + estimate)
+                child.drafted = score
+                self._queue_for_expansion(child)
+        for child in before:
+            self._reweigh(child)
 
     def looked_up(self, parent: Node, token: int, score: float) -> Node | None:
         """The text has a child of ``parent``, with this log estimate; None: it is hopeless."""
-        return self._learned_of(parent, token, looked_up=score)
-
-    def expanded(self, node: Node) -> None:
-        """The draft model has named the children of ``node`` that it knows; it doubts all others."""
-        node.expanded = True
-        for child in node.children.values():
-            if child.drafted == -math.inf:
-                self._reweigh(child)
+        child = parent.children.get(token)
+        if child is not None:
+            child.looked_up = score
+            self._reweigh(child)
+            return child
+        worth = self._log_probability(Evidence(-math.inf, score, parent.expanded))
+        if parent.score + worth < self.root.score + HOPELESS:
+            return None
+        child = self.add(parent, token, parent.score + worth)
+        child.looked_up = score
+        self._queue_for_expansion(child)
+        return child
 
     def unexpanded(self, limit: int) -> list[Node]:
         """At most ``limit`` nodes that the draft model has not been asked about, the likeliest first.
 
-        They leave the queue.  A node is among them only if its parent has been expanded; the root never is.
+        They leave the queue (:meth:`ask_again`).  A node is among them only if its parent has been
+        expanded and its own children may be worth sending; the root never is.
         """
+        floor = self.root.score + _WORTH_DRAFTING
         found: list[Node] = []
         early: list[tuple[float, int, Node]] = []  # whose parents are still to be expanded
-        while self._unexpanded and len(found) < limit:
+        while self._unexpanded and len(found) < limit and -self._unexpanded[0][0] >= floor:
             entry = heapq.heappop(self._unexpanded)
             node = entry[2]
             if not node.alive or node.expanded or entry[0] != -node.score or node is self.root:
@@ -68,6 +93,11 @@ class GuessTree(DraftTree):
             heapq.heappush(self._unexpanded, entry)
         return found
 
+    def ask_again(self, nodes: Iterable[Node]) -> None:
+        """They were asked about, and nobody answered."""
+        for node in nodes:
+            self._queue_for_expansion(node)
+
     def learn(self) -> None:
         """Let every outcome that is known by now improve the estimate; before the path is cut."""
         node: Node | None = self.root
@@ -81,22 +111,6 @@ class GuessTree(DraftTree):
         """They were taken and are not sent after all."""
         for node in nodes:
             self._push(node)
-
-    def _learned_of(self, parent: Node, token: int, drafted: float = -math.inf,
-                    looked_up: float = -math.inf) -> Node | None:
-        child = parent.children.get(token)
-        if child is None:
-            score = parent.score + self._log_probability(Evidence(drafted, looked_up, parent.expanded))
-            if score - self.root.score < _HOPELESS:
-                return None
-            child = self.add(parent, token, score)
-            child.drafted, child.looked_up = drafted, looked_up
-            self._queue_for_expansion(child)
-            return child
-        child.drafted = max(drafted, child.drafted) if drafted == -math.inf else drafted
-        child.looked_up = max(looked_up, child.looked_up) if looked_up == -math.inf else looked_up
-        self._reweigh(child)
-        return child
 
     def _reweigh(self, top: Node) -> None:
         """Bring the score of ``top``, and of all nodes below it, in line with its evidence."""

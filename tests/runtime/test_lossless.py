@@ -32,7 +32,8 @@ SAMPLINGS = {
     "top-p": Sampling(temperature=1.0, top_p=0.9, seed=12),
 }
 PROMPTS = 50
-QUICK = 24  # every sampling at every stage count
+THOROUGH = ("flowspec", "flowspec_plus")  # at every stage count
+QUICK = {"flowspec_plus": 24, "flowspec": 12}  # 24: every sampling at every stage count
 
 
 @lru_cache(maxsize=2 * len(STAGES))
@@ -69,7 +70,7 @@ def same_tokens(model: Path, stages: int, request: Request) -> None:
 
 
 @pytest.mark.parametrize(("name", "stages"), [(name, stages) for name in STRATEGIES for stages in STAGES
-                                              if name == "flowspec" or stages in (1, 2, 3, 4, 8)])
+                                              if name in THOROUGH or stages in (1, 2, 3, 4, 8)])
 def test_tiny_model(tiny_model: Path, name: str, stages: int) -> None:
     """A random model: nearly every draft is wrong, so rounds, prunes and restarts abound."""
     for i in (stages % 3, (stages + 1) % 3):
@@ -84,8 +85,8 @@ def test_tiny_model(tiny_model: Path, name: str, stages: int) -> None:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_held_out_prompts(demo_model: Path, name: str) -> None:
-    """Every sampling at every stage count for FlowSpec, a few for the others; `make soak` runs them all."""
-    for i, prompt in enumerate(prompts(demo_model)[: QUICK if name == "flowspec" else len(STAGES)]):
+    """Every sampling at every stage count for FlowSpec+, a few for the others; `make soak` runs them all."""
+    for i, prompt in enumerate(prompts(demo_model)[: QUICK.get(name, len(STAGES))]):
         sampling = list(SAMPLINGS.values())[i % 3]
         same_tokens(demo_model, STAGES[i % 8], Request(prompt, name, 12, sampling))
 
@@ -144,7 +145,7 @@ def test_the_text_ends_before_the_end_of_sequence(demo_model: Path, name: str) -
     assert result.tokens == tokens[: tokens.index(tokens[6])]
 
 
-@pytest.mark.parametrize("name", ["autoregressive", "flowspec"])
+@pytest.mark.parametrize("name", ["autoregressive", "flowspec", "flowspec_plus"])
 def test_sampled_texts_follow_the_target(small_vocabulary_model: Path, name: str) -> None:
     """Chi-square over texts of three tokens against probabilities worked out with transformers.
 

@@ -116,6 +116,8 @@ def test_the_tree_survives_a_commit() -> None:
     assert set(first.numbers.tolist()) <= set(prune.keep.tolist())
     assert A not in d0.layer()  # it is the root, and on its way
     assert d0.asked() == [A]  # expanded before, without the target's features
+    assert d0.asked() == [A]  # nobody has answered
+    d0.draft({A: [(C, 0.9), (D, 0.05)]})
     assert d0.asked() == [E]  # and no node below it a second time
     assert d0.back(first, C, E, G) == [(C, True), (E, True), (G, False)]
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,8 @@ from flowspec_edge.tree.guess_tree import GuessTree
 
 NO = -math.inf
 EXACT = 1e-9  # scores are kept up to date by adding changes
-HOPELESS = 1e-6
+HOPELESS, WORTH_DRAFTING = 1e-4, 1e-3
+FRESH = Acceptance(True, learns=False)
 confidences = st.one_of(st.sampled_from([0.0, -0.1, -0.7, -0.7, -3.0, -9.0]), st.floats(-20, 0))
 
 
@@ -61,47 +63,56 @@ class Model(RuleBasedStateMachine):
             step = step.parent
         return total
 
-    def name(self, parent: Guess, token: int, drafted: float = NO, looked_up: float = NO) -> None:
-        """Either source names a child, in the tree and in the model."""
-        known = parent.children.get(token)
-        got = (self.tree.drafted(parent.node, token, drafted) if drafted > NO
-               else self.tree.looked_up(parent.node, token, looked_up))
-        if known is None:
-            p = math.exp(self.log_p(parent)) * self.chance(parent, drafted, looked_up)
-            if got is None:
-                assert p < HOPELESS * (1 + EXACT)
-                return  # and it is not held: see the invariant
-            assert p > HOPELESS * (1 - EXACT)
-            known = parent.children[token] = Guess(got, parent)
-        assert got is known.node
-        known.drafted = drafted if drafted > NO else known.drafted
-        known.looked_up = looked_up if looked_up > NO else known.looked_up
+    def is_held(self, parent: Guess, node: Node | None, p: float) -> bool:
+        """A new child with this chance given its parent: held unless it is hopeless."""
+        p *= math.exp(self.log_p(parent))
+        assert p < HOPELESS * (1 + EXACT) if node is None else p > HOPELESS * (1 - EXACT)
+        return node is not None
 
-    @rule(data=st.data(), token=st.integers(0, 4), confidence=confidences, found=st.booleans())
-    def a_source_names_a_child(self, data: st.DataObject, token: int, confidence: float, found: bool
-                               ) -> None:
+    @rule(data=st.data(), token=st.integers(0, 4), confidence=confidences)
+    def the_text_names_a_child(self, data: st.DataObject, token: int, confidence: float) -> None:
         parent = pick(data, [self.root, *self.root.below()])
-        if found:
-            self.name(parent, token, looked_up=confidence)
-        else:
-            self.name(parent, token, drafted=confidence)
+        node = self.tree.looked_up(parent.node, token, confidence)
+        known = parent.children.get(token)
+        if known is not None:
+            assert node is known.node
+            known.looked_up = confidence
+        elif self.is_held(parent, node, self.chance(parent, NO, confidence)):
+            assert node is not None
+            parent.children[token] = Guess(node, parent, looked_up=confidence)
 
     @rule(limit=st.integers(1, 4), children=st.dictionaries(st.integers(0, 4), confidences, max_size=3),
-          again=st.booleans())
-    def draft(self, limit: int, children: dict[int, float], again: bool) -> None:
+          again=st.booleans(), answered=st.integers(0, 4))
+    def draft(self, limit: int, children: dict[int, float], again: bool, answered: int) -> None:
         """A pass over the likeliest that nobody has asked about, and the root, perhaps again."""
         may = [guess for guess in self.root.below()
                if not guess.expanded and guess.parent is not None and guess.parent.expanded]
+        may, almost = ([guess for guess in may if self.log_p(guess) > math.log(WORTH_DRAFTING * edge)]
+                       for edge in (1 + 1e-6, 1 - 1e-6))
         of = {guess.node.id: guess for guess in self.root.below()}
         asked = [of[node.id] for node in self.tree.unexpanded(limit)]
-        assert len({guess.node.id for guess in asked}) == len(asked) == min(limit, len(may))
-        assert all(guess in may for guess in asked)
+        assert len({guess.node.id for guess in asked}) == len(asked)
+        assert min(limit, len(may)) <= len(asked) <= min(limit, len(almost))
+        assert all(guess in almost for guess in asked)
         self.are_the_best(asked, may)
-        for guess in ([self.root] if again else []) + asked:
-            for token, confidence in children.items():
-                self.name(guess, token, drafted=confidence)
-            self.tree.expanded(guess.node)
-            guess.expanded = True
+        self.tree.ask_again([guess.node for guess in asked[answered:]])
+        for guess in ([self.root] if again else []) + asked[:answered]:
+            self.expand(guess, children)
+
+    def expand(self, guess: Guess, children: dict[int, float]) -> None:
+        """The draft model names these children, and beside them one that is absent."""
+        tokens, scores = [*children, 5], [*children.values(), NO]
+        guess.expanded = True
+        self.tree.drafted(guess.node, tokens, scores, self.acceptance.drafted(np.array(scores)).tolist())
+        for token, confidence in children.items():
+            known = guess.children.get(token)
+            if known is not None:
+                known.drafted = confidence
+                continue
+            node = guess.node.children.get(token)
+            if self.is_held(guess, node, self.chance(guess, confidence, NO)):
+                assert node is not None
+                guess.children[token] = Guess(node, guess, drafted=confidence)
 
     def are_the_best(self, chosen: list[Guess], of: list[Guess]) -> None:
         """In falling order, and nothing that was left is likelier."""
@@ -178,78 +189,84 @@ Model.TestCase.settings = settings(max_examples=120, stateful_step_count=40, dea
 TestGuessTree = Model.TestCase
 
 
-def made(learns: bool = False) -> GuessTree:
-    return GuessTree(99, 10, 0, Acceptance(True, learns))
+def made() -> GuessTree:
+    return GuessTree(99, 10, 0, Acceptance(True, learns=False))
 
 
-def named(tree: GuessTree, parent: Node, token: int, p: float) -> Node:
-    """A child that the draft model alone names: it begins as believed as it is confident."""
-    node = tree.drafted(parent, token, math.log(p))
+def named(tree: GuessTree, parent: Node, *children: tuple[int, float],
+          acceptance: Acceptance = FRESH) -> list[Node]:
+    """Children that the draft model alone names: each begins as believed as the model is confident."""
+    scores = [math.log(p) for _, p in children]
+    estimates = acceptance.drafted(np.array(scores)).tolist()
+    tree.drafted(parent, [token for token, _ in children], scores, estimates)
+    return [parent.children[token] for token, _ in children]
+
+
+def found(tree: GuessTree, parent: Node, token: int, p: float) -> Node:
+    """A child that the text names."""
+    node = tree.looked_up(parent, token, math.log(p))
     assert node is not None
     return node
 
 
-@given(st.lists(st.sampled_from([-0.5, -1.0, -2.0]), min_size=2, max_size=12), st.integers(1, 3))
+@given(st.lists(st.sampled_from([0.2, 0.3, 0.4]), min_size=2, max_size=12), st.integers(1, 3))
 @settings(deadline=None)
-def test_a_node_queued_again_under_a_former_score_is_given_once(scores: list[float], limit: int) -> None:
+def test_a_node_queued_again_under_a_former_score_is_given_once(chances: list[float], limit: int) -> None:
     tree = made()
-    for score in scores:
-        for token in (1, 2, 3):
-            tree.drafted(tree.root, token, score)
-    tree.expanded(tree.root)
-    found: list[int] = []
+    for p in chances:
+        named(tree, tree.root, *((token, p) for token in (1, 2, 3)))
+    given_out: list[int] = []
     while nodes := tree.unexpanded(limit):
-        found += [node.token for node in nodes]
+        given_out += [node.token for node in nodes]
         for node in nodes:
-            tree.expanded(node)
-    assert sorted(found) == [1, 2, 3]
+            named(tree, node)
+    assert sorted(given_out) == [1, 2, 3]
     assert sorted(node.token for node in tree.take(10)) == [1, 2, 3]
 
 
 def test_a_deep_likely_node_comes_before_a_shallow_unlikely_one() -> None:
     tree = made()
-    a, b = (named(tree, tree.root, token, p) for token, p in ((1, 0.9), (2, 0.1)))
-    tree.expanded(tree.root)
-    c = named(tree, a, 3, 0.9)
-    tree.expanded(a)
+    a, b = named(tree, tree.root, (1, 0.9), (2, 0.1))
+    [c] = named(tree, a, (3, 0.9))
     assert tree.unexpanded(2) == [c, b]
     assert tree.take(3) == [a, c, b]
 
 
 def test_a_node_waits_until_its_parent_is_expanded() -> None:
     tree = made()
-    a = named(tree, tree.root, 1, 0.5)
-    b = named(tree, a, 2, 0.5)
+    a = found(tree, tree.root, 1, 0.5)
+    b = found(tree, a, 2, 0.5)
     assert tree.unexpanded(5) == []
-    tree.expanded(tree.root)
+    named(tree, tree.root, (1, 0.5))
     assert tree.unexpanded(5) == [a]
     assert tree.unexpanded(5) == []  # it has left the queue, and its child waits
-    tree.expanded(a)
+    tree.ask_again([a])
+    assert tree.unexpanded(5) == [a]
+    named(tree, a, (2, 0.5))
     assert tree.unexpanded(5) == [b]
 
 
 def test_what_the_draft_model_does_not_name_it_doubts() -> None:
     tree = made()
-    found = tree.looked_up(tree.root, 1, math.log(0.5))
-    assert found is not None
-    below = tree.looked_up(found, 2, math.log(0.5))
-    assert below is not None
-    before, given_it = tree.probability(found), tree.probability(below) / tree.probability(found)
-    tree.expanded(tree.root)
-    assert tree.probability(found) < before
-    assert tree.probability(below) / tree.probability(found) == pytest.approx(given_it)
-    tree.drafted(tree.root, 1, math.log(0.9))
-    assert tree.probability(found) > before
+    child = found(tree, tree.root, 1, 0.5)
+    below = found(tree, child, 2, 0.5)
+    before, given_it = tree.probability(child), tree.probability(below) / tree.probability(child)
+    named(tree, tree.root, (7, 0.5))
+    assert tree.probability(child) < before
+    assert tree.probability(below) / tree.probability(child) == pytest.approx(given_it)
+    named(tree, tree.root, (1, 0.9))
+    assert tree.probability(child) > before
 
 
 def test_what_the_target_has_reached_is_learned_once() -> None:
-    tree = made(learns=True)
-    a = named(tree, tree.root, 1, 0.5)
-    b, other = named(tree, a, 2, 0.5), named(tree, a, 3, 0.3)
-    named(tree, other, 4, 0.3)
+    acceptance = Acceptance(True)
+    tree = GuessTree(99, 10, 0, acceptance)
+    [a] = named(tree, tree.root, (1, 0.5))
+    b, other = named(tree, a, (2, 0.5), (3, 0.3))
+    named(tree, other, (4, 0.3))
     expected = Acceptance(True)
     for p, taken in ((0.5, True), (0.5, True), (0.3, False)):
-        expected.learn(Evidence(math.log(p), NO, False), taken)
+        expected.learn(Evidence(math.log(p), NO, True), taken)
     for number, node in enumerate((tree.root, a, b, other)):
         tree.mark_sent(node, number)
     tree.record(0, 1)
@@ -258,5 +275,5 @@ def test_what_the_target_has_reached_is_learned_once() -> None:
     tree.learn()
     tree.cut(tree.walk()[0])
     tree.learn()  # nothing is new
-    new = named(tree, b, 5, 0.4)
+    [new] = named(tree, b, (5, 0.4), acceptance=acceptance)
     assert tree.probability(new) == pytest.approx(expected.probability(Evidence(math.log(0.4), NO, False)))
