@@ -34,6 +34,7 @@ from flowspec_edge.tree.ledger import Ledger
 from flowspec_edge.tree.requests import Commit, DraftNode, DraftRequest, Expansion
 from flowspec_edge.tree.text_index import TextIndex
 
+_ENOUGH = 1024  # nodes: beyond that no draft pass is worth its time and the memory of what it drafts
 _CHILDREN = 10  # that a draft pass names of a node (FlowSpec's k)
 _LONGEST_RUN = 8  # tokens that the look-up compares
 _FOUND = 4  # children that one look-up names
@@ -124,7 +125,8 @@ class FlowSpecPlus(TreeStrategy):
         """
         self.tree.ask_again(node for node in self._asked_of.values() if not node.expanded)
         nodes = [self.tree.root] if self._root_is_stale else []
-        nodes += self.tree.unexpanded(self.params.plus_width - len(nodes))
+        if self.tree.size < _ENOUGH:
+            nodes += self.tree.unexpanded(self.params.plus_width - len(nodes))
         if not nodes:
             return None
         self._asked_of = {node.id: node for node in nodes}

@@ -97,7 +97,7 @@ def test_rows_are_means_and_ratios_of_sums(model: Path, cluster: VirtualCluster,
 
 def test_one_request_is_the_clusters_own_figures(model: Path, cluster: VirtualCluster,
                                                  requests: list[Request]) -> None:
-    (row,), _ = run(cluster, Plain(model), requests[:1], ["flowspec"])
+    (row,), _ = run(cluster, Plain(model), requests[:1], [requests[0].strategy])
     stats = cluster.generate(requests[0]).stats
     assert (row.turns, row.rounds) == (stats.turns, stats.rounds)
     assert (row.tokens_per_second, row.alt, row.alr) == pytest.approx(

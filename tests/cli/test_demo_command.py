@@ -30,10 +30,10 @@ def test_streams_over_processes_then_compares(tmp_path: Path, capsys: pytest.Cap
     assert "FlowSpec over 3 processes" in out
     virtual, wall = out.split("VIRTUAL TIME under paper-7b, 2 stages")[1].split("wall clock on this machine")
     for part in (virtual, wall):
-        for strategy in ("flowspec", "chunk_pp", "autoregressive"):
+        for strategy in ("flowspec_plus", "flowspec", "chunk_pp", "autoregressive"):
             assert strategy in part
-        assert part.count("identical") >= 3
-    assert f"All {3 * 8 + 3 * 16} tokens are identical" in out
+        assert part.count("identical") >= 4
+    assert f"All {4 * 8 + 4 * 16} tokens are identical" in out
 
 
 def test_without_the_model_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:

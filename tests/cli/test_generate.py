@@ -152,5 +152,5 @@ def test_a_missing_draft_model_is_named_before_anything_is_loaded(
 
 def test_more_stages_than_layers_over_processes(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate(model, PROMPT, "--stages", "3", clock="wall") == 2
-    assert capsys.readouterr().err == ("flowspec: error: flowspec: 3 stages are more than the model's 2 "
+    assert capsys.readouterr().err == ("flowspec: error: flowspec_plus: 3 stages are more than the model's 2 "
                                        "layers: use at most --stages 2, or --clock virtual\n")

@@ -68,7 +68,7 @@ def test_it_serves_logs_and_leaves_nothing_behind(model: Path, tmp_path: Path,
                                                   number: signal.Signals) -> None:
     with started(model, tmp_path, "--log-json", "--api-key", "key", "--context", "1800") as process:
         line = line_of(process.stdout)
-        found = re.fullmatch(r"flowspec: serving tiny \(flowspec, 2 stages, fp32\) at "
+        found = re.fullmatch(r"flowspec: serving tiny \(flowspec_plus, 2 stages, fp32\) at "
                              r"(http://127.0.0.1:\d+)/v1, the page at \1/\n", line)
         assert found, line
         pids = descendants(process.pid)

@@ -39,7 +39,7 @@ def test_stages_are_those_of_the_cut(whole: Path, cut: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(("options", "said"), [
     (["--stages", "4"], "was cut into 3 stages, not 4: use 3, or cut it again"),
     (["--strategy", "megatron"], "megatron gives every device a slice of all layers, and"),
-    (["--draft", "eagle3"], "flowspec drafts with eagle3/, which"),
+    (["--draft", "eagle3"], "flowspec_plus drafts with eagle3/, which"),
 ])
 def test_what_does_not_go_with_it_is_one_line(cut: Path, options: list[str], said: str,
                                               capsys: pytest.CaptureFixture[str]) -> None:

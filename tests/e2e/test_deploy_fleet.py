@@ -112,7 +112,7 @@ def test_services_are_stopped_started_and_read(cluster: Cluster, first: str) -> 
     assert cluster.deploy("restart", "board-2")["ok"]
     cluster.becomes_ready()
     logs = cluster.flowspec("deploy", "logs", "board-0").stdout
-    assert "flowspec: serving demo (flowspec, 4 stages" in logs
+    assert "flowspec: serving demo (flowspec_plus, 4 stages" in logs
     answers_as_plain_decoding_does(cluster)
 
 
