@@ -104,13 +104,14 @@ class FlowSpecPlus(TreeStrategy):
         A row brings, on average, as many tokens as it is likely to become text, so a segment of r
         rows brings (sum of their probabilities) / (what r rows take in a stage and over a link)
         tokens a second once the pipeline is full.  What it takes longer than a single row counts
-        twice: it also delays the news of every segment in flight, and so what is sent after them.
+        once for every stage: it delays the news of all segments in flight, and so what follows them.
         """
         seconds = self.pipeline.slot_seconds
         if seconds is None or not nodes or not self._curve():
             return len(nodes)
         gains = np.cumsum([float(root), *(self.tree.probability(node) for node in nodes)])
-        rates = [gain / (2 * seconds(rows + root) - seconds(1))
+        least, stages = seconds(1), self.pipeline.stages
+        rates = [gain / (least + stages * (seconds(rows + root) - least))
                  for rows, gain in enumerate(gains[1:], start=1)]
         # The last of the best: on a flat piece of the curve every row is welcome.
         return len(rates) - int(np.argmax(rates[::-1]))

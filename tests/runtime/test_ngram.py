@@ -131,7 +131,7 @@ def test_a_command_names_both_ways_without_a_head(no_head: Path, capsys: pytest.
              "--max-new-tokens", "8", "--json"]
     assert main(asked) != 0
     said = capsys.readouterr().err
-    assert "flowspec drafts with eagle2/, which" in said
+    assert "flowspec_plus drafts with eagle2/, which" in said
     assert "(it has: none)" in said
     assert "--draft ngram" in said
     assert "--strategy autoregressive" in said
