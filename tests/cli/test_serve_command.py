@@ -100,7 +100,7 @@ def test_it_serves_logs_and_leaves_nothing_behind(model: Path, tmp_path: Path,
     assert done.choices[0].text == AutoTokenizer.from_pretrained(model / "target").decode(new)
     assert (logged["event"], logged["id"], logged["status"], logged["completion_tokens"]) == \
            ("request", done.id, 200, 12)
-    assert 'emulates="",model="tiny",stages="2",strategy="flowspec"' in metrics
+    assert 'emulates="",model="tiny",stages="2",strategy="flowspec_plus"' in metrics
     assert "flowspec_generated_tokens_total 12.0\n" in metrics
     assert [json.loads(line)["error"] for line in rest.splitlines()] == ["the server is shutting down"]
 
