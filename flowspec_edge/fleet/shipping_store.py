@@ -236,8 +236,8 @@ class Lock:
                 if other.isdigit():
                     with suppress(ProcessLookupError):
                         os.kill(int(other), signal.SIGTERM)
-                # Up to the deadline: flock waits for ever or not at all, and no event tells that it is free.
-                time.sleep(0.05)
+                # Up to the deadline above: flock waits for ever or not at all.
+                time.sleep(0.05)  # between two looks: a lock that is let go sends no word
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, b"%d\n" % os.getpid(), 0)
 
