@@ -138,14 +138,14 @@ class FlowSpecPlus(TreeStrategy):
 
     def drafted(self, request: DraftRequest, expansion: Expansion) -> None:
         estimates = self._acceptance.drafted(expansion.scores).tolist()
+        tokens, scores = expansion.tokens.tolist(), expansion.scores.tolist()
         for row, asked in enumerate(request.nodes):
             node = self._asked_of.get(asked.id)
             if node is None or not node.alive:
                 continue  # the text has taken another way meanwhile
             if asked.id == self.tree.root.id == request.root:
                 self._root_is_stale = False
-            self.tree.drafted(node, expansion.tokens[row].tolist(), expansion.scores[row].tolist(),
-                              estimates[row])
+            self.tree.drafted(node, tokens[row], scores[row], estimates[row])
             self._look_up(node)
         self._asked_of = {}
 

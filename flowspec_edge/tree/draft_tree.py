@@ -17,6 +17,10 @@ from typing import Literal
 
 Order = Literal["score", "layer"]
 
+# A child that the draft model has named and that is no node yet (``tree.guess_tree``): its token, the log
+# confidence of the draft model in it, and the log probability that the target takes it, given its parent.
+Named = tuple[int, float, float]
+
 
 @dataclass(slots=True, eq=False)
 class Node:
@@ -29,6 +33,7 @@ class Node:
     successor  the token that follows it in the target's text once verified, else -1
     drafted    log confidence of the draft model in it, given its parent; -inf if it did not name it
     looked_up  the same of the look-up in the text (both: evidence for ``tree.guess_tree``)
+    named      children that are no nodes yet, the likeliest last (``tree.guess_tree``)
     """
 
     id: int
@@ -42,6 +47,7 @@ class Node:
     expanded: bool = False
     drafted: float = -math.inf
     looked_up: float = -math.inf
+    named: list[Named] = field(default_factory=list)
     children: dict[int, Node] = field(default_factory=dict)
 
     def __lt__(self, other: Node) -> bool:
@@ -144,12 +150,15 @@ class DraftTree:
         path: list[Node] = []
         node = self.root
         while node.successor >= 0:
-            child = node.children.get(node.successor)
+            child = self._child(node, node.successor)
             if child is None:
                 return path, node.successor
             path.append(child)
             node = child
         return path, -1
+
+    def _child(self, parent: Node, token: int) -> Node | None:
+        return parent.children.get(token)
 
     def cut(self, path: list[Node]) -> None:
         """Make the end of ``path`` (children of the root, in order) the root; drop all else."""

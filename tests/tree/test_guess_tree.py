@@ -25,9 +25,9 @@ confidences = st.one_of(st.sampled_from([0.0, -0.1, -0.7, -0.7, -3.0, -9.0]), st
 
 @dataclass(eq=False)
 class Guess:
-    """One node of the model: what is known of it, and no score."""
+    """A child of the model: what is known of it, no score, and no node as long as none was needed."""
 
-    node: Node
+    node: Node | None
     parent: Guess | None
     drafted: float = NO
     looked_up: float = NO
@@ -39,6 +39,12 @@ class Guess:
     def below(self) -> list[Guess]:
         """All nodes below this one."""
         return [guess for child in self.children.values() for guess in (child, *child.below())]
+
+    @property
+    def made(self) -> Node:
+        """Its node, which must be there."""
+        assert self.node is not None
+        return self.node
 
 
 class Model(RuleBasedStateMachine):
@@ -63,23 +69,35 @@ class Model(RuleBasedStateMachine):
             step = step.parent
         return total
 
-    def is_held(self, parent: Guess, node: Node | None, p: float) -> bool:
+    def is_held(self, parent: Guess, held: bool, p: float) -> bool:
         """A new child with this chance given its parent: held unless it is hopeless."""
         p *= math.exp(self.log_p(parent))
-        assert p < HOPELESS * (1 + EXACT) if node is None else p > HOPELESS * (1 - EXACT)
-        return node is not None
+        assert p > HOPELESS * (1 - EXACT) if held else p < HOPELESS * (1 + EXACT)
+        return held
+
+    def make_nodes(self) -> None:
+        """Look which children have become nodes meanwhile."""
+        for guess in [self.root, *self.root.below()]:
+            if guess.node is not None:
+                for token, child in guess.children.items():
+                    child.node = guess.node.children.get(token)
+
+    def nodes(self) -> list[Guess]:
+        """All that have a node."""
+        return [guess for guess in (self.root, *self.root.below()) if guess.node is not None]
 
     @rule(data=st.data(), token=st.integers(0, 4), confidence=confidences)
     def the_text_names_a_child(self, data: st.DataObject, token: int, confidence: float) -> None:
-        parent = pick(data, [self.root, *self.root.below()])
-        node = self.tree.looked_up(parent.node, token, confidence)
+        parent = pick(data, self.nodes())
+        node = self.tree.looked_up(parent.made, token, confidence)
         known = parent.children.get(token)
         if known is not None:
-            assert node is known.node
+            assert node is parent.made.children[token]
+            assert known.node in (node, None)
             known.looked_up = confidence
-        elif self.is_held(parent, node, self.chance(parent, NO, confidence)):
-            assert node is not None
+        elif self.is_held(parent, node is not None, self.chance(parent, NO, confidence)):
             parent.children[token] = Guess(node, parent, looked_up=confidence)
+        self.make_nodes()
 
     @rule(limit=st.integers(1, 4), children=st.dictionaries(st.integers(0, 4), confidences, max_size=3),
           again=st.booleans(), answered=st.integers(0, 4))
@@ -89,13 +107,15 @@ class Model(RuleBasedStateMachine):
                if not guess.expanded and guess.parent is not None and guess.parent.expanded]
         may, almost = ([guess for guess in may if self.log_p(guess) > math.log(WORTH_DRAFTING * edge)]
                        for edge in (1 + 1e-6, 1 - 1e-6))
-        of = {guess.node.id: guess for guess in self.root.below()}
-        asked = [of[node.id] for node in self.tree.unexpanded(limit)]
-        assert len({guess.node.id for guess in asked}) == len(asked)
+        nodes = self.tree.unexpanded(limit)
+        self.make_nodes()
+        of = {guess.made.id: guess for guess in self.nodes()}
+        asked = [of[node.id] for node in nodes]
+        assert len({guess.made.id for guess in asked}) == len(asked)
         assert min(limit, len(may)) <= len(asked) <= min(limit, len(almost))
         assert all(guess in almost for guess in asked)
         self.are_the_best(asked, may)
-        self.tree.ask_again([guess.node for guess in asked[answered:]])
+        self.tree.ask_again([guess.made for guess in asked[answered:]])
         for guess in ([self.root] if again else []) + asked[:answered]:
             self.expand(guess, children)
 
@@ -103,16 +123,18 @@ class Model(RuleBasedStateMachine):
         """The draft model names these children, and beside them one that is absent."""
         tokens, scores = [*children, 5], [*children.values(), NO]
         guess.expanded = True
-        self.tree.drafted(guess.node, tokens, scores, self.acceptance.drafted(np.array(scores)).tolist())
+        order = sorted(range(len(tokens)), key=lambda place: -scores[place])
+        tokens, scores = [tokens[place] for place in order], [scores[place] for place in order]
+        for token in [token for token, child in guess.children.items() if child.node is None]:
+            del guess.children[token]  # named before, and taken back
+        self.tree.drafted(guess.made, tokens, scores, self.acceptance.drafted(np.array(scores)).tolist())
+        named = {token for token, _, _ in guess.made.named}
         for token, confidence in children.items():
             known = guess.children.get(token)
             if known is not None:
                 known.drafted = confidence
-                continue
-            node = guess.node.children.get(token)
-            if self.is_held(guess, node, self.chance(guess, confidence, NO)):
-                assert node is not None
-                guess.children[token] = Guess(node, guess, drafted=confidence)
+            elif self.is_held(guess, token in named, self.chance(guess, confidence, NO)):
+                guess.children[token] = Guess(None, guess, drafted=confidence)
 
     def are_the_best(self, chosen: list[Guess], of: list[Guess]) -> None:
         """In falling order, and nothing that was left is likelier."""
@@ -125,19 +147,25 @@ class Model(RuleBasedStateMachine):
     def send(self, limit: int, kept: int) -> None:
         """Take; send as many as are wanted and put back the rest."""
         unsent = [guess for guess in self.root.below() if not guess.sent]
-        of = {guess.node.id: guess for guess in unsent}
-        taken = [of[node.id] for node in self.tree.take(limit)]  # none that was sent, or is gone
-        assert len({guess.node.id for guess in taken}) == len(taken) == min(limit, len(unsent))
+        unsent, almost = ([guess for guess in unsent if self.log_p(guess) > math.log(HOPELESS * edge)]
+                          for edge in (1 + 1e-6, 1 - 1e-6))
+        nodes = self.tree.take(limit)
+        self.make_nodes()
+        of = {guess.made.id: guess for guess in self.nodes()}
+        taken = [of[node.id] for node in nodes]
+        assert len({guess.made.id for guess in taken}) == len(taken)
+        assert min(limit, len(unsent)) <= len(taken) <= min(limit, len(almost))
+        assert all(guess in almost for guess in taken)  # none that was sent, or is gone
         self.are_the_best(taken, unsent)
         for place, guess in enumerate(taken):
             assert guess.parent is not None
             assert guess.parent is self.root or guess.parent.sent or guess.parent in taken[:place]
         for guess in taken[:kept]:
             self.mark_sent(guess)
-        self.tree.put_back([guess.node for guess in taken[kept:]])
+        self.tree.put_back([guess.made for guess in taken[kept:]])
 
     def mark_sent(self, guess: Guess) -> None:
-        self.tree.mark_sent(guess.node, self.numbers)
+        self.tree.mark_sent(guess.made, self.numbers)
         guess.sent = True
         self.numbers += 1
 
@@ -152,7 +180,7 @@ class Model(RuleBasedStateMachine):
         if waiting:
             guess = pick(data, waiting)
             guess.successor = data.draw(st.sampled_from([*guess.children, token]))
-            assert self.tree.record(guess.node.number, guess.successor)
+            assert self.tree.record(guess.made.number, guess.successor)
 
     @rule()
     def walk(self) -> None:
@@ -162,10 +190,11 @@ class Model(RuleBasedStateMachine):
             root = root.children[root.successor]
         self.tree.learn()  # of this estimate, which does not: nothing changes
         path, missed = self.tree.walk()
-        assert (path[-1] if path else self.root.node) is root.node
+        self.make_nodes()
+        assert (path[-1] if path else self.root.made) is root.made
         assert missed == root.successor
         if missed >= 0:
-            self.tree = GuessTree(missed, root.node.position + 1, self.tree.next_id, self.acceptance)
+            self.tree = GuessTree(missed, root.made.position + 1, self.tree.next_id, self.acceptance)
             self.root = Guess(self.tree.root, None)
         else:
             self.tree.cut(path)
@@ -173,11 +202,19 @@ class Model(RuleBasedStateMachine):
 
     @invariant()
     def probabilities_are_those_of_the_evidence(self) -> None:
-        held = self.root.below()
-        assert {node.id for node in self.tree.nodes()} == {guess.node.id for guess in held}
+        nodes = [guess for guess in self.nodes() if guess is not self.root]
+        assert {node.id for node in self.tree.nodes()} == {guess.made.id for guess in nodes}
         assert self.tree.probability(self.tree.root) == 1
-        for guess in held:
-            assert self.tree.probability(guess.node) == pytest.approx(math.exp(self.log_p(guess)), rel=EXACT)
+        for guess in nodes:
+            assert self.tree.probability(guess.made) == pytest.approx(math.exp(self.log_p(guess)), rel=EXACT)
+
+    @invariant()
+    def what_is_no_node_is_named(self) -> None:
+        for parent in self.nodes():
+            named = [token for token, _, _ in parent.made.named]
+            assert sorted(named) == sorted(t for t, child in parent.children.items() if child.node is None)
+            for token, _, estimate in parent.made.named:
+                assert estimate == pytest.approx(self.log_p(parent.children[token]) - self.log_p(parent))
 
 
 def pick(data: st.DataObject, what: list[Guess]) -> Guess:
@@ -195,10 +232,11 @@ def made() -> GuessTree:
 
 def named(tree: GuessTree, parent: Node, *children: tuple[int, float],
           acceptance: Acceptance = FRESH) -> list[Node]:
-    """Children that the draft model alone names: each begins as believed as the model is confident."""
+    """Children that the draft model alone names, each as believed as the model is confident; made nodes."""
     scores = [math.log(p) for _, p in children]
     estimates = acceptance.drafted(np.array(scores)).tolist()
     tree.drafted(parent, [token for token, _ in children], scores, estimates)
+    tree.put_back(tree.take(1000))  # which has made nodes of them
     return [parent.children[token] for token, _ in children]
 
 
@@ -230,6 +268,24 @@ def test_a_deep_likely_node_comes_before_a_shallow_unlikely_one() -> None:
     [c] = named(tree, a, (3, 0.9))
     assert tree.unexpanded(2) == [c, b]
     assert tree.take(3) == [a, c, b]
+
+
+def test_a_named_child_is_no_node_until_it_is_needed() -> None:
+    tree = made()
+    scores = [math.log(p) for p in (0.5, 0.3, 0.1, 0.05)]
+    tree.drafted(tree.root, [1, 2, 3, 4], scores, scores)
+    assert tree.size == 0
+    [a] = tree.take(1)
+    assert (tree.size, a.token) == (1, 1)
+    [_, b] = tree.unexpanded(2)
+    assert (tree.size, b.token) == (2, 2)
+    d = tree.looked_up(tree.root, 4, math.log(0.5))
+    assert d is not None
+    assert (tree.size, d.drafted) == (3, math.log(0.05))  # both sources count
+    tree.mark_sent(tree.root, 0)
+    tree.record(0, 3)
+    [c], missed = tree.walk()
+    assert (c.token, missed) == (3, -1)
 
 
 def test_a_node_waits_until_its_parent_is_expanded() -> None:
