@@ -32,7 +32,7 @@ class Sessions:
     """Coordinators by session, the oldest first."""
 
     def __init__(self, window: int = 1, clock: Callable[[], float] | None = None) -> None:
-        """``window``: segments, of whatever session, that may be at V1 at a time; ``clock``: the driver's,
+        """``window``: segments, of whatever session, that V1 has room for at a time; ``clock``: the driver's,
         in seconds, without which nothing is sent ahead."""
         self._window = window
         self._clock = clock
@@ -75,15 +75,16 @@ class Sessions:
         """What goes before D0 starts on ``job``, so that V1 does not wait for the end of it: one segment
         more than V1 has room for, if the job is a draft pass that lasts longer than what is there.
 
-        An output is another matter: it tells what is worth sending, and takes little time.
+        Of the oldest request alone: what a younger one had in V1's queue would be in its way.  An
+        output is another matter: it tells what is worth sending, and takes little time.
         """
         if self._clock is None or not isinstance(job.task, Draft) or len(self._at_v1) != self._window:
             return []
         if not self._pace.outlasts(_kind(job), self._clock()):
             return []
-        for coordinator in self._open.values():
-            if coordinator.strategy.sends_ahead and (segment := coordinator.next_segment()):
-                return [self._to_v1(segment)]
+        oldest = next(iter(self._open.values()))
+        if oldest.strategy.sends_ahead and (segment := oldest.next_segment()):
+            return [self._to_v1(segment)]
         return []
 
     def worked(self, job: Job, seconds: float) -> None:

@@ -105,14 +105,24 @@ def test_the_work_that_an_output_makes_waits_for_nobody(tiny_model: Path) -> Non
 
 @pytest.mark.parametrize(("strategies", "without", "ahead"), [
     (["flowspec_plus"], "ahead", []), (["flowspec"], "", []), (["autoregressive", "flowspec"], "", []),
-    (["flowspec", "flowspec_plus"], "", [2]),
+    (["flowspec", "flowspec_plus"], "", []), (["flowspec_plus", "flowspec"], "", [1]),
+    (["flowspec_plus", "flowspec_plus"], "", [1]),
 ])
-def test_only_strategies_that_send_ahead_do(tiny_model: Path, strategies: list[str], without: str,
-                                            ahead: list[int]) -> None:
+def test_the_oldest_goes_ahead_if_its_strategy_does(tiny_model: Path, strategies: list[str], without: str,
+                                                    ahead: list[int]) -> None:
     d0 = D0(tiny_model, *strategies, without=without)
     d0.practise()
     d0.now += SLOT
     assert d0.ahead() == ahead
+
+
+def test_a_younger_one_does_not_take_the_place_of_the_oldest_that_has_nothing(tiny_model: Path) -> None:
+    """It would be in V1's queue when an output tells the oldest what to send."""
+    d0 = D0(tiny_model, "flowspec_plus", "flowspec_plus")
+    d0.practise()
+    d0.now += SLOT
+    d0.coordinators[0].cancel()
+    assert d0.ahead() == []
 
 
 def test_without_a_clock_nobody_knows_when(tiny_model: Path) -> None:
