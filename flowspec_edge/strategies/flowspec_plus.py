@@ -105,16 +105,17 @@ class FlowSpecPlus(TreeStrategy):
         rows brings (sum of their probabilities) / (what r rows take in a stage and over a link)
         tokens a second once the pipeline is full.  What it takes longer than a single row counts
         once for every stage: it delays the news of all segments in flight, and so what follows them.
+        A root may go alone.
         """
         seconds = self.pipeline.slot_seconds
         if seconds is None or not nodes or not self._curve():
             return len(nodes)
         gains = np.cumsum([float(root), *(self.tree.probability(node) for node in nodes)])
         least, stages = seconds(1), self.pipeline.stages
-        rates = [gain / (least + stages * (seconds(rows + root) - least))
-                 for rows, gain in enumerate(gains[1:], start=1)]
+        rates = [gains[rows] / (least + stages * (seconds(rows + root) - least))
+                 for rows in range(0 if root else 1, len(gains))]
         # The last of the best: on a flat piece of the curve every row is welcome.
-        return len(rates) - int(np.argmax(rates[::-1]))
+        return len(nodes) - int(np.argmax(rates[::-1]))
 
     # ---- what to draft ----------------------------------------------------------------------
 

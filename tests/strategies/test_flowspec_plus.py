@@ -245,6 +245,13 @@ def test_a_root_shares_its_slot_with_as_many_as_are_free() -> None:
     assert d0.layer() == [ROOT, *range(1000, 1007)]
 
 
+def test_a_root_goes_alone_where_every_row_beside_it_costs_more_than_it_brings() -> None:
+    d0 = Device0("flowspec_plus", flat(1))
+    d0.draft({ROOT: [(A, 0.09), (B, 0.09)]})
+    assert d0.layer() == [ROOT]
+    assert d0.layer() == [A]  # a slot that would be idle
+
+
 @others
 def test_segments_go_ahead(others: str) -> None:
     assert Device0("flowspec_plus", plus_without=others).strategy.sends_ahead == (others != "ahead")
