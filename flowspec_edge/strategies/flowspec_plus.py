@@ -65,11 +65,10 @@ class FlowSpecPlus(TreeStrategy):
         self._sampling, self._vocabulary = sampling, vocabulary
         self._acceptance = Acceptance(sampling.greedy, "learn" not in self._without)
         self._text = TextIndex(_LONGEST_RUN, 1)
-        for token in text:
-            self._text.append(token)
+        self._read(text)
 
     def start(self, token: int, position: int) -> None:
-        self._text.append(token)
+        self._read([token])
         super().start(token, position)
         self._look_up(self.tree.root)
 
@@ -150,6 +149,12 @@ class FlowSpecPlus(TreeStrategy):
             self._look_up(node)
         self._asked_of = {}
 
+    def _read(self, tokens: Sequence[int]) -> None:
+        """They are text; nobody pays for an index that is not looked into."""
+        if "lookup" not in self._without:
+            for token in tokens:
+                self._text.append(token)
+
     def _look_up(self, top: Node) -> None:
         """**lookup**: what the text has had after this path before, token after token, while that is
         likely; it costs no pass (docs/experiments.md: 2.26 to 2.93 in greedy text)."""
@@ -184,8 +189,7 @@ class FlowSpecPlus(TreeStrategy):
         self._record(numbers, successors)
         self.tree.learn()
         commits, _ = self._walk()
-        for commit in commits:
-            self._text.append(commit.token)
+        self._read([commit.token for commit in commits])
         if commits:
             self._root_is_stale = True
             self._look_up(self.tree.root)
