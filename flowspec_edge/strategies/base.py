@@ -112,7 +112,8 @@ class Strategy(ABC):
 
     @abstractmethod
     def next_segment(self) -> Segment | None:
-        """What to send now that the first stage has a free slot; None to leave it idle."""
+        """What to send now that the first stage has a free slot, or soon will have (:attr:`sends_ahead`);
+        None to leave it idle."""
 
     def next_draft(self) -> DraftRequest | None:
         """What to draft now that D0 is idle; None to stay idle."""
