@@ -36,7 +36,9 @@ def params_at(params: Params, axis: Axis, value: Value) -> Params:
     if axis == "depth":
         assert isinstance(value, tuple)
         return replace(params, depth=value[0], expand_depth=value[1])
-    return replace(params, segment=_whole(value)) if axis == "segment" else params
+    if axis == "segment":
+        return replace(params, segment=_whole(value), plus_rows=_whole(value))
+    return params
 
 
 def stages_at(stages: int, axis: Axis, value: Value) -> int:

@@ -102,7 +102,7 @@ _HELP = {
     "spd_width": "Branches kept (W).",
 }
 _PANELS = {Sampling: "Sampling", Params: "FlowSpec and its ablations; all strategies"}
-_OTHERS = ("plus", "pipedec", "pipeinfer", "pearl", "speculative", "stpp", "spd")
+_OTHERS = ("pipedec", "pipeinfer", "pearl", "speculative", "stpp", "spd")
 
 
 def with_dataclasses(without: Collection[str] = (), **groups: Any,
@@ -153,4 +153,7 @@ def _annotated(hint: Any, group: type[Any], name: str) -> Any:
 
 
 def _panel(group: type[Any], field: str) -> str | None:
-    return "Other strategies" if field.split("_")[0] in _OTHERS else _PANELS.get(group)
+    strategy = field.split("_")[0]
+    if strategy == "plus":
+        return "FlowSpec+"
+    return "Other strategies" if strategy in _OTHERS else _PANELS.get(group)

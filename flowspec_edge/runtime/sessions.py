@@ -4,8 +4,8 @@ Knows in which order coordinators get V1's free slot and D0's time.  Does not kn
 time passes: a driver treats this as it would treat one coordinator, and both drivers use this very
 object.
 
-The oldest request comes first, always: its latency is nearly what it would be alone, and the
-others take what it leaves free, V1 while its tokens are on their way and D0 while it has nothing to
+The oldest request comes first, always, and the others take what it leaves free (docs/serving.md tells
+what that costs it): V1 while its tokens are on their way and D0 while it has nothing to
 do.  What has arrived, for whomever, comes before anybody's drafting, for it takes less time and
 sets a pipeline's worth of rows free.
 """
@@ -120,5 +120,5 @@ class Sessions:
 
 
 def _kind(job: Job) -> str:
-    """Jobs that take alike long."""
+    """Jobs that take alike long, as a rule: draft passes, outputs, chunks of a prompt."""
     return type(job.task).__name__

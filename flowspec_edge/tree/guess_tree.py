@@ -46,7 +46,7 @@ class GuessTree(DraftTree):
 
     def drafted(self, parent: Node, tokens: list[int], scores: list[float], estimates: list[float]) -> None:
         """The draft model has named children of ``parent``, with these log confidences, best first; it
-        doubts all others.
+        doubts those that the look-up alone has named.
 
         ``estimates`` are ``Acceptance.drafted(scores)``: all that a child is worth of which nothing
         else is known.  Absent children (-inf) are none, and hopeless ones are not held.  Asked of the

@@ -4,7 +4,8 @@ Knows the text; knows neither models, nor trees, nor who asks.  Good where an an
 prompt or itself (code edits, summaries, quotations), silent elsewhere.
 
 The index is a trie of reversed contexts that grows by every committed token: O(longest) steps a
-token, O(longest) a node that is looked up, however long the text; memory O(longest) a token.
+token, O(longest) a node that is looked up, however long the text.  A context that has come once is only
+a place in the text, and the longer ones around it are read there: so a token adds hardly more than one.
 
 Scores are estimates of the probability that the target agrees.  A context of n tokens that was
 followed C times, by D different tokens, of which c times by this one, gives
@@ -43,9 +44,15 @@ class _Context:
     __slots__ = ("after", "longer", "total")
 
     def __init__(self) -> None:
-        self.longer: dict[int, _Context] = {}  # by the token before this context's first
+        # By the token before this context's first.  An integer is a longer context that has come once:
+        # where in the text its follower stands.
+        self.longer: dict[int, _Context | int] = {}
         self.after: dict[int, int] = {}  # follower -> how often; the newest is the last
         self.total = 0  # sum of ``after``
+
+    def followed_by(self, token: int) -> None:
+        self.after[token] = self.after.pop(token, 0) + 1  # put behind all others
+        self.total += 1
 
 
 class TextIndex:
@@ -74,9 +81,16 @@ class TextIndex:
 
     def append(self, token: int) -> None:
         """The text goes on with ``token``."""
-        for _, context in self._contexts(self.newest, grow=True):
-            context.after[token] = context.after.pop(token, 0) + 1  # put behind all others
-            context.total += 1
+        context = self._empty
+        for n, before in enumerate(reversed(self.newest), start=1):
+            longer = context.longer.get(before)
+            if longer is None:
+                context.longer[before] = len(self._text)
+                break
+            if isinstance(longer, int):
+                longer = context.longer[before] = self._unfolded(longer, n)
+            longer.followed_by(token)
+            context = longer
         self._text.append(token)
         self.newest = (*self.newest, token)[-self.longest :]
 
@@ -98,15 +112,28 @@ class TextIndex:
             left = escape * scale
         return sorted(found.items(), key=lambda item: -item[1])[:count]
 
-    def _contexts(self, path: Sequence[int], grow: bool = False) -> Iterator[tuple[int, _Context]]:
+    def _contexts(self, path: Sequence[int]) -> Iterator[tuple[int, _Context]]:
         """(n, context) for the last n tokens of ``path``, as far as the text has had them."""
-        context = self._empty
+        context, follower = self._empty, -1  # the latter once the context has come but once
         for n, before in enumerate(reversed(path[-self.longest :]), start=1):
-            following = context.longer.get(before)
-            if following is None:
-                if not grow:
+            if follower >= 0:
+                if n > follower or self._text[follower - n] != before:
                     return
-                following = context.longer[before] = _Context()
-            context = following
+            else:
+                longer = context.longer.get(before)
+                if longer is None:
+                    return
+                if isinstance(longer, int):
+                    follower = longer
+                    longer = self._unfolded(longer, n)
+                context = longer
             if n >= self.shortest:
                 yield n, context
+
+    def _unfolded(self, follower: int, n: int) -> _Context:
+        """The context of the ``n`` tokens before the place ``follower`` in the text, where alone it came."""
+        context = _Context()
+        context.followed_by(self._text[follower])
+        if n < self.longest and n < follower:
+            context.longer[self._text[follower - n - 1]] = follower
+        return context
