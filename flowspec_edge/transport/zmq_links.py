@@ -268,13 +268,16 @@ class ZmqTransport:
         zmq.zmq_poll(ends, max(0, round(timeout * 1e3)))
 
     def close(self) -> None:
-        """Close all links, then the context; takes at most the linger time."""
+        """Close all links, also one that a signal kept from being complete, then the context.
+
+        Takes at most the linger time.
+        """
         for end in self._ends:
             end.close()
         if self._gate is not None:
             self._gate.stop()
             self._gate = None
-        self._context.term()
+        self._context.destroy()  # term() alone would wait for a socket that is in no link for ever
 
     def _socket(self, kind: int, queue: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)

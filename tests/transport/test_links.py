@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from flowspec_edge.messages import Cancel, Close, Credit, Failed, Hello, Message
 from flowspec_edge.transport import keys
 from flowspec_edge.transport.base import ClientLink, Hub, Link, Transport
 from flowspec_edge.transport.memory import MemoryTransport
-from flowspec_edge.transport.zmq_links import Tuning, ZmqTransport
+from flowspec_edge.transport.zmq_links import Tuning, ZmqClientLink, ZmqTransport
 
 PATIENCE = 20.0  # seconds; only a failing test waits so long
 SERVER, CLIENT, STRANGER = keys.generate(), keys.generate(), keys.generate()
@@ -279,3 +280,20 @@ def test_a_false_server_gets_nothing() -> None:
     assert receiver.receive() is None
     client.close()
     server.close()
+
+
+def test_a_link_whose_making_was_broken_off_does_not_keep_its_transport_from_closing() -> None:
+    """As by a signal; its socket is there then, and in no link."""
+    class Interrupted(ZmqClientLink):
+        def __init__(self, *_: object) -> None:
+            raise KeyboardInterrupt
+
+    transport = ZmqTransport(tuning=Tuning(linger_ms=0))
+    transport.client_class = Interrupted
+    with pytest.raises(KeyboardInterrupt) as caught:
+        transport.push("tcp://127.0.0.1:1", "out")
+    closing = threading.Thread(target=transport.close, daemon=True)
+    closing.start()
+    closing.join(PATIENCE)
+    assert not closing.is_alive()
+    assert caught.traceback  # which holds the socket, as that of a signal's exception does
