@@ -27,8 +27,11 @@ check: $(READY)
 	$(BIN)/python -m pytest --quiet tests/test_layout.py
 	$(BIN)/hadolint Dockerfile.jetson
 
+# In the order of the files, the last of which are short: by their number of tests, those that have few but
+# wait long for processes would come last.
 test: check
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not soak and not fleet and not aarch64'
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder \
+		-m 'not soak and not fleet and not aarch64'
 
 soak: $(READY)
 	$(BIN)/python -m pytest -m 'soak and not fleet and not aarch64'
