@@ -36,18 +36,20 @@ def prompts(tmp_path: Path) -> Path:
 
 
 @sshkit.needs_boards
+@pytest.mark.parametrize("rates", [[50], pytest.param([50, 10], marks=pytest.mark.soak)])
 def test_real_boards_are_shaped_measured_and_put_back(
-        boards: sshkit.Boards, model: Path, prompts: Path, tmp_path: Path,
+        boards: sshkit.Boards, model: Path, prompts: Path, tmp_path: Path, rates: list[int],
         capsys: pytest.CaptureFixture[str]) -> None:
+    """Each rate starts the board's stage anew, which imports for seconds."""
     before = [boards.shown(place) for place in (0, 1)]
     out = tmp_path / "real.json"
-    assert main([*SWEEP, "--cluster", str(boards.file), "--mbps", "50,10", "--model", str(model),
-                 "--prompts", str(prompts), "--json", str(out)]) == 0
+    assert main([*SWEEP, "--cluster", str(boards.file), "--mbps", ",".join(map(str, rates)),
+                 "--model", str(model), "--prompts", str(prompts), "--json", str(out)]) == 0
     found = json.loads(out.read_text())
     assert (found["links"], found["emulated"], found["clock"], found["profile"]) == (
         "cluster", False, "wall", None)
     assert found["settings"]["stages"] == 1
-    assert [point["value"] for point in found["points"]] == [50, 10]
+    assert [point["value"] for point in found["points"]] == rates
     for point in found["points"]:
         payload = point["value"] * 1448 / 1514  # of the frames that the rate counts
         assert point["measured_mbps"] == pytest.approx([payload, payload], rel=0.1)

@@ -126,15 +126,20 @@ def test_this_machines_libraries_do_real_products() -> None:
         ("torch", "gpu", "product", "4 bits", "encryption"), "ok"), findings
 
 
-def test_libraries_that_end_the_process_or_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-                                                              ) -> None:
-    """As on a board: bitsandbytes that dies at its first kernel is a warning, for int4 works without it."""
+@pytest.mark.soak  # test_kernels has what becomes of the process that asks such a library
+def test_a_library_that_ends_the_process_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                      ) -> None:
+    """As on a board: bitsandbytes that dies at its first kernel is one, for int4 works without it."""
     (tmp_path / "bitsandbytes").mkdir()
     (tmp_path / "bitsandbytes" / "__init__.py").write_text("import os\nos.abort()\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path.cwd()}")
     four = {finding.check: finding for finding in check_compute(jetson=False)}["4 bits"]
     assert (four.state, "int4 works; nf4 does not" in four.found) == ("warning", True), four
     assert "COMPUTE_CAPABILITY=87" in four.advice
+
+
+def test_a_library_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path.cwd()}")
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')\n")
     torch, _ = check_compute(jetson=True)
     assert (torch.check, torch.state, "libcudart.so.12" in torch.found) == ("torch", "failed", True)
