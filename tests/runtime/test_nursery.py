@@ -72,7 +72,9 @@ def test_a_worker_runs_until_it_is_ended(nursery: Nursery, tmp_path: Path, tiny_
     assert nursery.idle
 
 
-def test_descriptors_beyond_those_of_select(nursery: Nursery, tmp_path: Path) -> None:
+def test_descriptors_beyond_those_of_select_and_a_nursery_that_is_killed(
+        nursery: Nursery, tmp_path: Path, tiny_model: Path) -> None:
+    """Its workers do not outlive it."""
     with ExitStack() as opened:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limit)
@@ -85,6 +87,12 @@ def test_descriptors_beyond_those_of_select(nursery: Nursery, tmp_path: Path) ->
         opened.callback(another.close)
         for made in (nursery, another):
             assert made.start(tmp_path / "nothing.toml", tmp_path / "said").wait(PATIENCE) == 2
+        worker = another.start(waiting(tmp_path, tiny_model), tmp_path / "said")
+        os.kill(another._process.pid, signal.SIGKILL)
+        assert worker.wait(PATIENCE) != 0
+        assert not another.usable
+        with pytest.raises(FlowspecError, match="the process that starts workers is gone"):
+            another.start(waiting(tmp_path, tiny_model), tmp_path / "said")
 
 
 def test_what_is_wrong_is_in_its_output_and_its_exit_code(nursery: Nursery, tmp_path: Path) -> None:
@@ -93,17 +101,6 @@ def test_what_is_wrong_is_in_its_output_and_its_exit_code(nursery: Nursery, tmp_
     alone = subprocess.run([sys.executable, "-m", "flowspec_edge.runtime.worker", "--config",
                             str(tmp_path / "nothing.toml")], capture_output=True, text=True, check=False)
     assert ((tmp_path / "said").read_text(), 2) == (alone.stderr, alone.returncode)
-
-
-def test_workers_do_not_outlive_their_nursery(tmp_path: Path, tiny_model: Path) -> None:
-    nursery = Nursery()
-    worker = nursery.start(waiting(tmp_path, tiny_model), tmp_path / "said")
-    os.kill(nursery._process.pid, signal.SIGKILL)
-    assert worker.wait(PATIENCE) != 0
-    assert not nursery.usable
-    with pytest.raises(FlowspecError, match="the process that starts workers is gone"):
-        nursery.start(waiting(tmp_path, tiny_model), tmp_path / "said")
-    nursery.close()
 
 
 _ASKS = """
@@ -116,6 +113,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.soak  # test_processes kills a D0 with workers at work
 def test_nobody_outlives_the_process_that_asked(tmp_path: Path, tiny_model: Path) -> None:
     files = [str(waiting(tmp_path, tiny_model)), str(tmp_path / "said")]
     with subprocess.Popen([sys.executable, "-c", _ASKS, *files], stdin=subprocess.PIPE,
@@ -130,6 +128,17 @@ def test_nobody_outlives_the_process_that_asked(tmp_path: Path, tiny_model: Path
 
 
 def test_a_changed_environment_wants_another_nursery(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = module._nursery  # which other tests go on with: a new one imports for seconds
+    module._nursery = None
+    try:
+        changed_environment(monkeypatch)
+    finally:
+        if module._nursery is not None:
+            module._nursery.close()
+        module._nursery = ours
+
+
+def changed_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     first = module.nursery()
     assert module.nursery() is first
     monkeypatch.setenv("FLOWSPEC_TEST", "1")

@@ -177,24 +177,25 @@ def test_a_truncated_shard_is_told_by_the_stage_that_reads_it(model: Path, tmp_p
 ORPHANS = """
 import signal, sys
 from pathlib import Path
+from flowspec_edge.runtime.nursery import nursery
 from flowspec_edge.runtime.processes import ProcessCluster
 cluster = ProcessCluster(Path(sys.argv[1]), 2, threads=1)
-print(*cluster.pids, flush=True)
+print(nursery()._process.pid, *cluster.pids, flush=True)
 signal.pause()
 """
 
 
-def test_stages_do_not_outlive_a_d0_that_is_killed(model: Path) -> None:
+def test_stages_and_their_nursery_do_not_outlive_a_d0_that_is_killed(model: Path) -> None:
     command = [sys.executable, "-c", ORPHANS, str(model)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as d0:
         assert d0.stdout is not None
         pids = [int(pid) for pid in d0.stdout.readline().split()]
-        assert len(pids) == 2
+        assert len(pids) == 3
         assert all(map(alive, pids))
         ends = [os.pidfd_open(pid) for pid in pids]
         d0.kill()
     for end in ends:
-        assert readable([end], PATIENCE), "a stage lives on"
+        assert readable([end], PATIENCE), "one lives on"
         os.close(end)
 
 
