@@ -66,7 +66,9 @@ def test_a_request_is_the_one_that_a_cluster_would_run(model: Path) -> None:
         assert 0 < sum(piece.head_s for piece in tally.pieces) < tally.seconds < passed
         times = measure_device0(device0, kinds, prompt, 12, 1, True, lambda share: None)
     assert set(times.passes) == set(kinds)
-    assert min(*times.passes.values(), times.lm_head, times.bookkeeping) > 0
+    # Of lm_head's two parts a fit to noisy times may find one to be nothing.
+    assert min(*times.passes.values(), times.lm_head + times.row, times.bookkeeping) > 0
+    assert min(times.lm_head, times.row) >= 0
 
 
 def test_figures_are_those_that_the_pieces_were_made_of() -> None:
