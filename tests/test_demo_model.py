@@ -19,7 +19,7 @@ from flowspec_edge.runtime.request import Request, Result
 from flowspec_edge.runtime.virtual import VirtualCluster
 from flowspec_edge.strategies.params import Params
 
-PROMPTS = 6
+PROMPTS = 3
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from functools import cache
+from io import StringIO
 from typing import Any
 
 import pytest
@@ -32,17 +35,22 @@ COMMANDS = dict(commands(typer.main.get_command(app)))
 LISTS = {("strategies",), ("profiles",), ("models", "list")}  # which take nothing
 
 
+@cache
+def help_of(command: tuple[str, ...]) -> str:
+    with redirect_stdout(StringIO()) as said:
+        assert main([*command, "--help"]) == 0
+    return said.getvalue()
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*command, "--help"]) == 0
-    assert "Usage:" in capsys.readouterr().out
+def test_every_command_explains_itself(command: tuple[str, ...]) -> None:
+    assert "Usage:" in help_of(command)
 
 
 @pytest.mark.parametrize("command", [path for path, is_group in COMMANDS.items()
                                      if not is_group and path not in LISTS])
-def test_help_has_examples(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*command, "--help"]) == 0
-    out = capsys.readouterr().out
+def test_help_has_examples(command: tuple[str, ...]) -> None:
+    out = help_of(command)
     assert "Example" in out
     assert f"flowspec {' '.join(command)}" in out.split("Example")[1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,21 @@ PROFILE = load_profile("paper-7b")
 SLOT = PROFILE.stage_seconds(1, 8)
 
 
-def run(model: Path, prompt: list[int], name: str, **params: object) -> tuple[Result, VirtualCluster]:
-    cluster = VirtualCluster(model, 4, PROFILE)
-    result = cluster.generate(Request(prompt, name, 24, params=Params(**params)))  # type: ignore[arg-type]
-    return result, cluster
+@cache
+def cluster(model: Path) -> VirtualCluster:
+    return VirtualCluster(model, 4, PROFILE)
+
+
+@cache
+def run_once(model: Path, prompt: tuple[int, ...], name: str, params: Params) -> tuple[Result, list[Span]]:
+    made = cluster(model)
+    result = made.generate(Request(list(prompt), name, 24, params=params))
+    return result, list(made.spans)
+
+
+def run(model: Path, prompt: list[int], name: str, **params: object) -> tuple[Result, list[Span]]:
+    """A text in virtual time, which is the same each time, and what the devices did."""
+    return run_once(model, tuple(prompt), name, Params(**params))  # type: ignore[arg-type]
 
 
 def test_a_poor_draft_costs_next_to_nothing(untrained_draft_model: Path,
@@ -41,8 +53,8 @@ def test_a_poor_draft_costs_next_to_nothing(untrained_draft_model: Path,
 
 def test_a_cancel_stops_a_stage_between_layers(demo_model: Path, demo_prompts: list[list[int]]) -> None:
     """A stage has 8 of the profile's layers: broken off after 0 to 8 of them, and never in between."""
-    _, cluster = run(demo_model, demo_prompts[0], "pipeinfer")
-    broken_off = [s for s in cluster.spans if s.cancelled]
+    _, spans = run(demo_model, demo_prompts[0], "pipeinfer")
+    broken_off = [s for s in spans if s.cancelled]
     assert broken_off
     for span in broken_off:
         layers = (span.end - span.start) / (SLOT / 8)
@@ -96,8 +108,8 @@ def test_every_accepted_token_gets_a_canonical_run(demo_model: Path, demo_prompt
     """Those that are in no run yet in any case; all of them, unless it is switched off."""
     both = {}
     for canonical in ("all", "needed"):
-        result, cluster = run(demo_model, demo_prompts[1], "pipeinfer", pipeinfer_canonical=canonical)
-        single = [s for s in cluster.spans if s.device == 1 and s.kind == "compute" and s.rows == 1]
+        result, spans = run(demo_model, demo_prompts[1], "pipeinfer", pipeinfer_canonical=canonical)
+        single = [s for s in spans if s.device == 1 and s.kind == "compute" and s.rows == 1]
         both[canonical] = (result.tokens, len(single))
     assert both["all"][0] == both["needed"][0]
     assert both["all"][1] > both["needed"][1]
@@ -115,12 +127,12 @@ def test_the_cutoff_holds_speculation_back(demo_model: Path, demo_prompts: list[
 
 def test_a_micro_batch_branches_where_the_draft_is_torn(demo_model: Path,
                                                         demo_prompts: list[list[int]]) -> None:
-    chains, c1 = run(demo_model, demo_prompts[0], "pipeinfer")
-    trees, c2 = run(demo_model, demo_prompts[0], "pipeinfer", pipeinfer_split=0.1)
+    chains, s1 = run(demo_model, demo_prompts[0], "pipeinfer")
+    trees, s2 = run(demo_model, demo_prompts[0], "pipeinfer", pipeinfer_split=0.1)
     assert trees.tokens == chains.tokens
 
-    def widest(cluster: VirtualCluster) -> int:
-        return max(s.rows for s in cluster.spans if s.kind == "draft")
+    def widest(spans: list[Span]) -> int:
+        return max(s.rows for s in spans if s.kind == "draft")
 
-    assert widest(c1) == 1
-    assert 1 < widest(c2) <= 3
+    assert widest(s1) == 1
+    assert 1 < widest(s2) <= 3

@@ -39,6 +39,11 @@ def plain(model: Path) -> PlainDecoder:
 
 
 @cache
+def virtual(model: Path, stages: int) -> VirtualCluster:
+    return VirtualCluster(model, stages, PROFILE)
+
+
+@cache
 def text(model: Path, prompt: tuple[int, ...], count: int, sampling: Sampling) -> list[int]:
     return plain(model).generate(list(prompt), count, sampling)[0]
 
@@ -69,7 +74,7 @@ QUICK = {(4, 1), (2, 2), (3, 3), (4, 4)}
     pytest.param(*case, marks=() if case in QUICK else pytest.mark.soak) for case in GRID])
 def test_different_requests_beside_one_another(tiny_model: Path, count: int, stages: int) -> None:
     requests = some(count, PIPELINED, start=3 * stages + count)
-    results = VirtualCluster(tiny_model, stages, PROFILE).generate_many(requests)
+    results = virtual(tiny_model, stages).generate_many(requests)
     for request, result in zip(requests, results, strict=True):
         assert result.tokens == own_text(tiny_model, request), request.strategy
         assert result.finish_reason == "length"
@@ -79,7 +84,7 @@ def test_different_requests_beside_one_another(tiny_model: Path, count: int, sta
 def test_the_same_request_three_times(tiny_model: Path, name: str) -> None:
     """The same prompt with other noise, at other times: caches and draft models are each one's own."""
     requests = [Request(prompt(1), name, 10, sampling, SMALL) for sampling in SAMPLINGS]
-    results = VirtualCluster(tiny_model, 3, PROFILE).generate_many(requests, [0.0, 0.7, 1.1])
+    results = virtual(tiny_model, 3).generate_many(requests, [0.0, 0.7, 1.1])
     for request, result in zip(requests, results, strict=True):
         assert result.tokens == own_text(tiny_model, request)
 
@@ -87,7 +92,7 @@ def test_the_same_request_three_times(tiny_model: Path, name: str) -> None:
 @pytest.mark.parametrize("kind", ["megatron", "galaxy"])
 def test_a_tensor_parallel_group_takes_several(tiny_model: Path, kind: str) -> None:
     requests = some(3, [kind])
-    results = VirtualCluster(tiny_model, 2, PROFILE).generate_many(requests)
+    results = virtual(tiny_model, 2).generate_many(requests)
     assert [result.tokens for result in results] == [own_text(tiny_model, request) for request in requests]
 
 
@@ -97,9 +102,9 @@ def test_one_ends_early_and_one_goes_away(tiny_model: Path) -> None:
     whole = own_text(tiny_model, requests[1])
     stop = next(token for i, token in enumerate(whole) if i and token not in whole[:i])
     requests[1] = Request(requests[1].prompt, "chunk_pp", 11, requests[1].sampling, SMALL, frozenset({stop}))
-    alone = VirtualCluster(tiny_model, 3, PROFILE).generate(requests[2])
+    alone = virtual(tiny_model, 3).generate(requests[2])
     leave = alone.stats.ttft_s + alone.stats.decode_s / 2
-    cluster = VirtualCluster(tiny_model, 3, PROFILE)
+    cluster = VirtualCluster(tiny_model, 3, PROFILE)  # which counts its sessions from 1
     results = cluster.generate_many(requests, leaves=[None, None, leave, None])
     assert results[1].tokens == whole[: whole.index(stop)]
     assert results[1].finish_reason == "stop"
@@ -116,7 +121,7 @@ def test_one_ends_early_and_one_goes_away(tiny_model: Path) -> None:
 def test_alone_means_alone(tiny_model: Path) -> None:
     """A request that others follow when it is over has the figures of its run alone, and they theirs."""
     requests = some(2, ["flowspec"])
-    cluster = VirtualCluster(tiny_model, 3, PROFILE)
+    cluster = virtual(tiny_model, 3)
     alone = [cluster.generate(request) for request in requests]
     apart = cluster.generate_many(requests, [0.0, 100.0])
     assert apart[0] == alone[0]
@@ -128,7 +133,7 @@ def test_alone_means_alone(tiny_model: Path) -> None:
 def test_two_clients_who_ask_again_when_they_are_answered(tiny_model: Path) -> None:
     """The first asks three times, the second, from 0.5 s on, twice."""
     requests = some(5, ["flowspec", "autoregressive"])
-    cluster = VirtualCluster(tiny_model, 2, PROFILE)
+    cluster = virtual(tiny_model, 2)
     results = cluster.generate_many(requests, [0.0, 9.0, 9.0, 0.5, 9.0], follows=[None, 0, 1, None, 3])
     assert [result.tokens for result in results] == [own_text(tiny_model, request) for request in requests]
     seconds = [result.stats.ttft_s + result.stats.decode_s for result in results]
@@ -139,7 +144,7 @@ def test_two_clients_who_ask_again_when_they_are_answered(tiny_model: Path) -> N
 
 def test_the_oldest_is_hardly_disturbed_and_the_others_fill_its_bubbles(tiny_model: Path) -> None:
     requests = [Request(prompt(i), "autoregressive", 12, params=SMALL) for i in range(3)]
-    cluster = VirtualCluster(tiny_model, 4, PROFILE)
+    cluster = virtual(tiny_model, 4)
     alone = cluster.generate(requests[0])
     together = cluster.generate_many(requests)
     first, *others = [result.stats.ttft_s + result.stats.decode_s for result in together]
@@ -156,7 +161,7 @@ def test_the_oldest_is_hardly_disturbed_and_the_others_fill_its_bubbles(tiny_mod
 def test_two_at_once_give_more_tokens_a_second(demo_model: Path, demo_prompts: list[list[int]], name: str
                                                ) -> None:
     requests = [Request(tokens, name, 20) for tokens in demo_prompts[:2]]
-    cluster = VirtualCluster(demo_model, 4, PROFILE)
+    cluster = virtual(demo_model, 4)
     alone = [cluster.generate(request) for request in requests]
     together = cluster.generate_many(requests)
     assert [result.tokens for result in together] == [result.tokens for result in alone]
@@ -165,7 +170,7 @@ def test_two_at_once_give_more_tokens_a_second(demo_model: Path, demo_prompts: l
 
 
 def test_what_cannot_be_beside_one_another_is_refused(tiny_model: Path) -> None:
-    cluster = VirtualCluster(tiny_model, 2, PROFILE)
+    cluster = virtual(tiny_model, 2)
     with pytest.raises(UsageError, match="one way of cutting the model, not galaxy and pipeline"):
         cluster.generate_many([Request(prompt(1), "flowspec", 4), Request(prompt(1), "galaxy", 4)])
     assert cluster.generate_many([]) == []

@@ -86,16 +86,16 @@ def test_the_tokens_of_plain_decoding(tiny_model: Path, stages: int, width: int,
     """Eight layers: of eleven stages three hold none.  Under a profile whose links take time."""
     prompt = np.random.default_rng(stages).integers(1, 97, 70).tolist()
     cluster = VirtualCluster(tiny_model, stages, load_profile("paper-7b"))
-    result = cluster.generate(Request(prompt, "spd", 20, sampling, Params(spd_width=width)))
-    assert result.tokens == plain(tiny_model).generate(prompt, 20, sampling)[0]
+    result = cluster.generate(Request(prompt, "spd", 8, sampling, Params(spd_width=width)))
+    assert result.tokens == plain(tiny_model).generate(prompt, 8, sampling)[0]
 
 
 @pytest.mark.parametrize("width", [1, 4])
 def test_more_stages_than_layers_by_far(small_vocabulary_model: Path, width: int) -> None:
     cluster = VirtualCluster(small_vocabulary_model, 5, load_profile("paper-7b"))
     for sampling in (GREEDY, SAMPLED):
-        result = cluster.generate(Request([3, 1, 4], "spd", 30, sampling, Params(spd_width=width)))
-        assert result.tokens == plain(small_vocabulary_model).generate([3, 1, 4], 30, sampling)[0]
+        result = cluster.generate(Request([3, 1, 4], "spd", 20, sampling, Params(spd_width=width)))
+        assert result.tokens == plain(small_vocabulary_model).generate([3, 1, 4], 20, sampling)[0]
         assert result.stats.accepted > 0
 
 
@@ -104,8 +104,8 @@ def test_wider_trees_hit_more_often(demo_model: Path, demo_prompts: list[list[in
     cluster = VirtualCluster(demo_model, 4, ideal_profile)
 
     def accepted(width: int) -> int:
-        return sum(cluster.generate(Request(p, "spd", 32, params=Params(spd_width=width))).stats.accepted
-                   for p in demo_prompts[:3])
+        return sum(cluster.generate(Request(p, "spd", 24, params=Params(spd_width=width))).stats.accepted
+                   for p in demo_prompts[:2])
 
     assert accepted(1) < accepted(4)
 
