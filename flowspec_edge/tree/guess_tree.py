@@ -92,7 +92,7 @@ class GuessTree(DraftTree):
             taken = self._child(node, node.successor)
             for child in node.children.values():
                 self._acceptance.learn(_evidence(child, node), child is taken)
-            for _, score, _ in node.named:
+            for _, score, _ in reversed(node.named):
                 self._acceptance.learn(Evidence(score, -math.inf, True), False)
             node = taken
 
