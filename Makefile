@@ -30,7 +30,7 @@ check: $(READY)
 # In the order of the files, the last of which are short: by their number of tests, those that have few but
 # wait long for processes would come last.
 test: check
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder \
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder \
 		-m 'not soak and not fleet and not aarch64'
 
 soak: $(READY)
