@@ -105,16 +105,7 @@ class Model(RuleBasedStateMachine):
         """A pass over the likeliest that nobody has asked about, and the root, perhaps again."""
         may = [guess for guess in self.root.below()
                if not guess.expanded and guess.parent is not None and guess.parent.expanded]
-        may, almost = ([guess for guess in may if self.log_p(guess) > math.log(WORTH_DRAFTING * edge)]
-                       for edge in (1 + 1e-6, 1 - 1e-6))
-        nodes = self.tree.unexpanded(limit)
-        self.make_nodes()
-        of = {guess.made.id: guess for guess in self.nodes()}
-        asked = [of[node.id] for node in nodes]
-        assert len({guess.made.id for guess in asked}) == len(asked)
-        assert min(limit, len(may)) <= len(asked) <= min(limit, len(almost))
-        assert all(guess in almost for guess in asked)
-        self.are_the_best(asked, may)
+        asked = self.given_out(self.tree.unexpanded(limit), limit, may, WORTH_DRAFTING)
         self.tree.ask_again([guess.made for guess in asked[answered:]])
         for guess in ([self.root] if again else []) + asked[:answered]:
             self.expand(guess, children)
@@ -136,27 +127,28 @@ class Model(RuleBasedStateMachine):
             elif self.is_held(guess, token in named, self.chance(guess, confidence, NO)):
                 guess.children[token] = Guess(None, guess, drafted=confidence)
 
-    def are_the_best(self, chosen: list[Guess], of: list[Guess]) -> None:
-        """In falling order, and nothing that was left is likelier."""
+    def given_out(self, nodes: list[Node], limit: int, of: list[Guess], least: float) -> list[Guess]:
+        """What these nodes stand for, which must be the likeliest ``of`` those, in falling order: ``limit``,
+        or all that are likelier than ``least``."""
+        self.make_nodes()
+        by_id = {guess.made.id: guess for guess in self.nodes()}
+        chosen = [by_id[node.id] for node in nodes]
+        assert len({node.id for node in nodes}) == len(nodes)
+        surely, perhaps = ([guess for guess in of if self.log_p(guess) > math.log(least * edge)]
+                           for edge in (1 + 1e-6, 1 - 1e-6))
+        assert min(limit, len(surely)) <= len(chosen) <= min(limit, len(perhaps))
+        assert all(guess in perhaps for guess in chosen)  # none that was sent, or is gone
         scores = [self.log_p(guess) for guess in chosen]
         assert all(a >= b - EXACT for a, b in pairwise(scores))
-        left = [self.log_p(guess) for guess in of if guess not in chosen]
+        left = [self.log_p(guess) for guess in surely if guess not in chosen]
         assert not left or not scores or max(left) <= scores[-1] + EXACT
+        return chosen
 
     @rule(limit=st.integers(0, 6), kept=st.integers(0, 6))
     def send(self, limit: int, kept: int) -> None:
         """Take; send as many as are wanted and put back the rest."""
         unsent = [guess for guess in self.root.below() if not guess.sent]
-        unsent, almost = ([guess for guess in unsent if self.log_p(guess) > math.log(HOPELESS * edge)]
-                          for edge in (1 + 1e-6, 1 - 1e-6))
-        nodes = self.tree.take(limit)
-        self.make_nodes()
-        of = {guess.made.id: guess for guess in self.nodes()}
-        taken = [of[node.id] for node in nodes]
-        assert len({guess.made.id for guess in taken}) == len(taken)
-        assert min(limit, len(unsent)) <= len(taken) <= min(limit, len(almost))
-        assert all(guess in almost for guess in taken)  # none that was sent, or is gone
-        self.are_the_best(taken, unsent)
+        taken = self.given_out(self.tree.take(limit), limit, unsent, HOPELESS)
         for place, guess in enumerate(taken):
             assert guess.parent is not None
             assert guess.parent is self.root or guess.parent.sent or guess.parent in taken[:place]
