@@ -210,7 +210,7 @@ class Session:
        moves=st.lists(st.sampled_from(["layer", "layer", "taps", "taps", "hit", "miss", "again"]),
                       min_size=4, max_size=14))
 @example(seed=1, prompt=1, width=1, moves=["miss", "layer", "layer", "hit", "taps", "layer"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_whatever_has_arrived_is_used_and_nothing_else(seed, prompt, width, moves):
     s = Session(seed)
     s.begin(prompt)
@@ -236,7 +236,7 @@ def test_whatever_has_arrived_is_used_and_nothing_else(seed, prompt, width, move
 
 
 @given(order=st.permutations([(row, layer) for row in range(3) for layer in TAPS]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_every_order_of_arrival(order):
     """Three rows in the pipeline; after every single tap the newest row is expanded again."""
     s = Session(3)

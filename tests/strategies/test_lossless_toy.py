@@ -212,7 +212,7 @@ def drive(name: str, stages: int, prompt: list[int], limit: int, params: Params,
 @given(stages=st.integers(1, 8), prompt=st.lists(st.integers(0, 9), min_size=1, max_size=9),
        limit=st.integers(1, 24), segment=st.sampled_from([1, 2, 5, 16]), depth=st.integers(1, 4),
        width=st.integers(1, 4), size=st.integers(4, 30), absent=st.sampled_from([0.0, 0.0, 0.3, 0.7, 1.0]),
-       eager=st.booleans(), choice=st.data())
+       eager=st.sampled_from([False, False, False, True]), choice=st.data())
 @settings(max_examples=40, deadline=None)
 def test_the_tokens_of_plain_decoding(name: str, stages: int, prompt: list[int], limit: int, segment: int,
                                       depth: int, width: int, size: int, absent: float, eager: bool,
