@@ -102,8 +102,11 @@ def train_head_part(model: ModelDir, kind: str, options: HeadOptions, date: str,
     bound, others = work / f"{kind}.json", "another model, recipe or data"
     wanted = {"recipe": asdict(recipe), "draft_vocabulary": drafted, "target": fingerprint(model),
               "data": digest(files) if files else "python"}
+    seed = _SEED
     if start:
         wanted["start"] = tensors_digest({n: w for n, w in start.state_dict().items() if "embed" not in n})
+        # A head that goes on sees the text in an order that no training before has shown it.
+        seed = int(wanted["start"][:8], 16)
     if bound.exists():
         bind(bound, wanted, others)
     text = _text(model, eos, work, files, recipe, options.quick)  # text that is no good binds nothing
@@ -113,8 +116,7 @@ def train_head_part(model: ModelDir, kind: str, options: HeadOptions, date: str,
         target = load_target(model)
         student = _student(kind, target, text, drafted, recipe, start)
         pace = (QUICK if options.quick else DEMO).pace
-        # A head that goes on sees the text in an order that it has not seen it in.
-        train_head(recipe, student, text.train, text.held_out, work, _SEED + 1 if start else _SEED, pace)
+        train_head(recipe, student, text.train, text.held_out, work, seed, pace)
         _save(student, directory)
         console.print("measuring on held-out text")
         facts = _facts(directory, kind, target, recipe, text, date, windows=8 if options.quick else 48)
