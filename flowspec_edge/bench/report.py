@@ -59,7 +59,8 @@ class Sample:
 class Row:
     """One strategy on one task at one temperature: all prompts, all repeats.
 
-    tokens_per_second     mean over prompts and repeats
+    tokens_per_second     mean over prompts and repeats; an answer of at most one token, which comes with
+                          the prompt, has no speed and is not counted
     tokens_per_second_sd  standard deviation over repeats of the prompts' mean; None if run once
     speedup               ratio to chunk_pp's tokens_per_second; None without it
     alt, alr              sums divided by sums: tokens after the first (it comes with the prompt)
@@ -260,11 +261,11 @@ def first_fault(error: ValidationError) -> str:
 def _row(samples: Sequence[Sample]) -> Row:
     first, repeats = samples[0], _repeats(samples)
     turns, rounds = sum(s.turns for s in samples), sum(s.rounds for s in samples)
-    decoded = [s for s in samples if s.tokens > 1] or samples[:1]  # a single token has no latency between
+    decoded = _decoded(samples)
     after_first = sum(max(0, s.tokens - 1) for s in samples)
     return Row(
         strategy=first.strategy, task=first.task, temperature=first.temperature,
-        tokens_per_second=fmean(s.tokens_per_second for s in samples),
+        tokens_per_second=fmean(s.tokens_per_second for s in decoded),
         tokens_per_second_sd=_deviation([_repeat_speed(samples, r) for r in repeats]),
         speedup=None,
         alt=after_first / turns if turns else 0.0,
@@ -277,6 +278,11 @@ def _row(samples: Sequence[Sample]) -> Row:
         repeats=len(repeats),
         identical=all(s.identical for s in samples),
     )
+
+
+def _decoded(samples: Sequence[Sample]) -> Sequence[Sample]:
+    """Those that have a speed and latencies between tokens; one that has neither if there are no others."""
+    return [s for s in samples if s.tokens > 1] or samples[:1]
 
 
 def _mean(parts: Sequence[Row], deviation: float | None) -> Row:
@@ -310,11 +316,11 @@ def _repeats(samples: Iterable[Sample]) -> list[int]:
 
 def _repeat_speed(samples: Iterable[Sample], repeat: int) -> float:
     """Tokens/s in one repeat: the mean over tasks of the mean over prompts."""
-    tasks: dict[str, list[float]] = {}
+    tasks: dict[str, list[Sample]] = {}
     for sample in samples:
         if sample.repeat == repeat:
-            tasks.setdefault(sample.task, []).append(sample.tokens_per_second)
-    return fmean(fmean(speeds) for speeds in tasks.values())
+            tasks.setdefault(sample.task, []).append(sample)
+    return fmean(fmean(s.tokens_per_second for s in _decoded(mine)) for mine in tasks.values())
 
 
 def _deviation(speeds: Sequence[float]) -> float | None:

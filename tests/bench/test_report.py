@@ -87,7 +87,7 @@ def test_a_mean_over_some_of_the_tasks_is_none() -> None:
     assert {row.tokens_per_second_sd for row in part.rows} == {None}
 
 
-def test_single_tokens_have_no_latency_between() -> None:
+def test_single_tokens_have_no_speed_and_no_latency_between() -> None:
     one = made(repeats=1)
     cell = ("flowspec", "qa", 0.0)
     first, second = [s for s in one.samples if s.cell == cell][:2]
@@ -96,7 +96,12 @@ def test_single_tokens_have_no_latency_between() -> None:
     (row,) = one.rows
     assert row.itl_mean_s == pytest.approx(second.decode_s / (second.tokens - 1))
     assert (row.itl_p50_s, row.itl_p95_s) == (second.itl_p50_s, second.itl_p95_s)
-    assert row.tokens_per_second == pytest.approx(second.tokens_per_second / 2)
+    assert row.tokens_per_second == second.tokens_per_second
+    twice = [replace(s, repeat=r, tokens_per_second=s.tokens_per_second * (1 + r))
+             for s in (bare, second) for r in (0, 1)]
+    one.samples = twice
+    assert one.rows[0].tokens_per_second_sd == pytest.approx(
+        statistics.stdev(s.tokens_per_second for s in twice[2:]))
     one.samples = [bare]
     assert (one.rows[0].itl_mean_s, one.rows[0].alt, one.rows[0].alr) == (0.0, 0.0, 0.0)
 
