@@ -71,11 +71,11 @@ def test_the_deep_head_is_what_its_card_says_and_drafts_losslessly(demo: ModelDi
     assert card["bytes"] == sum(path.stat().st_size for path in files) <= 1e6
     weights = load_file(deep / "model.safetensors")
     assert card["parameters"] == sum(w.numel() for w in weights.values())
-    # It is the first head, trained on: its weights are near, and none of another head's would be.
+    # It is the first head, trained on: its weights are like, where those of another head are not (0.02).
     for name, old in load_file(first / "model.safetensors").items():
         if name in weights and old.dim() == 2:
             likeness = torch.cosine_similarity(weights[name].float().flatten(), old.float().flatten(), dim=0)
-            assert likeness > 0.5
+            assert likeness > 0.2
     cluster = VirtualCluster(demo.path, 4, load_profile("paper-7b"))
     request = Request(prompts(demo)[0], "flowspec", 48, stop_ids=demo.stop_ids)
     drafted = cluster.generate(replace(request, params=Params(draft="eagle2-deep")))

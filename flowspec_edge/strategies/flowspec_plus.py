@@ -157,7 +157,7 @@ class FlowSpecPlus(TreeStrategy):
 
     def _look_up(self, top: Node) -> None:
         """**lookup**: what the text has had after this path before, token after token, while that is
-        likely; it costs no pass (docs/experiments.md: 2.50 to 2.83 x Chunk-PP in greedy text)."""
+        likely; it costs no pass (docs/experiments.md: 2.14 to 2.51 x Chunk-PP in greedy text)."""
         if "lookup" in self._without:
             return
         floor = self.tree.root.score + _WORTH_LOOKING

@@ -104,9 +104,9 @@ def train_head_part(model: ModelDir, kind: str, options: HeadOptions, date: str,
               "data": digest(files) if files else "python"}
     seed = _SEED
     if start:
-        wanted["start"] = tensors_digest({n: w for n, w in start.state_dict().items() if "embed" not in n})
-        # A head that goes on sees the text in an order that no training before has shown it.
-        seed = int(wanted["start"][:8], 16)
+        begins = tensors_digest({n: w for n, w in start.state_dict().items() if "embed" not in n})
+        wanted["start"] = begins
+        seed = int(begins[:8], 16)  # in an order of the text that no training before has shown it
     if bound.exists():
         bind(bound, wanted, others)
     text = _text(model, eos, work, files, recipe, options.quick)  # text that is no good binds nothing

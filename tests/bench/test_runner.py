@@ -84,7 +84,7 @@ def test_rows_are_means_and_ratios_of_sums(model: Path, cluster: VirtualCluster,
     speeds = {}
     for row in rows:
         results = [cluster.generate(replace(r, strategy=row.strategy)) for r in requests]
-        speeds[row.strategy] = sum(r.stats.tokens_per_second for r in results) / 3
+        speeds[row.strategy] = sum(r.stats.tokens_per_second for r in results) / 2  # a single token has none
         assert row.tokens_per_second == pytest.approx(speeds[row.strategy])
         assert (row.tokens, row.identical) == (8 + 5 + 1, True)
         assert row.turns == pytest.approx(sum(r.stats.turns for r in results))
