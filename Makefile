@@ -28,7 +28,7 @@ check: $(READY)
 	$(BIN)/hadolint Dockerfile.jetson
 
 # In the order of the files, the last of which are short: by their number of tests, those that have few but
-# wait long for processes would come last.
+# wait long for processes would come last.  Three, because that waiting leaves a core idle where there are two.
 test: check
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder \
 		-m 'not soak and not fleet and not aarch64'

@@ -28,7 +28,7 @@ from flowspec_edge.training.eagle import Eagle2, new_head
 from flowspec_edge.training.eagle3 import Eagle3, new_head3
 from flowspec_edge.training.head_part import HeadOptions, train_head_part
 from flowspec_edge.training.heads import train_head
-from flowspec_edge.training.loop import Pace
+from flowspec_edge.training.loop import Pace, windows
 from flowspec_edge.training.recipes import HEADS_QUICK
 from flowspec_edge.training.targets import load_target
 from flowspec_edge.training.unroll import unroll
@@ -177,7 +177,14 @@ def test_what_cannot_be_trained_is_refused_before_it_starts(model, tmp_path, dat
         train_head_part(resolve_model(model), "eagle2", options(data), DATE)
 
 
-def test_a_head_goes_on_from_another_at_another_depth(model, tmp_path, data):
+def test_a_head_goes_on_from_another_at_another_depth(model, tmp_path, data, monkeypatch):
+    orders = set()
+
+    def watched(tokens, length, step, batch, seed):
+        orders.add(seed)
+        return windows(tokens, length, step, batch, seed)
+
+    monkeypatch.setattr("flowspec_edge.training.heads.windows", watched)
     found = resolve_model(model)
     train_head_part(found, "eagle2", options(data), DATE, work=tmp_path / "first-work")
     start = model / "eagle2"
@@ -203,6 +210,10 @@ def test_a_head_goes_on_from_another_at_another_depth(model, tmp_path, data):
     assert any(not torch.equal(new[name], other) for name, other in go_on("flat", depth=1).items())
     again = go_on("again", depth=8)
     assert all(torch.equal(new[name], again[name]) for name in new)
+    # Whatever a head has been shown, it is shown in another order by the next training.
+    assert len(orders) == 2
+    go_on("further", start=deep, depth=8)
+    assert len(orders) == 3
     # The work directory is that of one start and one depth.
     for other in ({"depth": 7}, {"start": deep, "depth": 8}, {"start": None, "depth": 8}):
         with pytest.raises(UsageError, match="work of another model, recipe or data"):
