@@ -38,11 +38,12 @@ _TIMED_PASSES = 6
 class DraftDevice:
     """What D0 holds for all requests; a draft model is loaded when a strategy first wants it."""
 
-    def __init__(self, model_dir: Path, dtype: str = "fp32") -> None:
+    def __init__(self, model_dir: Path, dtype: str = "fp32", device: torch.device | str = "cpu") -> None:
+        """``device`` computes: it holds lm_head and the draft models; the tree stays on the CPU."""
         self._model = ModelDir(model_dir)
         self._dtype = dtype
         part_of(model_dir, DRAFT)  # of a sharded model every file is checked
-        self._lm_head = load_lm_head(self._model.target, dtype)
+        self._lm_head = load_lm_head(self._model.target, dtype, device)
         load_config(self._model.target)  # refuses what stages cannot run
         self._limit = self._model.max_positions
         self._drafters: dict[str, Callable[[], Drafter]] = {}
@@ -124,7 +125,7 @@ class DraftDevice:
         if kind == "ngram":
             return looked_up
         if kind not in self._drafters:
-            embedding = find_embedding(self._model.target, self._dtype)
+            embedding = find_embedding(self._model.target, self._dtype, self._lm_head.device)
             self._drafters[kind] = load_drafters(kind, self._model.parts, self._lm_head, embedding,
                                                 self._dtype, self._model.layers)
         drafter = self._drafters[kind]()
