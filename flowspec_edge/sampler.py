@@ -24,13 +24,14 @@ from flowspec_edge import sampling as definition
 from flowspec_edge.sampling import DraftVocabulary, Rank, Sampling, philox_words
 
 _MOST_TOP_K = 256  # beyond that the definition is as fast
-_BLOCK = 64  # of a row, for the search of its largest values
+_BITS = 6
+_BLOCK = 1 << _BITS  # of a row, for the search of its largest values
 _BLOCK_POSITIONS = 16  # whose noise an accelerator computes together: launches count there, not words
 _CLOSE_MASS = 1e-4  # sums in float32 are better than that,
 _CLOSE_SUM = 1e-9   # and these are sums in float64
 _NUCLEUS_ROUNDS = 8  # 1.3 on average
 _EXCLUDED = -1e30  # added to a score
-_CPU_VALUES = 1 << 18  # of a chunk of rows that stays in a core's cache
+_CPU_VALUES = 320_000  # of a chunk of rows that stays in a core's cache
 _WIDE = 1 << 32
 
 
@@ -79,13 +80,12 @@ def rank_children(logits: Tensor, positions: NDArray[np.integer], k: int, sampli
             if drafted:
                 g = g[:, torch.from_numpy(drafted.ids).to(x.device)]
             x = torch.add(g, x, alpha=1 / sampling.temperature).div_(tau)
-        values, ids = _largest(x, min(k, x.shape[-1]))
-        weights, top = _weights(x)
-        found.append(_packed(ids, values, weights.sum(-1, keepdim=True).log_() + top))
+        values, ids = _largest(torch.log_softmax(x, -1), min(k, x.shape[-1]))
+        found.append(_packed(ids, values))
     block = _fetched(found)
-    k = (block.shape[1] - 1) // 2
-    tokens, scores = block[:, :k].astype(np.int64), block[:, k:-1] - block[:, -1:]
-    return (drafted.ids[tokens] if drafted else tokens).astype(np.int32), np.minimum(scores, 0.0)
+    tokens, scores = np.split(block, 2, axis=1)
+    tokens = drafted.ids[tokens.astype(np.int64)] if drafted else tokens
+    return tokens.astype(np.int32), np.minimum(scores, 0.0)
 
 
 def log_probs(logits: Tensor, tokens: NDArray[np.integer], most: int
@@ -325,9 +325,11 @@ def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         values = torch.cat((values, x[:, whole:]), 1)
     top = values.topk(k)
     at = top.indices  # in the chosen blocks, one after the other; then in the rest of the row
+    if whole == width:
+        return top.values, chosen.gather(1, at >> _BITS).mul_(_BLOCK).add_(at & (_BLOCK - 1))
     inside = at.clamp(max=k * _BLOCK - 1)
-    places = chosen.gather(1, inside // _BLOCK) * _BLOCK + inside % _BLOCK
-    return top.values, torch.where(at < k * _BLOCK, places, at - k * _BLOCK + whole)
+    places = chosen.gather(1, inside >> _BITS).mul_(_BLOCK).add_(inside & (_BLOCK - 1))
+    return top.values, torch.where(at < k * _BLOCK, places, at + (whole - k * _BLOCK))
 
 
 def _wide(logits: Tensor) -> Tensor:
