@@ -37,6 +37,7 @@ from flowspec_edge.stage import forward, rows
 from flowspec_edge.stage.cache import KVCache
 from flowspec_edge.stage.prunes import Prunes, dead
 from flowspec_edge.stage.shard import Shard
+from flowspec_edge.stage.staging import Pace, to_host
 from flowspec_edge.tensors import from_torch, wire_name
 
 Poll = Callable[[], None]
@@ -207,7 +208,8 @@ class StageEngine:
 
     @torch.inference_mode()
     def compute(self, admitted: Segment, poll: Poll | None = None) -> tuple[list[Tap], Segment | Output]:
-        """Run the layers over an admitted segment; ``poll`` is called before each layer.
+        """Run the layers over an admitted segment; ``poll`` is called before each layer, on CUDA when the
+        device is near it, and again while the last layers are waited for.
 
         Returns the taps asked for of this stage's layers, and the Segment for the next stage or,
         from the last one, the Output.  Rows that died meanwhile are taken out; a run that was
@@ -241,7 +243,8 @@ class StageEngine:
 
     def _run(self, state: _Session, segment: Segment, mask: rows.Bool, poll: Poll | None
              ) -> tuple[list[tuple[int, Tensor]], Tensor | None]:
-        """Taps (layers passed, hidden states) and what leaves the shard; None if it was given up."""
+        """Taps (layers passed, hidden states) and what leaves the shard, in the CPU's memory; None if it was
+        given up."""
         if self._given_up(state, segment):
             return [], None
         if not len(segment.numbers):
@@ -249,22 +252,29 @@ class StageEngine:
         first, last = self.shard.layers
         taps: list[tuple[int, Tensor]] = []
 
-        def enter(layer: int, inputs: Tensor) -> bool:
+        def tap(layer: int, inputs: Tensor) -> None:
             # What comes in was tapped where it was computed; only the embeddings are made here.
             if layer in segment.taps and (layer > first or self.shard.embed is not None):
                 taps.append((layer, inputs))
+
+        def go_on() -> bool:
             if poll is not None:
                 poll()
             return not self._given_up(state, segment)
 
+        pace = Pace.of(self.shard.device)
         hidden = forward.layers(self.shard, state.cache, forward.inputs(self.shard, segment),
-                                segment.positions, mask, enter)
+                                segment.positions, mask, tap, go_on, pace)
         if hidden is None:
             return [], None
         # A stage without layers has made nothing but, if it is the first, the embeddings.
         if last in segment.taps and (last > first or self.shard.embed is not None):
             taps.append((last, hidden))
-        return taps, forward.outputs(self.shard, hidden)
+        hidden, *tapped = to_host([forward.outputs(self.shard, hidden), *(states for _, states in taps)])
+        pace.enqueued()
+        if not pace.finish(go_on):
+            return [], None
+        return [(layer, states) for (layer, _), states in zip(taps, tapped, strict=True)], hidden
 
     def _given_up(self, state: _Session, segment: Segment) -> bool:
         if not self._is_open(state):

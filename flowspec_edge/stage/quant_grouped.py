@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -103,6 +103,8 @@ def expand(packed: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
 
 class GroupedLinear(QuantLinear):
     """What the three ways to multiply share: groups, and rows of any number and shape."""
+
+    row_dims: ClassVar[Mapping[str, int]] = {"scales_zeros": 1}
 
     def __init__(self, scheme: GroupedScheme, rows: int, columns: int, bias: bool, dtype: torch.dtype,
                  device: torch.device, group: int) -> None:
