@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.messages import Int32
+from flowspec_edge.stage.memory import release
 from flowspec_edge.stage.staging import to_device
 
 
@@ -122,6 +123,7 @@ class KVCache:
             new = self._store[i].new_empty(2, capacity, *self._store[i].shape[2:])
             new[:, : len(slots)] = self._store[i].index_select(1, at)
             self._store[i], self._views[i] = new, _views(new)
+            release(self._device)
         self.capacity, self._length = capacity, len(slots)
         self._numbers = np.arange(capacity, dtype=np.int32)
 

@@ -154,6 +154,11 @@ class Scheme(ABC):
         UsageError for a shape that does not fit.
         """
 
+    def caveat(self, dtype: torch.dtype, capability: tuple[int, int]) -> str:
+        """What makes this scheme slow for activations of ``dtype`` on a GPU of that compute capability, and
+        what to do about it: one line, or empty."""
+        return ""
+
     def group_of(self, rows: int, columns: int) -> int:
         """``fits``, for a shape that must; UsageError otherwise."""
         group = self.fits(rows, columns)
