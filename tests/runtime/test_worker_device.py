@@ -45,8 +45,8 @@ def test_a_cancel_counts_though_all_launches_have_been_made(start: Start, real: 
     stage.tell(Cancel(1, 0, (0,)))
     device.done.set()
     assert len(stage.result().numbers) == 0
-    beat = stage.hear(Heartbeat, lambda beat: beat.counters["segments"] == 1)
-    assert (beat.counters["cancelled"], beat.counters["rows"]) == (1, 0)
+    beat = stage.hear(Heartbeat, lambda beat: beat.counters["cancelled"] == 1)
+    assert (beat.counters["segments"], beat.counters["rows"]) == (1, 0)
 
 
 def test_a_session_that_ends_meanwhile_leaves_its_cache_alone(start: Start, real: StageEngine, device: Device
