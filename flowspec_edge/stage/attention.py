@@ -23,8 +23,13 @@ _ALIGNED = 8  # elements: what the memory-efficient kernel demands of a mask's s
 
 
 def register() -> None:
-    """Make ``attn_implementation=NAME`` known to transformers; safe to call again."""
+    """Make ``attn_implementation=NAME`` known to transformers; safe to call again.
+
+    In this process scaled_dot_product_attention no longer takes cuDNN's kernel, which PyTorch may prefer on
+    Hopper and Blackwell: it is planned anew for each length, and every segment has another.
+    """
     AttentionInterface.register(NAME, attend)
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def folded_mask(visible: NDArray[np.bool_], groups: int, dtype: torch.dtype, device: torch.device,

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flowspec_edge.messages import Cancel, Output, Prune
 from flowspec_edge.stage import engine as engine_module
-from flowspec_edge.stage.attention import attend, backend, folded_mask
+from flowspec_edge.stage.attention import attend, backend, folded_mask, register
 from flowspec_edge.stage.staging import AHEAD, Pace, to_device, to_host
 
 LAYERS = 6
@@ -174,11 +174,14 @@ def test_padding_rows_see_everything() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_fused_kernel_is_chosen(device: str) -> None:
-    """On the CPU it is called flash attention, on CUDA there is more than one; none of them is "math"."""
-    dtype = torch.float32 if device == "cpu" else torch.float16
+    """The CPU has one that takes masks, CUDA two; cuDNN's would be planned for each length."""
+    register()
+    dtype, wanted = ((torch.float32, SDPBackend.FLASH_ATTENTION) if device == "cpu" else
+                     (torch.float16, SDPBackend.EFFICIENT_ATTENTION))
     for columns in (7, 16, 255):
         query, keys, values, mask, _ = arguments(16, columns, 1, device, dtype)
-        assert backend(query, keys, values, mask) not in (SDPBackend.MATH, SDPBackend.ERROR)
+        assert backend(query, keys, values, mask) == wanted
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @needs_cuda
