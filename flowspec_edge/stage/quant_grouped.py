@@ -67,7 +67,7 @@ class GroupedScheme(Scheme):
         if dtype != torch.float16 or capability < (8, 0):
             return ""
         return ("int4 with fp16 activations: they are converted to bf16 and back for each product, 8 more "
-                "kernel launches a layer; use --dtype bf16 on all devices")
+                "kernel launches a layer; shard the model with --compute-dtype bf16")
 
     def linear(self, rows: int, columns: int, bias: bool, dtype: torch.dtype,
                device: torch.device | str = "cpu") -> QuantLinear:

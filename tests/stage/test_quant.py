@@ -287,7 +287,7 @@ def test_expanding_is_exact_to_rounding(groups: int) -> None:
     ("nf4", torch.float16, (8, 7), r"nf4 on .*capability 8\.7: .*more than 4 rows.*--dtype int4"),
     ("fp4", torch.bfloat16, (8, 7), r"fp4 on a GPU"),
     ("nf4", torch.float16, (9, 0), ""),
-    ("int4", torch.float16, (8, 7), r"fp16 activations: .*--dtype bf16"),
+    ("int4", torch.float16, (8, 7), r"fp16 activations: .*--compute-dtype bf16"),
     ("int4", torch.bfloat16, (8, 7), ""),
     ("int4", torch.float16, (7, 2), ""),  # no product of PyTorch's: weights are expanded
 ])
