@@ -59,7 +59,8 @@ def to_torch(payload: Payload, device: torch.device | str = "cpu") -> Tensor:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` on ``device``; from the CPU to an accelerator without waiting for what is queued there."""
+    """``tensor`` on ``device``.  From the CPU to CUDA the copy is enqueued, by way of pinned memory, and not
+    awaited; ``tensor`` may be changed at once."""
     if tensor.device == device or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

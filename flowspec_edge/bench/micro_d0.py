@@ -142,7 +142,8 @@ def turns(name: str, sampling: Sampling, count: int = 300, vocabulary: int = VOC
     pipeline: deque[Segment] = deque()
     costs: list[float] = []
     while len(costs) < count + 2 * _STAGES:
-        arriving = [frames(pipeline.popleft())] if len(pipeline) == _STAGES or c.tokens == [] and pipeline else []
+        full = len(pipeline) == _STAGES or (pipeline and not c.tokens)  # the prompt comes back alone
+        arriving = [frames(pipeline.popleft())] if full else []
         text.seconds, start = 0.0, time.perf_counter()
         for message in arriving:
             c.receive(decode(message))  # type: ignore[arg-type]

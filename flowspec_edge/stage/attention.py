@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from transformers import AttentionInterface
 
-from flowspec_edge.stage.staging import to_device
+from flowspec_edge.tensors import to_device
 
 NAME = "flowspec"
 _ALIGNED = 8  # elements: what the memory-efficient kernel demands of a mask's strides

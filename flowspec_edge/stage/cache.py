@@ -13,7 +13,7 @@ from torch import Tensor
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.messages import Int32
 from flowspec_edge.stage.memory import release
-from flowspec_edge.stage.staging import to_device
+from flowspec_edge.tensors import to_device
 
 
 class KVCache:

@@ -18,8 +18,8 @@ from flowspec_edge.stage.attention import folded_mask
 from flowspec_edge.stage.cache import KVCache
 from flowspec_edge.stage.fused import ROW_STEP, FusedLayer, rotation
 from flowspec_edge.stage.shard import Shard
-from flowspec_edge.stage.staging import Pace, to_device
-from flowspec_edge.tensors import to_torch
+from flowspec_edge.stage.staging import Pace
+from flowspec_edge.tensors import to_device, to_torch
 
 
 def inputs(shard: Shard, segment: Segment) -> Tensor:

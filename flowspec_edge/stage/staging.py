@@ -26,16 +26,6 @@ class Event(Protocol):
         """Wait until the device has come there."""
 
 
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` of the CPU on ``device``.
-
-    On CUDA the copy is enqueued, not awaited; ``tensor`` may be changed at once.
-    """
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies in the CPU's memory; from CUDA they are enqueued, and complete when the device has come there.
 

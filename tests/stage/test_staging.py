@@ -16,7 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flowspec_edge.messages import Cancel, Output, Prune
 from flowspec_edge.stage import engine as engine_module
 from flowspec_edge.stage.attention import attend, backend, folded_mask, register
-from flowspec_edge.stage.staging import AHEAD, Pace, to_device, to_host
+from flowspec_edge.stage.staging import AHEAD, Pace, to_host
+from flowspec_edge.tensors import to_device
 
 LAYERS = 6
 
