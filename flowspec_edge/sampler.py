@@ -83,9 +83,9 @@ def rank_children(logits: Tensor, positions: NDArray[np.integer], k: int, sampli
         values, ids = _largest(torch.log_softmax(x, -1), min(k, x.shape[-1]))
         found.append(_packed(ids, values))
     block = _fetched(found)
-    tokens, scores = np.split(block, 2, axis=1)
-    tokens = drafted.ids[tokens.astype(np.int64)] if drafted else tokens
-    return tokens.astype(np.int32), np.minimum(scores, 0.0)
+    ids, scores = np.split(block, 2, axis=1)
+    tokens = ids.astype(np.int64)
+    return (drafted.ids[tokens] if drafted else tokens).astype(np.int32), np.minimum(scores, 0.0)
 
 
 def log_probs(logits: Tensor, tokens: NDArray[np.integer], most: int
