@@ -78,10 +78,10 @@ def rank_children(logits: Tensor, positions: NDArray[np.integer], k: int, sampli
         if noisy:
             g = noise(sampling.seed, positions[rows] + 1, drafted.vocabulary if drafted else x.shape[-1], x)
             if drafted:
-                g = g[:, torch.from_numpy(drafted.ids).to(x.device)]
+                g = g.index_select(1, _ids_on(drafted, x.device))
             x = torch.add(g, x, alpha=1 / sampling.temperature).div_(tau)
-        values, ids = _largest(torch.log_softmax(x, -1), min(k, x.shape[-1]))
-        found.append(_packed(ids, values))
+        values, best = _largest(torch.log_softmax(x, -1), min(k, x.shape[-1]))
+        found.append(_packed(best, values))
     block = _fetched(found)
     ids, scores = np.split(block, 2, axis=1)
     tokens = ids.astype(np.int64)
@@ -111,6 +111,11 @@ def noise(seed: int, positions: NDArray[np.integer], vocabulary: int, like: Tens
         rows = [_noise_block(int(position) // _BLOCK_POSITIONS, *key)[int(position) % _BLOCK_POSITIONS]
                 for position in positions]
     return rows[0][None] if len(rows) == 1 else torch.stack(rows)
+
+
+@lru_cache(maxsize=4)
+def _ids_on(drafted: DraftVocabulary, device: torch.device) -> Tensor:
+    return torch.from_numpy(drafted.ids).to(device)
 
 
 # ---- the noise -----------------------------------------------------------------------------------
