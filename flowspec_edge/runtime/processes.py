@@ -58,7 +58,7 @@ class ProcessCluster:
     clock = "wall"
 
     def __init__(self, model_dir: Path, stages: int, dtype: str = "fp32", *,
-                 parallelism: Parallelism = "pipeline", threads: int | None = None,
+                 parallelism: Parallelism = "pipeline", device: str = "cpu", threads: int | None = None,
                  encrypted: bool = False, dead_after: float = 5.0, start_within: float = 180.0,
                  addresses: Addresses | None = None, site: Site | None = None,
                  emulation: Emulation | None = None, at_once: int = 8, cache_rows: int | None = None,
@@ -68,6 +68,7 @@ class ProcessCluster:
         """Start the stages, or meet those at ``addresses``, and wait until all have their shards.
 
         parallelism   how the stages share the model; one for the cluster's whole life
+        device        torch's, of the draft device's models
         threads       of torch in each stage and here; None shares the machine's cores among them.
                       While the cluster is up, for the whole of this process
         encrypted     CURVE on every link, with keys made for this cluster
@@ -141,7 +142,7 @@ class ProcessCluster:
                 torch.set_num_threads(fair)
                 if not rejoin_within:
                     plan.close()
-            self._device0 = DraftDevice(Path(model_dir), dtype)  # while the stages load theirs
+            self._device0 = DraftDevice(Path(model_dir), dtype, device)  # while the stages load theirs
             self._gather(start_within, waiting)
             self._warm_up()
             undo.pop_all()
