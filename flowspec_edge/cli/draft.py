@@ -73,8 +73,8 @@ def draft(
 
 
 def _service(config: DraftConfig, api_key_file: Path | None) -> Service:
-    """UsageError for a model that is not there, or not made for so many stages, and for a torch device that is
-    not there."""
+    """UsageError for a model that is not there, or not made for so many stages, and for a torch device that
+    is not there."""
     from flowspec_edge.runtime.torch_device import require_torch_device
 
     model, params = resolve_model(config.model), Params()

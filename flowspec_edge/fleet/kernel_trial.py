@@ -23,13 +23,18 @@ from torch import Tensor
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.stage.quant import KINDS as QUANTISED
 from flowspec_edge.stage.quant import scheme
+from flowspec_edge.stage.quant_grouped import kernel as int4_kernel
 from flowspec_edge.tensors import DTYPES, parse_dtype
 
 KINDS = ("fp32", "bf16", "fp16", *QUANTISED)  # weights in full, and in 4 bits
 _LARGEST = 1024  # rows and columns of what is tried out
 _PATIENCE_S = 300.0  # for a child: it imports torch, on a small board, and maybe compiles kernels
-# Of the largest result: a few roundings of the activations' type.
+# Of the largest result: a few roundings of the type that the kernel computes in.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-8}
+# Compute capabilities on which bitsandbytes' product of more than 4 rows first expands the whole matrix,
+# which takes longer than a product with fp16 weights: Orin's.
+_BNB_EXPANDS = ((8, 7),)
+_BNB = ("nf4", "fp4")
 _QUANTISED_WITHIN = 0.2  # of the weights' norm; 4 bits lose about 0.1
 
 
@@ -97,7 +102,7 @@ def attempt(kind: str, wish: Wish) -> Trial:
     except Exception as failure:  # whatever a kernel or its library may raise: that is the finding
         text = str(failure).strip().splitlines() or [type(failure).__name__]
         return Trial(kind, False, text[0])
-    limit = _TOLERANCE[activations(kind, wish.dtype)]
+    limit = _TOLERANCE[computed_in(kind, wish.dtype, torch.device(wish.device))]
     if not error <= limit:
         return Trial(kind, False, f"results are wrong by {error:.2g} of the largest",
                      error if math.isfinite(error) else None)
@@ -107,6 +112,19 @@ def attempt(kind: str, wish: Wish) -> Trial:
 def activations(kind: str, dtype: str) -> torch.dtype:
     """The type of what enters a product: of a kind in full its own."""
     return DTYPES[kind] if kind in DTYPES else parse_dtype(dtype)
+
+
+def computed_in(kind: str, dtype: str, device: torch.device) -> torch.dtype:
+    """The type that a product rounds to.  int4's kernels compute in bf16 throughout; on a GPU they take fp16
+    activations, too, and convert them."""
+    taken = activations(kind, dtype)
+    return torch.bfloat16 if kind == "int4" and int4_kernel(taken, device) else taken
+
+
+def advisable(kind: str, capability: tuple[int, int] | None) -> bool:
+    """Whether to shard models in ``kind`` for a GPU of this compute capability (None: for a CPU), if it works
+    there."""
+    return kind not in _BNB or capability not in _BNB_EXPANDS
 
 
 @torch.inference_mode()

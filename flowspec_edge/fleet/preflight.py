@@ -29,6 +29,7 @@ _PYTHON = (3, 10)
 _TORCH = (2, 6)  # transformers switches PyTorch off below
 _SYSTEMD = 247  # LoadCredential=
 _SKEW_S = 30.0
+_ORIN = [8, 7]  # its GPU's compute capability
 
 # Root where that can be had: whose a port is, nobody else may know.
 _START = """
@@ -62,12 +63,14 @@ class Needs:
     state_bytes   to be written below /var/lib/flowspec: what is missing of its parts
     memory_bytes  of weights, caches and whatever else its service will hold, all in all
     ports         TCP ports that it will listen on
+    dtype         of the weights, of which a stage multiplies: fp16, int4, …
     """
 
     home_bytes: int = 0
     state_bytes: int = 0
     memory_bytes: int = 0
     ports: tuple[int, ...] = ()
+    dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -189,7 +192,8 @@ def judge(board: str, needs: Needs, facts: dict[str, Any], python: str, torch_de
         found.append(problem("python", f"{python} is {_dotted(facts['python'])}",
                              "name one that is 3.10 or newer, board_python in the cluster file"))
     else:
-        found += _torch(problem, facts["torch"], python) or _gpu(board, facts["torch"], release, torch_device)
+        found += _torch(problem, facts["torch"], python) or _gpu(board, facts["torch"], release, torch_device,
+                                                                     needs.dtype)
     if not facts["systemd"]["runs"]:
         found.append(problem("systemd", "the board was not started by systemd", "services need it"))
     elif facts["systemd"]["version"] < _SYSTEMD:
@@ -229,17 +233,23 @@ def _torch(problem: _Make, torch: dict[str, Any], python: str) -> list[Problem]:
     return []
 
 
-def _gpu(board: str, torch: dict[str, Any], l4t: str, torch_device: str) -> list[Problem]:
+def _gpu(board: str, torch: dict[str, Any], l4t: str, torch_device: str, dtype: str) -> list[Problem]:
     """A service that is to compute with CUDA does not start without it; a Jetson that computes on its CPU is
     many times slower than it could be."""
     if torch_device.startswith("cuda") and not torch["cuda"]:
         made = "this JetPack" if l4t else "its CUDA version"
-        return [Problem(board, "torch", f"{torch['version']} sees no CUDA GPU, and torch_device is "
-                        f"{torch_device!r}", f"install the torch that was made for {made}, for board_python, or "
-                        'set torch_device = "cpu" for this board in the cluster file')]
+        return [Problem(board, "torch",
+                        f"{torch['version']} sees no CUDA GPU, and torch_device is {torch_device!r}",
+                        f"install the torch that was made for {made}, for board_python, or set "
+                        'torch_device = "cpu" for this board in the cluster file')]
     if l4t and torch_device == "cpu":
         return [Problem(board, "torch", 'torch_device is "cpu", so this Jetson computes on its CPU',
                         'set torch_device = "cuda" in the cluster file', note=True)]
+    if dtype in ("nf4", "fp4") and torch["cuda"] == _ORIN and torch_device != "cpu":
+        return [Problem(board, "torch", f"the weights are in {dtype}, whose matrices bitsandbytes expands on "
+                        "this GPU for every product of more than 4 rows",
+                        "use int4, which has a kernel for them: dtype in the cluster file, or cut the model "
+                        "again", note=True)]
     return []
 
 

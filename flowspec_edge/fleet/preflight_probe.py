@@ -56,17 +56,18 @@ def systemd() -> dict[str, Any]:
 
 
 def torch() -> dict[str, Any]:
-    """The version of the torch that this Python imports and whether it sees a CUDA GPU, or why it imports
-    none."""
-    ask = "import numpy, torch; print(torch.cuda.is_available()); print(torch.__version__)"
+    """The version of the torch that this Python imports, or why it imports none; and under ``cuda`` the GPU's
+    compute capability, [8, 7] for Orin, or None where it sees none."""
+    ask = ("import json, numpy, torch; gpu = torch.cuda.is_available(); "
+           "print(json.dumps(torch.cuda.get_device_capability() if gpu else None)); print(torch.__version__)")
     done = run([sys.executable, "-c", ask], _IMPORT_S)
     if done is None:
-        return {"version": "", "cuda": False, "why": f"importing it took more than {_IMPORT_S} s"}
+        return {"version": "", "cuda": None, "why": f"importing it took more than {_IMPORT_S} s"}
     if done.returncode:
-        return {"version": "", "cuda": False,
+        return {"version": "", "cuda": None,
                 "why": last_line(done.stderr) or f"importing it ends with {done.returncode}"}
     cuda, version = done.stdout.strip().splitlines()[-2:]
-    return {"version": version, "cuda": cuda == "True", "why": ""}
+    return {"version": version, "cuda": json.loads(cuda), "why": ""}
 
 
 def disk(path: str) -> dict[str, Any]:

@@ -23,8 +23,8 @@ def require_torch_device(name: str) -> torch.device:
         return device
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-        raise UsageError(f"no {name} here: torch {torch.__version__}, {built}, sees no GPU; install a torch for "
-                         "this machine's CUDA, or use cpu")
+        raise UsageError(f"no {name} here: torch {torch.__version__}, {built}, sees no GPU; install a torch "
+                         "for this machine's CUDA, or use cpu")
     if (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(f"no {name} here: there are {torch.cuda.device_count()} GPUs, counted from cuda:0")
     return device

@@ -196,5 +196,6 @@ def test_what_needs_a_decision_is_in_the_comments() -> None:
                    told("c", torch={"version": "2.9.0", "cuda": False, "error": ""})], "lab", "x.toml")
     for line in ("→ this Python is too old", "→ import torch fails: no libcudart", "→ no interface of it has",
                  "# power mode 25W of MAXN, 25W", 'torch_device = "cuda"',
-                 "→ this torch cannot use the GPU: install the one for this JetPack", "no torch yet: on a Jetson", "deploy up --cluster x.toml"):
+                 "→ this torch cannot use the GPU: install the one for this JetPack",
+                 "no torch yet: on a Jetson", "deploy up --cluster x.toml"):
         assert line in text
