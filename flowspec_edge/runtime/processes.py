@@ -57,8 +57,8 @@ class ProcessCluster:
 
     clock = "wall"
 
-    def __init__(self, model_dir: Path, stages: int, dtype: str = "fp32", *,
-                 parallelism: Parallelism = "pipeline", device: str = "cpu", threads: int | None = None,
+    def __init__(self, model_dir: Path, stages: int, dtype: str = "fp32", *, device: str = "cpu",
+                 parallelism: Parallelism = "pipeline", threads: int | None = None,
                  encrypted: bool = False, dead_after: float = 5.0, start_within: float = 180.0,
                  addresses: Addresses | None = None, site: Site | None = None,
                  emulation: Emulation | None = None, at_once: int = 8, cache_rows: int | None = None,
@@ -67,8 +67,8 @@ class ProcessCluster:
                  observer: Observer | None = None) -> None:
         """Start the stages, or meet those at ``addresses``, and wait until all have their shards.
 
+        device        torch's, on which D0 computes, and so do stages that are started here
         parallelism   how the stages share the model; one for the cluster's whole life
-        device        torch's, of the draft device's models
         threads       of torch in each stage and here; None shares the machine's cores among them.
                       While the cluster is up, for the whole of this process
         encrypted     CURVE on every link, with keys made for this cluster
