@@ -55,5 +55,5 @@ def _show(report: GpuReport) -> None:
         group = check.group
     console.print(table)
     failed = sum(check.state == "failed" for check in report.checks)
-    console.print(f"\n{failed} of {len(report.checks)} checks failed on {report.device}: models would "
-                  "compute wrongly there, or not at all." if failed else f"\nAll is right on {report.device}.")
+    console.print(f"\n{failed} of {len(report.checks)} checks failed on {report.device}: models would be "
+                  "computed wrongly, or not at all." if failed else f"\nAll is right on {report.device}.")
