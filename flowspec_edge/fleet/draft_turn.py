@@ -43,7 +43,7 @@ class DraftTurn:
         return self.seconds > self.slot
 
     def warning(self, name: str) -> str:
-        """What to tell whoever plans with the draft device ``name``; "" if it keeps up."""
+        """The bottleneck in one line, for the draft device ``name``; "" if it keeps up."""
         if not self.is_bottleneck:
             return ""
         output, draft, turn, slot = (f"{1e3 * s:.3g}" for s in

@@ -116,7 +116,7 @@ def test_a_model_that_is_not_there_fails_the_trial(tmp_path: Path) -> None:
     assert (found.works, bool(found.why)) == (False, True)
 
 
-def test_nf4_on_an_orin_comes_with_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nf4_on_an_orin_is_not_advised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials as a board's would be: they work, and still models should not be sharded so for it."""
     monkeypatch.setattr("flowspec_edge.fleet.checkup_gpu.try_kinds",
                         lambda wish: [Trial(kind, wish.rows == ROWS, "", 1e-3) for kind in wish.kinds])
