@@ -96,9 +96,10 @@ class Oracle:
 
 
 def engines(path: Path, stages: int, dtype: str = "fp32", capacity: int = 256,
-            device: str = "cpu") -> list[StageEngine]:
+            device: str = "cpu", fused: bool | None = None) -> list[StageEngine]:
     """A chain of opened stages for session 1, epoch 0; empty ones where layers run out."""
-    chain = [StageEngine(load_shard(path, i, stages, dtype, device, allow_empty=True)) for i in range(stages)]
+    chain = [StageEngine(load_shard(path, i, stages, dtype, device, allow_empty=True, fused=fused))
+             for i in range(stages)]
     for engine in chain:
         engine.open(Open(session=1, epoch=0, capacity=capacity))
     return chain

@@ -22,10 +22,12 @@ from flowspec_edge.stage.shard import Shard, load_config, load_shard
 from flowspec_edge.stage.tensor_engine import TensorEngine
 from flowspec_edge.stage.tensor_group import GlooGroup, Group
 from flowspec_edge.stage.tensor_shard import load_tensor_shard
+from flowspec_edge.stage.warmup import warm_up
 
 
 def load_engine(config: WorkerConfig, emulation: Emulation | None) -> tuple[Engine, Hello]:
-    """Load the shard: the engine that runs it, and how the stage introduces itself."""
+    """Load the shard: the engine that runs it, and how the stage introduces itself.  On CUDA a pipeline's
+    stage is warm by then."""
     if config.threads:
         torch.set_num_threads(config.threads)
     rank, stages = config.stage - 1, config.stages
@@ -36,6 +38,8 @@ def load_engine(config: WorkerConfig, emulation: Emulation | None) -> tuple[Engi
     engine: Engine
     if config.parallelism == "pipeline":
         shard = load_shard(weights, rank, stages, config.dtype, config.device)
+        if shard.device.type == "cuda":
+            warm_up(shard)
         engine = StageEngine(shard)
     else:
         group: Group = GlooGroup(rank, stages, config.group, config.interface, config.group_within_s)

@@ -8,26 +8,57 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 from transformers import AttentionInterface
 
+from flowspec_edge.stage.staging import to_device
+
 NAME = "flowspec"
+_ALIGNED = 8  # elements: what the memory-efficient kernel demands of a mask's strides
 
 
 def register() -> None:
-    """Make ``attn_implementation=NAME`` known to transformers; safe to call again."""
+    """Make ``attn_implementation=NAME`` known to transformers; safe to call again.
+
+    In this process scaled_dot_product_attention no longer takes cuDNN's kernel, which PyTorch may prefer on
+    Hopper and Blackwell: it is planned anew for each length, and every segment has another.
+    """
     AttentionInterface.register(NAME, attend)
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def fold_mask(mask: Tensor, groups: int) -> Tensor:
-    """[n, m] -> [1, 1, groups * n, m]: the mask for the folded rows of every key/value head."""
-    return mask.repeat(groups, 1)[None, None]
+def folded_mask(visible: NDArray[np.bool_], groups: int, dtype: torch.dtype, device: torch.device,
+                rows: int = 0) -> Tensor:
+    """[n, m] bool, True where a row sees a column, as :func:`attend` takes it: [1, 1, groups * rows, m], 0
+    where visible and -inf elsewhere.
+
+    rows  at least n, or 0 for n; further rows are padding and see everything
+
+    Additive and in the layers' dtype: what every SDPA kernel takes without a conversion.  Rows lie a
+    multiple of 8 columns apart, or fused CUDA kernels would copy the mask in every layer.
+    """
+    n, m = visible.shape
+    rows, width = rows or n, -(-m // _ALIGNED) * _ALIGNED
+    hidden = np.zeros((rows, width), dtype=bool)
+    np.logical_not(visible, out=hidden[:n, :m])
+    additive = torch.zeros(groups, rows, width, dtype=dtype, device=device)
+    additive.masked_fill_(to_device(torch.from_numpy(hidden), device), float("-inf"))
+    return additive.view(1, 1, groups * rows, width)[..., :m]
+
+
+def backend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> SDPBackend:
+    """Which of its kernels scaled_dot_product_attention takes for such arguments, on their device."""
+    return SDPBackend(torch._fused_sdp_choice(query, key, value, attn_mask=mask))
 
 
 def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor,
            scaling: float | None = None, **_: Any) -> tuple[Tensor, None]:
-    """query [1, heads, n, d], key and value [1, kv_heads, m, d], mask from :func:`fold_mask`;
+    """query [1, heads, n, d], key and value [1, kv_heads, m, d], mask from :func:`folded_mask`;
     returns [1, n, heads, d]."""
     heads, n, d = query.shape[1:]
     kv_heads = key.shape[1]

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.messages import Int32
+from flowspec_edge.stage.memory import release
+from flowspec_edge.stage.staging import to_device
 
 
 class KVCache:
@@ -78,6 +80,13 @@ class KVCache:
         value_slots.narrow(2, held, n).copy_(values)
         return key_slots.narrow(2, 0, held + n), value_slots.narrow(2, 0, held + n)
 
+    def write(self, rows: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """:meth:`update` for keys and values that lie together, [n, 2, kv_heads, head_dim], in one copy."""
+        held, n = self._length, len(rows)
+        self._store[layer_idx - self._first_layer][:, held : held + n].copy_(rows.transpose(0, 1))
+        key_slots, value_slots = self._views[layer_idx - self._first_layer]
+        return key_slots.narrow(2, 0, held + n), value_slots.narrow(2, 0, held + n)
+
     def append(self, numbers: Int32) -> None:
         """Take in the rows that every layer has just written; larger numbers than all held."""
         end = self._length + len(numbers)
@@ -97,7 +106,7 @@ class KVCache:
         length = first + len(source)
         if len(source):
             self._numbers[first:length] = self._numbers[source]
-            slots = torch.from_numpy(source).to(self._device)
+            slots = to_device(torch.from_numpy(source), self._device)
             for layer in self._store:
                 layer[:, first:length] = layer.index_select(1, slots)
         dropped, self._length = self._length - length, length
@@ -109,11 +118,12 @@ class KVCache:
 
         Layer by layer: beside the old memory or the new there is never more than one layer.
         """
-        at = torch.from_numpy(slots).to(self._device)
+        at = to_device(torch.from_numpy(slots), self._device)
         for i in range(len(self._store)):
             new = self._store[i].new_empty(2, capacity, *self._store[i].shape[2:])
             new[:, : len(slots)] = self._store[i].index_select(1, at)
             self._store[i], self._views[i] = new, _views(new)
+            release(self._device)
         self.capacity, self._length = capacity, len(slots)
         self._numbers = np.arange(capacity, dtype=np.int32)
 

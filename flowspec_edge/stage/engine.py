@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowspec_edge.errors import FlowspecError, ProtocolError
+from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import (
     PROTOCOL_VERSION,
     Cancel,
@@ -33,13 +33,18 @@ from flowspec_edge.messages import (
     Segment,
     Tap,
 )
-from flowspec_edge.stage import forward, rows
+from flowspec_edge.stage import forward, memory, rows
 from flowspec_edge.stage.cache import KVCache
 from flowspec_edge.stage.prunes import Prunes, dead
 from flowspec_edge.stage.shard import Shard
+from flowspec_edge.stage.staging import Pace, to_host
 from flowspec_edge.tensors import from_torch, wire_name
 
 Poll = Callable[[], None]
+
+# On CUDA capacities are multiples of this many rows: sessions of about the same length use the same memory.
+_CAPACITY_STEP = 256
+_NEED_LESS = "lower the limits of the session, or give this stage fewer layers"
 
 _COUNTERS = (
     "segments",  # computed, empty ones included
@@ -207,11 +212,13 @@ class StageEngine:
 
     @torch.inference_mode()
     def compute(self, admitted: Segment, poll: Poll | None = None) -> tuple[list[Tap], Segment | Output]:
-        """Run the layers over an admitted segment; ``poll`` is called before each layer.
+        """Run the layers over an admitted segment; ``poll`` is called before each layer, on CUDA when the
+        device is near it, and again while the last layers are waited for.
 
         Returns the taps asked for of this stage's layers, and the Segment for the next stage or,
         from the last one, the Output.  Rows that died meanwhile are taken out; a run that was
-        cancelled, or whose session is gone, comes out empty.  FlowspecError if the cache is full.
+        cancelled, or whose session is gone, comes out empty.  FlowspecError if the cache is full, or the
+        memory.
         """
         state = self._sessions.get(admitted.session)
         if state is None or state.epoch != admitted.epoch:
@@ -226,7 +233,9 @@ class StageEngine:
         state.cache.reserve(len(segment.numbers))
         state.computing = True
         try:
-            taps, hidden = self._run(state, segment, mask, poll)
+            task = f"computing {len(segment.numbers)} rows with {len(state.cache)} in the cache"
+            with memory.claim(task, 0, _NEED_LESS):
+                taps, hidden = self._run(state, segment, mask, poll)
             if hidden is not None:
                 state.cache.append(segment.numbers)
         finally:
@@ -241,7 +250,8 @@ class StageEngine:
 
     def _run(self, state: _Session, segment: Segment, mask: rows.Bool, poll: Poll | None
              ) -> tuple[list[tuple[int, Tensor]], Tensor | None]:
-        """Taps (layers passed, hidden states) and what leaves the shard; None if it was given up."""
+        """Taps (layers passed, hidden states) and what leaves the shard, in the CPU's memory; None if it was
+        given up."""
         if self._given_up(state, segment):
             return [], None
         if not len(segment.numbers):
@@ -249,22 +259,29 @@ class StageEngine:
         first, last = self.shard.layers
         taps: list[tuple[int, Tensor]] = []
 
-        def enter(layer: int, inputs: Tensor) -> bool:
+        def tap(layer: int, inputs: Tensor) -> None:
             # What comes in was tapped where it was computed; only the embeddings are made here.
             if layer in segment.taps and (layer > first or self.shard.embed is not None):
                 taps.append((layer, inputs))
+
+        def go_on() -> bool:
             if poll is not None:
                 poll()
             return not self._given_up(state, segment)
 
+        pace = Pace.of(self.shard.device)
         hidden = forward.layers(self.shard, state.cache, forward.inputs(self.shard, segment),
-                                segment.positions, mask, enter)
+                                segment.positions, mask, tap, go_on, pace)
         if hidden is None:
             return [], None
         # A stage without layers has made nothing but, if it is the first, the embeddings.
         if last in segment.taps and (last > first or self.shard.embed is not None):
             taps.append((last, hidden))
-        return taps, forward.outputs(self.shard, hidden)
+        hidden, *tapped = to_host([forward.outputs(self.shard, hidden), *(states for _, states in taps)])
+        pace.enqueued()
+        if not pace.finish(go_on):
+            return [], None
+        return [(layer, states) for (layer, _), states in zip(taps, tapped, strict=True)], hidden
 
     def _given_up(self, state: _Session, segment: Segment) -> bool:
         if not self._is_open(state):
@@ -368,20 +385,23 @@ class StageEngine:
         if self._spare is not None:
             ended.append(self._spare)
             self._spare = None
+        shard = self.shard
+        if shard.device.type == "cuda":
+            capacity = -(-capacity // _CAPACITY_STEP) * _CAPACITY_STEP
         for cache in ended if begun is None else ():
             if cache.capacity == capacity:
                 cache.clear()
                 return cache
         ended.clear()  # before more is asked for
-        shard = self.shard
-        try:
+        memory.release(shard.device)
+        lo, hi = shard.layers
+        nbytes = (hi - lo) * 2 * capacity * shard.kv_heads * shard.head_dim * shard.dtype.itemsize
+        available = memory.available_bytes(shard.device)
+        with memory.claim(f"a KV cache of {capacity} rows", nbytes, _NEED_LESS, available):
             if begun is not None:
                 begun.move(capacity, np.arange(rows))
                 return begun
             return KVCache(shard.layers, shard.kv_heads, shard.head_dim, capacity, shard.dtype, shard.device)
-        except RuntimeError as error:
-            raise FlowspecError(f"no memory for a KV cache of {capacity} rows: "
-                                f"lower the limits of the session ({error})") from error
 
 
 def _payload(hidden: Tensor, gone: rows.Bool) -> Payload:

@@ -8,8 +8,8 @@ files (``checkpoint``), nor which matrices of a model are quantised (whoever cut
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from typing import Literal, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ class QuantLinear(nn.Module, ABC):
     """
 
     bias: Tensor | None
+    row_dims: ClassVar[Mapping[str, int]] = {}  # of buffers whose rows are not their first dimension
 
     def __init__(self, scheme: Scheme, rows: int, columns: int, bias: bool, dtype: torch.dtype,
                  device: torch.device) -> None:
@@ -62,6 +63,21 @@ class QuantLinear(nn.Module, ABC):
             self.fill_rows(lo, {name: tensor[lo:hi] for name, tensor in stored.items()})
         if self.bias is not None and bias is not None:
             self.bias.copy_(bias)
+
+    @torch.no_grad()
+    def joined(self, others: Sequence[QuantLinear]) -> QuantLinear | None:
+        """One module with the rows of this and then of ``others``, which are filled; None where the kernel's
+        layout does not allow it."""
+        parts = (self, *others)
+        first, rows = next(self.buffers()), sum(part.out_features for part in parts)
+        if (any(part.out_features % ROW_BLOCK for part in parts[:-1])
+                or self.scheme.fits(rows, self.in_features) is None
+                or len({(part.scheme, part.in_features, part.bias is None) for part in parts}) > 1):
+            return None
+        whole = self.scheme.linear(rows, self.in_features, self.bias is not None, self.dtype, first.device)
+        for name, buffer in whole.named_buffers():
+            torch.cat([part.get_buffer(name) for part in parts], self.row_dims.get(name, 0), out=buffer)
+        return whole
 
     @abstractmethod
     def fill_rows(self, lo: int, stored: Mapping[str, Tensor]) -> None:
@@ -137,6 +153,11 @@ class Scheme(ABC):
 
         UsageError for a shape that does not fit.
         """
+
+    def caveat(self, dtype: torch.dtype, capability: tuple[int, int]) -> str:
+        """What makes this scheme slow for activations of ``dtype`` on a GPU of that compute capability, and
+        what to do about it: one line, or empty."""
+        return ""
 
     def group_of(self, rows: int, columns: int) -> int:
         """``fits``, for a shape that must; UsageError otherwise."""

@@ -20,6 +20,7 @@ from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.stage.quant import Kind, QuantLinear, Scheme, require_finite
 
 BLOCK = 64
+_ORIN = (8, 7)  # for which bitsandbytes has no 4-bit product of more rows than a few
 _SURE = "0.49"  # both kinds work on CPUs and on GPUs
 
 
@@ -71,6 +72,12 @@ class BnbScheme(Scheme):
         state = self.state(absmax, qweight.shape[1] * 2, torch.float32)
         weights: Tensor = self.functions.dequantize_4bit(qweight.reshape(-1, 1), state)
         return weights
+
+    def caveat(self, dtype: torch.dtype, capability: tuple[int, int]) -> str:
+        if capability != _ORIN:
+            return ""
+        return (f"{self.kind} on a GPU of compute capability 8.7: bitsandbytes unpacks the whole matrix for "
+                "every product of more than 4 rows, which int4 does not: flowspec models shard --dtype int4")
 
     def linear(self, rows: int, columns: int, bias: bool, dtype: torch.dtype,
                device: torch.device | str = "cpu") -> QuantLinear:

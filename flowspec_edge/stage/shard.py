@@ -6,6 +6,7 @@ checks a sharded model's part against its manifest.  Does not know sessions, cac
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,8 +23,12 @@ from flowspec_edge.modeldir import MANIFEST
 from flowspec_edge.stage import attention, families, keys
 from flowspec_edge.stage.checkpoint import Checkpoint
 from flowspec_edge.stage.filling import fill, load_tensor
+from flowspec_edge.stage.fused import FusedLayer
+from flowspec_edge.stage.memory import claim, release
 from flowspec_edge.stage.quant import Scheme, scheme
 from flowspec_edge.tensors import parse_dtype
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,18 +145,21 @@ def _config_home(model_dir: Path) -> Path:
 
 
 def load_shard(model_dir: Path | str, index: int, stages: int, dtype: str,
-               device: torch.device | str = "cpu", allow_empty: bool = False) -> Shard:
+               device: torch.device | str = "cpu", allow_empty: bool = False,
+               fused: bool | None = None) -> Shard:
     """Load stage ``index`` (from 0) of ``stages``: its own tensors and nothing else.
 
     model_dir    a checkpoint, or a sharded model of which no more than this stage's part need be there:
                  every file of it is checked against the manifest first
     dtype        "fp32", "bf16" or "fp16": of activations, caches and all weights that are not in 4 bits
     allow_empty  whether there may be more stages than layers
+    fused        whether layers are taken apart for few launches (``stage.fused``); None: on CUDA
 
     UsageError for a model or split that cannot work, FlowspecError that names the file or
-    tensor for a missing, misshapen, truncated, altered or unexpected one.
+    tensor for a missing, misshapen, truncated, altered or unexpected one, or for too little memory.
     """
     torch_dtype, torch_device = parse_dtype(dtype), torch.device(device)
+    fused = torch_device.type == "cuda" if fused is None else fused
     ranges = stage_ranges(model_dir, stages, allow_empty)
     if not 0 <= index < stages:
         raise UsageError(f"no stage {index} of {stages}: stages count from 0")
@@ -164,7 +172,19 @@ def load_shard(model_dir: Path | str, index: int, stages: int, dtype: str,
     if index == stages - 1:
         parts["model.norm"] = core.norm
     wanted = keys.whole_model(core)
-    read = fill(parts, checkpoint, torch_dtype, torch_device, scheme_of(model_dir))
+    read: list[str] = []
+    quantised = scheme_of(model_dir)
+    if quantised and torch_device.type == "cuda":
+        caveat = quantised.caveat(torch_dtype, torch.cuda.get_device_capability(torch_device))
+        if caveat:
+            log.warning("V%d: %s", index + 1, caveat)
+    with claim(f"the weights of layers [{lo}, {hi})", 0,
+               "give this stage fewer layers, or quantise the model: flowspec models shard --dtype int4"):
+        for name, module in parts.items():  # one by one: no more than one layer is in memory twice
+            read += fill({name: module}, checkpoint, torch_dtype, torch_device, quantised)
+            if fused and name.startswith("model.layers."):
+                parts[name] = FusedLayer(module)
+    release(torch_device)
     keys.refuse_unexpected(weights, checkpoint.names, read if is_sharded(model_dir) else wanted)
     rotary = type(core.rotary_emb)(config=config).to(device)  # computed from the config alone
     return Shard(

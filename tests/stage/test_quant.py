@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -280,3 +281,17 @@ def test_expanding_is_exact_to_rounding(groups: int) -> None:
     stored = scheme("int4", 32).quantise(random_matrix(16, 32 * groups))
     found = expand(stored["qweight"], stored["scales"], stored["zeros"])
     assert np.abs(found.double().numpy() - grouped_weights(stored)).max() < 1e-7
+
+
+@pytest.mark.parametrize(("kind", "dtype", "capability", "said"), [
+    ("nf4", torch.float16, (8, 7), r"nf4 on .*capability 8\.7: .*more than 4 rows.*--dtype int4"),
+    ("fp4", torch.bfloat16, (8, 7), r"fp4 on a GPU"),
+    ("nf4", torch.float16, (9, 0), ""),
+    ("int4", torch.float16, (8, 7), r"fp16 activations: .*--compute-dtype bf16"),
+    ("int4", torch.bfloat16, (8, 7), ""),
+    ("int4", torch.float16, (7, 2), ""),  # no product of PyTorch's: weights are expanded
+])
+def test_what_is_slow_on_a_gpu_is_said_in_a_line(kind: Kind, dtype: torch.dtype, capability: tuple[int, int],
+                                                 said: str) -> None:
+    caveat = scheme(kind).caveat(dtype, capability)
+    assert re.fullmatch(f".*{said}.*" if said else "", caveat)

@@ -1,0 +1,111 @@
+"""Too little memory: told in one line, before Linux kills anything where the GPU has none of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gpukit import needs_cuda
+from stagekit import Book, engines
+from tiny import tiny_llama
+
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.messages import Open
+from flowspec_edge.stage import forward, memory
+from flowspec_edge.stage.engine import StageEngine
+
+# As PyTorch 2.5 says it on a Jetson, for want of memory.
+TEGRA = ('NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/opt/pytorch/c10/cuda/CUDACachingAllocator.cpp":838, '
+         "please report a bug to PyTorch. ")
+
+
+def failing(error: Exception) -> object:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("llama"), layers=2, hidden=32)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+                                   RuntimeError(TEGRA), MemoryError()])
+def test_any_way_to_fail_is_one_line(error: Exception, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (engine,) = engines(model, 1)
+    admitted = engine.admit(Book().text([1, 2, 3]))
+    assert admitted is not None
+    monkeypatch.setattr(forward, "outputs", failing(error))
+    with pytest.raises(FlowspecError, match=r"^no memory for computing 3 rows with 0 in the cache: lower the "
+                                            r"limits of the session, or give this stage fewer layers$"):
+        engine.compute(admitted)
+
+
+def test_other_errors_stay_what_they_are(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (engine,) = engines(model, 1)
+    admitted = engine.admit(Book().text([1, 2, 3]))
+    assert admitted is not None
+    monkeypatch.setattr(forward, "outputs", failing(RuntimeError("shapes cannot be multiplied")))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        engine.compute(admitted)
+
+
+def test_a_real_allocation_that_fails() -> None:
+    with (pytest.raises(FlowspecError, match=r"no memory for everything \(576460752303 MB\): use less"),
+          memory.claim("everything", 1 << 59, "use less")):
+        torch.empty(1 << 59, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("rows", [1 << 40, 1 << 58])
+def test_an_open_says_how_much_it_wanted(rows: int, model: Path) -> None:
+    (engine,) = engines(model, 1)
+    wanted = 2 * 2 * rows * 2 * 8 * 4  # layers, keys and values, rows, heads, head_dim, bytes
+    with pytest.raises(FlowspecError, match=rf"^no memory for a KV cache of {rows} rows "
+                                            rf"\({wanted / 1e6:.0f} MB\): lower the limits"):
+        engine.open(Open(2, 0, rows))
+
+
+def test_what_is_available_is_looked_up_where_it_matters(tmp_path: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:        7633812 kB\nMemAvailable:    1048576 kB\n")
+    assert memory.available_bytes(torch.device("cpu"), meminfo) is None
+    for integrated, available in ((True, 1 << 30), (False, None)):
+        properties = type("Properties", (), {"is_integrated": integrated})
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, p=properties: p)
+        assert memory.available_bytes(torch.device("cuda"), meminfo) == available
+    entered = []
+    with memory.claim("a KV cache of 256 rows", (1 << 30) - (128 << 20), "use less", available=1 << 30):
+        entered.append(True)
+    with (pytest.raises(FlowspecError, match=r"^no memory for a KV cache of 256 rows \(940 MB\): 1074 MB are "
+                                             r"available, of which 134 are left to the system; use less$"),
+          memory.claim("a KV cache of 256 rows", (1 << 30) - (128 << 20) + 1, "use less", available=1 << 30)):
+        entered.append(False)
+    assert entered == [True]
+
+
+@needs_cuda
+def test_capacities_are_steps_on_cuda(model: Path) -> None:
+    (engine,) = engines(model, 1, device="cuda", capacity=100)
+    held = engine.cache_bytes
+    assert isinstance(engine, StageEngine)
+    assert engine.cache is not None
+    assert engine.cache.capacity == 256
+    store = [layer.data_ptr() for layer in engine.cache.rows()]
+    engine.open(Open(2, 0, 256))
+    assert [layer.data_ptr() for layer in engine.cache.rows()] == store
+    engine.open(Open(3, 0, 257))
+    assert engine.cache_bytes == 2 * held
+
+
+@needs_cuda
+def test_a_cache_that_moves_gives_its_memory_back(model: Path) -> None:
+    (engine,) = engines(model, 1, device="cuda", capacity=1 << 16)
+    assert engine.cache is not None
+    before = torch.cuda.memory_reserved()
+    engine.cache.move(256, np.empty(0, np.int64))
+    assert torch.cuda.memory_reserved() < before - (engine.cache.nbytes * 100)
