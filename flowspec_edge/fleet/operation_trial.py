@@ -14,18 +14,22 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flowspec_edge import sampler
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.kernel_trial import TOLERANCE, Trial, in_children, judged
+from flowspec_edge.sampling import Sampling, choose, philox_words
 from flowspec_edge.tensors import DTYPES
 
 _ROWS = (1, 4, 16, 17, 64)
 _HEADS, _KV_HEADS, _HEAD_DIM = 8, 2, 64
 _CACHED, _CAPACITY = 200, 512  # rows of a cache in use, and what it was allocated for
 _WIDTH, _VOCABULARY = 256, 32_000
+_SEED = 7
 _CAST = ("sdpa", "rms_norm")  # tried in every type
 _ROUNDED = ("log_softmax", "graph")  # others give the very values
 
@@ -36,7 +40,7 @@ def operations(device: str) -> tuple[str, ...]:
     """What is tried on ``device``, by name; CUDA's own machinery only there."""
     cast = [f"{name} {dtype}" for name in _CAST for dtype in DTYPES]
     own = ("pinned copies", "events", "graph") if torch.device(device).type == "cuda" else ()
-    return (*cast, "log_softmax", "topk", "index_copy", "embedding", *own)
+    return (*cast, "log_softmax", "topk", "noise", "sampling", "index_copy", "embedding", *own)
 
 
 def try_operations(device: str) -> list[Trial]:
@@ -112,6 +116,24 @@ def _topk(device: torch.device, dtype: torch.dtype) -> float:
     return _same(values.float().to(device).topk(16).indices, values.argsort(-1, descending=True)[:, :16])
 
 
+def _noise(device: torch.device, dtype: torch.dtype) -> float:
+    """The generator's words, by numpy's Philox."""
+    positions = (0, 1, 4095, 2**31 + 7)
+    expected = np.stack([philox_words(_SEED, position, _VOCABULARY) for position in positions])
+    found = sampler.device_words(_SEED, torch.tensor(positions, device=device), _VOCABULARY)
+    return _same(found, torch.from_numpy(expected.view(np.int64)))
+
+
+def _sampling(device: torch.device, dtype: torch.dtype) -> float:
+    """Tokens drawn from logits on the device, by the definition in float64 on the CPU."""
+    logits, positions = 3 * _random(16, _VOCABULARY), np.arange(100, 116)
+    for sampling in (Sampling(), Sampling(1.0, seed=_SEED), Sampling(1.0, top_p=0.9, seed=_SEED),
+                     Sampling(0.7, 20, 0.8, seed=_SEED)):
+        found = sampler.choose(logits.to(device), positions, sampling)
+        _same(torch.from_numpy(found), torch.from_numpy(choose(logits.numpy(), positions, sampling)))
+    return 0.0
+
+
 def _index_copy(device: torch.device, dtype: torch.dtype) -> float:
     """Rows to their slots in a cache, in any order."""
     cache, rows = _random(_CAPACITY, _WIDTH).half(), _random(64, _WIDTH).half()
@@ -169,9 +191,9 @@ def _graph(device: torch.device, dtype: torch.dtype) -> float:
 
 
 _OPERATIONS: dict[str, Operation] = {
-    "sdpa": _sdpa, "rms_norm": _rms_norm, "log_softmax": _log_softmax, "topk": _topk,
-    "index_copy": _index_copy, "embedding": _embedding, "pinned copies": _pinned_copies, "events": _events,
-    "graph": _graph}
+    "sdpa": _sdpa, "rms_norm": _rms_norm, "log_softmax": _log_softmax, "topk": _topk, "noise": _noise,
+    "sampling": _sampling, "index_copy": _index_copy, "embedding": _embedding,
+    "pinned copies": _pinned_copies, "events": _events, "graph": _graph}
 
 
 def main(arguments: Sequence[str]) -> None:

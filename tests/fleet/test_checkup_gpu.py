@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from quantkit import DEVICES
 from tiny_dir import tiny_model_dir
 
+from flowspec_edge import sampler
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet import operation_trial, token_trial
 from flowspec_edge.fleet.checkup_gpu import ROWS, Check, GpuReport, _products, check_gpu
@@ -61,6 +63,24 @@ def test_a_wrong_result_is_found(name: str, function: str, wrong: object, monkey
     found = operation_trial.attempt(name, device)
     assert not found.works
     assert "wrong" in found.why
+
+
+@pytest.mark.parametrize(("name", "function"), [("noise", "device_words"), ("sampling", "choose")])
+def test_noise_and_tokens_of_another_seed_are_found(name: str, function: str, monkeypatch: pytest.MonkeyPatch
+                                                    ) -> None:
+    device, ordinary = torch.device("cpu"), getattr(sampler, function)
+    assert operation_trial.attempt(name, device) == Trial(name, True, "", 0.0)
+
+    def other(first: object, positions: object, last: object) -> object:
+        if name == "noise":
+            return ordinary(8, positions, last)
+        assert isinstance(last, Sampling)
+        return ordinary(first, positions, replace(last, seed=8))
+
+    monkeypatch.setattr(sampler, function, other)
+    found = operation_trial.attempt(name, device)
+    assert not found.works
+    assert "values are wrong" in found.why
 
 
 def test_what_a_kernel_raises_is_found() -> None:
