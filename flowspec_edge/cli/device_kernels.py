@@ -105,8 +105,11 @@ def _show(report: KernelReport) -> None:
     for kind, found in report.kinds.items():
         if not found.trial.works:
             console.print(f"{kind} does not work: {found.trial.why}", markup=False, highlight=False)
+    if report.unadvised:
+        console.print(f"{' and '.join(report.unadvised)}: not for this GPU, on which bitsandbytes expands "
+                      "the whole matrix for every product of more than 4 rows", highlight=False)
     if report.fastest is None:
-        console.print("\nNo 4-bit kind works here: shard models in fp16.", highlight=False)
+        console.print("\nNo 4-bit kind is to be advised here: shard models in fp16.", highlight=False)
         return
     console.print(f"\nFastest in 4 bits at {report.judged_at} rows: {report.fastest}"
                   f"{_comparison(report)}; activations in {report.dtype}", highlight=False)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flowspec_edge.errors import UsageError
+
 if TYPE_CHECKING:
     from flowspec_edge.fleet.checkup_fleet import Checked
 
@@ -28,6 +30,12 @@ def doctor(
         "--fix", help="Put right what does no harm: switch NTP on, the power mode that the cluster file asks "
                       "for, the groups of whoever uses the GPU.  As root, or by sudo without a password.",
     )] = False,
+    gpu: Annotated[bool, typer.Option(
+        "--gpu", help="Instead: does this machine's GPU compute right?  Kernel by kernel against float64, "
+                      "and the demonstration model's tokens against the CPU's.")] = False,
+    device: Annotated[str, typer.Option(
+        "--device", help="With --gpu: cuda, cuda:1, or cpu to try the report where there is no GPU.",
+        metavar="DEVICE")] = "cuda",
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object, not a table.")] = False,
 ) -> None:
     """Check a machine: release, Python, torch and its GPU, a real product, a real 4-bit kernel, memory.
@@ -44,7 +52,19 @@ def doctor(
       flowspec doctor --cluster cluster.toml
 
       flowspec doctor --cluster cluster.toml --fix
+
+      flowspec doctor --gpu
     """
+    if gpu:
+        if cluster or storage or fix:
+            raise UsageError("--gpu tests this machine's GPU and nothing else: leave out --cluster, "
+                             "--storage and --fix; for a cluster run flowspec doctor --gpu on each board")
+        from flowspec_edge.cli.doctor_gpu import doctor_gpu
+
+        doctor_gpu(device, as_json)
+        return
+    if device != "cuda":
+        raise UsageError("--device goes with --gpu")
     import json
 
     from rich.console import Console

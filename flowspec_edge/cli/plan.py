@@ -68,6 +68,7 @@ def plan(
 
     from flowspec_edge.cli.bench_options import parse_strategies
     from flowspec_edge.cli.plan_outcome import show
+    from flowspec_edge.fleet.draft_turn import other_device
     from flowspec_edge.fleet.estimate import STRATEGIES, check_strategies
     from flowspec_edge.fleet.memory import model_bytes
     from flowspec_edge.fleet.roster import parse_devices
@@ -85,6 +86,8 @@ def plan(
     outcome = _decide(model, problem, [board for board, _ in given],
                       {board.name: how for board, how in given}, _listed_layers(members, size))
     outcome.at_once = at_once
+    outcome.other_devices = [f"{member.name}: {why}" for member in members if member.torch_device
+                             and (why := other_device(member.profile, member.torch_device))]
     if predict:
         _predict(outcome, problem, model, names, [board for board, _ in given])
     if as_json:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flowspec_edge.bench.table import show as show_whole
+from flowspec_edge.fleet.draft_turn import DraftTurn, draft_turn
 from flowspec_edge.fleet.estimate import OneBoard, Prediction
 from flowspec_edge.fleet.layout import BoardRow
 from flowspec_edge.fleet.memory import ModelBytes
@@ -20,9 +21,10 @@ from flowspec_edge.fleet.planner import Plan
 class Outcome:
     """All that there is to say.
 
-    plan     None where one board does everything, because no pipeline fits or it is the only one
-    label    what the predictions are; empty without any
-    at_once  requests beside one another that the caches hold
+    plan           None where one board does everything, because no pipeline fits or it is the only one
+    label          what the predictions are; empty without any
+    at_once        requests beside one another that the caches hold
+    other_devices  boards whose profile is not of the device on which their file says that they compute
     """
 
     size: ModelBytes
@@ -33,6 +35,13 @@ class Outcome:
     predictions: list[Prediction] = field(default_factory=list)
     alone: OneBoard | None = None
     at_once: int = 1
+    other_devices: list[str] = field(default_factory=list)
+
+    @property
+    def draft(self) -> DraftTurn | None:
+        """D0's work beside the slowest stage's; None where one board does everything."""
+        plan = self.plan
+        return draft_turn(plan.d0.profile, plan.slowest, plan.problem.rows) if plan else None
 
     @property
     def notes(self) -> list[str]:
@@ -42,6 +51,7 @@ class Outcome:
         found += [f"profile {row.profile} is {row.scaled}" for row in self.boards if row.scaled]
         if self.size.draft_estimated:
             found.append(f"{self.size.name} has no EAGLE head: it is taken to be one layer and fc")
+        found += self.other_devices
         return list(dict.fromkeys(found))
 
     def as_json(self) -> dict[str, Any]:
@@ -54,6 +64,7 @@ class Outcome:
             "at_once": self.at_once, "boards": boards,
             "slowest_stage_ms": round(plan.slowest * 1e3, 6) if plan else None,
             "segment_ms": round(plan.way * 1e3, 6) if plan else None,
+            "draft_device": self.draft.as_json() if self.draft else None,
             "predictions": [{**asdict(p), "label": self.label} for p in self.predictions],
             "one_board": asdict(self.alone) if self.alone else None,
             "estimated": bool(self.notes), "notes": self.notes,
@@ -75,6 +86,8 @@ def show(outcome: Outcome) -> None:
         what = "link" if plan.link_bound else "stage"
         say(f"The slowest {what} takes {_ms(plan.slowest * 1e3)} ms for a segment of {plan.problem.rows} "
             f"rows, its way through all {_ms(plan.way * 1e3)} ms.")
+    if plan and outcome.draft and (warning := outcome.draft.warning(plan.d0.name)):
+        say(f"{warning[:1].upper()}{warning[1:]}.")
     say("")
     if outcome.label:
         say(outcome.label.replace("virtual time", "VIRTUAL TIME", 1) + "; all draft with the EAGLE head")

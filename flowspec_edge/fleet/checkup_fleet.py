@@ -55,12 +55,16 @@ def check_fleet(inventory: Inventory, storage: str | None = None,
         boards = list(pool.map(check, inventory.device))
     answering = {board.name for board in boards if not any(f.check == "reached" for f in board.findings)}
     if path is not None and inventory.cluster.model:
-        from flowspec_edge.fleet.checkup_model import check_model  # takes torch
+        from flowspec_edge.fleet.checkup_model import check_draft_device, check_model  # takes torch
 
         fits = check_model(inventory, path)
         for board in boards:
             if board.name in answering and board.name in fits:
                 board.findings.append(fits[board.name])
+        if drafting := check_draft_device(inventory, path):
+            for board in boards:
+                if board.name in answering and board.name == drafting[0]:
+                    board.findings.append(drafting[1])
         done("whether the model fits")
     for source, target in pairwise(inventory.ring):
         if {source.name, target.name} <= answering:

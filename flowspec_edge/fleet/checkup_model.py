@@ -46,6 +46,30 @@ def check_model(inventory: Inventory, path: Path) -> dict[str, Finding]:
                     for device, why in deployment.left_out}
 
 
+def check_draft_device(inventory: Inventory, path: Path) -> tuple[str, Finding] | None:
+    """The draft device's name, and whether it keeps up with the stages by their profiles; None where that is
+    not known.  What is wrong with the cluster file :func:`check_model` says."""
+    try:
+        deployment = resolve_deployment(inventory, path)
+    except FlowspecError:
+        return None
+    return judge_draft_device(deployment)
+
+
+def judge_draft_device(deployment: Deployment) -> tuple[str, Finding] | None:
+    """See :func:`check_draft_device`."""
+    name, turn = deployment.draft.name, deployment.turn
+    if turn is None:
+        return None
+    found = (f"{1e3 * turn.seconds:.3g} ms a turn, the slowest stage {1e3 * turn.slot:.3g} ms, "
+             "by their profiles")
+    if turn.is_bottleneck:
+        return name, Finding("draft device", "warning", f"{found}: the stages will wait for it",
+                             "let it compute on its GPU (torch_device), or a faster board draft; measure it "
+                             "with flowspec device profile")
+    return name, Finding("draft device", "ok", found)
+
+
 def needed(deployment: Deployment) -> dict[str, int]:
     """Bytes of memory of each board's service, by the boards' names: weights, caches, and the process."""
     cluster, model, stages = deployment.cluster, deployment.model, deployment.ranges

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from flowspec_edge.config import Profile
 from flowspec_edge.errors import UsageError
+from flowspec_edge.fleet.draft_turn import DraftTurn, draft_turn, other_device
 from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory, beside, device_profile
 from flowspec_edge.fleet.splitting import Ranges, split_evenly
 from flowspec_edge.manifest import Manifest, ShardDtype
@@ -44,7 +45,8 @@ class Deployment:
     dtype     that weights are to be stored in; None: as they are, or as a sharded model was made
     stages    the boards of V1…VN and their layers [lo, hi)
     left_out  boards that do nothing, and why
-    notes     what was not known when this was decided
+    notes     what was not known when this was decided, and what will be slow
+    turn      the draft device's work beside the slowest stage's, where every board's profile is known
     """
 
     inventory: Inventory
@@ -56,6 +58,7 @@ class Deployment:
     stages: Stages
     left_out: LeftOut = ()
     notes: tuple[str, ...] = ()
+    turn: DraftTurn | None = None
 
     @property
     def cluster(self) -> ClusterSettings:
@@ -130,7 +133,12 @@ def resolve_deployment(inventory: Inventory, path: Path) -> Deployment:
     notes = [f"no profile with [memory] for {', '.join(missing)}: whether the model fits there is not known"
              + ("" if inventory.decided else ", and boards count as alike")
              + "; measure with: flowspec device profile"] if missing else []
-    return Deployment(inventory, path, model, head, dtype, draft, stages, left_out, tuple(notes))
+    turn = chosen.turn(draft, stages)
+    notes += [f"{device.name}: {why}" for device in inventory.device if device.name in profiles
+              and (why := other_device(profiles[device.name], inventory.torch_device(device)))]
+    if turn is not None and turn.is_bottleneck:
+        notes.append(turn.warning(draft.name))
+    return Deployment(inventory, path, model, head, dtype, draft, stages, left_out, tuple(notes), turn)
 
 
 def _model(cluster: ClusterSettings, path: Path) -> tuple[ModelDir, Path | None]:
@@ -221,6 +229,18 @@ class _Choice:
             raise fitting.refusal(boards) from None
         return (entries[made.d0.name], tuple((entries[s.board.name], s.layers) for s in made.stages),
                 tuple((entries[board.name], why) for board, why in made.left_out))
+
+    def turn(self, draft: DeviceEntry, stages: Stages) -> DraftTurn | None:
+        """D0's work beside the slowest stage's; None without a profile of each, or for a sharded model, whose
+        layers' bytes profiles are not scaled by."""
+        if self._model.sharded or any(device.name not in self._profiles
+                                      for device in (draft, *(device for device, _ in stages))):
+            return None
+        fitting, cluster = self._fitting(), self._inventory.cluster
+        rows = fitting.problem.rows
+        slot = max(fitting.board(device).profile.stage_seconds(rows, hi - lo, cluster.context)
+                   for device, (lo, hi) in stages)
+        return draft_turn(fitting.board(draft).profile, slot, rows)
 
     def _check(self, draft: DeviceEntry, stages: Stages) -> None:
         if self._profiles:

@@ -51,7 +51,7 @@ class ClusterSettings(Strict):
     name: Name
     interface: Interface = "eth0"  # that the boards reach one another by
     python: Absolute = PYTHON  # of the environment that flowspec is installed in
-    torch_device: Annotated[str, Field(min_length=1)] = "cpu"  # where shards are: "cpu" or "cuda"
+    torch_device: Annotated[str, Field(min_length=1)] = "cpu"  # that computes, D0's too: "cpu" or "cuda"
     control_port: Port = 7701  # at the draft device; goes first when links are shaped
     data_port: Port = 7702  # at every device
     peer_port: Port = 7703  # for measuring links, at every device
@@ -196,7 +196,7 @@ class Inventory(Strict):
         return device.python or self.cluster.python
 
     def torch_device(self, device: DeviceEntry) -> str:
-        """Where ``device`` keeps its shard."""
+        """The torch device on which ``device`` computes: a stage its layers, the draft device its models."""
         return device.torch_device or self.cluster.torch_device
 
     def protected_ports(self) -> list[int]:

@@ -14,8 +14,8 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,13 +23,18 @@ from torch import Tensor
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.stage.quant import KINDS as QUANTISED
 from flowspec_edge.stage.quant import scheme
+from flowspec_edge.stage.quant_grouped import kernel as int4_kernel
 from flowspec_edge.tensors import DTYPES, parse_dtype
 
 KINDS = ("fp32", "bf16", "fp16", *QUANTISED)  # weights in full, and in 4 bits
 _LARGEST = 1024  # rows and columns of what is tried out
 _PATIENCE_S = 300.0  # for a child: it imports torch, on a small board, and maybe compiles kernels
-# Of the largest result: a few roundings of the activations' type.
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-8}
+# Of the largest result: a few roundings of the type that the kernel computes in.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-8}
+# Compute capabilities on which bitsandbytes' product of more than 4 rows first expands the whole matrix,
+# which takes longer than a product with fp16 weights: Orin's.
+_BNB_EXPANDS = ((8, 7),)
+_BNB = ("nf4", "fp4")
 _QUANTISED_WITHIN = 0.2  # of the weights' norm; 4 bits lose about 0.1
 
 
@@ -37,7 +42,7 @@ _QUANTISED_WITHIN = 0.2  # of the weights' norm; 4 bits lose about 0.1
 class Trial:
     """How a kind fared.
 
-    why    in words, where it does not work
+    why    in words, where it does not work; where it does, what else there is to say
     error  of the largest result, against float64; None where there was no result
     """
 
@@ -61,16 +66,25 @@ class Wish:
 
 def try_kinds(wish: Wish) -> list[Trial]:
     """Try every kind, in as many child processes as it takes; in the order of ``wish.kinds``."""
+    return in_children(__name__, wish.kinds, lambda left: json.dumps(asdict(replace(wish, kinds=left))))
+
+
+def in_children(module: str, kinds: Sequence[str], argument: Callable[[tuple[str, ...]], str]) -> list[Trial]:
+    """The trials of ``kinds``, in their order, each of which may end its process.
+
+    module    run as a program with one argument; it writes a ``Trial`` in JSON, a line, for each kind
+    argument  for the kinds that are still to be tried
+    """
     trials: list[Trial] = []
-    while len(trials) < len(wish.kinds):
-        left = wish.kinds[len(trials):]
-        trials += _child(Wish(left, wish.device, wish.shape, wish.rows, wish.dtype))
+    while len(trials) < len(kinds):
+        left = tuple(kinds[len(trials):])
+        trials += _child(module, left, argument(left))
     return trials
 
 
-def _child(wish: Wish) -> list[Trial]:
+def _child(module: str, kinds: tuple[str, ...], argument: str) -> list[Trial]:
     """What one child process found; the last is the kind that ended it, unless it came to its own end."""
-    command = [sys.executable, "-m", __name__, json.dumps(asdict(wish))]
+    command = [sys.executable, "-m", module, argument]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
         out, end = run.stdout, f"its kernel ended the process with code {run.returncode}"
@@ -83,21 +97,26 @@ def _child(wish: Wish) -> list[Trial]:
         end = f"no answer in {_PATIENCE_S:.0f} s"
     lines = [line for line in out.splitlines() if line.startswith('{"kind"')]
     trials = [Trial(**json.loads(line)) for line in lines]
-    if len(trials) < len(wish.kinds):
-        trials.append(Trial(wish.kinds[len(trials)], False, end))
+    if len(trials) < len(kinds):
+        trials.append(Trial(kinds[len(trials)], False, end))
     return trials
 
 
 def attempt(kind: str, wish: Wish) -> Trial:
     """Try one kind in this process."""
+    return judged(kind, lambda: _error(kind, wish),
+                  TOLERANCE[computed_in(kind, wish.dtype, torch.device(wish.device))])
+
+
+def judged(kind: str, error_of: Callable[[], float], limit: float) -> Trial:
+    """The trial of what makes the error ``error_of()``, in a share of the largest result."""
     try:
-        error = _error(kind, wish)
+        error = error_of()
     except FlowspecError as failure:
         return Trial(kind, False, str(failure))
     except Exception as failure:  # whatever a kernel or its library may raise: that is the finding
         text = str(failure).strip().splitlines() or [type(failure).__name__]
         return Trial(kind, False, text[0])
-    limit = _TOLERANCE[activations(kind, wish.dtype)]
     if not error <= limit:
         return Trial(kind, False, f"results are wrong by {error:.2g} of the largest",
                      error if math.isfinite(error) else None)
@@ -107,6 +126,19 @@ def attempt(kind: str, wish: Wish) -> Trial:
 def activations(kind: str, dtype: str) -> torch.dtype:
     """The type of what enters a product: of a kind in full its own."""
     return DTYPES[kind] if kind in DTYPES else parse_dtype(dtype)
+
+
+def computed_in(kind: str, dtype: str, device: torch.device) -> torch.dtype:
+    """The type that a product rounds to.  int4's kernels compute in bf16 throughout; on a GPU they take fp16
+    activations, too, and convert them."""
+    taken = activations(kind, dtype)
+    return torch.bfloat16 if kind == "int4" and int4_kernel(taken, device) else taken
+
+
+def advisable(kind: str, capability: tuple[int, int] | None) -> bool:
+    """Whether to shard models in ``kind`` for a GPU of this compute capability (None: for a CPU), if it works
+    there."""
+    return kind not in _BNB or capability not in _BNB_EXPANDS
 
 
 @torch.inference_mode()

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.fleet.kernel_trial import KINDS, Trial, Wish, activations, try_kinds
+from flowspec_edge.fleet.kernel_trial import KINDS, Trial, Wish, activations, advisable, try_kinds
 from flowspec_edge.stage.filling import laid_out
 from flowspec_edge.stage.quant import KINDS as QUANTISED
 from flowspec_edge.stage.quant import Kind, scheme
@@ -54,6 +54,7 @@ class KernelReport:
     dtype       of the activations that 4-bit kinds take
     kinds       in the order of ``kernel_trial.KINDS``
     copy_rate   bytes read and written a second by a large copy
+    capability  of a GPU, its compute capability: (8, 7) is Orin's
     """
 
     device: str
@@ -63,6 +64,7 @@ class KernelReport:
     dtype: str
     kinds: dict[str, KindResult]
     copy_rate: float
+    capability: tuple[int, int] | None = None
 
     @property
     def judged_at(self) -> int:
@@ -71,9 +73,16 @@ class KernelReport:
 
     @property
     def fastest(self) -> Kind | None:
-        """The 4-bit kind that takes least; None if none works."""
-        works = [kind for kind in QUANTISED if kind in self.kinds and self.kinds[kind].trial.works]
+        """The 4-bit kind that takes least of those to be advised here; None if none of them works."""
+        works = [kind for kind in QUANTISED if kind in self.kinds and self.kinds[kind].trial.works
+                 and advisable(kind, self.capability)]
         return min(works, key=lambda kind: self.kinds[kind].ms[self.judged_at], default=None)
+
+    @property
+    def unadvised(self) -> list[str]:
+        """4-bit kinds that work here, and that models are still not to be sharded in for this GPU."""
+        return [kind for kind, found in self.kinds.items()
+                if found.trial.works and not advisable(kind, self.capability)]
 
     def share(self, kind: str, rows: int) -> float | None:
         """Of the copy rate, how fast the kind's weights were read; None where it was not timed.
@@ -87,7 +96,9 @@ class KernelReport:
         the copy rate that each product reads its weights with."""
         on_gpu = self.device == "cuda"
         return {
-            "device": self.device, "name": self.name, "torch": torch.__version__, "dtype": self.dtype,
+            "device": self.device, "name": self.name,
+            "compute_capability": list(self.capability) if self.capability else None,
+            "torch": torch.__version__, "dtype": self.dtype,
             "shape": list(self.shape), "rows": list(self.rows),
             "copy_gb_per_s": round(self.copy_rate / 1e9, 2),
             "kinds": {kind: {
@@ -129,7 +140,8 @@ def measure_kernels(device: str = "cpu", shape: tuple[int, int] = SHAPE, rows: S
     found = {trial.kind: KindResult(
         trial, {n: 1e3 * statistics.median(times[trial.kind, n]) for n in rows} if trial.works else {},
         products[trial.kind][1] if trial.works else 0) for trial in trials}
-    return KernelReport(device, _name(device), (outputs, inputs), rows, dtype, found, clock.copy_rate)
+    return KernelReport(device, _name(device), (outputs, inputs), rows, dtype, found, clock.copy_rate,
+                        torch.cuda.get_device_capability() if device == "cuda" else None)
 
 
 def _product(kind: str, shape: tuple[int, int], dtype: str, device: str) -> tuple[Product, int]:

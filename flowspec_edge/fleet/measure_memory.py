@@ -30,18 +30,46 @@ class Room:
     usable_mb: float
 
 
-def read_room(board: Board, device: str) -> Room:
-    """FlowspecError if the system does not tell its memory."""
+@dataclass(frozen=True)
+class Gpu:
+    """What CUDA says of a GPU's memory, 10^6 bytes.
+
+    integrated  it is the system's own, as on a Jetson: what CUDA calls free then leaves out the page cache,
+                which the system reclaims when a process asks for memory
+    """
+
+    free_mb: float
+    total_mb: float
+    integrated: bool
+
+
+def read_gpu(device: str) -> Gpu | None:
+    """None on a CPU."""
+    if device == "cpu":
+        return None
+    free, total = torch.cuda.mem_get_info(torch.device(device))
+    return Gpu(free / 1e6, total / 1e6, bool(torch.cuda.get_device_properties(device).is_integrated))
+
+
+def room(board: Board, gpu: Gpu | None) -> Room:
+    """By MemAvailable where the system's memory is what is used, else by the GPU's own.
+
+    FlowspecError if the system does not tell its memory.
+    """
     if board.total_mb is None or board.available_mb is None:
         raise FlowspecError("/proc/meminfo does not tell this machine's memory: devices run Linux")
-    host = Room(board.total_mb, max(1.0, board.available_mb - _MARGIN * board.total_mb))
-    if device == "cpu":
-        return host
-    free, total = (size / 1e6 for size in torch.cuda.mem_get_info())
-    own = Room(total, max(1.0, free - _MARGIN * total))
-    if torch.cuda.get_device_properties(0).is_integrated:  # the same memory, seen from two sides
-        return Room(host.total_mb, min(host.usable_mb, own.usable_mb))
-    return own
+    own = gpu is not None and not gpu.integrated
+    total, free = (gpu.total_mb, gpu.free_mb) if gpu and own else (board.total_mb, board.available_mb)
+    return Room(total, max(1.0, free - _MARGIN * total))
+
+
+def used_mb(board: Board, gpu: Gpu | None) -> float:
+    """What all processes hold of the memory that :func:`room` is of, 10^6 bytes: what has become unavailable
+    between two readings is what was taken, in CUDA's buffers and in processes, each byte once.  Page cache
+    counts as available."""
+    if gpu and not gpu.integrated:
+        return gpu.total_mb - gpu.free_mb
+    return (board.total_mb or 0.0) - (board.available_mb or 0.0)
 
 
 def read_rate(device: str, usable_mb: float) -> float:
@@ -60,13 +88,10 @@ def read_rate(device: str, usable_mb: float) -> float:
             _finish(device)
             seconds.append(time.perf_counter() - start)
         best = max(best, 4 * count / typical(seconds))
+    del source, target, works, work
+    if device != "cpu":
+        torch.cuda.empty_cache()  # or the allocator keeps what stages are to be measured in
     return best / 1e9
-
-
-def device_used_mb() -> float:
-    """What all processes together hold of the GPU's memory, 10^6 bytes."""
-    free, total = torch.cuda.mem_get_info()
-    return (total - free) / 1e6
 
 
 def _finish(device: str) -> None:

@@ -24,7 +24,6 @@ from flowspec_edge.config import (
     Profile,
     StageCurve,
 )
-from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.board import Board, read_board
 from flowspec_edge.fleet.linktest import LinkMeasure, measure_link
 from flowspec_edge.fleet.measure_d0 import (
@@ -37,7 +36,7 @@ from flowspec_edge.fleet.measure_d0 import (
 )
 from flowspec_edge.fleet.measure_fit import deviations, fit_stage, rounded
 from flowspec_edge.fleet.measure_link import Hop, measure_hop
-from flowspec_edge.fleet.measure_memory import Room, device_used_mb, read_rate, read_room
+from flowspec_edge.fleet.measure_memory import Room, read_gpu, read_rate, room, used_mb
 from flowspec_edge.fleet.measure_stage import (
     CAPACITY_BEYOND,
     CONTEXTS,
@@ -49,6 +48,7 @@ from flowspec_edge.fleet.measure_stage import (
 from flowspec_edge.fleet.measure_worker import MeasuredWorker
 from flowspec_edge.fleet.memory import ModelBytes, model_bytes
 from flowspec_edge.modeldir import ModelDir
+from flowspec_edge.runtime.torch_device import require_torch_device
 from flowspec_edge.runtime.workerconfig import Dtype
 from flowspec_edge.tensors import parse_dtype
 from flowspec_edge.text import Tokenizer
@@ -116,8 +116,7 @@ def measure_profile(wish: Wish, effort: Effort, report: Report) -> Measurement:
     UsageError for a device that is not there, FlowspecError if memory does not suffice, a process
     is lost, or the peer does not answer.
     """
-    if wish.device != "cpu" and not torch.cuda.is_available():
-        raise UsageError(f"no {wish.device} here: torch {torch.__version__} finds no GPU; use --device cpu")
+    require_torch_device(wish.device)
     peer = None
     if wish.peer:  # first: whoever forgot to start it should not wait
         report("link", 0.0)
@@ -125,16 +124,16 @@ def measure_profile(wish: Wish, effort: Effort, report: Report) -> Measurement:
     if wish.threads:
         torch.set_num_threads(wish.threads)
     model = model_bytes(str(wish.model.path), wish.dtype)
-    room = read_room(read_board(), wish.device)
+    free = room(read_board(), read_gpu(wish.device))
     report("memory", 0.0)
-    rate = read_rate(wish.device, room.usable_mb)
+    rate = read_rate(wish.device, free.usable_mb)
     report("loopback", 0.0)
     hop = measure_hop(model.hidden_width, wish.dtype, effort.exchanges)
-    stages, process_mb = _stages(wish, effort, model, room, report)
+    stages, process_mb = _stages(wish, effort, model, free, report)
     # Of a round trip two hops are not the stage's, nor is our own part in the codec's work.
     own = {case: max(0.01 * ms, ms - 2 * hop.latency_ms - hop.codec_ms) for case, ms in stages.items()}
     curve = fit_stage(own)
-    times = _device0(wish, effort, model, room, report)
+    times = _device0(wish, effort, model, free, report)
     board = read_board()  # again: warm by now
     draft, made_up = _draft_cost(times, curve, model)
     link = Link(mbps=rounded(peer.mbps if peer else hop.mbps),
@@ -147,41 +146,39 @@ def measure_profile(wish: Wish, effort: Effort, report: Report) -> Measurement:
         stage=curve, draft=draft, link=link,
         lm_head=LmHeadCost(ms=rounded(times.lm_head), row_ms=rounded(times.row)),
         host=Host(bookkeeping_ms=rounded(times.bookkeeping)),
-        memory=Memory(total_mb=float(round(room.total_mb)), usable_mb=float(round(room.usable_mb)),
+        memory=Memory(total_mb=float(round(free.total_mb)), usable_mb=float(round(free.usable_mb)),
                       process_mb=float(round(process_mb)), gb_per_s=rounded(rate)),
         conditions=_conditions(wish, board))
     return Measurement(profile, deviations(curve, own).tolist())
 
 
-def _stages(wish: Wish, effort: Effort, model: ModelBytes, room: Room, report: Report
+def _stages(wish: Wish, effort: Effort, model: ModelBytes, free: Room, report: Report
             ) -> tuple[dict[Case, float], float]:
     """Milliseconds of round trips, and what a worker takes beside weights and cache, in MB."""
     report("stages", 0.0)
     limit = wish.model.max_positions - CAPACITY_BEYOND
     contexts = [c for c in effort.contexts if c <= limit] or [max(1, min(limit, effort.contexts[0]))]
-    before = device_used_mb() if wish.device != "cpu" else 0.0
+    before = used_mb(read_board(), read_gpu(wish.device))
     with ExitStack() as undo:
         transport = ZmqTransport()
         undo.callback(transport.close)
         stages = [StageProcess(transport, undo, wish.model.target, cut, wish.dtype, wish.device, wish.threads)
-                  for cut in choose_cuts(model, room.usable_mb)]
+                  for cut in choose_cuts(model, free.usable_mb)]
         for stage in stages:
             stage.worker.ready()
         times = sample(stages, contexts, effort.stage_s, lambda share: report("stages", share))
         layer = model.layer + model.kv_row * (contexts[-1] + CAPACITY_BEYOND)
         kept = sum(model.embedding + stage.layers * layer for stage in stages) / 1e6
-        on_host = sum(stage.worker.resident_mb() or 0.0 for stage in stages)
-        if wish.device == "cpu":
-            taken = on_host - kept
+        if wish.device == "cpu":  # what the processes say of themselves is not disturbed by others
+            taken = sum(stage.worker.resident_mb() or 0.0 for stage in stages) - kept
         else:
-            shared = torch.cuda.get_device_properties(0).is_integrated
-            taken = device_used_mb() - before - kept + (on_host if shared else 0.0)
+            taken = used_mb(read_board(), read_gpu(wish.device)) - before - kept
     return {case: seconds * 1e3 for case, seconds in times.items()}, max(1.0, taken / len(stages))
 
 
-def _device0(wish: Wish, effort: Effort, model: ModelBytes, room: Room, report: Report) -> DraftDeviceTimes:
+def _device0(wish: Wish, effort: Effort, model: ModelBytes, free: Room, report: Report) -> DraftDeviceTimes:
     report("draft device", 0.0)
-    whole = model.target_weights + model.d0_weights <= room.usable_mb * 1e6 * _WHOLE_SHARE
+    whole = model.target_weights + model.d0_weights <= free.usable_mb * 1e6 * _WHOLE_SHARE
     kinds = [kind for kind in STRATEGIES if wish.model.draft(kind)]
     new_tokens = min(effort.new_tokens, max(2, wish.model.max_positions // 2))
     prompt = Tokenizer(wish.model).encode(_TEXT)[:max(1, min(_MOST_PROMPT, wish.model.max_positions // 2))]
@@ -258,4 +255,6 @@ def _conditions(wish: Wish, board: Board) -> Conditions:
 
 
 def _device(wish: Wish) -> str:
-    return wish.device if wish.device == "cpu" else f"{wish.device}: {torch.cuda.get_device_name(0)}"
+    if wish.device == "cpu":
+        return wish.device
+    return f"{wish.device}: {torch.cuda.get_device_name(wish.device)}"

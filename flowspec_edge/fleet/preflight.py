@@ -29,6 +29,7 @@ _PYTHON = (3, 10)
 _TORCH = (2, 6)  # transformers switches PyTorch off below
 _SYSTEMD = 247  # LoadCredential=
 _SKEW_S = 30.0
+_ORIN = [8, 7]  # its GPU's compute capability
 
 # Root where that can be had: whose a port is, nobody else may know.
 _START = """
@@ -62,12 +63,14 @@ class Needs:
     state_bytes   to be written below /var/lib/flowspec: what is missing of its parts
     memory_bytes  of weights, caches and whatever else its service will hold, all in all
     ports         TCP ports that it will listen on
+    dtype         of the weights, of which a stage multiplies: fp16, int4, …
     """
 
     home_bytes: int = 0
     state_bytes: int = 0
     memory_bytes: int = 0
     ports: tuple[int, ...] = ()
+    dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,8 @@ def preflight(inventory: Inventory, needs: Mapping[str, Needs]) -> Found:
             facts = ask(inventory, device, needs[device.name].ports)
         except FlowspecError as error:
             return {"python": None}, [unreachable(device, str(error))]
-        return facts, judge(device.name, needs[device.name], facts, inventory.cluster.board_python)
+        return facts, judge(device.name, needs[device.name], facts, inventory.cluster.board_python,
+                            inventory.torch_device(device))
 
     with ThreadPoolExecutor(max(1, len(devices))) as pool:
         found = list(pool.map(one, devices))
@@ -165,8 +169,10 @@ def unreachable(device: DeviceEntry, error: str) -> Problem:
     return Problem(device.name, "ssh", error, "ssh there by hand, and see what it says")
 
 
-def judge(board: str, needs: Needs, facts: dict[str, Any], python: str) -> list[Problem]:
-    """What stands in the way on one board; ``python`` is its interpreter's name."""
+def judge(board: str, needs: Needs, facts: dict[str, Any], python: str, torch_device: str = "cpu"
+          ) -> list[Problem]:
+    """What stands in the way on one board; ``python`` is its interpreter's name, ``torch_device`` where it is
+    to compute."""
     def problem(check: str, found: str, advice: str) -> Problem:
         return Problem(board, check, found, advice)
 
@@ -186,7 +192,8 @@ def judge(board: str, needs: Needs, facts: dict[str, Any], python: str) -> list[
         found.append(problem("python", f"{python} is {_dotted(facts['python'])}",
                              "name one that is 3.10 or newer, board_python in the cluster file"))
     else:
-        found += _torch(problem, facts["torch"], python)
+        found += _torch(problem, facts["torch"], python) or _gpu(board, facts["torch"], release, torch_device,
+                                                                     needs.dtype)
     if not facts["systemd"]["runs"]:
         found.append(problem("systemd", "the board was not started by systemd", "services need it"))
     elif facts["systemd"]["version"] < _SYSTEMD:
@@ -216,13 +223,33 @@ def differences(machines: Mapping[str, str]) -> list[Problem]:
 _Make = Callable[[str, str, str], Problem]
 
 
-def _torch(problem: _Make, torch: dict[str, str], python: str) -> list[Problem]:
+def _torch(problem: _Make, torch: dict[str, Any], python: str) -> list[Problem]:
     version = tuple(int(number) for number in re.findall(r"\d+", torch["version"])[:2])
     if not version:
         return [problem("torch", f"{python} cannot import it and numpy: {torch['why']}",
                         "install the torch that was made for this board, and numpy, for all users")]
     if version < _TORCH:
         return [problem("torch", torch["version"], f"install {_dotted(_TORCH)} or newer, for this board")]
+    return []
+
+
+def _gpu(board: str, torch: dict[str, Any], l4t: str, torch_device: str, dtype: str) -> list[Problem]:
+    """A service that is to compute with CUDA does not start without it; a Jetson that computes on its CPU is
+    many times slower than it could be."""
+    if torch_device.startswith("cuda") and not torch["cuda"]:
+        made = "this JetPack" if l4t else "its CUDA version"
+        return [Problem(board, "torch",
+                        f"{torch['version']} sees no CUDA GPU, and torch_device is {torch_device!r}",
+                        f"install the torch that was made for {made}, for board_python, or set "
+                        'torch_device = "cpu" for this board in the cluster file')]
+    if l4t and torch_device == "cpu":
+        return [Problem(board, "torch", 'torch_device is "cpu", so this Jetson computes on its CPU',
+                        'set torch_device = "cuda" in the cluster file', note=True)]
+    if dtype in ("nf4", "fp4") and torch["cuda"] == _ORIN and torch_device != "cpu":
+        return [Problem(board, "torch", f"the weights are in {dtype}, whose matrices bitsandbytes expands on "
+                        "this GPU for every product of more than 4 rows",
+                        "use int4, which has a kernel for them: dtype in the cluster file, or cut the model "
+                        "again", note=True)]
     return []
 
 

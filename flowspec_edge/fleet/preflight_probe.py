@@ -55,15 +55,19 @@ def systemd() -> dict[str, Any]:
     return {"version": int(version), "runs": os.path.isdir("/run/systemd/system")}
 
 
-def torch() -> dict[str, str]:
-    """The version of the torch that this Python imports, or why it imports none."""
-    ask = "import numpy, torch; print(torch.__version__)"
+def torch() -> dict[str, Any]:
+    """The version of the torch that this Python imports, or why it imports none; and under ``cuda`` the GPU's
+    compute capability, [8, 7] for Orin, or None where it sees none."""
+    ask = ("import json, numpy, torch; gpu = torch.cuda.is_available(); "
+           "print(json.dumps(torch.cuda.get_device_capability() if gpu else None)); print(torch.__version__)")
     done = run([sys.executable, "-c", ask], _IMPORT_S)
     if done is None:
-        return {"version": "", "why": f"importing it took more than {_IMPORT_S} s"}
+        return {"version": "", "cuda": None, "why": f"importing it took more than {_IMPORT_S} s"}
     if done.returncode:
-        return {"version": "", "why": last_line(done.stderr) or f"importing it ends with {done.returncode}"}
-    return {"version": done.stdout.strip().splitlines()[-1], "why": ""}
+        return {"version": "", "cuda": None,
+                "why": last_line(done.stderr) or f"importing it ends with {done.returncode}"}
+    cuda, version = done.stdout.strip().splitlines()[-2:]
+    return {"version": version, "cuda": json.loads(cuda), "why": ""}
 
 
 def disk(path: str) -> dict[str, Any]:

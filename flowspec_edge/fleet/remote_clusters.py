@@ -16,6 +16,7 @@ from flowspec_edge.runtime.clusters import Clusters, Sharing
 from flowspec_edge.runtime.processes import ProcessCluster
 from flowspec_edge.runtime.request import OnTokens, Request, Result
 from flowspec_edge.runtime.tickets import Ticket
+from flowspec_edge.runtime.torch_device import require_torch_device
 from flowspec_edge.runtime.workerconfig import Dtype
 from flowspec_edge.strategies.base import Parallelism
 
@@ -28,7 +29,7 @@ class RemoteClusters(Clusters):
 
     def __init__(self, inventory: Inventory, model_dir: Path, board_model: str, dtype: Dtype = "fp32",
                  before_each: Callable[[], None] = lambda: None, **sharing: Unpack[Sharing]) -> None:
-        """Nothing is started yet.
+        """Nothing is started yet.  UsageError if the draft device's torch device is not here.
 
         model_dir    the model here, of which D0 needs the draft models and lm_head
         board_model  the model's directory on the boards
@@ -37,6 +38,8 @@ class RemoteClusters(Clusters):
         """
         super().__init__()
         self._inventory = inventory
+        self._device = inventory.torch_device(inventory.draft)
+        require_torch_device(self._device)
         self._model_dir = model_dir
         self._board_model = board_model
         self._dtype: Dtype = dtype
@@ -60,6 +63,7 @@ class RemoteClusters(Clusters):
             encrypted=parallelism == "pipeline")
         return ProcessCluster(
             self._model_dir, len(self._inventory.verify), self._dtype, parallelism=parallelism,
+            device=self._device,
             addresses=stages.addresses, watch=stages.exited, **self._sharing)
 
     def _end(self) -> None:

@@ -98,7 +98,8 @@ class _Rendering:
         cluster, stages = self._deployment.cluster, len(self._boards) - 1
         return DraftConfig(
             cluster=cluster.name, model=self._model, name=self._manifest.source.name,
-            strategy=cluster.strategy, dtype=self._manifest.compute_dtype, control=self._control,
+            strategy=cluster.strategy, dtype=self._manifest.compute_dtype,
+            device=self._deployment.inventory.torch_device(self._boards[0]), control=self._control,
             output=self._data[0], first=self._data[1],
             instances=[_instance(release, place) for place in range(1, stages + 1)], digests=self._digests,
             key_file=places.KEY, worker_keys=self._keys[1:], context=cluster.context,

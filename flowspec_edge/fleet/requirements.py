@@ -33,7 +33,8 @@ def needs_of(deployment: Deployment, manifest: Manifest, status: FleetStatus) ->
         found[device.name] = Needs(
             home_bytes=0 if here.current else ENVIRONMENT_BYTES,
             state_bytes=0 if _has(here, manifest, place) else part.size,
-            memory_bytes=part.weight_bytes + rows * part.row_bytes + PROCESS_BYTES, ports=ports)
+            memory_bytes=part.weight_bytes + rows * part.row_bytes + PROCESS_BYTES, ports=ports,
+            dtype=manifest.dtype if place else "")
     return found
 
 

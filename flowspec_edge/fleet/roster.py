@@ -23,12 +23,17 @@ _CLUSTER = re.compile(r"^\s*\[\s*cluster\s*\]", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Member:
-    """A board, and the profile that its kind was measured with."""
+    """A board, and the profile that its kind was measured with.
+
+    layers        [lo, hi) that its file says
+    torch_device  on which its file says that it computes; "" without a file
+    """
 
     name: str
     profile: Profile
     role: Role = "auto"
-    layers: tuple[int, int] | None = None  # [lo, hi) that its file says
+    layers: tuple[int, int] | None = None
+    torch_device: str = ""
 
     def for_model(self, size: ModelBytes) -> tuple[Board, str]:
         """The board with its profile scaled to a model, and what was scaled ("" for nothing)."""
@@ -72,11 +77,12 @@ def _is_cluster(path: Path) -> bool:
 
 def _cluster(path: Path) -> list[Member]:
     """The boards of a cluster.toml; a profile's relative path counts from the file's directory."""
-    members = []
-    for device in load_inventory(path).device:
+    members, inventory = [], load_inventory(path)
+    for device in inventory.device:
         profile = device_profile(device, path)
         if profile is None:
             raise UsageError(f"{path}: device {device.name} has no profile, so nothing is known of its "
                              "memory and speed: measure it with flowspec device profile, and name the file")
-        members.append(Member(device.name, profile, device.role, device.layers))
+        members.append(Member(device.name, profile, device.role, device.layers,
+                              inventory.torch_device(device)))
     return members

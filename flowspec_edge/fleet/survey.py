@@ -66,8 +66,9 @@ class Found:
 
     @property
     def torch_device(self) -> str:
-        """Where it would keep its layers: on its GPU, unless the torch that is there has no use of it."""
-        return "cuda" if self.cuda or (self.gpu and self.torch is None) else "cpu"
+        """On what it is to compute: a Jetson on its GPU, even if the torch that is there cannot yet; another
+        machine on its GPU unless its torch cannot."""
+        return "cuda" if self.cuda or self.board.l4t or (self.gpu and self.torch is None) else "cpu"
 
     def as_json(self) -> dict[str, Any]:
         """For programs."""

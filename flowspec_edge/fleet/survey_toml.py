@@ -58,7 +58,8 @@ def render(boards: Sequence[Found], name: str, file: str, ssh_config: str = "") 
     torch_device = _most([board.torch_device for board in boards])
     shared = [(f"name = {_quoted(name)}", ""),
               (f"interface = {_quoted(interface)}", "that the boards reach one another by"),
-              (f"torch_device = {_quoted(torch_device)}", "where stages keep their layers: cuda or cpu")]
+              (f"torch_device = {_quoted(torch_device)}",
+               "what computes, on stages and on the draft device: cuda or cpu")]
     if ssh_config:
         shared.append((f"ssh_config = {_quoted(ssh_config)}", "for ssh's -F"))
     text = (_HEAD.format(name=name, count=len(boards), file=_printable(shlex.quote(file)))
@@ -109,6 +110,9 @@ def _about(board: Found) -> list[str]:
         found.append("  → this Python is too old: flowspec needs 3.10; flash JetPack 6 or 7")
     if board.problem:
         found.append(f"  → import torch fails: {board.problem}")
+    elif facts.l4t and board.torch is not None and not board.cuda:
+        found.append("  → this torch cannot use the GPU: install the one for this JetPack, or set "
+                     'torch_device = "cpu" below')
     if facts.power_mode or board.modes:
         modes = f" of {', '.join(board.modes)}" if board.modes else ""
         found.append(f"power mode {facts.power_mode or 'unknown'}{modes}")

@@ -31,6 +31,7 @@ class DraftConfig(Strict):
     name: Text  # what clients call the model
     strategy: Text = DEFAULT_STRATEGY
     dtype: Dtype = "fp16"
+    device: Text = "cpu"  # torch's, for lm_head and the draft models; the tree stays on the CPU
     control: Text  # where the stages connect to
     output: Text  # where VN's results come in
     first: Text  # where V1 takes segments

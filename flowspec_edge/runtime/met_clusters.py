@@ -58,8 +58,9 @@ class MetClusters(Clusters):
         if config.threads:
             torch.set_num_threads(config.threads)
         return ProcessCluster(
-            Path(config.model), len(config.instances), config.dtype, addresses=self._addresses,
-            start_within=config.start_within_s, watch=self._watch, waiting=self._waiting, **self._sharing)
+            Path(config.model), len(config.instances), config.dtype, device=config.device,
+            addresses=self._addresses, start_within=config.start_within_s, watch=self._watch,
+            waiting=self._waiting, **self._sharing)
 
     def _watch(self) -> None:
         """Of a stage's end nobody here can tell.  But whoever drives the cluster asks several times a

@@ -281,13 +281,14 @@ class VirtualCluster:
     spans: list[Span]  # who was busy when, in the newest run
 
     def __init__(self, model_dir: Path, stages: int, profile: Profile | Devices, dtype: str = "fp32",
-                 observer: Observer | None = None) -> None:
-        """``observer`` is told what happens, in virtual time."""
+                 observer: Observer | None = None, *, device: str = "cpu") -> None:
+        """``observer`` is told what happens, in virtual time; ``device`` is torch's: it holds the weights
+        of D0, and those of the stages once."""
         self.devices = profile if isinstance(profile, Devices) else Devices.even(profile, stages)
-        self._device0 = DraftDevice(model_dir, dtype)
+        self._device0 = DraftDevice(model_dir, dtype, device)
         self._stages = stages
         self._observer = observer or Observer()
-        self._target, self._dtype = ModelDir(model_dir).stages, dtype
+        self._target, self._dtype, self._device = ModelDir(model_dir).stages, dtype, device
         self._engines: dict[int, list[StageEngine]] = {}  # by how many the model is cut into
         self._session = 0
         self.spans = []
@@ -351,7 +352,7 @@ class VirtualCluster:
         """The model in so many pieces; loaded when first wanted, and kept."""
         if stages not in self._engines:
             self._engines[stages] = [
-                StageEngine(load_shard(self._target, i, stages, self._dtype, allow_empty=True))
+                StageEngine(load_shard(self._target, i, stages, self._dtype, self._device, allow_empty=True))
                 for i in range(stages)
             ]
         return self._engines[stages]

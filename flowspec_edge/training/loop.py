@@ -6,6 +6,7 @@ goes on from its last checkpoint with the same batches it would have seen, to th
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import time
@@ -100,8 +101,13 @@ def device() -> torch.device:
 
 
 def compiled(function: Callable[..., Tensor], wanted: bool) -> Callable[..., Tensor]:
-    """torch.compile where it is wanted and a compiler is at hand (a quarter faster on a CPU)."""
-    return torch.compile(function) if wanted and shutil.which("g++") else function
+    """torch.compile where it is wanted and what it generates can be built: C++ on a CPU (a quarter faster),
+    Triton's language on a GPU, which wheels for Jetson boards lack."""
+    if device().type == "cuda":
+        at_hand = importlib.util.find_spec("triton") is not None
+    else:
+        at_hand = shutil.which("g++") is not None
+    return torch.compile(function) if wanted and at_hand else function
 
 
 def windows(tokens: Tensor, length: int, step: int, batch: int, seed: int) -> Tensor:

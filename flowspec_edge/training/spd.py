@@ -73,14 +73,17 @@ def visibility(rows: int, stages: int, fill: Tensor) -> Tensor:
 def speculate(module: SpdModule, states: Sequence[Tensor], levels: Sequence[int], fill: Tensor) -> Tensor:
     """The module's outputs for every position of texts as the newest one: [B, N, H].
 
-    states  [B, N, H] each: H^0 … H^L of the target, the last after the final norm
+    states  [B, N, H] each: H^0 … H^L of the target, the last after the final norm; in the target's type,
+            which on a GPU is the one that it is stored in, while the module trains in float32
     levels  the layers passed at depth 1, 2, … n (:func:`depths`)
     fill    [B], as for :func:`visibility`
     """
     batch, rows, _ = states[0].shape
     positions = torch.arange(rows, device=fill.device)[None].expand(batch, -1)
-    newest = module.newest(states[0])
-    blocks = [module.feature(states[0], states[level // 2], states[level]) if level else newest
+    dtype = module.lm_head.weight.dtype
+    used = {level: states[level].to(dtype) for level in {0, *levels, *(level // 2 for level in levels)}}
+    newest = module.newest(used[0])
+    blocks = [module.feature(used[0], used[level // 2], used[level]) if level else newest
               for level in reversed(levels)]
     context = module.keys_values(torch.cat(blocks, dim=1), positions.repeat(1, len(levels)))
     out: Tensor = module(newest, positions, context, visibility(rows, len(levels), fill))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from flowspec_edge.cli.main import main
-from flowspec_edge.fleet import checkup_run
+from flowspec_edge.fleet import checkup_gpu, checkup_run
 from flowspec_edge.fleet.checkup import Finding
+from flowspec_edge.fleet.checkup_gpu import Check, GpuReport
 
 
 @pytest.fixture
@@ -59,3 +61,36 @@ def test_fixing_is_told_only_when_it_was_asked_for(quick: list[Finding], monkeyp
     assert "NTP is off; done: true, and it is as before" in " ".join(capsys.readouterr().out.split())
     assert main(["doctor", "--json"]) == 0
     assert "fixed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("state", ["ok", "failed"])
+def test_the_report_on_a_gpu(state: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+                             ) -> None:
+    """As a table and as JSON; tests/fleet makes a real one."""
+    checks = [Check("products", "fp16", "ok", "", 4e-4), Check("products", "nf4", "skipped", "not [here]"),
+              Check("tokens", "fp16 flowspec_plus T=1", "failed" if state == "failed" else "ok", "96 tokens")]
+    monkeypatch.setattr(checkup_gpu, "check_gpu",
+                        lambda model, device, report: GpuReport(device, "Orin", (8, 7), checks))
+    code = int(state == "failed")
+    assert main(["doctor", "--gpu"]) == code
+    out = capsys.readouterr().out
+    assert "Orin, compute capability 8.7" in out
+    assert "not [here]" in out
+    assert ("1 of 3 checks failed on cuda" in out) == (state == "failed")
+    assert main(["doctor", "--gpu", "--device", "cuda:1", "--json"]) == code
+    told = json.loads(capsys.readouterr().out)
+    assert (told["ok"], told["device"], told["compute_capability"]) == (state == "ok", "cuda:1", [8, 7])
+    assert told["checks"][0] == {"group": "products", "name": "fp16", "state": "ok", "found": "",
+                                 "error": 4e-4}
+
+
+def test_without_a_gpu_there_is_nothing_to_test(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["doctor", "--gpu"] + (["--device", "cuda:99"] if torch.cuda.is_available() else [])
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "no cuda" in err
+    assert main(["doctor", "--gpu", "--fix"]) == 2
+    assert "on each board" in capsys.readouterr().err
+    assert main(["doctor", "--device", "cpu"]) == 2
+    assert "--device goes with --gpu" in capsys.readouterr().err

@@ -111,6 +111,8 @@ def failed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
 @pytest.mark.parametrize(("changes", "says"), [
     ({"model": "nowhere"}, "no model 'nowhere'"),
     ({"strategy": "magic"}, "no strategy 'magic'"),
+    ({"device": "gpu"}, "no torch device 'gpu': use cpu, cuda"),
+    ({"device": "cuda:99"}, "no cuda:99 here: "),
     ({"host": "0.0.0.0"}, "others can reach 0.0.0.0"),
     ({"api_key_file": "/nowhere"}, "cannot read the API key /nowhere: No such file"),
     ({"api_key_file": "/dev/null"}, "/dev/null must hold an API key"),

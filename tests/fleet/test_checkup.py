@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from flowspec_edge.fleet.checkup import Finding, check_system, check_time
-from flowspec_edge.fleet.checkup_compute import Libraries, check_compute, check_gpu
+from flowspec_edge.fleet.checkup_compute import Libraries, check_compute, check_gpu, check_kernels
+from flowspec_edge.fleet.kernel_trial import Trial
 
 ORIN = {
     "proc/device-tree/model": "NVIDIA Jetson Orin Nano Developer Kit\0",
@@ -135,7 +136,8 @@ def test_a_library_that_ends_the_process_is_a_warning(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path.cwd()}")
     four = {finding.check: finding for finding in check_compute(jetson=False)}["4 bits"]
     assert (four.state, "int4 works; nf4 does not" in four.found) == ("warning", True), four
-    assert "COMPUTE_CAPABILITY=87" in four.advice
+    assert four.advice == ("shard models in int4, which needs no bitsandbytes, or install bitsandbytes 0.49 "
+                           "or newer")
 
 
 def test_a_library_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,3 +157,32 @@ def test_what_torch_says_of_a_gpu(built_for: str | None, gpu: str | None, jetson
                                   ) -> None:
     finding = check_gpu(Libraries("2.7.0", "5.0.0", True, built_for, gpu), jetson)
     assert (finding.state, finding.found, bool(finding.advice)) == (state, says, state == "failed")
+
+
+ORIN_GPU, THOR_GPU = (8, 7), (11, 0)
+
+
+@pytest.mark.parametrize(("works", "capability", "state", "advice"), [
+    (("int4", "nf4"), ORIN_GPU, "ok", ""),
+    (("int4",), ORIN_GPU, "warning", "shard models in int4, which needs no bitsandbytes"),
+    (("nf4",), ORIN_GPU, "warning", "shard models in fp16: on this GPU bitsandbytes expands the whole"),
+    ((), ORIN_GPU, "warning", "shard models in fp16"),
+    (("nf4",), THOR_GPU, "warning", "shard models in nf4"),
+    (("int4",), THOR_GPU, "warning", "shard models in int4, which needs no bitsandbytes, or build"),
+    ((), THOR_GPU, "warning", "shard models in fp16, or build bitsandbytes for this GPU: cmake"),
+    (("nf4",), None, "warning", "shard models in nf4"),
+])
+def test_the_4_bit_kind_that_is_advised(works: tuple[str, ...], capability: tuple[int, int] | None,
+                                        state: str, advice: str) -> None:
+    """Never nf4 for an Orin."""
+    trials = [Trial("fp16", True, "", 1e-4),
+              *(Trial(kind, kind in works, "" if kind in works else "no kernel image")
+                for kind in ("int4", "nf4"))]
+    product, four = check_kernels(trials, capability)
+    assert (product.state, four.state) == ("ok", state)
+    assert four.advice.startswith(advice)
+    assert bool(four.advice) == bool(advice)
+    assert all(f"{kind} works" in four.found or four.state == "ok" for kind in works)
+    if capability == ORIN_GPU:
+        assert "in nf4" not in four.advice
+        assert "build" not in four.advice

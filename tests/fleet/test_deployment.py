@@ -9,8 +9,10 @@ from plankit import profile
 from shardkit import cut
 from tiny_dir import tiny_model_dir
 
-from flowspec_edge.config import load_profile
+from flowspec_edge.config import Conditions, load_profile
 from flowspec_edge.errors import UsageError
+from flowspec_edge.fleet.checkup import Finding
+from flowspec_edge.fleet.checkup_model import judge_draft_device
 from flowspec_edge.fleet.deployment import Deployment, resolve_deployment
 from flowspec_edge.fleet.inventory import load_inventory
 from flowspec_edge.fleet.measure_toml import render
@@ -90,7 +92,7 @@ def test_nothing_said_and_nothing_known(home: Path) -> None:
     assert shown(found) == ("a", [("b", 0, 3), ("c", 3, 6)], [])
     assert found.notes[0].startswith("no profile with [memory] for a, b, c: whether the model fits there is")
     assert "boards count as alike" in found.notes[0]
-    assert not decide(home, MODEL, "a fast", "b fast", "c slow").notes
+    assert not any("no profile" in note for note in decide(home, MODEL, "a fast", "b fast", "c slow").notes)
     assert "for b, c:" in decide(home, MODEL, "a fast", "b", "c mute").notes[0]
 
 
@@ -150,3 +152,33 @@ def test_what_does_not_go_together(home: Path, cluster: str, boards: tuple[str, 
 def test_what_does_not_fit(home: Path, cluster: str, boards: tuple[str, ...], fault: str) -> None:
     with pytest.raises(DoesNotFit, match=fault):
         decide(home, cluster, *boards)
+
+
+def test_a_draft_device_that_stages_would_wait_for(home: Path) -> None:
+    """Profiles: a pass 10 ms, lm_head 4 ms, a layer 6 ms; so 14 ms a turn against 12 or 18 ms."""
+    keeps_up = decide(home, MODEL, "a draft slow", "b verify slow", "c verify slow")
+    assert keeps_up.turn is not None
+    assert keeps_up.turn.seconds == pytest.approx(0.014)
+    assert keeps_up.turn.slot == pytest.approx(0.018)
+    assert keeps_up.notes == ()
+    assert judge_draft_device(keeps_up) == ("a", Finding(
+        "draft device", "ok", "14 ms a turn, the slowest stage 18 ms, by their profiles"))
+    late = decide(home, MODEL, "a draft slow", "b verify slow", "c verify slow", "d verify slow")
+    assert late.notes == (
+        "the draft device a is the bottleneck: lm_head, sampling and bookkeeping (4 ms) and one draft pass "
+        "(10 ms) take 14 ms a turn, the slowest stage 12 ms; let it compute on its GPU (torch_device), or a "
+        "faster board draft",)
+    name, finding = judge_draft_device(late) or ("", Finding("", "ok", ""))
+    assert (name, finding.state, "torch_device" in finding.advice) == ("a", "warning", True)
+    assert decide(home, MODEL, "a draft", "b verify slow").turn is None
+    assert decide(home, 'model = "cut"', "a slow", "b slow", "c slow", "d slow").turn is None
+
+
+def test_a_profile_of_another_device_is_noted(home: Path) -> None:
+    gpu = profile(name="gpu", layers=6, hidden_width=32).model_copy(
+        update={"conditions": Conditions(device="cuda: Orin")})
+    (home / "gpu.toml").write_text(render(gpu))
+    told = [note for note in decide(home, MODEL, "a gpu", "b gpu").notes if "torch_device is 'cpu'" in note]
+    assert [note.partition(":")[0] for note in told] == ["a", "b"]
+    on_gpu = decide(home, f'{MODEL}\ntorch_device = "cuda:1"', "a gpu", "b gpu")
+    assert not any("torch_device is" in note for note in on_gpu.notes)

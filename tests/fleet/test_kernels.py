@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from quantkit import DEVICES
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet import kernel_trial
-from flowspec_edge.fleet.kernel_trial import KINDS, Trial, Wish, attempt, try_kinds
+from flowspec_edge.fleet.kernel_trial import KINDS, Trial, Wish, advisable, attempt, computed_in, try_kinds
 from flowspec_edge.fleet.kernels import KernelReport, KindResult, measure_kernels
 from flowspec_edge.stage import quant_grouped
 from flowspec_edge.stage.quant import KINDS as QUANTISED
@@ -93,6 +94,43 @@ def test_what_a_kernel_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> N
     assert try_kinds(wish("fp32")) == [Trial("fp32", False, "no answer in 0 s")]
 
 
+@pytest.mark.parametrize(("kind", "dtype", "device", "rounds_to"), [
+    ("int4", "bf16", "cpu", torch.bfloat16), ("int4", "fp16", "cpu", torch.float16),
+    ("int4", "fp32", "cpu", torch.float32), ("fp16", "bf16", "cpu", torch.float16),
+    ("nf4", "fp16", "cpu", torch.float16)])
+def test_the_type_that_a_product_rounds_to(kind: str, dtype: str, device: str, rounds_to: torch.dtype
+                                          ) -> None:
+    assert computed_in(kind, dtype, torch.device(device)) == rounds_to
+
+
+def test_on_a_gpu_int4_is_allowed_the_rounding_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel converts fp16 activations to bf16 and rounds its result to bf16.  The same done here,
+    with the trial's own numbers, is further from float64 than fp16's rounding explains, and within what is
+    allowed."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 7))
+    assert computed_in("int4", "fp16", torch.device("cuda")) == torch.bfloat16
+
+    class InBf16(torch.nn.Module):
+        def __init__(self, linear: torch.nn.Module) -> None:
+            super().__init__()
+            self.linear = linear
+
+        def fill(self, stored: dict[str, torch.Tensor]) -> None:
+            self.linear.fill(stored)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.as_tensor(self.linear(x.bfloat16())).to(x.dtype)
+
+    ordinary = quant_grouped.GroupedScheme.linear
+    monkeypatch.setattr(quant_grouped.GroupedScheme, "linear",
+                        lambda self, rows, columns, bias, dtype, device: InBf16(
+                            ordinary(self, rows, columns, bias, torch.bfloat16, device)))
+    asked = Wish(("int4",), "cpu", (1024, 1024), (1, 16), "fp16")
+    error = kernel_trial._error("int4", asked)
+    assert 2**-9 < error < 2**-7  # of bf16: half a unit in the last place is 2**-9
+    assert kernel_trial.TOLERANCE[torch.bfloat16] == 2**-6
+
+
 def report(device: str = "cpu", **ms: dict[int, float]) -> KernelReport:
     kinds = {kind: KindResult(Trial(kind, True, "", 1e-3), times, 1000) if times
              else KindResult(Trial(kind, False, "broken"), {}, 0) for kind, times in ms.items()}
@@ -105,6 +143,18 @@ def test_the_fastest_is_judged_at_16_rows() -> None:
     assert (found.fastest, found.judged_at) == ("nf4", 16)
     assert report(int4={1: 1.0, 8: 3.0, 64: 1.0}, nf4={1: 1.0, 8: 2.0, 64: 9.0}).fastest == "nf4"
     assert report(bf16={16: 1.0}, int4={}, nf4={}, fp4={}).fastest is None
+
+
+def test_nf4_is_not_advised_for_an_orin() -> None:
+    """bitsandbytes expands the whole matrix there, whatever these times say of one product."""
+    times = {"bf16": {16: 0.5}, "int4": {16: 3.0}, "nf4": {16: 2.0}, "fp4": {}}
+    orin = replace(report("cuda", **times), capability=(8, 7))
+    assert (orin.fastest, orin.unadvised) == ("int4", ["nf4"])
+    assert replace(report("cuda", **{**times, "int4": {}}), capability=(8, 7)).fastest is None
+    other = replace(report("cuda", **times), capability=(11, 0))
+    assert (other.fastest, other.unadvised) == ("nf4", [])
+    assert orin.as_json()["compute_capability"] == [8, 7]
+    assert advisable("nf4", None)
 
 
 def test_the_file() -> None:

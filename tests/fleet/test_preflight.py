@@ -118,7 +118,8 @@ def test_a_python_that_is_none(boards: sshkit.Boards) -> None:
 def facts(boards: sshkit.Boards) -> dict[str, Any]:
     """What a board says, as if systemd had started it and its Python had torch."""
     found = ask(changed(boards, BARE), boards.inventory.device[1], [7702])
-    return found | {"systemd": {"version": 252, "runs": True}, "torch": {"version": "2.6.0+cpu", "why": ""}}
+    return found | {"systemd": {"version": 252, "runs": True},
+                    "torch": {"version": "2.6.0+cpu", "cuda": None, "why": ""}}
 
 
 @sshkit.needs_boards
@@ -132,7 +133,6 @@ def facts(boards: sshkit.Boards) -> dict[str, Any]:
     ({"torch": {"version": "", "why": "OSError: libcudart.so.12"}}, "torch", "libcudart"),
     ({"systemd": {"version": 245, "runs": True}}, "systemd", "version 245"),
     ({"l4t": "# R35 (release), REVISION: 4.1, GCID: 1"}, "board", "L4T 35.4.1, whose Python is older"),
-    ({"l4t": "# R36 (release), REVISION: 4.3, GCID: 1"}, "", ""),
     ({"memory": {"total": 8 * 10**9, "available": 10**9, "held": 2 * 10**9}}, "", ""),
     ({"memory": {"total": 8 * 10**9, "available": 10**9, "held": 10**9}}, "memory",
      "2.50 GB are needed, 2.00 GB of 8.00 GB are available, with the 1.00 GB of the service that runs"),
@@ -148,12 +148,57 @@ def test_judging(facts: dict[str, Any], change: dict[str, Any], check: str, foun
     assert all(found in problem.found and problem.advice for problem in problems)
 
 
-def test_one_disk_has_to_take_all() -> None:
+R36 = "# R36 (release), REVISION: 4.3, GCID: 1"
+
+
+def plain_facts(**changes: Any) -> dict[str, Any]:
+    """A board with nothing in the way."""
     one = {"device": 1, "free": 5, "writable": True}
-    facts = {"python": [3, 10, 1], "l4t": "", "sudo": "", "torch": {"version": "2.6"}, "ahead": 0.0,
-             "within": 0.0, "systemd": {"version": 250, "runs": True},
-             "memory": {"total": 9, "available": 9, "held": 0}, "ports": {},
-             "disks": {"/opt/flowspec": one, "/var/lib/flowspec": one}}
+    return {"python": [3, 10, 1], "l4t": "", "sudo": "", "ahead": 0.0, "within": 0.0, "ports": {},
+            "torch": {"version": "2.6.0", "cuda": None, "why": ""}, "systemd": {"version": 250, "runs": True},
+            "memory": {"total": 9, "available": 9, "held": 0},
+            "disks": {"/opt/flowspec": one, "/var/lib/flowspec": one}, **changes}
+
+
+def with_gpu(capability: list[int] | None) -> dict[str, Any]:
+    return {"version": "2.6.0", "cuda": capability, "why": ""}
+
+
+@pytest.mark.parametrize(("l4t", "capability", "torch_device", "found", "note"), [
+    (R36, [8, 7], "cuda", "", False),
+    (R36, None, "cuda", "2.6.0 sees no CUDA GPU, and torch_device is 'cuda'", False),
+    ("", None, "cuda:1", "2.6.0 sees no CUDA GPU, and torch_device is 'cuda:1'", False),
+    (R36, [8, 7], "cpu", "this Jetson computes on its CPU", True),
+    ("", None, "cpu", "", False)])
+def test_the_torch_device_is_there(l4t: str, capability: list[int] | None, torch_device: str, found: str,
+                                   note: bool) -> None:
+    facts = plain_facts(l4t=l4t, torch=with_gpu(capability))
+    problems = judge("b", Needs(), facts, BARE, torch_device)
+    assert [(p.check, found in p.found, p.note) for p in problems] == (
+        [("torch", True, note)] if found else [])
+    assert all("torch_device = " in problem.advice for problem in problems)
+
+
+def test_nf4_is_noted_for_an_orin() -> None:
+    """There bitsandbytes' product of a segment's rows is slower than one with fp16 weights."""
+    orin, thor = (plain_facts(l4t=R36, torch=with_gpu(capability)) for capability in ([8, 7], [11, 0]))
+    (note,) = judge("b", Needs(dtype="nf4"), orin, BARE, "cuda")
+    assert (note.check, note.note, "int4" in note.advice) == ("torch", True, True)
+    assert judge("b", Needs(dtype="int4"), orin, BARE, "cuda") == []
+    assert judge("b", Needs(dtype="nf4"), thor, BARE, "cuda") == []
+
+
+def test_the_probe_tells_what_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    assert preflight_probe.torch() == {"version": torch.__version__, "why": "",
+                                       "cuda": [*torch.cuda.get_device_capability()]
+                                       if torch.cuda.is_available() else None}
+
+
+def test_one_disk_has_to_take_all() -> None:
+    facts = plain_facts()
+    one = facts["disks"]["/opt/flowspec"]
     assert judge("b", Needs(2, 3), facts, BARE) == []
     (full,) = judge("b", Needs(3, 3), facts, BARE)
     assert full.found.startswith("/opt/flowspec and /var/lib/flowspec need ")

@@ -123,6 +123,7 @@ def test_the_files_load_and_make_a_ring(given: Given) -> None:
         assert len(parse_public(stage.next_key)) == 40
         assert f":{given.cluster['data_port']}" in stage.listen
         assert stage.device == (given.devices[i] or "cpu")
+    assert d0.device == (given.devices[0] or "cpu")
     assert {config.model for config in (d0, *stages)} == {places.model_dir(given.request)}
     assert {config.key_file for config in (d0, *stages)} == {places.KEY}
     assert {config.dtype for config in (d0, *stages)} == {given.dtype}
@@ -155,6 +156,7 @@ CHANGES: dict[str, Callable[[Given], Given]] = {
     "the strategy": lambda g: replace(g, cluster={**g.cluster, "strategy": "pruned_pp"}),
     "an address": lambda g: replace(g, first=g.first + 1),
     "torch's device": lambda g: replace(g, devices=(g.devices[0], "cuda:1", *g.devices[2:])),
+    "the draft device's torch device": lambda g: replace(g, devices=("cuda:1", *g.devices[1:])),
     "a key": lambda g: replace(g, keys=(*g.keys[:-1], "0" * 40)),
     "a layer": lambda g: replace(g, lengths=(g.lengths[0] + 1, *g.lengths[1:])),
     "a board": lambda g: replace(g, lengths=(*g.lengths, 1), devices=(*g.devices, ""),

@@ -67,8 +67,10 @@ def test_where_layers_would_lie() -> None:
     missing = {"version": None, "cuda": False, "error": ""}
     for_cpu = {"version": "2.13.0", "cuda": False, "error": ""}
     assert told(torch=missing).torch_device == "cuda"
-    assert told(torch=for_cpu).torch_device == "cpu"
-    assert told(torch=missing, gpu=False, files={**JETSON, "etc/nv_tegra_release": ""}).torch_device == "cpu"
+    bare = {**JETSON, "etc/nv_tegra_release": ""}
+    assert told(torch=for_cpu).torch_device == "cuda"  # a Jetson: the wrong torch is a finding, not a choice
+    assert told(torch=for_cpu, files=bare).torch_device == "cpu"
+    assert told(torch=missing, gpu=False, files=bare).torch_device == "cpu"
 
 
 def test_the_probe_reads_this_machine() -> None:
@@ -190,7 +192,10 @@ def test_roles_and_why(found: list[Found], roles: list[str], says: str, tmp_path
 def test_what_needs_a_decision_is_in_the_comments() -> None:
     text = render([told("a", python="3.8.10", interface="",
                         torch={"version": None, "cuda": False, "error": "no libcudart"}),
-                   told("b", torch={"version": None, "cuda": False, "error": ""})], "lab", "x.toml")
+                   told("b", torch={"version": None, "cuda": False, "error": ""}),
+                   told("c", torch={"version": "2.9.0", "cuda": False, "error": ""})], "lab", "x.toml")
     for line in ("→ this Python is too old", "→ import torch fails: no libcudart", "→ no interface of it has",
-                 "# power mode 25W of MAXN, 25W", "no torch yet: on a Jetson", "deploy up --cluster x.toml"):
+                 "# power mode 25W of MAXN, 25W", 'torch_device = "cuda"',
+                 "→ this torch cannot use the GPU: install the one for this JetPack",
+                 "no torch yet: on a Jetson", "deploy up --cluster x.toml"):
         assert line in text

@@ -77,3 +77,12 @@ def test_the_units_name_the_places_that_deploy_fills() -> None:
     kept = [[line for line in unit.splitlines() if "=" in line and not line.startswith(("#", *shared))]
             for unit in (draft, verify)]
     assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("name", [places.DRAFT_UNIT, places.VERIFY_UNIT])
+def test_the_gpu_is_within_reach(name: str) -> None:
+    """Of the draft device, too: nothing that hides /dev, filters devices, or forbids what CUDA does."""
+    keys = {line.partition("=")[0] for line in (UNITS / name).read_text().splitlines() if "=" in line}
+    assert not keys & {"PrivateDevices", "DevicePolicy", "DeviceAllow", "ProtectClock",
+                       "MemoryDenyWriteExecute", "ProtectKernelTunables", "SupplementaryGroups", "ProcSubset"}
+    assert "CUDA_CACHE_PATH" in (UNITS / name).read_text()

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.training.loop import Run, micro_batches, train, windows
+from flowspec_edge.training import loop
+from flowspec_edge.training.loop import Run, compiled, micro_batches, train, windows
 from flowspec_edge.training.optim import Optimiser, orthogonalise
 
 
@@ -91,3 +92,16 @@ def test_a_foreign_checkpoint_is_named(tmp_path):
     path.write_bytes(b"junk")
     with pytest.raises(FlowspecError, match=r"run\.pt is not a checkpoint of this recipe; delete it"):
         train(make_run(path, 3))
+
+
+@pytest.mark.parametrize(("kind", "compiler", "triton", "compiles"), [
+    ("cpu", True, False, True), ("cpu", False, True, False), ("cuda", True, False, False),
+    ("cuda", False, True, True)])
+def test_only_what_can_be_built_is_compiled(monkeypatch, kind, compiler, triton, compiles):
+    """A GPU's kernels are built by Triton, a CPU's by g++."""
+    monkeypatch.setattr(loop, "device", lambda: torch.device(kind))
+    monkeypatch.setattr(loop.shutil, "which", lambda name: "/usr/bin/g++" if compiler else None)
+    monkeypatch.setattr(loop.importlib.util, "find_spec", lambda name: object() if triton else None)
+    monkeypatch.setattr(torch, "compile", lambda function: "compiled")
+    assert (compiled(len, True) == "compiled") == compiles
+    assert compiled(len, False) is len

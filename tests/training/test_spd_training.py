@@ -1,5 +1,6 @@
 """SPD's training: its mask as appendix A states it, and its forward as the drafter computes it."""
 
+import copy
 import json
 import os
 import signal
@@ -19,13 +20,16 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Payload, Tap
 from flowspec_edge.modeldir import resolve_model
 from flowspec_edge.training.heads import greedy_text
+from flowspec_edge.training.loop import Pace
 from flowspec_edge.training.spd import (
     STAGES,
+    SpdRecipe,
     agreement,
     depths,
     new_module,
     simulated_fill,
     speculate,
+    train_module,
     visibility,
 )
 from flowspec_edge.training.spd_part import train_spd
@@ -141,6 +145,24 @@ def test_agreement_is_what_a_drafter_would_have_got_right(target, module):
         hits = [drafted(target, module, text, row, stages, stages).argmax() == best[row]
                 for row in range(6, 16)]
         assert got[stages] == pytest.approx(np.mean(hits))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_target_in_16_bits_trains_a_module_in_32(target, tmp_path, dtype):
+    """On a GPU targets stay as they are stored.  To the report and the checkpoint, and as good as beside the
+    same weights and states in float32."""
+    rounded = copy.deepcopy(target).to(dtype)
+    text = torch.randint(0, V, (400,), generator=torch.Generator().manual_seed(6))
+    recipe = SpdRecipe(steps=2, layers=1, window=16, tokens_per_step=64, micro_batch=32)
+    trained = train_module(recipe, rounded, text, text, tmp_path, 0, Pace(compile=False))
+    assert {parameter.dtype for parameter in trained.parameters()} == {torch.float32}
+    rows = text[None, :24]
+    with torch.no_grad():
+        states = rounded.model(input_ids=rows, output_hidden_states=True).hidden_states
+        assert states[0].dtype == dtype
+        args = depths(LAYERS, 4), torch.tensor([3])
+        assert torch.equal(speculate(trained, states, *args),
+                           speculate(trained, [state.float() for state in states], *args))
 
 
 def test_a_new_module_starts_from_the_targets_head(target):

@@ -1,0 +1,158 @@
+"""The report on a GPU: run on every device that is there, on wrong results, and its judgement of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quantkit import DEVICES
+from tiny_dir import tiny_model_dir
+
+from flowspec_edge import sampler
+from flowspec_edge.errors import UsageError
+from flowspec_edge.fleet import operation_trial, token_trial
+from flowspec_edge.fleet.checkup_gpu import ROWS, Check, GpuReport, _products, check_gpu
+from flowspec_edge.fleet.kernel_trial import Trial
+from flowspec_edge.fleet.operation_trial import operations
+from flowspec_edge.fleet.token_trial import judge, token_kinds
+from flowspec_edge.modeldir import resolve_model
+from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.sampling import Sampling, gumbel, log_probs
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=4, hidden=32)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_all_is_right_here(model: Path, device: str) -> None:
+    """In real processes; fp32 alone, since a random model's logits nearly tie all the time."""
+    found = check_gpu(resolve_model(model), device, ["fp32"], new_tokens=6)
+    assert {check.name: check.found for check in found.checks if check.state == "failed"} == {}
+    assert found.ok
+    assert [check.name for check in found.checks if check.group == "operations"] == list(operations(device))
+    assert {check.found for check in found.checks if check.group == "tokens"} == {"12 tokens, the same"}
+    told = found.as_json()
+    assert told["ok"] is True
+    assert [check["name"] for check in told["checks"] if check["group"] == "tokens"] == list(
+        token_kinds(["fp32"]))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_demonstration_model_in_every_type(device: str) -> None:
+    """What the command runs."""
+    assert check_gpu(resolve_model("demo"), device).ok
+
+
+@pytest.mark.parametrize(("name", "function", "wrong"), [
+    ("rms_norm fp16", "rms_norm", lambda x, *rest: x),
+    ("sdpa fp32", "scaled_dot_product_attention", lambda q, k, v, attn_mask: v[:, :, :1].expand_as(q)),
+    ("embedding", "embedding", lambda tokens, table: table[tokens.flip(0)])])
+def test_a_wrong_result_is_found(name: str, function: str, wrong: object, monkeypatch: pytest.MonkeyPatch
+                                 ) -> None:
+    device = torch.device("cpu")
+    assert operation_trial.attempt(name, device).works
+    monkeypatch.setattr(operation_trial.F, function, wrong)
+    found = operation_trial.attempt(name, device)
+    assert not found.works
+    assert "wrong" in found.why
+
+
+@pytest.mark.parametrize(("name", "function"), [("noise", "device_words"), ("sampling", "choose")])
+def test_noise_and_tokens_of_another_seed_are_found(name: str, function: str, monkeypatch: pytest.MonkeyPatch
+                                                    ) -> None:
+    device, ordinary = torch.device("cpu"), getattr(sampler, function)
+    assert operation_trial.attempt(name, device) == Trial(name, True, "", 0.0)
+
+    def other(first: object, positions: object, last: object) -> object:
+        if name == "noise":
+            return ordinary(8, positions, last)
+        assert isinstance(last, Sampling)
+        return ordinary(first, positions, replace(last, seed=8))
+
+    monkeypatch.setattr(sampler, function, other)
+    found = operation_trial.attempt(name, device)
+    assert not found.works
+    assert "values are wrong" in found.why
+
+
+def test_what_a_kernel_raises_is_found() -> None:
+    """On a build without CUDA, its own machinery does not work."""
+    found = operation_trial.attempt("index_copy", torch.device("meta"))
+    assert (found.works, bool(found.why)) == (False, True)
+    if not torch.cuda.is_available():
+        assert not operation_trial.attempt("pinned copies", torch.device("cuda")).works
+
+
+def plain(model: Path, prompt: list[int], sampling: Sampling) -> list[int]:
+    return PlainDecoder(model).generate(prompt, 12, sampling)[0]
+
+
+@pytest.mark.parametrize("name", token_trial.SAMPLINGS)
+def test_a_wrong_token_is_found(model: Path, name: str) -> None:
+    """Against transformers' own decoding, to the token."""
+    sampling, prompt = token_trial.SAMPLINGS[name], [5, 17, 42]
+    tokens = plain(model, prompt, sampling)
+
+    def judged(text: list[int]) -> tuple[list[int], int | None]:
+        logits = token_trial._logits(model, "fp32", [*prompt, *text])[len(prompt) - 1 : -1]
+        return judge(logits, len(prompt) - 1, text, sampling, 1e-4)
+
+    assert judged(tokens) == (tokens, None)
+    changed = [*tokens[:7], (tokens[7] + 1) % 61, *tokens[8:]]
+    assert judged(changed)[1] == 7
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32 - 1), st.floats(0, 1), st.sampled_from(
+    [Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_k=4, seed=4)]))
+def test_near_ties(seed: int, near: float, sampling: Sampling) -> None:
+    """Every token of a row, by the definition: how far its score is behind the best, within the kept ones."""
+    logits = np.random.default_rng(seed).standard_normal((1, 9)).astype(np.float32)
+    slack, position = near * float(logits.std()), 11
+    for token in range(9):
+        raised = logits.astype(np.float64).copy()
+        raised[0, token] += slack
+        if sampling.greedy:
+            behind = float(np.delete(logits, token).max() - raised[0, token])
+        else:
+            scores = log_probs(raised, sampling)[0] + gumbel(sampling.seed, position + 1, 9)
+            behind = float(np.delete(scores, token).max() - scores[token])
+        if abs(behind) < 1e-5:
+            continue
+        firsts, wrong = judge(logits, position, [token], sampling, near)
+        assert (wrong is None) == (behind < 0 or firsts == [token])
+
+
+def test_a_model_that_is_not_there_fails_the_trial(tmp_path: Path) -> None:
+    found = token_trial.attempt("fp32 autoregressive greedy", tmp_path / "none", "cpu", [[1]], 2)
+    assert (found.works, bool(found.why)) == (False, True)
+
+
+def test_nf4_on_an_orin_is_not_advised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials as a board's would be: they work, and still models should not be sharded so for it."""
+    monkeypatch.setattr("flowspec_edge.fleet.checkup_gpu.try_kinds",
+                        lambda wish: [Trial(kind, wish.rows == ROWS, "", 1e-3) for kind in wish.kinds])
+    checks = {check.name: check for check in _products("cuda", (8, 7))}
+    assert {check.state for check in checks.values()} <= {"ok", "skipped"}
+    nf4 = next(check for name, check in checks.items() if name.startswith("nf4"))
+    assert "shard in int4" in nf4.found or nf4.state == "skipped"
+    assert checks["int4, bf16 activations"].found == ""
+
+
+def test_one_failure_fails_the_report() -> None:
+    right, wrong, none = (Check("operations", "x", state) for state in ("ok", "failed", "skipped"))
+    assert GpuReport("cuda", "Orin", (8, 7), [right, none]).ok
+    assert not GpuReport("cuda", "Orin", (8, 7), [right, wrong]).ok
+
+
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(UsageError, match="no cuda:99 here: "):
+        check_gpu(resolve_model("demo"), "cuda:99")
