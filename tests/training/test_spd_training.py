@@ -107,7 +107,7 @@ def drafted(target, module, text, newest, stages, fill):
         drafter.tap(Tap(0, 0, 0, layer, np.arange(finished, dtype=np.int32),
                         Payload("float32", states[layer][:finished])))
     if finished:
-        drafter.commit(tokens[1 : finished + 1], Payload("float32", states[LAYERS][:finished]),
+        drafter.commit(tokens[1 : finished + 1], torch.from_numpy(states[LAYERS][:finished]),
                        range(finished))
     for row in range(finished, newest):
         reached = depths(LAYERS, stages)[newest - row - 1]
