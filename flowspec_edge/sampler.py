@@ -31,7 +31,7 @@ _CLOSE_MASS = 1e-4  # sums in float32 are better than that,
 _CLOSE_SUM = 1e-9   # and these are sums in float64
 _NUCLEUS_ROUNDS = 8  # 1.3 on average
 _EXCLUDED = -1e30  # added to a score
-_CPU_VALUES = 320_000  # of a chunk of rows that stays in a core's cache
+_CPU_VALUES = 200_000  # of a chunk of rows that stays in a core's cache
 _WIDE = 1 << 32
 
 
@@ -208,21 +208,23 @@ def _of_top_p(logits: Tensor, positions: NDArray[np.integer], sampling: Sampling
 
 def _of_nucleus(logits: Tensor, positions: NDArray[np.integer], sampling: Sampling) -> NDArray[np.int64]:
     noisy = _noisy(logits, positions, sampling)
-    p = _weights(logits, sampling.temperature)[0]
+    p = _weights(logits, sampling.temperature)
     total = p.sum(-1, keepdim=True)
     drawn, left = np.full(len(p), -1, np.int64), np.ones(len(p), bool)
     for _ in range(_NUCLEUS_ROUNDS):
         values, ids = _largest(noisy, min(2, p.shape[-1]))
         own = p.gather(1, ids[:, :1])
         # In float32 tokens may be equal that are not, so the mass ahead of one lies between two sums.
-        most = _mass_above(p, own.nextafter(torch.zeros_like(own))) - own
-        block = _fetched([_packed(ids[:, :1], values[:, :1], values[:, -1:], most / total)])
+        p = _above(p, own.nextafter(torch.zeros_like(own)))
+        most = (p.sum(-1, keepdim=True) - own) / total
+        block = _fetched([_packed(ids[:, :1], values[:, :1], values[:, -1:], most)])
         left &= _ahead(block[:, 1], block[:, 2]) | (p.shape[-1] == 1)
         kept = left & (block[:, 3] < sampling.top_p - _CLOSE_MASS)
         drawn[kept] = block[kept, 0].astype(np.int64)
         left &= ~kept
         if left.any():
-            left &= _fetched([_mass_above(p, own) / total])[:, 0] > sampling.top_p + _CLOSE_MASS
+            p = _above(p, own)
+            left &= _fetched([p.sum(-1, keepdim=True) / total])[:, 0] > sampling.top_p + _CLOSE_MASS
         if not left.any():
             break
         # Whatever is not ahead of it goes, the token itself included.  (Comparing tensors is slow on a CPU.)
@@ -231,22 +233,25 @@ def _of_nucleus(logits: Tensor, positions: NDArray[np.integer], sampling: Sampli
     return drawn
 
 
-def _weights(x: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """exp(x / T) of each row over its largest, and log of that: [n, V] and [n, 1].
+def _weights(x: Tensor, temperature: float) -> Tensor:
+    """exp(x / T) of each row over its largest: [n, V].
 
     What is e^80 times smaller counts as that: results that are no normal float32 take many times as long.
     """
-    top = x.amax(-1, keepdim=True)
-    below = x - top if temperature == 1.0 else (x - top).mul_(1 / temperature)
-    return below.clamp_(min=-80.0).exp_(), top / temperature
+    below = x - x.amax(-1, keepdim=True)
+    if temperature != 1.0:
+        below.mul_(1 / temperature)
+    return below.clamp_(min=-80.0).exp_()
 
 
-def _mass_above(p: Tensor, floor: Tensor) -> Tensor:
-    """The sum of each row's values above ``floor`` [n, 1]: [n, 1]."""
-    if p.device.type == "cpu":  # where comparing tensors takes seven times as long
-        rows = zip(p, floor.flatten().tolist(), strict=True)
-        return torch.stack([F.threshold(row, limit, 0.0).sum() for row, limit in rows])[:, None]
-    return torch.where(p > floor, p, 0.0).sum(-1, keepdim=True)
+def _above(p: Tensor, floor: Tensor) -> Tensor:
+    """``p`` [n, V] with 0 for what is not above ``floor`` [n, 1]; on a CPU in place, and row by row, since
+    comparing tensors takes seven times as long there."""
+    if p.device.type != "cpu":
+        return torch.where(p > floor, p, 0.0)
+    for row, limit in zip(p, floor.flatten().tolist(), strict=True):
+        F.threshold(row, limit, 0.0, inplace=True)
+    return p
 
 
 def _noisy(logits: Tensor, positions: NDArray[np.integer], sampling: Sampling) -> Tensor:
@@ -290,7 +295,8 @@ def _gumbel_at(seed: int, positions: NDArray[np.integer], tokens: NDArray[np.int
 def _chunks(logits: Tensor) -> list[slice]:
     """Rows that are worked on together: on a CPU as many as stay in its cache."""
     n, vocabulary = logits.shape
-    step = max(1, _CPU_VALUES // vocabulary) if logits.device.type == "cpu" else max(n, 1)
+    parts = -(-n * vocabulary // _CPU_VALUES) if logits.device.type == "cpu" else 1
+    step = max(1, -(-n // max(parts, 1)))
     return [slice(lo, lo + step) for lo in range(0, n, step)]
 
 
