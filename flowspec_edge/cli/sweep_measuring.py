@@ -19,6 +19,7 @@ from flowspec_edge.bench.sweep_runner import measure_sweep, params_at, plan_at, 
 from flowspec_edge.cli.bench_options import Measuring, parse_strategies
 from flowspec_edge.cli.measuring import (
     asked_tasks,
+    on_device,
     plain_decoding,
     progress,
     refuse_other,
@@ -125,14 +126,22 @@ def measured(asked: Asked, options: Measuring, sampling: Sampling, params: Param
     if asked.cluster is not None:
         from flowspec_edge.fleet.inventory import load_inventory
 
+        if options.device != "auto":
+            raise UsageError("give --cluster or --device, not both: the cluster file says torch_device")
         inventory = load_inventory(asked.cluster)
-        options = replace(options, stages=len(inventory.verify))
+        options = replace(options, stages=len(inventory.verify), device="cpu")
     for value in asked.values:
         require_runnable(names, model, params_at(params, asked.axis, value), asked.clock,
                          stages_at(options.stages, asked.axis, value))
+    if inventory is None:
+        most = max(stages_at(options.stages, asked.axis, value) for value in asked.values)
+        options = on_device(options, model, most + 1 if asked.clock == "wall" else 1)
     charged = profile if asked.clock == "virtual" or asked.emulated else None
     settings: dict[str, Any] = {**settings_for(options, tasks, model, charged, sampling, params),
                                 "temperature": sampling.temperature}
+    if inventory is not None:  # D0's first
+        boards = (inventory.draft, *inventory.verify)
+        settings["device"] = [inventory.torch_device(board) for board in boards]
     settings = {key: value for key, value in settings.items() if key not in _SET[asked.axis]}
     sweep = _sweep(asked, options, settings, charged.name if charged else None)
     plan = Plan(names, workloads_for(options, tasks, model, sampling, params), [sampling.temperature],
@@ -145,9 +154,10 @@ def measured(asked: Asked, options: Measuring, sampling: Sampling, params: Param
 
     if total := steps(sweep, plans):
         setup = Setup(asked.axis, model, options.stages, profile, options.dtype, inventory,
-                      asked.board_model or str(model.path.resolve()))
+                      asked.board_model or str(model.path.resolve()), options.device)
         with open_points(asked.links, setup) as open_point, progress(total) as advance:
-            measure_sweep(sweep, plans, open_point, plain_decoding(model, options.dtype), advance, save)
+            plain, explains = plain_decoding(model, options.dtype, options.device)
+            measure_sweep(sweep, plans, open_point, plain, advance, save, explains)
     return sweep
 
 
@@ -155,8 +165,8 @@ def _sweep(asked: Asked, options: Measuring, settings: dict[str, Any], profile: 
     """A new sweep, or the one to go on from."""
     from flowspec_edge.bench.machine import machine
 
-    new = Sweep(asked.axis, asked.links, asked.emulated, profile, asked.clock, settings, machine(),
-                str(date.today()), published=_published(asked, settings, profile))
+    new = Sweep(asked.axis, asked.links, asked.emulated, profile, asked.clock, settings,
+                machine(options.device), str(date.today()), published=_published(asked, settings, profile))
     if not options.resume or options.out is None or not options.out.exists():
         return new
     try:

@@ -57,7 +57,7 @@ class ProcessCluster:
 
     clock = "wall"
 
-    def __init__(self, model_dir: Path, stages: int, dtype: str = "fp32", *,
+    def __init__(self, model_dir: Path, stages: int, dtype: str = "fp32", *, device: str = "cpu",
                  parallelism: Parallelism = "pipeline", threads: int | None = None,
                  encrypted: bool = False, dead_after: float = 5.0, start_within: float = 180.0,
                  addresses: Addresses | None = None, site: Site | None = None,
@@ -67,6 +67,7 @@ class ProcessCluster:
                  observer: Observer | None = None) -> None:
         """Start the stages, or meet those at ``addresses``, and wait until all have their shards.
 
+        device        torch's, on which D0 computes, and so do stages that are started here
         parallelism   how the stages share the model; one for the cluster's whole life
         threads       of torch in each stage and here; None shares the machine's cores among them.
                       While the cluster is up, for the whole of this process
@@ -135,13 +136,13 @@ class ProcessCluster:
                 fair = threads or fair_threads(stages)
                 self._children.start(plan.configs(self._links.control_endpoint, self._links.output_endpoint,
                                                   Path(model_dir), cast(Dtype, dtype), fair, parallelism,
-                                                  emulate),
+                                                  emulate, device),
                                      within=place.command if site else None)
                 undo.callback(torch.set_num_threads, self._threads)
                 torch.set_num_threads(fair)
                 if not rejoin_within:
                     plan.close()
-            self._device0 = DraftDevice(Path(model_dir), dtype)  # while the stages load theirs
+            self._device0 = DraftDevice(Path(model_dir), dtype, device)  # while the stages load theirs
             self._gather(start_within, waiting)
             self._warm_up()
             undo.pop_all()
