@@ -20,11 +20,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from flowspec_edge.bench.launches import ATTENTION, FREE
+
 aten = torch.ops.aten
-# What launches no kernel on any device.
-_FREE = {"view", "_unsafe_view", "expand", "slice", "select", "unsqueeze", "squeeze", "transpose", "t",
-         "permute", "as_strided", "detach", "alias", "split", "split_with_sizes", "unbind", "empty",
-         "empty_strided", "empty_like", "new_empty", "narrow", "unfold"}
 
 
 class MetaDevice(TorchDispatchMode):
@@ -44,7 +42,7 @@ class MetaDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is aten.scaled_dot_product_attention.default and args[0].is_meta:
+        if func is ATTENTION and args[0].is_meta:
             self._check(func, args, kwargs)  # one kernel on CUDA; meta would take it apart
             self.launches["scaled_dot_product_attention"] += 1
             return torch.empty((*args[0].shape[:-1], args[2].shape[-1]), dtype=args[0].dtype, device="meta")
@@ -66,7 +64,7 @@ class MetaDevice(TorchDispatchMode):
             self.uploads.append(tuple(source.shape))
             return target
         self._check(func, args, kwargs)
-        if "meta" in devices and (name := func.overloadpacket.__name__) not in _FREE:
+        if "meta" in devices and (name := func.overloadpacket.__name__) not in FREE:
             self.launches[name] += 1
         return func(*args, **kwargs)
 
