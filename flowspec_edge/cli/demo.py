@@ -42,7 +42,7 @@ def demo(
     from flowspec_edge.bench.table import show, table, title
     from flowspec_edge.cli.cut import dtype_of, stages_of
     from flowspec_edge.cli.measuring import demo_prompts, plain_decoding, progress, requests_for
-    from flowspec_edge.cli.torch_device import device_of
+    from flowspec_edge.cli.torch_device import device_of, plain_device_of
     from flowspec_edge.config import load_profile
     from flowspec_edge.sampling import Sampling
     from flowspec_edge.strategies.params import Params
@@ -51,11 +51,12 @@ def demo(
     console = Console(highlight=False)
     found, profile = resolve_model(model), load_profile(_PROFILE)
     stages = stages_of(found, stages)
-    device = device_of(device, found, dtype_of(found, "auto"), processes=stages + 1, copies=2)
+    device = device_of(device, found, dtype_of(found, "auto"), processes=stages + 1)
+    reference = plain_device_of(device, found, dtype_of(found, "auto"), stages + 1)
     texts = load_prompts(demo_prompts(), prompts)
     tokenizer = Tokenizer(found)
     requests = requests_for(tokenizer, found, texts, max_new_tokens, Sampling(), Params())
-    plain, explains = plain_decoding(found, "auto", device)
+    plain, explains = plain_decoding(found, "auto", reference)
 
     def write(text: str, style: str = "") -> None:
         console.print(text, style=style, markup=False, end="", soft_wrap=True)

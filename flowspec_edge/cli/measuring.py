@@ -18,7 +18,7 @@ from flowspec_edge.cli.bench_options import Measuring, parse_strategies, parse_t
 from flowspec_edge.cli.clusters import Timing, open_cluster, timing
 from flowspec_edge.cli.cut import dtype_of, require_whole, stages_of
 from flowspec_edge.cli.options import Clock, DtypeChoice
-from flowspec_edge.cli.torch_device import device_of
+from flowspec_edge.cli.torch_device import device_of, plain_device_of
 from flowspec_edge.config import Profile
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.modeldir import DEMO, DRAFT_PARTS, ModelDir, resolve_model
@@ -108,9 +108,11 @@ def measure(options: Measuring, sampling: Sampling, params: Params, strategies: 
             report.save(options.out)
 
     if steps := plan.steps(report):
+        reference = plain_device_of(options.device, model, dtype_of(model, options.dtype),
+                                    when.processes(options.stages))
         with (open_cluster(when, model, options.stages, options.dtype, device=options.device) as cluster,
               progress(steps) as advance):
-            plain, explains = plain_decoding(model, options.dtype, options.device)
+            plain, explains = plain_decoding(model, options.dtype, reference)
             measure_plan(cluster, plain, plan, report, advance, save, explains)
     return report
 
@@ -121,11 +123,9 @@ def settled(options: Measuring, model: ModelDir) -> Measuring:
 
 
 def on_device(options: Measuring, model: ModelDir, processes: int) -> Measuring:
-    """The options with the torch device on which D0, the stages and plain decoding compute; beside the
-    cluster's weights there are those of plain decoding."""
-    assert options.dtype != "auto"
-    return replace(options, device=device_of(options.device, model, options.dtype, processes=processes,
-                                             copies=2))
+    """The options with the torch device on which D0 and the stages compute."""
+    device = device_of(options.device, model, dtype_of(model, options.dtype), processes=processes)
+    return replace(options, device=device)
 
 
 def fail_if_different(report: Report) -> None:

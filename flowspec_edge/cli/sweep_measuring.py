@@ -17,6 +17,7 @@ from flowspec_edge.bench.runner import Plan
 from flowspec_edge.bench.sweep import UNITS, Axis, Clock, Figures, Links, Sweep, Value, label, load_sweep
 from flowspec_edge.bench.sweep_runner import measure_sweep, params_at, plan_at, stages_at, steps
 from flowspec_edge.cli.bench_options import Measuring, parse_strategies
+from flowspec_edge.cli.cut import dtype_of
 from flowspec_edge.cli.measuring import (
     asked_tasks,
     on_device,
@@ -28,6 +29,7 @@ from flowspec_edge.cli.measuring import (
     settled,
     workloads_for,
 )
+from flowspec_edge.cli.torch_device import plain_device_of
 from flowspec_edge.config import load_profile
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.modeldir import resolve_model
@@ -122,7 +124,7 @@ def measured(asked: Asked, options: Measuring, sampling: Sampling, params: Param
         check_writable(options.out)
     if figure is not None:
         check_figure(figure)
-    inventory = None
+    inventory, reference = None, "cpu"
     if asked.cluster is not None:
         from flowspec_edge.fleet.inventory import load_inventory
 
@@ -135,7 +137,9 @@ def measured(asked: Asked, options: Measuring, sampling: Sampling, params: Param
                          stages_at(options.stages, asked.axis, value))
     if inventory is None:
         most = max(stages_at(options.stages, asked.axis, value) for value in asked.values)
-        options = on_device(options, model, most + 1 if asked.clock == "wall" else 1)
+        processes = most + 1 if asked.clock == "wall" else 1
+        options = on_device(options, model, processes)
+        reference = plain_device_of(options.device, model, dtype_of(model, options.dtype), processes)
     charged = profile if asked.clock == "virtual" or asked.emulated else None
     settings: dict[str, Any] = {**settings_for(options, tasks, model, charged, sampling, params),
                                 "temperature": sampling.temperature}
@@ -156,7 +160,7 @@ def measured(asked: Asked, options: Measuring, sampling: Sampling, params: Param
         setup = Setup(asked.axis, model, options.stages, profile, options.dtype, inventory,
                       asked.board_model or str(model.path.resolve()), options.device)
         with open_points(asked.links, setup) as open_point, progress(total) as advance:
-            plain, explains = plain_decoding(model, options.dtype, options.device)
+            plain, explains = plain_decoding(model, options.dtype, reference)
             measure_sweep(sweep, plans, open_point, plain, advance, save, explains)
     return sweep
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flowspec_edge.cli.options import Dtype
+from flowspec_edge.errors import UsageError
 from flowspec_edge.manifest import Manifest
 from flowspec_edge.modeldir import ModelDir
 
@@ -22,12 +23,11 @@ _DRIVERS = ("nvidia[0-9]*", "nvhost-gpu", "nvgpu", "nvmap", "dxg")
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-def device_of(asked: str, model: ModelDir, dtype: Dtype, *, processes: int = 1, copies: int = 1,
-              rows: int | None = None) -> str:
+def device_of(asked: str, model: ModelDir, dtype: Dtype, *, processes: int = 1, rows: int | None = None,
+              ) -> str:
     """The torch device of D0 and of stages on this machine: "cpu" or "cuda:N".
 
     processes  that use the device at a time
-    copies     of the target's weights
     rows       of all texts, in the caches; by default those of one text
 
     UsageError for a GPU that is not there or too small.  Where "auto" has a reason to leave out a GPU
@@ -39,11 +39,26 @@ def device_of(asked: str, model: ModelDir, dtype: Dtype, *, processes: int = 1, 
     from flowspec_edge.torchdevice import CONTEXT_BYTES, architectures, gpus, pick
 
     found: list[Gpu] = gpus()
-    needed = processes * CONTEXT_BYTES + loaded_bytes(model, dtype, copies, rows) if found else 0
+    needed = processes * CONTEXT_BYTES + loaded_bytes(model, dtype, 1, rows) if found else 0
     device, reason = pick(asked, found, architectures(), needed, model.name)
     if reason:
         print(f"flowspec: note: computing on the CPU: {reason}", file=sys.stderr)
     return device
+
+
+def plain_device_of(device: str, model: ModelDir, dtype: Dtype, processes: int) -> str:
+    """Where plain decoding computes beside a cluster of so many processes that is yet to be loaded on
+    ``device``: there too, or, told on stderr, on the CPU where the weights do not fit twice."""
+    if device == "cpu":
+        return "cpu"
+    from flowspec_edge.torchdevice import CONTEXT_BYTES, architectures, gpus, pick
+
+    needed = processes * CONTEXT_BYTES + loaded_bytes(model, dtype, copies=2)
+    try:
+        return pick(device, gpus(), architectures(), needed, f"{model.name} and plain decoding beside it")[0]
+    except UsageError as error:
+        print(f"flowspec: note: plain decoding computes on the CPU: {error}", file=sys.stderr)
+        return "cpu"
 
 
 def loaded_bytes(model: ModelDir, dtype: Dtype, copies: int = 1, rows: int | None = None) -> int:
