@@ -57,18 +57,44 @@ class Sampling:
         return self.temperature == 0.0
 
 
-@lru_cache(maxsize=64)
+TAG = 0x464C4F57  # the second word of every key: this use of the generator, and no other
+_WORD = 2**64 - 1
+
+
+@lru_cache(maxsize=16)
 def gumbel(seed: int, position: int, vocabulary: int) -> NDArray[np.float64]:
     """Gumbel(0, 1) noise for every token at one absolute position: float64 [vocabulary].
 
-    Philox in counter mode, raw words only, so the stream is fixed by its definition and not by
-    the version of a library.  Element v does not depend on ``vocabulary``.
+    Philox4x64-10 in counter mode, raw words only, so the stream is fixed by its definition and not by
+    the version of a library: token v takes word v % 4 of the block with counter [v // 4 + 1, position,
+    0, 0].  Element v does not depend on ``vocabulary``.
     """
-    words = np.random.Philox(key=[seed, 0x464C4F57], counter=[0, position, 0, 0]).random_raw(vocabulary)
-    uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-    noise = -np.log(-np.log(uniform))
+    noise = gumbel_from(philox_words(seed, position, vocabulary))
     noise.setflags(write=False)
     return noise
+
+
+def philox_words(seed: int, position: int, count: int) -> NDArray[np.uint64]:
+    """The raw words of the first ``count`` tokens at a position: uint64 [count]."""
+    # The generator increments its counter before the first block.
+    return np.random.Philox(key=[seed, TAG], counter=[0, position, 0, 0]).random_raw(count)
+
+
+@lru_cache(maxsize=4096)
+def gumbel_of(seed: int, position: int, token: int) -> float:
+    """Element ``token`` of :func:`gumbel`, without the others: ten rounds on Python's integers."""
+    counter, key = [token // 4 + 1, position, 0, 0], [seed, TAG]
+    for _ in range(10):
+        a, b = 0xD2E7470EE14C6C93 * counter[0], 0xCA5A826395121157 * counter[2]
+        counter = [(b >> 64) ^ counter[1] ^ key[0], b & _WORD, (a >> 64) ^ counter[3] ^ key[1], a & _WORD]
+        key = [(key[0] + 0x9E3779B97F4A7C15) & _WORD, (key[1] + 0xBB67AE8584CAA73B) & _WORD]
+    return float(gumbel_from(np.array(counter[token % 4 : token % 4 + 1], np.uint64))[0])
+
+
+def gumbel_from(words: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """The noise that these words stand for: float64, of their shape."""
+    uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    return np.asarray(-np.log(-np.log(uniform)))
 
 
 def log_probs(logits: NDArray[np.floating], sampling: Sampling) -> NDArray[np.float64]:
@@ -95,7 +121,8 @@ def log_probs(logits: NDArray[np.floating], sampling: Sampling) -> NDArray[np.fl
 
 def choose(logits: NDArray[np.floating], positions: NDArray[np.integer], sampling: Sampling
            ) -> NDArray[np.int32]:
-    """The next token after each row: int32 [n].
+    """The next token after each row: int32 [n].  The definition; :mod:`flowspec_edge.sampler` finds the
+    same tokens where the logits are.
 
     logits     [n, V]  the target's, at rows that stand at ``positions``
     positions  [n]     the row's own position; its successor is drawn with the noise of position + 1
@@ -108,43 +135,10 @@ def choose(logits: NDArray[np.floating], positions: NDArray[np.integer], samplin
     return np.asarray(scores.argmax(axis=-1), dtype=np.int32)
 
 
-def rank_children(logits: NDArray[np.floating], positions: NDArray[np.integer], k: int,
-                  sampling: Sampling, rank: Rank, tau: float = 0.6, drafted: DraftVocabulary | None = None
-                  ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-    """The k best children of each row in falling order: ids int32 [n, k], log scores float64 [n, k].
-
-    ``rank="draft"``: by the draft's confidence, log softmax(logits) (EAGLE-2).
-    ``rank="noise"``: by log q + g with the very noise the target will be sampled with; scores are
-    log softmax((log q + g) / tau).  Greedy sampling has no noise, so both are the same there.
-
-    ``logits`` are over all tokens, [n, V], or over those of ``drafted`` only, [n, D]: then q is 0
-    elsewhere, and g is still the target's.  The ids returned are always the target's.
-    """
-    noisy = rank == "noise" and not sampling.greedy
-    x = logits.astype(np.float64)
-    if noisy:
-        x = x / sampling.temperature
-        x = x - _logsumexp(x)
-        for i, position in enumerate(positions):
-            if drafted is None:
-                x[i] += gumbel(sampling.seed, int(position) + 1, x.shape[-1])
-            else:
-                x[i] += gumbel(sampling.seed, int(position) + 1, drafted.vocabulary)[drafted.ids]
-        x = x / tau
-    k = min(k, x.shape[-1])
-    best = np.argpartition(x, -k, axis=-1)[:, -k:]
-    score = np.take_along_axis(x, best, axis=-1) - _logsumexp(x)
-    order = np.argsort(-score, axis=-1, kind="stable")
-    tokens = np.take_along_axis(best, order, axis=-1)
-    if drafted is not None:
-        tokens = drafted.ids[tokens]
-    return tokens.astype(np.int32), np.take_along_axis(score, order, axis=-1)
-
-
 def chance_scores(tokens: NDArray[np.int32], p: NDArray[np.float64], position: int, sampling: Sampling,
-                  rank: Rank, vocabulary: int) -> NDArray[np.float64]:
+                  rank: Rank) -> NDArray[np.float64]:
     """Log scores [k] of children ``tokens`` [k] of a row at ``position``, each of which is the next token
-    with probability ``p`` [k]; the counterpart of :func:`rank_children` for who knows no distribution.
+    with probability ``p`` [k]: what ``sampler.rank_children`` gives where the whole distribution is known.
 
     ``rank="noise"`` while sampling: of all the noise that decides whether a child wins, its own g is
     the part that concerns it; given g, it wins over everything else together, whose mass is 1 - p,
@@ -152,7 +146,7 @@ def chance_scores(tokens: NDArray[np.int32], p: NDArray[np.float64], position: i
     """
     if rank == "draft" or sampling.greedy:
         return np.log(p)
-    g = gumbel(sampling.seed, position + 1, vocabulary)[tokens]
+    g = np.array([gumbel_of(sampling.seed, position + 1, token) for token in tokens.tolist()])
     return np.asarray(-(1 - p) / p * np.exp(-g))
 
 

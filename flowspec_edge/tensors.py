@@ -5,6 +5,7 @@ Knows the element types that may travel and their torch names.  Does not know me
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,19 @@ def to_torch(payload: Payload, device: torch.device | str = "cpu") -> Tensor:
     if tensor.dtype != dtype:
         tensor = tensor.view(dtype)
     return tensor.to(device)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` on ``device``; from the CPU to an accelerator without waiting for what is queued there."""
+    if tensor.device == device or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def indices(values: Sequence[int] | Sequence[Sequence[int]] | NDArray[np.integer], device: torch.device
+            ) -> Tensor:
+    """int64 on ``device``, of the shape of ``values``, without waiting for what is queued there."""
+    return to_device(torch.from_numpy(np.asarray(values, np.int64)), device)
 
 
 def from_torch(tensor: Tensor) -> Payload:

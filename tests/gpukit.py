@@ -1,9 +1,10 @@
-"""The mark of tests that need a GPU: CUDA code runs nowhere else, and the report says so."""
+"""The devices that tests run on, and the mark of tests that need a GPU."""
 
 from __future__ import annotations
 
 import pytest
 
-# The same tests run on the CPU everywhere: what is left out there (tests/conftest.py) is the GPU's share of
-# them, which `pytest -m cuda` selects.
+# CUDA code runs nowhere else.  The same tests run on the CPU everywhere: what is left out there
+# (tests/conftest.py), and the report says so, is the GPU's share of them, which `pytest -m cuda` selects.
 needs_cuda = pytest.mark.cuda
+DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]

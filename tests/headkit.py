@@ -12,7 +12,6 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from flowspec_edge.messages import Payload
 from flowspec_edge.sampling import Sampling, gumbel
 from flowspec_edge.tree.requests import DraftNode, DraftRequest
 
@@ -188,7 +187,7 @@ class Session:
         self.states += [self.reference.state(k) for k in known.astype(np.float64)]
         if self.tell:
             self.tell(rows, known)
-        self.drafter.commit(tokens, Payload("float32", known), rows)
+        self.drafter.commit(tokens, torch.from_numpy(known), rows)
 
     def add(self, parent, token, position):
         node = DraftNode(self.next_id, parent, int(token), position)

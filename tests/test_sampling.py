@@ -11,14 +11,12 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.sampling import (
-    DraftVocabulary,
     Rank,
     Sampling,
     chance_scores,
     choose,
     gumbel,
     log_probs,
-    rank_children,
 )
 
 
@@ -98,50 +96,13 @@ def test_rows_at_the_same_position_share_their_noise() -> None:
     assert twice[0] == twice[1]
 
 
-@given(st.integers(0, 1000), st.floats(0.2, 2.0), st.floats(0.3, 1.0))
-@settings(max_examples=40, deadline=None)
-def test_a_perfect_draft_ranked_by_noise_puts_the_drawn_token_first(
-    seed: int, temperature: float, tau: float
-) -> None:
-    logits = np.random.default_rng(seed).normal(0, 2, (4, 30))
-    positions = np.array([3, 4, 90, 3])
-    s = Sampling(temperature, seed=seed)
-    tokens, scores = rank_children(logits, positions, 5, s, "noise", tau)
-    np.testing.assert_array_equal(tokens[:, 0], choose(logits, positions, s))
-    assert (np.diff(scores, axis=1) <= 0).all()
-    assert (scores <= 0).all()
-
-
-def test_draft_ranking_is_the_top_of_log_softmax() -> None:
-    logits = np.random.default_rng(1).normal(0, 2, (3, 30))
-    tokens, scores = rank_children(logits, np.array([0, 1, 2]), 4, Sampling(1.0, seed=2), "draft")
-    top = torch.log_softmax(torch.tensor(logits), -1).topk(4, dim=-1)
-    np.testing.assert_array_equal(tokens, top.indices.numpy())
-    np.testing.assert_allclose(scores, top.values.numpy(), atol=1e-12)
-
-
-@pytest.mark.parametrize("rank", ["draft", "noise"])
-def test_a_part_of_the_vocabulary_is_ranked_as_if_the_rest_had_no_chance(rank: Rank) -> None:
-    rng = np.random.default_rng(3)
-    ids = rng.permutation(500)[:40]
-    logits = rng.normal(0, 2, (6, 40))
-    whole = np.full((6, 500), -np.inf)
-    whole[:, ids] = logits
-    positions, s = np.array([3, 4, 90, 3, 0, 7]), Sampling(0.7, seed=5)
-    tokens, scores = rank_children(logits, positions, 8, s, rank, 0.6, DraftVocabulary(ids, 500))
-    expected, expected_scores = rank_children(whole, positions, 8, s, rank, 0.6)
-    np.testing.assert_array_equal(tokens, expected)
-    assert tokens.dtype == np.int32
-    np.testing.assert_allclose(scores, expected_scores, atol=1e-12)
-
-
 @pytest.mark.parametrize("p", [0.05, 0.3, 0.75, 0.99])
 def test_a_childs_chance_given_its_noise_is_its_chance_on_average(p: float) -> None:
     """Over many positions; and it wins where the score says so: score and outcome share the noise."""
     positions, vocabulary, token = 4000, 40, 7
     sampling = Sampling(1.0, seed=11)
     ids, chance = np.array([token], np.int32), np.array([p])
-    scores = np.array([chance_scores(ids, chance, position, sampling, "noise", vocabulary)[0]
+    scores = np.array([chance_scores(ids, chance, position, sampling, "noise")[0]
                        for position in range(positions)])
     assert (scores <= 0).all()
     assert np.exp(scores).mean() == pytest.approx(p, abs=0.02)
@@ -158,7 +119,7 @@ def test_a_childs_chance_given_its_noise_is_its_chance_on_average(p: float) -> N
                                                 (Sampling(), "draft")])
 def test_without_noise_a_chance_is_its_score(sampling: Sampling, rank: Rank) -> None:
     p = np.array([0.5, 0.25, 1.0])
-    scores = chance_scores(np.array([3, 4, 5], np.int32), p, 12, sampling, rank, 40)
+    scores = chance_scores(np.array([3, 4, 5], np.int32), p, 12, sampling, rank)
     np.testing.assert_allclose(np.exp(scores), p)
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from flowspec_edge.messages import Payload, Tap
+from torch import Tensor
+
+from flowspec_edge.messages import Tap
 from flowspec_edge.sampling import Rank, Sampling
 from flowspec_edge.tree.requests import DraftRequest, Expansion
 
@@ -35,11 +37,11 @@ class Drafter(Protocol):
         False if it cannot, or has not been given so many: then it must be reset.
         """
 
-    def commit(self, tokens: Sequence[int], features: Payload | None, rows: Sequence[int] = ()) -> None:
+    def commit(self, tokens: Sequence[int], features: Tensor | None, rows: Sequence[int] = ()) -> None:
         """Append committed tokens; row i of ``features`` [n, H] *predicted* token i.
 
-        ``features`` are the target's post-norm hidden states, ``rows`` their numbers in the
-        ledger.  The very first token of a session has no predictor: it comes alone, with
+        ``features`` are the target's post-norm hidden states, on the drafter's device, and ``rows``
+        their numbers in the ledger.  The very first token of a session has no predictor: it comes alone, with
         ``features=None``.  Cheap: the work is done by the next :meth:`expand`.
         """
 

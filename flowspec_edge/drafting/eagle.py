@@ -29,9 +29,8 @@ from transformers.models.llama.modeling_llama import (
 from flowspec_edge.drafting.tree_cache import CacheShape
 from flowspec_edge.drafting.tree_drafter import TreeDrafter
 from flowspec_edge.errors import ProtocolError
-from flowspec_edge.messages import Payload
 from flowspec_edge.sampling import DraftVocabulary, Rank, Sampling
-from flowspec_edge.tensors import to_torch
+from flowspec_edge.tensors import indices
 from flowspec_edge.tree.requests import DraftNode
 
 
@@ -75,7 +74,7 @@ class EagleHead(nn.Module):
         features   [B, n, H]     f_i, true or approximated
         tokens     [B, n]        token i + 1, int64
         positions  [B, n]        i
-        mask       [B, 1, n, m]  bool: True where a row attends to one of the cache's m rows
+        mask       [B, 1, n, m]  what a row attends to of the cache's m rows: bool, or additive
         returns    [B, n, H]     the approximation of f_{i+1}
         """
         x = self.fc(torch.cat((self.embed_tokens(tokens), features), dim=-1))
@@ -122,23 +121,23 @@ class HeadDrafter(TreeDrafter):
         self._states = [torch.cat(self._states)[:queued].clone()] if queued else []
 
     @abstractmethod
-    def _known(self, features: Payload, rows: Sequence[int]) -> Tensor:
+    def _known(self, features: Tensor, rows: Sequence[int]) -> Tensor:
         """What text rows are made of: for each row that ``features`` and ``rows`` name, [n, width]."""
 
     @abstractmethod
     def _enter(self, known: Tensor) -> Tensor:
         """[n, width] of text rows as the head takes it: [n, H]."""
 
-    def commit(self, tokens: Sequence[int], features: Payload | None, rows: Sequence[int] = ()) -> None:
+    def commit(self, tokens: Sequence[int], features: Tensor | None, rows: Sequence[int] = ()) -> None:
         if features is None:
             if self._text_length or len(tokens) != 1:
                 raise ProtocolError("only the first token of a text comes without its feature")
             self._text_length = 1
             return
-        if len(features.array) != len(tokens) or not self._text_length:
+        if len(features) != len(tokens) or not self._text_length:
             raise ProtocolError(
                 f"{len(tokens)} committed tokens need as many features after the text's first "
-                f"token, not {len(features.array)} after {self._text_length}"
+                f"token, not {len(features)} after {self._text_length}"
             )
         if not tokens:
             return
@@ -148,17 +147,14 @@ class HeadDrafter(TreeDrafter):
 
     def _rows(self, text: list[int], nodes: list[DraftNode], mask: Tensor) -> Tensor:
         entering = [self._enter(torch.cat(self._states))] if text else []
-        entering += [self._outputs[node.parent][None] for node in nodes]
+        entering += [torch.stack([self._outputs[node.parent] for node in nodes])] if nodes else []
         self._states.clear()
         start = self._cache.committed - len(text)
-        device = mask.device
-        tokens = torch.tensor([[*text, *(node.token for node in nodes)]], device=device)
         # Text rows stand at 0, 1, ...: row i holds token i + 1.  So a node's row is one below it.
-        positions = [*range(start, start + len(text)), *(node.position - 1 for node in nodes)]
-        out: Tensor = self._head(
-            torch.cat(entering)[None], tokens, torch.tensor([positions], device=device),
-            mask[None, None], self._cache,
-        )
+        block = indices([[*text, *(node.token for node in nodes)],
+                         [*range(start, start + len(text)), *(node.position - 1 for node in nodes)]],
+                        self._device)
+        out: Tensor = self._head(torch.cat(entering)[None], block[:1], block[1:], mask, self._cache)
         return out[0]
 
 
@@ -172,8 +168,8 @@ class EagleDrafter(HeadDrafter):
     def __init__(self, head: EagleHead, lm_head: Tensor) -> None:
         super().__init__(head, lambda outputs: F.linear(outputs, lm_head))
 
-    def _known(self, features: Payload, rows: Sequence[int]) -> Tensor:
-        return to_torch(features).to(self._device, self._dtype)
+    def _known(self, features: Tensor, rows: Sequence[int]) -> Tensor:
+        return features.to(self._device, self._dtype)
 
     def _enter(self, known: Tensor) -> Tensor:
         return known

@@ -33,9 +33,9 @@ from transformers.models.llama.modeling_llama import (
 
 from flowspec_edge.drafting.eagle import HeadDrafter, KeyValues
 from flowspec_edge.errors import ProtocolError
-from flowspec_edge.messages import Payload, Tap
+from flowspec_edge.messages import Tap
 from flowspec_edge.sampling import DraftVocabulary, Rank, Sampling
-from flowspec_edge.tensors import to_torch
+from flowspec_edge.tensors import to_device, to_torch
 
 CAPTURED = 3  # inner states of the target that a row is fused from
 
@@ -108,7 +108,7 @@ class Eagle3Head(nn.Module):
         hidden     [B, n, H]     h_i, fused, or the output of the row before it
         tokens     [B, n]        token i + 1, int64
         positions  [B, n]        i
-        mask       [B, 1, n, m]  bool: True where a row attends to one of the cache's m rows
+        mask       [B, 1, n, m]  what a row attends to of the cache's m rows: bool, or additive
         returns    [B, n, H]     the approximation of h_{i+1}: what the recurrence feeds back
         """
         layer = self.midlayer
@@ -158,11 +158,11 @@ class Eagle3Drafter(HeadDrafter):
 
     def tap(self, message: Tap) -> None:
         if message.layer in self.taps:
-            states = to_torch(message.hidden).to(self._device, self._dtype)
+            states = to_device(to_torch(message.hidden), self._device).to(self._dtype)
             for number, state in zip(message.numbers.tolist(), states, strict=True):
                 self._tapped.setdefault(number, {})[message.layer] = state
 
-    def _known(self, features: Payload, rows: Sequence[int]) -> Tensor:
+    def _known(self, features: Tensor, rows: Sequence[int]) -> Tensor:
         known = torch.stack([torch.cat([self._state(row, layer) for layer in self._layers]) for row in rows])
         # Nothing older can predict a token any more.
         self._tapped = {n: states for n, states in self._tapped.items() if n >= rows[-1]}

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from flowspec_edge.drafting.tree_cache import CacheShape
 from flowspec_edge.drafting.tree_drafter import TreeDrafter
-from flowspec_edge.messages import Payload
+from flowspec_edge.tensors import indices
 from flowspec_edge.tree.requests import DraftNode
 
 
@@ -43,7 +43,7 @@ class LMDrafter(TreeDrafter):
         """One for a session beside this one's: the same weights, a cache of its own."""
         return LMDrafter(self._model, self._vocabulary, self._shape)
 
-    def commit(self, tokens: Sequence[int], features: Payload | None, rows: Sequence[int] = ()) -> None:
+    def commit(self, tokens: Sequence[int], features: Tensor | None, rows: Sequence[int] = ()) -> None:
         self._queue.extend(tokens)
         self._text_length += len(tokens)
 
@@ -51,11 +51,11 @@ class LMDrafter(TreeDrafter):
         start = self._cache.committed - len(text)
         tokens = [min(token, self._last_token) for token in (*text, *(node.token for node in nodes))]
         positions = [*range(start, start + len(text)), *(node.position for node in nodes)]
-        device = mask.device
+        block = indices([tokens, positions], self._cache.device)
         out: Tensor = self._model.base_model(
-            input_ids=torch.tensor([tokens], device=device),
-            position_ids=torch.tensor([positions], device=device),
-            attention_mask=mask[None, None],
+            input_ids=block[:1],
+            position_ids=block[1:],
+            attention_mask=mask,
             past_key_values=self._cache,
             use_cache=True,
         ).last_hidden_state

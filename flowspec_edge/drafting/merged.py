@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from torch import Tensor
 
 from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.ngram import NgramDrafter
-from flowspec_edge.messages import Payload, Tap
+from flowspec_edge.messages import Tap
 from flowspec_edge.sampling import Rank, Sampling
 from flowspec_edge.tree.requests import DraftRequest, Expansion
 
@@ -45,7 +46,7 @@ class MergedDrafter:
         return (self._base.rewind(tokens, sampling, rank, tau)
                 and self._looked_up.rewind(tokens, sampling, rank, tau))
 
-    def commit(self, tokens: Sequence[int], features: Payload | None, rows: Sequence[int] = ()) -> None:
+    def commit(self, tokens: Sequence[int], features: Tensor | None, rows: Sequence[int] = ()) -> None:
         self._base.commit(tokens, features, rows)
         self._looked_up.commit(tokens, features, rows)
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from torch import Tensor
 
 from flowspec_edge.errors import ProtocolError
-from flowspec_edge.messages import Payload, Tap
+from flowspec_edge.messages import Tap
 from flowspec_edge.sampling import Rank, Sampling, chance_scores
 from flowspec_edge.tree.requests import DraftNode, DraftRequest, Expansion
 from flowspec_edge.tree.text_index import TextIndex
@@ -29,9 +30,8 @@ class NgramDrafter:
 
     taps = ()
 
-    def __init__(self, vocabulary: int, longest: int, shortest: int) -> None:
-        """``vocabulary`` is the target's, for its noise; contexts have shortest to longest tokens."""
-        self._vocabulary = vocabulary
+    def __init__(self, longest: int, shortest: int) -> None:
+        """Contexts have shortest to longest tokens."""
         self._index = TextIndex(longest, shortest)
         self.reset(Sampling(), "draft", 1.0)
 
@@ -52,7 +52,7 @@ class NgramDrafter:
         self._root = _NO_ROOT
         self._paths: dict[int, tuple[int, ...]] = {}  # by node: the last tokens of its path
 
-    def commit(self, tokens: Sequence[int], features: Payload | None, rows: Sequence[int] = ()) -> None:
+    def commit(self, tokens: Sequence[int], features: Tensor | None, rows: Sequence[int] = ()) -> None:
         for token in tokens:
             self._index.append(token)
 
@@ -72,7 +72,7 @@ class NgramDrafter:
                 continue
             ids = np.array([token for token, _ in found], np.int32)
             ranks = chance_scores(ids, np.array([p for _, p in found]), node.position, self._sampling,
-                                  self._rank, self._vocabulary)
+                                  self._rank)
             best = np.argsort(-ranks, kind="stable")
             children.tokens[row, : len(ids)] = ids[best]
             children.scores[row, : len(ids)] = ranks[best]

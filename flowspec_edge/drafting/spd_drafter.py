@@ -17,8 +17,10 @@ from torch import Tensor
 from flowspec_edge.drafting.spd import KeyValues, SpdModule
 from flowspec_edge.drafting.spd_rows import Row, RowStore
 from flowspec_edge.errors import ProtocolError
-from flowspec_edge.messages import Payload, Tap
-from flowspec_edge.sampling import Rank, Sampling, rank_children
+from flowspec_edge.messages import Tap
+from flowspec_edge.sampler import rank_children
+from flowspec_edge.sampling import Rank, Sampling
+from flowspec_edge.tensors import indices, to_device
 from flowspec_edge.tree.requests import DraftNode, DraftRequest, Expansion
 
 _NO_ROOT = -2  # no node has this id (-1 is the root's parent)
@@ -54,16 +56,16 @@ class SpdDrafter:
         """Never: rows that are still to become better are known by the numbers of their session."""
         return False
 
-    def commit(self, tokens: Sequence[int], features: Payload | None, rows: Sequence[int] = ()) -> None:
+    def commit(self, tokens: Sequence[int], features: Tensor | None, rows: Sequence[int] = ()) -> None:
         started = bool(self._rows.text)
         if features is None:
             if started or len(tokens) != 1:
                 raise ProtocolError("only the first token of a text comes without its feature")
             self._rows.first(tokens[0])
-        elif not started or not len(features.array) == len(rows) == len(tokens):
+        elif not started or not len(features) == len(rows) == len(tokens):
             raise ProtocolError(
                 f"{len(tokens)} committed tokens need as many features and row numbers after the text's "
-                f"first token, not {len(features.array)} and {len(rows)} after {len(self._rows.text)}"
+                f"first token, not {len(features)} and {len(rows)} after {len(self._rows.text)}"
             )
         elif len(tokens):
             self._rows.commit(tokens, features, rows)
@@ -84,10 +86,7 @@ class SpdDrafter:
         logits = self._module.lm_head(self._speculate(queries))
         positions = np.fromiter((row.position for row in queries), np.int64)
         sampling, rank, tau = self._ranking
-        tokens, scores = rank_children(
-            logits.float().cpu().numpy(), positions, request.children, sampling, rank, tau
-        )
-        return Expansion(tokens, scores)
+        return Expansion(*rank_children(logits, positions, request.children, sampling, rank, tau))
 
     def _row(self, node: DraftNode) -> Row:
         text = self._rows.text
@@ -113,17 +112,18 @@ class SpdDrafter:
             return
         embeddings = self._embed([row for row, _ in stale])
         features = torch.empty_like(embeddings)
-        bare = torch.tensor([depth == 0 for _, depth in stale], device=embeddings.device)
-        if bare.any():
-            features[bare] = self._module.newest(embeddings[bare])
-        if not bare.all():
-            known = [(row, depth) for row, depth in stale if depth]
-            deepest = torch.stack([self._rows.state(row, depth) for row, depth in known])
-            middle = embeddings[~bare]
-            for i, (row, depth) in enumerate(known):
-                if depth // 2:
-                    middle[i] = self._rows.state(row, depth // 2)
-            features[~bare] = self._module.feature(embeddings[~bare], middle, deepest)
+        # By places, not by a mask: how many rows a mask selects, only the device would know.
+        bare = [i for i, (_, depth) in enumerate(stale) if depth == 0]
+        if bare:
+            at = indices(bare, embeddings.device)
+            features[at] = self._module.newest(embeddings[at])
+        if len(bare) < len(stale):
+            known = [(i, row, depth) for i, (row, depth) in enumerate(stale) if depth]
+            at = indices([i for i, _, _ in known], embeddings.device)
+            deepest = torch.stack([self._rows.state(row, depth) for _, row, depth in known])
+            middle = torch.stack([self._rows.state(row, depth // 2) if depth // 2 else embeddings[i]
+                                  for i, row, depth in known])
+            features[at] = self._module.feature(embeddings[at], middle, deepest)
         rows = [row for row, _ in stale]
         self._write(rows, self._module.keys_values(features[None], self._positions(rows)))
         self._rows.computed(stale)
@@ -133,23 +133,22 @@ class SpdDrafter:
         slots = self._rows.slots
         context = [(keys[:, :, :slots], values[:, :, :slots]) for keys, values in self._cache]
         own = torch.eye(len(queries), dtype=torch.bool, device=self._embedding.device)
-        mask = torch.cat((self._rows.visible(queries), own), dim=1)
+        mask = torch.cat((to_device(self._rows.visible(queries), own.device), own), dim=1)
         features = self._module.newest(self._embed(queries))
         out: Tensor = self._module(features[None], self._positions(queries), context, mask[None, None])
         return out[0]
 
     def _write(self, rows: Sequence[Row], computed: Sequence[KeyValues]) -> None:
-        at = torch.tensor([row.slot for row in rows], device=self._embedding.device)
+        at = indices([row.slot for row in rows], self._embedding.device)
         for held, new in zip(self._cache, computed, strict=True):
             for buffer, values in zip(held, new, strict=True):
                 buffer.index_copy_(2, at, values)
 
     def _embed(self, rows: Sequence[Row]) -> Tensor:
-        tokens = torch.tensor([row.token for row in rows], device=self._embedding.device)
-        return F.embedding(tokens, self._embedding)
+        return F.embedding(indices([row.token for row in rows], self._embedding.device), self._embedding)
 
     def _positions(self, rows: Sequence[Row]) -> Tensor:
-        return torch.tensor([[row.position for row in rows]], device=self._embedding.device)
+        return indices([[row.position for row in rows]], self._embedding.device)
 
     def _grow(self, needed: int) -> None:
         held = self._cache[0][0].shape[2] if self._cache else 0

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowspec_edge.messages import Payload, Tap
-from flowspec_edge.tensors import to_torch
+from flowspec_edge.messages import Tap
+from flowspec_edge.tensors import to_device, to_torch
 
 _UNKNOWN = -1
 _FIRST_CAPACITY = 256
@@ -70,7 +70,7 @@ class RowStore:
 
     def tap(self, message: Tap) -> None:
         """Keep the states of rows that may still be looked at."""
-        hidden = to_torch(message.hidden).to(self._device, self._dtype)
+        hidden = to_device(to_torch(message.hidden), self._device).to(self._dtype)
         for number, state in zip(message.numbers.tolist(), hidden, strict=True):
             if number > self._newest or number in self._awaited:
                 self._states.setdefault(number, {})[message.layer] = state
@@ -79,9 +79,9 @@ class RowStore:
         """The text begins."""
         self._append(Row(token, 0, None, self._take_slot()))
 
-    def commit(self, tokens: Sequence[int], features: Payload, numbers: Sequence[int]) -> None:
+    def commit(self, tokens: Sequence[int], features: Tensor, numbers: Sequence[int]) -> None:
         """Append ``tokens``; row i of ``features`` is the final state of the row before token i."""
-        hidden = to_torch(features).to(self._device, self._dtype)
+        hidden = features.to(self._device, self._dtype)
         for token, number, state in zip(tokens, numbers, hidden, strict=True):
             last = self.text[-1]
             self.number(last, number)
@@ -141,13 +141,13 @@ class RowStore:
                 self._close(row)
 
     def visible(self, queries: Sequence[Row]) -> Tensor:
-        """bool [queries, slots]: the text and the guesses above each query, never itself."""
+        """bool [queries, slots], on the CPU: the text and the guesses above each query, never itself."""
         mask = np.tile(self._holds_text[: self.slots], (len(queries), 1))
         for i, query in enumerate(queries):
             for row in self._guesses_above(query):
                 mask[i, row.slot] = True
             mask[i, query.slot] = False
-        return torch.from_numpy(mask).to(self._device)
+        return torch.from_numpy(mask)
 
     # ---- inside ------------------------------------------------------------------------------
 

@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flowspec_edge.tensors import indices, to_device
+
 _FIRST_CAPACITY = 256
 
 
@@ -49,10 +51,17 @@ class TreeCache:
         self._slot: dict[int, int] = {}
         self._used = 0
         self._write: Tensor | None = None
+        self._seen = torch.zeros((), dtype=shape.dtype, device=shape.device)
+        self._unseen = torch.full((), -torch.inf, dtype=shape.dtype, device=shape.device)
         self._grow(_FIRST_CAPACITY)
 
     def __contains__(self, node: int) -> bool:
         return node in self._slot
+
+    @property
+    def device(self) -> torch.device:
+        """Where keys and values lie."""
+        return self._shape.device
 
     def reset(self) -> None:
         """Forget text and tree; the memory stays."""
@@ -87,7 +96,7 @@ class TreeCache:
         new_text  rows of the text that the pass appends; they come first in the pass
         nodes     (id, parent) of the tree rows that follow; a parent is in the cache, or the root,
                   whose row is the last of the text
-        returns   bool [new_text + len(nodes), slots in use]: True where a row attends
+        returns   [1, 1, new_text + len(nodes), slots in use], additive: 0 where a row attends, else -inf
         """
         start, end = self.committed, self.committed + new_text
         survivors = len(self._slot)
@@ -101,8 +110,10 @@ class TreeCache:
                 self._used += 1
             self._parent[node] = parent
         write = [*range(start, end), *(self._slot[node] for node, _ in nodes)]
-        self._write = torch.tensor(write, device=self._shape.device)
-        return torch.from_numpy(self._mask(start, nodes)).to(self._shape.device)
+        self._write = indices(write, self.device)
+        seen = to_device(torch.from_numpy(self._mask(start, nodes)), self.device)
+        # Fused attention kernels want rows that begin at multiples of 16 bytes.
+        return torch.where(seen, self._seen, self._unseen)[None, None, :, : self._used]
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object
                ) -> tuple[Tensor, Tensor]:
@@ -118,7 +129,7 @@ class TreeCache:
 
     def _mask(self, start: int, nodes: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
         text = self.committed - start
-        mask = np.zeros((text + len(nodes), self._used), dtype=bool)
+        mask = np.zeros((text + len(nodes), -(-self._used // 8) * 8), dtype=bool)
         mask[:, :start] = True
         mask[:text, start : self.committed] = np.tri(text, dtype=bool)
         mask[text:, start : self.committed] = True
@@ -142,8 +153,8 @@ class TreeCache:
             return
         taken = set(self._slot.values())
         free = [slot for slot in wanted if slot not in taken]
-        source = torch.tensor([self._slot[node] for node in displaced], device=self._shape.device)
-        target = torch.tensor(free, device=self._shape.device)
+        source = indices([self._slot[node] for node in displaced], self.device)
+        target = indices(free, self.device)
         for buffer in (*self._keys, *self._values):
             buffer.index_copy_(2, target, buffer.index_select(2, source))
         self._slot.update(zip(displaced, free, strict=True))

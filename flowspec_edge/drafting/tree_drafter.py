@@ -19,8 +19,9 @@ from torch import Tensor
 
 from flowspec_edge.drafting.tree_cache import CacheShape, TreeCache
 from flowspec_edge.errors import ProtocolError
-from flowspec_edge.messages import Payload, Tap
-from flowspec_edge.sampling import DraftVocabulary, Rank, Sampling, rank_children
+from flowspec_edge.messages import Tap
+from flowspec_edge.sampler import rank_children
+from flowspec_edge.sampling import DraftVocabulary, Rank, Sampling
 from flowspec_edge.tree.requests import DraftNode, DraftRequest, Expansion
 
 _NO_ROOT = -2  # no node has this id (-1 is the root's parent)
@@ -66,7 +67,7 @@ class TreeDrafter(ABC):
         self._queue = self._queue[:queued]
 
     @abstractmethod
-    def commit(self, tokens: Sequence[int], features: Payload | None, rows: Sequence[int] = ()) -> None: ...
+    def commit(self, tokens: Sequence[int], features: Tensor | None, rows: Sequence[int] = ()) -> None: ...
 
     @abstractmethod
     def _rows(self, text: list[int], nodes: list[DraftNode], mask: Tensor) -> Tensor:
@@ -118,7 +119,5 @@ class TreeDrafter(ABC):
         logits = self._logits(torch.stack([self._outputs[node.id] for node in request.nodes]))
         positions = np.fromiter((node.position for node in request.nodes), np.int64)
         sampling, rank, tau = self._ranking
-        tokens, scores = rank_children(
-            logits.float().cpu().numpy(), positions, request.children, sampling, rank, tau, self._drafted
-        )
-        return Expansion(tokens, scores)
+        return Expansion(*rank_children(logits, positions, request.children, sampling, rank, tau,
+                                        self._drafted))

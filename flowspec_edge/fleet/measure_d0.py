@@ -18,21 +18,24 @@ from typing import Literal, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.load import load_drafter
 from flowspec_edge.fleet.measure_clock import typical
 from flowspec_edge.fleet.measure_fit import lines
 from flowspec_edge.fleet.measure_worker import Answer
-from flowspec_edge.messages import Cancel, Credit, Open, Output, Payload, Prune, Segment
+from flowspec_edge.messages import Cancel, Credit, Open, Output, Prune, Segment
 from flowspec_edge.modeldir import ModelDir
 from flowspec_edge.runtime.coordinator import Coordinator, Draft
+from flowspec_edge.runtime.lm_head import LmHead
 from flowspec_edge.runtime.request import Request
+from flowspec_edge.sampling import Sampling
 from flowspec_edge.stage.shard import find_embedding, load_lm_head
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import strategy_class
-from flowspec_edge.tensors import from_torch, to_torch
+from flowspec_edge.tensors import from_torch
 from flowspec_edge.transport.codec import decode, encode
 
 # Each kind of draft model does what the strategies that want it do most: passes over a tree's level,
@@ -40,6 +43,7 @@ from flowspec_edge.transport.codec import decode, encode
 STRATEGIES = {"eagle2": ("flowspec", "chunk_pp"), "lm": ("speculative",), "spd": ("spd",)}
 PLAIN = "autoregressive"
 _HEAD_ROWS = 16
+_SAMPLING = Sampling(1.0)  # which costs more than the likeliest token, and is what chats ask for
 _STAGES = 4
 
 
@@ -50,7 +54,7 @@ class Piece:
     kind: Literal["draft", "verify"]
     size: int
     seconds: float
-    head_s: float = 0.0  # of them for lm_head
+    head_s: float = 0.0  # of them for lm_head and the choice of tokens
 
 
 @dataclass
@@ -125,29 +129,41 @@ class MadeUpTarget:
         self._frames += [[bytes(frame) for frame in encode(answer)] for answer in answers]
 
 
+class _TimedHead(LmHead):
+    """lm_head and the choice of tokens: what each row of an output costs D0's device."""
+
+    seconds = 0.0
+
+    def next_tokens(self, states: Tensor, positions: NDArray[np.integer], sampling: Sampling
+                    ) -> NDArray[np.int32]:
+        start = time.perf_counter()
+        tokens = super().next_tokens(states, positions, sampling)
+        self.seconds += time.perf_counter() - start
+        return tokens
+
+
 class MeasuredDevice0:
     """D0's models on ``device``, and requests to run on them."""
 
     def __init__(self, model_dir: Path, dtype: str, device: str, kinds: Sequence[str],
                  target: Target) -> None:
         model = ModelDir(model_dir)
-        self._lm_head = load_lm_head(model.target, dtype, device)
+        self._head = _TimedHead(load_lm_head(model.target, dtype, device))
         embedding = find_embedding(model.target, dtype, device)
         self._drafters: dict[str, Drafter] = {
-            kind: load_drafter(kind, model.parts, self._lm_head, embedding, dtype, model.layers)
+            kind: load_drafter(kind, model.parts, self._head.weight, embedding, dtype, model.layers)
             for kind in kinds}
         self._target = target
-        states = np.random.default_rng(0).standard_normal((_HEAD_ROWS, self._lm_head.shape[1]))
-        self._states = from_torch(torch.from_numpy(states).to(self._lm_head.dtype))
+        states = np.random.default_rng(0).standard_normal((_HEAD_ROWS, self._head.weight.shape[1]))
+        self._states = from_torch(torch.from_numpy(states).to(self._head.weight.dtype))
         self._sessions = 0
         self.tokens: list[int] = []  # of the newest request
-        self._head_s = 0.0
 
     def run(self, strategy: str, kind: str | None, prompt: Sequence[int], new_tokens: int) -> Tally:
         """One request; ``kind`` of draft model that the strategy drafts with, or None."""
         chosen = strategy_class(strategy)
         self._sessions += 1
-        request = Request(prompt, chosen.name, new_tokens, params=Params())
+        request = Request(prompt, chosen.name, new_tokens, _SAMPLING, Params())
         coordinator = Coordinator(
             request, lambda ledger: chosen(request.params, ledger, Pipeline(_STAGES)),
             self._drafters[kind] if kind else None, self._head, time.perf_counter, self._sessions)
@@ -168,12 +184,13 @@ class MeasuredDevice0:
                 piece.seconds += middle - start
             task = c.next_task()
             if task is not None:
-                self._head_s = 0.0
+                self._head.seconds = 0.0
                 c.complete(task)
                 done = clock()
                 if self.tokens:
-                    piece = (Piece("draft", len(task.request.nodes), done - middle) if isinstance(task, Draft)
-                             else Piece("verify", len(task.output.numbers), done - middle, self._head_s))
+                    took = done - middle
+                    piece = (Piece("draft", len(task.request.nodes), took) if isinstance(task, Draft)
+                             else Piece("verify", len(task.output.numbers), took, self._head.seconds))
                     tally.pieces.append(piece)
                 middle = done
                 self.tokens += c.new_tokens()
@@ -191,19 +208,10 @@ class MeasuredDevice0:
         """lm_head over several rows, so often: (rows, seconds)."""
         found = []
         for _ in range(times):
-            self._head_s = 0.0
-            self._head(self._states)
-            found.append((_HEAD_ROWS, self._head_s))
+            self._head.seconds = 0.0
+            self._head.next_tokens(self._head.states(self._states), np.arange(_HEAD_ROWS), _SAMPLING)
+            found.append((_HEAD_ROWS, self._head.seconds))
         return found
-
-    def _head(self, hidden: Payload) -> NDArray[np.float32]:
-        """As ``runtime.device0`` has it."""
-        start = time.perf_counter()
-        with torch.inference_mode():
-            rows = to_torch(hidden).to(self._lm_head)
-            logits: NDArray[np.float32] = (rows @ self._lm_head.mT).float().cpu().numpy()
-        self._head_s += time.perf_counter() - start
-        return logits
 
 
 def measure_device0(device0: MeasuredDevice0, kinds: Sequence[str], prompt: Sequence[int], new_tokens: int,

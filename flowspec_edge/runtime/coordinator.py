@@ -12,19 +12,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.errors import ProtocolError, UsageError
-from flowspec_edge.messages import Cancel, Credit, Open, Output, Payload, Prune, Segment, Tap
+from flowspec_edge.messages import Cancel, Credit, Open, Output, Prune, Segment, Tap
+from flowspec_edge.runtime.lm_head import LmHead
 from flowspec_edge.runtime.request import FinishReason, Likelihood, Request, Result, Stats
-from flowspec_edge.sampling import Sampling, choose, log_probs
 from flowspec_edge.strategies.base import Counters, Strategy
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.tree.ledger import Ledger
 from flowspec_edge.tree.requests import Commit, DraftRequest
-
-Head = Callable[[Payload], NDArray[np.float32]]  # post-norm hidden [n, H] -> logits [n, V]
 
 
 def tentative_rows(params: Params, stages: int) -> int:
@@ -68,7 +68,7 @@ class Coordinator:
     """One request from prompt to result."""
 
     def __init__(self, request: Request, make: Callable[[Ledger], Strategy], drafter: Drafter | None,
-                 head: Head, clock: Callable[[], float], session: int = 1,
+                 head: LmHead, clock: Callable[[], float], session: int = 1,
                  epoch: int = 0, window: int = 1, before: Coordinator | None = None,
                  kept: int = 0, after: int = -1) -> None:
         """``window``: segments that may be at V1 at a time; ``clock`` is in seconds.
@@ -101,7 +101,7 @@ class Coordinator:
         self._outputs: deque[Output] = deque()
         self._taps: list[Tap] = []  # not yet shown to the drafter
         self._tapped: dict[int, set[int]] = {}  # run -> needed states that have come of it
-        self._hidden: dict[int, tuple[Payload, int]] = {}  # number -> where its hidden state lies
+        self._hidden: dict[int, tuple[Tensor, int]] = {}  # number -> in which states [n, H] its row is
         self._tokens: list[int] = []
         self._token_at: list[float] = []  # when each of them became text
         self._likelihoods: list[Likelihood] = []  # of those that nobody has taken, if they are wanted
@@ -238,9 +238,10 @@ class Coordinator:
         if self._prompt_left:
             self._verify_prompt(output, positions[at])
             return
-        successors = choose(self._head(output.hidden), positions[at], self.request.sampling)
+        states = self._head.states(output.hidden)
+        successors = self._head.next_tokens(states, positions[at], self.request.sampling)
         for row, number in enumerate(output.numbers.tolist()):
-            self._hidden[number] = (output.hidden, row)
+            self._hidden[number] = (states, row)
         self._rounds = self.strategy.counters.rounds
         commits = self.strategy.verified(output.run, output.numbers.tolist(), successors.tolist())
         self._commit(commits)
@@ -249,25 +250,24 @@ class Coordinator:
         """Prompt rows: their features go to the drafter, the last one gives the first token."""
         self._prompt_left -= len(output.numbers)
         self._chain += output.numbers.tolist()
+        states = self._head.states(output.hidden)
         if self.drafter:
             text = self._text
             if positions[0] == 0:
                 self.drafter.commit(text[:1], None)
             following = [text[p + 1] for p in positions.tolist() if p + 1 < len(text)]
             if following:
-                rows = output.hidden.array[: len(following)]
-                self.drafter.commit(following, Payload(output.hidden.dtype, rows),
-                                     output.numbers[: len(following)].tolist())
+                self.drafter.commit(following, states[: len(following)],
+                                    output.numbers[: len(following)].tolist())
         if self._prompt_left:
             return
-        last = Payload(output.hidden.dtype, output.hidden.array[-1:])
-        logits = self._head(last)
-        token = int(choose(logits, positions[-1:], self.request.sampling)[0])
+        last = states[-1:].clone()  # lets the chunk's other rows go
+        token = int(self._head.next_tokens(last, positions[-1:], self.request.sampling)[0])
         self._hidden[int(output.numbers[-1])] = (last, 0)
         self.ledger.skip_prune()
         if not self._tokens:
             self._first_at = self._clock()
-        self.strategy.begin(self._text, self.request.sampling, logits.shape[-1])
+        self.strategy.begin(self._text, self.request.sampling, self._head.vocabulary)
         self.strategy.start(token, len(self._text))
         self._commit([Commit(token, int(output.numbers[-1]))])
 
@@ -275,8 +275,7 @@ class Coordinator:
         """Make tokens text, exactly up to the end of sequence or the limit."""
         if not commits:
             return
-        rows = [self._hidden[c.source] for c in commits]
-        features = Payload(rows[0][0].dtype, np.stack([payload.array[row] for payload, row in rows]))
+        features = torch.stack([states[row] for states, row in (self._hidden[c.source] for c in commits)])
         if self.drafter:
             self.drafter.commit([c.token for c in commits], features, [c.source for c in commits])
         likelihoods = self._how_likely(commits, features)
@@ -298,17 +297,10 @@ class Coordinator:
                 break
         self._ended_at = self._clock()
 
-    def _how_likely(self, commits: list[Commit], features: Payload) -> list[Likelihood]:
+    def _how_likely(self, commits: list[Commit], features: Tensor) -> list[Likelihood]:
         """Of each commit, if the request wants it; lm_head is asked again, for these rows alone."""
         count = self.request.logprobs
-        if count is None:
-            return []
-        found = []
-        for commit, row in zip(commits, log_probs(self._head(features), Sampling(1.0)), strict=True):
-            top = np.argsort(-row, kind="stable")[:count]
-            found.append(Likelihood(commit.token, float(row[commit.token]),
-                                    tuple((int(token), float(row[token])) for token in top)))
-        return found
+        return [] if count is None else self._head.likelihoods(features, [c.token for c in commits], count)
 
     def cancel(self) -> None:
         """Nobody waits for the text any more: what there is of it is all."""

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.load import load_drafters
@@ -19,9 +18,10 @@ from flowspec_edge.drafting.merged import MergedDrafter
 from flowspec_edge.drafting.ngram import NgramDrafter
 from flowspec_edge.errors import UsageError
 from flowspec_edge.manifest import DRAFT
-from flowspec_edge.messages import Payload, Tap
+from flowspec_edge.messages import Tap
 from flowspec_edge.modeldir import ModelDir
 from flowspec_edge.runtime.coordinator import Coordinator
+from flowspec_edge.runtime.lm_head import LmHead
 from flowspec_edge.runtime.prefixes import Reuse
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.sampling import Sampling
@@ -29,7 +29,7 @@ from flowspec_edge.stage.shard import find_embedding, load_config, load_lm_head,
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import draft_kind, strategy_class
-from flowspec_edge.tensors import from_torch, to_torch
+from flowspec_edge.tensors import from_torch
 from flowspec_edge.tree.requests import DraftNode, DraftRequest
 
 _TIMED_PASSES = 6
@@ -43,16 +43,10 @@ class DraftDevice:
         self._model = ModelDir(model_dir)
         self._dtype = dtype
         part_of(model_dir, DRAFT)  # of a sharded model every file is checked
-        self._lm_head = load_lm_head(self._model.target, dtype, device)
+        self._lm_head = LmHead(load_lm_head(self._model.target, dtype, device))
         load_config(self._model.target)  # refuses what stages cannot run
         self._limit = self._model.max_positions
         self._drafters: dict[str, Callable[[], Drafter]] = {}
-
-    def head(self, hidden: Payload) -> NDArray[np.float32]:
-        """lm_head: post-norm hidden states [n, H] to logits, float32 [n, V]."""
-        with torch.inference_mode():
-            rows = to_torch(hidden).to(self._lm_head)
-            return (rows @ self._lm_head.mT).float().cpu().numpy()
 
     def drafts_alike(self, one: Request, other: Request) -> bool:
         """Whether a drafter that answered one of them knows how to draft for the other; UsageError when
@@ -84,7 +78,7 @@ class DraftDevice:
                 f"asked for, but the model stops at {self._limit}; shorten the prompt or lower "
                 "--max-new-tokens"
             )
-        vocabulary = self._lm_head.shape[0]
+        vocabulary = self._lm_head.vocabulary
         if not all(0 <= token < vocabulary for token in request.prompt):
             raise UsageError(f"the prompt has a token id outside the vocabulary of {vocabulary}")
         kind = draft_kind(chosen, request.params, self._model)
@@ -98,15 +92,15 @@ class DraftDevice:
         depths = tuple(hi for _, hi in stage_ranges(self._model.stages, stages, allow_empty=True))
         pipeline = Pipeline(stages, depths, passes(kind) if kind else 1.0, slot)
         return Coordinator(request, lambda ledger: chosen(request.params, ledger, pipeline), drafter,
-                           self.head, clock, session, epoch, before=before, kept=kept, after=after)
+                           self._lm_head, clock, session, epoch, before=before, kept=kept, after=after)
 
     def pass_seconds(self, kind: str) -> float:
         """How long a pass over one row takes here: the fastest of a few."""
         drafter = self._drafter(kind, Params())
         drafter.reset(Sampling(), "draft", 1.0)
-        state = from_torch(self._lm_head.new_zeros(1, self._lm_head.shape[1]))
+        state = self._lm_head.weight.new_zeros(1, self._lm_head.weight.shape[1])
         for layer in drafter.taps:
-            drafter.tap(Tap(0, 0, 0, layer, np.zeros(1, np.int32), state))
+            drafter.tap(Tap(0, 0, 0, layer, np.zeros(1, np.int32), from_torch(state)))
         drafter.commit([0], None)
         drafter.commit([0], state, [0])
         request = DraftRequest(0, (DraftNode(0, -1, 0, 1),), 1)
@@ -121,12 +115,12 @@ class DraftDevice:
     def _drafter(self, kind: str, params: Params) -> Drafter:
         """A drafter of this kind for one request, with the look-up that ``params`` ask for; the weights
         are loaded once."""
-        looked_up = NgramDrafter(len(self._lm_head), params.ngram_max, params.ngram_min)
+        looked_up = NgramDrafter(params.ngram_max, params.ngram_min)
         if kind == "ngram":
             return looked_up
         if kind not in self._drafters:
-            embedding = find_embedding(self._model.target, self._dtype, self._lm_head.device)
-            self._drafters[kind] = load_drafters(kind, self._model.parts, self._lm_head, embedding,
+            embedding = find_embedding(self._model.target, self._dtype, self._lm_head.weight.device)
+            self._drafters[kind] = load_drafters(kind, self._model.parts, self._lm_head.weight, embedding,
                                                 self._dtype, self._model.layers)
         drafter = self._drafters[kind]()
         return MergedDrafter(drafter, looked_up) if params.ngram else drafter

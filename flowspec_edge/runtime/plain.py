@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from flowspec_edge.modeldir import ModelDir
 from flowspec_edge.runtime.request import FinishReason
-from flowspec_edge.sampling import Sampling, choose
+from flowspec_edge.sampler import choose
+from flowspec_edge.sampling import Sampling
 from flowspec_edge.stage.whole import load_whole
 from flowspec_edge.tensors import parse_dtype
 
@@ -40,7 +41,7 @@ class PlainDecoder:
         while len(tokens) < max_new_tokens:
             logits = self.model(input_ids=step, past_key_values=cache, logits_to_keep=1).logits[0]
             position = np.array([len(prompt) + len(tokens) - 1])
-            token = int(choose(logits.float().numpy(), position, sampling)[0])
+            token = int(choose(logits, position, sampling)[0])
             if token in stop_ids:
                 return tokens, "stop"
             tokens.append(token)

@@ -62,7 +62,7 @@ class FlowSpecPlus(TreeStrategy):
         return "ahead" not in self._without
 
     def begin(self, text: Sequence[int], sampling: Sampling, vocabulary: int) -> None:
-        self._sampling, self._vocabulary = sampling, vocabulary
+        self._sampling = sampling
         self._acceptance = Acceptance(sampling.greedy, "learn" not in self._without)
         self._text = TextIndex(_LONGEST_RUN, 1)
         self._read(text)
@@ -168,7 +168,7 @@ class FlowSpecPlus(TreeStrategy):
             node = heapq.heappop(queue)[1]
             for token, p in self._text.candidates(self._path(node), _FOUND):
                 score = chance_scores(np.array([token], np.int32), np.array([p]), node.position,
-                                      self._sampling, self.params.rank, self._vocabulary)[0]
+                                      self._sampling, self.params.rank)[0]
                 child = self.tree.looked_up(node, token, float(score))
                 if child is not None and child.score > floor and not child.expanded:
                     heapq.heappush(queue, (-child.score, child))

@@ -11,6 +11,7 @@ from flowspec_edge.drafting.eagle3_checkpoint import load_head3
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Payload, Tap
 from flowspec_edge.sampling import Sampling
+from flowspec_edge.tensors import from_torch
 from flowspec_edge.tree.requests import DraftNode, DraftRequest
 
 T, V = 24, 61  # the target's width and vocabulary
@@ -109,8 +110,8 @@ def test_children_are_as_many_as_the_draft_vocabulary_has(tmp_path):
 def test_a_commit_before_its_taps_is_named(tmp_path):
     s = session(tmp_path, 1)
     s.commit([4, 5])
-    drafter, features = s.drafter, Payload("float32", np.zeros((1, T), np.float32))
-    drafter.tap(Tap(1, 0, 0, LAYERS[0], np.array([9], np.int32), features))
+    drafter, features = s.drafter, torch.zeros(1, T)
+    drafter.tap(Tap(1, 0, 0, LAYERS[0], np.array([9], np.int32), from_torch(features)))
     with pytest.raises(ProtocolError, match="state of row 9 after 9 layers is missing"):
         drafter.commit([6], features, [9])
     assert drafter.rewind(2, *s.ranking)  # to a session in which row 9 is another
@@ -135,7 +136,7 @@ def test_half_precision_heads_take_states_of_their_dtype(tmp_path, dtype, tolera
         array = part.view(torch.int16).numpy().view(np.uint16) if dtype == "bfloat16" else part.numpy()
         drafter.tap(Tap(1, 0, 0, layer, np.arange(6, dtype=np.int32), Payload(dtype, array)))
     drafter.commit([0], None)
-    drafter.commit(list(range(1, 7)), Payload("float32", np.zeros((6, T), np.float32)), list(range(6)))
+    drafter.commit(list(range(1, 7)), torch.zeros(6, T), list(range(6)))
     got = drafter.expand(DraftRequest(0, (DraftNode(0, -1, 6, 6),), 20))
     rows = [(reference.state(s), t, i) for i, (s, t) in enumerate(zip(states.double().numpy(), range(1, 7),
                                                                       strict=True))]
@@ -159,5 +160,5 @@ def test_a_layer_named_twice_is_tapped_once(tmp_path):
     for layer, state in states.items():
         drafter.tap(Tap(1, 0, 0, layer, np.array([0], np.int32), Payload("float32", state.float().numpy())))
     drafter.commit([1], None)
-    drafter.commit([2], Payload("float32", np.zeros((1, T), np.float32)), [0])
+    drafter.commit([2], torch.zeros(1, T), [0])
     assert torch.allclose(drafter._states[0], torch.cat([states[2], states[3], states[3]], 1), atol=1e-6)

@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -11,7 +10,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from flowspec_edge.drafting.eagle_checkpoint import load_head, save_head
 from flowspec_edge.drafting.load import load_drafter
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.messages import Payload
 from flowspec_edge.tree.requests import DraftNode, DraftRequest
 
 H, V = 32, 53
@@ -199,7 +197,7 @@ def test_load_drafter_knows_both_kinds(tmp_path):
     for kind in ("eagle2", "lm"):
         drafter = load_drafter(kind, tmp_path, torch.randn(V, H), EMBEDDING, "fp32", 2)
         drafter.commit([4], None)
-        drafter.commit([5], Payload("float32", np.ones((1, H), np.float32)))
+        drafter.commit([5], torch.ones(1, H))
         got = drafter.expand(DraftRequest(0, (DraftNode(0, -1, 5, 1),), 3))
         assert got.tokens.shape == got.scores.shape == (1, 3)
         with pytest.raises(FlowspecError, match=r"vocabulary has 53 tokens, the target's 60"):

@@ -8,7 +8,6 @@ from transformers import LlamaConfig
 
 from flowspec_edge.drafting.eagle import EagleDrafter, EagleHead
 from flowspec_edge.errors import ProtocolError
-from flowspec_edge.messages import Payload
 from flowspec_edge.sampling import Sampling
 from flowspec_edge.tree.requests import DraftNode, DraftRequest
 
@@ -128,13 +127,12 @@ def test_reset_forgets_everything():
 def test_half_precision_heads_take_features_of_their_dtype(dtype, tolerance):
     head, lm_head = make_head(4), torch.randn(V, H, dtype=torch.float64) / 8
     features = torch.randn(6, H).to(getattr(torch, dtype))
-    array = features.view(torch.int16).numpy().view(np.uint16) if dtype == "bfloat16" else features.numpy()
     reference = reference_of(head, lm_head)
     rows = [(f, t, i) for i, (f, t) in enumerate(zip(features.double().numpy(), range(1, 7), strict=True))]
     x = reference.logits(reference.row(rows))
     drafter = EagleDrafter(head.to(getattr(torch, dtype)), lm_head.to(getattr(torch, dtype)))
     drafter.commit([0], None)
-    drafter.commit(list(range(1, 7)), Payload(dtype, array))
+    drafter.commit(list(range(1, 7)), features)
     got = drafter.expand(DraftRequest(0, (DraftNode(0, -1, 6, 6),), V))
     want = log_softmax(x)
     assert np.abs(got.scores[0] - want[got.tokens[0]]).max() < tolerance * np.abs(want).max()
@@ -148,7 +146,7 @@ def test_misuse_is_named():
     with pytest.raises(ProtocolError, match="only the first token"):
         s.drafter.commit([1], None)
     with pytest.raises(ProtocolError, match="as many features"):
-        s.drafter.commit([1, 2], Payload("float32", np.zeros((1, H), np.float32)))
+        s.drafter.commit([1, 2], torch.zeros(1, H))
     s.commit([5, 6])
     s.plant()
     s.expand([s.root.id])

@@ -30,7 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 4.0},
     "cohere": {"logit_scale": 0.25},
     "phi3": {}, "gpt2": {}, "gpt_neox": {}, "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
-    "olmo2": {}, "smollm3": {},
+    "olmo2": {}, "smollm3": {}, "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1},
 }
 
 
@@ -71,12 +71,11 @@ LATENT = {"kv_heads": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_d
 @pytest.mark.parametrize(("family", "extra", "why"), [
     ("mamba", {}, "no attribute 'past_key_values'"),
     ("deepseek_v3", LATENT, "do not all keep keys and values of one shape"),
-    ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1},
-     "on one, their log probabilities come out wrong by"),
+    ("bert", {"is_decoder": True}, "on one, their log probabilities come out wrong by"),
 ])
 def test_families_that_cannot_draft_trees_are_refused(tmp_path: Path, family: str, extra: dict[str, Any],
                                                       why: str) -> None:
-    """State-space models; keys and values of unlike width (latents); an unusual mask."""
+    """State-space models; keys and values of unlike width (latents); positions of its own."""
     write(tmp_path, family, **extra)
     wanted = rf"models of type .{family}. cannot draft trees: .*{why}"
     with pytest.raises(FlowspecError, match=wanted) as caught:

@@ -55,8 +55,8 @@ def model() -> LlamaForCausalLM:
 def test_below_a_looked_up_node_the_model_drafts_on(sampling: Sampling) -> None:
     """A session of both drafters apart and together: every node's children are the merged ones."""
     text = [1, 2, 3, 4, 5, 6, 1, 2, 3]
-    apart = LMDrafter(model()), NgramDrafter(V, 3, 2)
-    together = MergedDrafter(LMDrafter(model()), NgramDrafter(V, 3, 2))
+    apart = LMDrafter(model()), NgramDrafter(3, 2)
+    together = MergedDrafter(LMDrafter(model()), NgramDrafter(3, 2))
     for drafter in (*apart, together):
         drafter.reset(sampling, "noise", 0.6)
         drafter.commit(text[:1], None)
@@ -97,8 +97,8 @@ def test_features_and_taps_reach_the_draft_model() -> None:
             return Expansion.empty(len(request.nodes), request.children)
 
     recorder = Recorder()
-    drafter = MergedDrafter(recorder, NgramDrafter(V, 2, 1))
-    features = Payload("float32", np.ones((2, 3), np.float32))
+    drafter = MergedDrafter(recorder, NgramDrafter(2, 1))
+    features = torch.ones(2, 3)
     tap = Tap(1, 0, 0, 2, np.array([4], np.int32), Payload("float32", np.ones((1, 3), np.float32)))
     drafter.reset(Sampling(), "draft", 0.5)
     drafter.commit([7], None)

@@ -18,7 +18,7 @@ V = 50
 def test_random_walks_agree_with_brute_force(seed: int) -> None:
     """A session: the tree grows below looked-up and other nodes, the text goes on along it or not."""
     rng = np.random.default_rng(seed)
-    drafter = NgramDrafter(V, 3, 1)
+    drafter = NgramDrafter(3, 1)
     drafter.reset(Sampling(), "noise", 0.6)
     text: list[int] = []
 
@@ -79,7 +79,7 @@ def test_with_noise_a_score_is_the_chance_to_win_against_all_else() -> None:
     rng = np.random.default_rng(0)
     for seed in range(3):
         sampling = Sampling(1.0, seed=seed)
-        drafter = NgramDrafter(V, 2, 2)
+        drafter = NgramDrafter(2, 2)
         drafter.reset(sampling, "noise", 0.6)
         got = expand(drafter, text)
         assert {*got.tokens[0].tolist()} == {7, 8}
@@ -95,7 +95,7 @@ def test_the_chance_to_win_is_the_estimate_on_average() -> None:
     text = [5, 6, 7, 1, 5, 6]
     chances = []
     for seed in range(1000):
-        drafter = NgramDrafter(V, 2, 2)
+        drafter = NgramDrafter(2, 2)
         drafter.reset(Sampling(1.0, seed=seed), "noise", 0.6)
         chances.append(float(np.exp(expand(drafter, text).scores[0, 0])))
     assert np.mean(chances) == pytest.approx(0.5, abs=0.03)
@@ -103,13 +103,13 @@ def test_the_chance_to_win_is_the_estimate_on_average() -> None:
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=3)])
 def test_without_noise_a_score_is_the_estimate(sampling: Sampling) -> None:
-    drafter = NgramDrafter(V, 4, 2)
+    drafter = NgramDrafter(4, 2)
     drafter.reset(sampling, "draft", 0.6)
     assert expand(drafter, [5, 6, 7, 1, 5, 6]).scores[0].tolist() == [np.log(0.5), -np.inf]
 
 
 def test_a_new_session_knows_nothing_of_the_old_one() -> None:
-    drafter = NgramDrafter(V, 4, 1)
+    drafter = NgramDrafter(4, 1)
     assert np.isfinite(expand(drafter, [1, 2, 1, 2]).scores).any()
     drafter.reset(Sampling(), "noise", 0.6)
     assert not np.isfinite(expand(drafter, [1, 2, 3, 1]).scores[0, 1:]).any()
@@ -117,7 +117,7 @@ def test_a_new_session_knows_nothing_of_the_old_one() -> None:
 
 def test_a_rewound_drafter_is_one_that_has_seen_no_more() -> None:
     text = [1, 2, 3, 1, 2, 4, 1, 2]
-    drafter, fresh = (NgramDrafter(V, 3, 1) for _ in range(2))
+    drafter, fresh = (NgramDrafter(3, 1) for _ in range(2))
     expand(drafter, text)
     assert drafter.rewind(5, Sampling(1.0, seed=3), "noise", 1.0)
     assert not drafter.rewind(6, Sampling(), "draft", 1.0)
@@ -130,7 +130,7 @@ def test_a_rewound_drafter_is_one_that_has_seen_no_more() -> None:
 
 
 def test_what_the_protocol_forbids_is_refused() -> None:
-    drafter = NgramDrafter(V, 4, 2)
+    drafter = NgramDrafter(4, 2)
     drafter.commit([1, 2, 3], None)
     with pytest.raises(ProtocolError, match="position 3, but the drafter was given a text of 3 tokens"):
         drafter.expand(DraftRequest(0, (DraftNode(0, -1, 3, 3),), 1))

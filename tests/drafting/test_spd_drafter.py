@@ -134,7 +134,7 @@ class Session:
         features = np.float32([self.state(number, LAYERS) for number in sources])
         for number, feature in zip(sources, features, strict=True):
             self.arrived.setdefault(number, {})[LAYERS] = feature.astype(float)
-        self.drafter.commit(tokens, Payload("float32", features), sources)
+        self.drafter.commit(tokens, torch.from_numpy(features), sources)
 
     def _reroot(self, root):
         self.root = root
@@ -338,7 +338,7 @@ def test_a_request_without_nodes_is_answered():
 
 def test_misuse_is_named():
     drafter = SpdDrafter(make_module(0), torch.zeros(V, H, dtype=torch.float64))
-    features = Payload("float32", np.zeros((1, H), np.float32))
+    features = torch.zeros(1, H)
     with pytest.raises(ProtocolError, match="as many features"):
         drafter.commit([1], features, [0])
     with pytest.raises(ProtocolError, match="the first token of a text"):

@@ -49,7 +49,7 @@ def worker(target: Path, stages: int) -> Iterator[MeasuredWorker]:
 def test_a_request_is_the_one_that_a_cluster_would_run(model: Path) -> None:
     kinds = ["eagle2", "lm", "spd"]
     prompt = [5, 17, 44, 3, 80, 200]
-    plain, _ = PlainDecoder(model, "fp32").generate(prompt, 12, Sampling(), frozenset())
+    plain, _ = PlainDecoder(model, "fp32").generate(prompt, 12, Sampling(1.0), frozenset())
     with worker(model / "target", 1) as target:
         target.ready()
         device0 = MeasuredDevice0(model, "fp32", "cpu", kinds, target)

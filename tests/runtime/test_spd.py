@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from flowspec_edge.config import DraftCost, Profile, load_profile
 from flowspec_edge.messages import Credit, Output, Payload, Segment, Tap
 from flowspec_edge.runtime.coordinator import Coordinator, Draft, Verify
+from flowspec_edge.runtime.lm_head import LmHead
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request, Stats
 from flowspec_edge.runtime.virtual import VirtualCluster
@@ -153,7 +155,7 @@ def test_a_pass_works_on_the_states_that_were_there_when_it_began() -> None:
     drafter = Witness()
     request = Request([1], "spd", 9)
     c = Coordinator(request, lambda ledger: SPD(request.params, ledger, Pipeline(2, (2, 4))), drafter,
-                    lambda hidden: np.eye(8, dtype=np.float32)[[7] * len(hidden.array)], lambda: 0.0)
+                    LmHead(torch.eye(8)[:, 7:].expand(8, 2)), lambda: 0.0)
 
     def send() -> tuple[int, int, int]:
         segment, = (m for m in c.take_messages() if isinstance(m, Segment))
@@ -162,7 +164,7 @@ def test_a_pass_works_on_the_states_that_were_there_when_it_began() -> None:
         return segment.session, segment.epoch, segment.run
 
     taps: list[tuple[int, ...]] = []
-    states = Payload("float32", np.zeros((1, 2), np.float32))
+    states = Payload("float32", np.ones((1, 2), np.float32))
 
     def tap(header: tuple[int, int, int], layer: int) -> None:
         c.receive(Tap(*header, layer, np.array([0], np.int32), states))

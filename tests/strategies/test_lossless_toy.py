@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowspec_edge.messages import Cancel, Credit, Output, Payload, Prune, Segment, unpack_bits
 from flowspec_edge.runtime.coordinator import Coordinator
+from flowspec_edge.runtime.lm_head import LmHead
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.sampling import Rank, Sampling
 from flowspec_edge.strategies.base import Pipeline
@@ -63,12 +65,12 @@ class ToyDrafter:
         self.text: list[int] = []
         self.paths: dict[int, tuple[int, ...]] = {}
 
-    def commit(self, tokens: list[int], features: Payload | None, rows: list[int] = ()) -> None:
+    def commit(self, tokens: list[int], features: torch.Tensor | None, rows: list[int] = ()) -> None:
         self.text += tokens
         # Row i of the features belongs to the row that predicted token i; the toy pipeline
         # writes the length of what that row saw into it.
         if features is not None:
-            lengths = features.array[:, 1].astype(int).tolist()
+            lengths = features[:, 1].int().tolist()
             assert lengths == list(range(len(self.text) - len(tokens), len(self.text)))
 
     def expand(self, request: DraftRequest) -> Expansion:
@@ -150,10 +152,14 @@ class ToyStage:
         return reduced, answers
 
 
-def toy_head(hidden: Payload) -> np.ndarray:
-    logits = np.zeros((len(hidden.array), VOCABULARY), np.float32)
-    logits[np.arange(len(logits)), hidden.array[:, 0].astype(int)] = 1.0
-    return logits
+class ToyHead(LmHead):
+    """The first number of a toy state is its successor."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.zeros(VOCABULARY, 2))
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(states[:, 0].long(), VOCABULARY).float()
 
 
 def drive(name: str, stages: int, prompt: list[int], limit: int, params: Params,
@@ -162,7 +168,7 @@ def drive(name: str, stages: int, prompt: list[int], limit: int, params: Params,
     now = [0.0]
     request = Request(prompt, name, limit, params=params, stop_ids=frozenset({STOP}))
     c = Coordinator(request, lambda ledger: STRATEGIES[name](params, ledger, Pipeline(stages)),
-                    ToyDrafter(absent), toy_head, lambda: now[0])
+                    ToyDrafter(absent), ToyHead(), lambda: now[0])
     pipeline = [ToyStage() for _ in range(stages)]
     undelivered: list[tuple[int, Prune | Cancel]] = []
     outputs: deque[Output] = deque()

@@ -1,0 +1,161 @@
+"""The sampler on each device that is here against the definition in float64, and its noise word by word."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from gpukit import DEVICES
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import flowspec_edge.sampler
+from flowspec_edge import sampling as definition
+from flowspec_edge.sampler import choose, device_words, log_probs, noise, rank_children
+from flowspec_edge.sampling import DraftVocabulary, Rank, Sampling, gumbel, gumbel_of, philox_words
+
+SAMPLINGS = st.builds(
+    Sampling, st.sampled_from([0.001, 0.3, 0.7, 1.0, 2.0, 50.0]), st.sampled_from([0, 1, 20, 300]),
+    st.sampled_from([1.0, 0.9, 0.5, 0.1]), st.integers(0, 2**63 - 1))
+# One token, fewer than a block, blocks with and without a rest, and so long that rows are worked on alone.
+VOCABULARIES = st.sampled_from([1, 2, 5, 63, 64, 65, 300, 1024, 4099, 140_001])
+
+
+def logits_of(seed: int, n: int, vocabulary: int, spread: float, coarse: bool) -> torch.Tensor:
+    """``coarse``: as bfloat16 leaves them, so that many are equal."""
+    logits = torch.from_numpy(np.random.default_rng(seed).normal(0, spread, (n, vocabulary))).float()
+    return logits.bfloat16().float() if coarse else logits
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@given(st.integers(0, 10_000), VOCABULARIES, st.sampled_from([0.0, 0.1, 1.0, 3.0, 30.0]), st.booleans(),
+       st.one_of(SAMPLINGS, st.just(Sampling())), st.lists(st.integers(0, 2**40), min_size=1, max_size=4))
+@example(seed=0, vocabulary=4099, spread=0.0, coarse=False, sampling=Sampling(), positions=[0])
+@settings(max_examples=120, deadline=None)
+def test_the_tokens_are_those_of_the_definition(
+    device: str, seed: int, vocabulary: int, spread: float, coarse: bool, sampling: Sampling,
+    positions: list[int],
+) -> None:
+    logits = logits_of(seed, len(positions), vocabulary, spread, coarse)
+    drawn = choose(logits.to(device), np.array(positions), sampling)
+    assert drawn.dtype == np.int32
+    np.testing.assert_array_equal(drawn, definition.choose(logits.numpy(), np.array(positions), sampling))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1.0, seed=1), Sampling(1.0, top_p=0.9, seed=1),
+                                      Sampling(0.7, top_k=20, top_p=0.8, seed=1), Sampling()])
+@pytest.mark.parametrize("spread", [1.0, 8.0])
+def test_no_row_is_fetched_but_where_two_tokens_are_close(
+    sampling: Sampling, spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 400 rows: a row that the definition decides crosses to the CPU whole, so there must be few."""
+    fetched = []
+
+    def counted(logits: np.ndarray, positions: np.ndarray, sampling: Sampling) -> np.ndarray:
+        fetched.append(len(logits))
+        return original(logits, positions, sampling)
+
+    original = definition.choose
+    monkeypatch.setattr(flowspec_edge.sampler.definition, "choose", counted)
+    choose(logits_of(5, 400, 8000, spread, False), np.arange(400), sampling)
+    assert sum(fetched) <= 4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@given(st.integers(0, 2**63 - 1), st.lists(st.integers(0, 2**62), min_size=1, max_size=3),
+       st.integers(1, 600))
+@settings(max_examples=30, deadline=None)
+def test_the_words_are_the_same_on_every_device(
+    device: str, seed: int, positions: list[int], vocabulary: int
+) -> None:
+    words = device_words(seed, torch.tensor(positions, device=device), vocabulary).cpu().numpy()
+    for row, position in zip(words, positions, strict=True):
+        np.testing.assert_array_equal(row.view(np.uint64), philox_words(seed, position, vocabulary))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_noise_is_the_definitions_whoever_asks(device: str) -> None:
+    positions = np.array([5, 3000, 5, 6])
+    got = noise(7, positions, 1001, torch.empty(0, device=device)).cpu().numpy()
+    for row, position in zip(got, positions.tolist(), strict=True):
+        np.testing.assert_allclose(row, gumbel(7, position, 1001), rtol=1e-6, atol=1e-6)
+    for token in (0, 1, 2, 3, 4, 999, 1000):
+        assert gumbel_of(7, 5, token) == gumbel(7, 5, 1001)[token]
+
+
+def test_nothing_is_drawn_for_no_rows() -> None:
+    assert choose(torch.empty(0, 50), np.empty(0, np.int64), Sampling(1.0)).shape == (0,)
+
+
+def ranked(logits: np.ndarray, positions: np.ndarray, k: int, sampling: Sampling, rank: Rank,
+           tau: float) -> tuple[np.ndarray, np.ndarray]:
+    """Children by sorting everything, in float64: [n, k] ids and scores."""
+    x = logits.astype(np.float64)
+    if rank == "noise" and not sampling.greedy:
+        noisy = [gumbel(sampling.seed, int(p) + 1, x.shape[-1]) for p in positions]
+        x = (x / sampling.temperature + np.stack(noisy)) / tau
+    x = torch.log_softmax(torch.from_numpy(x), -1).numpy()
+    ids = np.argsort(-x, -1)[:, :k]
+    return ids, np.take_along_axis(x, ids, -1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rank", ["draft", "noise"])
+@given(st.integers(0, 10_000), VOCABULARIES, st.sampled_from([0.5, 3.0, 20.0]), st.integers(1, 12),
+       st.sampled_from([0.0, 0.3, 1.0]), st.sampled_from([0.3, 0.6, 1.0]))
+@settings(max_examples=40, deadline=None)
+def test_children_are_the_best_of_all(
+    device: str, rank: Rank, seed: int, vocabulary: int, spread: float, k: int, temperature: float, tau: float
+) -> None:
+    logits, positions = logits_of(seed, 3, vocabulary, spread, False), np.array([4, 4, 77])
+    sampling, k = Sampling(temperature, seed=seed), min(k, vocabulary)
+    tokens, scores = rank_children(logits.to(device), positions, k, sampling, rank, tau)
+    _, expected = ranked(logits.numpy(), positions, k, sampling, rank, tau)
+    np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-4)
+    # Each token has the score that it is given; of two that float32 cannot tell apart either comes first.
+    every = ranked(logits.numpy(), positions, vocabulary, sampling, rank, tau)
+    for row in range(3):
+        own = dict(zip(every[0][row].tolist(), every[1][row].tolist(), strict=True))
+        assert len(set(tokens[row].tolist())) == k
+        np.testing.assert_allclose([own[t] for t in tokens[row].tolist()], scores[row], rtol=1e-5, atol=1e-4)
+    assert tokens.dtype == np.int32
+    assert (np.diff(scores, axis=1) <= 0).all()
+    assert (scores <= 0).all()
+
+
+@given(st.integers(0, 1000), st.floats(0.2, 2.0), st.floats(0.3, 1.0))
+@settings(max_examples=40, deadline=None)
+def test_a_perfect_draft_ranked_by_noise_puts_the_drawn_token_first(
+    seed: int, temperature: float, tau: float
+) -> None:
+    logits = np.random.default_rng(seed).normal(0, 2, (4, 30))
+    positions = np.array([3, 4, 90, 3])
+    s = Sampling(temperature, seed=seed)
+    tokens, _ = rank_children(torch.from_numpy(logits), positions, 5, s, "noise", tau)
+    np.testing.assert_array_equal(tokens[:, 0], definition.choose(logits, positions, s))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rank", ["draft", "noise"])
+def test_a_part_of_the_vocabulary_is_ranked_as_if_the_rest_had_no_chance(rank: Rank, device: str) -> None:
+    rng = np.random.default_rng(3)
+    ids = rng.permutation(500)[:40]
+    logits = rng.normal(0, 2, (6, 40))
+    whole = np.full((6, 500), -np.inf)
+    whole[:, ids] = logits
+    positions, s = np.array([3, 4, 90, 3, 0, 7]), Sampling(0.7, seed=5)
+    part = torch.from_numpy(logits).to(device)
+    tokens, scores = rank_children(part, positions, 8, s, rank, 0.6, DraftVocabulary(ids, 500))
+    expected, expected_scores = ranked(whole, positions, 8, s, rank, 0.6)
+    np.testing.assert_array_equal(tokens, expected)
+    np.testing.assert_allclose(scores, expected_scores, atol=1e-9)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_log_probabilities_are_those_of_log_softmax(device: str) -> None:
+    logits = logits_of(1, 3, 900, 2.0, False)
+    own, top, values = log_probs(logits.to(device), np.array([0, 899, 17]), 4)
+    expected = torch.log_softmax(logits.double(), -1)
+    np.testing.assert_allclose(own, expected[[0, 1, 2], [0, 899, 17]].numpy(), atol=1e-9)
+    np.testing.assert_array_equal(top, expected.topk(4).indices.numpy())
+    np.testing.assert_allclose(values, expected.topk(4).values.numpy(), atol=1e-9)
