@@ -1,8 +1,8 @@
 """What a turn costs D0 at a real model's shape, part by part.
 
 The parts are those of FlowSpec: the verdict on an output (lm_head, the choice of every row's next token)
-and draft passes (the head, lm_head, ranking the children), with what the tree costs around them.  Knows
-the parts and their sizes; whose functions they are is said in one place, :func:`_choose` and :func:`_rank`.
+and draft passes (the head, lm_head, ranking the children); and, as ``micro_d0`` takes it, a whole turn but
+for its matrix products.  Knows the parts and their sizes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import count, product
 
 import numpy as np
 import torch
@@ -20,23 +20,25 @@ from torch import Tensor
 from torch.nn import functional
 
 from flowspec_edge.bench.launches import launches
-from flowspec_edge.bench.micro_d0 import bookkeeping
+from flowspec_edge.bench.micro_d0 import SAMPLINGS, STRATEGIES, turns
 from flowspec_edge.bench.shapes import SHAPES, compute_dtype, random_head, random_matrix
 from flowspec_edge.bench.stopwatch import median_seconds
-from flowspec_edge.sampling import Rank, Sampling, choose, rank_children
-from flowspec_edge.tensors import from_torch, to_torch
+from flowspec_edge.sampler import choose, rank_children
+from flowspec_edge.sampling import Rank, Sampling
+from flowspec_edge.tensors import from_torch, to_device, to_torch
 
 NODES = 10  # of a draft pass
 CHILDREN = 10
 ROWS = 16  # of an output
 CONTEXT = 512  # rows in the head's cache
 _TAU = 0.6
+_TURNS = 60
 
 
 @dataclass(frozen=True)
 class PartTime:
     """One part of a turn, once: the median ``ms``, and the operations that would launch a kernel on a
-    GPU."""
+    GPU; 0 where they were not counted."""
 
     part: str
     ms: float
@@ -68,14 +70,15 @@ def part_times(name: str, dtype: str, device: str) -> Iterator[PartTime]:
         return np.arange(rows) + next(positions)
 
     # Neighbouring logits a few units apart, as a trained model's; over the whole vocabulary.
-    logits = 2.5 * torch.randn(ROWS, shape.vocab_size, device=at)
+    logits = (2.5 * torch.randn(ROWS, shape.vocab_size, device=at)).to(computed)
     drafts = logits[:NODES]
 
     def choosing(sampling: Sampling) -> object:
-        return _choose(logits, of_rows(ROWS), sampling)
+        return choose(logits, of_rows(ROWS), sampling)
 
     def ranking(sampling: Sampling) -> object:
-        return _rank(drafts, of_rows(NODES), sampling)
+        rank: Rank = "draft" if sampling.greedy else "noise"
+        return rank_children(drafts, of_rows(NODES), CHILDREN, sampling, rank, _TAU)
 
     parts: dict[str, Callable[[], object]] = {
         f"head, {NODES} nodes": _head_pass(name, computed, device),
@@ -87,22 +90,13 @@ def part_times(name: str, dtype: str, device: str) -> Iterator[PartTime]:
         parts[f"choose, {ROWS} rows, {label}"] = partial(choosing, sampling)
     for label, sampling in (("greedy", Sampling()), ("noise", Sampling(1.0))):
         parts[f"rank_children, {NODES} rows, {label}"] = partial(ranking, sampling)
-    parts[f"{ROWS} hidden states to the device"] = lambda: to_torch(sent, at)
+    parts[f"{ROWS} hidden states to the device"] = lambda: to_device(to_torch(sent), at)
     with torch.inference_mode():
         for part, work in parts.items():
             yield PartTime(part, 1e3 * median_seconds(work, device), launches(work))
-    for strategy in ("flowspec", "flowspec_plus"):
-        yield PartTime(f"walk, prune, tree and segment, {strategy}, a turn",
-                       statistics.median(bookkeeping(strategy, turns=200)), 0)
-
-
-def _choose(logits: Tensor, positions: NDArray[np.int64], sampling: Sampling) -> NDArray[np.int32]:
-    return choose(logits.float().cpu().numpy(), positions, sampling)
-
-
-def _rank(logits: Tensor, positions: NDArray[np.int64], sampling: Sampling) -> object:
-    rank: Rank = "draft" if sampling.greedy else "noise"
-    return rank_children(logits.float().cpu().numpy(), positions, CHILDREN, sampling, rank, _TAU)
+    for strategy, (how, sampling) in product(STRATEGIES, SAMPLINGS.items()):
+        costs = turns(strategy, sampling, _TURNS, shape.vocab_size, device)
+        yield PartTime(f"a turn of {strategy}, {how}, but for matrix products", statistics.median(costs), 0)
 
 
 def _head_pass(name: str, dtype: torch.dtype, device: str) -> Callable[[], object]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpukit import needs_cuda
+from gpukit import DEVICES, needs_cuda
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
@@ -19,7 +19,6 @@ from flowspec_edge.bench.shape_stage import segment_times
 from flowspec_edge.bench.shapes import SHAPES, Shape, random_stage
 from flowspec_edge.stage.shard import load_shard
 
-DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
 TINY = Shape("llama", 128, 4, 4, 2, 32, 256, 300)
 TINY_QWEN = Shape("qwen3", 128, 4, 4, 2, 64, 256, 300)
 
@@ -79,7 +78,7 @@ def test_segments(device: str, dtype: str) -> None:
 def test_parts_of_a_turn(device: str) -> None:
     parts = {part.part: part for part in part_times("tiny", "bf16", device)}
     assert parts["lm_head, 16 rows"].launches == 1
-    assert len(parts) == 11
+    assert len(parts) == 13
     assert all(part.ms >= 0 for part in parts.values())
 
 
@@ -106,7 +105,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     data: dict[str, Any] = json.loads(out.read_text())
     assert (data["shape"], data["dtype"], data["device"], data["layers"]) == ("tiny", "fp32", "cpu", 2)
     assert [(row["context"], row["rows"]) for row in data["stage"]] == [(9, 1), (9, 3)]
-    assert len(data["d0"]) == 11
+    assert len(data["d0"]) == 13
     said = capsys.readouterr().out
     assert "random weights in fp32, CPU, " in said
     assert "ms, 4 layers (scaled)" in said
