@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flowspec_edge.bench.launches import ATTENTION, FREE
+from flowspec_edge.bench.launches import FREE, WHOLE
 
 aten = torch.ops.aten
 
@@ -42,10 +42,10 @@ class MetaDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is ATTENTION and args[0].is_meta:
-            self._check(func, args, kwargs)  # one kernel on CUDA; meta would take it apart
-            self.launches["scaled_dot_product_attention"] += 1
-            return torch.empty((*args[0].shape[:-1], args[2].shape[-1]), dtype=args[0].dtype, device="meta")
+        if func in WHOLE and args[0].is_meta:
+            self._check(func, args, kwargs)
+            self.launches[func.overloadpacket.__name__] += 1
+            return func(*args, **kwargs)
         with self:  # in inference mode what is made of other operations comes here whole
             if (made := func.decompose(*args, **kwargs)) is not NotImplemented:
                 return made

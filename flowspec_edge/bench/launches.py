@@ -20,7 +20,8 @@ FREE = frozenset({
     "transpose", "t", "permute", "as_strided", "detach", "alias", "lift_fresh", "split", "split_with_sizes",
     "unbind", "unfold", "narrow", "diagonal", "empty", "empty_strided", "empty_like", "new_empty",
     "new_empty_strided", "resize_", "_local_scalar_dense"})
-ATTENTION = torch.ops.aten.scaled_dot_product_attention.default  # one kernel, on a GPU
+# Made of other operations on a CPU, one kernel on a GPU.
+WHOLE = frozenset({torch.ops.aten.scaled_dot_product_attention.default, torch.ops.aten.rms_norm.default})
 
 
 class Launches(TorchDispatchMode):
@@ -32,7 +33,7 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not ATTENTION:
+        if func not in WHOLE:
             with self:  # in inference mode what is made of other operations comes here whole
                 if (made := func.decompose(*args, **kwargs)) is not NotImplemented:
                     return made
