@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup demo test test-fleet test-aarch64 check bench soak timelines clean
+.PHONY: setup demo test test-fleet test-aarch64 test-cuda check bench soak timelines clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -43,6 +43,14 @@ test-fleet: $(READY)
 # The boards' instruction set, emulated, with the oldest libraries that are allowed: slow.
 test-aarch64: $(READY)
 	$(BIN)/python -m pytest -m aarch64 tests/e2e
+
+# On a machine with a GPU: what only that can show, and what stages and D0 take there at a real model's shape.
+CUDA_FIGURES ?= build/cuda-figures.json
+test-cuda: $(READY)
+	$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("PyTorch sees no GPU here")'
+	$(BIN)/python -m pytest -m cuda
+	mkdir -p $(dir $(CUDA_FIGURES))
+	$(BIN)/python -m flowspec_edge.bench.micro_shapes --device cuda --dtype fp16 --json $(CUDA_FIGURES)
 
 bench: $(READY)
 	for file in flowspec_edge/bench/micro_*.py; do \

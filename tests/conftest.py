@@ -36,6 +36,15 @@ def pytest_fixture_setup() -> Iterator[None]:
         return (yield)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a GPU where there is none."""
+    if item.get_closest_marker("cuda"):
+        import torch  # after the settings above
+
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA GPU here")
+
+
 @contextmanager
 def _unnamed() -> Iterator[None]:
     name = os.environ.pop("PYTEST_CURRENT_TEST")

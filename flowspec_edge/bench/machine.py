@@ -20,13 +20,19 @@ def versions() -> dict[str, str]:
     return {name: version(name) for name in _PACKAGES}
 
 
-def machine() -> dict[str, Any]:
-    """Processor, cores, memory in bytes, operating system, Python."""
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """Processor, cores, memory in bytes, operating system, Python; the GPU if torch's ``device`` is one."""
     return {
         "cpu": _cpu(), "cores": os.cpu_count(), "memory_bytes": _memory(),
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "python": platform.python_version(),
+        "python": platform.python_version(), **({} if device == "cpu" else {"gpu": _gpu(device)}),
     }
+
+
+def _gpu(device: str) -> str:
+    import torch  # which help and errors do not wait for
+
+    return torch.cuda.get_device_name(device)
 
 
 def _cpu() -> str:

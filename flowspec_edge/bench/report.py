@@ -29,6 +29,8 @@ class Sample:
     """One request: ``prompt`` is its index in the task, ``repeat`` what was added to the seed.
 
     ``tokens`` counts every generated token; times are in seconds, ``bytes`` is all that was sent.
+    ``near_ties``: in 16 bits, that the text counts as identical although near ties came out otherwise
+    (``bench.near_ties``).
     """
 
     strategy: str
@@ -49,6 +51,7 @@ class Sample:
     accepted: int
     bytes: int
     identical: bool
+    near_ties: bool = False
 
     @property
     def cell(self) -> Cell:
@@ -69,6 +72,8 @@ class Row:
     ttft_s                time to the first token, mean
     itl_mean_s            decode time over tokens after the first, sums divided by sums
     itl_p50_s, itl_p95_s  means of the requests' own percentiles
+    identical             whether all texts are plain decoding's, near ties of 16 bits aside
+    near_ties             texts in which those came out otherwise
     """
 
     strategy: str
@@ -88,6 +93,7 @@ class Row:
     itl_p95_s: float
     repeats: int
     identical: bool
+    near_ties: int = 0
 
 
 @dataclass(frozen=True)
@@ -276,7 +282,7 @@ def _row(samples: Sequence[Sample]) -> Row:
         itl_p50_s=fmean(s.itl_p50_s for s in decoded),
         itl_p95_s=fmean(s.itl_p95_s for s in decoded),
         repeats=len(repeats),
-        identical=all(s.identical for s in samples),
+        identical=all(s.identical for s in samples), near_ties=sum(s.near_ties for s in samples),
     )
 
 
@@ -287,7 +293,7 @@ def _decoded(samples: Sequence[Sample]) -> Sequence[Sample]:
 
 def _mean(parts: Sequence[Row], deviation: float | None) -> Row:
     averaged = ("tokens_per_second", "alt", "alr", "ttft_s", "itl_mean_s", "itl_p50_s", "itl_p95_s")
-    summed = ("turns", "rounds", "tokens")
+    summed = ("turns", "rounds", "tokens", "near_ties")
     figures: dict[str, Any] = {name: fmean(getattr(row, name) for row in parts) for name in averaged}
     figures |= {name: sum(getattr(row, name) for row in parts) for name in summed}
     return replace(parts[0], task=MEAN, tokens_per_second_sd=deviation,

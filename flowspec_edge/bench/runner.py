@@ -13,6 +13,8 @@ from flowspec_edge.bench.report import Difference, Report, Row, Sample
 from flowspec_edge.runtime.request import Cluster, Request, Result
 
 Plain = Callable[[Request], tuple[list[int], str]]  # plain decoding: tokens and finish reason
+# Whether near ties explain a text (request, tokens, finish reason) that is not plain decoding's.
+Explains = Callable[[Request, list[int], str], bool]
 Advance = Callable[[str], None]  # called before each piece of work with what it is
 
 
@@ -65,11 +67,13 @@ class Plan:
 
 
 def measure(cluster: Cluster, plain: Plain, plan: Plan, report: Report,
-            advance: Advance = lambda _: None, save: Callable[[], None] = lambda: None) -> None:
+            advance: Advance = lambda _: None, save: Callable[[], None] = lambda: None,
+            explains: Explains | None = None) -> None:
     """Add to ``report`` what it lacks of ``plan``.
 
     ``advance`` is called ``plan.steps(report)`` times; ``save`` whenever a strategy is through with
-    a task, and at the end.
+    a task, and at the end.  A text that differs from plain decoding's and that ``explains`` is
+    counted as one of near ties; without it any difference is one.
     """
     warm: set[str] = set()
     expected: dict[tuple[str, float, int, int], tuple[list[int], str]] = {}
@@ -93,8 +97,10 @@ def measure(cluster: Cluster, plain: Plain, plan: Plan, report: Report,
             result = cluster.generate(replace(request, strategy=name))
             difference = _compare(expected[key], result, Difference(
                 name, index, 0, None, None, work.task, temperature, repeat))
-            differences += [difference] if difference else []
-            samples.append(_sample(name, work.task, temperature, repeat, index, result, not difference))
+            tied = bool(difference and explains and explains(request, result.tokens, result.finish_reason))
+            differences += [difference] if difference and not tied else []
+            samples.append(_sample(name, work.task, temperature, repeat, index, result,
+                                   tied or not difference, tied))
         report.samples += samples  # only now: an interrupted task must not look finished
         report.differences += differences
         save()
@@ -103,14 +109,15 @@ def measure(cluster: Cluster, plain: Plain, plan: Plan, report: Report,
 
 
 def run(cluster: Cluster, plain: Plain, requests: Sequence[Request], strategies: Sequence[str],
-        advance: Advance = lambda _: None) -> tuple[list[Row], list[Difference]]:
+        advance: Advance = lambda _: None, explains: Explains | None = None,
+        ) -> tuple[list[Row], list[Difference]]:
     """Every strategy on one nameless task, at the temperature of its requests.
 
     ``advance`` is called ``len(requests) * (1 + len(strategies))`` times.
     """
     report = Report(None, cluster.clock)
     plan = Plan(strategies, [Workload("", requests)], [requests[0].sampling.temperature])
-    measure(cluster, plain, plan, report, advance)
+    measure(cluster, plain, plan, report, advance, explains=explains)
     return report.rows, report.differences
 
 
@@ -120,13 +127,14 @@ def _at(request: Request, temperature: float, repeat: int) -> Request:
 
 
 def _sample(strategy: str, task: str, temperature: float, repeat: int, prompt: int, result: Result,
-            identical: bool) -> Sample:
+            identical: bool, tied: bool) -> Sample:
     s = result.stats
     return Sample(
         strategy, task, temperature, repeat, prompt, tokens=len(result.tokens), turns=s.turns,
         rounds=s.rounds, tokens_per_second=s.tokens_per_second, decode_s=s.decode_s, ttft_s=s.ttft_s,
         itl_p50_s=s.itl_p50_s, itl_p95_s=s.itl_p95_s, drafted=s.drafted, verified=s.verified,
         accepted=s.accepted, bytes=s.bytes, identical=identical,
+        near_ties=tied,
     )
 
 

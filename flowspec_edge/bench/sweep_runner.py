@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from flowspec_edge.bench.runner import Advance, Plain, Plan, Workload, measure
+from flowspec_edge.bench.runner import Advance, Explains, Plain, Plan, Workload, measure
 from flowspec_edge.bench.sweep import UNITS, Axis, Sweep, Value, label
 from flowspec_edge.config import Link, Profile
 from flowspec_edge.runtime.request import Cluster, Request
@@ -69,11 +69,13 @@ def steps(sweep: Sweep, plans: Mapping[Value, Plan]) -> int:
 
 
 def measure_sweep(sweep: Sweep, plans: Mapping[Value, Plan], open_point: OpenPoint, plain: Plain,
-                  advance: Advance = lambda _: None, save: Callable[[], None] = lambda: None) -> None:
+                  advance: Advance = lambda _: None, save: Callable[[], None] = lambda: None,
+                  explains: Explains | None = None) -> None:
     """Add to ``sweep`` what it lacks of ``plans``, value by value in their order.
 
     A value of which nothing is missing is not opened.  ``advance`` is called ``steps`` times;
-    ``save`` whenever a strategy is through with a task at a value, and at the end.
+    ``save`` whenever a strategy is through with a task at a value, and at the end; ``explains`` is
+    ``measure``'s.
     """
     sweep.complete = False
     expected = remembered(plain)
@@ -84,7 +86,7 @@ def measure_sweep(sweep: Sweep, plans: Mapping[Value, Plan], open_point: OpenPoi
         told = partial(_advance, advance, label(value, UNITS[sweep.axis]))
         with open_point(value) as (cluster, measured):
             point.measured_mbps = measured
-            measure(cluster, expected, plan, point.report, told, save)
+            measure(cluster, expected, plan, point.report, told, save, explains)
     sweep.complete = True
     save()
 

@@ -59,9 +59,15 @@ def table(rows: Sequence[Row], caption: str) -> Table:
             cells.append("–" if row.tokens_per_second_sd is None else f"{row.tokens_per_second_sd:.2f}")
         cells += ["–" if row.speedup is None else f"{row.speedup:.2f}×", f"{row.alt:.3f}", f"{row.alr:.2f}",
                   str(row.rounds), f"{row.ttft_s:.2f}", f"{row.itl_mean_s:.3f}", f"{row.itl_p95_s:.3f}",
-                  "identical" if row.identical else "[red]DIFFERENT[/red]"]
+                  _texts(row)]
         if several:
             cells.insert(0, "" if row.task == previous else row.task)
         previous = row.task
         made.add_row(*cells)
     return made
+
+
+def _texts(row: Row) -> str:
+    if not row.identical:
+        return "[red]DIFFERENT[/red]"
+    return f"{row.near_ties} near tie{'s'[:row.near_ties > 1]}" if row.near_ties else "identical"

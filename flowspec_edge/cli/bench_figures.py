@@ -10,6 +10,7 @@ import typer
 
 from flowspec_edge.cli.bench_options import FromOption, require_files
 from flowspec_edge.cli.options import (
+    DeviceOption,
     DtypeOption,
     MaxNewTokensOption,
     ModelOption,
@@ -72,6 +73,7 @@ def timeline(
     model: ModelOption = DEMO,
     stages: StagesOption = 0,
     dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
     max_new_tokens: MaxNewTokensOption = 128,
     profile: ProfileOption = "paper-7b",
     out: Annotated[Path | None, typer.Option(
@@ -90,6 +92,7 @@ def timeline(
     from flowspec_edge.bench.timeline import draw, window
     from flowspec_edge.cli.cut import dtype_of, stages_of
     from flowspec_edge.cli.measuring import demo_prompts, requests_for, require_runnable
+    from flowspec_edge.cli.torch_device import device_of
     from flowspec_edge.config import load_profile
     from flowspec_edge.modeldir import resolve_model
     from flowspec_edge.strategies.registry import strategy_class
@@ -99,6 +102,7 @@ def timeline(
     found, charged = resolve_model(model), load_profile(profile)
     stages = stages_of(found, stages)
     require_runnable([chosen.name], found, params, "virtual", stages)
+    device = device_of(device, found, dtype_of(found, dtype))
     if out is not None:
         check_figure(out)
     text = Prompt("", "", prompt) if prompt is not None else load_prompts(demo_prompts(), 1)[0]
@@ -107,9 +111,11 @@ def timeline(
     from dataclasses import replace
 
     from flowspec_edge.runtime.virtual import VirtualCluster
+    from flowspec_edge.torchdevice import memory_errors
 
-    cluster = VirtualCluster(found.path, stages, charged, dtype_of(found, dtype))
-    stats = cluster.generate(replace(request, strategy=chosen.name)).stats
+    with memory_errors(device):
+        cluster = VirtualCluster(found.path, stages, charged, dtype_of(found, dtype), device=device)
+        stats = cluster.generate(replace(request, strategy=chosen.name)).stats
     view = window(stats.ttft_s, stats.ttft_s + stats.decode_s, stats.slot_s, turns, skip_turns)
     caption = title("virtual", charged.name, stages, sampling.temperature, strategy)
     drawn = draw(cluster.spans, stages, view, turns)

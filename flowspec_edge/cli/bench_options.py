@@ -14,6 +14,7 @@ import typer
 
 from flowspec_edge.cli.options import (
     ClockOption,
+    DeviceOption,
     DtypeOption,
     EmulateOption,
     JsonOption,
@@ -61,6 +62,7 @@ class Measuring:
     model: ModelOption = DEMO
     stages: StagesOption = 0
     dtype: DtypeOption = "auto"
+    device: DeviceOption = "auto"
     max_new_tokens: MaxNewTokensOption = 128
     clock: ClockOption = "virtual"
     profile: ProfileOption = "paper-7b"

@@ -22,17 +22,19 @@ import typer
 
 from flowspec_edge.cli.chat_screen import Screen
 from flowspec_edge.cli.clusters import open_processes, timing
-from flowspec_edge.cli.cut import stages_of
+from flowspec_edge.cli.cut import dtype_of, stages_of
 from flowspec_edge.cli.generate import given
 from flowspec_edge.cli.measuring import require_runnable
 from flowspec_edge.cli.options import (
     ChatTemplateOption,
+    DeviceOption,
     DtypeOption,
     EmulateOption,
     ModelOption,
     StagesOption,
     with_dataclasses,
 )
+from flowspec_edge.cli.torch_device import device_of
 from flowspec_edge.errors import UsageError
 from flowspec_edge.generation import choose_sampling
 from flowspec_edge.modeldir import DEMO, resolve_model
@@ -79,6 +81,7 @@ def chat(
     strategy: Annotated[str, typer.Option("--strategy", help="See: flowspec strategies.")] = DEFAULT_STRATEGY,
     stages: StagesOption = 0,
     dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
     answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=1, help="The longest answer.")] = 1024,
     emulate: EmulateOption = None,
     live: Annotated[bool, typer.Option("--live", help="A line per stage while an answer comes.")] = False,
@@ -95,6 +98,7 @@ def chat(
     stages = stages_of(found, stages)
     when = timing("wall", "paper-7b", emulate)
     require_runnable([chosen.name], found, params, "wall", stages)
+    device = device_of(device, found, dtype_of(found, dtype), processes=when.processes(stages))
     was_given = given(context, asdict(sampling))
     sampling, _ = choose_sampling(sampling, was_given, found)
 
@@ -106,7 +110,8 @@ def chat(
     conversation = Conversation(tokenizer, found, answer_tokens, system)
     sharing: Sharing = {"at_once": 1, "cache_rows": cache_rows(found.max_positions, 1, params, stages),
                         "rejoin_within": _REJOIN_S}
-    with (Screen() as screen, open_processes(when, found, stages, dtype, **sharing) as cluster,
+    with (Screen() as screen,
+          open_processes(when, found, stages, dtype, device=device, **sharing) as cluster,
           _typed() as messages):
         screen.live = live
         chatting = Chatting(conversation, tokenizer, screen, cluster, strategy, sampling, params,

@@ -42,6 +42,10 @@ class Timing:
     def emulated(self) -> bool:
         return self.clock == "wall" and self.profile is not None
 
+    def processes(self, stages: int) -> int:
+        """How many there are of a cluster of ``stages``, D0's among them."""
+        return stages + 1 if self.clock == "wall" else 1
+
 
 def timing(clock: Clock, profile: str, emulate: str | None) -> Timing:
     """From ``--clock``, ``--profile`` and ``--emulate``; UsageError for a profile that is not there."""
@@ -53,41 +57,48 @@ def timing(clock: Clock, profile: str, emulate: str | None) -> Timing:
 
 @contextmanager
 def open_cluster(when: Timing, model: ModelDir, stages: int, dtype: DtypeChoice,
-                 site: Site | None = None, observer: Observer | None = None) -> Iterator[Cluster]:
+                 site: Site | None = None, observer: Observer | None = None, *, device: str = "cpu",
+                 ) -> Iterator[Cluster]:
     """Processes (``wall``), started at ``site`` with the first request that needs them, or virtual
-    time; closed on the way out.  ``observer`` is told what happens."""
+    time; closed on the way out.  ``observer`` is told what happens; ``device`` is torch's."""
     if when.clock == "wall":
         sharing: Sharing = {} if observer is None else {"observer": observer}
-        with open_processes(when, model, stages, dtype, site, **sharing) as processes:
+        with open_processes(when, model, stages, dtype, site, device=device, **sharing) as processes:
             yield processes
         return
     from flowspec_edge.runtime.virtual import VirtualCluster
+    from flowspec_edge.torchdevice import memory_errors
 
     assert when.profile is not None
-    cluster = VirtualCluster(model.path, stages, when.profile, dtype_of(model, dtype), observer)
-    try:
-        yield cluster
-    finally:
-        cluster.close()
+    with memory_errors(device):
+        cluster = VirtualCluster(model.path, stages, when.profile, dtype_of(model, dtype), observer,
+                                 device=device)
+        try:
+            yield cluster
+        finally:
+            cluster.close()
 
 
 @contextmanager
 def open_processes(when: Timing, model: ModelDir, stages: int, dtype: DtypeChoice, site: Site | None = None,
-                   **sharing: Unpack[Sharing]) -> Iterator[SharedCluster]:
-    """Processes, started at ``site`` with the first request that needs them."""
+                   *, device: str = "cpu", **sharing: Unpack[Sharing]) -> Iterator[SharedCluster]:
+    """Processes, started at ``site`` with the first request that needs them; all of them compute on the
+    torch device ``device``."""
     from flowspec_edge.runtime.nursery import nursery
 
-    if site is None:
+    if site is None and device == "cpu":
         nursery()  # it imports while we do
     from flowspec_edge.runtime.clusters import LocalClusters
     from flowspec_edge.runtime.devices import Devices
     from flowspec_edge.runtime.emulation import Emulation
+    from flowspec_edge.torchdevice import memory_errors
 
     emulation = None
     if when.profile is not None:
         emulation = Emulation(Devices.even(when.profile, stages), "real" if when.real_links else "made")
-    with LocalClusters(model.path, stages, dtype_of(model, dtype), site=site, emulation=emulation,
-                       **sharing) as clusters:
+    with memory_errors(device), LocalClusters(
+            model.path, stages, dtype_of(model, dtype), device=device, site=site, emulation=emulation,
+            **sharing) as clusters:
         yield clusters
 
 

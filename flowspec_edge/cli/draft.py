@@ -75,11 +75,11 @@ def draft(
 def _service(config: DraftConfig, api_key_file: Path | None) -> Service:
     """UsageError for a model that is not there, or not made for so many stages, and for a torch device that
     is not there."""
-    from flowspec_edge.runtime.torch_device import require_torch_device
+    from flowspec_edge import torchdevice
 
     model, params = resolve_model(config.model), Params()
     stages = stages_of(model, len(config.instances))
-    require_torch_device(config.device)
+    torchdevice.require(config.device)
     require_runnable([config.strategy], model, params, "wall", stages)
     return Service(
         model=model, name=config.name, strategy=config.strategy, stages=stages, dtype=config.dtype,

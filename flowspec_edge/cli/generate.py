@@ -20,11 +20,12 @@ import typer
 from flowspec_edge.bench.output import check_writable
 from flowspec_edge.chat import BUILT_IN, Message
 from flowspec_edge.cli.clusters import open_cluster, timing
-from flowspec_edge.cli.cut import stages_of
+from flowspec_edge.cli.cut import dtype_of, stages_of
 from flowspec_edge.cli.generate_remote import Question, generate_there, refuse_local
 from flowspec_edge.cli.measuring import require_fitting, require_runnable
 from flowspec_edge.cli.options import (
     ClockOption,
+    DeviceOption,
     DtypeOption,
     EmulateOption,
     MaxNewTokensOption,
@@ -33,6 +34,7 @@ from flowspec_edge.cli.options import (
     StagesOption,
     with_dataclasses,
 )
+from flowspec_edge.cli.torch_device import device_of
 from flowspec_edge.cli.tracing import TraceOption, traced
 from flowspec_edge.errors import UsageError
 from flowspec_edge.generation import Origin, choose_sampling, not_applied
@@ -80,6 +82,7 @@ def generate(
     strategy: Annotated[str, typer.Option("--strategy", help="See: flowspec strategies.")] = DEFAULT_STRATEGY,
     stages: StagesOption = 0,
     dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
     max_new_tokens: MaxNewTokensOption = 128,
     clock: ClockOption = "wall",
     profile: ProfileOption = "paper-7b",
@@ -117,6 +120,7 @@ def generate(
     require_runnable([chosen.name], found, params, when.clock, stages)
     if trace is not None:
         check_writable(trace)
+    device = device_of(device, found, dtype_of(found, dtype), processes=when.processes(stages))
     sampling, origins = choose_sampling(sampling, given(context, asdict(sampling)), found)
     if verbose:
         logging.basicConfig(format="%(message)s")  # to stderr
@@ -140,14 +144,14 @@ def generate(
     pieces: list[str] = []
     stream = TextStream(tokenizer.decode, pieces.append if as_json else _write, before)
     about = {"model": found.name, "stages": stages, "clock": when.clock,
-             "profile": when.profile.name if when.profile else None}
+             "profile": when.profile.name if when.profile else None, "device": device}
     with (traced(trace, request, stages, about, tokenizer.decode, before) as watch,
-          open_cluster(when, found, stages, dtype, observer=watch) as devices):
+          open_cluster(when, found, stages, dtype, observer=watch, device=device) as devices):
         result = devices.generate(request, stream.push)
     stream.close()
     if as_json:
         labels = {"clock": when.clock, "profile": when.profile.name if when.profile else None,
-                  "emulated": when.emulated,
+                  "emulated": when.emulated, "device": device,
                   "sampling": {name: {"value": value, "from": origins[name]}
                                for name, value in asdict(sampling).items()}}
         print(json.dumps(result.as_json("".join(pieces)) | labels))
@@ -156,7 +160,9 @@ def generate(
     from flowspec_edge.bench.table import timing as timing_label
 
     label = timing_label(when.clock, when.profile.name if when.profile else None)
-    print(summary(result, f"{strategy}, {stages} stages, {label}", drawn(sampling, origins)), file=sys.stderr)
+    where = "" if device == "cpu" else f"{device}, "
+    print(summary(result, f"{strategy}, {stages} stages, {where}{label}", drawn(sampling, origins)),
+          file=sys.stderr)
 
 
 generate.__doc__ = f"{cleandoc(generate.__doc__ or '')}\n{_EXAMPLES}"

@@ -12,12 +12,13 @@ from typing import Any
 
 from flowspec_edge.bench.prompts import Prompt
 from flowspec_edge.bench.report import Report, load_report
-from flowspec_edge.bench.runner import Plain, Plan, Workload
+from flowspec_edge.bench.runner import Explains, Plain, Plan, Workload
 from flowspec_edge.bench.tasks import Task, load_tasks
 from flowspec_edge.cli.bench_options import Measuring, parse_strategies, parse_temperatures
 from flowspec_edge.cli.clusters import Timing, open_cluster, timing
 from flowspec_edge.cli.cut import dtype_of, require_whole, stages_of
 from flowspec_edge.cli.options import Clock, DtypeChoice
+from flowspec_edge.cli.torch_device import device_of, plain_device_of
 from flowspec_edge.config import Profile
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.modeldir import DEMO, DRAFT_PARTS, ModelDir, resolve_model
@@ -96,8 +97,9 @@ def measure(options: Measuring, sampling: Sampling, params: Params, strategies: 
     heat = parse_temperatures(options.temperatures or temperatures, sampling)
     if options.out is not None:
         check_writable(options.out)
-    report = _report(options, when, tasks, model, sampling, params)
     require_runnable(names, model, params, when.clock, options.stages)
+    options = on_device(options, model, when.processes(options.stages))
+    report = _report(options, when, tasks, model, sampling, params)
     plan = Plan(names, workloads_for(options, tasks, model, sampling, params), heat, options.repeats,
                 options.warmup)
 
@@ -106,15 +108,24 @@ def measure(options: Measuring, sampling: Sampling, params: Params, strategies: 
             report.save(options.out)
 
     if steps := plan.steps(report):
-        with (open_cluster(when, model, options.stages, options.dtype) as cluster,
+        reference = plain_device_of(options.device, model, dtype_of(model, options.dtype),
+                                    when.processes(options.stages))
+        with (open_cluster(when, model, options.stages, options.dtype, device=options.device) as cluster,
               progress(steps) as advance):
-            measure_plan(cluster, plain_decoding(model, options.dtype), plan, report, advance, save)
+            plain, explains = plain_decoding(model, options.dtype, reference)
+            measure_plan(cluster, plain, plan, report, advance, save, explains)
     return report
 
 
 def settled(options: Measuring, model: ModelDir) -> Measuring:
     """The options with what a sharded model decides where they leave it open."""
     return replace(options, stages=stages_of(model, options.stages), dtype=dtype_of(model, options.dtype))
+
+
+def on_device(options: Measuring, model: ModelDir, processes: int) -> Measuring:
+    """The options with the torch device on which D0 and the stages compute."""
+    device = device_of(options.device, model, dtype_of(model, options.dtype), processes=processes)
+    return replace(options, device=device)
 
 
 def fail_if_different(report: Report) -> None:
@@ -125,12 +136,17 @@ def fail_if_different(report: Report) -> None:
         raise FlowspecError("not every text is that of plain decoding; see above")
 
 
-def plain_decoding(model: ModelDir, dtype: DtypeChoice) -> Plain:
-    """The unsharded model, one token at a time."""
+def plain_decoding(model: ModelDir, dtype: DtypeChoice, device: str = "cpu") -> tuple[Plain, Explains | None]:
+    """The unsharded model, one token at a time; and in 16 bits what tells whether another text differs
+    from its own by nothing but near ties."""
+    from flowspec_edge.bench.near_ties import NearTies
     from flowspec_edge.runtime.plain import PlainDecoder
 
-    decoder = PlainDecoder(model.path, dtype_of(model, dtype))
-    return lambda r: decoder.generate(list(r.prompt), r.max_new_tokens, r.sampling, r.stop_ids)
+    computed = dtype_of(model, dtype)
+    elsewhere: dict[str, Any] = {} if device == "cpu" else {"device": device}
+    decoder = PlainDecoder(model.path, computed, **elsewhere)
+    explains = None if computed == "fp32" else NearTies(decoder.model).explain
+    return lambda r: decoder.generate(list(r.prompt), r.max_new_tokens, r.sampling, r.stop_ids), explains
 
 
 @contextmanager
@@ -186,7 +202,7 @@ def _report(options: Measuring, when: Timing, tasks: Sequence[Task], model: Mode
     from flowspec_edge.bench.machine import machine
 
     new = Report(when.profile.name if when.profile else None, when.clock,
-                 settings_for(options, tasks, model, when.profile, sampling, params), machine(),
+                 settings_for(options, tasks, model, when.profile, sampling, params), machine(options.device),
                  str(date.today()))
     if not options.resume or options.out is None or not options.out.exists():
         return new
@@ -222,7 +238,7 @@ def settings_for(options: Measuring, tasks: Sequence[Task], model: ModelDir, pro
         "model": model.name,
         "tasks": [{"name": t.name, "prompts": len(t.prompts), "sha256": t.digest} for t in tasks],
         "limit": options.limit, "truncate": options.truncate, "stages": options.stages,
-        "dtype": options.dtype, "max_new_tokens": options.max_new_tokens,
+        "dtype": options.dtype, "device": options.device, "max_new_tokens": options.max_new_tokens,
         "repeats": options.repeats, "warmup": options.warmup,
         **drawn, "seeds": [sampling.seed + repeat for repeat in range(options.repeats)],
         **asdict(params), "versions": versions(), "profile": profile.model_dump() if profile else None,

@@ -7,6 +7,7 @@ option, with the field's default.  Does not know what the commands do with them.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Collection
 from dataclasses import fields, replace
 from functools import wraps
@@ -32,6 +33,12 @@ def _at_least_one(context: typer.Context, value: int) -> int:
     return value
 
 
+def _torch_device(value: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", value):
+        raise typer.BadParameter(f"{value!r} is not auto, cpu, cuda or cuda:N")
+    return value
+
+
 ModelOption = Annotated[
     str, typer.Option("--model", help="A model that comes with the package, or a directory: target/ and "
                                       "eagle2/, a Hugging Face checkpoint, or what models shard made.",
@@ -42,6 +49,9 @@ StagesOption = Annotated[int, typer.Option(
 DtypeOption = Annotated[DtypeChoice, typer.Option(
     "--dtype", help="Element type of activations, caches and what is not quantised; auto: as a sharded model "
                     "was made for, else fp32.")]
+DeviceOption = Annotated[str, typer.Option(
+    "--device", callback=_torch_device, metavar="DEVICE",
+    help="What computes: cpu, cuda or cuda:N; auto: a GPU where PyTorch sees one that the model fits on.")]
 BoardModelOption = Annotated[str | None, typer.Option(
     "--board-model", help="Where the cluster's boards have the model, if not at the same path as here.",
     metavar="DIR", show_default=False)]

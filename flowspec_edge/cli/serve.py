@@ -19,6 +19,7 @@ from flowspec_edge.cli.measuring import require_runnable
 from flowspec_edge.cli.options import (
     BoardModelOption,
     ChatTemplateOption,
+    DeviceOption,
     DtypeOption,
     EmulateOption,
     ModelOption,
@@ -26,6 +27,7 @@ from flowspec_edge.cli.options import (
     with_dataclasses,
 )
 from flowspec_edge.cli.service import Service
+from flowspec_edge.cli.torch_device import device_of
 from flowspec_edge.errors import UsageError
 from flowspec_edge.modeldir import DEMO, resolve_model
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
@@ -70,6 +72,7 @@ def serve(
         "--strategy", help="For requests that name none; see: flowspec strategies.")] = DEFAULT_STRATEGY,
     stages: StagesOption = 0,
     dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
     chat_template: ChatTemplateOption = None,
     host: Annotated[str, typer.Option("--host", help="The address to listen on; one that others can reach "
                                                      "needs an API key.")] = "127.0.0.1",
@@ -107,7 +110,7 @@ def serve(
     alive, /ready that a token came through the pipeline lately.  Ctrl-C or SIGTERM ends it and its devices.
     """
     found = resolve_model(model)
-    boards = _boards(cluster, board_model, local, stages, emulate)
+    boards = _boards(cluster, board_model, local, stages, emulate, device)
     stages = stages_of(found, len(boards.verify) if boards else stages)
     at_once = at_once or max(2, stages)
     when = timing("wall", "paper-7b", emulate)
@@ -115,21 +118,25 @@ def serve(
     if api_key is not None and not (api_key and api_key.isascii()):
         raise UsageError("the API key must not be empty, and of ASCII characters only")
 
+    if boards is None:
+        device = device_of(device, found, dtype_of(found, dtype), processes=when.processes(stages),
+                           rows=context)
     service = Service(
         model=found, name=name or found.name, strategy=strategy, stages=stages, dtype=dtype_of(found, dtype),
         params=params, chat_template=chat_template, api_key=api_key, queue=queue, at_once=at_once,
         context=context, answer_tokens=answer_tokens, ready_within=ready_within, rejoin_within=rejoin_within,
-        cluster=boards.cluster.name if boards else None, profile=emulate)
+        cluster=boards.cluster.name if boards else None, profile=emulate,
+        device=None if boards else device)
 
     def open_cluster(sharing: Sharing) -> AbstractContextManager[SharedCluster]:
         if boards:
             return open_boards(boards, found, board_model, dtype, **sharing)
-        return open_processes(when, found, stages, dtype, **sharing)
+        return open_processes(when, found, stages, dtype, device=device, **sharing)
 
     from flowspec_edge.serving.server import listen
 
     with listen(host, port, api_key) as listener:
-        if boards is None:
+        if boards is None and device == "cpu":
             from flowspec_edge.runtime.nursery import nursery
 
             nursery()  # it imports while we do
@@ -139,14 +146,15 @@ def serve(
 serve.__doc__ = f"{cleandoc(serve.__doc__ or '')}\n{_EXAMPLES}"
 
 
-def _boards(cluster: Path | None, board_model: str | None, local: bool, stages: int, emulate: str | None
-            ) -> Inventory | None:
+def _boards(cluster: Path | None, board_model: str | None, local: bool, stages: int, emulate: str | None,
+            device: str) -> Inventory | None:
     """The cluster's inventory; None if the devices are processes here."""
     if cluster is None:
         if board_model is not None:
             raise UsageError("--board-model goes with --cluster only")
         return None
-    others = {"--local": local, "--stages": stages > 0, "--emulate": emulate is not None}
+    others = {"--local": local, "--stages": stages > 0, "--emulate": emulate is not None,
+              "--device": device != "auto"}
     if given := [name for name, is_given in others.items() if is_given]:
         raise UsageError(f"give --cluster or {given[0]}, not both: the cluster file names the devices")
     from flowspec_edge.fleet.inventory import load_inventory

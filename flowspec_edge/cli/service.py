@@ -48,6 +48,7 @@ class Service:
     rejoin_within  seconds that a lost stage may take to be back
     cluster        the boards' name; None: the devices are on this machine
     profile        whose time they take; None: their own
+    device         torch's, of D0 and of stages on this machine; None: as the boards are set up
     """
 
     model: ModelDir
@@ -66,6 +67,7 @@ class Service:
     rejoin_within: float
     cluster: str | None = None
     profile: str | None = None
+    device: str | None = None
 
     def run(self, listener: socket.socket, open_cluster: Open, ready: Callable[[str], None],
             log_json: bool = False, watchers: Sequence[Observer] = ()) -> None:
@@ -103,8 +105,9 @@ class Service:
     def _first_line(self, url: str) -> str:
         where = f", cluster {self.cluster}" if self.cluster else ""
         emulated = f", emulating {self.profile}" if self.profile else ""
+        device = f", {self.device}" if self.device not in (None, "cpu") else ""
         return (f"flowspec: serving {self.name} ({self.strategy}, {self.stages} stages, {self.dtype}"
-                f"{where}{emulated}) at {url}/v1, the page at {url}/")
+                f"{device}{where}{emulated}) at {url}/v1, the page at {url}/")
 
     def _layers(self) -> list[tuple[int, int] | None]:
         """What each stage has; None where all have a slice of every layer."""

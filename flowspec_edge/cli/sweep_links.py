@@ -39,6 +39,7 @@ class Setup:
     dtype: DtypeChoice
     inventory: Inventory | None = None  # of a real cluster
     board_model: str = ""  # where its boards have the model
+    device: str = "cpu"  # torch's, here
 
 
 def open_points(way: Links, setup: Setup) -> AbstractContextManager[OpenPoint]:
@@ -48,30 +49,25 @@ def open_points(way: Links, setup: Setup) -> AbstractContextManager[OpenPoint]:
 
 @contextmanager
 def _virtual(setup: Setup) -> Iterator[OpenPoint]:
-    """Virtual time under the profile with the point's link; the models stay loaded while they can."""
+    """Virtual time under the profile with the point's link; all points share the weights."""
     from flowspec_edge.runtime.virtual import VirtualCluster
+    from flowspec_edge.torchdevice import memory_errors
 
-    loaded: dict[tuple[int, str], VirtualCluster] = {}
+    loaded: list[VirtualCluster] = []
 
     @contextmanager
     def open_point(value: Value) -> Iterator[PointCluster]:
         stages = stages_at(setup.stages, setup.axis, value)
         profile = profile_at(setup.profile, setup.axis, value)
-        key = stages, profile.model_dump_json()
-        if key not in loaded:
-            close()
-            loaded[key] = VirtualCluster(setup.model.path, stages, profile,
-                                         dtype_of(setup.model, setup.dtype))
-        yield PointCluster(loaded[key], None)
+        if loaded:
+            loaded.append(loaded.pop().under(profile, stages))
+        else:
+            loaded.append(VirtualCluster(setup.model.path, stages, profile,
+                                         dtype_of(setup.model, setup.dtype), device=setup.device))
+        yield PointCluster(loaded[0], None)
 
-    def close() -> None:
-        while loaded:
-            loaded.popitem()[1].close()
-
-    try:
+    with memory_errors(setup.device):
         yield open_point
-    finally:
-        close()
 
 
 @contextmanager
@@ -89,7 +85,8 @@ def _namespaces(setup: Setup) -> Iterator[OpenPoint]:
             bed.shape(value)
             given = [link.mbps for link in measure_bed(bed)]
             when = Timing("wall", profile_at(setup.profile, setup.axis, value), real_links=True)
-            with open_cluster(when, setup.model, setup.stages, setup.dtype, bed) as cluster:
+            with open_cluster(when, setup.model, setup.stages, setup.dtype, bed,
+                              device=setup.device) as cluster:
                 yield PointCluster(cluster, given)
 
         yield open_point

@@ -17,8 +17,10 @@ from flowspec_edge.bench.runner import Plan
 from flowspec_edge.bench.sweep import UNITS, Axis, Clock, Figures, Links, Sweep, Value, label, load_sweep
 from flowspec_edge.bench.sweep_runner import measure_sweep, params_at, plan_at, stages_at, steps
 from flowspec_edge.cli.bench_options import Measuring, parse_strategies
+from flowspec_edge.cli.cut import dtype_of
 from flowspec_edge.cli.measuring import (
     asked_tasks,
+    on_device,
     plain_decoding,
     progress,
     refuse_other,
@@ -27,6 +29,7 @@ from flowspec_edge.cli.measuring import (
     settled,
     workloads_for,
 )
+from flowspec_edge.cli.torch_device import plain_device_of
 from flowspec_edge.config import load_profile
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.modeldir import resolve_model
@@ -121,18 +124,28 @@ def measured(asked: Asked, options: Measuring, sampling: Sampling, params: Param
         check_writable(options.out)
     if figure is not None:
         check_figure(figure)
-    inventory = None
+    inventory, reference = None, "cpu"
     if asked.cluster is not None:
         from flowspec_edge.fleet.inventory import load_inventory
 
+        if options.device != "auto":
+            raise UsageError("give --cluster or --device, not both: the cluster file says torch_device")
         inventory = load_inventory(asked.cluster)
-        options = replace(options, stages=len(inventory.verify))
+        options = replace(options, stages=len(inventory.verify), device="cpu")
     for value in asked.values:
         require_runnable(names, model, params_at(params, asked.axis, value), asked.clock,
                          stages_at(options.stages, asked.axis, value))
+    if inventory is None:
+        most = max(stages_at(options.stages, asked.axis, value) for value in asked.values)
+        processes = most + 1 if asked.clock == "wall" else 1
+        options = on_device(options, model, processes)
+        reference = plain_device_of(options.device, model, dtype_of(model, options.dtype), processes)
     charged = profile if asked.clock == "virtual" or asked.emulated else None
     settings: dict[str, Any] = {**settings_for(options, tasks, model, charged, sampling, params),
                                 "temperature": sampling.temperature}
+    if inventory is not None:  # D0's first
+        boards = (inventory.draft, *inventory.verify)
+        settings["device"] = [inventory.torch_device(board) for board in boards]
     settings = {key: value for key, value in settings.items() if key not in _SET[asked.axis]}
     sweep = _sweep(asked, options, settings, charged.name if charged else None)
     plan = Plan(names, workloads_for(options, tasks, model, sampling, params), [sampling.temperature],
@@ -145,9 +158,10 @@ def measured(asked: Asked, options: Measuring, sampling: Sampling, params: Param
 
     if total := steps(sweep, plans):
         setup = Setup(asked.axis, model, options.stages, profile, options.dtype, inventory,
-                      asked.board_model or str(model.path.resolve()))
+                      asked.board_model or str(model.path.resolve()), options.device)
         with open_points(asked.links, setup) as open_point, progress(total) as advance:
-            measure_sweep(sweep, plans, open_point, plain_decoding(model, options.dtype), advance, save)
+            plain, explains = plain_decoding(model, options.dtype, reference)
+            measure_sweep(sweep, plans, open_point, plain, advance, save, explains)
     return sweep
 
 
@@ -155,8 +169,8 @@ def _sweep(asked: Asked, options: Measuring, settings: dict[str, Any], profile: 
     """A new sweep, or the one to go on from."""
     from flowspec_edge.bench.machine import machine
 
-    new = Sweep(asked.axis, asked.links, asked.emulated, profile, asked.clock, settings, machine(),
-                str(date.today()), published=_published(asked, settings, profile))
+    new = Sweep(asked.axis, asked.links, asked.emulated, profile, asked.clock, settings,
+                machine(options.device), str(date.today()), published=_published(asked, settings, profile))
     if not options.resume or options.out is None or not options.out.exists():
         return new
     try:

@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import torch
 
+from flowspec_edge import torchdevice
 from flowspec_edge.fleet import operation_trial, token_trial
 from flowspec_edge.fleet.kernel_trial import Trial, Wish, advisable, try_kinds
 from flowspec_edge.modeldir import ModelDir
-from flowspec_edge.runtime.torch_device import require_torch_device
 from flowspec_edge.text import Tokenizer
 
 Group = Literal["products", "operations", "tokens"]
@@ -87,7 +87,7 @@ def check_gpu(model: ModelDir, device: str = "cuda", dtypes: Sequence[str] = tok
 
     UsageError for a device that is not there.
     """
-    found = require_torch_device(device)
+    found = torchdevice.require(device)
     on_gpu = found.type == "cuda"
     capability = torch.cuda.get_device_capability(found) if on_gpu else None
     report("products")

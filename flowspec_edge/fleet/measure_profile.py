@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from flowspec_edge import torchdevice
 from flowspec_edge.config import (
     Conditions,
     DraftCost,
@@ -48,7 +49,6 @@ from flowspec_edge.fleet.measure_stage import (
 from flowspec_edge.fleet.measure_worker import MeasuredWorker
 from flowspec_edge.fleet.memory import ModelBytes, model_bytes
 from flowspec_edge.modeldir import ModelDir
-from flowspec_edge.runtime.torch_device import require_torch_device
 from flowspec_edge.runtime.workerconfig import Dtype
 from flowspec_edge.tensors import parse_dtype
 from flowspec_edge.text import Tokenizer
@@ -116,7 +116,7 @@ def measure_profile(wish: Wish, effort: Effort, report: Report) -> Measurement:
     UsageError for a device that is not there, FlowspecError if memory does not suffice, a process
     is lost, or the peer does not answer.
     """
-    require_torch_device(wish.device)
+    torchdevice.require(wish.device)
     peer = None
     if wish.peer:  # first: whoever forgot to start it should not wait
         report("link", 0.0)

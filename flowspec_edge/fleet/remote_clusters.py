@@ -10,13 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flowspec_edge import torchdevice
 from flowspec_edge.fleet.inventory import Inventory
 from flowspec_edge.fleet.remote_stages import RemoteStages
 from flowspec_edge.runtime.clusters import Clusters, Sharing
 from flowspec_edge.runtime.processes import ProcessCluster
 from flowspec_edge.runtime.request import OnTokens, Request, Result
 from flowspec_edge.runtime.tickets import Ticket
-from flowspec_edge.runtime.torch_device import require_torch_device
 from flowspec_edge.runtime.workerconfig import Dtype
 from flowspec_edge.strategies.base import Parallelism
 
@@ -39,7 +39,7 @@ class RemoteClusters(Clusters):
         super().__init__()
         self._inventory = inventory
         self._device = inventory.torch_device(inventory.draft)
-        require_torch_device(self._device)
+        torchdevice.require(self._device)
         self._model_dir = model_dir
         self._board_model = board_model
         self._dtype: Dtype = dtype

@@ -119,14 +119,15 @@ class Clusters(ABC):
 class LocalClusters(Clusters):
     """Clusters whose processes are all on this machine."""
 
-    def __init__(self, model_dir: Path, stages: int, dtype: str = "fp32", *, threads: int | None = None,
-                 dead_after: float = 5.0, site: Site | None = None, emulation: Emulation | None = None,
-                 **sharing: Unpack[Sharing]) -> None:
+    def __init__(self, model_dir: Path, stages: int, dtype: str = "fp32", *, device: str = "cpu",
+                 threads: int | None = None, dead_after: float = 5.0, site: Site | None = None,
+                 emulation: Emulation | None = None, **sharing: Unpack[Sharing]) -> None:
         """The arguments are those of :class:`ProcessCluster`."""
         super().__init__()
         self._model_dir = model_dir
         self._stages = stages
         self._dtype = dtype
+        self._device = device
         self._threads = threads
         self._dead_after = dead_after
         self._site = site
@@ -141,5 +142,6 @@ class LocalClusters(Clusters):
 
     def _start(self, parallelism: Parallelism) -> ProcessCluster:
         return ProcessCluster(
-            self._model_dir, self._stages, self._dtype, parallelism=parallelism, threads=self._threads,
-            dead_after=self._dead_after, site=self._site, emulation=self._emulation, **self._sharing)
+            self._model_dir, self._stages, self._dtype, device=self._device, parallelism=parallelism,
+            threads=self._threads, dead_after=self._dead_after, site=self._site, emulation=self._emulation,
+            **self._sharing)

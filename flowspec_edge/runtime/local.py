@@ -120,10 +120,11 @@ class LocalPlan:
         )
 
     def configs(self, control: str, output: str, model: Path, dtype: Dtype, threads: int,
-                parallelism: Parallelism, emulate: Path | None = None) -> list[WorkerConfig]:
+                parallelism: Parallelism, emulate: Path | None = None, device: str = "cpu",
+                ) -> list[WorkerConfig]:
         """The stages' configurations, once D0 listens at ``control`` and ``output``.
 
-        ``emulate``: the file that says whose time they take.
+        ``emulate``: the file that says whose time they take; ``device``: the torch device of all.
         """
         stages = len(self._doors)
         following = [*self._listen[1:], output]
@@ -131,7 +132,7 @@ class LocalPlan:
         return [
             WorkerConfig(
                 instance=self.addresses.instances[i], stage=i + 1, stages=stages,
-                model=str(model), dtype=dtype, threads=threads,
+                model=str(model), dtype=dtype, device=device, threads=threads,
                 control=control, listen=self._listen[i], next=following[i],
                 listen_fd=self._doors[i].fileno(), parent=os.getpid(),
                 parallelism=parallelism, group=group, interface=self._site.interface(i + 1) if group else "",

@@ -136,7 +136,7 @@ class ProcessCluster:
                 fair = threads or fair_threads(stages)
                 self._children.start(plan.configs(self._links.control_endpoint, self._links.output_endpoint,
                                                   Path(model_dir), cast(Dtype, dtype), fair, parallelism,
-                                                  emulate),
+                                                  emulate, device),
                                      within=place.command if site else None)
                 undo.callback(torch.set_num_threads, self._threads)
                 torch.set_num_threads(fair)

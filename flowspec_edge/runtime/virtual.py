@@ -13,6 +13,7 @@ engine that holds all layers and a cost that counts the devices (``runtime.colle
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -31,8 +32,8 @@ from flowspec_edge.runtime.observer import Observer
 from flowspec_edge.runtime.request import OnTokens, Request, Result
 from flowspec_edge.runtime.sessions import Job, Sessions
 from flowspec_edge.runtime.virtual_stage import VirtualStage
+from flowspec_edge.runtime.virtual_weights import Weights
 from flowspec_edge.stage.engine import StageEngine
-from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.strategies.registry import strategy_class
 
@@ -288,11 +289,20 @@ class VirtualCluster:
         self._device0 = DraftDevice(model_dir, dtype, device)
         self._stages = stages
         self._observer = observer or Observer()
-        self._target, self._dtype, self._device = ModelDir(model_dir).stages, dtype, device
+        self._weights = Weights(ModelDir(model_dir).stages, dtype, device)
         self._engines: dict[int, list[StageEngine]] = {}  # by how many the model is cut into
         self._session = 0
         self.spans = []
         self._cut(stages)
+
+    def under(self, profile: Profile | Devices, stages: int) -> VirtualCluster:
+        """Another cluster with the weights of this one, which is not to be used any more."""
+        other = copy(self)
+        other.devices = profile if isinstance(profile, Devices) else Devices.even(profile, stages)
+        other._stages = stages
+        other._engines = {n: engines for n, engines in self._engines.items() if n in (1, stages)}
+        other._cut(stages)
+        return other
 
     def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
         """Run one request; raises UsageError when the request cannot fit."""
@@ -349,12 +359,9 @@ class VirtualCluster:
             self.devices.occupied_seconds)
 
     def _cut(self, stages: int) -> list[StageEngine]:
-        """The model in so many pieces; loaded when first wanted, and kept."""
+        """The model in so many pieces, each with its caches; made when first wanted, and kept."""
         if stages not in self._engines:
-            self._engines[stages] = [
-                StageEngine(load_shard(self._target, i, stages, self._dtype, self._device, allow_empty=True))
-                for i in range(stages)
-            ]
+            self._engines[stages] = [StageEngine(shard) for shard in self._weights.shards(stages)]
         return self._engines[stages]
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ checks a sharded model's part against its manifest.  Does not know sessions, cac
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from textwrap import shorten
@@ -70,6 +70,14 @@ class Shard:
     def head_dim(self) -> int:
         return int(getattr(self.config, "head_dim", None)
                    or self.config.hidden_size // self.config.num_attention_heads)
+
+    def cut(self, index: int, stages: int, layers: tuple[int, int]) -> Shard:
+        """Stage ``index`` of ``stages``, with those of this shard's layers that are [lo, hi) of the whole
+        model: the same modules, not copies.  The digest stays that of the whole."""
+        lo, hi = (end - self.layers[0] for end in layers)
+        return replace(
+            self, index=index, stages=stages, layers=layers, modules=self.modules[lo:hi],
+            embed=self.embed if index == 0 else None, norm=self.norm if index == stages - 1 else None)
 
     @property
     def nbytes(self) -> int:

@@ -57,7 +57,7 @@ def test_virtual_time_gives_the_same_file_twice(model: Path, prompts: Path, tmp_
     for row in report["rows"]:
         assert row.keys() == {"strategy", "task", "temperature", "tokens_per_second", "tokens_per_second_sd",
                               "speedup", "alt", "alr", "turns", "rounds", "tokens", "ttft_s", "itl_mean_s",
-                              "itl_p50_s", "itl_p95_s", "repeats", "identical"}
+                              "itl_p50_s", "itl_p95_s", "repeats", "identical", "near_ties"}
         assert row["identical"] is True
         assert row["tokens_per_second"] > 0
     assert report["rows"][0]["speedup"] == 1.0

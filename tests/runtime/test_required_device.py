@@ -10,6 +10,7 @@ import pytest
 import torch
 from gpukit import needs_cuda
 
+from flowspec_edge import torchdevice
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory
 from flowspec_edge.fleet.remote_clusters import RemoteClusters
@@ -17,17 +18,16 @@ from flowspec_edge.runtime import met_clusters
 from flowspec_edge.runtime.draftconfig import DraftConfig
 from flowspec_edge.runtime.met_clusters import MetClusters
 from flowspec_edge.runtime.notify import Notifier
-from flowspec_edge.runtime.torch_device import require_torch_device
 
 
 def test_what_is_there() -> None:
-    assert require_torch_device("cpu") == torch.device("cpu")
+    assert torchdevice.require("cpu") == torch.device("cpu")
 
 
 @needs_cuda
 def test_a_gpu_that_is_there() -> None:
-    assert require_torch_device("cuda").type == "cuda"
-    assert require_torch_device("cuda:0").index == 0
+    assert torchdevice.require("cuda").type == "cuda"
+    assert torchdevice.require("cuda:0").index == 0
 
 
 @pytest.mark.parametrize(("name", "says"), [
@@ -36,7 +36,7 @@ def test_a_gpu_that_is_there() -> None:
     ("", "no torch device"), ("cuda:x", "no torch device")])
 def test_what_is_not_there_is_one_line(name: str, says: str) -> None:
     with pytest.raises(UsageError, match=says) as told:
-        require_torch_device(name)
+        torchdevice.require(name)
     assert "\n" not in str(told.value)
 
 

@@ -1,0 +1,57 @@
+"""Processes that compute elsewhere than the fork server may: on "cpu:0", which is any machine's CPU, but
+not the device for which workers are forked; and on a GPU where there is one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from gpukit import needs_cuda
+
+from flowspec_edge.config import load_profile
+from flowspec_edge.runtime.clusters import LocalClusters
+from flowspec_edge.runtime.devices import Devices
+from flowspec_edge.runtime.emulation import Emulation
+from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.runtime.processes import ProcessCluster
+from flowspec_edge.runtime.request import Request
+from flowspec_edge.runtime.virtual import VirtualCluster
+from flowspec_edge.sampling import Sampling
+
+PROMPT = [3, 7, 11, 2]
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.parametrize("device", ["cpu:0", pytest.param("cuda:0", marks=needs_cuda)])
+@pytest.mark.parametrize("emulated", [False, True])
+def test_no_stage_is_forked_and_the_text_is_the_same(tiny_model: Path, device: str, emulated: bool) -> None:
+    torch.empty(1, device=device)  # a context, if it is a GPU's: the stages must not inherit it
+    emulation = Emulation(Devices.even(load_profile("paper-7b"), 2)) if emulated else None
+    with LocalClusters(tiny_model, 2, device=device, threads=1, emulation=emulation) as clusters:
+        result = clusters.generate(Request(PROMPT, "flowspec", 10))
+        assert clusters.running is not None
+        pids = clusters.running.pids
+        assert [parent_of(pid) for pid in pids] == [os.getpid()] * 2
+        configs = [Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[-2].decode() for pid in pids]
+        assert all(f'device = "{device}"\n' in Path(config).read_text() for config in configs)
+    assert result.tokens == PlainDecoder(tiny_model).generate(PROMPT, 10, Sampling())[0]
+
+
+def test_on_the_cpu_stages_are_forked_as_before(tiny_model: Path) -> None:
+    with ProcessCluster(tiny_model, 2, threads=1) as cluster:
+        assert os.getpid() not in [parent_of(pid) for pid in cluster.pids]
+
+
+@needs_cuda
+def test_virtual_time_on_a_gpu(tiny_model: Path) -> None:
+    before = torch.cuda.memory_allocated()
+    cluster = VirtualCluster(tiny_model, 3, load_profile("paper-7b"), device="cuda:0")
+    assert torch.cuda.memory_allocated() > before
+    expected = PlainDecoder(tiny_model).generate(PROMPT, 10, Sampling())[0]
+    for strategy in ("flowspec_plus", "megatron"):
+        assert cluster.generate(Request(PROMPT, strategy, 10)).tokens == expected

@@ -1,0 +1,85 @@
+"""What ``--device`` comes to, on machines described by their facts; and on this one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpukit import needs_cuda
+
+from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.torchdevice import Gpu, architectures, gpus, memory_errors, pick, runs_on
+
+GB = 10**9
+ORIN = Gpu("Orin", (8, 7), 6 * GB, 8 * GB)
+SERVER = Gpu("A100", (8, 0), 70 * GB, 80 * GB)
+OLD = Gpu("Tesla M60", (5, 2), 8 * GB, 8 * GB)
+BUILT = ["sm_75", "sm_80", "sm_90", "compute_90"]
+
+
+@pytest.mark.parametrize(("capability", "built", "runs"), [
+    ((8, 7), ["sm_80"], True),  # machine code runs on later minor versions
+    ((8, 0), ["sm_87"], False),
+    ((9, 0), ["sm_80", "sm_86"], False),  # and on no other major one
+    ((9, 0), ["sm_80", "compute_80"], True),  # PTX does
+    ((7, 5), ["compute_80"], False),
+    ((5, 2), BUILT, False),
+    ((9, 0), ["sm_90a"], True),
+    ((12, 0), ["sm_120"], True),
+    ((8, 0), [], False),
+])
+def test_capabilities(capability: tuple[int, int], built: list[str], runs: bool) -> None:
+    assert runs_on(capability, built) is runs
+
+
+@pytest.mark.parametrize(("asked", "found", "needed", "device"), [
+    ("cpu", [SERVER], 0, "cpu"),
+    ("auto", [], 0, "cpu"),
+    ("auto", [SERVER], 70 * GB, "cuda:0"),
+    ("auto", [SERVER], 70 * GB + 1, "cpu"),
+    ("auto", [OLD, ORIN, SERVER], 10 * GB, "cuda:2"),
+    ("cuda", [SERVER, ORIN], GB, "cuda:0"),
+    ("cuda:1", [SERVER, ORIN], GB, "cuda:1"),
+])
+def test_what_is_picked(asked: str, found: list[Gpu], needed: int, device: str) -> None:
+    picked, why = pick(asked, found, BUILT, needed)
+    assert picked == device
+    assert bool(why) == (device == "cpu" and asked == "auto" and bool(found))
+
+
+@pytest.mark.parametrize(("asked", "found", "says"), [
+    ("cuda:2", [SERVER, ORIN], ["--device cuda:2", "no such GPU", "cuda:0 (A100), cuda:1 (Orin)"]),
+    ("cuda:1", [SERVER, ORIN], ["big takes about 7.0 GB", "cuda:1 (Orin) has 6.0 of 8.0 GB", "--device cpu"]),
+    ("cuda", [OLD], ["no kernels for cuda:0 (Tesla M60, compute capability 5.2)", "sm_75", "--device cpu"]),
+])
+def test_what_cannot_be_had_says_why(asked: str, found: list[Gpu], says: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        pick(asked, found, BUILT, 7 * GB, "big")
+    assert all(part in str(caught.value) for part in says)
+    assert "\n" not in str(caught.value)
+
+
+def test_auto_says_why_a_gpu_is_left_out() -> None:
+    assert "big takes about 7.0 GB" in pick("auto", [ORIN], BUILT, 7 * GB, "big")[1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu() -> None:
+    assert gpus() == []
+    with pytest.raises(UsageError, match=r"^--device cuda: .*(without CUDA|sees no GPU).*--device cpu$"):
+        pick("cuda", gpus(), architectures(), 0)
+
+
+def test_memory_that_runs_out_is_one_line() -> None:
+    said = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB\n"
+    with pytest.raises(FlowspecError) as caught, memory_errors("cuda:0"):
+        raise torch.OutOfMemoryError(said)
+    assert str(caught.value).startswith("cuda:0 is out of memory (CUDA out of memory): use --dtype fp16")
+
+
+@needs_cuda
+def test_the_gpu_that_is_there() -> None:
+    found = gpus()
+    assert all(0 < gpu.free <= gpu.total for gpu in found)
+    assert pick("cuda", found, architectures(), 1) == ("cuda:0", "")
+    with pytest.raises(FlowspecError, match="out of memory"), memory_errors("cuda:0"):
+        torch.empty(1 << 50, dtype=torch.uint8, device="cuda:0")
