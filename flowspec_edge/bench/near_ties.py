@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowspec_edge.runtime.request import Request
-from flowspec_edge.sampling import gumbel, log_probs
+from flowspec_edge.sampling import Sampling, gumbel
 
 TOLERANCE = 0.05  # of the logits' standard deviation over the text
 
@@ -54,18 +54,43 @@ class NearTies:
 
 def _nearly_best(logits: NDArray[np.float64], position: int, wanted: list[int], request: Request,
                  slack: float) -> bool:
-    """Whether one of ``wanted`` is at most ``slack`` (in logits) behind the best of its row, at which
-    ``position`` it stands.
+    """Whether one of ``wanted`` is at most ``slack`` (in logits) behind the best of its row, which stands at
+    ``position``: whether logits that are all wrong by up to half of that would let it win.
 
-    Top-k and top-p cut off at a logit that may move likewise: what is just below it may be wanted, and
-    what is just above it need not be beaten.
+    Top-k and top-p move likewise: what they just cut off may be wanted, and what they just keep need not be
+    beaten.
     """
     sampling = request.sampling
     if sampling.greedy:
         return bool(logits.max() - logits[wanted].max() <= slack)
-    kept = np.isfinite(log_probs(logits[None], sampling)[0])
-    edge = logits[kept].min() if not kept.all() else -np.inf
-    noisy = logits + sampling.temperature * gumbel(sampling.seed, position + 1, len(logits))
-    may, must = logits >= edge - slack, logits > edge + slack
+    scaled, off = logits / sampling.temperature, slack / sampling.temperature
+    may, must = _kept(scaled, sampling, off)
+    noisy = scaled + gumbel(sampling.seed, position + 1, len(logits))
     rivals = noisy[must].max() if must.any() else -np.inf
-    return any(may[token] and rivals - noisy[token] <= slack for token in wanted)
+    return any(may[token] and rivals - noisy[token] <= off for token in wanted)
+
+
+def _kept(x: NDArray[np.float64], sampling: Sampling, off: float
+          ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Which tokens of ``x`` [V], logits over T, top-k and top-p may keep, and which they must, where any two
+    logits may be wrong by ``off`` against each other: bool [V] each."""
+    ordered = np.sort(x)[::-1]
+    k = min(sampling.top_k or len(x), len(x))
+    may, must = np.ones(len(x), bool), np.ones(len(x), bool)
+    if k < len(x):
+        may, must = x >= ordered[k - 1] - off, x > ordered[k] + off
+    if sampling.top_p < 1.0:
+        p = np.exp(ordered[:k] - ordered[0])
+        mass = np.concatenate([[0.0], np.cumsum(p / p.sum()), np.ones(len(x) - k)])
+        # A token is kept where less than top_p lies ahead of it.
+        surely = mass[np.searchsorted(-ordered, -(x + off), "left")]
+        perhaps = mass[np.searchsorted(-ordered, -(x - off), "right") - 1]
+        may &= _shifted(surely, -off) < sampling.top_p
+        must &= _shifted(perhaps, off) < sampling.top_p
+    return may, must
+
+
+def _shifted(mass: NDArray[np.float64], off: float) -> NDArray[np.float64]:
+    """The mass of tokens whose logits have moved by ``off`` against all others."""
+    moved = mass * np.exp(off)
+    return np.asarray(moved / (moved + np.maximum(1.0 - mass, 0.0)))
