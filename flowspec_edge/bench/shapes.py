@@ -16,6 +16,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from flowspec_edge.drafting.eagle import EagleHead
 from flowspec_edge.stage.filling import laid_out
+from flowspec_edge.stage.fused import FusedLayer
 from flowspec_edge.stage.quant import scheme
 from flowspec_edge.stage.shard import Shard, skeleton
 from flowspec_edge.tensors import DTYPES
@@ -63,6 +64,8 @@ def random_stage(shape: Shape, layers: int, dtype: str, device: str) -> Shard:
         if dtype == "int4":
             _pack(layer, computed, at)
         fill_random(layer, computed, at)
+    if at.type == "cuda":  # as load_shard makes them
+        modules = tuple(FusedLayer(layer) for layer in modules)
     return Shard(index=1, stages=3, layers=(0, layers), config=config, modules=modules,
                  rotary=type(core.rotary_emb)(config=config).to(at), embed=None, norm=None, dtype=computed,
                  device=at, digest="")

@@ -143,8 +143,7 @@ def plain_decoding(model: ModelDir, dtype: DtypeChoice, device: str = "cpu") -> 
     from flowspec_edge.runtime.plain import PlainDecoder
 
     computed = dtype_of(model, dtype)
-    elsewhere: dict[str, Any] = {} if device == "cpu" else {"device": device}
-    decoder = PlainDecoder(model.path, computed, **elsewhere)
+    decoder = PlainDecoder(model.path, computed, device)
     explains = None if computed == "fp32" else NearTies(decoder.model).explain
     return lambda r: decoder.generate(list(r.prompt), r.max_new_tokens, r.sampling, r.stop_ids), explains
 

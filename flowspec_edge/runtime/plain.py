@@ -24,12 +24,13 @@ from flowspec_edge.tensors import parse_dtype
 class PlainDecoder:
     """The whole target in one piece."""
 
-    def __init__(self, model_dir: Path, dtype: str = "fp32") -> None:
+    def __init__(self, model_dir: Path, dtype: str = "fp32", device: torch.device | str = "cpu") -> None:
         found = ModelDir(model_dir)
         if found.sharded:
-            self.model = load_whole(found.stages, dtype)
+            self.model = load_whole(found.stages, dtype, device)
         else:
-            self.model = AutoModelForCausalLM.from_pretrained(found.target, dtype=parse_dtype(dtype)).eval()
+            read = AutoModelForCausalLM.from_pretrained(found.target, dtype=parse_dtype(dtype))
+            self.model = read.eval().to(device)
 
     @torch.inference_mode()
     def generate(self, prompt: list[int], max_new_tokens: int, sampling: Sampling,
@@ -37,7 +38,7 @@ class PlainDecoder:
         """The continuation of ``prompt`` and why it ended; the end-of-sequence id is left out."""
         cache = DynamicCache(config=self.model.config)
         tokens: list[int] = []
-        step = torch.tensor([prompt])
+        step = torch.tensor([prompt], device=self.model.device)
         while len(tokens) < max_new_tokens:
             logits = self.model(input_ids=step, past_key_values=cache, logits_to_keep=1).logits[0]
             position = np.array([len(prompt) + len(tokens) - 1])
@@ -45,5 +46,5 @@ class PlainDecoder:
             if token in stop_ids:
                 return tokens, "stop"
             tokens.append(token)
-            step = torch.tensor([[token]])
+            step = torch.tensor([[token]], device=self.model.device)
         return tokens, "length"

@@ -37,7 +37,7 @@ def test_no_gpu_is_one_line(model: Path, capsys: pytest.CaptureFixture[str], com
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("flowspec: error: --device cuda:1: ")
-    assert err.endswith("or use --device cpu\n")
+    assert 'compute on the CPU (--device cpu, torch_device = "cpu")\n' in err
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:x", "cuda:", "mps", ""])

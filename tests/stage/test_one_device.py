@@ -18,12 +18,12 @@ from flowspec_edge.stage.shard import load_shard
 ROWS = 17
 
 
-def run(path: Path, dtype: str) -> tuple[MetaDevice, list[Output]]:
+def run(path: Path, dtype: str, fused: bool = False) -> tuple[MetaDevice, list[Output]]:
     """A text, two levels of a tree, a commit and its prunes, and another session: on the meta device."""
     book = Book()
     outputs = []
     with MetaDevice() as device:
-        chain = engines(path, 2, dtype, device="meta")
+        chain = engines(path, 2, dtype, device="meta", fused=fused)
         device.downloads.clear()
         device.uploads.clear()
         outputs.append(through(chain, book.text(random_tokens(ROWS, VOCAB, 0)))[1])
@@ -47,10 +47,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: family_model(name, tmp_path_factory.mktemp(name)) for name in names}
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_no_family_mixes_devices(models: dict[str, Path], dtype: str) -> None:
+def test_no_family_mixes_devices(models: dict[str, Path], dtype: str, fused: bool) -> None:
     for path in models.values():
-        _, outputs = run(path, dtype)
+        _, outputs = run(path, dtype, fused)
         assert [len(output.numbers) for output in outputs] == [ROWS, 3, 2]
 
 
