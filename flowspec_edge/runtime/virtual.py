@@ -30,6 +30,7 @@ from flowspec_edge.runtime.events import Clock, Link, Span, wire_bytes
 from flowspec_edge.runtime.observer import Observer
 from flowspec_edge.runtime.request import OnTokens, Request, Result
 from flowspec_edge.runtime.sessions import Job, Sessions
+from flowspec_edge.runtime.slot_curve import SlotCurve
 from flowspec_edge.runtime.virtual_stage import VirtualStage
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.shard import load_shard
@@ -54,10 +55,14 @@ class VirtualRun:
     """Requests in virtual time, from the first one's start until none is left."""
 
     def __init__(self, engines: list[StageEngine], devices: Devices, parallelism: Parallelism,
-                 clock: Clock, spans: list[Span], observer: Observer) -> None:
-        """``engines``: one a device, or one for all of a tensor-parallel group."""
+                 clock: Clock, spans: list[Span], observer: Observer, curve: SlotCurve | None = None
+                 ) -> None:
+        """``engines``: one a device, or one for all of a tensor-parallel group; ``curve`` learns from the
+        stages' reports, which are charged then."""
         self._observer = observer
+        self._curve = curve
         self._timed: set[int] = set()  # sessions whose segments' times the observer wants; they cost nothing
+        self._learned: set[int] = set()  # sessions whose segments' times go into the curve
         self._sessions = Sessions(clock=lambda: clock.now)
         self._running: dict[int, _Running] = {}
         self._engines = engines
@@ -80,8 +85,9 @@ class VirtualRun:
                       [link(a, b) for a, b in pairwise(ring)])
         self._control = [link(0, place) for place in ring[1:-1]]
         self._back = link(1, 0)  # V1's credits: a worker sends them before anything else
-        # Taps go straight to D0, each stage's over its own port.
+        # Taps go straight to D0, each stage's over its own port; reports, which are small, wait for none.
         self._taps = [link(place, 0) for place in ring[1:-1]]
+        self._reports = [link(place, 0) for place in ring[1:-1]]
         share = devices.d0.model.layers / n
         self._stages = [
             VirtualStage(i + 1, clock, engine, seconds, share if self._grouped else devices.layers[i],
@@ -99,6 +105,8 @@ class VirtualRun:
         self._observer.opened(coordinator, self._clock.now)
         if self._observer.wants_times:
             self._timed.add(opening.session)
+        if self._curve is not None and coordinator.strategy.learns_slot:
+            self._learned.add(opening.session)
         for engine in self._engines:  # over the control links it would be there with the first segment
             engine.open(opening)
         self._pump()
@@ -210,6 +218,13 @@ class VirtualRun:
         if times.session in self._timed and times.session in self._running:
             for stage in range(1, self._count + 1) if self._grouped else [times.stage]:
                 self._observer.arrived(replace(times, stage=stage), self._clock.now)
+        if times.session in self._learned:
+            self._send(self._reports[times.stage - 1], times, times.session, partial(self._learn, times))
+
+    def _learn(self, times: Computed) -> None:
+        """A stage's report has come to D0."""
+        if self._curve is not None:
+            self._curve.observe(times.stage, times.rows, (times.end - times.start) * 1e-6)
 
     def _arrived(self, message: Output | Tap | Credit) -> None:
         self._observer.arrived(message, self._clock.now)
@@ -281,12 +296,17 @@ class VirtualCluster:
     spans: list[Span]  # who was busy when, in the newest run
 
     def __init__(self, model_dir: Path, stages: int, profile: Profile | Devices, dtype: str = "fp32",
-                 observer: Observer | None = None) -> None:
-        """``observer`` is told what happens, in virtual time."""
+                 observer: Observer | None = None, learn: bool = False) -> None:
+        """``observer`` is told what happens, in virtual time.
+
+        learn  D0 is not told how long segments take by their rows; it learns that from the stages'
+               reports, over all requests (``runtime.slot_curve``)
+        """
         self.devices = profile if isinstance(profile, Devices) else Devices.even(profile, stages)
         self._device0 = DraftDevice(model_dir, dtype)
         self._stages = stages
         self._observer = observer or Observer()
+        self._curve = SlotCurve() if learn else None
         self._target, self._dtype = ModelDir(model_dir).stages, dtype
         self._engines: dict[int, list[StageEngine]] = {}  # by how many the model is cut into
         self._session = 0
@@ -318,7 +338,8 @@ class VirtualCluster:
         clock = Clock()
         self.spans = []
         engines = self._cut(self._stages if parallelism == "pipeline" else 1)
-        run = VirtualRun(engines, self.devices, parallelism, clock, self.spans, self._observer)
+        run = VirtualRun(engines, self.devices, parallelism, clock, self.spans, self._observer,
+                         self._curve)
         results: dict[int, Result] = {}
 
         def start(place: int) -> None:
@@ -345,7 +366,7 @@ class VirtualCluster:
         return self._device0.coordinator(
             request, self._stages, lambda: clock.now, self._session,
             lambda kind: latency / max(self.devices.d0.draft_seconds(kind), 1e-9),
-            self.devices.occupied_seconds)
+            self._curve.seconds if self._curve else self.devices.occupied_seconds)
 
     def _cut(self, stages: int) -> list[StageEngine]:
         """The model in so many pieces; loaded when first wanted, and kept."""

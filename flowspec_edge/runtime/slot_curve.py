@@ -1,0 +1,105 @@
+"""Rows of a segment -> what it takes in the slowest stage, learned from what the stages report.
+
+A strategy that sizes its segments by that curve (``Pipeline.slot_seconds``) is told it by a profile in
+virtual time and under emulation.  Elsewhere the stages tell D0 when they computed each segment
+(``messages.Computed``), and this is what D0 makes of it.
+
+Only row counts that were sent are ever seen, so what is not known is judged optimistically: a guess that
+is too low leads to segments of that size and is put right by their reports; one that is too high would
+never be tried again.  Between two sizes that were seen, a segment is thought to take as long as the
+smaller one until its work is in proportion to the larger one's (a roofline); beyond the largest one, as
+long as that one up to twice its rows.  For the same reason a size is forgotten that was not seen for long.
+
+Links are left out: when a segment left one stage and reached the next is known on two clocks alone.
+Knows no clock and no message; times are seconds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+_NEWEST = 9  # segments of a size that count; of these the lower quartile: delays only ever add
+_WINDOW = 2048  # segments of a stage after which one is forgotten: some minutes on boards
+_ROWS = 256  # up to which the curve is kept; beyond, time grows in proportion
+_FLAT = 16  # rows that are thought to take as long as one before anything was reported
+_ALL = np.arange(1, _ROWS + 1)
+
+
+class SlotCurve:
+    """What all stages have reported of late, as one curve that never falls as rows grow."""
+
+    def __init__(self) -> None:
+        self._stages: dict[int, _Stage] = {}
+        self._table: NDArray[np.float64] | None = None  # float64 [_ROWS], None until it is asked for
+
+    def observe(self, stage: int, rows: int, seconds: float) -> None:
+        """``stage`` computed a segment of ``rows`` rows in so many seconds.
+
+        One without rows was pruned or cancelled and tells nothing.
+        """
+        if 0 < rows <= _ROWS and seconds > 0:
+            self._stages.setdefault(stage, _Stage()).observe(rows, seconds)
+            self._table = None
+
+    def clear(self) -> None:
+        """Forget everything, as when other devices may have taken the stages' places."""
+        self._stages.clear()
+        self._table = None
+
+    def seconds(self, rows: int) -> float:
+        """What a segment of ``rows`` rows takes in the slowest stage.
+
+        Before the first report one of up to 16 rows takes 1: sizes compare, though the unit is arbitrary.
+        """
+        if self._table is None:
+            curves = [stage.table() for stage in self._stages.values()]
+            self._table = np.max(curves, axis=0) if curves else np.maximum(1.0, _ALL / _FLAT)
+        at = min(max(rows, 1), _ROWS)
+        return float(self._table[at - 1]) * max(1.0, rows / _ROWS)
+
+
+class _Stage:
+    """One stage's curve."""
+
+    def __init__(self) -> None:
+        self._count = 0  # segments
+        self._seen: dict[int, deque[tuple[int, float]]] = {}  # by rows: which segment, and its seconds
+        self._table: NDArray[np.float64] | None = None
+
+    def observe(self, rows: int, seconds: float) -> None:
+        self._count += 1
+        self._seen.setdefault(rows, deque(maxlen=_NEWEST)).append((self._count, seconds))
+        self._table = None
+
+    def table(self) -> NDArray[np.float64]:
+        """Seconds for 1, 2, … rows, float64 [_ROWS]."""
+        if self._table is None:
+            self._forget()
+            sizes = sorted(self._seen)
+            self._table = _curve(np.array(sizes), np.array([self._judged(rows) for rows in sizes]))
+        return self._table
+
+    def _forget(self) -> None:
+        oldest = self._count - _WINDOW
+        for rows in [rows for rows, seen in self._seen.items() if seen[-1][0] <= oldest]:
+            del self._seen[rows]
+
+    def _judged(self, rows: int) -> float:
+        times = sorted(seconds for _, seconds in self._seen[rows])
+        return times[len(times) // 4]
+
+
+def _curve(sizes: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The times of these sizes, and of those that were not seen; both arrays [n], n > 0, sizes increasing."""
+    # A smaller segment takes no longer than a larger one did; to let the larger one count for more
+    # errs towards what will be tried.
+    times = np.minimum.accumulate(seconds[::-1])[::-1]
+    above = np.minimum(np.searchsorted(sizes, _ALL), len(sizes) - 1)  # the next larger size that was seen
+    below = np.maximum(above - 1, 0)
+    chord = np.interp(_ALL, sizes, times)
+    roofline = np.maximum(times[below], times[above] * _ALL / sizes[above])
+    beyond = times[-1] * np.maximum(1.0, _ALL / (2 * sizes[-1]))
+    return np.where(sizes[-1] < _ALL, beyond, np.minimum(chord, roofline))
