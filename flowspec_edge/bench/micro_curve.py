@@ -1,7 +1,7 @@
 """Learning how long segments take by their rows, against being told: FlowSpec+ in virtual time.
 
-Each profile's stage curve is replaced by others: flat to 32 or 64 rows, and one that doubles from 1 to 16.
-What learning costs is what the segments cost from which it learns.  Does not know how either is done.
+Under a profile as it is, and with other stage curves in its place: flat to 32 or 64 rows, and one that
+doubles from 1 to 16.  For comparison, segments of 16 rows at most, as without any curve.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.slot_curve import SlotCurve
 from flowspec_edge.runtime.virtual import VirtualCluster
 from flowspec_edge.sampling import Sampling
+from flowspec_edge.strategies.params import Params
 from flowspec_edge.text import Tokenizer
 
-CURVES = {  # rows and ms, in place of the profile's
+CURVES: dict[str, tuple[list[float], list[float]] | None] = {  # rows and ms, in place of the profile's
     "own": None,
     "flat to 32": ([32, 132], [80.0, 212.5]),
     "flat to 64": ([64, 164], [80.0, 145.0]),
@@ -49,18 +50,22 @@ def main() -> None:
     for name, corners in CURVES.items():
         profile = with_curve(named, *corners) if corners else named
         for temperature in (0.0, 1.0):
-            requests = [Request(ids, "flowspec_plus", given.tokens, Sampling(temperature, seed=1))
-                        for ids in prompts]
-            speeds = {}
-            for learn in (False, True):
-                cluster = VirtualCluster(model.path, given.stages, profile, learn=learn)
-                results = [cluster.generate(request).stats for request in requests]
-                speeds[learn] = [stats.tokens_per_second for stats in results if stats.decode_s > 0]
-            told, learned = fmean(speeds[False]), fmean(speeds[True])
+            speeds = {kind: _speed(VirtualCluster(model.path, given.stages, profile, learn=kind == "learned"),
+                                   [Request(ids, "flowspec_plus", given.tokens, Sampling(temperature, seed=1),
+                                            params=Params(plus_without="curve" if kind == "fixed" else ""))
+                                    for ids in prompts])
+                      for kind in ("fixed", "told", "learned")}
             print(f"{given.profile}, curve: {name}, {given.stages} stages, T = {temperature:g}, "
-                  f"{len(speeds[True])} prompts, VIRTUAL TIME: told {told:.2f} tokens/s, learned "
-                  f"{learned:.2f} ({learned / told - 1:+.1%})", flush=True)
+                  f"{len(prompts)} prompts, VIRTUAL TIME: {Params().segment} rows {speeds['fixed']:.2f} "
+                  f"tokens/s, told {speeds['told']:.2f}, learned {speeds['learned']:.2f} "
+                  f"({speeds['learned'] / speeds['told'] - 1:+.1%})", flush=True)
     print(f"D0: {_decision_us():.0f} us for a report of each of {given.stages} stages and a decision")
+
+
+def _speed(cluster: VirtualCluster, requests: list[Request]) -> float:
+    """Tokens/s, the mean of those with an answer, as ``flowspec bench run`` counts."""
+    results = [cluster.generate(request).stats for request in requests]
+    return fmean(stats.tokens_per_second for stats in results if stats.decode_s > 0)
 
 
 def _decision_us(stages: int = 4, turns: int = 200) -> float:

@@ -32,12 +32,13 @@ from flowspec_edge.runtime.observer import Observer
 from flowspec_edge.runtime.rejoin import Rejoin
 from flowspec_edge.runtime.request import OnTokens, Request, Result
 from flowspec_edge.runtime.request_loop import RequestLoop
+from flowspec_edge.runtime.slot_curve import SlotCurve
 from flowspec_edge.runtime.stage_links import StageLinks
 from flowspec_edge.runtime.tickets import Ticket
 from flowspec_edge.runtime.workerconfig import Dtype
 from flowspec_edge.stage.shard import stage_ranges
 from flowspec_edge.strategies.base import Parallelism
-from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.params import LONGEST_BLOCK, Params
 from flowspec_edge.strategies.registry import strategy_class
 from flowspec_edge.tensors import parse_dtype
 from flowspec_edge.transport import keys
@@ -46,6 +47,8 @@ from flowspec_edge.transport.zmq_links import ZmqTransport
 _CHECK_S = 0.1  # how long a thread waits for another one's request before it looks whether to drive
 _IDLE_S = 0.02  # within which a request is begun that comes while there is none
 _WARM_UP_SEGMENTS = 6
+_SEED_ROWS = (LONGEST_BLOCK, 1)  # beside the full segments', of segments from which the curve is learned
+_SEED_SEGMENTS = 2
 _SHUTDOWN_S = 1.0  # how long a stage may take to end after Shutdown
 
 
@@ -98,6 +101,8 @@ class ProcessCluster:
                              "use a pipeline, or a network that you trust")
         self.parallelism = parallelism
         self._emulation = emulation
+        # Under emulation a profile tells; a group computes every segment with all devices.
+        self._curve = None if emulation or grouped else SlotCurve()
         self._pass_s: dict[str, float] = {}  # a draft pass, by the kind of draft model
         self._at_once = at_once
         self.observer = observer or Observer()
@@ -125,7 +130,8 @@ class ProcessCluster:
             self._links = StageLinks(self._transport, addresses, place, self._members,
                                      lambda within: self._children.exited_within(within) or watch(),
                                      self.observer.heard)
-            self._loop = RequestLoop(self._links, self._coordinator, emulation, self.observer, cache_rows)
+            self._loop = RequestLoop(self._links, self._coordinator, emulation, self.observer, cache_rows,
+                                     self._curve)
             self._rejoin = Rejoin(self._links, self._children, rejoin_within if plan or not grouped else 0.0,
                                   self.observer, watch, plan.new_group if plan and grouped else None)
             if plan:
@@ -274,8 +280,13 @@ class ProcessCluster:
         return self._device0.coordinator(
             request, len(self._members.instances), time.monotonic, session,
             lambda kind: self._draft_passes(kind, request.params.segment),
-            self._emulation.devices.occupied_seconds if self._emulation else None,
-            before=before, reuse=reuse)
+            self._slot_seconds(), before=before, reuse=reuse)
+
+    def _slot_seconds(self) -> Callable[[int], float] | None:
+        """What a segment takes by its rows, as far as that is told or learned."""
+        if self._emulation:
+            return self._emulation.devices.occupied_seconds
+        return self._curve.seconds if self._curve else None
 
     def _draft_passes(self, kind: str, rows: int) -> float:
         """How many draft passes a full segment's way through all stages takes."""
@@ -291,13 +302,24 @@ class ProcessCluster:
     def _warm_up(self) -> None:
         """Run full segments through the pipeline: how long one takes in the slowest stage is a slot.
 
-        So that a turn means the same for every strategy, however long its own segments are.
+        So that a turn means the same for every strategy, however long its own segments are.  The curve
+        is learned from these on, and from a few of the longest and the shortest segments.
         """
-        rows = Params().segment
-        prompt = [0] * (rows * _WARM_UP_SEGMENTS)
-        request = Request(prompt, "autoregressive", 1, params=Params(prefill_chunk=rows))
-        self._loop.slot_s = self._answers([self._hand_in(request)])[0].stats.slot_s
+        full = Params().segment
+        self._loop.warming_up = True
+        slot_s = self._read_in(full, _WARM_UP_SEGMENTS)
+        if self._curve:
+            for rows in _SEED_ROWS:
+                self._read_in(rows, _SEED_SEGMENTS)
+        self._loop.warming_up = False
+        self._loop.slot_s = slot_s
+
+    def _read_in(self, rows: int, segments: int) -> float:
+        """A prompt of so many segments of ``rows`` rows; what one took in the slowest stage, in seconds."""
+        request = Request([0] * (rows * segments), "autoregressive", 1, params=Params(prefill_chunk=rows))
+        slot_s = self._answers([self._hand_in(request)])[0].stats.slot_s
         self._loop.pool.clear()  # nobody goes on with this
+        return slot_s
 
     # ---- life and death ------------------------------------------------------------------------
 

@@ -102,4 +102,5 @@ def _curve(sizes: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np
     chord = np.interp(_ALL, sizes, times)
     roofline = np.maximum(times[below], times[above] * _ALL / sizes[above])
     beyond = times[-1] * np.maximum(1.0, _ALL / (2 * sizes[-1]))
-    return np.where(sizes[-1] < _ALL, beyond, np.minimum(chord, roofline))
+    curve: NDArray[np.float64] = np.where(sizes[-1] < _ALL, beyond, np.minimum(chord, roofline))
+    return curve
