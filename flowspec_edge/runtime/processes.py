@@ -32,13 +32,13 @@ from flowspec_edge.runtime.observer import Observer
 from flowspec_edge.runtime.rejoin import Rejoin
 from flowspec_edge.runtime.request import OnTokens, Request, Result
 from flowspec_edge.runtime.request_loop import RequestLoop
-from flowspec_edge.runtime.slot_curve import SlotCurve
+from flowspec_edge.runtime.slot_curve import WARM_UP_ROWS, SlotCurve
 from flowspec_edge.runtime.stage_links import StageLinks
 from flowspec_edge.runtime.tickets import Ticket
 from flowspec_edge.runtime.workerconfig import Dtype
 from flowspec_edge.stage.shard import stage_ranges
 from flowspec_edge.strategies.base import Parallelism
-from flowspec_edge.strategies.params import LONGEST_BLOCK, Params
+from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import strategy_class
 from flowspec_edge.tensors import parse_dtype
 from flowspec_edge.transport import keys
@@ -47,8 +47,7 @@ from flowspec_edge.transport.zmq_links import ZmqTransport
 _CHECK_S = 0.1  # how long a thread waits for another one's request before it looks whether to drive
 _IDLE_S = 0.02  # within which a request is begun that comes while there is none
 _WARM_UP_SEGMENTS = 6
-_SEED_ROWS = (LONGEST_BLOCK, 1)  # beside the full segments', of segments from which the curve is learned
-_SEED_SEGMENTS = 2
+_CURVE_SEGMENTS = 2  # of each other size that the curve is learned from
 _SHUTDOWN_S = 1.0  # how long a stage may take to end after Shutdown
 
 
@@ -302,15 +301,15 @@ class ProcessCluster:
     def _warm_up(self) -> None:
         """Run full segments through the pipeline: how long one takes in the slowest stage is a slot.
 
-        So that a turn means the same for every strategy, however long its own segments are.  The curve
-        is learned from these on, and from a few of the longest and the shortest segments.
+        So that a turn means the same for every strategy, however long its own segments are.  Where the
+        stages' curve is learned, a few shorter and longer ones give it a start.
         """
         full = Params().segment
         self._loop.warming_up = True
         slot_s = self._read_in(full, _WARM_UP_SEGMENTS)
-        if self._curve:
-            for rows in _SEED_ROWS:
-                self._read_in(rows, _SEED_SEGMENTS)
+        for rows in WARM_UP_ROWS if self._curve else ():
+            if rows != full:
+                self._read_in(rows, _CURVE_SEGMENTS)
         self._loop.warming_up = False
         self._loop.slot_s = slot_s
 

@@ -7,8 +7,9 @@ virtual time and under emulation.  Elsewhere the stages tell D0 when they comput
 Only row counts that were sent are ever seen, so what is not known is judged optimistically: a guess that
 is too low leads to segments of that size and is put right by their reports; one that is too high would
 never be tried again.  Between two sizes that were seen, a segment is thought to take as long as the
-smaller one until its work is in proportion to the larger one's (a roofline); beyond the largest one, as
-long as that one up to twice its rows.  For the same reason a size is forgotten that was not seen for long.
+smaller one until its work is in proportion to the larger one's (a roofline), and for a quarter of the way
+in any case; beyond the largest one, as long as that one up to twice its rows.  For the same reason a size
+is forgotten that was not seen for long.
 
 Links are left out: when a segment left one stage and reached the next is known on two clocks alone.
 Knows no clock and no message; times are seconds.
@@ -21,6 +22,7 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
+WARM_UP_ROWS = (16, 64, 1)  # sizes of which a driver has a few computed before the first request
 _NEWEST = 9  # segments of a size that count; of these the lower quartile: delays only ever add
 _WINDOW = 2048  # segments of a stage after which one is forgotten: some minutes on boards
 _ROWS = 256  # up to which the curve is kept; beyond, time grows in proportion
@@ -97,10 +99,13 @@ def _curve(sizes: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np
     # A smaller segment takes no longer than a larger one did; to let the larger one count for more
     # errs towards what will be tried.
     times = np.minimum.accumulate(seconds[::-1])[::-1]
-    above = np.minimum(np.searchsorted(sizes, _ALL), len(sizes) - 1)  # the next larger size that was seen
+    rows = _ALL
+    above = np.minimum(np.searchsorted(sizes, rows), len(sizes) - 1)  # the next larger size that was seen
     below = np.maximum(above - 1, 0)
-    chord = np.interp(_ALL, sizes, times)
-    roofline = np.maximum(times[below], times[above] * _ALL / sizes[above])
-    beyond = times[-1] * np.maximum(1.0, _ALL / (2 * sizes[-1]))
-    curve: NDArray[np.float64] = np.where(sizes[-1] < _ALL, beyond, np.minimum(chord, roofline))
+    near = rows <= sizes[below] + np.maximum(1, (sizes[above] - sizes[below]) / 4)
+    rising = np.minimum(np.interp(rows, sizes, times), times[above] * rows / sizes[above])
+    guess = np.where(near, times[below], np.maximum(times[below], rising))
+    beyond = times[-1] * np.maximum(1.0, rows / (2 * sizes[-1]))
+    curve: NDArray[np.float64] = np.select([rows > sizes[-1], rows == sizes[above]], [beyond, times[above]],
+                                           guess)
     return curve

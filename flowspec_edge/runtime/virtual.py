@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 from flowspec_edge.config import Profile
@@ -30,7 +30,7 @@ from flowspec_edge.runtime.events import Clock, Link, Span, wire_bytes
 from flowspec_edge.runtime.observer import Observer
 from flowspec_edge.runtime.request import OnTokens, Request, Result
 from flowspec_edge.runtime.sessions import Job, Sessions
-from flowspec_edge.runtime.slot_curve import SlotCurve
+from flowspec_edge.runtime.slot_curve import WARM_UP_ROWS, SlotCurve
 from flowspec_edge.runtime.virtual_stage import VirtualStage
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.shard import load_shard
@@ -300,13 +300,16 @@ class VirtualCluster:
         """``observer`` is told what happens, in virtual time.
 
         learn  D0 is not told how long segments take by their rows; it learns that from the stages'
-               reports, over all requests (``runtime.slot_curve``)
+               reports, over all requests, and begins with what a warm-up shows (``runtime.slot_curve``)
         """
         self.devices = profile if isinstance(profile, Devices) else Devices.even(profile, stages)
         self._device0 = DraftDevice(model_dir, dtype)
         self._stages = stages
         self._observer = observer or Observer()
         self._curve = SlotCurve() if learn else None
+        if self._curve is not None:
+            for place, rows in product(range(1, stages + 1), WARM_UP_ROWS):
+                self._curve.observe(place, rows, self.devices.stage_seconds(place, rows))
         self._target, self._dtype = ModelDir(model_dir).stages, dtype
         self._engines: dict[int, list[StageEngine]] = {}  # by how many the model is cut into
         self._session = 0
