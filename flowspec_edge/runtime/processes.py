@@ -30,7 +30,7 @@ from flowspec_edge.runtime.local import Addresses, LocalPlan, Loopback, Site, fa
 from flowspec_edge.runtime.members import Members
 from flowspec_edge.runtime.observer import Observer
 from flowspec_edge.runtime.rejoin import Rejoin
-from flowspec_edge.runtime.request import OnTokens, Request, Result
+from flowspec_edge.runtime.request import OnTokens, Request, Result, Stats
 from flowspec_edge.runtime.request_loop import RequestLoop
 from flowspec_edge.runtime.slot_curve import WARM_UP_ROWS, SlotCurve
 from flowspec_edge.runtime.stage_links import StageLinks
@@ -47,7 +47,7 @@ from flowspec_edge.transport.zmq_links import ZmqTransport
 _CHECK_S = 0.1  # how long a thread waits for another one's request before it looks whether to drive
 _IDLE_S = 0.02  # within which a request is begun that comes while there is none
 _WARM_UP_SEGMENTS = 6
-_CURVE_SEGMENTS = 2  # of each other size that the curve is learned from
+_ROUND_TRIPS = 3  # of a segment of each size by which links are measured; the fastest counts
 _SHUTDOWN_S = 1.0  # how long a stage may take to end after Shutdown
 
 
@@ -302,23 +302,32 @@ class ProcessCluster:
         """Run full segments through the pipeline: how long one takes in the slowest stage is a slot.
 
         So that a turn means the same for every strategy, however long its own segments are.  Where the
-        stages' curve is learned, a few shorter and longer ones give it a start.
+        stages' curve is learned, shorter and longer ones give it a start, and tell what a row takes over
+        a link, on average.
         """
-        full = Params().segment
         self._loop.warming_up = True
-        slot_s = self._read_in(full, _WARM_UP_SEGMENTS)
-        for rows in WARM_UP_ROWS if self._curve else ():
-            if rows != full:
-                self._read_in(rows, _CURVE_SEGMENTS)
+        full = Params().segment
+        slot_s = self._read_in(full, _WARM_UP_SEGMENTS).slot_s
+        if self._curve:
+            shortest, longest = min(WARM_UP_ROWS), max(WARM_UP_ROWS)
+            ways = [min(self._way(rows) for _ in range(_ROUND_TRIPS)) for rows in (longest, shortest)]
+            hops = len(self._members.instances)
+            self._curve.link_row_s = max(0.0, ways[0] - ways[1]) / (longest - shortest) / hops
         self._loop.warming_up = False
         self._loop.slot_s = slot_s
 
-    def _read_in(self, rows: int, segments: int) -> float:
-        """A prompt of so many segments of ``rows`` rows; what one took in the slowest stage, in seconds."""
+    def _way(self, rows: int) -> float:
+        """What a segment of ``rows`` rows takes from D0 to D0 beside the stages' computing, in seconds;
+        some of it is the same for any number of rows."""
+        stats = self._read_in(rows, 1)
+        return stats.ttft_s - sum(stage.get("compute_s", 0.0) for stage in stats.stages)
+
+    def _read_in(self, rows: int, segments: int) -> Stats:
+        """A prompt of so many segments of ``rows`` rows; the figures, with this request's own slot."""
         request = Request([0] * (rows * segments), "autoregressive", 1, params=Params(prefill_chunk=rows))
-        slot_s = self._answers([self._hand_in(request)])[0].stats.slot_s
+        stats = self._answers([self._hand_in(request)])[0].stats
         self._loop.pool.clear()  # nobody goes on with this
-        return slot_s
+        return stats
 
     # ---- life and death ------------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ smaller one until its work is in proportion to the larger one's (a roofline), an
 in any case; beyond the largest one, as long as that one up to twice its rows.  For the same reason a size
 is forgotten that was not seen for long.
 
-Links are left out: when a segment left one stage and reached the next is known on two clocks alone.
+What a row takes over a link is not learned from reports: when a segment left one stage and reached the
+next is known on two clocks alone, which drift apart.  A driver measures it once, by a round trip.
 Knows no clock and no message; times are seconds.
 """
 
@@ -31,11 +32,15 @@ _ALL = np.arange(1, _ROWS + 1)
 
 
 class SlotCurve:
-    """What all stages have reported of late, as one curve that never falls as rows grow."""
+    """What all stages have reported of late, as one curve that never falls as rows grow.
+
+    link_row_s  what each row takes over the link after a stage, in seconds
+    """
 
     def __init__(self) -> None:
+        self.link_row_s = 0.0
         self._stages: dict[int, _Stage] = {}
-        self._table: NDArray[np.float64] | None = None  # float64 [_ROWS], None until it is asked for
+        self._table: list[float] | None = None  # for 1, 2, … _ROWS rows; None until it is asked for
 
     def observe(self, stage: int, rows: int, seconds: float) -> None:
         """``stage`` computed a segment of ``rows`` rows in so many seconds.
@@ -47,20 +52,21 @@ class SlotCurve:
             self._table = None
 
     def clear(self) -> None:
-        """Forget everything, as when other devices may have taken the stages' places."""
+        """Forget what the stages have reported, as when others may have taken their places."""
         self._stages.clear()
         self._table = None
 
     def seconds(self, rows: int) -> float:
-        """What a segment of ``rows`` rows takes in the slowest stage.
+        """What a segment of ``rows`` rows takes in the slowest stage and over the link after it.
 
         Before the first report one of up to 16 rows takes 1: sizes compare, though the unit is arbitrary.
         """
         if self._table is None:
             curves = [stage.table() for stage in self._stages.values()]
-            self._table = np.max(curves, axis=0) if curves else np.maximum(1.0, _ALL / _FLAT)
-        at = min(max(rows, 1), _ROWS)
-        return float(self._table[at - 1]) * max(1.0, rows / _ROWS)
+            curve = np.max(curves, axis=0) if curves else np.maximum(1.0, _ALL / _FLAT)
+            self._table = curve.tolist()
+        computed = self._table[min(max(rows, 1), _ROWS) - 1] * max(1.0, rows / _ROWS)
+        return computed + (self.link_row_s * rows if self._stages else 0.0)
 
 
 class _Stage:
@@ -68,30 +74,27 @@ class _Stage:
 
     def __init__(self) -> None:
         self._count = 0  # segments
-        self._seen: dict[int, deque[tuple[int, float]]] = {}  # by rows: which segment, and its seconds
+        self._newest: dict[int, deque[float]] = {}  # seconds, by rows
+        self._last: dict[int, int] = {}  # the newest segment of so many rows
+        self._judged: dict[int, float] = {}  # seconds, by rows
         self._table: NDArray[np.float64] | None = None
 
     def observe(self, rows: int, seconds: float) -> None:
         self._count += 1
-        self._seen.setdefault(rows, deque(maxlen=_NEWEST)).append((self._count, seconds))
+        self._last[rows] = self._count
+        newest = self._newest.setdefault(rows, deque(maxlen=_NEWEST))
+        newest.append(seconds)
+        self._judged[rows] = sorted(newest)[len(newest) // 4]
         self._table = None
 
     def table(self) -> NDArray[np.float64]:
         """Seconds for 1, 2, … rows, float64 [_ROWS]."""
         if self._table is None:
-            self._forget()
-            sizes = sorted(self._seen)
-            self._table = _curve(np.array(sizes), np.array([self._judged(rows) for rows in sizes]))
+            for rows in [rows for rows, last in self._last.items() if last <= self._count - _WINDOW]:
+                del self._newest[rows], self._last[rows], self._judged[rows]
+            sizes, seconds = zip(*sorted(self._judged.items()), strict=True)
+            self._table = _curve(np.array(sizes), np.array(seconds))
         return self._table
-
-    def _forget(self) -> None:
-        oldest = self._count - _WINDOW
-        for rows in [rows for rows, seen in self._seen.items() if seen[-1][0] <= oldest]:
-            del self._seen[rows]
-
-    def _judged(self, rows: int) -> float:
-        times = sorted(seconds for _, seconds in self._seen[rows])
-        return times[len(times) // 4]
 
 
 def _curve(sizes: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:

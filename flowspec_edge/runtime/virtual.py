@@ -308,6 +308,7 @@ class VirtualCluster:
         self._observer = observer or Observer()
         self._curve = SlotCurve() if learn else None
         if self._curve is not None:
+            self._curve.link_row_s = self.devices.link_row_seconds()
             for place, rows in product(range(1, stages + 1), WARM_UP_ROWS):
                 self._curve.observe(place, rows, self.devices.stage_seconds(place, rows))
         self._target, self._dtype = ModelDir(model_dir).stages, dtype

@@ -120,6 +120,14 @@ def test_the_slowest_stage_decides_at_each_size() -> None:
         assert curve.seconds(rows) == pytest.approx(max(flat(rows), steep(rows)))
 
 
+def test_each_row_takes_its_time_over_a_link() -> None:
+    told = [(1, 1, 0.08), (1, 64, 0.1)]
+    curve, without = learned(told), learned(told)
+    curve.link_row_s = 0.001
+    for rows in (1, 7, 64, 400):
+        assert curve.seconds(rows) == pytest.approx(without.seconds(rows) + 0.001 * rows)
+
+
 def test_nothing_is_left_of_other_devices() -> None:
     curve = learned([(1, 16, 0.3), (2, 64, 0.9)])
     curve.clear()
