@@ -94,7 +94,7 @@ _HELP = {
     "ngram_max": "Longest run of tokens that is looked up in the text.",
     "ngram_min": "Shortest run of tokens that is looked up.",
     "plus_width": "Nodes that a draft pass of FlowSpec+ expands.",
-    "plus_rows": "Longest segment of FlowSpec+; 0: by the profile's curve, --segment without one.",
+    "plus_rows": "Longest segment of FlowSpec+; 0: by the stages' curve, --segment without one.",
     "plus_without": f"Ideas of FlowSpec+ to leave out: {', '.join(PLUS_IDEAS)}; several separated by commas.",
     "pipedec_width": "Nodes of a tree layer (w).",
     "pipedec_children": "Children per node (c).",

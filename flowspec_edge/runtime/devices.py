@@ -62,6 +62,13 @@ class Devices:
         ring = [*range(1, len(self.stages) + 1), 0]
         return self.slot_seconds(rows) + max(self.hop_seconds(a, b, size)[0] for a, b in pairwise(ring))
 
+    def link_row_seconds(self) -> float:
+        """What a row's hidden state takes over a link after a stage, on average over the links, as a round
+        trip shows it."""
+        size = self.d0.model.hidden_width * self.d0.model.bytes_per_value
+        ring = [*range(1, len(self.stages) + 1), 0]
+        return sum(self.hop_seconds(a, b, size)[0] for a, b in pairwise(ring)) / len(self.stages)
+
     def hop_seconds(self, sender: int, receiver: int, size: int) -> tuple[float, float]:
         """``size`` bytes from one place to another, at the pace of the slower port: (time that the
         link is occupied, latency after that)."""

@@ -30,8 +30,9 @@ from flowspec_edge.runtime.local import Addresses, LocalPlan, Loopback, Site, fa
 from flowspec_edge.runtime.members import Members
 from flowspec_edge.runtime.observer import Observer
 from flowspec_edge.runtime.rejoin import Rejoin
-from flowspec_edge.runtime.request import OnTokens, Request, Result
+from flowspec_edge.runtime.request import OnTokens, Request, Result, Stats
 from flowspec_edge.runtime.request_loop import RequestLoop
+from flowspec_edge.runtime.slot_curve import WARM_UP_ROWS, SlotCurve
 from flowspec_edge.runtime.stage_links import StageLinks
 from flowspec_edge.runtime.tickets import Ticket
 from flowspec_edge.runtime.workerconfig import Dtype
@@ -46,6 +47,7 @@ from flowspec_edge.transport.zmq_links import ZmqTransport
 _CHECK_S = 0.1  # how long a thread waits for another one's request before it looks whether to drive
 _IDLE_S = 0.02  # within which a request is begun that comes while there is none
 _WARM_UP_SEGMENTS = 6
+_ROUND_TRIPS = 3  # of a segment of each size by which links are measured; the fastest counts
 _SHUTDOWN_S = 1.0  # how long a stage may take to end after Shutdown
 
 
@@ -99,6 +101,8 @@ class ProcessCluster:
                              "use a pipeline, or a network that you trust")
         self.parallelism = parallelism
         self._emulation = emulation
+        # Under emulation a profile tells; a group computes every segment with all devices.
+        self._curve = None if emulation or grouped else SlotCurve()
         self._pass_s: dict[str, float] = {}  # a draft pass, by the kind of draft model
         self._at_once = at_once
         self.observer = observer or Observer()
@@ -126,7 +130,8 @@ class ProcessCluster:
             self._links = StageLinks(self._transport, addresses, place, self._members,
                                      lambda within: self._children.exited_within(within) or watch(),
                                      self.observer.heard)
-            self._loop = RequestLoop(self._links, self._coordinator, emulation, self.observer, cache_rows)
+            self._loop = RequestLoop(self._links, self._coordinator, emulation, self.observer, cache_rows,
+                                     self._curve)
             self._rejoin = Rejoin(self._links, self._children, rejoin_within if plan or not grouped else 0.0,
                                   self.observer, watch, plan.new_group if plan and grouped else None)
             if plan:
@@ -275,8 +280,13 @@ class ProcessCluster:
         return self._device0.coordinator(
             request, len(self._members.instances), time.monotonic, session,
             lambda kind: self._draft_passes(kind, request.params.segment),
-            self._emulation.devices.occupied_seconds if self._emulation else None,
-            before=before, reuse=reuse)
+            self._slot_seconds(), before=before, reuse=reuse)
+
+    def _slot_seconds(self) -> Callable[[int], float] | None:
+        """What a segment takes by its rows, as far as that is told or learned."""
+        if self._emulation:
+            return self._emulation.devices.occupied_seconds
+        return self._curve.seconds if self._curve else None
 
     def _draft_passes(self, kind: str, rows: int) -> float:
         """How many draft passes a full segment's way through all stages takes."""
@@ -292,13 +302,33 @@ class ProcessCluster:
     def _warm_up(self) -> None:
         """Run full segments through the pipeline: how long one takes in the slowest stage is a slot.
 
-        So that a turn means the same for every strategy, however long its own segments are.
+        So that a turn means the same for every strategy, however long its own segments are.  Where the
+        stages' curve is learned, shorter and longer ones give it a start, and tell what a row takes over
+        a link, on average.
         """
-        rows = Params().segment
-        prompt = [0] * (rows * _WARM_UP_SEGMENTS)
-        request = Request(prompt, "autoregressive", 1, params=Params(prefill_chunk=rows))
-        self._loop.slot_s = self._answers([self._hand_in(request)])[0].stats.slot_s
+        self._loop.warming_up = True
+        full = Params().segment
+        slot_s = self._read_in(full, _WARM_UP_SEGMENTS).slot_s
+        if self._curve:
+            shortest, longest = min(WARM_UP_ROWS), max(WARM_UP_ROWS)
+            ways = [min(self._way(rows) for _ in range(_ROUND_TRIPS)) for rows in (longest, shortest)]
+            hops = len(self._members.instances)
+            self._curve.link_row_s = max(0.0, ways[0] - ways[1]) / (longest - shortest) / hops
+        self._loop.warming_up = False
+        self._loop.slot_s = slot_s
+
+    def _way(self, rows: int) -> float:
+        """What a segment of ``rows`` rows takes from D0 to D0 beside the stages' computing, in seconds;
+        some of it is the same for any number of rows."""
+        stats = self._read_in(rows, 1)
+        return stats.ttft_s - sum(stage.get("compute_s", 0.0) for stage in stats.stages)
+
+    def _read_in(self, rows: int, segments: int) -> Stats:
+        """A prompt of so many segments of ``rows`` rows; the figures, with this request's own slot."""
+        request = Request([0] * (rows * segments), "autoregressive", 1, params=Params(prefill_chunk=rows))
+        stats = self._answers([self._hand_in(request)])[0].stats
         self._loop.pool.clear()  # nobody goes on with this
+        return stats
 
     # ---- life and death ------------------------------------------------------------------------
 

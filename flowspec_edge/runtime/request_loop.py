@@ -20,6 +20,7 @@ from flowspec_edge.runtime.observer import Observer
 from flowspec_edge.runtime.prefixes import RowPool
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.sessions import Job, Sessions
+from flowspec_edge.runtime.slot_curve import SlotCurve
 from flowspec_edge.runtime.stage_links import StageLinks
 from flowspec_edge.runtime.tickets import Ticket
 
@@ -41,6 +42,7 @@ class _Running:
 
     ticket: Ticket
     coordinator: Coordinator = field(init=False)
+    watched: bool = False  # the observer wants the stages' times
     late_s: float = 0.0  # D0's own work took so much longer than it should
     until: float = 0.0  # how long the stages' last counters are waited for, once it is over
     losses: int = 0  # of stages, since it had ``had`` tokens
@@ -56,11 +58,15 @@ class RequestLoop:
     """Any number of requests over one set of links; one thread at a time."""
 
     def __init__(self, links: StageLinks, make: Make, emulation: Emulation | None,
-                 observer: Observer, cache_rows: int | None = None) -> None:
-        """``cache_rows``: that the stages may hold at a time; None: any number, and none are kept."""
+                 observer: Observer, cache_rows: int | None = None, curve: SlotCurve | None = None) -> None:
+        """cache_rows  that the stages may hold at a time; None: any number, and none are kept
+        curve       learns from the stages' reports how long segments take; None: nobody needs it
+        """
         self.slot_s = 0.0  # of a segment in the slowest stage; 0: a request's own segments tell
+        self.warming_up = False  # the curve learns from every request, whatever its strategy
         self.pool = RowPool(cache_rows)
         self._observer = observer
+        self._curve = curve
         self._links = links
         self._make = make
         self._emulation = emulation
@@ -111,9 +117,12 @@ class RequestLoop:
                 self._answer(running.session, running)
         # Those that are aside still, from a loss before, are younger than those that went on already.
         self._aside = [running for running in begun if not running.coordinator.finished] + self._aside
-        # V1 has nothing of ours any more, and whatever the stages kept is gone.
+        # V1 has nothing of ours any more, and whatever the stages kept is gone; they may come back on
+        # other devices.
         self._sessions = Sessions(clock=time.monotonic)
         self.pool.clear()
+        if self._curve is not None:
+            self._curve.clear()
         self._links.close_all(sessions)
         for running in self._aside:
             made = len(running.coordinator.tokens)
@@ -163,7 +172,9 @@ class RequestLoop:
         opening = self._sessions.add(running.coordinator)
         held = self.pool.begin(opening.session, opening.capacity, opening.after)
         self._observer.opened(running.coordinator, time.monotonic())
-        return replace(opening, held=held, timed=self._observer.wants_times)
+        running.watched = self._observer.wants_times
+        learns = self._curve is not None and (self.warming_up or running.coordinator.strategy.learns_slot)
+        return replace(opening, held=held, timed=running.watched or learns)
 
     def step(self, idle_s: float) -> None:
         """Send what may be sent, do the most urgent work, take what has come; if there is nothing of
@@ -217,9 +228,21 @@ class RequestLoop:
                 running.ticket.settle(error)
 
     def _receive(self, message: Output | Credit | Tap | Computed) -> None:
+        if isinstance(message, Computed):
+            self._learn(message)
+            return
         self._observer.arrived(message, time.monotonic())
-        if not isinstance(message, Computed):
-            self._sessions.receive(message)
+        self._sessions.receive(message)
+
+    def _learn(self, times: Computed) -> None:
+        """How long a segment took a stage: for the curve, and for the observer if it asked."""
+        running = self._running.get(times.session) or self._closing.get(times.session)
+        if running is None:
+            return  # of a session from before a loss
+        if running.watched:
+            self._observer.arrived(times, time.monotonic())
+        if self._curve is not None:
+            self._curve.observe(times.stage, times.rows, (times.end - times.start) * 1e-6)
 
     def _dispatch(self, messages: Sequence[Segment | Prune | Cancel]) -> None:
         for message in messages:

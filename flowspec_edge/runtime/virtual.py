@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 from flowspec_edge.config import Profile
@@ -31,6 +31,7 @@ from flowspec_edge.runtime.events import Clock, Link, Span, wire_bytes
 from flowspec_edge.runtime.observer import Observer
 from flowspec_edge.runtime.request import OnTokens, Request, Result
 from flowspec_edge.runtime.sessions import Job, Sessions
+from flowspec_edge.runtime.slot_curve import WARM_UP_ROWS, SlotCurve
 from flowspec_edge.runtime.virtual_stage import VirtualStage
 from flowspec_edge.runtime.virtual_weights import Weights
 from flowspec_edge.stage.engine import StageEngine
@@ -55,10 +56,14 @@ class VirtualRun:
     """Requests in virtual time, from the first one's start until none is left."""
 
     def __init__(self, engines: list[StageEngine], devices: Devices, parallelism: Parallelism,
-                 clock: Clock, spans: list[Span], observer: Observer) -> None:
-        """``engines``: one a device, or one for all of a tensor-parallel group."""
+                 clock: Clock, spans: list[Span], observer: Observer, curve: SlotCurve | None = None
+                 ) -> None:
+        """``engines``: one a device, or one for all of a tensor-parallel group; ``curve`` learns from the
+        stages' reports, which are charged then."""
         self._observer = observer
+        self._curve = curve
         self._timed: set[int] = set()  # sessions whose segments' times the observer wants; they cost nothing
+        self._learned: set[int] = set()  # sessions whose segments' times go into the curve
         self._sessions = Sessions(clock=lambda: clock.now)
         self._running: dict[int, _Running] = {}
         self._engines = engines
@@ -81,8 +86,9 @@ class VirtualRun:
                       [link(a, b) for a, b in pairwise(ring)])
         self._control = [link(0, place) for place in ring[1:-1]]
         self._back = link(1, 0)  # V1's credits: a worker sends them before anything else
-        # Taps go straight to D0, each stage's over its own port.
+        # Taps go straight to D0, each stage's over its own port; reports, which are small, wait for none.
         self._taps = [link(place, 0) for place in ring[1:-1]]
+        self._reports = [link(place, 0) for place in ring[1:-1]]
         share = devices.d0.model.layers / n
         self._stages = [
             VirtualStage(i + 1, clock, engine, seconds, share if self._grouped else devices.layers[i],
@@ -100,6 +106,8 @@ class VirtualRun:
         self._observer.opened(coordinator, self._clock.now)
         if self._observer.wants_times:
             self._timed.add(opening.session)
+        if self._curve is not None and coordinator.strategy.learns_slot:
+            self._learned.add(opening.session)
         for engine in self._engines:  # over the control links it would be there with the first segment
             engine.open(opening)
         self._pump()
@@ -211,6 +219,13 @@ class VirtualRun:
         if times.session in self._timed and times.session in self._running:
             for stage in range(1, self._count + 1) if self._grouped else [times.stage]:
                 self._observer.arrived(replace(times, stage=stage), self._clock.now)
+        if times.session in self._learned:
+            self._send(self._reports[times.stage - 1], times, times.session, partial(self._learn, times))
+
+    def _learn(self, times: Computed) -> None:
+        """A stage's report has come to D0."""
+        if self._curve is not None:
+            self._curve.observe(times.stage, times.rows, (times.end - times.start) * 1e-6)
 
     def _arrived(self, message: Output | Tap | Credit) -> None:
         self._observer.arrived(message, self._clock.now)
@@ -282,14 +297,19 @@ class VirtualCluster:
     spans: list[Span]  # who was busy when, in the newest run
 
     def __init__(self, model_dir: Path, stages: int, profile: Profile | Devices, dtype: str = "fp32",
-                 observer: Observer | None = None, *, device: str = "cpu") -> None:
-        """``observer`` is told what happens, in virtual time; ``device`` is torch's: it holds the weights
-        of D0, and those of the stages once."""
+                 observer: Observer | None = None, *, device: str = "cpu", learn: bool = False) -> None:
+        """``observer`` is told what happens, in virtual time.
+
+        device  torch's: it holds the weights of D0, and those of the stages once
+        learn   D0 is not told how long segments take by their rows; it learns that from the stages'
+                reports, over all requests, and begins with what a warm-up shows (``runtime.slot_curve``)
+        """
         self.devices = profile if isinstance(profile, Devices) else Devices.even(profile, stages)
         self._device0 = DraftDevice(model_dir, dtype, device)
         self._stages = stages
         self._observer = observer or Observer()
         self._weights = Weights(ModelDir(model_dir).stages, dtype, device)
+        self._curve = self._warm_curve() if learn else None
         self._engines: dict[int, list[StageEngine]] = {}  # by how many the model is cut into
         self._session = 0
         self.spans = []
@@ -300,9 +320,18 @@ class VirtualCluster:
         other = copy(self)
         other.devices = profile if isinstance(profile, Devices) else Devices.even(profile, stages)
         other._stages = stages
+        other._curve = other._warm_curve() if self._curve else None
         other._engines = {n: engines for n, engines in self._engines.items() if n in (1, stages)}
         other._cut(stages)
         return other
+
+    def _warm_curve(self) -> SlotCurve:
+        """What the warm-up of a cluster of processes shows of stages like these."""
+        curve = SlotCurve()
+        curve.link_row_s = self.devices.link_row_seconds()
+        for place, rows in product(range(1, self._stages + 1), WARM_UP_ROWS):
+            curve.observe(place, rows, self.devices.stage_seconds(place, rows))
+        return curve
 
     def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
         """Run one request; raises UsageError when the request cannot fit."""
@@ -329,7 +358,8 @@ class VirtualCluster:
         clock = Clock()
         self.spans = []
         engines = self._cut(self._stages if parallelism == "pipeline" else 1)
-        run = VirtualRun(engines, self.devices, parallelism, clock, self.spans, self._observer)
+        run = VirtualRun(engines, self.devices, parallelism, clock, self.spans, self._observer,
+                         self._curve)
         results: dict[int, Result] = {}
 
         def start(place: int) -> None:
@@ -356,7 +386,7 @@ class VirtualCluster:
         return self._device0.coordinator(
             request, self._stages, lambda: clock.now, self._session,
             lambda kind: latency / max(self.devices.d0.draft_seconds(kind), 1e-9),
-            self.devices.occupied_seconds)
+            self._curve.seconds if self._curve else self.devices.occupied_seconds)
 
     def _cut(self, stages: int) -> list[StageEngine]:
         """The model in so many pieces, each with its caches; made when first wanted, and kept."""

@@ -34,8 +34,8 @@ class Pipeline:
     depths         decoder layers that a row has passed after each stage; empty if nobody asked
     draft_passes   draft passes that fit into a full segment's way through the pipeline and back:
                    how many times faster the draft model is than the target (PEARL's c)
-    slot_seconds   rows of a segment -> what it takes in the slowest stage and over a link; None where
-                   nobody has measured it
+    slot_seconds   rows of a segment -> what it takes in the slowest stage, told by a profile (then with
+                   the link after it) or learned from the stages' reports; None where neither is known
     """
 
     stages: int
@@ -95,6 +95,12 @@ class Strategy(ABC):
         It is cut before D0 starts on work that would last beyond the moment at which the first stage
         falls free (``runtime.pace``).
         """
+        return False
+
+    @property
+    def learns_slot(self) -> bool:
+        """Whether the stages' reports of how long each segment took are of use to it
+        (``Pipeline.slot_seconds``); a driver asks for them only then."""
         return False
 
     def begin(self, text: Sequence[int], sampling: Sampling, vocabulary: int) -> None:

@@ -61,6 +61,11 @@ class FlowSpecPlus(TreeStrategy):
         """
         return "ahead" not in self._without
 
+    @property
+    def learns_slot(self) -> bool:
+        """**curve** is all that asks how long a segment takes."""
+        return "curve" not in self._without
+
     def begin(self, text: Sequence[int], sampling: Sampling, vocabulary: int) -> None:
         self._sampling = sampling
         self._acceptance = Acceptance(sampling.greedy, "learn" not in self._without)
