@@ -80,6 +80,9 @@ def test_nothing_is_left_of_an_interrupted_sweep(number: signal.Signals) -> None
         made = fleetkit.made_by(command.pid)
         inside = [pid for namespace in made for pid in fleetkit.processes_in(namespace)]
         assert len(made) == 4  # D0's, two stages', the switch's
+        # As long as they are held, no namespace that another test makes gets the number of one of these.
+        held = [os.open(f"/proc/{fleetkit.processes_in(namespace)[0]}/ns/net", os.O_RDONLY)
+                for namespace in made]
         command.send_signal(number)
         while True:  # the terminal must be read, or the command waits
             try:
@@ -94,4 +97,6 @@ def test_nothing_is_left_of_an_interrupted_sweep(number: signal.Signals) -> None
         os.close(screen)
     assert all(fleetkit.ended(pid, PATIENCE_S) for pid in inside)
     assert not made & fleetkit.inhabited()
+    for namespace in held:
+        os.close(namespace)
     assert fleetkit.interfaces() == outside

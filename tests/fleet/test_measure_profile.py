@@ -146,5 +146,5 @@ def test_no_gpu_here(model: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     asked = Wish("mine", resolve_model(model), "fp16", "cuda", 0, None, "")
-    with pytest.raises(UsageError, match=r"sees no GPU; .* use cpu"):
+    with pytest.raises(UsageError, match=r"no cuda here: .*compute on the CPU"):
         measure_profile(asked, QUICK, lambda what, share: None)

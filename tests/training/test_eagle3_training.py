@@ -50,7 +50,7 @@ def drafted_chain(target, head, text, anchor, depth):
         states = out.hidden_states[layer][0, : anchor + 1].numpy()
         drafter.tap(Tap(0, 0, 0, layer, np.array(rows, np.int32), Payload("float32", states)))
     features = out.last_hidden_state[0, : anchor + 1].numpy()
-    drafter.commit(text[1 : anchor + 2].tolist(), Payload("float32", features), rows)
+    drafter.commit(text[1 : anchor + 2].tolist(), torch.from_numpy(features), rows)
     scores = []
     for d in range(depth):
         token, position = int(text[anchor + 1 + d]), anchor + 1 + d

@@ -6,7 +6,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from flowspec_edge.drafting.eagle import EagleDrafter
-from flowspec_edge.messages import Payload
 from flowspec_edge.training.eagle import Eagle2, new_head
 from flowspec_edge.training.heads import agreement, greedy_text
 from flowspec_edge.training.unroll import unroll
@@ -51,7 +50,7 @@ def drafted_chain(target, head, text, anchor, depth):
     features = target.model(input_ids=text[None]).last_hidden_state[0].numpy()
     drafter = EagleDrafter(head, target.lm_head.weight)
     drafter.commit(text[:1].tolist(), None)
-    drafter.commit(text[1 : anchor + 2].tolist(), Payload("float32", features[: anchor + 1]))
+    drafter.commit(text[1 : anchor + 2].tolist(), torch.from_numpy(features[: anchor + 1]))
     best = []
     for d in range(depth):
         token, position = int(text[anchor + 1 + d]), anchor + 1 + d
