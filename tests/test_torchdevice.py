@@ -65,7 +65,7 @@ def test_auto_says_why_a_gpu_is_left_out() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu() -> None:
     assert gpus() == []
-    with pytest.raises(UsageError, match=r"^--device cuda: .*(without CUDA|sees no GPU).*compute on the CPU .*$"):
+    with pytest.raises(UsageError, match=r"^--device cuda: .*(without CUDA|no GPU).*compute on the CPU .*$"):
         pick("cuda", gpus(), architectures(), 0)
 
 

@@ -81,8 +81,8 @@ def test_nothing_is_left_of_an_interrupted_sweep(number: signal.Signals) -> None
         inside = [pid for namespace in made for pid in fleetkit.processes_in(namespace)]
         assert len(made) == 4  # D0's, two stages', the switch's
         # As long as they are held, no namespace that another test makes gets the number of one of these.
-        held = [os.open(f"/proc/{fleetkit.processes_in(namespace)[0]}/ns/net", os.O_RDONLY)
-                for namespace in made]
+        pids = [next(iter(fleetkit.processes_in(namespace))) for namespace in made]
+        held = [os.open(f"/proc/{pid}/ns/net", os.O_RDONLY) for pid in pids]
         command.send_signal(number)
         while True:  # the terminal must be read, or the command waits
             try:
