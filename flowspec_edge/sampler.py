@@ -76,10 +76,7 @@ def rank_children(logits: Tensor, positions: NDArray[np.integer], k: int, sampli
     for rows in _chunks(logits):
         x = logits[rows]
         if noisy:
-            g = noise(sampling.seed, positions[rows] + 1, drafted.vocabulary if drafted else x.shape[-1], x)
-            if drafted:
-                g = g.index_select(1, _ids_on(drafted, x.device))
-            x = torch.add(g, x, alpha=1 / sampling.temperature).div_(tau)
+            x = _noisy(x, positions[rows], sampling, drafted).div_(tau)
         values, best = _largest(torch.log_softmax(x, -1), min(k, x.shape[-1]))
         found.append(_packed(best, values))
     block = _fetched(found)
@@ -104,13 +101,15 @@ def noise(seed: int, positions: NDArray[np.integer], vocabulary: int, like: Tens
 
     The words are those of :func:`flowspec_edge.sampling.philox_words`, bit for bit, on every device.
     """
+    return torch.stack(_noise_rows(seed, positions, vocabulary, like))
+
+
+def _noise_rows(seed: int, positions: NDArray[np.integer], vocabulary: int, like: Tensor) -> list[Tensor]:
     key = seed, vocabulary, like.device, like.dtype
     if like.device.type == "cpu":
-        rows = [_noise_row(int(position), *key) for position in positions]
-    else:
-        rows = [_noise_block(int(position) // _BLOCK_POSITIONS, *key)[int(position) % _BLOCK_POSITIONS]
-                for position in positions]
-    return rows[0][None] if len(rows) == 1 else torch.stack(rows)
+        return [_noise_row(int(position), *key) for position in positions]
+    return [_noise_block(int(position) // _BLOCK_POSITIONS, *key)[int(position) % _BLOCK_POSITIONS]
+            for position in positions]
 
 
 @lru_cache(maxsize=4)
@@ -208,7 +207,7 @@ def _of_top_p(logits: Tensor, positions: NDArray[np.integer], sampling: Sampling
 
 def _of_nucleus(logits: Tensor, positions: NDArray[np.integer], sampling: Sampling) -> NDArray[np.int64]:
     noisy = _noisy(logits, positions, sampling)
-    p = _weights(logits, sampling.temperature)
+    p = _weights(logits, 1 / sampling.temperature)
     total = p.sum(-1, keepdim=True)
     drawn, left = np.full(len(p), -1, np.int64), np.ones(len(p), bool)
     for _ in range(_NUCLEUS_ROUNDS):
@@ -233,14 +232,14 @@ def _of_nucleus(logits: Tensor, positions: NDArray[np.integer], sampling: Sampli
     return drawn
 
 
-def _weights(x: Tensor, temperature: float) -> Tensor:
-    """exp(x / T) of each row over its largest: [n, V].
+def _weights(x: Tensor, scale: float) -> Tensor:
+    """exp(scale x) of each row over its largest: [n, V].
 
     What is e^80 times smaller counts as that: results that are no normal float32 take many times as long.
     """
     below = x - x.amax(-1, keepdim=True)
-    if temperature != 1.0:
-        below.mul_(1 / temperature)
+    if scale != 1.0:
+        below.mul_(scale)
     return below.clamp_(min=-80.0).exp_()
 
 
@@ -254,10 +253,19 @@ def _above(p: Tensor, floor: Tensor) -> Tensor:
     return p
 
 
-def _noisy(logits: Tensor, positions: NDArray[np.integer], sampling: Sampling) -> Tensor:
-    """x / T + g: [n, V]."""
-    g = noise(sampling.seed, positions + 1, logits.shape[-1], logits)
-    return torch.add(g, logits, alpha=1 / sampling.temperature)
+def _noisy(logits: Tensor, positions: NDArray[np.integer], sampling: Sampling,
+           drafted: DraftVocabulary | None = None) -> Tensor:
+    """x / T + g: [n, V], or over the ``drafted`` tokens."""
+    vocabulary = drafted.vocabulary if drafted else logits.shape[-1]
+    rows = _noise_rows(sampling.seed, positions + 1, vocabulary, logits)
+    if drafted:
+        rows = [row.index_select(0, _ids_on(drafted, logits.device)) for row in rows]
+    if logits.device.type != "cpu":
+        return torch.add(torch.stack(rows), logits, alpha=1 / sampling.temperature)
+    noisy = torch.empty_like(logits)  # a pass over memory less than stacking the rows first
+    for g, x, out in zip(rows, logits, noisy, strict=True):
+        torch.add(g, x, alpha=1 / sampling.temperature, out=out)
+    return noisy
 
 
 def _ahead(first: NDArray[np.float64], second: NDArray[np.float64]) -> NDArray[np.bool_]:
