@@ -109,6 +109,17 @@ def require(name: str) -> torch.device:
     return device
 
 
+def use_exact_kernels() -> None:
+    """Settle which kernels PyTorch uses in this process; safe to call again.
+
+    Products of float32 are computed in float32: an environment variable of NVIDIA's containers asks for TF32.
+    scaled_dot_product_attention does not take cuDNN's kernel, which PyTorch may prefer on Hopper and
+    Blackwell: it is planned anew for each length, and every pass has another.
+    """
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def architectures() -> list[str]:
     """What this PyTorch has GPU kernels for."""
     return list(torch.cuda.get_arch_list())

@@ -30,6 +30,7 @@ from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import draft_kind, strategy_class
 from flowspec_edge.tensors import from_torch
+from flowspec_edge.torchdevice import use_exact_kernels
 from flowspec_edge.tree.requests import DraftNode, DraftRequest
 
 _TIMED_PASSES = 6
@@ -40,6 +41,7 @@ class DraftDevice:
 
     def __init__(self, model_dir: Path, dtype: str = "fp32", device: torch.device | str = "cpu") -> None:
         """``device`` computes: it holds lm_head and the draft models; the tree stays on the CPU."""
+        use_exact_kernels()
         self._model = ModelDir(model_dir)
         self._dtype = dtype
         part_of(model_dir, DRAFT)  # of a sharded model every file is checked

@@ -4,6 +4,7 @@ not the device for which workers are forked; and on a GPU where there is one."""
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from gpukit import needs_cuda
 
 from flowspec_edge.config import load_profile
 from flowspec_edge.runtime.clusters import LocalClusters
+from flowspec_edge.runtime.device0 import DraftDevice
 from flowspec_edge.runtime.devices import Devices
 from flowspec_edge.runtime.emulation import Emulation
 from flowspec_edge.runtime.plain import PlainDecoder
@@ -45,6 +47,17 @@ def test_no_stage_is_forked_and_the_text_is_the_same(tiny_model: Path, device: s
 def test_on_the_cpu_stages_are_forked_as_before(tiny_model: Path) -> None:
     with ProcessCluster(tiny_model, 2, threads=1) as cluster:
         assert os.getpid() not in [parent_of(pid) for pid in cluster.pids]
+
+
+@pytest.mark.parametrize("made", [DraftDevice, PlainDecoder])
+def test_float32_is_float32_and_no_kernel_is_planned_for_a_length(
+        made: Callable[[Path], object], tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft device loads no layers, and settles its kernels all the same."""
+    asked: list[object] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", asked.append)
+    made(tiny_model)
+    assert asked[:2] == ["highest", False]
 
 
 @needs_cuda
