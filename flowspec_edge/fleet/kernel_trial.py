@@ -36,7 +36,7 @@ _PATIENCE_S = 300.0  # for a child: it imports torch, on a small board, and mayb
 # Of the largest result: a few roundings of the type that the kernel computes in.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-8}
 BNB = ("nf4", "fp4")  # bitsandbytes'
-_UNUSABLE = 77  # exit code of a child whose last trial, which it has reported, left the GPU's context unusable
+_UNUSABLE = 77  # exit code of a child that has reported the trial which left the GPU's context unusable
 _QUANTISED_WITHIN = 0.2  # of the weights' norm; 4 bits lose about 0.1
 
 
