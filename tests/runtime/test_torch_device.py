@@ -12,6 +12,8 @@ import torch
 from gpukit import needs_cuda
 
 from flowspec_edge.config import load_profile
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.runtime import device0
 from flowspec_edge.runtime.clusters import LocalClusters
 from flowspec_edge.runtime.device0 import DraftDevice
 from flowspec_edge.runtime.devices import Devices
@@ -58,6 +60,17 @@ def test_float32_is_float32_and_no_kernel_is_planned_for_a_length(
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", asked.append)
     made(tiny_model)
     assert asked[:2] == ["highest", False]
+
+
+@pytest.mark.parametrize("missing", ["load_lm_head", "load_drafters"])
+def test_a_gpu_too_small_for_d0_is_one_line(missing: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+                                            ) -> None:
+    def refuse(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(device0, missing, refuse)
+    with pytest.raises(FlowspecError, match=r"^no memory for (lm_head|the draft model).*torch_device\)$"):
+        DraftDevice(tiny_model).pass_seconds("eagle2")
 
 
 @needs_cuda
