@@ -229,7 +229,7 @@ def _of_nucleus(logits: Tensor, positions: NDArray[np.integer], sampling: Sampli
             left &= _fetched([p.sum(-1, keepdim=True) / total])[:, 0] > sampling.top_p + _CLOSE_MASS
         if not left.any():
             break
-        # Whatever is not ahead of it goes, the token itself included.  (Comparing tensors is slow on a CPU.)
+        # What is not ahead of it goes, the token itself included.  (Comparing tensors is slow on a CPU.)
         behind = own.nextafter(torch.full_like(own, 2.0)) - p
         noisy = noisy.add_(behind.relu_(), alpha=_EXCLUDED)
     return drawn

@@ -1,7 +1,7 @@
 """Whether a GPU computes right, kernel by kernel and token by token: the test that the owner of a board runs.
 
-Puts together what ``kernel_trial``, ``operation_trial`` and ``token_trial`` find, each in processes of its
-own.  Does not know terminals.
+Puts together what ``kernel_trial``, ``operation_trial`` and ``token_trial`` find, each in child processes.
+Does not know terminals.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from flowspec_edge.torchdevice import use_exact_kernels
 from flowspec_edge.tree.requests import DraftNode, DraftRequest
 
 _TIMED_PASSES = 6
-_NEED_LESS = "end other programs there, take a smaller draft model, or let D0 compute on the CPU (torch_device)"
+_NEED_LESS = "end other programs, take a smaller draft model, or let D0 compute on the CPU (torch_device)"
 
 
 class DraftDevice:
