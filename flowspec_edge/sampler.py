@@ -22,10 +22,12 @@ from torch import Tensor
 
 from flowspec_edge import sampling as definition
 from flowspec_edge.sampling import DraftVocabulary, Rank, Sampling, philox_words
+from flowspec_edge.tensors import indices
 
 _MOST_TOP_K = 256  # beyond that the definition is as fast
 _BITS = 6
 _BLOCK = 1 << _BITS  # of a row, for the search of its largest values
+_SESSIONS = 8  # that draw in turns: what each of them needs on an accelerator stays there
 _BLOCK_POSITIONS = 16  # whose noise an accelerator computes together: launches count there, not words
 _CLOSE_MASS = 1e-4  # sums in float32 are better than that,
 _CLOSE_SUM = 1e-9   # and these are sums in float64
@@ -91,7 +93,7 @@ def log_probs(logits: Tensor, tokens: NDArray[np.integer], most: int
     likeliest tokens, in falling order, with theirs: int64 and float64 [n, most]."""
     x = logits.double()
     x = x - torch.logsumexp(x, -1, keepdim=True)
-    own = x.gather(1, torch.from_numpy(np.asarray(tokens, np.int64))[:, None].to(x.device))
+    own = x.gather(1, indices(tokens, x.device)[:, None])
     values, likeliest = _largest(x, min(most, x.shape[-1]))
     return own[:, 0].cpu().numpy(), likeliest.cpu().numpy(), values.cpu().numpy()
 
@@ -112,9 +114,9 @@ def _noise_rows(seed: int, positions: NDArray[np.integer], vocabulary: int, like
             for position in positions]
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=_SESSIONS)
 def _ids_on(drafted: DraftVocabulary, device: torch.device) -> Tensor:
-    return torch.from_numpy(drafted.ids).to(device)
+    return indices(drafted.ids, device)
 
 
 # ---- the noise -----------------------------------------------------------------------------------
@@ -125,7 +127,7 @@ def _noise_row(position: int, seed: int, vocabulary: int, device: torch.device, 
     return _gumbel(torch.from_numpy(philox_words(seed, position, vocabulary).view(np.int64)), dtype)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=2 * _SESSIONS)  # a tree may reach into the next block
 def _noise_block(block: int, seed: int, vocabulary: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """[_BLOCK_POSITIONS, vocabulary], for as many positions in a row."""
     first = block * _BLOCK_POSITIONS
@@ -226,7 +228,7 @@ def _of_nucleus(logits: Tensor, positions: NDArray[np.integer], sampling: Sampli
             left &= _fetched([p.sum(-1, keepdim=True) / total])[:, 0] > sampling.top_p + _CLOSE_MASS
         if not left.any():
             break
-        # Whatever is not ahead of it goes, the token itself included.  (Comparing tensors is slow on a CPU.)
+        # What is not ahead of it goes, the token itself included.  (Comparing tensors is slow on a CPU.)
         behind = own.nextafter(torch.full_like(own, 2.0)) - p
         noisy = noisy.add_(behind.relu_(), alpha=_EXCLUDED)
     return drawn

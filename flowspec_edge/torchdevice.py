@@ -16,6 +16,13 @@ import torch
 from flowspec_edge import procfs
 from flowspec_edge.errors import FlowspecError, UsageError
 
+_MEMINFO = Path("/proc/meminfo")
+# Beside torch.OutOfMemoryError: the CPU's allocator, sizes beyond any memory, cuBLAS, what CUDA itself takes
+# (a context, page-locked memory), and the CUDA allocator on Tegra, which asks NVML for details and fails
+# because NVML does not know the GPU.
+_OUT_OF_MEMORY = ("can't allocate memory", "Storage size calculation overflowed",
+                  "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory",
+                  "NVML_SUCCESS == r INTERNAL ASSERT")
 CONTEXT_BYTES = 500 * 10**6  # estimated: what CUDA and its libraries take in each process that uses them
 
 
@@ -38,11 +45,14 @@ def gpus() -> list[Gpu]:
 
 def _gpu(index: int) -> Gpu:
     properties = torch.cuda.get_device_properties(index)
-    free, total = torch.cuda.mem_get_info(index)
-    if getattr(properties, "is_integrated", False):
-        # A Jetson's GPU shares the board's memory, and cudaMemGetInfo does not count what the kernel
-        # would reclaim from its page cache.
-        free = max(free, procfs.sizes(Path("/proc/meminfo")).get("MemAvailable", 0))
+    try:
+        free, total = torch.cuda.mem_get_info(index)
+    except RuntimeError as error:  # it makes a context, for which a full GPU has no room
+        if not is_out_of_memory(error):
+            raise
+        free, total = 0, properties.total_memory
+    # cudaMemGetInfo does not count what the kernel would reclaim from its page cache.
+    free = max(free, available_bytes(torch.device("cuda", index)) or 0)
     return Gpu(properties.name, (properties.major, properties.minor), free, total)
 
 
@@ -109,18 +119,45 @@ def require(name: str) -> torch.device:
     return device
 
 
+def use_exact_kernels() -> None:
+    """Settle which kernels PyTorch uses in this process; safe to call again.
+
+    Products of float32 are computed in float32: an environment variable of NVIDIA's containers asks for TF32.
+    scaled_dot_product_attention does not take cuDNN's kernel, which PyTorch may prefer on Hopper and
+    Blackwell: it is planned anew for each length, and every pass has another.
+    """
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def architectures() -> list[str]:
     """What this PyTorch has GPU kernels for."""
     return list(torch.cuda.get_arch_list())
 
 
+def available_bytes(device: torch.device, meminfo: Path = _MEMINFO) -> int | None:
+    """What can still be allocated where the GPU shares the system's memory, as a Jetson's does; None
+    elsewhere."""
+    if device.type != "cuda" or not torch.cuda.get_device_properties(device).is_integrated:
+        return None
+    return procfs.sizes(meminfo).get("MemAvailable")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this is how PyTorch says that an allocation failed, on CPUs, GPUs and Jetson boards."""
+    return (isinstance(error, torch.OutOfMemoryError | MemoryError)
+            or any(text in str(error) for text in _OUT_OF_MEMORY))
+
+
 @contextmanager
 def memory_errors(device: str) -> Iterator[None]:
-    """Within it, a GPU's memory that does not suffice is a FlowspecError of one line."""
+    """Within it, memory that does not suffice is a FlowspecError of one line."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        said = str(error).split(". ")[0]
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        said = (str(error).split(". ")[0].splitlines() or ["an allocation failed"])[0]
         raise FlowspecError(f"{device} is out of memory ({said}): {_WAYS}") from error
 
 

@@ -74,7 +74,7 @@ def test_the_words_are_the_same_on_every_device(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_noise_is_the_definitions_whoever_asks(device: str) -> None:
+def test_noise_is_the_definitions_on_every_device(device: str) -> None:
     positions = np.array([5, 3000, 5, 6])
     got = noise(7, positions, 1001, torch.empty(0, device=device)).cpu().numpy()
     for row, position in zip(got, positions.tolist(), strict=True):

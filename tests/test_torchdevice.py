@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from gpukit import needs_cuda
 
+from flowspec_edge import torchdevice
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.torchdevice import Gpu, architectures, gpus, memory_errors, pick, runs_on
 
@@ -69,11 +72,41 @@ def test_without_a_gpu() -> None:
         pick("cuda", gpus(), architectures(), 0)
 
 
-def test_memory_that_runs_out_is_one_line() -> None:
-    said = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB\n"
+@pytest.mark.parametrize(("error", "told"), [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 8.00 GiB\n"),
+     "CUDA out of memory"),
+    (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported at another call.\n"),
+     "CUDA error: out of memory"),
+    (RuntimeError('NVML_SUCCESS == r INTERNAL ASSERT FAILED at "allocator.cpp":838, please report a bug'),
+     "NVML_SUCCESS == r"),  # a Jetson
+    (MemoryError(), "an allocation failed"),
+])
+def test_memory_that_runs_out_is_one_line(error: Exception, told: str) -> None:
     with pytest.raises(FlowspecError) as caught, memory_errors("cuda:0"):
-        raise torch.OutOfMemoryError(said)
-    assert str(caught.value).startswith("cuda:0 is out of memory (CUDA out of memory): use --dtype fp16")
+        raise error
+    assert str(caught.value).startswith(f"cuda:0 is out of memory ({told}")
+    assert "): use --dtype fp16" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_other_errors_are_not_of_memory() -> None:
+    with pytest.raises(RuntimeError, match="illegal"), memory_errors("cuda:0"):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("integrated", [False, True])
+def test_a_gpu_that_is_full_has_nothing_free(integrated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no room for a context then, by which CUDA would tell how much is free."""
+    def refuse(index: int) -> tuple[int, int]:
+        raise RuntimeError("CUDA error: out of memory")
+
+    facts = SimpleNamespace(name="Full", major=8, minor=6, total_memory=8 * GB, is_integrated=integrated)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", refuse)
+    monkeypatch.setattr(torchdevice.procfs, "sizes", lambda path: {"MemAvailable": 3 * GB})
+    assert gpus() == [Gpu("Full", (8, 6), 3 * GB if integrated else 0, 8 * GB)]
 
 
 @needs_cuda

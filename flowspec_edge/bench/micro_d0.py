@@ -55,11 +55,18 @@ class _Text:
         self.seconds = 0.0
 
     def apart(self, make: Callable[[], Tensor]) -> Tensor:
-        """What ``make`` returns; the time is that of what stands for a matrix product."""
+        """What ``make`` returns; the time is that of what stands for a matrix product, on a GPU from when it
+        has done what came before."""
+        self._finish()
         start = time.perf_counter()
         made = make()
+        self._finish()
         self.seconds += time.perf_counter() - start
         return made
+
+    def _finish(self) -> None:
+        if self._flat.is_cuda:
+            torch.cuda.synchronize(self._flat.device)
 
     def target_logits(self, positions: Sequence[int]) -> Tensor:
         """The text's next token wins at each position."""

@@ -42,7 +42,7 @@ def fastest(works: dict[str, Callable[[], object]], device: torch.device, turns:
             start = time.perf_counter()
             work()
             if device.type == "cuda":
-                torch.cuda.synchronize()
+                torch.cuda.synchronize(device)
             best[name] = min(best[name], 1e3 * (time.perf_counter() - start))
     return best
 

@@ -1,7 +1,7 @@
 """Whether a GPU computes right, kernel by kernel and token by token: the test that the owner of a board runs.
 
-Puts together what ``kernel_trial``, ``operation_trial`` and ``token_trial`` find, each in processes of its
-own.  Does not know terminals.
+Puts together what ``kernel_trial``, ``operation_trial`` and ``token_trial`` find, each in child processes.
+Does not know terminals.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from flowspec_edge import torchdevice
 from flowspec_edge.fleet import operation_trial, token_trial
-from flowspec_edge.fleet.kernel_trial import Trial, Wish, advisable, try_kinds
+from flowspec_edge.fleet.kernel_trial import BNB, Trial, Wish, advisable, try_kinds
 from flowspec_edge.modeldir import ModelDir
 from flowspec_edge.text import Tokenizer
 
@@ -25,7 +25,6 @@ Group = Literal["products", "operations", "tokens"]
 _SHAPE = (1024, 1024)
 ROWS = (1, 4, 16, 17, 64)  # plain decoding, a small tree, a segment, one row more, a prefill's
 _FULL = ("fp32", "fp16", "bf16")
-_BNB = ("nf4", "fp4")
 PROMPTS = ("def fibonacci(n):\n", 'class Stack:\n    """A stack."""\n\n    def push(self, item):\n')
 NEW_TOKENS = 48
 
@@ -106,10 +105,10 @@ def _products(device: str, capability: tuple[int, int] | None) -> list[Check]:
     four: tuple[str, ...] = ("int4",)
     checks = []
     if importlib.util.find_spec("bitsandbytes"):
-        four += _BNB
+        four += BNB
     else:
         checks = [Check("products", kind, "skipped", "bitsandbytes is not installed: only models that were "
-                        f"sharded in {kind} need it") for kind in _BNB]
+                        f"sharded in {kind} need it") for kind in BNB]
     tried: list[Check] = []
     for dtype, kinds in (("fp16", (*_FULL, *four)), ("bf16", four)):
         for trial in try_kinds(Wish(kinds, device, _SHAPE, ROWS, dtype)):

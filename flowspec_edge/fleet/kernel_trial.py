@@ -2,8 +2,9 @@
 
 A library that was built for another GPU imports well and ends the process at its first kernel; a kernel
 that fails leaves its CUDA context unusable.  So every product is tried out in a child process that writes a
-line of JSON for each kind, and whoever reads them knows at which kind the process died.  Knows products and
-how to check them.  Does not time anything (``kernels``).
+line of JSON for each kind; the lines tell at which kind the process died.  A child whose context is unusable
+ends, and the next kind has another.  Knows products and how to check them.  Does not time anything
+(``kernels``).
 
     python -m flowspec_edge.fleet.kernel_trial '{"kinds": ["bf16", "nf4"], "device": "cuda", ...}'
 """
@@ -12,9 +13,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -23,18 +25,18 @@ from torch import Tensor
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.stage.quant import KINDS as QUANTISED
 from flowspec_edge.stage.quant import scheme
+from flowspec_edge.stage.quant_bnb import EXPANDING
 from flowspec_edge.stage.quant_grouped import kernel as int4_kernel
 from flowspec_edge.tensors import DTYPES, parse_dtype
+from flowspec_edge.torchdevice import use_exact_kernels
 
 KINDS = ("fp32", "bf16", "fp16", *QUANTISED)  # weights in full, and in 4 bits
 _LARGEST = 1024  # rows and columns of what is tried out
 _PATIENCE_S = 300.0  # for a child: it imports torch, on a small board, and maybe compiles kernels
 # Of the largest result: a few roundings of the type that the kernel computes in.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-8}
-# Compute capabilities on which bitsandbytes' product of more than 4 rows first expands the whole matrix,
-# which takes longer than a product with fp16 weights: Orin's.
-_BNB_EXPANDS = ((8, 7),)
-_BNB = ("nf4", "fp4")
+BNB = ("nf4", "fp4")  # bitsandbytes'
+_UNUSABLE = 77  # exit code of a child that has reported the trial which left the GPU's context unusable
 _QUANTISED_WITHIN = 0.2  # of the weights' norm; 4 bits lose about 0.1
 
 
@@ -87,19 +89,32 @@ def _child(module: str, kinds: tuple[str, ...], argument: str) -> list[Trial]:
     command = [sys.executable, "-m", module, argument]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
-        out, end = run.stdout, f"its kernel ended the process with code {run.returncode}"
+        code, out = run.returncode, run.stdout
+        end = f"its kernel ended the process with code {code}"
         said = [line for line in run.stderr.splitlines() if line.strip()]
-        if run.returncode and said:
+        if code and said:
             end += f": {said[-1].strip()}"
     except subprocess.TimeoutExpired as error:
         raw = error.stdout or b""
-        out = raw.decode(errors="replace") if isinstance(raw, bytes) else raw
+        code, out = 0, raw.decode(errors="replace") if isinstance(raw, bytes) else raw
         end = f"no answer in {_PATIENCE_S:.0f} s"
     lines = [line for line in out.splitlines() if line.startswith('{"kind"')]
     trials = [Trial(**json.loads(line)) for line in lines]
-    if len(trials) < len(kinds):
+    if len(trials) < len(kinds) and not (trials and code == _UNUSABLE):
         trials.append(Trial(kinds[len(trials)], False, end))
     return trials
+
+
+def report(trials: Iterable[Trial]) -> None:
+    """Of a child process: a line of JSON for each trial, as they come; its end with a code of its own once
+    the GPU's context is unusable."""
+    for trial in trials:
+        print(json.dumps(asdict(trial)), flush=True)
+        if not trial.works and torch.cuda.is_initialized():
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError:
+                os._exit(_UNUSABLE)  # at once: what else there is of CUDA would fail, too
 
 
 def attempt(kind: str, wish: Wish) -> Trial:
@@ -138,7 +153,7 @@ def computed_in(kind: str, dtype: str, device: torch.device) -> torch.dtype:
 def advisable(kind: str, capability: tuple[int, int] | None) -> bool:
     """Whether to shard models in ``kind`` for a GPU of this compute capability (None: for a CPU), if it works
     there."""
-    return kind not in _BNB or capability not in _BNB_EXPANDS
+    return kind not in BNB or capability != EXPANDING
 
 
 @torch.inference_mode()
@@ -181,8 +196,8 @@ def main(arguments: Sequence[str]) -> None:
     facts = json.loads(arguments[0])
     wish = Wish(tuple(facts["kinds"]), facts["device"], tuple(facts["shape"]), tuple(facts["rows"]),
                 facts["dtype"])
-    for kind in wish.kinds:
-        print(json.dumps(asdict(attempt(kind, wish))), flush=True)
+    use_exact_kernels()
+    report(attempt(kind, wish) for kind in wish.kinds)
 
 
 if __name__ == "__main__":

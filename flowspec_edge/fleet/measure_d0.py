@@ -36,6 +36,7 @@ from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import strategy_class
 from flowspec_edge.tensors import from_torch
+from flowspec_edge.torchdevice import use_exact_kernels
 from flowspec_edge.transport.codec import decode, encode
 
 # Each kind of draft model does what the strategies that want it do most: passes over a tree's level,
@@ -147,6 +148,7 @@ class MeasuredDevice0:
 
     def __init__(self, model_dir: Path, dtype: str, device: str, kinds: Sequence[str],
                  target: Target) -> None:
+        use_exact_kernels()  # as runtime.device0 does
         model = ModelDir(model_dir)
         self._head = _TimedHead(load_lm_head(model.target, dtype, device))
         embedding = find_embedding(model.target, dtype, device)

@@ -96,4 +96,4 @@ def read_rate(device: str, usable_mb: float) -> float:
 
 def _finish(device: str) -> None:
     if device != "cpu":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)

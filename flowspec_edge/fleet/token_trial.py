@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -27,7 +26,7 @@ from transformers.utils import logging
 
 from flowspec_edge.config import load_profile
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.fleet.kernel_trial import Trial, in_children
+from flowspec_edge.fleet.kernel_trial import Trial, in_children, report
 from flowspec_edge.modeldir import ModelDir
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual import VirtualCluster
@@ -126,9 +125,8 @@ def _logits(model: Path, dtype: str, text: Sequence[int]) -> NDArray[np.float32]
 def main(arguments: Sequence[str]) -> None:
     """Try what the argument asks for; a ``Trial`` in JSON, a line, for each."""
     asked = json.loads(arguments[0])
-    for kind in asked["kinds"]:
-        print(json.dumps(asdict(attempt(kind, Path(asked["model"]), asked["device"], asked["prompts"],
-                                        asked["new_tokens"]))), flush=True)
+    report(attempt(kind, Path(asked["model"]), asked["device"], asked["prompts"], asked["new_tokens"])
+           for kind in asked["kinds"])
 
 
 if __name__ == "__main__":

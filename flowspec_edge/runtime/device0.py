@@ -25,14 +25,17 @@ from flowspec_edge.runtime.lm_head import LmHead
 from flowspec_edge.runtime.prefixes import Reuse
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.sampling import Sampling
+from flowspec_edge.stage.memory import claim
 from flowspec_edge.stage.shard import find_embedding, load_config, load_lm_head, part_of, stage_ranges
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import draft_kind, strategy_class
 from flowspec_edge.tensors import from_torch
+from flowspec_edge.torchdevice import use_exact_kernels
 from flowspec_edge.tree.requests import DraftNode, DraftRequest
 
 _TIMED_PASSES = 6
+_NEED_LESS = "end other programs, take a smaller draft model, or let D0 compute on the CPU (torch_device)"
 
 
 class DraftDevice:
@@ -40,10 +43,12 @@ class DraftDevice:
 
     def __init__(self, model_dir: Path, dtype: str = "fp32", device: torch.device | str = "cpu") -> None:
         """``device`` computes: it holds lm_head and the draft models; the tree stays on the CPU."""
+        use_exact_kernels()
         self._model = ModelDir(model_dir)
         self._dtype = dtype
         part_of(model_dir, DRAFT)  # of a sharded model every file is checked
-        self._lm_head = LmHead(load_lm_head(self._model.target, dtype, device))
+        with claim("lm_head on the draft device", 0, _NEED_LESS):
+            self._lm_head = LmHead(load_lm_head(self._model.target, dtype, device))
         load_config(self._model.target)  # refuses what stages cannot run
         self._limit = self._model.max_positions
         self._drafters: dict[str, Callable[[], Drafter]] = {}
@@ -119,8 +124,9 @@ class DraftDevice:
         if kind == "ngram":
             return looked_up
         if kind not in self._drafters:
-            embedding = find_embedding(self._model.target, self._dtype, self._lm_head.weight.device)
-            self._drafters[kind] = load_drafters(kind, self._model.parts, self._lm_head.weight, embedding,
-                                                self._dtype, self._model.layers)
+            with claim(f"the draft model {kind}", 0, _NEED_LESS):
+                embedding = find_embedding(self._model.target, self._dtype, self._lm_head.weight.device)
+                self._drafters[kind] = load_drafters(kind, self._model.parts, self._lm_head.weight,
+                                                     embedding, self._dtype, self._model.layers)
         drafter = self._drafters[kind]()
         return MergedDrafter(drafter, looked_up) if params.ngram else drafter

@@ -19,12 +19,14 @@ from flowspec_edge.sampler import choose
 from flowspec_edge.sampling import Sampling
 from flowspec_edge.stage.whole import load_whole
 from flowspec_edge.tensors import parse_dtype
+from flowspec_edge.torchdevice import use_exact_kernels
 
 
 class PlainDecoder:
     """The whole target in one piece."""
 
     def __init__(self, model_dir: Path, dtype: str = "fp32", device: torch.device | str = "cpu") -> None:
+        use_exact_kernels()
         found = ModelDir(model_dir)
         if found.sharded:
             self.model = load_whole(found.stages, dtype, device)

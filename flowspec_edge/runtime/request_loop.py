@@ -60,7 +60,7 @@ class RequestLoop:
     def __init__(self, links: StageLinks, make: Make, emulation: Emulation | None,
                  observer: Observer, cache_rows: int | None = None, curve: SlotCurve | None = None) -> None:
         """cache_rows  that the stages may hold at a time; None: any number, and none are kept
-        curve       learns from the stages' reports how long segments take; None: nobody needs it
+        curve       learns from the stages' reports how long segments take; None: it is not needed
         """
         self.slot_s = 0.0  # of a segment in the slowest stage; 0: a request's own segments tell
         self.warming_up = False  # the curve learns from every request, whatever its strategy
@@ -117,7 +117,7 @@ class RequestLoop:
                 self._answer(running.session, running)
         # Those that are aside still, from a loss before, are younger than those that went on already.
         self._aside = [running for running in begun if not running.coordinator.finished] + self._aside
-        # V1 has nothing of ours any more, and whatever the stages kept is gone; they may come back on
+        # V1 has nothing of ours any more, and what the stages kept is gone; they may come back on
         # other devices.
         self._sessions = Sessions(clock=time.monotonic)
         self.pool.clear()

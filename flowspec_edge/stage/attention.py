@@ -17,19 +17,17 @@ from torch.nn.attention import SDPBackend
 from transformers import AttentionInterface
 
 from flowspec_edge.tensors import to_device
+from flowspec_edge.torchdevice import use_exact_kernels
 
 NAME = "flowspec"
 _ALIGNED = 8  # elements: what the memory-efficient kernel demands of a mask's strides
 
 
 def register() -> None:
-    """Make ``attn_implementation=NAME`` known to transformers; safe to call again.
-
-    In this process scaled_dot_product_attention no longer takes cuDNN's kernel, which PyTorch may prefer on
-    Hopper and Blackwell: it is planned anew for each length, and every segment has another.
-    """
+    """Make ``attn_implementation=NAME`` known to transformers, and see to ``use_exact_kernels``; safe to call
+    again."""
     AttentionInterface.register(NAME, attend)
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    use_exact_kernels()
 
 
 def folded_mask(visible: NDArray[np.bool_], groups: int, dtype: torch.dtype, device: torch.device,

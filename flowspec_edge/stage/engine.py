@@ -15,7 +15,7 @@ one that begins with the same text.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -35,10 +35,12 @@ from flowspec_edge.messages import (
 )
 from flowspec_edge.stage import forward, memory, rows
 from flowspec_edge.stage.cache import KVCache
-from flowspec_edge.stage.prunes import Prunes, dead
+from flowspec_edge.stage.prunes import dead
+from flowspec_edge.stage.session import COUNTERS, Session
 from flowspec_edge.stage.shard import Shard
 from flowspec_edge.stage.staging import Pace, to_host
 from flowspec_edge.tensors import from_torch, wire_name
+from flowspec_edge.torchdevice import available_bytes
 
 Poll = Callable[[], None]
 
@@ -46,38 +48,14 @@ Poll = Callable[[], None]
 _CAPACITY_STEP = 256
 _NEED_LESS = "lower the limits of the session, or give this stage fewer layers"
 
-_COUNTERS = (
-    "segments",  # computed, empty ones included
-    "rows",  # that went through the layers
-    "pruned_rows",  # taken out of segments, before or after the layers
-    "pruned_cached",  # dropped from the cache: pruned, or not committed
-    "orphan_rows",  # whose ancestor had been dropped here
-    "cancelled",  # segments that came out empty because of a Cancel
-    "dropped_stale",  # messages of another session, an older epoch, or a run seen before
-)
-
-
-@dataclass(eq=False)
-class _Session:
-    session: int
-    epoch: int
-    cache: KVCache
-    base: int = 0  # every cached number below it is committed
-    run: int | None = None  # the newest admitted
-    prunes: Prunes = field(default_factory=Prunes)
-    cancelled: set[int] = field(default_factory=set)
-    computing: bool = False
-    deferred: list[Prune] = field(default_factory=list)  # came while computing; not yet in the cache
-    counters: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTERS, 0))
-
 
 class StageEngine:
     """Runs one shard."""
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
-        self._sessions: dict[int, _Session] = {}  # by number, in the order of their Opens
-        self._past: dict[str, float] = dict.fromkeys(_COUNTERS, 0)  # of no session, or of ended ones
+        self._sessions: dict[int, Session] = {}  # by number, in the order of their Opens
+        self._past: dict[str, float] = dict.fromkeys(COUNTERS, 0)  # of no session, or of ended ones
         self._spare: KVCache | None = None  # of a session that was closed and left no rows
         self._kept: dict[int, KVCache] = {}  # rows 0, 1, … that closed sessions left
         self._wire = wire_name(shard.dtype)
@@ -91,12 +69,12 @@ class StageEngine:
     def counters(self) -> dict[str, float]:
         """Of all sessions since one was opened that had no other beside it, for Heartbeats."""
         every = [self._past, *(state.counters for state in self._sessions.values())]
-        return {name: sum(counters[name] for counters in every) for name in _COUNTERS}
+        return {name: sum(counters[name] for counters in every) for name in COUNTERS}
 
     def counters_of(self, session: int) -> dict[str, float]:
         """An open session's own; zeros for one that is not open."""
         state = self._sessions.get(session)
-        return dict(state.counters) if state else dict.fromkeys(_COUNTERS, 0)
+        return dict(state.counters) if state else dict.fromkeys(COUNTERS, 0)
 
     @property
     def cache(self) -> KVCache | None:
@@ -144,9 +122,9 @@ class StageEngine:
         begun = self._take_kept(message)
         cache = self._cache(message.capacity, caches, begun, message.rows)
         if not self._sessions:
-            self._past = dict.fromkeys(_COUNTERS, 0)
+            self._past = dict.fromkeys(COUNTERS, 0)
         base = message.rows if begun else 0
-        self._sessions[message.session] = _Session(message.session, message.epoch, cache, base)
+        self._sessions[message.session] = Session(message.session, message.epoch, cache, base)
 
     def close(self, message: Close) -> None:
         """End the session and give back the memory of all rows but those to be kept.
@@ -248,7 +226,7 @@ class StageEngine:
 
     # -- inside ----------------------------------------------------------------------------
 
-    def _run(self, state: _Session, segment: Segment, mask: rows.Bool, poll: Poll | None
+    def _run(self, state: Session, segment: Segment, mask: rows.Bool, poll: Poll | None
              ) -> tuple[list[tuple[int, Tensor]], Tensor | None]:
         """Taps (layers passed, hidden states) and what leaves the shard, in the CPU's memory; None if it was
         given up."""
@@ -283,7 +261,7 @@ class StageEngine:
             return [], None
         return [(layer, states) for (layer, _), states in zip(taps, tapped, strict=True)], hidden
 
-    def _given_up(self, state: _Session, segment: Segment) -> bool:
+    def _given_up(self, state: Session, segment: Segment) -> bool:
         if not self._is_open(state):
             return True
         if segment.run in state.cancelled:
@@ -291,14 +269,14 @@ class StageEngine:
             return True
         return False
 
-    def _settle(self, state: _Session) -> None:
+    def _settle(self, state: Session) -> None:
         """Apply the prunes that came while the cache was in use."""
         deferred, state.deferred = state.deferred, []
         if self._is_open(state):
             for message in deferred:
                 self._drop_cached(state, ~dead(message, state.cache.numbers))
 
-    def _emit(self, state: _Session, segment: Segment, taps: list[tuple[int, Tensor]],
+    def _emit(self, state: Session, segment: Segment, taps: list[tuple[int, Tensor]],
               hidden: Tensor) -> tuple[list[Tap], Segment | Output]:
         gone = state.prunes.dead(segment.numbers)
         alive = self._without(state, segment, gone)
@@ -317,13 +295,13 @@ class StageEngine:
             return Output(segment.session, segment.epoch, segment.run, segment.numbers, hidden)
         return replace(segment, tokens=None, hidden=hidden)
 
-    def _without(self, state: _Session, segment: Segment, gone: rows.Bool) -> Segment:
+    def _without(self, state: Session, segment: Segment, gone: rows.Bool) -> Segment:
         if not gone.any():
             return segment
         state.counters["pruned_rows"] += int(gone.sum())
         return rows.take(segment, ~gone)
 
-    def _current(self, message: Prune | Cancel | Segment) -> _Session | None:
+    def _current(self, message: Prune | Cancel | Segment) -> Session | None:
         """The open session that ``message`` belongs to; otherwise counts it as stale."""
         state = self._sessions.get(message.session)
         if state and state.epoch == message.epoch:
@@ -331,7 +309,7 @@ class StageEngine:
         self._past["dropped_stale"] += 1
         return None
 
-    def _is_open(self, state: _Session) -> bool:
+    def _is_open(self, state: Session) -> bool:
         """Whether ``state`` has been neither closed nor given up, nor opened again."""
         return self._sessions.get(state.session) is state
 
@@ -342,7 +320,7 @@ class StageEngine:
             self._past[name] += value
         return state.cache
 
-    def _check(self, state: _Session, segment: Segment) -> None:
+    def _check(self, state: Session, segment: Segment) -> None:
         vocabulary = None if self.shard.embed is None else int(self.shard.config.vocab_size)
         rows.check(segment, self.shard.hidden_size, self._wire, vocabulary)
         name = f"segment {segment.run} of session {segment.session}"
@@ -357,14 +335,14 @@ class StageEngine:
         if not known.all():
             raise ProtocolError(f"{name}: committed number {segment.committed[~known][0]} is not here")
 
-    def _commit(self, state: _Session, segment: Segment) -> None:
+    def _commit(self, state: Session, segment: Segment) -> None:
         """Everything below the new base that was not committed is dead."""
         held = state.cache.numbers
         keep = (held < state.base) | (held >= segment.base) | rows.member(held, segment.committed)
         self._drop_cached(state, keep)
         state.base = segment.base
 
-    def _drop_cached(self, state: _Session, keep: rows.Bool) -> None:
+    def _drop_cached(self, state: Session, keep: rows.Bool) -> None:
         state.counters["pruned_cached"] += state.cache.keep(keep)
 
     def _take_kept(self, message: Open) -> KVCache | None:
@@ -396,7 +374,7 @@ class StageEngine:
         memory.release(shard.device)
         lo, hi = shard.layers
         nbytes = (hi - lo) * 2 * capacity * shard.kv_heads * shard.head_dim * shard.dtype.itemsize
-        available = memory.available_bytes(shard.device)
+        available = available_bytes(shard.device)
         with memory.claim(f"a KV cache of {capacity} rows", nbytes, _NEED_LESS, available):
             if begun is not None:
                 begun.move(capacity, np.arange(rows))

@@ -20,7 +20,9 @@ from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.stage.quant import Kind, QuantLinear, Scheme, require_finite
 
 BLOCK = 64
-_ORIN = (8, 7)  # for which bitsandbytes has no 4-bit product of more rows than a few
+# The compute capability, Orin's, on which the library's product of more than 4 rows first expands the whole
+# matrix, which takes longer than a product with fp16 weights.
+EXPANDING = (8, 7)
 _SURE = "0.49"  # both kinds work on CPUs and on GPUs
 
 
@@ -74,7 +76,7 @@ class BnbScheme(Scheme):
         return weights
 
     def caveat(self, dtype: torch.dtype, capability: tuple[int, int]) -> str:
-        if capability != _ORIN:
+        if capability != EXPANDING:
             return ""
         return (f"{self.kind} on a GPU of compute capability 8.7: bitsandbytes unpacks the whole matrix for "
                 "every product of more than 4 rows, which int4 does not: flowspec models shard --dtype int4")

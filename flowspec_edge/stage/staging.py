@@ -37,7 +37,7 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def recorded(device: torch.device) -> Event:
-    """An event after all that is enqueued so far; who waits for it sleeps, and does not spin."""
+    """An event after all that is enqueued so far; a thread that waits for it sleeps, and does not spin."""
     event = torch.cuda.Event(blocking=True)
     event.record(torch.cuda.current_stream(device))
     return event

@@ -1,4 +1,4 @@
-"""The first segments of a shard, before any that somebody waits for.
+"""The first segments of a shard, before any that D0 waits for.
 
 On CUDA the first ones pay for the context, for cuBLAS and for kernels that are loaded when they are first
 used: seconds, in which a peer would take the stage for dead.

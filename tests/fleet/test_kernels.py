@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,16 @@ from quantkit import DEVICES
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet import kernel_trial
-from flowspec_edge.fleet.kernel_trial import KINDS, Trial, Wish, advisable, attempt, computed_in, try_kinds
+from flowspec_edge.fleet.kernel_trial import (
+    KINDS,
+    Trial,
+    Wish,
+    advisable,
+    attempt,
+    computed_in,
+    in_children,
+    try_kinds,
+)
 from flowspec_edge.fleet.kernels import KernelReport, KindResult, measure_kernels
 from flowspec_edge.stage import quant_grouped
 from flowspec_edge.stage.quant import KINDS as QUANTISED
@@ -28,6 +39,15 @@ class functional:
         print("Error no kernel image is available for execution on the device at line 62", file=sys.stderr)
         sys.stderr.flush()
         os._exit(1)
+"""
+# After an illegal access, as of a wrong index, every call of CUDA fails until the process ends.
+LOSES_ITS_CONTEXT = """
+import sys, torch
+from flowspec_edge.fleet.kernel_trial import Trial, report
+def synchronize():
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, synchronize
+report(Trial(kind, kind != "b") for kind in sys.argv[1])
 """
 
 
@@ -74,6 +94,14 @@ def test_a_library_that_ends_the_process_is_a_finding(tmp_path: Path,
     assert died.why == ("its kernel ended the process with code 1: "
                         "Error no kernel image is available for execution on the device at line 62")
     assert (lived.kind, lived.works) == ("int4", True)
+
+
+def test_what_follows_an_unusable_context_has_a_process_of_its_own(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "losing_context.py").write_text(LOSES_ITS_CONTEXT, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+    found = in_children("losing_context", "abc", "".join)
+    assert [(trial.kind, trial.works) for trial in found] == [("a", True), ("b", False), ("c", True)]
 
 
 def test_a_wrong_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ not the device for which workers are forked; and on a GPU where there is one."""
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,10 @@ import torch
 from gpukit import needs_cuda
 
 from flowspec_edge.config import load_profile
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.runtime import device0
 from flowspec_edge.runtime.clusters import LocalClusters
+from flowspec_edge.runtime.device0 import DraftDevice
 from flowspec_edge.runtime.devices import Devices
 from flowspec_edge.runtime.emulation import Emulation
 from flowspec_edge.runtime.plain import PlainDecoder
@@ -45,6 +49,28 @@ def test_no_stage_is_forked_and_the_text_is_the_same(tiny_model: Path, device: s
 def test_on_the_cpu_stages_are_forked_as_before(tiny_model: Path) -> None:
     with ProcessCluster(tiny_model, 2, threads=1) as cluster:
         assert os.getpid() not in [parent_of(pid) for pid in cluster.pids]
+
+
+@pytest.mark.parametrize("made", [DraftDevice, PlainDecoder])
+def test_float32_is_float32_and_no_kernel_is_planned_for_a_length(
+        made: Callable[[Path], object], tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft device loads no layers, and settles its kernels all the same."""
+    asked: list[object] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", asked.append)
+    made(tiny_model)
+    assert asked[:2] == ["highest", False]
+
+
+@pytest.mark.parametrize("missing", ["load_lm_head", "load_drafters"])
+def test_a_gpu_too_small_for_d0_is_one_line(missing: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+                                            ) -> None:
+    def refuse(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(device0, missing, refuse)
+    with pytest.raises(FlowspecError, match=r"^no memory for (lm_head|the draft model).*torch_device\)$"):
+        DraftDevice(tiny_model).pass_seconds("eagle2")
 
 
 @needs_cuda

@@ -15,6 +15,7 @@ from flowspec_edge.errors import FlowspecError
 from flowspec_edge.messages import Open
 from flowspec_edge.stage import forward, memory
 from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.torchdevice import available_bytes
 
 # As PyTorch 2.5 says it on a Jetson, for want of memory.
 TEGRA = ('NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/opt/pytorch/c10/cuda/CUDACachingAllocator.cpp":838, '
@@ -34,7 +35,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-                                   RuntimeError(TEGRA), MemoryError()])
+                                   RuntimeError(TEGRA), RuntimeError("CUDA error: out of memory\nmore"),
+                                   MemoryError()])
 def test_any_way_to_fail_is_one_line(error: Exception, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (engine,) = engines(model, 1)
     admitted = engine.admit(Book().text([1, 2, 3]))
@@ -73,11 +75,11 @@ def test_what_is_available_is_looked_up_where_it_matters(tmp_path: Path,
                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:        7633812 kB\nMemAvailable:    1048576 kB\n")
-    assert memory.available_bytes(torch.device("cpu"), meminfo) is None
+    assert available_bytes(torch.device("cpu"), meminfo) is None
     for integrated, available in ((True, 1 << 30), (False, None)):
         properties = type("Properties", (), {"is_integrated": integrated})
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, p=properties: p)
-        assert memory.available_bytes(torch.device("cuda"), meminfo) == available
+        assert available_bytes(torch.device("cuda"), meminfo) == available
     entered = []
     with memory.claim("a KV cache of 256 rows", (1 << 30) - (128 << 20), "use less", available=1 << 30):
         entered.append(True)
