@@ -105,11 +105,8 @@ def noise(seed: int, positions: NDArray[np.integer], vocabulary: int, like: Tens
     The words are those of :func:`flowspec_edge.sampling.philox_words`, bit for bit, on every device.
     """
     key = seed, vocabulary, like.device, like.dtype
-    if like.device.type == "cpu":
-        rows = [_noise_row(int(position), *key) for position in positions]
-    else:
-        rows = [_noise_block(int(position) // _BLOCK_POSITIONS, *key)[int(position) % _BLOCK_POSITIONS]
-                for position in positions]
+    row = _noise_row if like.device.type == "cpu" else _noise_of_block
+    rows = [row(int(position), *key) for position in positions]
     return rows[0][None] if len(rows) == 1 else torch.stack(rows)
 
 
@@ -124,6 +121,12 @@ def _ids_on(drafted: DraftVocabulary, device: torch.device) -> Tensor:
 @lru_cache(maxsize=64)
 def _noise_row(position: int, seed: int, vocabulary: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     return _gumbel(torch.from_numpy(philox_words(seed, position, vocabulary).view(np.int64)), dtype)
+
+
+def _noise_of_block(position: int, seed: int, vocabulary: int, device: torch.device, dtype: torch.dtype
+                    ) -> Tensor:
+    block, place = divmod(position, _BLOCK_POSITIONS)
+    return _noise_block(block, seed, vocabulary, device, dtype)[place]
 
 
 @lru_cache(maxsize=8)
