@@ -40,7 +40,7 @@ def test_no_gpu_is_one_line(model: Path, capsys: pytest.CaptureFixture[str], com
     assert 'compute on the CPU (--device cpu, torch_device = "cpu")\n' in err
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda:x", "cuda:", "mps", ""])
+@pytest.mark.parametrize("device", ["gpu", "cuda:x", "cuda:", "cuda:١", "cuda:-1", "cpu:0", "mps", ""])
 def test_other_names_are_refused(model: Path, capsys: pytest.CaptureFixture[str], device: str) -> None:
     assert main(["generate", "x", "--model", str(model), "--device", device]) == 2
     assert "is not auto, cpu, cuda or cuda:N" in capsys.readouterr().err
