@@ -103,6 +103,27 @@ def test_two_runs_that_learn_agree_to_the_last_digit(tiny_model: Path) -> None:
     assert run() == run()
 
 
+def test_what_is_learned_is_what_every_stage_told(tiny_model: Path) -> None:
+    """Of 32 layers to three stages, one has fewer than the others."""
+    watch = Watch()
+    cluster = VirtualCluster(tiny_model, 3, load_profile("paper-7b"), observer=watch, learn=True)
+    for length in (70, 9):
+        cluster.generate(Request(list(range(length)), "flowspec_plus", 12))
+    warm = [Computed(0, 0, 0, place, rows, 0, 0, round(1e6 * cluster.devices.stage_seconds(place, rows)))
+            for place in (1, 2, 3) for rows in (1, 16, 64)]
+    watch.times = warm + watch.times
+    watch.link_row_s = cluster.devices.link_row_seconds()
+    assert watch.curve() == pytest.approx(watch.expected(), rel=1e-5)
+
+
+def test_other_boards_are_learned_anew(tiny_model: Path) -> None:
+    boards, request = load_profile("orin-nano-8gb"), Request(list(range(30)), "flowspec_plus", 12)
+    cluster = VirtualCluster(tiny_model, 3, load_profile("paper-7b"), learn=True)
+    cluster.generate(request)
+    moved, fresh = cluster.under(boards, 2), VirtualCluster(tiny_model, 2, boards, learn=True)
+    assert moved.generate(request).stats == fresh.generate(request).stats
+
+
 def test_plus_rows_is_the_limit_of_what_is_tried(demo_model: Path, demo_prompts: list[list[int]]) -> None:
     sizes = Sizes()
     params = Params(plus_rows=20, prefill_chunk=20)
