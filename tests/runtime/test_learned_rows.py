@@ -18,6 +18,7 @@ from flowspec_edge.bench.micro_curve import CURVES, with_curve
 from flowspec_edge.config import Profile, load_profile
 from flowspec_edge.messages import Cancel, Computed, Credit, Output, Prune, Segment, Tap
 from flowspec_edge.runtime.coordinator import Coordinator
+from flowspec_edge.runtime.devices import Devices
 from flowspec_edge.runtime.observer import Observer, Observers
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.processes import ProcessCluster
@@ -104,9 +105,10 @@ def test_two_runs_that_learn_agree_to_the_last_digit(tiny_model: Path) -> None:
 
 
 def test_what_is_learned_is_what_every_stage_told(tiny_model: Path) -> None:
-    """Of 32 layers to three stages, one has fewer than the others."""
-    watch = Watch()
-    cluster = VirtualCluster(tiny_model, 3, load_profile("paper-7b"), observer=watch, learn=True)
+    """Each of the stages has other layers, and the slowest is the last."""
+    watch, board = Watch(), load_profile("paper-7b")
+    uneven = Devices(board, (board,) * 3, (8, 10, 14), "uneven")
+    cluster = VirtualCluster(tiny_model, 3, uneven, observer=watch, learn=True)
     for length in (70, 9):
         cluster.generate(Request(list(range(length)), "flowspec_plus", 12))
     warm = [Computed(0, 0, 0, place, rows, 0, 0, round(1e6 * cluster.devices.stage_seconds(place, rows)))
