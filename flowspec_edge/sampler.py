@@ -108,10 +108,8 @@ def noise(seed: int, positions: NDArray[np.integer], vocabulary: int, like: Tens
 
 def _noise_rows(seed: int, positions: NDArray[np.integer], vocabulary: int, like: Tensor) -> list[Tensor]:
     key = seed, vocabulary, like.device, like.dtype
-    if like.device.type == "cpu":
-        return [_noise_row(int(position), *key) for position in positions]
-    return [_noise_block(int(position) // _BLOCK_POSITIONS, *key)[int(position) % _BLOCK_POSITIONS]
-            for position in positions]
+    row = _noise_row if like.device.type == "cpu" else _noise_of_block
+    return [row(int(position), *key) for position in positions]
 
 
 @lru_cache(maxsize=_SESSIONS)
@@ -125,6 +123,12 @@ def _ids_on(drafted: DraftVocabulary, device: torch.device) -> Tensor:
 @lru_cache(maxsize=64)
 def _noise_row(position: int, seed: int, vocabulary: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     return _gumbel(torch.from_numpy(philox_words(seed, position, vocabulary).view(np.int64)), dtype)
+
+
+def _noise_of_block(position: int, seed: int, vocabulary: int, device: torch.device, dtype: torch.dtype
+                    ) -> Tensor:
+    block, place = divmod(position, _BLOCK_POSITIONS)
+    return _noise_block(block, seed, vocabulary, device, dtype)[place]
 
 
 @lru_cache(maxsize=2 * _SESSIONS)  # a tree may reach into the next block

@@ -47,7 +47,7 @@ def family_model(name: str, path: Path, layers: int = 4, hidden: int = 32, vocab
     """Write a random model of ``FAMILIES[name]`` (fp32) to ``path``; returns it."""
     family, extra = FAMILIES[name]
     tiny_model(family, path, layers=layers, hidden=hidden, vocab=vocab, **extra)
-    _shake(path / "model.safetensors")
+    shake(path / "model.safetensors")
     return path
 
 
@@ -72,7 +72,7 @@ def family_dir(name: str, path: Path, hidden: int = 32) -> Path:
     return path
 
 
-def _shake(path: Path) -> None:
+def shake(path: Path) -> None:
     """Norms and biases away from one and zero, where a fresh model has them and hides their absence."""
     tensors = load_file(path)
     generator = torch.Generator().manual_seed(5)

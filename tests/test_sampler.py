@@ -42,6 +42,101 @@ def test_the_tokens_are_those_of_the_definition(
     np.testing.assert_array_equal(drawn, definition.choose(logits.numpy(), np.array(positions), sampling))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("vocabulary", [300, 4099])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_top_p_is_exact_on_the_edge_of_every_token_that_may_be_drawn(
+    device: str, vocabulary: int, temperature: float
+) -> None:
+    """As top_p falls, token after token is excluded that would be drawn: each with top_p just above and just
+    below the mass ahead of it, nearer than float32 can tell."""
+    for seed in range(12):
+        logits, position = logits_of(seed, 1, vocabulary, 0.3 * 1.4**seed, False), np.array([seed])
+        x = torch.log_softmax(logits[0].double() / temperature, -1).numpy()
+        order = np.argsort(-x, kind="stable")
+        ahead, scores = np.cumsum(np.exp(x[order])), (x + gumbel(seed, seed + 1, vocabulary))[order]
+        place = int(scores.argmax())
+        while place:
+            for off in (0.0, 1e-12, 1e-7, 3e-5, 3e-3):
+                for top_p in {ahead[place] * (1 - off), ahead[place] * (1 + off)}:
+                    sampling = Sampling(temperature, 0, min(1.0, float(top_p)), seed)
+                    np.testing.assert_array_equal(choose(logits.to(device), position, sampling),
+                                                  definition.choose(logits.numpy(), position, sampling))
+            place = int(scores[:place].argmax())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@given(st.integers(0, 10_000), st.sampled_from([2, 5, 40, 300]), st.integers(1, 6), st.integers(2, 40),
+       st.integers(2, 80), st.sampled_from([0.5, 1.0, 3.0]))
+@settings(max_examples=200, deadline=None)
+def test_equal_logits_are_kept_in_the_order_of_their_ids(
+    device: str, seed: int, vocabulary: int, levels: int, k: int, halves: int, temperature: float
+) -> None:
+    """A few levels of logits, and a top_p that often is the mass of some whole tokens, or half a one more."""
+    logits = torch.from_numpy(np.random.default_rng(seed).integers(0, levels, (4, vocabulary))).float()
+    logits[0] = torch.arange(vocabulary) < k  # as many as top-k keeps
+    positions, sampling = np.arange(4), Sampling(temperature, k, min(1.0, halves / 2 / k), seed)
+    np.testing.assert_array_equal(choose(logits.to(device), positions, sampling),
+                                  definition.choose(logits.numpy(), positions, sampling))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("size", [0.0, 1.0, 1e5])
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.7, 1.0), (1.3, 1.0), (0.7, 0.999)])
+def test_tokens_whose_scores_nearly_tie_are_told_apart(device: str, size: float, temperature: float,
+                                                       top_p: float) -> None:
+    """Of 200 rows: two tokens lead, and with their noise they are as equal as float32 logits allow."""
+    rng, sampling, positions = np.random.default_rng(0), Sampling(temperature, 0, top_p, 3), np.arange(200)
+    logits = np.full((200, 300), -1e6, np.float32)
+    for position, row in zip(positions.tolist(), logits, strict=True):
+        g = gumbel(sampling.seed, position + 1, 300)
+        first, second = g.argmax(), g.argmin()  # a small logit is finer than a score
+        row[second] = size + rng.uniform() + temperature * (g[first] - g[second])
+        row[first] = float(row[second]) - temperature * (g[first] - g[second])
+    np.testing.assert_array_equal(choose(torch.from_numpy(logits).to(device), positions, sampling),
+                                  definition.choose(logits, positions, sampling))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("sampling", [Sampling(1.0, seed=1), Sampling(0.7, top_p=0.9, seed=1),
+                                      Sampling(1.0, top_k=20, top_p=0.8, seed=1)])
+def test_16_bit_logits_are_drawn_from_and_ranked_as_their_values(
+    device: str, dtype: torch.dtype, sampling: Sampling
+) -> None:
+    """A model in 16 bits gives such logits; the arithmetic on them is float32's."""
+    logits, positions = logits_of(4, 40, 2000, 3.0, True).to(dtype), np.arange(40)
+    exact = logits.double().numpy()
+    np.testing.assert_array_equal(choose(logits.to(device), positions, sampling),
+                                  definition.choose(exact, positions, sampling))
+    tokens, scores = rank_children(logits.to(device), positions, 5, sampling, "noise", 0.6)
+    expected, expected_scores = ranked(exact, positions, 5, sampling, "noise", 0.6)
+    np.testing.assert_array_equal(tokens, expected)
+    np.testing.assert_allclose(scores, expected_scores, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=1), Sampling(1.0, top_p=0.9, seed=1),
+                                      Sampling(0.7, top_k=20, top_p=0.8, seed=1)])
+def test_rows_that_are_worked_on_in_several_parts(device: str, sampling: Sampling) -> None:
+    """The last part has fewer rows than the others."""
+    logits, positions = logits_of(2, 7, 60_000, 2.0, False), np.array([9, 3, 77, 4, 100, 2, 31])
+    np.testing.assert_array_equal(choose(logits.to(device), positions, sampling),
+                                  definition.choose(logits.numpy(), positions, sampling))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("width", [255, 256, 257, 300, 319, 320])
+def test_greedy_takes_the_first_of_the_largest_wherever_it_is(device: str, width: int) -> None:
+    """Of blocks of 64 with and without a rest: alone, and with an equal one anywhere behind it."""
+    places = np.array([(place, other) for place in range(width) for other in (place, (place + 67) % width)])
+    logits = np.zeros((len(places), width), np.float32)
+    for row, pair in zip(logits, places, strict=True):
+        row[pair] = 1.0
+    drawn = choose(torch.from_numpy(logits).to(device), np.zeros(len(places), np.int64), Sampling())
+    np.testing.assert_array_equal(drawn, places.min(1))
+
+
 @pytest.mark.parametrize("sampling", [Sampling(1.0, seed=1), Sampling(1.0, top_p=0.9, seed=1),
                                       Sampling(0.7, top_k=20, top_p=0.8, seed=1), Sampling()])
 @pytest.mark.parametrize("spread", [1.0, 8.0])
@@ -81,6 +176,14 @@ def test_noise_is_the_definitions_on_every_device(device: str) -> None:
         np.testing.assert_allclose(row, gumbel(7, position, 1001), rtol=1e-6, atol=1e-6)
     for token in (0, 1, 2, 3, 4, 999, 1000):
         assert gumbel_of(7, 5, token) == gumbel(7, 5, 1001)[token]
+
+
+def test_noise_in_blocks_of_positions_is_that_of_each() -> None:
+    """As an accelerator makes it, here on the CPU."""
+    key = 7, 1001, torch.device("cpu"), torch.float64
+    for position in (0, 1, 15, 16, 17, 3000, 2**40):
+        np.testing.assert_allclose(flowspec_edge.sampler._noise_of_block(position, *key),
+                                   gumbel(7, position, 1001), rtol=1e-12)
 
 
 def test_nothing_is_drawn_for_no_rows() -> None:

@@ -10,7 +10,7 @@ from gpukit import needs_cuda
 
 from flowspec_edge import torchdevice
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.torchdevice import Gpu, architectures, gpus, memory_errors, pick, runs_on
+from flowspec_edge.torchdevice import Gpu, architectures, gpus, memory_errors, pick, require, runs_on
 
 GB = 10**9
 ORIN = Gpu("Orin", (8, 7), 6 * GB, 8 * GB)
@@ -70,6 +70,26 @@ def test_without_a_gpu() -> None:
     assert gpus() == []
     with pytest.raises(UsageError, match=r"^--device cuda: .*(without CUDA|no GPU).*compute on the CPU .*$"):
         pick("cuda", gpus(), architectures(), 0)
+
+
+def test_the_gpus_that_pytorch_tells_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card, and a Jetson's GPU, for which what the system can reclaim is free, too."""
+    about = [SimpleNamespace(name="card", major=8, minor=6, is_integrated=False),
+             SimpleNamespace(name="Orin", major=8, minor=7, is_integrated=True)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties",
+                        lambda device: about[device.index if isinstance(device, torch.device) else device])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (1000, 2000))
+    card, board = gpus()
+    assert card == Gpu("card", (8, 6), 1000, 2000)
+    assert (board.name, board.capability, board.total) == ("Orin", (8, 7), 2000)
+    assert board.free > 1 << 20  # this system's memory
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (1 << 60, 1 << 60))
+    assert [gpu.free for gpu in gpus()] == [1 << 60] * 2
+    assert require("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(UsageError, match=r"^no cuda:2 here: there are 2 GPUs, counted from cuda:0$"):
+        require("cuda:2")
 
 
 @pytest.mark.parametrize(("error", "told"), [

@@ -33,9 +33,9 @@ def doctor(
     gpu: Annotated[bool, typer.Option(
         "--gpu", help="Instead: does this machine's GPU compute right?  Kernel by kernel against float64, "
                       "and the demonstration model's tokens against the CPU's.")] = False,
-    device: Annotated[str, typer.Option(
-        "--device", help="With --gpu: cuda, cuda:1, or cpu to try the report where there is no GPU.",
-        metavar="DEVICE")] = "cuda",
+    device: Annotated[str | None, typer.Option(
+        "--device", help="With --gpu: cuda, cuda:1, or cpu to try the report where there is no GPU; by "
+                         "default cuda.", metavar="DEVICE", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object, not a table.")] = False,
 ) -> None:
     """Check a machine: release, Python, torch and its GPU, a real product, a real 4-bit kernel, memory.
@@ -61,10 +61,10 @@ def doctor(
                              "--storage and --fix; for a cluster run flowspec doctor --gpu on each board")
         from flowspec_edge.cli.doctor_gpu import doctor_gpu
 
-        doctor_gpu(device, as_json)
+        doctor_gpu("cuda" if device is None else device, as_json)
         return
-    if device != "cuda":
-        raise UsageError("--device goes with --gpu")
+    if device is not None:
+        raise UsageError("--device goes with --gpu, which is not there: add it, or leave out --device")
     import json
 
     from rich.console import Console

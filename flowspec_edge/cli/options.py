@@ -34,7 +34,7 @@ def _at_least_one(context: typer.Context, value: int) -> int:
 
 
 def _torch_device(value: str) -> str:
-    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", value):
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", value):
         raise typer.BadParameter(f"{value!r} is not auto, cpu, cuda or cuda:N")
     return value
 

@@ -60,7 +60,7 @@ def test_ending_is_a_token_too(model: Path, sampling: Sampling) -> None:
     assert not explain(request, [*tokens, stop], "length")
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("sampling", [*SAMPLINGS, Sampling(1.0, top_k=3, seed=6)])
 def test_what_slightly_other_logits_choose_is_nearly_best(sampling: Sampling) -> None:
     """Whatever a change of every logit by less than half the slack makes of the choice; and it does make
     something of it."""
@@ -68,7 +68,7 @@ def test_what_slightly_other_logits_choose_is_nearly_best(sampling: Sampling) ->
     for position in range(400):
         logits = rng.normal(size=60) * rng.choice([0.5, 3.0])  # flat, or with most of the mass on a few
         slack = 0.2
-        moved = logits + rng.uniform(-slack / 2, slack / 2, 60)
+        moved = logits + 0.499 * slack * rng.choice([-1, 1], 60)
         token = int(choose(moved[None], np.array([position]), sampling)[0])
         changed += token != int(choose(logits[None], np.array([position]), sampling)[0])
         assert _nearly_best(logits, position, [token], Request([], sampling=sampling), slack)
@@ -80,7 +80,22 @@ def test_a_token_that_is_far_behind_is_not_nearly_best() -> None:
     assert _nearly_best(logits, 0, [1], Request([]), 0.02)
     assert not _nearly_best(logits, 0, [2], Request([]), 0.02)
     top_2 = Request([], sampling=Sampling(1.0, top_k=2))
-    assert not _nearly_best(logits, 0, [3], top_2, 0.02)  # cut off, however the noise falls
+    assert not any(_nearly_best(logits, position, [token], top_2, 0.02)  # cut off, however the noise falls
+                   for position in range(200) for token in (2, 3))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.4, 1.0, 2.5])
+def test_the_slack_is_of_logits_at_every_temperature(temperature: float) -> None:
+    """Where nothing is cut off: what is chosen once its logit is raised by the slack, and nothing else."""
+    rng, sampling = np.random.default_rng(1), Sampling(temperature, seed=6)
+    verdicts = set()
+    for position in range(200):
+        logits, token = rng.normal(size=6), int(rng.integers(6))
+        raised = logits + 0.7 * (np.arange(6) == token)
+        chosen = int(choose(raised[None], np.array([position]), sampling)[0]) == token
+        assert _nearly_best(logits, position, [token], Request([], sampling=sampling), 0.7) == chosen
+        verdicts.add(chosen)
+    assert verdicts == {True, False}
 
 
 class Swapping:

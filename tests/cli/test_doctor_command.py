@@ -92,5 +92,6 @@ def test_without_a_gpu_there_is_nothing_to_test(capsys: pytest.CaptureFixture[st
     assert "no cuda" in err
     assert main(["doctor", "--gpu", "--fix"]) == 2
     assert "on each board" in capsys.readouterr().err
-    assert main(["doctor", "--device", "cpu"]) == 2
-    assert "--device goes with --gpu" in capsys.readouterr().err
+    for device in ("cpu", "cuda"):
+        assert main(["doctor", "--device", device]) == 2
+        assert "--device goes with --gpu" in capsys.readouterr().err

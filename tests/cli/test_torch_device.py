@@ -11,12 +11,15 @@ from gpukit import needs_cuda
 from shardkit import cut
 from tiny_dir import tiny_model_dir
 
+from flowspec_edge import torchdevice
 from flowspec_edge.cli.main import main
-from flowspec_edge.cli.torch_device import device_of, loaded_bytes
+from flowspec_edge.cli.torch_device import device_of, loaded_bytes, plain_device_of
 from flowspec_edge.drafting.eagle_checkpoint import load_head
+from flowspec_edge.errors import UsageError
 from flowspec_edge.modeldir import ModelDir
 from flowspec_edge.stage.cache import KVCache
 from flowspec_edge.stage.shard import load_lm_head, load_shard
+from flowspec_edge.torchdevice import Gpu
 
 COMMANDS = [["generate", "x"], ["chat"], ["serve", "--port", "0"], ["demo"], ["bench", "run"],
             ["bench", "tables"], ["bench", "timeline"], ["sweep", "bandwidth"], ["sweep", "stages"],
@@ -40,7 +43,7 @@ def test_no_gpu_is_one_line(model: Path, capsys: pytest.CaptureFixture[str], com
     assert 'compute on the CPU (--device cpu, torch_device = "cpu")\n' in err
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda:x", "cuda:", "mps", ""])
+@pytest.mark.parametrize("device", ["gpu", "cuda:x", "cuda:", "cuda:١", "cuda:-1", "cpu:0", "mps", ""])
 def test_other_names_are_refused(model: Path, capsys: pytest.CaptureFixture[str], device: str) -> None:
     assert main(["generate", "x", "--model", str(model), "--device", device]) == 2
     assert "is not auto, cpu, cuda or cuda:N" in capsys.readouterr().err
@@ -75,6 +78,39 @@ def test_generate_and_bench_tell_the_device(model: Path, tmp_path: Path, capsys:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_auto_is_the_cpu_here(model: Path) -> None:
     assert device_of("auto", ModelDir(model), "fp32") == device_of("cpu", ModelDir(model), "fp32") == "cpu"
+
+
+def test_what_must_fit_is_the_model_its_caches_and_every_process(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To the byte, on a GPU described by its facts; plain decoding has weights of its own."""
+    found, free = ModelDir(model), [0]
+    monkeypatch.setattr(torchdevice, "gpus", lambda: [Gpu("G", (8, 0), 0, 0), Gpu("H", (8, 0), *free * 2)])
+    monkeypatch.setattr(torchdevice, "architectures", lambda: ["sm_80"])
+    for processes, rows in ((1, None), (3, None), (1, 9000)):
+        free[0] = processes * torchdevice.CONTEXT_BYTES + loaded_bytes(found, "fp16", 1, rows)
+        assert device_of("cuda:1", found, "fp16", processes=processes, rows=rows) == "cuda:1"
+        free[0] -= 1
+        with pytest.raises(UsageError, match=rf"--device cuda:1: {model.name} takes about .* use --dtype"):
+            device_of("cuda:1", found, "fp16", processes=processes, rows=rows)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("flowspec_edge.cli.torch_device._DRIVERS", ("null",))  # there is always that one
+    assert device_of("auto", found, "fp16", rows=9000) == "cpu"
+    err = capsys.readouterr().err
+    assert err.startswith(f"flowspec: note: computing on the CPU: {model.name} takes about ")
+    assert err.count("\n") == 1
+    free[0] += 1
+    assert device_of("auto", found, "fp16", rows=9000) == "cuda:1"
+    assert capsys.readouterr().err == ""
+    free[0] = 2 * torchdevice.CONTEXT_BYTES + loaded_bytes(found, "fp16", copies=2)
+    assert plain_device_of("cuda:1", found, "fp16", 2) == "cuda:1"
+    assert plain_device_of("cpu", found, "fp16", 2) == "cpu"
+    assert capsys.readouterr().err == ""
+    free[0] -= 1
+    assert plain_device_of("cuda:1", found, "fp16", 2) == "cpu"
+    err = capsys.readouterr().err
+    assert err.startswith("flowspec: note: plain decoding computes on the CPU: --device cuda:1: ")
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])

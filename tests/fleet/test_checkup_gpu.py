@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from tiny_dir import tiny_model_dir
 
 from flowspec_edge import sampler
 from flowspec_edge.errors import UsageError
-from flowspec_edge.fleet import operation_trial, token_trial
+from flowspec_edge.fleet import kernel_trial, operation_trial, token_trial
 from flowspec_edge.fleet.checkup_gpu import ROWS, Check, GpuReport, _products, check_gpu
 from flowspec_edge.fleet.kernel_trial import Trial
 from flowspec_edge.fleet.operation_trial import operations
@@ -145,6 +147,23 @@ def test_nf4_on_an_orin_is_not_advised(monkeypatch: pytest.MonkeyPatch) -> None:
     nf4 = next(check for name, check in checks.items() if name.startswith("nf4"))
     assert "shard in int4" in nf4.found or nf4.state == "skipped"
     assert checks["int4, bf16 activations"].found == ""
+
+
+def test_every_trial_is_of_the_device_that_is_asked_for(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """"cpu:0" is any machine's CPU, but not the name that a forgotten device would have."""
+    asked: list[dict[str, object]] = []
+
+    def told(module: str, kinds: Sequence[str], argument: Callable[[tuple[str, ...]], str]) -> list[Trial]:
+        asked.append(json.loads(argument(tuple(kinds))))
+        return [Trial(kind, True) for kind in kinds]
+
+    for module in (kernel_trial, operation_trial, token_trial):
+        monkeypatch.setattr(module, "in_children", told)
+    assert check_gpu(resolve_model(model), "cpu:0", ["fp16"], new_tokens=5).device == "cpu:0"
+    assert [wish["device"] for wish in asked] == ["cpu:0"] * 4
+    assert [wish["dtype"] for wish in asked[:2]] == ["fp16", "bf16"]
+    assert (asked[3]["new_tokens"], asked[3]["model"], asked[3]["kinds"]) == (
+        5, str(model), list(token_kinds(["fp16"])))
 
 
 def test_one_failure_fails_the_report() -> None:

@@ -18,6 +18,7 @@ from flowspec_edge.bench.micro_curve import CURVES, with_curve
 from flowspec_edge.config import Profile, load_profile
 from flowspec_edge.messages import Cancel, Computed, Credit, Output, Prune, Segment, Tap
 from flowspec_edge.runtime.coordinator import Coordinator
+from flowspec_edge.runtime.devices import Devices
 from flowspec_edge.runtime.observer import Observer, Observers
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.processes import ProcessCluster
@@ -101,6 +102,28 @@ def test_two_runs_that_learn_agree_to_the_last_digit(tiny_model: Path) -> None:
                 for i in (1, 2)]
 
     assert run() == run()
+
+
+def test_what_is_learned_is_what_every_stage_told(tiny_model: Path) -> None:
+    """Each of the stages has other layers, and the slowest is the last."""
+    watch, board = Watch(), load_profile("paper-7b")
+    uneven = Devices(board, (board,) * 3, (8, 10, 14), "uneven")
+    cluster = VirtualCluster(tiny_model, 3, uneven, observer=watch, learn=True)
+    for length in (70, 9):
+        cluster.generate(Request(list(range(length)), "flowspec_plus", 12))
+    warm = [Computed(0, 0, 0, place, rows, 0, 0, round(1e6 * cluster.devices.stage_seconds(place, rows)))
+            for place in (1, 2, 3) for rows in (1, 16, 64)]
+    watch.times = warm + watch.times
+    watch.link_row_s = cluster.devices.link_row_seconds()
+    assert watch.curve() == pytest.approx(watch.expected(), rel=1e-5)
+
+
+def test_other_boards_are_learned_anew(tiny_model: Path) -> None:
+    boards, request = load_profile("orin-nano-8gb"), Request(list(range(30)), "flowspec_plus", 12)
+    cluster = VirtualCluster(tiny_model, 3, load_profile("paper-7b"), learn=True)
+    cluster.generate(request)
+    moved, fresh = cluster.under(boards, 2), VirtualCluster(tiny_model, 2, boards, learn=True)
+    assert moved.generate(request).stats == fresh.generate(request).stats
 
 
 def test_plus_rows_is_the_limit_of_what_is_tried(demo_model: Path, demo_prompts: list[list[int]]) -> None:

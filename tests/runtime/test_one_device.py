@@ -34,6 +34,8 @@ def test_no_strategy_mixes_devices(model: Path, strategy: str, draft: str) -> No
     for sampling in SAMPLINGS:
         with MetaDevice() as device:
             cluster = VirtualCluster(model, 2, load_profile("paper-7b"), "fp16", device="meta")
+            assert cluster._device0._lm_head.weight.is_meta
+            assert [engine.shard.device.type for engine in cluster._engines[2]] == ["meta"] * 2
             device.downloads.clear()
             result = cluster.generate(Request([1, 2, 3], strategy, 6, sampling, params))
         assert len(result.tokens) == 6

@@ -130,6 +130,7 @@ def test_each_row_takes_its_time_over_a_link() -> None:
 
 def test_nothing_is_left_of_other_devices() -> None:
     curve = learned([(1, 16, 0.3), (2, 64, 0.9)])
+    assert curve.seconds(64) == 0.9
     curve.clear()
     fresh = SlotCurve()
     assert [curve.seconds(rows) for rows in range(1, 99)] == [fresh.seconds(rows) for rows in range(1, 99)]

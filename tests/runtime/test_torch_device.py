@@ -13,7 +13,7 @@ from gpukit import needs_cuda
 
 from flowspec_edge.config import load_profile
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.runtime import device0
+from flowspec_edge.runtime import device0, processes
 from flowspec_edge.runtime.clusters import LocalClusters
 from flowspec_edge.runtime.device0 import DraftDevice
 from flowspec_edge.runtime.devices import Devices
@@ -33,7 +33,18 @@ def parent_of(pid: int) -> int:
 
 @pytest.mark.parametrize("device", ["cpu:0", pytest.param("cuda:0", marks=needs_cuda)])
 @pytest.mark.parametrize("emulated", [False, True])
-def test_no_stage_is_forked_and_the_text_is_the_same(tiny_model: Path, device: str, emulated: bool) -> None:
+def test_no_stage_is_forked_and_the_text_is_the_same(tiny_model: Path, device: str, emulated: bool,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    class Told(DraftDevice):
+        """A tensor of "cpu:0" says no more than "cpu", so the argument is looked at."""
+
+        def __init__(self, model: Path, dtype: str, where: str = "cpu") -> None:
+            asked.append(where)
+            super().__init__(model, dtype, where)
+
+    monkeypatch.setattr(processes, "DraftDevice", Told)
     torch.empty(1, device=device)  # a context, if it is a GPU's: the stages must not inherit it
     emulation = Emulation(Devices.even(load_profile("paper-7b"), 2)) if emulated else None
     with LocalClusters(tiny_model, 2, device=device, threads=1, emulation=emulation) as clusters:
@@ -43,6 +54,7 @@ def test_no_stage_is_forked_and_the_text_is_the_same(tiny_model: Path, device: s
         assert [parent_of(pid) for pid in pids] == [os.getpid()] * 2
         configs = [Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[-2].decode() for pid in pids]
         assert all(f'device = "{device}"\n' in Path(config).read_text() for config in configs)
+    assert asked == [device]
     assert result.tokens == PlainDecoder(tiny_model).generate(PROMPT, 10, Sampling())[0]
 
 

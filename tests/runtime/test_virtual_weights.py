@@ -57,6 +57,14 @@ def test_a_cut_is_what_would_be_loaded(model: Path, stages: int) -> None:
             assert all(torch.equal(value, theirs[key]) for key, value in mine.state_dict().items())
 
 
+def test_a_part_is_cut_by_the_whole_models_layers(model: Path) -> None:
+    part = load_shard(model / "target", 1, 2, "fp32")
+    assert part.layers == (2, 4)
+    first, last = part.cut(1, 3, (2, 3)), part.cut(2, 3, (3, 4))
+    assert (first.modules, last.modules) == (part.modules[:1], part.modules[1:])
+    assert (first.embed, first.norm, last.embed, last.norm) == (None, None, None, part.norm)
+
+
 def test_a_sharded_models_parts_are_loaded_once(model: Path, tmp_path: Path) -> None:
     cut(model / "target", tmp_path / "cut", 2, split=[3, 1])
     weights = Weights(tmp_path / "cut", "fp16")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from familykit import shake
 from quantkit import DEVICES
 from shardkit import cut
 from stagekit import Book, Oracle, assert_cache, assert_rows, engines, random_tokens, through
@@ -38,6 +40,7 @@ def test_texts_and_trees_equal_transformers(tmp_path: Path, family: str, extra: 
                                             device: str) -> None:
     """Of one to 40 rows, so that padding is of every length; keys and values too."""
     path = tiny_model(family, tmp_path, layers=3, hidden=32, vocab=VOCAB, **extra)
+    shake(path / "model.safetensors")  # or all norms are alike
     book, oracle, chain = Book(), Oracle(path), engines(path, 2, device=device, fused=True)
     rng = np.random.default_rng(0)
     for rows in (40, 1, 16, 17):
@@ -51,6 +54,19 @@ def test_texts_and_trees_equal_transformers(tmp_path: Path, family: str, extra: 
     if device == "cpu":
         for engine in chain:
             assert_cache(engine, book, oracle)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_layer_leaves_its_inputs_as_they_were(tmp_path: Path, device: str) -> None:
+    """They may be tapped, and are copied out when all layers have run."""
+    path, text = tiny_llama(tmp_path, layers=3, hidden=32), random_tokens(20, VOCAB, seed=2)
+    chain, oracle = engines(path, 1, device=device, fused=True), Oracle(path)
+    taps, _ = through(chain, replace(Book().text(text), taps=(0, 1, 2)))
+    assert [tap.layer for tap in taps] == [0, 1, 2]
+    for tap in taps:
+        expected = torch.stack([oracle.truth(tuple(text[: i + 1])).layer_inputs[tap.layer]
+                                for i in range(20)])
+        torch.testing.assert_close(to_torch(tap.hidden), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -97,6 +113,19 @@ def test_joining_keeps_every_output(rows: tuple[int, ...]) -> None:
         whole = join(parts)
         torch.testing.assert_close(whole(x), expected)
     assert (len(list(whole.children())) == 0) == (rows in ((64, 64), (128, 64, 48)))
+
+
+@pytest.mark.parametrize("biases", [(True, True), (True, False), (False, True)])
+def test_joining_keeps_biases(biases: tuple[bool, bool]) -> None:
+    """Where one part alone has them, there is no one matrix."""
+    torch.manual_seed(0)
+    x, chosen, parts = torch.randn(5, 64), scheme("int4"), list[nn.Module]()
+    for bias in biases:
+        linear = chosen.linear(64, 64, bias=bias, dtype=torch.float32)
+        linear.fill(chosen.quantise(torch.randn(64, 64)), torch.randn(64) if bias else None)
+        parts.append(linear)
+    with torch.inference_mode():
+        torch.testing.assert_close(join(parts)(x), torch.cat([part(x) for part in parts], dim=-1))
 
 
 def test_nothing_is_in_memory_twice(tmp_path: Path) -> None:

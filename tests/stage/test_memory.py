@@ -36,6 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
                                    RuntimeError(TEGRA), RuntimeError("CUDA error: out of memory\nmore"),
+                                   RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"),
                                    MemoryError()])
 def test_any_way_to_fail_is_one_line(error: Exception, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (engine,) = engines(model, 1)
@@ -47,12 +48,13 @@ def test_any_way_to_fail_is_one_line(error: Exception, model: Path, monkeypatch:
         engine.compute(admitted)
 
 
-def test_other_errors_stay_what_they_are(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("text", ["shapes cannot be multiplied", "CUBLAS_STATUS_EXECUTION_FAILED"])
+def test_other_errors_stay_what_they_are(text: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (engine,) = engines(model, 1)
     admitted = engine.admit(Book().text([1, 2, 3]))
     assert admitted is not None
-    monkeypatch.setattr(forward, "outputs", failing(RuntimeError("shapes cannot be multiplied")))
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+    monkeypatch.setattr(forward, "outputs", failing(RuntimeError(text)))
+    with pytest.raises(RuntimeError, match=text):
         engine.compute(admitted)
 
 
