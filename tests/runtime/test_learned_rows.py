@@ -233,7 +233,7 @@ def test_an_observer_that_wants_no_times_gets_none_though_they_come(cluster: Pro
     watch.timed = False
     seen, before = len(watch.times), watch.curve()
     cluster.generate(Request(PROMPT, "flowspec_plus", 16, params=FIXED))
-    assert watch.curve() == before  # nobody uses them: none were sent
+    assert watch.curve() == before  # no strategy uses them, so none were sent
     cluster.generate(Request(PROMPT, "flowspec_plus", 16))
     assert watch.curve() != before
     assert len(watch.times) == seen
