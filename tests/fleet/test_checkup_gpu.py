@@ -24,6 +24,8 @@ from flowspec_edge.fleet.operation_trial import operations
 from flowspec_edge.fleet.token_trial import judge, token_kinds
 from flowspec_edge.modeldir import resolve_model
 from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.runtime.request import Request, Result
+from flowspec_edge.runtime.virtual import VirtualCluster
 from flowspec_edge.sampling import Sampling, gumbel, log_probs
 
 
@@ -55,6 +57,7 @@ def test_the_demonstration_model_in_every_type(device: str) -> None:
 
 @pytest.mark.parametrize(("name", "function", "wrong"), [
     ("rms_norm fp16", "rms_norm", lambda x, *rest: x),
+    ("rms_norm fp32", "rms_norm", lambda x, *rest: 1.001 * torch.rms_norm(x, *rest)),
     ("sdpa fp32", "scaled_dot_product_attention", lambda q, k, v, attn_mask: v[:, :, :1].expand_as(q)),
     ("embedding", "embedding", lambda tokens, table: table[tokens.flip(0)])])
 def test_a_wrong_result_is_found(name: str, function: str, wrong: object, monkeypatch: pytest.MonkeyPatch
@@ -110,6 +113,35 @@ def test_a_wrong_token_is_found(model: Path, name: str) -> None:
     assert judged(tokens) == (tokens, None)
     changed = [*tokens[:7], (tokens[7] + 1) % 61, *tokens[8:]]
     assert judged(changed)[1] == 7
+
+
+@pytest.mark.parametrize("dtype", token_trial.DTYPES)
+def test_a_cluster_that_writes_one_other_token_fails(model: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+                                                     ) -> None:
+    ordinary = token_trial._cluster
+
+    class Altering:
+        def __init__(self, cluster: VirtualCluster) -> None:
+            self.cluster = cluster
+
+        def generate(self, request: Request) -> Result:
+            found = self.cluster.generate(request)
+            logits = token_trial._logits(model, dtype, [*request.prompt, *found.tokens])
+            behind = (logits[-2].max() - logits[-2]) / logits.std()
+            other = int(np.where(behind > 0.1, behind, np.inf).argmin())  # the next that is no near tie
+            return replace(found, tokens=[*found.tokens[:-1], other])
+
+    kind, prompts = f"{dtype} autoregressive greedy", [[5, 17, 42]]
+    assert token_trial.attempt(kind, model, "cpu", prompts, 4).works
+    monkeypatch.setattr(token_trial, "_cluster", lambda *arguments: Altering(ordinary(*arguments)))
+    found = token_trial.attempt(kind, model, "cpu", prompts, 4)
+    assert not found.works
+    assert found.why.startswith("token 4 after a prompt of 3 is ")
+    assert found.why.endswith(", which is no near tie")
+
+
+def test_a_trial_computes_on_its_device(model: Path) -> None:
+    assert not token_trial.attempt("fp32 autoregressive greedy", model, "cuda:99", [[5]], 2).works
 
 
 @settings(max_examples=60)

@@ -22,6 +22,7 @@ from flowspec_edge.fleet.kernel_trial import (
     attempt,
     computed_in,
     in_children,
+    judged,
     try_kinds,
 )
 from flowspec_edge.fleet.kernels import KernelReport, KindResult, measure_kernels
@@ -89,7 +90,8 @@ def test_a_library_that_ends_the_process_is_a_finding(tmp_path: Path,
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bitsandbytes.py").write_text(ENDS_THE_PROCESS, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    died, lived = try_kinds(wish("nf4", "int4"))
+    before, died, lived = try_kinds(wish("fp32", "nf4", "int4"))
+    assert (before.kind, before.works) == ("fp32", True)
     assert (died.kind, died.works, died.error) == ("nf4", False, None)
     assert died.why == ("its kernel ended the process with code 1: "
                         "Error no kernel image is available for execution on the device at line 62")
@@ -112,6 +114,26 @@ def test_a_wrong_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     found = attempt("int4", wish("int4"))
     assert not found.works
     assert found.why.startswith("results are wrong by")
+
+
+@pytest.mark.parametrize("error", [float("nan"), float("inf"), 0.2])
+def test_an_error_that_is_no_small_number_is_a_finding(error: float) -> None:
+    assert judged("x", lambda: 0.1, 0.1) == Trial("x", True, "", 0.1)
+    found = judged("x", lambda: error, 0.1)
+    assert (found.works, found.error) == (False, error if error == 0.2 else None)
+
+
+def test_every_number_of_rows_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel may be wrong beyond the rows of one tile."""
+    class Tile(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x[:16] @ weights[0].mT, 0 * x[16:] @ weights[0].mT])
+
+    weights: list[torch.Tensor] = []
+    monkeypatch.setattr(kernel_trial, "_dense", lambda weight: weights.append(weight) or Tile())
+    assert attempt("fp32", replace(wish("fp32"), rows=(1, 16))).works
+    weights.clear()
+    assert not attempt("fp32", replace(wish("fp32"), rows=(1, 16, 17))).works
 
 
 def test_what_a_kernel_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
