@@ -33,6 +33,11 @@ def stories(draw: st.DrawFn, session: int = 1, kept: tuple[int, ...] = ()) -> St
     story = Story(Book(session, kept=kept))
     book = story.book
     tokens = iter(random_tokens(200, VOCAB, seed=draw(st.integers(0, 3))))
+
+    def fresh(parent: int) -> int:
+        """The next token that no child of ``parent`` has: as in a tree, a path stands for one number."""
+        return next(token for token in tokens if (*book.paths[parent], token) not in book.paths.values())
+
     for size in draw(st.sampled_from([[5], [3, 2], [1, 4]])):
         story.segments.append(book.text([next(tokens) for _ in range(size)]))
     book.ledger.skip_prune()
@@ -44,13 +49,14 @@ def stories(draw: st.DrawFn, session: int = 1, kept: tuple[int, ...] = ()) -> St
         if act == "grow":
             for choice in draw(st.lists(st.integers(0, 30), max_size=5)):
                 parents = [root, *sorted(book.live())]
-                book.add(next(tokens), parents[choice % len(parents)])
+                parent = parents[choice % len(parents)]
+                book.add(fresh(parent), parent)
             story.segments.append(book.ledger.seal())
         elif act == "commit" and children:
             book.commit(draw(st.sampled_from(children)))
             story.prunes.append(book.prune())
         elif act == "miss":
-            book.add(next(tokens), root, committed=True)
+            book.add(fresh(root), root, committed=True)
             story.segments.append(book.ledger.seal())
             story.prunes.append(book.prune())
         elif act == "prune" and alive:  # D0 gives up a subtree without a commit
