@@ -8,3 +8,5 @@ import pytest
 # (tests/conftest.py), and the report says so, is the GPU's share of them, which `pytest -m cuda` selects.
 needs_cuda = pytest.mark.cuda
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
+# What is said where there is no GPU can be seen only there; with a GPU the command would do its work instead.
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

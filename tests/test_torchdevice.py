@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from gpukit import needs_cuda
+from gpukit import needs_cuda, without_cuda
 
 from flowspec_edge import torchdevice
 from flowspec_edge.errors import FlowspecError, UsageError
@@ -65,7 +65,7 @@ def test_auto_says_why_a_gpu_is_left_out() -> None:
     assert "big takes about 7.0 GB" in pick("auto", [ORIN], BUILT, 7 * GB, "big")[1]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@without_cuda
 def test_without_a_gpu() -> None:
     assert gpus() == []
     with pytest.raises(UsageError, match=r"^--device cuda: .*(without CUDA|no GPU).*compute on the CPU .*$"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpukit import DEVICES, needs_cuda
+from gpukit import DEVICES, needs_cuda, without_cuda
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
@@ -113,7 +113,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "stage" not in json.loads(out.read_text())
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@without_cuda
 def test_without_a_gpu_it_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert micro_shapes.main(["--device", "cuda"]) == 2
     out, err = capsys.readouterr()

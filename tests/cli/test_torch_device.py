@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpukit import needs_cuda
+from gpukit import needs_cuda, without_cuda
 from shardkit import cut
 from tiny_dir import tiny_model_dir
 
@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=4)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@without_cuda
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_no_gpu_is_one_line(model: Path, capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
     assert main([*command, "--model", str(model), "--device", "cuda:1"]) == 2
@@ -75,7 +75,7 @@ def test_generate_and_bench_tell_the_device(model: Path, tmp_path: Path, capsys:
     assert ("gpu" in report["machine"]) == (device != "cpu")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@without_cuda
 def test_auto_is_the_cpu_here(model: Path) -> None:
     assert device_of("auto", ModelDir(model), "fp32") == device_of("cpu", ModelDir(model), "fp32") == "cpu"
 

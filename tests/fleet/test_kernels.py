@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpukit import without_cuda
 from quantkit import DEVICES
 
 from flowspec_edge.errors import UsageError
@@ -218,7 +219,7 @@ def test_the_file() -> None:
     assert "bandwidth_share" not in report(int4={1: 1.0}).as_json()["kinds"]["int4"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@without_cuda
 def test_a_gpu_that_is_not_there() -> None:
     with pytest.raises(UsageError, match="no CUDA device here; use --device cpu"):
         measure_kernels("cuda")
