@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 # CUDA code runs nowhere else.  The same tests run on the CPU everywhere: what is left out there
 # (tests/conftest.py), and the report says so, is the GPU's share of them, which `pytest -m cuda` selects.
