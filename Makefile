@@ -1,4 +1,4 @@
-# Everything a developer needs; nothing but python3 (3.10 or newer) and make must be there before.
+# Commands for developers; they need python3 (3.10 or newer) and make.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 setup: $(READY)
 
-# torch first and alone: whatever build of that version this machine's pip is set up to give is kept.
+# torch is installed first and alone, so that the build which pip is configured for is kept.
 $(READY): pyproject.toml deploy/constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed" if sys.version_info < (3, 10) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -27,8 +27,8 @@ check: $(READY)
 	$(BIN)/python -m pytest --quiet tests/test_layout.py
 	$(BIN)/hadolint Dockerfile.jetson
 
-# In the order of the files, the last of which are short: by their number of tests, those that have few but
-# wait long for processes would come last.  Three, because that waiting leaves a core idle where there are two.
+# In the order of files: sorted by their number of tests, files with few long tests would come last.  Three
+# processes, because tests that wait for processes leave one of two cores idle.
 test: check
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder \
 		-m 'not soak and not fleet and not aarch64'
@@ -36,29 +36,29 @@ test: check
 soak: $(READY)
 	$(BIN)/python -m pytest -m 'soak and not fleet and not aarch64'
 
-# Five containers with a systemd each: root's alone.  The image is made once: a few minutes, 1.3 GB.
+# Containers with a systemd each; needs root.  Their images are built once: a few minutes, 3.5 GB.
 test-fleet: $(READY)
 	$(BIN)/python -m pytest -m fleet tests/e2e
 
-# The boards' instruction set, emulated, with the oldest libraries that are allowed: slow.
+# The boards' instruction set, emulated, with the oldest allowed libraries: slow.
 test-aarch64: $(READY)
 	$(BIN)/python -m pytest -m aarch64 tests/e2e
 
-# On a machine with a GPU: what only that can show, and what stages and D0 take there at a real model's shape.
+# On a machine with a GPU: the tests that need one, and times of stages and D0 at the shapes of real models.
 CUDA_FIGURES ?= build/cuda-figures.json
 test-cuda: $(READY)
 	$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("PyTorch sees no GPU here")'
 	$(BIN)/python -m pytest -m cuda
 	mkdir -p $(dir $(CUDA_FIGURES))
-	$(BIN)/python -m flowspec_edge.bench.micro_shapes --device cuda --dtype fp16 --json $(CUDA_FIGURES)
+	$(BIN)/python -m benchmarks.shapes --device cuda --dtype fp16 --json $(CUDA_FIGURES)
 
 bench: $(READY)
-	for file in flowspec_edge/bench/micro_*.py; do \
-		$(BIN)/python -m flowspec_edge.bench.$$(basename $$file .py) || exit 1; done
+	for file in benchmarks/[!_]*.py; do $(BIN)/python -m benchmarks.$$(basename $$file .py) || exit 1; done
+	$(BIN)/python -m benchmarks.shapes
 
-# The pictures in the documents, drawn anew from real runs.
+# Renews the timelines in the documents from real runs.
 timelines: $(READY)
-	$(BIN)/python -m flowspec_edge.bench.document docs/strategies.md docs/benchmarks.md
+	$(BIN)/python -m flowspec_edge.bench.render.timeline_document docs/strategies.md docs/benchmarks.md
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

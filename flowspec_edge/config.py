@@ -1,11 +1,8 @@
-"""Device and testbed profiles: how long things take, as data.
-
-Knows the TOML format of a profile and the arithmetic of its curves.  Does not know who is charged
-for what (``runtime``) nor how a profile was measured.
-"""
+"""Device and testbed profiles: times as TOML data, and the arithmetic of their curves."""
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_right
 from itertools import pairwise
 from pathlib import Path
@@ -14,36 +11,41 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.resources import resource_dir
-from flowspec_edge.tomlfile import load_toml as load_toml
+from flowspec_edge.util.resources import resource_dir
+from flowspec_edge.util.tomlfile import load_toml as load_toml
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
+Text = Annotated[str, Field(min_length=1)]
 
 
-class Strict(BaseModel):
-    """Frozen; a key that is not a field is an error, and so is a value of another type."""
+class StrictModel(BaseModel):
+    """Frozen; unknown keys and values of another type are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
+    def dump(self) -> str:
+        """Return a flat model as TOML; JSON strings, numbers and lists of strings are valid TOML."""
+        return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n"
+                       for key, value in self.model_dump().items())
 
-class ModelShape(Strict):
-    """The model whose costs a profile charges."""
+
+class ModelShape(StrictModel):
+    """The model that the times belong to."""
 
     layers: Count
     hidden_width: Count
     bytes_per_value: Count  # of a hidden state on the wire
-    layer_mb: Positive | None = None  # 10^6 bytes of weights that one layer reads, as the device holds them
+    layer_mb: Positive | None = None  # 10^6 bytes of weights of one layer, as the device stores them
 
 
-class StageCurve(Strict):
-    """What a stage takes for a segment of so many rows, each of which sees so much context.
+class StageCurve(StrictModel):
+    """The time of a stage for a segment, by its rows and the cached context that each row sees.
 
-    ``rows`` and ``ms`` are the corners of a piecewise linear curve for ``layers`` layers and an
-    empty cache: flat below the first corner, and beyond the last as steep as the last piece.
-    ``context_ms`` is what 1000 cached tokens add at each corner, by the same rule; ``overhead_ms``
-    comes with every segment, however many layers the stage has.
+    ``rows`` and ``ms`` are the corners of a piecewise linear curve for ``layers`` layers and an empty cache:
+    flat below the first corner, extrapolated beyond the last.  ``context_ms``: what 1000 cached tokens add at
+    each corner; ``overhead_ms``: added to every segment, whatever the layers.
     """
 
     layers: Positive
@@ -68,7 +70,7 @@ class StageCurve(Strict):
         return self
 
     def milliseconds(self, rows: int, context: int = 0) -> float:
-        """The curve at ``rows``, without the overhead; nothing to compute costs nothing."""
+        """Without the overhead; 0 for no rows."""
         if rows <= 0:
             return 0.0
         seen = self._at(self.context_ms, rows) * context / 1e3 if self.context_ms else 0.0
@@ -83,9 +85,8 @@ class StageCurve(Strict):
         return y0 + (y1 - y0) * (rows - x0) / (x1 - x0)
 
 
-class DraftCost(Strict):
-    """One forward pass of a draft model on D0, by kind: an EAGLE head, an ordinary small model,
-    SPD's speculation module; and what each node that it expands adds, whatever the kind."""
+class DraftCost(StrictModel):
+    """One forward pass of a draft model on D0, by kind; ``row_ms``: what each expanded node adds."""
 
     pass_ms: NotNegative
     lm_pass_ms: NotNegative
@@ -93,38 +94,38 @@ class DraftCost(Strict):
     row_ms: NotNegative = 0.0
 
 
-class LmHeadCost(Strict):
-    """One application of lm_head to the rows of a segment on D0, and what each row adds to D0's work."""
+class LmHeadCost(StrictModel):
+    """lm_head on a segment's rows on D0; ``row_ms``: what each row adds to D0's work."""
 
     ms: NotNegative
     row_ms: NotNegative = 0.0
 
 
-class Link(Strict):
-    """The link between two neighbours, one way."""
+class LinkCost(StrictModel):
+    """One way, between neighbours."""
 
     mbps: Positive  # 10^6 bits a second
     latency_ms: NotNegative
 
 
-class Collective(Strict):
-    """What tensor parallelism pays beside the bytes."""
+class CollectiveCost(StrictModel):
+    """Costs of tensor parallelism besides the bytes."""
 
-    step_ms: NotNegative = 0.0  # a step of a ring: every device sends to the next one and waits
+    step_ms: NotNegative = 0.0  # per ring step: every device sends to the next and waits
 
 
-class Host(Strict):
-    """D0's own bookkeeping for one output: walk, prune, merge, segment, encode."""
+class HostCost(StrictModel):
+    """D0's own work for one output: accept, prune, merge, build a segment, encode."""
 
     bookkeeping_ms: NotNegative = 0.0
 
 
-class Memory(Strict):
-    """A board's memory, in MB (10^6 bytes)."""
+class Memory(StrictModel):
+    """In MB (10^6 bytes)."""
 
     total_mb: Positive
     usable_mb: Positive  # free for a stage's or D0's process, with the system running
-    process_mb: NotNegative  # what such a process takes beside weights and cache: interpreter, kernels
+    process_mb: NotNegative  # of such a process without weights and cache: interpreter, kernels
     gb_per_s: Positive | None = None  # 10^9 bytes a second that a large copy reads
 
     @model_validator(mode="after")
@@ -134,8 +135,8 @@ class Memory(Strict):
         return self
 
 
-class Conditions(Strict):
-    """Under what a profile was measured; informative, nothing is computed from it."""
+class Conditions(StrictModel):
+    """How a profile was measured; for information only."""
 
     date: str = ""
     machine: str = ""
@@ -144,14 +145,12 @@ class Conditions(Strict):
     device: str = ""
     threads: Annotated[int, Field(ge=0)] = 0
     power_mode: str = ""
-    temperature_c: float | None = None  # the hottest zone, when the measuring ended
+    temperature_c: float | None = None  # the hottest zone, at the end
     clocks_mhz: dict[str, float] = {}
-    peer: str = ""  # what the link was measured with
+    peer: str = ""  # at the other end of the measured link
 
 
-class Profile(Strict):
-    """A device or a testbed, in time and memory."""
-
+class Profile(StrictModel):
     name: str
     summary: str
     kind: Literal["testbed", "device"]
@@ -161,45 +160,43 @@ class Profile(Strict):
     stage: StageCurve
     draft: DraftCost
     lm_head: LmHeadCost
-    link: Link
-    host: Host = Host()
-    collective: Collective = Collective()
+    link: LinkCost
+    host: HostCost = HostCost()
+    collective: CollectiveCost = CollectiveCost()
     memory: Memory | None = None
     conditions: Conditions | None = None
 
     def stage_seconds(self, rows: int, layers: float, context: int = 0) -> float:
-        """How long a stage of ``layers`` layers (a fraction is allowed) computes ``rows`` rows, with
-        ``context`` tokens in its cache."""
+        """``layers`` may be a fraction; ``context``: tokens in the cache."""
         if rows <= 0:
             return 0.0
         share = layers / self.stage.layers
         return (self.stage.overhead_ms + self.stage.milliseconds(rows, context) * share) * 1e-3
 
     def draft_seconds(self, kind: str, nodes: int = 1) -> float:
-        """One pass of a draft model of this kind (``modeldir.DRAFT_PARTS``, or "ngram", which looks
-        up and computes nothing) that expands ``nodes``; every EAGLE head costs what an EAGLE-2 head does."""
+        """One pass that expands ``nodes``; ``kind``: of ``modeldir.DRAFT_PARTS``, or "ngram", which is
+        free."""
         eagle = self.draft.pass_ms
         costs = {"eagle2": eagle, "eagle2-deep": eagle, "eagle3": eagle, "lm": self.draft.lm_pass_ms,
                  "spd": self.draft.spd_pass_ms, "ngram": 0.0}
         return (costs[kind] + self.draft.row_ms * nodes) * 1e-3
 
     def verify_seconds(self, rows: int) -> float:
-        """What D0 takes for an output: bookkeeping, and lm_head if it has rows."""
+        """D0's time for an output: bookkeeping, and lm_head if it has rows."""
         head = self.lm_head.ms + self.lm_head.row_ms * rows if rows else 0.0
         return (self.host.bookkeeping_ms + head) * 1e-3
 
     def link_seconds(self, size: int) -> tuple[float, float]:
-        """``size`` bytes over one link: (time the sender's link is occupied, latency after that)."""
+        """(time that ``size`` bytes occupy the link, latency after that)."""
         return size * 8 / (self.link.mbps * 1e6), self.link.latency_ms * 1e-3
 
 
 def profile_names() -> list[str]:
-    """The profiles that come with the package."""
     return sorted(path.stem for path in resource_dir("profiles").glob("*.toml"))
 
 
 def load_profile(name_or_path: str) -> Profile:
-    """A profile that comes with the package, by name, or any TOML file, by path."""
+    """A bundled profile by name, or a TOML file by path."""
     if name_or_path in profile_names():
         path = resource_dir("profiles") / f"{name_or_path}.toml"
     elif name_or_path.endswith(".toml") or "/" in name_or_path:

@@ -1,14 +1,13 @@
-"""What can go wrong, as one line a person can act on.
+"""Errors with one line of text that tells the user what to do.
 
-Every error that a user may meet is a :class:`FlowspecError`; the command line prints its text
-and exits with ``exit_code``, without a traceback.  Anything else that escapes is a bug.
+The command line prints it and exits with ``exit_code``; any other exception that escapes is a bug.
 """
 
 from __future__ import annotations
 
 
 class FlowspecError(Exception):
-    """A failure whose text says what, where and what to do."""
+    """The text says what failed, where, and what to do."""
 
     exit_code = 1
 
@@ -24,4 +23,4 @@ class ProtocolError(FlowspecError):
 
 
 class PeerLost(FlowspecError):
-    """A device stopped answering, or told us that it failed."""
+    """A device stopped answering, or reported that it failed."""

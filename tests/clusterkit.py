@@ -1,4 +1,4 @@
-"""What the tests of clusters of processes share: a prompt, who is alive, acting in the middle of a text."""
+"""For the tests of clusters of processes: a prompt, liveness, a callback in the middle of a text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PATIENCE = 60.0  # seconds; only a failing test waits so long
 
 
 def alive(pid: int) -> bool:
-    """Whether there is such a process, an ended one that nobody has asked for included."""
+    """Whether there is such a process, zombies included."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -8,33 +8,34 @@ import platform
 import shutil
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import imagekit
 from nspawnkit import Fleet
 
-from flowspec_edge.fleet import wheelhouse
-from flowspec_edge.fleet.own_wheel import build_wheel
+from flowspec_edge.fleet.deploy import wheels as wheelhouse
+from flowspec_edge.fleet.deploy.wheels import build_wheel
 
 PROMPT = "The quick brown fox"
 PATIENCE = 900.0  # seconds for a command: five boards install and start at once, on slow machines
 
 
 class Cluster:
-    """Five boards, a cluster.toml for them, and `flowspec deploy` at the control place."""
+    """A fleet's boards or some of them, a cluster.toml, and `flowspec deploy` at the control place."""
 
-    def __init__(self, fleet: Fleet, directory: Path) -> None:
-        self.fleet = fleet
+    def __init__(self, fleet: Fleet, directory: Path, members: Sequence[int] = ()) -> None:
+        self.fleet, self._members = fleet, members
         self.file = directory / "cluster.toml"
         self._wheels = directory / "wheelhouse"
-        self._fill()
+        fill_wheelhouse(fleet, self._wheels)
         self.write()
 
     def write(self, **settings: object) -> None:
         """The cluster file, with ``settings`` in its [cluster]."""
-        self.fleet.write_cluster(self.file, **{"model": "demo", "context": 512, "keys": "keys",
-                                               "wheelhouse": str(self._wheels), **settings})
+        self.fleet.write_cluster(self.file, self._members, **{
+            "model": "demo", "context": 512, "keys": "keys", "wheelhouse": str(self._wheels), **settings})
 
     def flowspec(self, *arguments: str, tree: Path = imagekit.REPOSITORY) -> subprocess.CompletedProcess[str]:
         """A command for this cluster, run to its end."""
@@ -68,16 +69,21 @@ class Cluster:
             assert time.monotonic() < deadline, status
         return status
 
-    def _fill(self) -> None:
-        """Get the wheels here, for the control place has no network; they are kept beside the images."""
-        kept = imagekit.cache() / "wheelhouse"
-        for place in (kept, self._wheels):
-            place.mkdir(parents=True, exist_ok=True)
-        build_wheel(self._wheels)
-        _copy_others(kept, self._wheels)
-        torch = self.fleet.shell(0, "python3 -c 'import torch; print(torch.__version__)'").strip()
-        wheelhouse.fill(self._wheels, [wheelhouse.Target("3.11", platform.machine(), torch)])
-        _copy_others(self._wheels, kept)
+
+def fill_wheelhouse(fleet: Fleet, wheels: Path) -> None:
+    """Get the wheels of boards like board 0 into ``wheels``: the control place has no network.
+
+    They are kept beside the images.
+    """
+    kept = imagekit.cache() / "wheelhouse"
+    for place in (kept, wheels):
+        place.mkdir(parents=True, exist_ok=True)
+    build_wheel(wheels)
+    _copy_others(kept, wheels)
+    ask = "import sys, torch; print(*sys.version_info[:2], sep='.'); print(torch.__version__)"
+    python, torch = fleet.shell(0, f'python3 -c "{ask}"').split()
+    wheelhouse.fill(wheels, [wheelhouse.WheelTarget(python, platform.machine(), torch)])
+    _copy_others(wheels, kept)
 
 
 def _copy_others(source: Path, target: Path) -> None:
@@ -86,4 +92,4 @@ def _copy_others(source: Path, target: Path) -> None:
         if not wheel.name.startswith("flowspec_edge-") and not (target / wheel.name).exists():
             part = target / f"{wheel.name}.{os.getpid()}"
             shutil.copyfile(wheel, part)
-            part.replace(target / wheel.name)  # whoever looks meanwhile finds whole ones
+            part.replace(target / wheel.name)  # so that a reader finds only complete ones

@@ -13,8 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from flowspec_edge.drafting.eagle import EagleHead
-from flowspec_edge.drafting.eagle_checkpoint import save_head
+from flowspec_edge.drafting.eagle.eagle2 import EagleHead, save_head
 
 VOCAB = 61
 WINDOW = 40

@@ -9,14 +9,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from multiprocessing import connection
 from pathlib import Path
 
 import pytest
 
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.fleet.linktest import serve_link
-from flowspec_edge.fleet.netbed import NetBed, check_machine
-from flowspec_edge.runtime.waiting import readable
+from flowspec_edge.fleet.network.linktest import serve_link
+from flowspec_edge.fleet.network.namespaces import NetnsTestbed, check_machine
 
 
 @cache
@@ -39,7 +39,7 @@ def needs(what: str, why_not: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(left_out, reason=f"{what}: {why_not}")
 
 
-needs_a_bed = needs("a bed of network namespaces", why_no_bed())
+needs_netns = needs("a bed of network namespaces", why_no_bed())
 
 
 def heed_ctrl_c() -> None:
@@ -97,7 +97,7 @@ def made_by(pid: int) -> set[str]:
 
 
 @contextmanager
-def serving(bed: NetBed, place: int, port: int, measurements: int) -> Iterator[None]:
+def serving(bed: NetnsTestbed, place: int, port: int, measurements: int) -> Iterator[None]:
     """A link's peer on a device of the bed, until it has answered so many measurements."""
     listens = threading.Event()
 
@@ -133,6 +133,6 @@ def ended(pid: int, within: float) -> bool:
     except ProcessLookupError:
         return True
     try:
-        return bool(readable([end], within))
+        return bool(connection.wait([end], within))
     finally:
         os.close(end)

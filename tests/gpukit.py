@@ -10,4 +10,5 @@ import torch
 needs_cuda = pytest.mark.cuda
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
 # What is said where there is no GPU can be seen only there; with a GPU the command would do its work instead.
-without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+without_cuda = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="with a GPU the command works, and does not say that one is missing")

@@ -12,8 +12,8 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from flowspec_edge.sampling import Sampling, gumbel
-from flowspec_edge.tree.requests import DraftNode, DraftRequest
+from flowspec_edge.sampling.rule import Sampling, gumbel
+from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
 
 GREEDY = Sampling()
 # transformers' RMSNorm and rotary angles are float32 at any dtype.

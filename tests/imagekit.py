@@ -14,18 +14,35 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from flowspec_edge.fleet.commands import search_path
+import cudakit
+from packaging.requirements import Requirement
+
+from flowspec_edge.fleet.remote.runner import search_path
 
 DEBIAN = {"x86_64": "amd64", "aarch64": "arm64"}
 REPOSITORY = Path(__file__).resolve().parent.parent
-_MIRROR = "http://deb.debian.org/debian"
-_SUITE = "bookworm"
-_SITE = "/usr/local/lib/python3.11/dist-packages"  # bookworm's
 _TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # asked where pip's own places have no CPU build
+
+
+@dataclass(frozen=True)
+class Release:
+    """A distribution's release, and where debootstrap finds it."""
+
+    codename: str
+    python: str  # its own, "3.11"
+    mirror: str = "http://deb.debian.org/debian"
+    components: str = "main"
+    # The package with the keys that sign it, below the mirror, and that package's sha256; empty where the
+    # keys are this machine's own.
+    keys: tuple[str, str] = ("", "")
+
+
+BOOKWORM = Release("bookworm", "3.11")
 
 
 @dataclass(frozen=True)
@@ -39,11 +56,13 @@ class Recipe:
     constraints: str = ""  # for them: the text of a constraints file; empty: they are all there is
     script: str = ""  # run in the root at the end
     configured: bool = True  # by the packages' own scripts, for which this machine must run its programs
+    release: Release = BOOKWORM
+    cuda: bool = True  # False: the wheels' torch is linked to CUDA, which the root gets as stubs (cudakit)
 
     @property
     def place(self) -> Path:
         """Where the finished root is, or will be."""
-        digest = hashlib.sha256(repr((_SUITE, astuple(self))).encode()).hexdigest()[:16]
+        digest = hashlib.sha256(repr(astuple(self)).encode()).hexdigest()[:16]
         return cache() / f"{self.name}-{digest}"
 
 
@@ -56,6 +75,13 @@ def pins(*names: str) -> str:
     """The lines of deploy/constraints.txt for those packages."""
     lines = (REPOSITORY / "deploy" / "constraints.txt").read_text().splitlines(keepends=True)
     return "".join(line for line in lines if line.partition("==")[0] in names)
+
+
+def pinned(python: str, *names: str) -> list[str]:
+    """What deploy/constraints.txt has for those packages and that Python: numpy==1.26.4."""
+    found = [Requirement(line) for line in pins(*names).splitlines()]
+    return [f"{need.name}{need.specifier}" for need in found
+            if need.marker is None or need.marker.evaluate({"python_version": python})]
 
 
 def which(tool: str) -> str:
@@ -119,9 +145,12 @@ def _make(recipe: Recipe, root: Path, out: int) -> None:
                        env={**os.environ, "PATH": search_path()})
 
     # In mounts of its own: where it is killed, nothing stays mounted.
-    run(["unshare", "--mount", "--", "debootstrap", f"--arch={DEBIAN[recipe.machine]}", "--variant=minbase",
-         *([] if recipe.configured else ["--foreign"]), f"--include={','.join(recipe.packages)}", _SUITE,
-         str(root), _MIRROR])
+    release = recipe.release
+    with tempfile.TemporaryDirectory() as keys:
+        run(["unshare", "--mount", "--", "debootstrap", f"--arch={DEBIAN[recipe.machine]}",
+             "--variant=minbase", f"--components={release.components}",
+             *([] if recipe.configured else ["--foreign"]), *_keyring(release, Path(keys), run),
+             f"--include={','.join(recipe.packages)}", release.codename, str(root), release.mirror])
     archives = sorted((root / "var/cache/apt/archives").glob("*.deb"))
     if not recipe.configured:
         for archive in archives:
@@ -137,10 +166,29 @@ def _make(recipe: Recipe, root: Path, out: int) -> None:
         run(inside(root, ["sh", "-exc", recipe.script]))
 
 
+def _keyring(release: Release, place: Path, run: Callable[[Sequence[str]], None]) -> list[str]:
+    """debootstrap's option for keys that this machine does not have: by way of a digest that we do."""
+    package, digest = release.keys
+    if not package:
+        return []
+    with urllib.request.urlopen(f"{release.mirror}/{package}", timeout=60) as answer:
+        data = answer.read()
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise RuntimeError(f"{release.mirror}/{package} is not the package that it was")
+    (place / "keys.deb").write_bytes(data)
+    run(["dpkg-deb", "--extract", str(place / "keys.deb"), str(place)])
+    (keyring,) = place.glob("usr/share/keyrings/*-archive-keyring.gpg")
+    return [f"--keyring={keyring}"]
+
+
 def _install(recipe: Recipe, root: Path, run: Callable[[Sequence[str]], None]) -> None:
     """Put the wheels where the root's Python finds them: this machine's pip does it."""
-    install = [sys.executable, "-m", "pip", "install", "--target", f"{root}{_SITE}", "--no-compile",
-               "--python-version", "3.11", "--only-binary=:all:"]
+    if not recipe.wheels:
+        return
+    python = recipe.release.python
+    site = root / f"usr/local/lib/python{python}/dist-packages"
+    install = [sys.executable, "-m", "pip", "install", "--target", str(site), "--no-compile",
+               "--python-version", python, "--only-binary=:all:"]
     for tag in ("_2_28", "_2_27", "_2_26", "_2_24", "_2_17", "2014"):
         install += ["--platform", f"manylinux{tag}_{recipe.machine}"]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
@@ -151,6 +199,9 @@ def _install(recipe: Recipe, root: Path, run: Callable[[Sequence[str]], None]) -
             run([*install, *recipe.wheels])
         except subprocess.CalledProcessError:
             run([*install, "--upgrade", "--extra-index-url", _TORCH_INDEX, *recipe.wheels])
-    if sys.version_info[:2] == (3, 11):  # else each start of it compiles what it imports
+    if not recipe.cuda:
+        cudakit.stub(site / "torch" / "lib")
+        remove(site / "torch" / "include")
+    if ".".join(map(str, sys.version_info[:2])) == python:  # else each start of it compiles what it imports
         # Some files are for newer Pythons: those fail, and nobody imports them.
-        compileall.compile_dir(f"{root}{_SITE}", quiet=2, stripdir=str(root))
+        compileall.compile_dir(site, quiet=2, stripdir=str(root))

@@ -15,14 +15,15 @@ from clusterkit import PATIENCE, until
 from servekit import NAME, Running, running, served
 
 from flowspec_edge.messages import Computed, Credit, Output, Tap
-from flowspec_edge.runtime.clusters import LocalClusters
-from flowspec_edge.runtime.coordinator import Coordinator
-from flowspec_edge.runtime.observer import Observer, Observers
+from flowspec_edge.runtime.cluster.clusters import LocalCluster
+from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.observe.observer import Observer, Observers
+from flowspec_edge.runtime.observe.power import PowerMeter
+from flowspec_edge.runtime.observe.system_stats import SystemStats
 from flowspec_edge.runtime.request import Result
-from flowspec_edge.runtime.vitals import Vitals
-from flowspec_edge.serving.desk import Desk
-from flowspec_edge.serving.feed import Feed
-from flowspec_edge.serving.live import Description, Live
+from flowspec_edge.serving.admission import AdmissionQueue
+from flowspec_edge.serving.dashboard.feed import Feed
+from flowspec_edge.serving.dashboard.live import Description, Live
 
 STAGES = 2
 
@@ -46,12 +47,13 @@ class Watched:
     """A cluster of processes that a page's feed watches, and what came of its requests."""
 
     model: Path
-    clusters: LocalClusters
+    clusters: LocalCluster
     feed: Feed
     recorder: Recorder
+    meter: PowerMeter | None = None
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Watchable(Watched):
     """The same behind a server."""
 
@@ -59,12 +61,12 @@ class Watchable(Watched):
 
 
 @contextmanager
-def watched_cluster(model: Path) -> Iterator[Watched]:
-    """``STAGES`` processes for a model of two layers."""
+def watched_cluster(model: Path, meter: PowerMeter | None = None) -> Iterator[Watched]:
+    """``STAGES`` processes for a model of two layers; ``meter``: of this machine."""
     feed, recorder = Feed(), Recorder()
     observer = Observers([feed, recorder])
-    with LocalClusters(model, STAGES, threads=1, observer=observer) as clusters:
-        yield Watched(model, clusters, feed, recorder)
+    with LocalCluster(model, STAGES, threads=1, observer=observer, meter=meter) as clusters:
+        yield Watched(model, clusters, feed, recorder, meter)
 
 
 @contextmanager
@@ -73,11 +75,12 @@ def watchable(cluster: Watched, api_key: str | None = None) -> Iterator[Watchabl
     what = served(cluster.model, None)
     described = Description(NAME, what.strategy, "fp32", [(0, 1), (1, 2)], None, api_key is not None)
 
-    def page(desk: Desk) -> Live:
-        return Live(cluster.feed, desk, described, what.tokenizer.decode, Vitals().read)
+    def page(admission: AdmissionQueue) -> Live:
+        return Live(cluster.feed, admission, described, what.tokenizer.decode,
+                    SystemStats(meter=cluster.meter).read)
 
     with running(what, cluster.clusters, api_key=api_key, page=page) as server:
-        yield Watchable(cluster.model, cluster.clusters, cluster.feed, cluster.recorder, server)
+        yield Watchable(**vars(cluster), server=server)
 
 
 class Watcher:

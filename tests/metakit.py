@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flowspec_edge.bench.launches import FREE, WHOLE
+from benchmarks.shapes.launches import FREE, WHOLE
 
 aten = torch.ops.aten
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Heartbeat
-from flowspec_edge.runtime.coordinator import Coordinator, session_rows
-from flowspec_edge.runtime.observer import Observer
+from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.draft_device.capacity import session_rows
+from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.observe.observer import Observer
 from flowspec_edge.runtime.plain import PlainDecoder
-from flowspec_edge.runtime.processes import ProcessCluster
-from flowspec_edge.runtime.request import Request, Result
-from flowspec_edge.runtime.tickets import Ticket
-from flowspec_edge.sampling import Sampling
+from flowspec_edge.runtime.request import Request, RequestHandle, Result
+from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.params import Params
 
 SMALL = Params(segment=4, width=4, tree_size=20, depth=3, prefill_chunk=16)
@@ -35,12 +35,12 @@ class Held(Observer):
         self.losses = 0
 
     def opened(self, coordinator: Coordinator, at: float) -> None:
-        self.open[coordinator.ledger.session] = coordinator
+        self.open[coordinator.builder.session] = coordinator
 
     def settled(self, coordinator: Coordinator, result: Result, at: float) -> None:
-        del self.open[coordinator.ledger.session]
+        del self.open[coordinator.builder.session]
 
-    def heard(self, beat: Heartbeat, at: float) -> None:
+    def heartbeat(self, beat: Heartbeat, at: float) -> None:
         self.most_bytes = max(self.most_bytes, beat.counters.get("cache_bytes", 0.0))
 
     def lost(self, reason: str, at: float) -> None:
@@ -51,7 +51,7 @@ class Held(Observer):
 @dataclass(eq=False)
 class _Asked:
     request: Request
-    ticket: Ticket
+    ticket: RequestHandle
     came: list[int] = field(default_factory=list)
     cancel_at: int | None = None  # tokens
     fail_at: int | None = None
@@ -83,7 +83,7 @@ class Mix:
 
     def _turn(self) -> bool:
         """One step of the client's; whether it is done."""
-        for asked in [asked for asked in self._open if asked.ticket.done]:
+        for asked in [asked for asked in self._open if asked.ticket.done()]:
             self._open.remove(asked)
             self._check(asked)
         chance = self._chance

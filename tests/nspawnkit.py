@@ -7,6 +7,7 @@ that made it, even if that is killed: only its directory stays, and that is pyte
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -14,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,8 +25,8 @@ from pathlib import Path
 import fleetkit
 import imagekit
 
-from flowspec_edge.fleet.commands import search_path
-from flowspec_edge.fleet.netbed import NetBed
+from flowspec_edge.fleet.network.namespaces import NetnsTestbed
+from flowspec_edge.fleet.remote.runner import search_path
 
 USER = "jetson"
 PATIENCE = 120.0  # seconds for a container to boot or to end: several at once, on slow machines
@@ -77,18 +79,21 @@ needs_fleet = fleetkit.needs("a fleet of containers", why_no_fleet())
 
 
 class Fleet:
-    """Boards 0…``boards`` − 1, all running, and the control place.  Close it, or use ``fleet``."""
+    """Boards 0…``boards`` − 1, all running, and the control place.  Close it, or use ``fleet``.
 
-    def __init__(self, directory: Path, boards: int = 5) -> None:
+    ``recipes``: what each board's system is made of, ``BOARD`` if they are not given.
+    """
+
+    def __init__(self, directory: Path, boards: int = 5, recipes: Sequence[imagekit.Recipe] = ()) -> None:
         self.directory, self.boards = directory, boards
-        self._image = imagekit.image(BOARD)
+        self._images = [imagekit.image(recipe) for recipe in recipes or [BOARD] * boards]
         self._undo = ExitStack()
         remove_stale_cgroups()
         self._containers: dict[int, subprocess.Popen[bytes]] = {}
         self._leaders: dict[int, int] = {}
         self._notices: dict[int, socket.socket] = {}
         try:
-            self._bed = self._undo.enter_context(NetBed(boards))
+            self._bed = self._undo.enter_context(NetnsTestbed(boards))
             self._undo.callback(self._stop_all)
             self._keys()
             for board in range(boards):
@@ -154,12 +159,12 @@ class Fleet:
         assert not check or not done.returncode, f"board {board}: {script}: {done.stdout}{done.stderr}"
         return done.stdout
 
-    def write_cluster(self, path: Path, **settings: object) -> Path:
-        """A cluster.toml of all boards, the first of which drafts; ``settings`` are of its [cluster]."""
+    def write_cluster(self, path: Path, members: Sequence[int] = (), **settings: object) -> Path:
+        """A cluster.toml of ``members``, or all boards, ``settings`` in its [cluster]; the first drafts."""
         table = {"name": "fleet", "interface": self._bed.interface(0), "ssh_config": str(self.ssh_config),
                  **settings}
         lines = ["[cluster]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
-        for board in range(self.boards):
+        for board in members or range(self.boards):
             lines += ["", "[[device]]", f'name = "{self.name(board)}"', f'address = "{self.address(board)}"',
                       f'ssh_user = "{USER}"', f'ssh_key = "{self.key}"',
                       f'role = "{"verify" if board else "draft"}"']
@@ -178,8 +183,9 @@ class Fleet:
                   "--link-journal=no", "--capability=CAP_NET_ADMIN",
                   "--network-namespace-path=/proc/self/ns/net",  # it is started in there
                   f"--machine={self.name(board)}", f"--directory={place}/root"]
-        start = _START.format(overlay=f"lowerdir={self._image},upperdir={place}/disk,workdir={place}/work",
-                              root=f"{place}/root")
+        store, mount = self._disk(board)
+        layers = f"lowerdir={self._images[board]},upperdir={store}/disk,workdir={store}/work"
+        start = _START.format(overlay=layers, root=f"{place}/root", mount=mount)
         procs = [str(group / "cgroup.procs") for group in self._cgroups(board, make=True)]
         # Process ids of its own: what is in there ends when this process does, as systemd-nspawn's
         # container would not; mounts of its own end with that.
@@ -250,7 +256,8 @@ class Fleet:
             self.cut_off(board)
         for board in range(self.boards):
             for group in self._cgroups(board):
-                _remove_cgroup(group)
+                with suppress(OSError):  # a process is still ending: remove_stale_cgroups finds it later
+                    _remove_cgroup(group, 5.0)
 
     def _keys(self) -> None:
         _make_key(self.key, "control")
@@ -276,16 +283,20 @@ class Fleet:
             public = host_key.with_name(f"{host_key.name}.pub").read_text()
             known.write(f"{self.address(board)},{self.name(board)} {public}")
         # Whose the directory is, the image says: numbers of its users, not of this machine's.
-        home, owned = disk / "home" / USER, (self._image / "home" / USER).stat()
+        home, owned = disk / "home" / USER, (self._images[board] / "home" / USER).stat()
         (home / ".ssh/authorized_keys").write_bytes(self.key.with_suffix(".pub").read_bytes())
         for path in (home, home / ".ssh", home / ".ssh/authorized_keys"):
             os.chown(path, owned.st_uid, owned.st_gid)
         (home / ".ssh").chmod(0o700)
 
+    def _disk(self, board: int) -> tuple[Path, str]:
+        """The directory of a board's overlay, disk/ and work/, and what has to be run to mount it."""
+        return self.directory / self.name(board), ""
+
     def _cgroups(self, board: int, make: bool = False) -> list[Path]:
         """A board's control groups, one in each hierarchy: with a shared one, five systemds would take
         one another's services for their own."""
-        groups = [parent / f"{_CGROUP}{os.getpid()}-{board}" for parent in _cgroup_parents()]
+        groups = [parent / f"{_CGROUP}{os.getpid()}-{self.name(board)}" for parent in _cgroup_parents()]
         if make:
             for group in groups:
                 group.mkdir(exist_ok=True)
@@ -297,6 +308,7 @@ _START = """
 count=$1; shift
 for i in $(seq $count); do echo 0 > "$1"; shift; done  # 0: the one that writes
 mount -t tmpfs tmpfs /run
+{mount}
 mount -t overlay overlay -o {overlay} {root}
 status=0; "$@" || status=$?
 exit $status
@@ -334,12 +346,20 @@ def _cgroup_parents() -> list[Path]:
     return found
 
 
-def _remove_cgroup(group: Path) -> None:
-    """Remove a control group and those in it, which are empty."""
+def _remove_cgroup(group: Path, within: float = 0.0) -> None:
+    """Remove a control group and those in it, which are empty ``within`` so many seconds: killed processes
+    leave theirs a moment after their container's process 1 has ended."""
     for inner in group.iterdir():
         if inner.is_dir():
-            _remove_cgroup(inner)
-    group.rmdir()
+            _remove_cgroup(inner, within)
+    deadline = time.monotonic() + within
+    while True:
+        try:
+            return group.rmdir()
+        except OSError as error:
+            if error.errno != errno.EBUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)  # a control group of version 1 does not tell when it is empty: it is polled
 
 
 def _make_key(path: Path, comment: str) -> None:

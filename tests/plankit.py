@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from flowspec_edge.config import DraftCost, Link, LmHeadCost, Memory, ModelShape, Profile, StageCurve
-from flowspec_edge.fleet.memory import ModelBytes
-from flowspec_edge.fleet.planner import Board, Problem, Role
+from flowspec_edge.config import DraftCost, LinkCost, LmHeadCost, Memory, ModelShape, Profile, StageCurve
+from flowspec_edge.fleet.inventory import Role
+from flowspec_edge.fleet.planning.model_size import ModelBytes
+from flowspec_edge.fleet.planning.planner import CandidateBoard, SplitProblem
 
 MB = 10**6
 
@@ -21,13 +22,13 @@ def profile(layer_ms: float = 6.0, usable_mb: float = 6000, process_mb: float = 
         model=ModelShape(**model),
         stage=StageCurve(layers=1, rows=[64, 128], ms=[layer_ms, 2 * layer_ms], overhead_ms=overhead_ms),
         draft=DraftCost(pass_ms=10, lm_pass_ms=30, spd_pass_ms=15), lm_head=LmHeadCost(ms=lm_head_ms),
-        link=Link(mbps=mbps, latency_ms=latency_ms),
+        link=LinkCost(mbps=mbps, latency_ms=latency_ms),
         memory=Memory(total_mb=2 * usable_mb, usable_mb=usable_mb, process_mb=process_mb))
 
 
-def board(name: str = "a", role: Role = "auto", **figures: Any) -> Board:
+def board(name: str = "a", role: Role = "auto", **figures: Any) -> CandidateBoard:
     """A board with :func:`profile`'s figures."""
-    return Board(name, profile(**figures), role)
+    return CandidateBoard(name, profile(**figures), role)
 
 
 def size(layers: int = 32, layer_mb: float = 400, embedding_mb: float = 250, draft_mb: float = 800,
@@ -43,6 +44,6 @@ def size(layers: int = 32, layer_mb: float = 400, embedding_mb: float = 250, dra
 
 
 def problem(of: ModelBytes | None = None, context: int = 2048, tentative: int = 1024,
-            rows: int = 16) -> Problem:
+            rows: int = 16) -> SplitProblem:
     """A segment of 16 rows on a model of 7B, unless said otherwise."""
-    return Problem(of or size(), context, tentative, rows)
+    return SplitProblem(of or size(), context, tentative, rows)

@@ -1,17 +1,18 @@
-"""Reports with figures that nobody measured, for what reads reports."""
+"""Benchmark reports with random figures."""
 
 from __future__ import annotations
 
 import random
 
-from flowspec_edge.bench.report import Report, Sample
+from flowspec_edge.bench.results.report import BenchReport
+from flowspec_edge.bench.results.rows import Sample
 
 SETTINGS = {"model": "tiny", "stages": 4, "draft": "eagle2", "pipedec_width": 16, "max_new_tokens": 64,
             "dtype": "fp32", "seed": 0}
 
 
 def report(strategies: list[str], tasks: list[str], temperatures: list[float], prompts: int = 3,
-           repeats: int = 1, stages: int = 4, profile: str | None = "paper-7b", seed: int = 0) -> Report:
+           repeats: int = 1, stages: int = 4, profile: str | None = "paper-7b", seed: int = 0) -> BenchReport:
     """Random samples for every combination."""
     rng = random.Random(seed)
     samples = []
@@ -28,5 +29,6 @@ def report(strategies: list[str], tasks: list[str], temperatures: list[float], p
                             itl_p95_s=rng.random(), drafted=9, verified=8, accepted=7, bytes=6,
                             identical=True))
     facts = [{"name": task, "prompts": prompts, "sha256": "0"} for task in tasks]
-    return Report(profile, "virtual" if profile else "wall", {**SETTINGS, "stages": stages, "tasks": facts},
-                  {"cpu": "none"}, "2026-01-02", samples, complete=True)
+    settings = {**SETTINGS, "stages": stages, "tasks": facts}
+    return BenchReport(profile, "virtual" if profile else "wall", settings, {"cpu": "none"}, "2026-01-02",
+                       samples, complete=True)

@@ -11,16 +11,15 @@ from itertools import pairwise
 import numpy as np
 
 from flowspec_edge.messages import Segment
-from flowspec_edge.sampling import Sampling
+from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.base import Pipeline, Strategy
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES
-from flowspec_edge.tree.ledger import Ledger
-from flowspec_edge.tree.requests import Expansion
+from flowspec_edge.tree.draft_api import DraftOutput
+from flowspec_edge.tree.segment_builder import SegmentBuilder
 
 ROOT, A, B, C, D, E, F, G, H, OTHER = range(100, 110)
 PROMPT = 1
-VOCABULARY = 200_000
 Children = list[tuple[int, float]]  # tokens and confidences, best first
 
 
@@ -31,14 +30,14 @@ class Device0:
                  **params: int | float | str) -> None:
         """``pipeline``: its stages, if nothing else of it matters; ``text``: what the strategy is told of
         the prompt, for those that look into it."""
-        self.ledger = Ledger()
-        self.ledger.add(PROMPT, 0, committed=True)
-        self.ledger.returned(self.ledger.seal().run)
-        self.ledger.skip_prune()
+        self.builder = SegmentBuilder()
+        self.builder.add(PROMPT, 0, committed=True)
+        self.builder.pop_returned(self.builder.seal().run)
+        self.builder.skip_prune()
         self.strategy: Strategy = STRATEGIES[name](
-            Params(**params), self.ledger,  # type: ignore[arg-type]
+            Params(**params), self.builder,  # type: ignore[arg-type]
             pipeline if isinstance(pipeline, Pipeline) else Pipeline(pipeline))
-        self.strategy.begin(text, Sampling(), VOCABULARY)
+        self.strategy.begin(text, Sampling())
         self.strategy.start(ROOT, 1)
 
     def send(self) -> Segment:
@@ -68,7 +67,7 @@ class Device0:
             known = answers.get(node.token, [])
             found.append(known + [(filler + len(found) * 50 + i, 1e-6)
                                   for i in range(request.children - len(known))])
-        self.strategy.drafted(request, Expansion(
+        self.strategy.on_draft(request, DraftOutput(
             np.array([[token for token, _ in row[: request.children]] for row in found], np.int32),
             np.log([[p for _, p in row[: request.children]] for row in found])))
 
@@ -82,9 +81,9 @@ class Device0:
 
         Without ``successors`` it is empty, as a cancelled one.
         """
-        numbers, _ = self.ledger.returned(segment.run)
-        commits = self.strategy.verified(segment.run, numbers.tolist() if successors else [], successors)
-        return [(c.token, c.drafted) for c in commits]
+        numbers, _ = self.builder.pop_returned(segment.run)
+        commits = self.strategy.on_verified(segment.run, numbers.tolist() if successors else [], successors)
+        return [(c.token, c.accepted) for c in commits]
 
 
 def tokens(segment: Segment) -> list[int]:

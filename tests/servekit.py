@@ -17,21 +17,29 @@ import httpx2
 from clusterkit import PATIENCE, until
 from openai import OpenAI
 
-from flowspec_edge.messages import Cancel, Heartbeat, Prune, Segment
-from flowspec_edge.modeldir import ModelDir
-from flowspec_edge.runtime.observer import Observer
-from flowspec_edge.runtime.request import OnTokens, Request, Result, SharedCluster
-from flowspec_edge.runtime.tickets import Outcome, Ticket
+from flowspec_edge.messages import Cancel, Prune, Segment
+from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.text import Tokenizer
+from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.observe.observer import Observer
+from flowspec_edge.runtime.request import (
+    ClusterState,
+    ClusterStatus,
+    OnTokens,
+    Request,
+    RequestHandle,
+    Result,
+    SharedCluster,
+)
+from flowspec_edge.serving.access_log import AccessRecord, requests
+from flowspec_edge.serving.admission import AdmissionQueue
 from flowspec_edge.serving.app import make_app
-from flowspec_edge.serving.asking import Served
-from flowspec_edge.serving.desk import Desk
-from flowspec_edge.serving.live import Live
-from flowspec_edge.serving.log import Record, requests
+from flowspec_edge.serving.dashboard.live import Live
 from flowspec_edge.serving.metrics import Metrics
-from flowspec_edge.serving.reply import KEEP_ALIVE_S
+from flowspec_edge.serving.openai.handler import KEEP_ALIVE_S
+from flowspec_edge.serving.openai.prepare import ServedModel
 from flowspec_edge.serving.server import listen, listening, url_of
 from flowspec_edge.strategies.params import Params
-from flowspec_edge.text import Tokenizer
 
 NAME = "tiny"
 AT_ONCE = 4  # requests that the cluster has room for
@@ -57,13 +65,13 @@ class Held:
         self.lost: str | None = None  # what the cluster says that it has lost, and waits for
         self.started: list[Request] = []
         self.pieces = 0  # since the newest request was started
-        self.ends: list[Outcome] = []
+        self.ends: list[Result | BaseException] = []
 
     @property
-    def trouble(self) -> str | None:
-        return self.lost or self._cluster.trouble
+    def status(self) -> ClusterStatus:
+        return ClusterStatus(ClusterState.RECOVERING, self.lost) if self.lost else self._cluster.status
 
-    def submit(self, request: Request, on_tokens: OnTokens | None = None) -> Ticket:
+    def submit(self, request: Request, on_tokens: OnTokens | None = None) -> RequestHandle:
         def hold(tokens: list[int]) -> None:
             self.pieces += 1
             self.on_piece()
@@ -77,7 +85,8 @@ class Held:
             raise self.broken
         self.pieces = 0
         ticket = self._cluster.submit(request, hold)
-        ticket.on_settled(self.ends.append)
+        ticket.add_done_callback(
+            lambda handle: self.ends.append(handle.exception() or handle.result()))
         return ticket
 
     def serve(self, stop: Callable[[], bool]) -> None:
@@ -95,7 +104,7 @@ class Watch(Observer):
 
     def __init__(self) -> None:
         self.segments: Counter[int] = Counter()  # that were sent, by session
-        self.closed: dict[int, set[int]] = {}  # session -> the stages that have given it up
+        self.closed: set[int] = set()  # sessions on which every stage has reported
         self.may_send, self.holds = threading.Event(), threading.Event()
         self.may_send.set()
 
@@ -116,9 +125,8 @@ class Watch(Observer):
                 self.holds.set()
                 assert self.may_send.wait(PATIENCE)
 
-    def heard(self, beat: Heartbeat, at: float) -> None:
-        if "closed" in beat.counters:
-            self.closed.setdefault(int(beat.counters["closed"]), set()).add(beat.stage)
+    def settled(self, coordinator: Coordinator, result: Result, at: float) -> None:
+        self.closed.add(coordinator.builder.session)
 
 
 class Records(logging.Handler):
@@ -126,12 +134,12 @@ class Records(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[Record] = []
+        self.seen: list[AccessRecord] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         self.seen.append(record.record)  # type: ignore[attr-defined]
 
-    def wait(self, status: int) -> Record:
+    def wait(self, status: int) -> AccessRecord:
         """The newest with this status, once there is one."""
         until(lambda: any(record.status == status for record in self.seen))
         return next(record for record in reversed(self.seen) if record.status == status)
@@ -142,7 +150,7 @@ class Running:
     """A server on this machine; ``client`` does not try again."""
 
     url: str
-    desk: Desk
+    admission: AdmissionQueue
     client: OpenAI
     http: httpx2.Client
     records: Records
@@ -154,33 +162,33 @@ class Running:
         return answer.status_code, answer.json()["reason"] or ""
 
 
-def served(model: Path, template: str | None = "vicuna", strategy: str = "flowspec") -> Served:
+def served(model: Path, template: str | None = "vicuna", strategy: str = "flowspec") -> ServedModel:
     found = ModelDir(model)
-    return Served(found, Tokenizer(found, template), NAME, strategy, STRATEGIES, Params(), 24)
+    return ServedModel(found, Tokenizer(found, template), NAME, strategy, STRATEGIES, Params(), 24)
 
 
 @contextmanager
-def running(what: Served, cluster: SharedCluster, capacity: int = 16, api_key: str | None = None,
+def running(what: ServedModel, cluster: SharedCluster, capacity: int = 16, api_key: str | None = None,
             recent_s: float = 60.0, patience_s: float = 60.0, at_once: int = 1,
             keep_alive_s: float = KEEP_ALIVE_S, metrics: Metrics | None = None,
-            page: Callable[[Desk], Live] | None = None, port: int = 0) -> Iterator[Running]:
+            page: Callable[[AdmissionQueue], Live] | None = None, port: int = 0) -> Iterator[Running]:
     """The server, ready; as ``flowspec serve`` runs it, but for the main thread."""
-    desk = Desk(what.probe(), capacity, recent_s, patience_s, at_once)
+    admission = AdmissionQueue(what.probe(), capacity, recent_s, patience_s, at_once)
     listener = listen("127.0.0.1", port, api_key)
     url = url_of(listener)
     ready, records = threading.Event(), Records()
-    owner = threading.Thread(target=desk.run, args=(cluster, ready.set))
+    owner = threading.Thread(target=admission.run, args=(cluster, ready.set))
     requests.addHandler(records)
     level = requests.level
     requests.setLevel(logging.INFO)
     try:
         with (OpenAI(base_url=f"{url}/v1", api_key=api_key or "none", max_retries=0) as client,
               httpx2.Client(base_url=url, trust_env=False) as http,
-              listening(listener, make_app(desk, what, api_key, keep_alive_s, metrics,
-                                           page(desk) if page else None), desk)):
+              listening(listener, make_app(admission, what, api_key, keep_alive_s, metrics,
+                                           page(admission) if page else None), admission)):
             owner.start()
             assert ready.wait(PATIENCE)
-            it = Running(url, desk, client, http, records)
+            it = Running(url, admission, client, http, records)
             try:
                 yield it
             finally:

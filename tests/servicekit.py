@@ -14,10 +14,10 @@ from pathlib import Path
 
 from clusterkit import PATIENCE
 
-from flowspec_edge.manifest import Manifest
-from flowspec_edge.runtime.draftconfig import DraftConfig
-from flowspec_edge.runtime.nursery import Nursling, nursery
-from flowspec_edge.runtime.workerconfig import WorkerConfig
+from flowspec_edge.model.manifest import Manifest
+from flowspec_edge.runtime.cluster.forkserver import WorkerProcess
+from flowspec_edge.runtime.draft_device.config import DraftConfig
+from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.transport import keys
 
 
@@ -94,13 +94,13 @@ class Services:
             "instances": [f"v{stage}-r1" for stage in range(1, stages + 1)], "threads": 1,
             "host": host, "port": port, **(changes or {})})
         self.draft_file.write_text(self.draft.dump())
-        self.workers: dict[int, Nursling | subprocess.Popen[bytes]] = {}
+        self.workers: dict[int, WorkerProcess | subprocess.Popen[bytes]] = {}
 
     def start(self, stage: int, forked: bool = True) -> None:
         """V``stage``; ``forked``: without ``flowspec worker``, which imports for long."""
         file = self.worker_files[stage - 1]
         self.workers[stage] = (
-            nursery().start(file, self.directory / f"said{stage}") if forked
+            WorkerProcess(file, self.directory / f"said{stage}") if forked
             else subprocess.Popen(command("worker", file)))
 
     def kill(self, stage: int) -> None:

@@ -7,7 +7,7 @@ import json
 import random
 from pathlib import Path
 
-from flowspec_edge.manifest import Manifest
+from flowspec_edge.model.manifest import Manifest
 
 
 def model(directory: Path, stages: int = 2, size: int = 3_000_000, request: str = "a" * 64,

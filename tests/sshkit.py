@@ -13,9 +13,9 @@ from tempfile import TemporaryDirectory
 import fleetkit
 
 import flowspec_edge
-from flowspec_edge.fleet.commands import search_path
 from flowspec_edge.fleet.inventory import Inventory, load_inventory
-from flowspec_edge.fleet.netbed import NetBed
+from flowspec_edge.fleet.network.namespaces import NetnsTestbed
+from flowspec_edge.fleet.remote.runner import search_path
 
 _SSHD = """
 ListenAddress {address}
@@ -46,7 +46,7 @@ needs_boards = fleetkit.needs("boards with a real sshd", why_no_boards())
 class Boards:
     """Places 0…``stages`` of ``bed`` as boards; ``outside`` is one more place, with no sshd."""
 
-    def __init__(self, bed: NetBed, stages: int, directory: Path, undo: ExitStack) -> None:
+    def __init__(self, bed: NetnsTestbed, stages: int, directory: Path, undo: ExitStack) -> None:
         self.bed, self.outside, self.directory = bed, stages + 1, directory
         self._servers: dict[int, int] = {}  # process ids
         # A socket's path must be short, and a test's own directory may not be.
@@ -139,5 +139,5 @@ class Boards:
 def boards(stages: int, directory: Path) -> Iterator[Boards]:
     """A draft board, ``stages`` verify boards, and a place to look at them from."""
     with ExitStack() as undo:
-        bed = undo.enter_context(NetBed(stages + 1))
+        bed = undo.enter_context(NetnsTestbed(stages + 1))
         yield Boards(bed, stages, directory, undo)

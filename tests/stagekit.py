@@ -18,16 +18,16 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from flowspec_edge.messages import Open, Output, Prune, Segment, Tap
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.shard import load_shard
-from flowspec_edge.tensors import to_torch
-from flowspec_edge.tree.ledger import Ledger
+from flowspec_edge.tree.segment_builder import SegmentBuilder
+from flowspec_edge.util.tensors import to_torch
 
 
 class Book:
-    """D0's view: numbers through a Ledger, and for every number the text it stands for."""
+    """D0's view: numbers through a SegmentBuilder, and for every number the text it stands for."""
 
     def __init__(self, session: int = 1, epoch: int = 0, kept: tuple[int, ...] = ()) -> None:
         """``kept``: tokens of the rows that the session begins with."""
-        self.ledger = Ledger(session, epoch, kept=len(kept))
+        self.builder = SegmentBuilder(session, epoch, kept=len(kept))
         # number -> tokens from the start, its own last
         self.paths: dict[int, tuple[int, ...]] = {i: kept[: i + 1] for i in range(len(kept))}
         self.committed = list(self.paths)
@@ -36,7 +36,7 @@ class Book:
     def add(self, token: int, parent: int | None, committed: bool = False) -> int:
         """A row below ``parent`` (None: the first of the text)."""
         path = self.paths[parent] if parent is not None else ()
-        number = self.ledger.add(token, len(path), -1 if parent is None else parent, committed)
+        number = self.builder.add(token, len(path), -1 if parent is None else parent, committed)
         self.paths[number] = (*path, token)
         if committed:
             self.committed.append(number)
@@ -46,21 +46,21 @@ class Book:
         """A segment of tokens that are text already, after what is committed."""
         for token in tokens:
             self.add(token, self.committed[-1] if self.committed else None, committed=True)
-        return self.ledger.seal()
+        return self.builder.seal()
 
     def commit(self, number: int) -> None:
-        self.ledger.commit(number)
+        self.builder.commit(number)
         self.committed.append(number)
 
     def live(self) -> set[int]:
         """Numbers given out that may still become text, from the base upwards."""
         root = self.paths[self.committed[-1]]
         return {n for n, path in self.paths.items()
-                if n >= self.ledger.base and path[: len(root)] == root and n not in self.given_up}
+                if n >= self.builder.base and path[: len(root)] == root and n not in self.given_up}
 
     def prune(self) -> Prune:
         """The hint that only committed and live numbers are wanted."""
-        return self.ledger.prune(self.live())
+        return self.builder.prune(self.live())
 
 
 @dataclass
@@ -129,11 +129,12 @@ def assert_rows(output: Output, book: Book, oracle: Oracle, atol: float = 1e-4) 
 
 def assert_cache(engine: StageEngine, book: Book, oracle: Oracle, atol: float = 1e-4) -> None:
     """Every cached row holds the keys and values that the oracle has at the end of its path."""
-    assert engine.cache is not None
+    cache = engine.cache_of(book.builder.session)
+    assert cache is not None
     lo, hi = engine.shard.layers
-    for slot, number in enumerate(engine.cache.numbers.tolist()):
+    for slot, number in enumerate(cache.numbers.tolist()):
         truth = oracle.truth(book.paths[number]).keys_values[lo:hi]
-        for held, layer in zip(engine.cache.rows(), truth, strict=True):
+        for held, layer in zip(cache.rows(), truth, strict=True):
             torch.testing.assert_close(held[:, slot], layer, atol=atol, rtol=1e-4)
 
 

@@ -40,7 +40,7 @@ def stories(draw: st.DrawFn, session: int = 1, kept: tuple[int, ...] = ()) -> St
 
     for size in draw(st.sampled_from([[5], [3, 2], [1, 4]])):
         story.segments.append(book.text([next(tokens) for _ in range(size)]))
-    book.ledger.skip_prune()
+    book.builder.skip_prune()
     for _ in range(draw(st.integers(1, 6))):
         act = draw(st.sampled_from(["grow", "grow", "commit", "miss", "prune"]))
         root = book.committed[-1]
@@ -51,18 +51,18 @@ def stories(draw: st.DrawFn, session: int = 1, kept: tuple[int, ...] = ()) -> St
                 parents = [root, *sorted(book.live())]
                 parent = parents[choice % len(parents)]
                 book.add(fresh(parent), parent)
-            story.segments.append(book.ledger.seal())
+            story.segments.append(book.builder.seal())
         elif act == "commit" and children:
             book.commit(draw(st.sampled_from(children)))
             story.prunes.append(book.prune())
         elif act == "miss":
             book.add(fresh(root), root, committed=True)
-            story.segments.append(book.ledger.seal())
+            story.segments.append(book.builder.seal())
             story.prunes.append(book.prune())
         elif act == "prune" and alive:  # D0 gives up a subtree without a commit
             given_up = book.paths[draw(st.sampled_from(alive))]
             book.given_up |= {n for n in alive if book.paths[n][: len(given_up)] == given_up}
             story.prunes.append(book.prune())
-    story.segments.append(book.ledger.seal())  # empty; brings the last commits
+    story.segments.append(book.builder.seal())  # empty; brings the last commits
     story.prunes.append(book.prune())
     return story

@@ -10,18 +10,18 @@ from typing import TypeVar
 import numpy as np
 
 from flowspec_edge.messages import Open, Output, Segment
-from flowspec_edge.stage.tensor_connect import TensorKind
-from flowspec_edge.stage.tensor_engine import TensorEngine
-from flowspec_edge.stage.tensor_group import GlooGroup
-from flowspec_edge.stage.tensor_shard import load_tensor_shard
+from flowspec_edge.stage.tensor_parallel.engine import TensorEngine
+from flowspec_edge.stage.tensor_parallel.layout import TensorKind
+from flowspec_edge.stage.tensor_parallel.process_group import GlooGroup
+from flowspec_edge.stage.tensor_parallel.shard import load_tensor_shard
 
 KINDS: tuple[TensorKind, ...] = ("megatron", "galaxy")
 T = TypeVar("T")
 
 
-def groups(size: int, directory: Path, within: float = 60.0) -> list[GlooGroup]:
+def groups(size: int, directory: Path, timeout: float = 60.0) -> list[GlooGroup]:
     """All ranks of one group, which meet in ``directory``."""
-    return [GlooGroup(rank, size, f"file://{directory}/group", "lo", within) for rank in range(size)]
+    return [GlooGroup(rank, size, f"file://{directory}/group", "lo", timeout) for rank in range(size)]
 
 
 def together(calls: list[Callable[[], T]]) -> list[T]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flowspec_edge.config import Profile, StageCurve, load_profile, profile_names
 from flowspec_edge.errors import UsageError
-from flowspec_edge.resources import resource_dir
+from flowspec_edge.util.resources import resource_dir
 
 
 def test_paper_7b_is_the_testbed_of_the_paper() -> None:

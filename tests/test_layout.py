@@ -1,47 +1,83 @@
-"""The direction of imports, read from the source; nothing is imported here."""
+"""The layout of the source: directions of imports, circles, sizes, names.  Read from the source; nothing is
+imported here."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "flowspec_edge"
+MAX_MODULES, MAX_LINES = 12, 400
 
-# What each part may import beside itself and the modules at the top of the package.
-BELOW_RUNTIME = {"tree", "strategies", "drafting", "stage", "transport"}
-MAY_IMPORT = {
-    "tree": set(),
-    "strategies": {"tree"},
-    "drafting": {"tree"},
-    "stage": {"tree"},
-    "transport": {"tree"},
-    "training": {"tree", "drafting", "stage"},
-    "sharding": {"tree", "drafting", "stage"},
-    "runtime": BELOW_RUNTIME,
-    "serving": BELOW_RUNTIME | {"runtime"},
-    "fleet": BELOW_RUNTIME | {"runtime", "sharding"},
-    "bench": BELOW_RUNTIME | {"runtime", "sharding", "fleet"},
-    "cli": BELOW_RUNTIME | {"runtime", "serving", "fleet", "bench", "training", "sharding"},
+# What each part of the package may import beside itself.
+FOUNDATION = {"errors", "messages", "util", "config", "sampling", "model"}
+DEVICES = {"tree", "strategies", "drafting", "stage", "transport"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "messages": set(),
+    "util": {"errors", "messages"},
+    "config": {"errors", "util"},
+    "sampling": {"errors", "util"},
+    "model": {"errors", "util", "config", "sampling"},
+    "tree": FOUNDATION,
+    "strategies": FOUNDATION | {"tree"},
+    "drafting": FOUNDATION | {"tree"},
+    "stage": FOUNDATION | {"tree"},
+    "transport": FOUNDATION | {"tree"},
+    "training": FOUNDATION | {"tree", "drafting", "stage"},
+    "sharding": FOUNDATION | {"tree", "drafting", "stage"},
+    "runtime": FOUNDATION | DEVICES,
+    "serving": FOUNDATION | DEVICES | {"runtime"},
+    "fleet": FOUNDATION | DEVICES | {"runtime", "sharding"},
+    "bench": FOUNDATION | DEVICES | {"runtime", "sharding", "fleet"},
+    "cli": FOUNDATION | DEVICES | {"runtime", "serving", "fleet", "bench", "training", "sharding"},
 }
-PURE = ("tree", "strategies")  # decide, and do not act: no clock, no socket, no tensor library
-NOT_PURE = {"time", "datetime", "random", "socket", "select", "selectors", "asyncio", "threading",
-            "multiprocessing", "subprocess", "os", "pathlib"}
-DATA = {"_data"}
+# The sub-packages and modules of a package, lowest first: each may import those before it.  Every child of a
+# package that is listed here must be listed; the others are checked for circles alone.
+ORDER: dict[str, list[str]] = {
+    "stage": ["base", "rows", "quant", "weights", "layers", "families", "shard", "forward", "session",
+              "engine", "warmup", "reference_model", "tensor_parallel"],
+    "runtime": ["request", "plain", "draft_device", "observe", "virtual", "emulation", "worker", "cluster"],
+    "serving": ["sse", "access_log", "fair_queue", "admission", "metrics", "openai", "conversation",
+                "dashboard", "app", "server"],
+    "fleet": ["paths", "inventory", "remote", "network", "remote_cluster", "probe", "gpu_check", "planning",
+              "profiling", "services", "transfer", "deploy", "doctor"],
+    "bench": ["results", "run", "render", "sweeps"],
+    "cli": ["common", "bench", "sweep", "generate", "serve", "boards", "deploy", "models", "main"],
+}
+PURE = ("tree", "strategies")  # they decide and do not act: no clock, no socket, no tensor library
+ACTS = {"time", "datetime", "random", "socket", "select", "selectors", "asyncio", "threading",
+        "multiprocessing", "subprocess", "os", "pathlib"}
+TENSORS = {"torch", "transformers", "safetensors", "tokenizers", "zmq"}
 
 
-def modules() -> list[Path]:
-    return sorted(p for p in PACKAGE.rglob("*.py") if not DATA & set(p.relative_to(PACKAGE).parts))
+@cache
+def trees() -> dict[str, tuple[Path, ast.Module]]:
+    """Module names below ``flowspec_edge``, such as "tree.draft_tree"; a package's is its ``__init__``'s."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        if "_data" not in parts:
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found[name] = path, ast.parse(path.read_text(encoding="utf-8"))
+    return found
 
 
-def imports(path: Path) -> set[str]:
-    """Full names of everything a file imports, wherever in the file it does."""
+@cache
+def imported(module: str) -> set[str]:
+    """Full names of everything a module imports, in functions and for type checkers, too."""
+    path, tree = trees()[module]
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -50,44 +86,168 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def part_of(path: Path) -> str:
-    """The part a file belongs to; "" for the modules at the top of the package."""
-    parts = path.relative_to(PACKAGE).parts
-    return parts[0] if len(parts) > 1 else ""
+@cache
+def imported_modules(module: str) -> set[str]:
+    """The modules of the package among them."""
+    found = set()
+    for name in imported(module):
+        if name.split(".")[0] == "flowspec_edge":
+            ours = name.removeprefix("flowspec_edge").lstrip(".")
+            found.add(ours if ours in trees() else ours.rpartition(".")[0])
+    return found - {module}
 
 
-def imported_part(name: str) -> str | None:
-    """The part that ``flowspec_edge.PART.…`` names; None for its top modules and other packages."""
-    names = name.split(".")
-    is_part = len(names) > 1 and names[0] == "flowspec_edge" and (PACKAGE / names[1]).is_dir()
-    return names[1] if is_part else None
+def within(module: str, package: str) -> str:
+    """The child of ``package`` in which a module lies; "" if it is elsewhere, or the package itself."""
+    inside = module.removeprefix(package + ".") if package else module
+    return inside.split(".")[0] if not package or inside != module else ""
+
+
+def packages() -> list[str]:
+    """Every package below ``flowspec_edge``, "" for itself."""
+    return [name for name, (path, _) in trees().items() if path.name == "__init__.py"]
+
+
+def circles(edges: Mapping[str, Iterable[str]]) -> list[str]:
+    """Groups of nodes that reach one another, one line each (Tarjan's strongly connected components)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in edges.get(node, ()):
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            at = stack.index(node)
+            group = sorted(stack[at:])
+            del stack[at:]
+            if len(group) > 1:
+                found.append(" <-> ".join(group))
+
+    for node in edges:
+        if node not in index:
+            visit(node)
+    return sorted(found)
+
+
+def edges_between_children(package: str) -> dict[str, dict[str, list[str]]]:
+    """For each child of a package, the other children that it imports, and where."""
+    edges: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for module, (path, _) in trees().items():
+        child = within(module, package)
+        for other in sorted(imported_modules(module)):
+            target = within(other, package)
+            if child and target and target != child:
+                edges[child][target].append(f"{path.relative_to(ROOT)} imports {other}")
+    return edges
+
+
+def assert_none(wrong: list[str]) -> None:
+    """Show every offence, where pytest would show the first few."""
+    if wrong:
+        pytest.fail("\n".join(wrong), pytrace=False)
 
 
 def test_every_part_is_known() -> None:
-    assert {part_of(path) for path in modules()} - {""} <= set(MAY_IMPORT)
+    assert_none(sorted({within(module, "") for module in trees()} - {"", *MAY_IMPORT}))
 
 
-@pytest.mark.parametrize("part", ["", *MAY_IMPORT])
-def test_a_part_imports_only_what_is_below_it(part: str) -> None:
-    allowed = MAY_IMPORT.get(part, set()) | {part}
-    wrong = [f"{path.relative_to(ROOT)} imports {name}" for path in modules() if part_of(path) == part
-             for name in sorted(imports(path)) if (imported_part(name) or part) not in allowed]
-    assert wrong == []
+def test_parts_import_only_what_is_below_them() -> None:
+    wrong = [line for part, targets in edges_between_children("").items() for target, lines in targets.items()
+             for line in lines if target not in MAY_IMPORT.get(part, set())]
+    assert_none(wrong)
+
+
+def test_sub_packages_import_only_those_before_them() -> None:
+    wrong = []
+    for package, order in ORDER.items():
+        children = {within(module, package) for module in trees()} - {""}
+        wrong += [f"{package}/{child} has no place in ORDER" for child in sorted(children - set(order))]
+        for child, targets in edges_between_children(package).items():
+            for target, lines in targets.items():
+                if {child, target} <= set(order) and order.index(target) > order.index(child):
+                    wrong += [f"{package}: {child} -> {target}: {line}" for line in lines]
+    assert_none(wrong)
+
+
+def test_no_circle_between_sub_packages() -> None:
+    wrong = [f"{package or 'flowspec_edge'}: {circle}" for package in packages()
+             for circle in circles(edges_between_children(package))]
+    assert_none(wrong)
+
+
+def test_no_circle_between_modules() -> None:
+    assert_none(circles({module: imported_modules(module) for module in trees()}))
+
+
+def test_the_check_for_circles_finds_them() -> None:
+    edges = {"a": ["b"], "b": ["c"], "c": ["b", "d"], "d": ["e"], "e": ["d"], "f": ["a"]}
+    assert circles(edges) == ["b <-> c", "d <-> e"]
+
+
+def test_folders_and_files_are_of_a_readable_size() -> None:
+    wrong = [f"{module}: {lines} lines" for module, (path, _) in trees().items()
+             if (lines := len(path.read_text(encoding="utf-8").splitlines())) > MAX_LINES]
+    for package in packages():
+        # A file beside others in its folder; a sub-package counts for itself.
+        held = [m for m, (path, _) in trees().items()
+                if path.parent == PACKAGE / Path(*package.split(".")) and path.name != "__init__.py"]
+        if len(held) > MAX_MODULES:
+            wrong.append(f"{package or 'flowspec_edge'}: {len(held)} modules")
+    assert_none(wrong)
+
+
+def test_a_public_class_is_defined_once() -> None:
+    places = defaultdict(list)
+    for module, (_, tree) in trees().items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(module)
+    wrong = [f"{name}: {', '.join(modules)}" for name, modules in places.items() if len(modules) > 1]
+    assert_none(wrong)
+
+
+def test_every_package_says_what_lives_in_it() -> None:
+    wrong = []
+    for package in packages():
+        said = ast.get_docstring(trees()[package][1]) or ""
+        if not said:
+            wrong.append(package)
+    assert_none(wrong)
 
 
 @pytest.mark.parametrize("part", PURE)
 def test_decisions_use_numpy_and_nothing_that_acts(part: str) -> None:
     wrong = []
-    for path in modules():
-        if part_of(path) != part:
+    for module in trees():
+        if within(module, "") != part:
             continue
-        for name in sorted(imports(path)):
+        for name in sorted(imported(module)):
             top = name.split(".")[0]
-            ours = top == "flowspec_edge" and not name.startswith("flowspec_edge.tensors")
-            plain = top in sys.stdlib_module_names and top not in NOT_PURE
-            if not (ours or plain or top == "numpy"):
-                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
-    assert wrong == []
+            plain = top in sys.stdlib_module_names and top not in ACTS
+            if not (top in ("flowspec_edge", "numpy") or plain):
+                wrong.append(f"{module} imports {name}")
+    assert_none(wrong)
+
+
+@pytest.mark.parametrize("part", PURE)
+def test_nothing_below_decisions_needs_a_tensor_library(part: str) -> None:
+    reached, todo = set(), [module for module in trees() if within(module, "") == part]
+    while todo:
+        module = todo.pop()
+        if module not in reached:
+            reached.add(module)
+            todo += imported_modules(module)
+    wrong = [f"{module} imports {name}" for module in sorted(reached) for name in sorted(imported(module))
+             if name.split(".")[0] in TENSORS]
+    assert_none(wrong)
 
 
 def test_the_command_line_starts_without_the_heavy_libraries() -> None:
@@ -97,10 +257,33 @@ def test_the_command_line_starts_without_the_heavy_libraries() -> None:
     assert run.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
+def test_documents_name_files_that_exist(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    named = sorted(set(re.findall(r"`((?:[a-z0-9_]+/)*[a-z0-9_]+(?:\.py|/))`", text)))
+    assert named
+    assert_none([name for name in named if not any((root / name).exists() for root in (PACKAGE, ROOT))])
+
+
 def test_top_level_of_the_repository() -> None:
     listed = subprocess.run(["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True, check=False)
     if listed.returncode:
         pytest.skip("not a git checkout")
     top = {line.split("/")[0] for line in listed.stdout.splitlines()}
-    assert top == {"flowspec_edge", "deploy", "profiles", "models", "tests", "docs", "pyproject.toml",
-                   "Dockerfile.jetson", "README.md", "LICENSE", "Makefile", ".ci", ".gitignore"}
+    assert top == {"flowspec_edge", "benchmarks", "deploy", "profiles", "models", "tests", "docs",
+                   "pyproject.toml", "Dockerfile.jetson", "README.md", "CONTRIBUTING.md", "LICENSE",
+                   "Makefile", ".ci", ".gitignore"}
+
+
+def graph() -> str:
+    """The imports between parts and between their sub-packages, for docs/architecture.md."""
+    lines = []
+    for package in ("", *(name for name in packages() if name and "." not in name)):
+        edges = edges_between_children(package)
+        lines += [f"{package or 'flowspec_edge'}:",
+                  *(f"  {child} -> {', '.join(sorted(edges[child]))}" for child in sorted(edges))]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(graph())

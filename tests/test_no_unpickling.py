@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "flowspec_edge"
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "yaml"}
 # To name the error that torch.load raises for what it refuses.
-MAY_NAME = {"stage/weight_files.py": {"pickle.UnpicklingError"}}
+MAY_NAME = {"stage/weights/files.py": {"pickle.UnpicklingError"}}
 
 
 def faults(text: str, may_name: set[str]) -> list[str]:

@@ -12,22 +12,23 @@ from pathlib import Path
 
 import pytest
 
-from flowspec_edge.fleet.own_wheel import build_wheel, rebuild
+from flowspec_edge.fleet.deploy.wheels import build_wheel, rebuild
 
 ROOT = Path(__file__).resolve().parent.parent
 ASK = """
 import json, sys
-import flowspec_edge.resources as r
+import flowspec_edge.util.resources as r
 from flowspec_edge.config import load_profile, profile_names
-from flowspec_edge.modeldir import shipped_models
+from flowspec_edge.model.modeldir import shipped_models
 import flowspec_edge.serving as serving
 from pathlib import Path
 def files(root):
     return sorted(p.relative_to(root).as_posix() for p in root.rglob("*")
-                  if p.is_file() and p.suffix != ".pyc")  # which an installer adds
+                  if p.is_file() and p.suffix != ".pyc"  # which an installer adds
+                  and p.relative_to(root).parts[0] != "recipe")  # of the source tree alone
 print(json.dumps({"file": r.__file__, "profiles": [load_profile(n).name for n in profile_names()],
                   "models": shipped_models(),
-                  "page": files(Path(serving.__file__).parent / "page"),
+                  "page": files(Path(serving.__file__).parent / "dashboard" / "page"),
                   "files": {k: files(r.resource_dir(k)) for k in r.KINDS}}))
 """
 

@@ -8,12 +8,9 @@ import torch
 from tiny import tiny_llama
 from transformers import LlamaConfig
 
-from flowspec_edge.drafting.eagle import EagleHead
-from flowspec_edge.drafting.eagle3 import Eagle3Head
-from flowspec_edge.drafting.eagle3_checkpoint import save_head3
-from flowspec_edge.drafting.eagle_checkpoint import save_head
-from flowspec_edge.drafting.spd import SpdModule
-from flowspec_edge.drafting.spd_checkpoint import save_module
+from flowspec_edge.drafting.eagle.eagle2 import EagleHead, save_head
+from flowspec_edge.drafting.eagle.eagle3 import Eagle3Head, save_head3
+from flowspec_edge.drafting.spd.module import SpdModule, save_module
 
 
 def draw_matrices(module: torch.nn.Module) -> None:

@@ -23,9 +23,10 @@ from flowspec_edge.messages import (
     Segment,
     Tap,
 )
-from flowspec_edge.runtime.notify import Notifier
-from flowspec_edge.runtime.worker import Engine, Worker, connect
-from flowspec_edge.runtime.workerconfig import WorkerConfig
+from flowspec_edge.runtime.worker.config import WorkerConfig
+from flowspec_edge.runtime.worker.sd_notify import Notifier
+from flowspec_edge.runtime.worker.worker import Worker, connect
+from flowspec_edge.stage.base import Engine
 from flowspec_edge.transport.memory import MemoryTransport
 
 PATIENCE = 30.0  # seconds; only a failing test waits so long

@@ -1,1 +1,1 @@
-"""Measuring: methods on prompt sets, tables, and micro-benchmarks of single parts."""
+"""Benchmarks: methods × tasks × temperatures, and sweeps over one parameter; begin with ``run.runner``."""

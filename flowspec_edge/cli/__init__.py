@@ -1,1 +1,1 @@
-"""The command line: thin.  Reads arguments, calls the rest, prints."""
+"""The ``flowspec`` command: commands check options, call the packages and show results; begin at ``main``."""

@@ -1,7 +1,4 @@
-"""The ``flowspec`` command: the groups, and how an error ends it.
-
-Knows exit codes and the one line an error becomes.  Does not know what the commands do.
-"""
+"""The ``flowspec`` command: its groups, exit codes, and the one line that an error becomes."""
 
 from __future__ import annotations
 
@@ -12,28 +9,21 @@ from typing import Any
 
 import typer
 
-from flowspec_edge.cli import (
-    bench,
-    chat,
-    demo,
-    deploy,
-    device,
-    doctor,
-    draft,
-    generate,
-    keys,
-    listing,
-    models,
-    plan,
-    serve,
-    sweep,
-    worker,
-)
+from flowspec_edge.cli.bench import commands as bench
+from flowspec_edge.cli.boards import device, doctor, plan
+from flowspec_edge.cli.common import listing
+from flowspec_edge.cli.deploy import commands as deploy
+from flowspec_edge.cli.deploy import keys
+from flowspec_edge.cli.generate import chat, command, demo
+from flowspec_edge.cli.models import commands as models
+from flowspec_edge.cli.serve import command as serve
+from flowspec_edge.cli.serve import daemons
+from flowspec_edge.cli.sweep import commands as sweep
 from flowspec_edge.errors import FlowspecError
 
-_INTERRUPTED = 130  # 128 + SIGINT, as shells count
+_INTERRUPTED = 130  # 128 + SIGINT, the shells' convention
 
-# typer brings its own copy of click in newer releases: take the class from what typer exports.
+# Newer releases of typer bundle their own copy of click: take the class from what typer exports.
 _ArgumentError: Any = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
 
 app = typer.Typer(
@@ -46,13 +36,13 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo.demo)
-app.command()(generate.generate)
+app.command()(command.generate)
 app.command()(chat.chat)
 app.command()(serve.serve)
 app.command("up", short_help="The same as serve: flowspec up --local starts a cluster here and answers.")(
     serve.serve)
-app.command()(worker.worker)
-app.command()(draft.draft)
+app.command()(daemons.worker)
+app.command()(daemons.draft)
 app.command()(listing.strategies)
 app.command()(listing.profiles)
 app.command()(doctor.doctor)
@@ -66,7 +56,6 @@ app.add_typer(sweep.app, name="sweep")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; the console script passes it to the shell."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # this process and the devices it starts
     os.environ.setdefault("TQDM_DISABLE", "1")
     try:
@@ -76,11 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FlowspecError as error:
         return _fail(str(error), error.exit_code)
     except _ArgumentError as error:
-        # A group without a command has printed its help, and there is nothing to add.
+        # A group without a command has already printed its help; its message is empty.
         text = error.format_message()
         return _fail(text, error.exit_code) if text else error.exit_code
     except BrokenPipeError:
-        # The reader has gone; give the interpreter's own flush at exit nothing to fail on.
+        # The reader has closed the pipe; the interpreter's flush at exit must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (KeyboardInterrupt, typer.Abort):

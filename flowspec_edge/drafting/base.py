@@ -1,8 +1,6 @@
-"""The protocol of every drafter.
+"""The interface of every drafter, and the errors that they share.
 
-A drafter holds a model and its cache for one session.  It knows the committed text, the target's
-features where the target has computed them, and the tree nodes it has expanded below the current
-root.  It does not know which nodes were sent, verified or pruned.
+A drafter holds a model and its cache for one session; it does not know what was sent, verified or pruned.
 """
 
 from __future__ import annotations
@@ -12,42 +10,48 @@ from typing import Protocol
 
 from torch import Tensor
 
+from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Tap
-from flowspec_edge.sampling import Rank, Sampling
-from flowspec_edge.tree.requests import DraftRequest, Expansion
+from flowspec_edge.sampling.rule import Rank, Sampling
+from flowspec_edge.tree.draft_api import DraftNode, DraftOutput, DraftRequest
+
+NO_ROOT = -2  # no node has this id (-1 is the root's parent)
 
 
 class Drafter(Protocol):
-    """One draft model, one session at a time.
-
-    ``taps``: after how many layers it must know the hidden state of every row whose successor is
-    committed; :meth:`commit` comes after the :meth:`tap` calls with these.  Empty for most.
-    """
+    """One draft model, one session at a time.  ``taps``: layers after which it needs the hidden state of
+    every row whose successor is committed; :meth:`tap` delivers these before :meth:`commit`."""
 
     @property
     def taps(self) -> tuple[int, ...]: ...
 
     def reset(self, sampling: Sampling, rank: Rank, tau: float) -> None:
-        """Forget everything; rank the children of the coming session like this."""
+        """Forget everything and begin a session with this ranking."""
 
     def rewind(self, tokens: int, sampling: Sampling, rank: Rank, tau: float) -> bool:
-        """Forget all but the first ``tokens`` > 0 committed tokens, for a session that goes on from there
-        with other numbers: :meth:`reset`, but for a text that need not be committed again.
-
-        False if it cannot, or has not been given so many: then it must be reset.
-        """
+        """As :meth:`reset`, but keep the first ``tokens`` > 0 committed tokens, which get new numbers; False
+        if the drafter cannot and must be reset."""
 
     def commit(self, tokens: Sequence[int], features: Tensor | None, rows: Sequence[int] = ()) -> None:
-        """Append committed tokens; row i of ``features`` [n, H] *predicted* token i.
+        """Append committed tokens; row i of ``features`` [n, H] *predicted* token i.  :meth:`expand`
+        computes.
 
-        ``features`` are the target's post-norm hidden states, on the drafter's device, and ``rows``
-        their numbers in the ledger.  The very first token of a session has no predictor: it comes alone, with
-        ``features=None``.  Cheap: the work is done by the next :meth:`expand`.
+        ``features`` are the target's post-norm hidden states, on the drafter's device, ``rows`` their
+        numbers.  A session's first token has no predictor and comes alone, with ``features=None``.
         """
 
-    def expand(self, request: DraftRequest) -> Expansion:
-        """One forward pass: everything committed since the last one, and the request's nodes."""
+    def expand(self, request: DraftRequest) -> DraftOutput:
+        """One forward pass over everything committed since the last one and the request's nodes."""
 
     def tap(self, message: Tap) -> None:
-        """Hidden states of an inner layer, for drafters that asked for them (others ignore), be it
-        with ``taps`` or because their strategy asks."""
+        """Hidden states of an inner layer, which ``taps`` or the strategy requested; by default not used."""
+        return
+
+
+def root_misplaced_error(root: DraftNode, tokens: int) -> ProtocolError:
+    return ProtocolError(f"the root stands at position {root.position}, but the drafter was given a text of "
+                         f"{tokens} tokens: tokens must be committed before they are drafted on")
+
+
+def parent_missing_error(node: DraftNode) -> ProtocolError:
+    return ProtocolError(f"draft node {node.id} was asked for before its parent {node.parent}")

@@ -1,37 +1,35 @@
-"""An ordinary small causal language model as the drafter.
+"""A small causal language model of transformers as the drafter.
 
-Knows transformers' causal models with a cache; ignores the target's features.  Row i is token i
-at position i; its output is the last hidden state, which the model's own lm_head turns to logits.
-
-A tree row sees all of the text: a model with a sliding window is run without it, so its drafts may
-become worse, and no more than that, in texts longer than the window.
+Tree rows see all of the text, despite a sliding window; that can only worsen drafts in longer texts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
 
+from flowspec_edge.drafting.checkpoint import first_line
 from flowspec_edge.drafting.tree_cache import CacheShape
 from flowspec_edge.drafting.tree_drafter import TreeDrafter
-from flowspec_edge.tensors import indices
-from flowspec_edge.tree.requests import DraftNode
+from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
+from flowspec_edge.util.tensors import indices
 
 
 class LMDrafter(TreeDrafter):
-    """Drafts with ``model``, a transformers causal LM that shares the target's tokenizer.
-
-    ``vocabulary`` is the target's, by default the model's own.  Where one of the two is padded
-    further than the other, the model's tokens beyond the target's are never drafted, and a token
-    beyond the model's, which no text holds, is read as its last one.
-    """
+    """``model`` shares the target's tokenizer; ``vocabulary`` is the target's, by default the model's.  Where
+    padding differs, tokens beyond the target's are not drafted, those beyond the model's read as its last."""
 
     def __init__(self, model: PreTrainedModel, vocabulary: int | None = None,
                  shape: CacheShape | None = None) -> None:
-        """``shape`` of the model's cache, if it is known."""
         self._model = model.eval().requires_grad_(False)
         self._head = model.get_output_embeddings()
         self._last_token = model.get_input_embeddings().weight.shape[0] - 1
@@ -39,8 +37,8 @@ class LMDrafter(TreeDrafter):
         self._shape = shape or _cache_shape(model)
         super().__init__(self._shape, self._logits_of)
 
-    def another(self) -> LMDrafter:
-        """One for a session beside this one's: the same weights, a cache of its own."""
+    def clone_session(self) -> LMDrafter:
+        """For a concurrent session: the same weights, another cache."""
         return LMDrafter(self._model, self._vocabulary, self._shape)
 
     def commit(self, tokens: Sequence[int], features: Tensor | None, rows: Sequence[int] = ()) -> None:
@@ -62,7 +60,7 @@ class LMDrafter(TreeDrafter):
         return out[0]
 
     def _logits_of(self, outputs: Tensor) -> Tensor:
-        """What the model does with its last hidden states [n, H]: logits [n, target's vocabulary]."""
+        """Last hidden states [n, H] to [n, target's vocabulary], as the model computes them."""
         config = self._model.config
         logits: Tensor = self._head(outputs)[:, : self._vocabulary]
         logits = logits * (getattr(config, "logit_scale", None) or 1.0)  # Cohere
@@ -74,10 +72,8 @@ class LMDrafter(TreeDrafter):
 
 @torch.inference_mode()
 def _cache_shape(model: PreTrainedModel) -> CacheShape:
-    """The shape of the model's cache as its own forward pass makes it; config.json has many words for it.
-
-    ValueError for a model that keeps anything but keys and values, all of one shape.
-    """
+    """From a forward pass, since config.json has many names for it.  ValueError for a model that keeps
+    anything but keys and values, all of one shape."""
     cache = model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=True
                   ).past_key_values
     layers = getattr(cache, "layers", ())
@@ -87,3 +83,90 @@ def _cache_shape(model: PreTrainedModel) -> CacheShape:
         raise ValueError("its layers do not all keep keys and values of one shape")
     [(_, kv_heads, _, head_dim)] = shapes
     return CacheShape(len(layers), kv_heads, head_dim, model.dtype, model.device)
+
+
+# How far the drafter's log probabilities may be from the model's own.
+_TOLERANCE = {torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.5}
+
+
+def load_lm(path: Path, target: Path, vocabulary: int, dtype: torch.dtype, device: torch.device) -> LMDrafter:
+    """Of ``target`` only the tokenizer is read; ``vocabulary`` is the target's, padding included.  UsageError
+    if there is no model, FlowspecError if it cannot be loaded, shares no tokenizer or cannot draft trees."""
+    model = _read(path, dtype).to(device)
+    own = int(model.config.vocab_size)
+    if own != vocabulary:
+        _require_padding(path, target, own, vocabulary)
+    unfit = f"{path}: models of type {model.config.model_type!r} cannot draft trees"
+    try:
+        drafter = LMDrafter(model, vocabulary)
+        error = _error_on_a_tree(drafter, model, min(own, vocabulary))
+    except Exception as fault:  # forward passes raise many kinds of errors
+        raise FlowspecError(f"{unfit}: {first_line(fault)}") from fault
+    if not error <= _TOLERANCE[dtype]:
+        raise FlowspecError(f"{unfit}: on one, their log probabilities come out wrong by {error:.2g}")
+    return drafter
+
+
+def _read(path: Path, dtype: torch.dtype) -> Any:
+    if not (path / "config.json").is_file():
+        raise UsageError(f"no draft model at {path}: config.json is missing")
+    logging.disable_progress_bar()  # a bar for a model of a few megabytes is noise on the terminal
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:  # transformers and safetensors raise many kinds of errors
+        raise FlowspecError(f"{path}: the draft model cannot be loaded: {first_line(error)}") from error
+    if report["missing_keys"]:  # transformers would use random weights
+        raise FlowspecError(f"{path}: tensor {min(report['missing_keys'])} is missing from the draft model")
+    return model
+
+
+def _require_padding(path: Path, target: Path, own: int, vocabulary: int) -> None:
+    """FlowspecError unless the vocabularies differ only in ids that no tokenizer gives."""
+    sizes = (f"{path}: the draft model's vocabulary has {own} tokens, the target's {vocabulary}; "
+             "they must share one tokenizer")
+    tokens = [_tokens(directory) for directory in (path, target)]
+    for directory, known in zip((path, target), tokens, strict=True):
+        if not known:
+            raise FlowspecError(f"{sizes}, and without one in {directory} it cannot be told whether they do")
+    own_tokens, target_tokens = tokens
+    shared = min(own, vocabulary)
+    for directory, known in zip((path, target), tokens, strict=True):
+        if (last := max(known)) >= shared:
+            raise FlowspecError(f"{sizes}, but token {last} ({known[last]!r}) of {directory} is unknown to "
+                                "the other")
+    for token in sorted(own_tokens.keys() & target_tokens.keys()):
+        if own_tokens[token] != target_tokens[token]:
+            raise FlowspecError(f"{sizes}, but token {token} is {own_tokens[token]!r} here and "
+                                f"{target_tokens[token]!r} there")
+
+
+def _tokens(directory: Path) -> dict[int, str]:
+    """Id to token; empty without a tokenizer."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except Exception:  # as above
+        return {}
+    return {number: token for token, number in tokenizer.get_vocab().items()}
+
+
+@torch.inference_mode()
+def _error_on_a_tree(drafter: LMDrafter, model: PreTrainedModel, vocabulary: int) -> float:
+    """The largest difference from the model's own forward pass, for a root and two children of it: some
+    families misread a tree's mask without an error."""
+    text = [1 % vocabulary, 2 % vocabulary, 3 % vocabulary]
+    drafter.commit(text, None)
+    nodes = (DraftNode(0, -1, text[-1], 2), DraftNode(1, 0, 0, 3), DraftNode(2, 0, text[0], 3))
+    errors = []
+    for request, paths in ((nodes[:1], [[]]), (nodes[1:], [[nodes[1].token], [nodes[2].token]])):
+        got = drafter.expand(DraftRequest(0, tuple(request), 1))
+        for row, path in enumerate(paths):
+            ids = torch.tensor([[*text, *path]], device=model.device)
+            logits = model(input_ids=ids).logits[0, -1, : vocabulary].double()
+            own = torch.log_softmax(logits, -1)[int(got.tokens[row, 0])]
+            errors.append(abs(float(own) - float(got.scores[row, 0])))
+    drafter.reset(Sampling(), "draft", 1.0)
+    return float(np.max(errors))  # unlike max(), keeps NaN
+
+

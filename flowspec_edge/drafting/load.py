@@ -1,46 +1,35 @@
-"""From a model directory to a drafter: the one place that knows the kinds of draft models by name."""
+"""From a model directory to a drafter."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
 from flowspec_edge.drafting.base import Drafter
-from flowspec_edge.drafting.eagle import EagleDrafter
-from flowspec_edge.drafting.eagle3 import Eagle3Drafter
-from flowspec_edge.drafting.eagle3_checkpoint import head3_layers, load_head3
-from flowspec_edge.drafting.eagle_checkpoint import load_head, require_fit
-from flowspec_edge.drafting.lm_checkpoint import load_lm
-from flowspec_edge.drafting.spd_checkpoint import load_module
-from flowspec_edge.drafting.spd_drafter import SpdDrafter
+from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, load_head, require_fit
+from flowspec_edge.drafting.eagle.eagle3 import Eagle3Drafter, head3_layers, load_head3
+from flowspec_edge.drafting.lm import load_lm
+from flowspec_edge.drafting.spd.drafter import SpdDrafter
+from flowspec_edge.drafting.spd.module import load_module
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.modeldir import DRAFT_PARTS
-from flowspec_edge.tensors import parse_dtype
-
-
-def load_drafter(kind: str, model_dir: Path, lm_head: Tensor, embedding: Tensor | None, dtype: str,
-                 layers: int) -> Drafter:
-    """A drafter for one session at a time; the arguments and errors are those of :func:`load_drafters`."""
-    return load_drafters(kind, model_dir, lm_head, embedding, dtype, layers)()
+from flowspec_edge.model.modeldir import DRAFT_PARTS
+from flowspec_edge.util.tensors import parse_dtype
 
 
 def load_drafters(kind: str, model_dir: Path, lm_head: Tensor, embedding: Tensor | None, dtype: str,
                   layers: int) -> Callable[[], Drafter]:
-    """Load one draft model of ``model_dir`` for the target whose weights these are.
+    """Load a draft model of ``model_dir``; returns a factory of drafters (one per session) that share it.
 
-    What comes back makes drafters that share these weights, one for each session at once.
-
-    kind       "eagle2" or "eagle2-deep" (an EAGLE-1/2 head), "eagle3" (an EAGLE-3 head), "lm" (a causal
-               LM that transformers can load) or "spd" (SPD's speculation module)
+    kind       a key of ``DRAFT_PARTS``
     lm_head    [V, H], the target's; the drafter works on its device
-    embedding  [V, H], the target's; used by "spd", and when an EAGLE head brings none of its own; None
-               where there is none
-    dtype      "fp32", "fp16" or "bf16": of the draft model's weights, cache and arithmetic
-    layers     the target's; they decide which of its states an EAGLE-3 head captures
+    embedding  [V, H], the target's or None; for "spd" and EAGLE heads without their own
+    dtype      "fp32", "fp16" or "bf16": of weights, cache and arithmetic
+    layers     the target's; an EAGLE-3 head's captured states depend on it
 
-    Raises UsageError for an unknown kind or a missing directory, FlowspecError for bad weights.
+    UsageError for an unknown kind or a missing directory, FlowspecError for bad weights.
     """
     if kind not in DRAFT_PARTS:
         raise UsageError(f"unknown kind of draft model {kind!r}; there is: {', '.join(DRAFT_PARTS)}")
@@ -50,17 +39,13 @@ def load_drafters(kind: str, model_dir: Path, lm_head: Tensor, embedding: Tensor
         require_fit(path, "width", head.config.hidden_size, lm_head.shape[1])
         vocabulary = head.config.vocab_size
         weights = lm_head.to(torch_dtype)
-
-        def make() -> Drafter:
-            return EagleDrafter(head, weights)
+        make: Callable[[], Drafter] = partial(EagleDrafter, head, weights)
     elif kind == "eagle3":
         head3 = load_head3(path, embedding, torch_dtype).to(lm_head.device)
         require_fit(path, "target width", head3.config.target_hidden_size, lm_head.shape[1])
         vocabulary = head3.config.vocab_size
         captured = head3_layers(path, head3.config, layers)
-
-        def make() -> Drafter:
-            return Eagle3Drafter(head3, captured)
+        make = partial(Eagle3Drafter, head3, captured)
     elif kind == "spd":
         if embedding is None:
             raise FlowspecError(f"{path} looks up embeddings, and {model_dir / 'target'} has none")
@@ -72,11 +57,9 @@ def load_drafters(kind: str, model_dir: Path, lm_head: Tensor, embedding: Tensor
                 f"{embedding.shape[-1]}; a module works with the target that it was trained for only"
             )
         embedded = embedding.to(lm_head.device, torch_dtype)
-
-        def make() -> Drafter:
-            return SpdDrafter(module, embedded)
-    else:  # which judges vocabularies by the tokenizers
-        return load_lm(path, model_dir / "target", len(lm_head), torch_dtype, lm_head.device).another
+        make = partial(SpdDrafter, module, embedded)
+    else:  # compares the vocabularies by their tokenizers
+        return load_lm(path, model_dir / "target", len(lm_head), torch_dtype, lm_head.device).clone_session
     if vocabulary != len(lm_head):
         raise FlowspecError(f"{path}: the draft model's vocabulary has {vocabulary} tokens, "
                             f"the target's {len(lm_head)}; they must share one tokenizer")

@@ -1,10 +1,6 @@
-"""Keys and values of a drafter: the committed text first, the rows of tree nodes behind it.
+"""Keys and values of a drafter: text in slots [0, committed), tree nodes unordered in [committed, used).
 
-Knows slots, node identities, who descends from whom and what a row may see.  Does not know what a
-row is made of: the EAGLE head and a plain language model share this cache.
-
-Layout of every buffer: slots [0, committed) hold the text, slots [committed, used) hold tree
-nodes in no particular order.  When the text grows, only the nodes whose slots it takes move.
+When the text grows, only nodes whose slots it takes are moved.
 """
 
 from __future__ import annotations
@@ -17,18 +13,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flowspec_edge.tensors import indices, to_device
+from flowspec_edge.util.tensors import indices, to_device
 
 _FIRST_CAPACITY = 256
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What one cache must hold: ``layers`` pairs of [1, kv_heads, capacity, head_dim].
-
-    ``window``: how many rows a row may see, itself included, the nearest ones; None: all.  Rotary
-    positions are relative, so a model never meets a distance that it was not trained for.
-    """
+    """``layers`` pairs of [1, kv_heads, capacity, head_dim].  ``window``: a row attends only to that many
+    nearest rows, itself included, so that no distance exceeds those of training; None: to all."""
 
     layers: int
     kv_heads: int
@@ -39,7 +32,7 @@ class CacheShape:
 
 
 class TreeCache:
-    """One session's cache; :meth:`update` is what transformers' attention classes call."""
+    """One session's cache, as transformers' attention classes call it."""
 
     def __init__(self, shape: CacheShape) -> None:
         self.committed = 0
@@ -60,17 +53,16 @@ class TreeCache:
 
     @property
     def device(self) -> torch.device:
-        """Where keys and values lie."""
         return self._shape.device
 
     def reset(self) -> None:
-        """Forget text and tree; the memory stays."""
+        """Forget text and tree; keep the memory."""
         self.committed = self._used = 0
         self._parent.clear()
         self._slot.clear()
 
     def rewind(self, rows: int) -> None:
-        """Forget the tree, and the text from row ``rows`` on; memory for far more rows is given back."""
+        """Drop the tree and the text from row ``rows`` on; shrink buffers that are far too large."""
         self.committed = self._used = rows
         self._parent.clear()
         self._slot.clear()
@@ -81,7 +73,7 @@ class TreeCache:
                 buffers[:] = [buffer[:, :, :wanted].clone() for buffer in buffers]
 
     def reroot(self, root: int) -> None:
-        """Drop every node that is not below ``root``, and ``root`` itself: it is text now."""
+        """Drop ``root``, which is text now, and every node that is not below it."""
         kept = {root}
         for node in sorted(self._parent):  # a parent's id is smaller than its child's
             if self._parent[node] in kept:
@@ -91,12 +83,11 @@ class TreeCache:
         self._slot = {node: self._slot[node] for node in self._slot if node in kept}
 
     def begin(self, new_text: int, nodes: Sequence[tuple[int, int]]) -> Tensor:
-        """Make room for one forward pass and say what its rows may see.
+        """Make room for one forward pass; returns its attention mask.
 
-        new_text  rows of the text that the pass appends; they come first in the pass
-        nodes     (id, parent) of the tree rows that follow; a parent is in the cache, or the root,
-                  whose row is the last of the text
-        returns   [1, 1, new_text + len(nodes), slots in use], additive: 0 where a row attends, else -inf
+        new_text  text rows that the pass appends, before its tree rows
+        nodes     (id, parent) of the tree rows; a parent is in the cache, or the root (the last text row)
+        returns   [1, 1, new_text + len(nodes), slots in use], additive: 0 or -inf
         """
         start, end = self.committed, self.committed + new_text
         survivors = len(self._slot)
@@ -117,14 +108,14 @@ class TreeCache:
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object
                ) -> tuple[Tensor, Tensor]:
-        """Write a pass's rows [1, kv_heads, rows, head_dim]; return everything in use."""
+        """Store a pass's rows [1, kv_heads, rows, head_dim]; return everything in use."""
         assert self._write is not None, "begin() comes first"
         self._keys[layer].index_copy_(2, self._write, keys)
         self._values[layer].index_copy_(2, self._write, values)
         return self._keys[layer][:, :, : self._used], self._values[layer][:, :, : self._used]
 
     def get_seq_length(self, layer: int = 0) -> int:
-        """Part of transformers' cache protocol: rows held."""
+        """Part of transformers' cache protocol."""
         return self._used
 
     def _mask(self, start: int, nodes: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
@@ -146,7 +137,7 @@ class TreeCache:
         return mask
 
     def _compact(self, first: int, count: int) -> None:
-        """Bring the tree's ``count`` rows into slots [first, first + count)."""
+        """Move the tree's ``count`` rows into slots [first, first + count)."""
         wanted = range(first, first + count)
         displaced = [node for node, slot in self._slot.items() if slot not in wanted]
         if not displaced:

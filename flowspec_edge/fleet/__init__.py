@@ -1,1 +1,1 @@
-"""Boards: what each can do, who takes which layers, and the networks between them."""
+"""The boards: probing, profiling, planning, networks and deployment.  Begin with ``inventory``."""

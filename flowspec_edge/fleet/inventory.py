@@ -1,8 +1,4 @@
-"""The boards of a cluster: cluster.toml.
-
-Knows which boards there are, what each is for as far as the file says it, and how it is reached.  Does
-not know what runs on them, nor what a board whose role is "auto" is for (``deployment``).
-"""
+"""cluster.toml: the boards of a cluster and their settings."""
 
 from __future__ import annotations
 
@@ -14,13 +10,13 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from flowspec_edge.config import Profile, Strict, load_profile, load_toml
+from flowspec_edge.config import Profile, StrictModel, load_profile, load_toml
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.fleet.places import PYTHON
-from flowspec_edge.manifest import ShardDtype
+from flowspec_edge.fleet.paths import PYTHON
+from flowspec_edge.model.manifest import ShardDtype
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY
 from flowspec_edge.strategies.registry import strategy_class
-from flowspec_edge.tomlfile import Misplaced, matching
+from flowspec_edge.util.tomlfile import Misplaced, matching
 
 Role = Literal["auto", "draft", "verify"]
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -45,35 +41,33 @@ Layers = Annotated[tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1)
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 
 
-class ClusterSettings(Strict):
-    """What all boards share; a board's own entry goes before it."""
-
+class ClusterSettings(StrictModel):
     name: Name
-    interface: Interface = "eth0"  # that the boards reach one another by
-    python: Absolute = PYTHON  # of the environment that flowspec is installed in
-    torch_device: Annotated[str, Field(min_length=1)] = "cpu"  # that computes, D0's too: "cpu" or "cuda"
-    control_port: Port = 7701  # at the draft device; goes first when links are shaped
+    interface: Interface = "eth0"  # that connects the boards
+    python: Absolute = PYTHON  # the interpreter of flowspec's environment
+    torch_device: Annotated[str, Field(min_length=1)] = "cpu"  # "cpu" or "cuda", on all boards including D0
+    control_port: Port = 7701  # at the draft device; has priority on shaped links
     data_port: Port = 7702  # at every device
-    peer_port: Port = 7703  # for measuring links, at every device
-    group_port: Port = 7704  # where tensor-parallel ranks meet, at the first verify device
-    ssh_config: str = ""  # a file for ssh's -F; empty: the user's own
-    # What `flowspec deploy` puts on the boards.  Relative paths count from the cluster file's directory.
-    model: str = ""  # one that comes with the package, a checkpoint's directory, or a sharded model
-    draft: str = ""  # a draft head's checkpoint, where the model's directory has none
-    dtype: Literal["auto", ShardDtype] = "auto"  # the weights'; auto: as they are, a sharded model's own
-    context: Annotated[int, Field(ge=1)] = 4096  # tokens of all requests' texts together that caches hold
-    at_once: Annotated[int, Field(ge=0)] = 0  # requests that share the stages; 0: as many as there are stages
+    peer_port: Port = 7703  # of link measurements, at every device
+    group_port: Port = 7704  # of the tensor-parallel rendezvous, at the first verify device
+    ssh_config: str = ""  # for ssh -F; empty: the user's configuration
+    # For `flowspec deploy`.  Relative paths are resolved against the cluster file's directory.
+    model: str = ""  # a model in the package, a checkpoint's directory, or a sharded model
+    draft: str = ""  # a draft head's checkpoint, if the model's directory has none
+    dtype: Literal["auto", ShardDtype] = "auto"  # of the weights; auto: unchanged
+    context: Annotated[int, Field(ge=1)] = 4096  # KV cache tokens, over all concurrent requests
+    at_once: Annotated[int, Field(ge=0)] = 0  # concurrent requests; 0: one per stage, at least 2
     strategy: str = DEFAULT_STRATEGY
-    keys: str = "keys"  # a directory for the boards' public keys; the private ones stay on the boards
-    wheelhouse: str = "wheelhouse"  # a directory with the wheels that the boards get
-    board_python: str = "python3"  # the boards' own, which has the torch that was made for them
-    power_mode: str = ""  # by name, as in /etc/nvpmodel.conf; empty leaves it
-    serve_host: Address = "127.0.0.1"  # where the draft device answers; beyond loopback with a key alone
+    keys: str = "keys"  # directory of the boards' public keys; private keys stay on the boards
+    wheelhouse: str = "wheelhouse"  # directory of the boards' wheels
+    board_python: str = "python3"  # the system Python, which has NVIDIA's torch
+    power_mode: str = ""  # name in /etc/nvpmodel.conf; empty: unchanged
+    serve_host: Address = "127.0.0.1"  # listen address; other than loopback requires an API key
     serve_port: Port = 8000
 
     @property
     def serves_others(self) -> bool:
-        """Whether clients beyond the draft device may ask it: those with its key."""
+        """Whether clients on other machines may connect, with the API key."""
         try:
             return not ipaddress.ip_address(self.serve_host).is_loopback
         except ValueError:
@@ -81,7 +75,6 @@ class ClusterSettings(Strict):
 
     @property
     def serve_address(self) -> str:
-        """Where the draft device itself finds its service."""
         return "127.0.0.1" if self.serve_host in ("0.0.0.0", "::") else self.serve_host
 
     @field_validator("strategy")
@@ -106,20 +99,18 @@ class ClusterSettings(Strict):
         return self
 
 
-class DeviceEntry(Strict):
-    """One board."""
-
+class DeviceEntry(StrictModel):
     name: Name
-    address: str  # IPv4 or a host name, as the other boards reach it
-    role: Role = "auto"  # auto: whatever the planner finds best
-    layers: Layers | None = None  # [lo, hi) of the model, on verify devices; left out: the planner decides
-    ssh_user: User = ""  # empty: what ssh's own configuration says
+    address: str  # IPv4 or host name, as seen from the other boards
+    role: Role = "auto"  # auto: the planner decides
+    layers: Layers | None = None  # [lo, hi), verify devices only; None: the planner decides
+    ssh_user: User = ""  # empty: from ssh's configuration
     ssh_port: Port = 22
-    ssh_key: str = ""  # a private key file; empty: ssh's own
+    ssh_key: str = ""  # private key file; empty: from ssh's configuration
     interface: Interface | None = None
     python: Absolute | None = None
     torch_device: str | None = None
-    profile: str = ""  # a device profile, by name or path
+    profile: str = ""  # name or path of a device profile
     power_mode: str | None = None
 
     @field_validator("address")
@@ -135,9 +126,7 @@ class DeviceEntry(Strict):
         return value
 
 
-class Inventory(Strict):
-    """A whole cluster.toml."""
-
+class Inventory(StrictModel):
     cluster: ClusterSettings
     device: list[DeviceEntry]
 
@@ -158,23 +147,21 @@ class Inventory(Strict):
 
     @property
     def decided(self) -> bool:
-        """Whether the file says of every board what it is for."""
         return all(device.role != "auto" for device in self.device)
 
     @property
     def draft(self) -> DeviceEntry:
-        """D0's board; UsageError while a role is "auto"."""
+        """D0; UsageError while a role is "auto"."""
         return next(device for device in self._definite() if device.role == "draft")
 
     @property
     def verify(self) -> list[DeviceEntry]:
-        """The boards of V1…VN, in the order in which they are listed; UsageError while a role is "auto"."""
+        """V1…VN in file order; UsageError while a role is "auto"."""
         return [device for device in self._definite() if device.role == "verify"]
 
     @property
     def ring(self) -> list[DeviceEntry]:
-        """The boards as data goes round, as far as the file says: the draft device first, the others as
-        they are listed, and the first one again."""
+        """D0, the others in file order, and D0 again."""
         order = sorted(self.device, key=lambda device: device.role != "draft")
         return [*order, order[0]]
 
@@ -183,32 +170,30 @@ class Inventory(Strict):
             names = ", ".join(device.name for device in self.device if device.role == "auto")
             raise UsageError(
                 f'cluster {self.cluster.name}: the file leaves the role of {names} to the planner, and this '
-                'needs definite ones: see what flowspec deploy plan finds, and give role = "draft" to one '
-                '[[device]] and role = "verify" to the others')
+                'needs definite ones: see what flowspec deploy plan finds, and give role = "draft" to '
+                'one [[device]] and role = "verify" to the others')
         return self.device
 
     def interface(self, device: DeviceEntry) -> str:
-        """The network interface of ``device``."""
         return device.interface or self.cluster.interface
 
     def python(self, device: DeviceEntry) -> str:
-        """The Python interpreter on ``device`` that has flowspec."""
         return device.python or self.cluster.python
 
     def torch_device(self, device: DeviceEntry) -> str:
-        """The torch device on which ``device`` computes: a stage its layers, the draft device its models."""
         return device.torch_device or self.cluster.torch_device
 
+    def power_mode(self, device: DeviceEntry) -> str:
+        """The name of the power mode; "" leaves the board's own."""
+        return self.cluster.power_mode if device.power_mode is None else device.power_mode
+
     def protected_ports(self) -> list[int]:
-        """TCP ports that must stay quick on shaped links: the control channel's and ssh's."""
+        """TCP ports with priority on shaped links: control channel and ssh."""
         return sorted({self.cluster.control_port, *(device.ssh_port for device in self.device)})
 
 
 def load_inventory(path: Path) -> Inventory:
-    """Read a cluster.toml; UsageError names the file, the line and the key at fault.
-
-    The paths of ssh's files are absolute then: relative ones count from the file's directory.
-    """
+    """UsageError names the file, line and key.  Relative ssh paths are resolved from the file's directory."""
     found = load_toml(path, Inventory)
     cluster = found.cluster.model_copy(update={"ssh_config": _anchored(found.cluster.ssh_config, path)})
     devices = [device.model_copy(update={"ssh_key": _anchored(device.ssh_key, path)})
@@ -217,7 +202,7 @@ def load_inventory(path: Path) -> Inventory:
 
 
 def beside(path: Path, named: str) -> Path:
-    """What the cluster file ``path`` calls ``named``: relative ones lie beside it, ~ is the user's home."""
+    """Resolve ``named`` against the directory of the cluster file ``path``; expands ~."""
     return path.absolute().parent / Path(named).expanduser()
 
 
@@ -240,7 +225,7 @@ def _check_roles(devices: list[DeviceEntry]) -> None:
 
 
 def _check_layers(devices: list[DeviceEntry]) -> None:
-    """All verify devices have layers or none has; they follow one another, from layer 0 on."""
+    """Either all verify devices have layers or none has; the ranges are contiguous from layer 0."""
     if all(device.layers is None for device in devices):
         return
     before, at = "", 0
@@ -260,10 +245,10 @@ def _check_layers(devices: list[DeviceEntry]) -> None:
             raise Misplaced(f"[{lo}, {hi}] overlaps the layers up to {at} of the devices before it: begin "
                             f"with {at}, and list the devices in the order of their layers", number, "layers")
         if lo > at:
-            raise Misplaced(f"[{lo}, {hi}] leaves {_layers(at, lo)} to nobody: begin with {at}, where "
+            raise Misplaced(f"[{lo}, {hi}] leaves {_layers(at, lo)} without a device: begin with {at}, where "
                             f"{before} ends, and list the devices in the order of their layers"
-                            if before else f"[{lo}, {hi}] leaves {_layers(at, lo)} to nobody: the first "
-                            "verify device begins with 0", number, "layers")
+                            if before else f"[{lo}, {hi}] leaves {_layers(at, lo)} without a device: the "
+                            "first verify device begins with 0", number, "layers")
         before, at = device.name, hi
 
 
@@ -272,10 +257,7 @@ def _layers(lo: int, hi: int) -> str:
 
 
 def device_profile(device: DeviceEntry, path: Path) -> Profile | None:
-    """The profile that the cluster file ``path`` names for a board; None without one.
-
-    UsageError if there is no such profile.
-    """
+    """The board's profile, None if it names none; UsageError if the profile does not exist."""
     if not device.profile:
         return None
     own = beside(path, device.profile)
@@ -283,7 +265,7 @@ def device_profile(device: DeviceEntry, path: Path) -> Profile | None:
 
 
 def resolve(device: DeviceEntry) -> str:
-    """The IPv4 address of ``device``; FlowspecError if its name is unknown here."""
+    """The IPv4 address of ``device`` seen from here; FlowspecError if the name does not resolve."""
     try:
         return socket.gethostbyname(device.address)
     except OSError as error:

@@ -1,8 +1,6 @@
-"""Plain decoding with the unsharded model: the reference that every strategy must reproduce.
+"""Plain decoding with transformers' unsharded model: the reference that every strategy must reproduce.
 
-Uses transformers' own model and cache, one token at a time, and the shared-noise rule for
-sampling.  Shares no code with trees or strategies, and with stages only how a sharded model's files
-are read, so it can serve as their check.
+As an independent check, it shares no code with trees and strategies, and with stages only the file reader.
 """
 
 from __future__ import annotations
@@ -13,23 +11,21 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from flowspec_edge.modeldir import ModelDir
+from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.runtime.request import FinishReason
-from flowspec_edge.sampler import choose
-from flowspec_edge.sampling import Sampling
-from flowspec_edge.stage.whole import load_whole
-from flowspec_edge.tensors import parse_dtype
-from flowspec_edge.torchdevice import use_exact_kernels
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.sampling.sampler import choose
+from flowspec_edge.stage.reference_model import load_reference_model
+from flowspec_edge.util.tensors import parse_dtype
+from flowspec_edge.util.torchdevice import use_exact_kernels
 
 
 class PlainDecoder:
-    """The whole target in one piece."""
-
     def __init__(self, model_dir: Path, dtype: str = "fp32", device: torch.device | str = "cpu") -> None:
         use_exact_kernels()
         found = ModelDir(model_dir)
         if found.sharded:
-            self.model = load_whole(found.stages, dtype, device)
+            self.model = load_reference_model(found.stages, dtype, device)
         else:
             read = AutoModelForCausalLM.from_pretrained(found.target, dtype=parse_dtype(dtype))
             self.model = read.eval().to(device)
@@ -37,7 +33,7 @@ class PlainDecoder:
     @torch.inference_mode()
     def generate(self, prompt: list[int], max_new_tokens: int, sampling: Sampling,
                  stop_ids: frozenset[int] = frozenset()) -> tuple[list[int], FinishReason]:
-        """The continuation of ``prompt`` and why it ended; the end-of-sequence id is left out."""
+        """Return the continuation of ``prompt``, without the end-of-sequence id, and why it ended."""
         cache = DynamicCache(config=self.model.config)
         tokens: list[int] = []
         step = torch.tensor([prompt], device=self.model.device)

@@ -1,27 +1,26 @@
-"""What a caller asks of a cluster, and what it gets: the contract between runtime and the rest."""
+"""Requests, their handles and results, and the interface of all clusters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any, Literal, Protocol
 
-from flowspec_edge.sampling import Sampling
+from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 
-if TYPE_CHECKING:
-    from flowspec_edge.runtime.tickets import Ticket
-
-FinishReason = Literal["stop", "length", "cancelled"]  # cancelled: nobody waits for it any more
+FinishReason = Literal["stop", "length", "cancelled"]
 OnTokens = Callable[[list[int]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """How likely the target found a token where it stands, whatever the temperature, top-k and top-p.
+    """A token's probability under the target model, before temperature, top-k and top-p.
 
-    logprob  the natural logarithm of its probability
-    top      the likeliest tokens and theirs, the likeliest first, as many as were asked for
+    logprob  natural logarithm
+    top      the ``Request.logprobs`` most likely tokens and their log probabilities, in descending order
     """
 
     token: int
@@ -31,42 +30,43 @@ class Likelihood:
 
 @dataclass(frozen=True)
 class Request:
-    """One text to continue; ``prompt`` is token ids."""
-
     prompt: Sequence[int]
     strategy: str = DEFAULT_STRATEGY
     max_new_tokens: int = 128
     sampling: Sampling = field(default_factory=Sampling)
     params: Params = field(default_factory=Params)
-    stop_ids: frozenset[int] = frozenset()  # end-of-sequence ids; the one met is not returned
-    logprobs: int | None = None  # tell of each token how likely it was, and so many others (Likelihood)
+    stop_ids: frozenset[int] = frozenset()  # end-of-sequence ids; not part of the result
+    logprobs: int | None = None  # number of alternatives in each token's Likelihood; None: no Likelihood
 
 
 @dataclass(frozen=True)
 class Stats:
-    """Counted alike for every strategy, after truncation (see docs: turns and rounds)."""
+    """Measured alike for every strategy, after truncation (docs: turns and rounds)."""
 
-    turns: float  # decode time / one slot of the slowest stage
-    rounds: int
-    alt: float  # tokens per turn
-    alr: float  # tokens per round
-    tokens_per_second: float  # generated tokens after the first / decode time
-    ttft_s: float
-    itl_p50_s: float  # inter-token latency, median and 95th percentile; accepted together: 0
-    itl_p95_s: float
-    drafted: int
-    verified: int
-    accepted: int
-    bytes: int
-    decode_s: float
-    slot_s: float
+    turns: float = 0.0  # decode time / one slot of the slowest stage
+    rounds: int = 0
+    alt: float = 0.0  # tokens per turn
+    alr: float = 0.0  # tokens per round
+    tokens_per_second: float = 0.0  # generated tokens after the first / decode time
+    ttft_s: float = 0.0
+    itl_p50_s: float = 0.0  # inter-token latency, median and 95th percentile; 0 within one accepted run
+    itl_p95_s: float = 0.0
+    drafted: int = 0
+    verified: int = 0
+    accepted: int = 0
+    bytes: int = 0
+    decode_s: float = 0.0
+    slot_s: float = 0.0
     stages: tuple[dict[str, float], ...] = ()  # per stage: compute_s, wait_s, bytes, rows, segments
-    reused: int = 0  # prompt rows that were not read in again
+    reused: int = 0  # prompt rows found in the prefix cache
+    # From the boards' power sensors over the whole request; None if a board has no sensor.
+    energy_j: float | None = None  # all modules, without carrier boards
+    energy_above_idle_j: float | None = None  # minus idle power; None if idle power is unknown
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came out: ``tokens`` without the prompt and without the end-of-sequence id."""
+    """``tokens`` exclude the prompt and the end-of-sequence id."""
 
     tokens: list[int]
     finish_reason: FinishReason
@@ -74,15 +74,53 @@ class Result:
 
     def as_json(self, text: str) -> dict[str, Any]:
         """The ``generate --json`` object."""
-        from dataclasses import asdict
-
         stats = asdict(self.stats)
         stats["stages"] = list(self.stats.stages)
         return {"tokens": self.tokens, "text": text, "finish_reason": self.finish_reason, "stats": stats}
 
 
+class RequestHandle(Future[Result]):
+    """Handle of a submitted request; thread-safe.
+
+    The driving thread sets the result and runs callbacks. It also calls ``on_tokens``, which must be quick
+    because all requests wait; if it raises, this request ends with that error. ``likelihoods``: one per token
+    passed to ``on_tokens``, if requested.
+    """
+
+    def __init__(self, request: Request, on_tokens: OnTokens | None = None) -> None:
+        super().__init__()
+        self.request = request
+        self.on_tokens = on_tokens
+        self.likelihoods: list[Likelihood] = []
+        self.cancel_requested = False
+
+    def cancel(self) -> bool:
+        """End the request within a turn or two; False if it was done before. Unlike a plain Future it still
+        gets a result: the tokens generated so far, ``cancelled``."""
+        self.cancel_requested = True
+        return not self.done()
+
+    def set_cancelled(self) -> None:
+        """For the cluster: the request was cancelled before it began."""
+        self.set_result(Result([], "cancelled", Stats()))
+
+
+class ClusterState(Enum):
+    STOPPED = "stopped"  # no cluster is up; a request may start one
+    RUNNING = "running"
+    RECOVERING = "recovering"  # a stage is lost; open requests wait until all stages are back
+
+
+@dataclass(frozen=True)
+class ClusterStatus:
+    """``outage`` says, during recovery, which stage is lost and why."""
+
+    state: ClusterState
+    outage: str = ""
+
+
 class Cluster(Protocol):
-    """Something that answers a request: processes, or virtual time."""
+    """Answers requests, by processes or by a simulation in virtual time."""
 
     clock: str
 
@@ -90,29 +128,20 @@ class Cluster(Protocol):
         """Run one request to its end; ``on_tokens`` gets new tokens as they are committed."""
 
     def close(self) -> None:
-        """End every process and socket; safe to call twice."""
+        """End every process and socket; idempotent."""
 
 
 class SharedCluster(Cluster, Protocol):
-    """One that answers several requests at once: any thread hands them in, one thread serves."""
+    """Answers several requests at once: any thread submits, one thread serves."""
 
     @property
-    def trouble(self) -> str | None:
-        """What was lost, and is waited for, while the cluster mends itself; None: all stages are there.
+    def status(self) -> ClusterStatus:
+        """May be read from any thread."""
 
-        May be asked from any thread.
-        """
-
-    def submit(self, request: Request, on_tokens: OnTokens | None = None) -> Ticket:
-        """Hand a request in; it is answered while some thread is in :meth:`serve`.
-
-        UsageError if the cluster cannot run such a request; whatever else is wrong comes with the
-        ticket.
-        """
+    def submit(self, request: Request, on_tokens: OnTokens | None = None) -> RequestHandle:
+        """Queue a request for the thread in :meth:`serve`. UsageError if the cluster cannot run such a
+        request; other errors come through the handle."""
 
     def serve(self, stop: Callable[[], bool]) -> None:
-        """Answer what was handed in until ``stop()``, asked often, is true; what is not answered then
-        goes on with the next call.
-
-        FlowspecError, which every open request ends with too, if the cluster is lost.
-        """
+        """Answer requests until ``stop()``, called often, is true; the next call continues the rest.
+        FlowspecError, which also ends every open request, if the cluster is lost."""

@@ -1,1 +1,1 @@
-"""The cluster behind an HTTP address that OpenAI's clients know how to talk to."""
+"""HTTP serving on top of a cluster: OpenAI's API, metrics and a live page; ``app`` has the routes."""

@@ -1,7 +1,4 @@
-"""The routes: OpenAI's endpoints, /health, /ready, /metrics, /live and the page, and who may use them.
-
-Knows paths, the API key and what a request must look like to be read at all.  Does not know models.
-"""
+"""The ASGI application: routes and the API key."""
 
 from __future__ import annotations
 
@@ -20,60 +17,55 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from flowspec_edge.serving.answers import Answer, model_object
-from flowspec_edge.serving.asking import Asked, Served
-from flowspec_edge.serving.bodies import B, ChatBody, CompletionBody, read_body
-from flowspec_edge.serving.desk import Desk
-from flowspec_edge.serving.errors import ApiError, api_error
-from flowspec_edge.serving.live import Live
-from flowspec_edge.serving.log import GONE, Record
+from flowspec_edge.serving.access_log import GONE, AccessRecord
+from flowspec_edge.serving.admission import AdmissionQueue
+from flowspec_edge.serving.dashboard.live import Live
+from flowspec_edge.serving.dashboard.pages import is_page, page_routes
 from flowspec_edge.serving.metrics import Metrics
-from flowspec_edge.serving.pages import is_page, page_routes
-from flowspec_edge.serving.reply import KEEP_ALIVE_S, ClientGone, Reply, Told
+from flowspec_edge.serving.openai.errors import ApiError, api_error
+from flowspec_edge.serving.openai.handler import KEEP_ALIVE_S, ClientGone, ResponseHandler, StreamError
+from flowspec_edge.serving.openai.prepare import PreparedRequest, ServedModel
+from flowspec_edge.serving.openai.responses import Answer, model_object
+from flowspec_edge.serving.openai.schemas import B, ChatBody, CompletionBody, read_body
 
 log = logging.getLogger(__name__)
 
-MOST_BYTES = 2 * 2**20  # of a body: a prompt of that size fits into no model served here
+MAX_BODY_BYTES = 2 * 2**20  # no model served here has room for a prompt of that size
 
 
-def make_app(desk: Desk, served: Served, api_key: str | None = None,
+def make_app(admission: AdmissionQueue, served: ServedModel, api_key: str | None = None,
              keep_alive_s: float = KEEP_ALIVE_S, metrics: Metrics | None = None,
              live: Live | None = None) -> Starlette:
-    """The ASGI application; without a key everybody is let in, without ``live`` there is no page.
-
-    ``keep_alive_s``: seconds without a token after which a stream says why.  ``metrics`` are told of
-    every request and shown at /metrics.
-    """
+    """Without ``api_key`` no key is needed; without ``live`` there is no page. ``keep_alive_s``: seconds
+    without a token after which a stream sends a status line."""
     created = int(time.time())
 
     async def models(http: Request) -> Response:
         return JSONResponse({"object": "list", "data": [model_object(served.name, created)]})
 
     async def model(http: Request) -> Response:
-        name = http.path_params["name"]
-        if name != served.name:
-            raise ApiError(404, f"the model {name!r} does not exist here; there is {served.name!r}", "model",
-                           "model_not_found")
+        served.check_name(http.path_params["name"])
         return JSONResponse(model_object(served.name, created))
 
     async def health(http: Request) -> Response:
         return JSONResponse({"status": "alive"})
 
     async def ready(http: Request) -> Response:
-        state = desk.readiness()
+        state = admission.readiness()
         age = None if state.token_age_s is None else round(state.token_age_s, 1)
         body = {"ready": state.ready, "reason": state.reason or None, "running": state.running,
                 "waiting": state.waiting, "token_age_s": age}
         return JSONResponse(body, 200 if state.ready else 503)
 
-    async def numbers(http: Request) -> Response:
+    async def prometheus(http: Request) -> Response:
         assert metrics is not None
-        text, kind = metrics.page(http.headers.get("accept", ""), desk.readiness())
+        text, kind = metrics.page(http.headers.get("accept", ""), admission.readiness())
         return Response(text, media_type=kind)
 
-    over = metrics.over if metrics else lambda record: None
-    chat = Endpoint(desk, served.name, ChatBody, served.chat, keep_alive_s, over)
-    completion = Endpoint(desk, served.name, CompletionBody, served.completion, keep_alive_s, over)
+    observe = metrics.request_ended if metrics else lambda record: None
+    chat = CompletionEndpoint(admission, served.name, ChatBody, served.chat, keep_alive_s, observe)
+    completion = CompletionEndpoint(admission, served.name, CompletionBody, served.completion, keep_alive_s,
+                                    observe)
     return Starlette(
         routes=[
             Route("/v1/models", models),
@@ -82,19 +74,19 @@ def make_app(desk: Desk, served: Served, api_key: str | None = None,
             Route("/v1/completions", completion, methods=["POST"]),
             Route("/health", health),
             Route("/ready", ready),
-            *([Route("/metrics", numbers)] if metrics else []),
+            *([Route("/metrics", prometheus)] if metrics else []),
             *([Route("/live", live), *page_routes()] if live else []),
         ],
-        middleware=[Middleware(Gate, api_key=api_key)],
-        exception_handlers={HTTPException: _http_error, ApiError: _told, Exception: _told},
+        middleware=[Middleware(AccessMiddleware, api_key=api_key)],
+        exception_handlers={HTTPException: _http_error, ApiError: _error, Exception: _error},
     )
 
 
-class Gate:
-    """Lets in who has the key; /health is open to all, and the page, which asks for the key.
+class AccessMiddleware:
+    """Checks the API key, except on /health and the page, which asks its user for the key.
 
-    Without a key only this machine can reach the server; that includes a browser on it, in which a
-    foreign page's name may be made to resolve to loopback.  So the name must be one of loopback's own.
+    Without a key only this machine can reach the server. That includes browsers, in which a foreign page's
+    name may resolve to loopback (DNS rebinding), so the Host must be one of loopback's own.
     """
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
@@ -102,7 +94,6 @@ class Gate:
         self._expected = None if api_key is None else f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 401 or 403."""
         refused = None
         if scope["type"] == "http" and scope["path"] != "/health":
             refused = self._refusal(Request(scope))
@@ -119,33 +110,33 @@ class Gate:
         given = http.headers.get("authorization", "").encode("latin-1")
         if hmac.compare_digest(given, self._expected):
             return None
-        says = "incorrect API key" if given else "no API key: send it as the header Authorization: Bearer KEY"
-        return ApiError(401, says, code="invalid_api_key")
+        message = ("incorrect API key" if given else
+                   "no API key: send it as the header Authorization: Bearer KEY")
+        return ApiError(401, message, code="invalid_api_key")
 
 
-class Endpoint:
+class CompletionEndpoint:
     """One of OpenAI's endpoints, as an ASGI application."""
 
-    def __init__(self, desk: Desk, name: str, kind: type[B], ask: Callable[[B], Asked],
-                 keep_alive_s: float, over: Callable[[Record], None]) -> None:
-        """``kind``: its bodies; ``ask``: what such a body asks of the cluster; ``over``: is told of every
-        request when it is over."""
-        self._desk, self._name = desk, name
+    def __init__(self, admission: AdmissionQueue, name: str, kind: type[B],
+                 prepare: Callable[[B], PreparedRequest], keep_alive_s: float,
+                 observe: Callable[[AccessRecord], None]) -> None:
+        """``kind``: the type of its bodies; ``observe`` gets the record of every finished request."""
+        self._admission, self._name = admission, name
         self._read: Callable[[bytes], Any] = lambda data: read_body(kind, data)
-        self._ask: Callable[[Any], Asked] = ask
+        self._prepare: Callable[[Any], PreparedRequest] = prepare
         self._chat = kind is ChatBody
         self._keep_alive_s = keep_alive_s
-        self._over = over
+        self._observe = observe
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, and write the request's line in the log."""
-        record = Record(scope["path"])
+        record = AccessRecord(scope["path"])
         try:
             await self._serve(record, scope, receive, send)
         except (ClientGone, ClientDisconnect):
             record.status = GONE
-        except Told as told:
-            record.status, record.error = told.error.status, str(told)
+        except StreamError as sent:
+            record.status, record.error = sent.error.status, str(sent)
         except Exception as error:
             failure = api_error(error)
             record.status, record.error = failure.status, str(failure)
@@ -154,27 +145,28 @@ class Endpoint:
             await failure.response()(scope, receive, send)
         finally:
             record.write()
-            self._over(record)
+            self._observe(record)
 
-    async def _serve(self, record: Record, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve(self, record: AccessRecord, scope: Scope, receive: Receive, send: Send) -> None:
         http = Request(scope, receive)
         body = self._read(await _body(http))
         record.stream = bool(body.stream)
-        asked = self._ask(body)
-        answer = Answer(self._chat, self._name, asked.request, body.include_usage)
-        record.id, record.strategy = answer.id, asked.request.strategy
-        record.prompt_tokens = len(asked.request.prompt)
+        prepared = self._prepare(body)
+        answer = Answer(self._chat, self._name, prepared.request, body.include_usage)
+        record.id, record.strategy = answer.id, prepared.request.strategy
+        record.prompt_tokens = len(prepared.request.prompt)
         caller = body.user or (http.client.host if http.client else "")
-        reply = Reply(self._desk, asked, answer, caller, self._keep_alive_s)
+        handler = ResponseHandler(self._admission, prepared, answer, caller, self._keep_alive_s)
         try:
             if body.stream:
-                await reply.stream(receive, send)
+                await handler.stream(receive, send)
             else:
-                await reply.whole(scope, receive, send)
+                await handler.complete(scope, receive, send)
         finally:
-            record.completion_tokens, record.finish = asked.reader.tokens, reply.finish
-            record.queued_s = reply.ticket.waited_s if reply.ticket else None
-            record.came(reply.tokens)
+            record.completion_tokens, record.finish = prepared.detokenizer.tokens, handler.finish
+            record.energy_j = handler.energy_j
+            record.queued_s = handler.pending.waited_s if handler.pending else None
+            record.add_tokens(handler.tokens)
 
 
 def _is_loopback(name: str) -> bool:
@@ -185,25 +177,25 @@ def _is_loopback(name: str) -> bool:
 
 
 async def _body(http: Request) -> bytes:
-    """The request's body.  JSON only: a foreign web page cannot send that unasked."""
+    """Read the body. JSON only: a foreign web page cannot send that without a CORS preflight."""
     if http.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
         raise ApiError(400, "send the body as JSON, with the header Content-Type: application/json")
     data = bytearray()
     async for chunk in http.stream():
         data += chunk
-        if len(data) > MOST_BYTES:
-            raise ApiError(413, f"the body is larger than {MOST_BYTES} bytes")
+        if len(data) > MAX_BODY_BYTES:
+            raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
     return bytes(data)
 
 
 async def _http_error(http: Request, error: Exception) -> Response:
-    """No such path, or not with this method."""
+    """Convert Starlette's errors (404, 405) to OpenAI's format."""
     assert isinstance(error, HTTPException)
-    says = f"{http.method} {http.url.path}: {error.detail.lower()}"
-    response = ApiError(error.status_code, says).response()
+    message = f"{http.method} {http.url.path}: {error.detail.lower()}"
+    response = ApiError(error.status_code, message).response()
     response.headers.update(error.headers or {})
     return response
 
 
-async def _told(http: Request, error: Exception) -> Response:
+async def _error(http: Request, error: Exception) -> Response:
     return api_error(error).response()

@@ -1,28 +1,22 @@
-"""One person's chat: what was said, and what the next request is made of.
-
-Knows the chat's template and the model's context.  Does not know a terminal, HTTP or clusters.
-"""
+"""A chat's messages, and prompts that fit into the model's context."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flowspec_edge.chat import Message
 from flowspec_edge.errors import UsageError
-from flowspec_edge.modeldir import ModelDir
-from flowspec_edge.text import Tokenizer
+from flowspec_edge.model.chat import Message
+from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.text import Tokenizer
 
-_SHORTEST_ANSWER = 64  # tokens of room that are worth asking with; below that the oldest exchange goes
+_MIN_ANSWER = 64  # tokens; with less room for the answer the oldest exchange is left out
 
 
 @dataclass(frozen=True)
-class Question:
-    """What is asked of the cluster.
-
-    prompt    token ids of all that counts of the chat
-    limit     tokens that the answer may have
-    left_out  exchanges, the oldest ones, that the context has no room for any more
+class ChatPrompt:
+    """limit     tokens that the answer may have
+    left_out  number of oldest exchanges that the prompt leaves out
     """
 
     prompt: list[int]
@@ -31,60 +25,57 @@ class Question:
 
 
 class Conversation:
-    """Messages in turn; those that no longer fit are left out of what the model sees, oldest first."""
+    """A chat; when the context is full, prompts leave out the oldest exchanges."""
 
     def __init__(self, tokenizer: Tokenizer, model: ModelDir, answer_tokens: int, system: str | None = None,
                  ) -> None:
-        """``answer_tokens``: the longest answer.  UsageError if the model has no chat template."""
+        """``answer_tokens``: the longest answer. UsageError if the model has no chat template."""
         self._tokenizer = tokenizer
         self._room = model.max_positions
         self._answer_tokens = answer_tokens
         self._system = [Message("system", system)] if system is not None else []
         self._turns: list[Message] = []  # user and assistant, in turn
-        self._forgotten = 0  # of the turns
+        self._dropped = 0  # of the turns
         self.stop_ids = model.stop_ids | tokenizer.chat_stop_ids
         tokenizer.chat([*self._system, Message("user", "?")])
 
     @property
     def messages(self) -> Sequence[Message]:
-        """All of them, left out or not, the system's first."""
         return [*self._system, *self._turns]
 
-    def ask(self, text: str) -> Question:
-        """What to ask for an answer to ``text``, which becomes part of the chat with :meth:`answered`.
-
-        UsageError if it does not fit into the context even alone.
-        """
-        asked = Message("user", text)
-        forgotten = self._forgotten
+    def ask(self, text: str) -> ChatPrompt:
+        """Return the prompt for ``text``; :meth:`answered` adds it to the chat. UsageError if ``text`` alone
+        does not fit into the context."""
+        message = Message("user", text)
+        dropped = self._dropped
         while True:
-            ids = self._tokenizer.chat([*self._system, *self._turns[forgotten:], asked])
+            ids = self._tokenizer.chat([*self._system, *self._turns[dropped:], message])
             left = self._room - len(ids)
-            if left >= min(_SHORTEST_ANSWER, self._answer_tokens):
+            if left >= min(_MIN_ANSWER, self._answer_tokens):
                 break
-            if forgotten >= len(self._turns):
+            if dropped >= len(self._turns):
                 raise UsageError(f"the message has {len(ids)} tokens with what belongs to it; the model's "
                                  f"context is {self._room}, the answer included: shorten it")
-            forgotten += 2
-        self._forgotten = forgotten
-        return Question(ids, min(self._answer_tokens, left), forgotten // 2)
+            dropped += 2
+        self._dropped = dropped
+        return ChatPrompt(ids, min(self._answer_tokens, left), dropped // 2)
 
     def answered(self, question: str, answer: str) -> None:
-        """The exchange took place, if only in part."""
+        """Add an exchange, even with a partial answer."""
         self._turns += [Message("user", question), Message("assistant", answer)]
 
     def undo(self) -> str | None:
-        """Take back the last exchange; its question, or None if there was none."""
+        """Remove the last exchange; return its question, None if there is none."""
         if not self._turns:
             return None
         question = self._turns[-2].content
         del self._turns[-2:]
-        self._forgotten = min(self._forgotten, len(self._turns))
+        self._dropped = min(self._dropped, len(self._turns))
         return question
 
     def reset(self, system: str | None = None) -> None:
-        """Begin anew, with another system message if one is given."""
+        """Remove all exchanges; ``system`` replaces the system message."""
         if system is not None:
             self._system = [Message("system", system)]
         self._turns.clear()
-        self._forgotten = 0
+        self._dropped = 0

@@ -1,56 +1,56 @@
-"""What /metrics says, for Prometheus: requests, tokens and times; devices are ``stage_metrics``' affair.
+"""/metrics for Prometheus, in a registry of its own.
 
-Knows names, units and buckets.  Does not know HTTP, nor who reads.  The registry is its own.
-
-Counted where clients see it: requests, their tokens and their times come from the records that are also
-written to the log.  Counted where the pipeline works, the server's own requests (warm-up and probes of one
-token) included: tokens drafted, verified and accepted, rounds, losses.
+Requests, their tokens and times come from the access log's records: they count what clients see. Figures from
+the cluster (drafted, verified and accepted tokens, rounds, losses) include the server's own probes.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from flowspec_edge.messages import Heartbeat
-from flowspec_edge.runtime.coordinator import Coordinator, Verify
-from flowspec_edge.runtime.heartbeats import Counters
-from flowspec_edge.runtime.observer import Observer
+from flowspec_edge.runtime.draft_device.coordinator import Coordinator, Verify
+from flowspec_edge.runtime.draft_device.scheduler import Job
+from flowspec_edge.runtime.observe.counters import HeartbeatCounters, increase
+from flowspec_edge.runtime.observe.observer import Observer
+from flowspec_edge.runtime.observe.power import once_per_board
+from flowspec_edge.runtime.observe.timeline import AcceptanceTracker
 from flowspec_edge.runtime.request import Result
-from flowspec_edge.runtime.sessions import Job
-from flowspec_edge.serving.desk import Readiness
-from flowspec_edge.serving.log import GONE, Record
-from flowspec_edge.serving.stage_metrics import StageMetrics
+from flowspec_edge.serving.access_log import GONE, AccessRecord
+from flowspec_edge.serving.admission import Readiness
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
 _GAPS = (0.0, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _DEPTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 
-# How a request ended that has no text, or not all of it; other statuses from 400 are "refused".
+# Outcomes by HTTP status; other statuses from 400 are "refused".
 _OUTCOMES = {GONE: "client_gone", 429: "queue_full", 503: "unavailable", 500: "failed"}
 
 
 class Metrics(Observer):
-    """Watches a cluster, is told of requests that are over, and writes it all down for Prometheus."""
+    """Observes a cluster, and gets the records of finished requests."""
 
-    def __init__(self, stages: int, vitals: Callable[[], Counters], about: dict[str, str]) -> None:
-        """``vitals``: of D0 (``runtime.vitals``); ``about``: labels of flowspec_build_info."""
-        disable_created_metrics()  # a series more for each counter, which nobody reads
-        self._stages = StageMetrics(stages, vitals)
-        # By session: rounds ended, -1 while the text is read in, and tokens at the newest's end.
-        self._rounds: dict[int, tuple[int, int]] = {}
+    def __init__(self, stages: int, system_stats: Callable[[], HeartbeatCounters], about: dict[str, str]
+                 ) -> None:
+        """``system_stats``: D0's own (``SystemStats.read``); ``about``: labels of flowspec_build_info."""
+        disable_created_metrics()  # an unused extra series per counter
+        self._stages = StageMetrics(stages, system_stats)
+        self._acceptance = AcceptanceTracker()
         registry = self._registry = CollectorRegistry()
 
-        def counter(name: str, says: str, *labels: str) -> Counter:
-            return Counter(f"flowspec_{name}", says, labels, registry=registry)
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"flowspec_{name}", text, labels, registry=registry)
 
-        def histogram(name: str, says: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-            return Histogram(f"flowspec_{name}", says, labels, registry=registry, buckets=buckets)
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(f"flowspec_{name}", text, labels, registry=registry, buckets=buckets)
 
         self._requests = counter("requests", "Requests that are over, by how they ended.", "path", "outcome")
         self._generated = counter("generated_tokens", "Tokens of answers, as clients' usage counts them.")
@@ -71,20 +71,19 @@ class Metrics(Observer):
                                 "ended; that depth d was reached: the share of rounds above le=d-1.", _DEPTHS)
         self._losses = counter("losses", "Times that a stage was lost.")
         self._recoveries = counter("recoveries", "Times that all stages were there again after a loss.")
-        self._now = _Now(about)
-        registry.register(self._now)
+        self._state_gauges = _StateGauges(about)
+        registry.register(self._state_gauges)
         registry.register(self._stages)
 
     def page(self, accept: str, state: Readiness) -> tuple[bytes, str]:
-        """The text of all metrics and its content type, as the header Accept asks for it; one at a time."""
-        self._now.state = state
+        """Return all metrics in the format of the header Accept, and the content type; not reentrant."""
+        self._state_gauges.state = state
         encode, kind = choose_encoder(accept)
         return encode(self._registry), kind
 
     # ---- from the HTTP thread --------------------------------------------------------------------------
 
-    def over(self, record: Record) -> None:
-        """A request is over, however it ended."""
+    def request_ended(self, record: AccessRecord) -> None:
         refused = "refused" if record.status >= 400 else record.finish or "failed"
         self._requests.labels(record.path, _OUTCOMES.get(record.status, refused)).inc()
         self._seconds.labels(record.path).observe(record.seconds)
@@ -100,26 +99,15 @@ class Metrics(Observer):
     # ---- from the thread that drives the cluster -------------------------------------------------------
 
     def opened(self, coordinator: Coordinator, at: float) -> None:
-        self._rounds[coordinator.ledger.session] = (-1, len(coordinator.tokens))
+        self._acceptance.begin(coordinator)
 
     def worked(self, job: Job, start: float, end: float) -> None:
-        coordinator = job.coordinator
-        before = self._rounds.get(coordinator.ledger.session)
-        if before is None or not isinstance(job.task, Verify):
-            return
-        (rounds, told), now = before, coordinator.strategy.counters.rounds
-        tokens = len(coordinator.tokens)
-        if tokens == told:
-            return
-        if rounds < 0:
-            self._rounds[coordinator.ledger.session] = (now, tokens)  # the token that came of reading in
-        elif now > rounds:
-            self._rounds[coordinator.ledger.session] = (now, tokens)
-            if not coordinator.finished:
-                self._depth.observe(tokens - told - 1)  # the token after a miss was not drafted
+        accepted = self._acceptance.verified(job.coordinator) if isinstance(job.task, Verify) else None
+        if accepted is not None:
+            self._depth.observe(accepted)
 
     def settled(self, coordinator: Coordinator, result: Result, at: float) -> None:
-        self._rounds.pop(coordinator.ledger.session, None)
+        self._acceptance.end(coordinator.builder.session)
         stats = result.stats
         self._drafted.inc(stats.drafted)
         self._verified.inc(stats.verified)
@@ -127,35 +115,128 @@ class Metrics(Observer):
         self._reused.inc(stats.reused)
 
     def failed(self, coordinator: Coordinator, at: float) -> None:
-        self._rounds.pop(coordinator.ledger.session, None)
+        self._acceptance.end(coordinator.builder.session)
 
-    def heard(self, beat: Heartbeat, at: float) -> None:
-        if "closed" not in beat.counters:  # those are of one session alone
-            self._stages.heard(beat.stage, beat.counters, at)
+    def heartbeat(self, beat: Heartbeat, at: float) -> None:
+        self._stages.add_heartbeat(beat.stage, beat.counters, at)
 
     def lost(self, reason: str, at: float) -> None:
         self._losses.inc()
-        self._rounds.clear()  # those that go on are opened again
+        self._acceptance.clear()  # requests that continue are opened again
         self._stages.lost()
 
-    def back(self, at: float) -> None:
+    def recovered(self, at: float) -> None:
         self._recoveries.inc()
 
 
-class _Now(Collector):
-    """What is so at the moment of asking: ``state``."""
+class _StateGauges(Collector):
+    """Gauges of ``state`` at the moment of the scrape."""
 
     def __init__(self, about: dict[str, str]) -> None:
         self.state: Readiness | None = None
         self._about = {"version": version("flowspec-edge"), **about}
 
     def collect(self) -> Iterator[Metric]:
-        """See prometheus_client."""
         yield InfoMetricFamily("flowspec_build", "What is served.", value=self._about)
         if self.state is None:
             return
-        for name, says, value in (
+        for name, text, value in (
                 ("ready", "Whether a token came through the pipeline lately.", self.state.ready),
                 ("requests_running", "Requests that have a place in the stages.", self.state.running),
                 ("requests_waiting", "Requests that wait for a place in the stages.", self.state.waiting)):
-            yield GaugeMetricFamily(f"flowspec_{name}", says, value=float(value))
+            yield GaugeMetricFamily(f"flowspec_{name}", text, value=float(value))
+
+
+_SILENT_S = 5.0  # after which a stage is not up
+
+_GROWING = {  # a stage's counter -> metric, help
+    "compute_s": ("flowspec_stage_compute_seconds", "Time that a stage computed segments."),
+    "wait_s": ("flowspec_stage_wait_seconds", "Time that a stage had nothing to do while requests ran."),
+    "rows": ("flowspec_stage_rows", "Rows, of prompts and drafts, that went through a stage's layers."),
+}
+_SYSTEM_STATS = {
+    "memory_total": ("flowspec_device_memory_bytes", "Memory that a device's system sees."),
+    "memory_available": ("flowspec_device_memory_available_bytes",
+                         "Memory of a device that a new process could take without swapping."),
+    "resident": ("flowspec_device_resident_bytes", "Memory that the device's flowspec process holds."),
+    "cache_bytes": ("flowspec_device_cache_bytes", "Bytes of KV caches."),
+    "temperature_c": ("flowspec_device_temperature_celsius", "The hottest thermal zone of a device."),
+    "load": ("flowspec_device_load1", "Processes that run or wait for a core, the last minute's average."),
+    "cpus": ("flowspec_device_cpus", "Cores that are switched on."),
+    "watts": ("flowspec_device_power_watts", "What a device's board draws, by its own sensor; a board with "
+                                             "several devices at the first of them."),
+}
+_ENERGY = ("flowspec_device_energy_joules", "What a device's board has used since its process began.")
+
+
+class StageMetrics(Collector):
+    """Metrics of D0 and V1…VN; unlike heartbeat counters, these never reset. Missing figures are left out."""
+
+    def __init__(self, stages: int, system_stats: Callable[[], HeartbeatCounters],
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        """``system_stats``: D0's own; ``clock``: of heartbeats' arrivals, in seconds."""
+        self._system_stats = system_stats
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._newest: dict[int, HeartbeatCounters] = {}  # by stage
+        self._heard_at: dict[int, float] = {}
+        self._grown: dict[int, HeartbeatCounters] = {
+            stage: dict.fromkeys((*_GROWING, "bytes_in", "bytes_out"), 0.0) for stage in range(1, stages + 1)}
+
+    def add_heartbeat(self, stage: int, counters: HeartbeatCounters, at: float) -> None:
+        """Add a heartbeat's counters, which cover all sessions."""
+        with self._lock:
+            grown = self._grown[stage]
+            for key, added in increase(self._newest.get(stage, {}), counters, grown).items():
+                grown[key] += added
+            self._newest[stage], self._heard_at[stage] = counters, at
+
+    def lost(self) -> None:
+        """A stage was lost: none counts as up until its next heartbeat."""
+        with self._lock:
+            self._heard_at.clear()
+
+    def collect(self) -> Iterator[Metric]:
+        with self._lock:
+            grown = {stage: dict(counters) for stage, counters in self._grown.items()}
+            up = {stage for stage, at in self._heard_at.items() if self._clock() - at < _SILENT_S}
+            newest = {f"V{stage}": dict(self._newest[stage]) for stage in sorted(up)}
+        yield from _growing(grown)
+        yield _links(grown)
+        is_up = GaugeMetricFamily("flowspec_stage_up", "Whether a stage was heard of lately.",
+                                  labels=["stage"])
+        for stage in grown:
+            is_up.add_metric([f"V{stage}"], float(stage in up))
+        yield is_up
+        devices = once_per_board({"D0": self._system_stats(), **newest})
+        for key, (name, text) in _SYSTEM_STATS.items():
+            gauge = GaugeMetricFamily(name, text, labels=["device"])
+            for device, counters in devices.items():
+                if key in counters:
+                    gauge.add_metric([device], counters[key])
+            yield gauge
+        used = CounterMetricFamily(*_ENERGY, labels=["device"])
+        for device, counters in devices.items():
+            if "energy_j" in counters:
+                used.add_metric([device], counters["energy_j"])
+        yield used
+
+
+def _growing(grown: dict[int, HeartbeatCounters]) -> Iterator[Metric]:
+    for key, (name, text) in _GROWING.items():
+        family = CounterMetricFamily(name, text, labels=["stage"])
+        for stage, counters in grown.items():
+            family.add_metric([f"V{stage}"], counters[key])
+        yield family
+
+
+def _links(grown: dict[int, HeartbeatCounters]) -> Metric:
+    """Each link as its sender counts it; D0's as V1 does."""
+    family = CounterMetricFamily(
+        "flowspec_link_bytes", "Bytes over the data links, without control messages and collectives.",
+        labels=["sender", "receiver"])
+    family.add_metric(["D0", "V1"], grown[1]["bytes_in"])
+    for stage, counters in grown.items():
+        receiver = f"V{stage + 1}" if stage + 1 in grown else "D0"
+        family.add_metric([f"V{stage}", receiver], counters["bytes_out"])
+    return family

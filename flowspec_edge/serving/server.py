@@ -1,7 +1,6 @@
-"""The server as a process: its socket, its two threads, its end.
+"""The server process: its socket, its two threads, its shutdown.
 
-Knows that the main thread owns the cluster, so that a signal ends whatever it does, starting and
-prefilling included, and that HTTP runs beside it.  Does not know what is served.
+The main thread owns the cluster, so that a signal can interrupt it at any time; HTTP has a second thread.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from starlette.types import ASGIApp
 
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.runtime.request import SharedCluster
-from flowspec_edge.serving.desk import Desk
-from flowspec_edge.serving.log import Lines
+from flowspec_edge.serving.access_log import LogFormatter
+from flowspec_edge.serving.admission import AdmissionQueue
 
 log = logging.getLogger(__name__)
 
@@ -30,15 +29,12 @@ _GRACE_S = 2  # for connections to take their last bytes
 
 
 class _Ended(BaseException):
-    """SIGINT or SIGTERM; not an Exception, so that nothing on the way takes it for a failure."""
+    """SIGINT or SIGTERM; a BaseException, so that no handler takes it for a failure."""
 
 
 def listen(host: str, port: int, api_key: str | None) -> socket.socket:
-    """A listening socket; port 0 is any.
-
-    UsageError for a host that is not this machine's, and for one that others can reach while there is
-    no key; FlowspecError for a port in use.
-    """
+    """Return a listening socket; port 0: any free port. UsageError if the host is not this machine's, or is
+    reachable from others without an API key; FlowspecError if the port is in use."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
@@ -56,29 +52,24 @@ def listen(host: str, port: int, api_key: str | None) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where clients find it."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def log_to_stderr(as_json: bool) -> None:
-    """A line for every request, and for what happens to the cluster."""
     handler = logging.StreamHandler()
-    handler.setFormatter(Lines(as_json))
+    handler.setFormatter(LogFormatter(as_json))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     logging.getLogger("flowspec_edge.serving").setLevel(logging.INFO)
 
 
-def serve_app(listener: socket.socket, app: ASGIApp, desk: Desk,
+def serve_app(listener: socket.socket, app: ASGIApp, admission: AdmissionQueue,
               opened: AbstractContextManager[SharedCluster], ready: Callable[[], None]) -> None:
-    """Serve until SIGINT or SIGTERM; to be called in the main thread.
-
-    Raises what keeps the cluster from its first token, and FlowspecError if HTTP ends by itself;
-    ``ready`` is called when the first token has come.
-    """
+    """Serve until SIGINT or SIGTERM, in the main thread; ``ready`` is called after the first token. Raises
+    any error before that, and FlowspecError if HTTP ends by itself."""
     try:
-        with _signals_end(), listening(listener, app, desk), opened as cluster:
-            desk.run(cluster, ready)
+        with _signals_end(), listening(listener, app, admission), opened as cluster:
+            admission.run(cluster, ready)
     except _Ended:
         return
     raise FlowspecError("the HTTP server has ended by itself; see the line before")
@@ -86,7 +77,7 @@ def serve_app(listener: socket.socket, app: ASGIApp, desk: Desk,
 
 @contextmanager
 def _signals_end() -> Iterator[None]:
-    """The first signal raises _Ended here; further ones cannot disturb what that sets off."""
+    """The first signal raises _Ended in the main thread; further ones are ignored."""
     numbers = (signal.SIGINT, signal.SIGTERM)
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -103,11 +94,9 @@ def _signals_end() -> Iterator[None]:
 
 
 @contextmanager
-def listening(listener: socket.socket, app: ASGIApp, desk: Desk) -> Iterator[None]:
-    """HTTP in a thread of its own; at the end open requests get an error, then the socket closes.
-
-    Should HTTP end before that, the desk is closed: nobody could come any more.
-    """
+def listening(listener: socket.socket, app: ASGIApp, admission: AdmissionQueue) -> Iterator[None]:
+    """Serve HTTP in a thread; at the end open requests get an error, then the socket closes. If HTTP ends
+    by itself, the admission queue is closed."""
     config = uvicorn.Config(app, log_config=None, log_level="error", access_log=False, lifespan="off",
                             loop="asyncio", http="h11", ws="none", timeout_graceful_shutdown=_GRACE_S,
                             server_header=False)
@@ -119,14 +108,14 @@ def listening(listener: socket.socket, app: ASGIApp, desk: Desk) -> Iterator[Non
         except Exception as error:
             log.error("HTTP: %s: %s", type(error).__name__, error)
         finally:
-            desk.close()
+            admission.close()
 
     thread = threading.Thread(target=http, name="http", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        desk.close()
+        admission.close()
         server.should_exit = True
         thread.join()
         listener.close()

@@ -1,1 +1,1 @@
-"""Cutting a checkpoint into the parts that devices load; see ``flowspec_edge.manifest`` for the result."""
+"""`flowspec models shard`: ``plan`` decides what each part contains, ``job`` writes it."""

@@ -1,52 +1,58 @@
-"""Carrying out a plan: files one after another, a few MB at a time, and the manifest when all are there.
+"""Writes a plan: one file after another, a few MB at a time, and the manifest last.
 
-Knows how to go on where an earlier run stopped.  Does not know how a model is laid out (``plan``).
+A journal in the output directory makes runs resumable: its first line is the request, each further line a
+complete, synced file.  A last line torn by a power failure is ignored.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 from pathlib import Path
+from types import TracebackType
 
 import torch
 from torch import Tensor
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.manifest import Manifest, Part, PartFile, Quantisation, sha256_of
-from flowspec_edge.manifest import Source as ManifestSource
-from flowspec_edge.modeldir import MANIFEST
-from flowspec_edge.sharding.files import PARTIAL, Progress, copy_whole, write_whole, writing
-from flowspec_edge.sharding.journal import NAME as JOURNAL
-from flowspec_edge.sharding.journal import Journal
-from flowspec_edge.sharding.plan import Plan, PlannedFile, TensorsFile, TextFile
+from flowspec_edge.model.manifest import (
+    Manifest,
+    ModelOrigin,
+    PartFile,
+    Progress,
+    Quantisation,
+    ShardPart,
+    sha256_of,
+)
+from flowspec_edge.model.modeldir import MANIFEST
+from flowspec_edge.sharding.plan import PlannedFile, ShardingPlan, TensorsFile, TextFile
 from flowspec_edge.sharding.source import Linear
-from flowspec_edge.sharding.writer import TensorFile
-from flowspec_edge.stage.quant import slices
+from flowspec_edge.sharding.writer import TensorFile, copy_file, partial_of, writing
+from flowspec_edge.stage.quant.base import slices
+from flowspec_edge.util.files import PARTIAL, sync_directory, write_atomically
+
+JOURNAL = "sharding.journal"
 
 
-def finished(plan: Plan, out: Path) -> Manifest | None:
-    """The manifest in ``out`` if an earlier run with the same request has finished; None if there is none.
-
-    UsageError if ``out`` holds a sharded model of another request.
-    """
+def finished(plan: ShardingPlan, out: Path) -> Manifest | None:
+    """The manifest of an earlier run; None if unfinished, UsageError if ``out`` holds another request's."""
     if not (out / MANIFEST).is_file():
         return None
     manifest = Manifest.read(out)
     if manifest.request != plan.request:
-        raise UsageError(f"{out} holds a sharded model already, of another model or with other options: give "
+        raise UsageError(f"{out} already holds a sharded model, of another model or with other options: give "
                          "another --out")
-    (out / JOURNAL).unlink(missing_ok=True)  # of a run that ended between the manifest and its own end
+    (out / JOURNAL).unlink(missing_ok=True)  # of a run that was interrupted after it wrote the manifest
     return manifest
 
 
-def run(plan: Plan, out: Path, progress: Progress | None = None) -> Manifest:
-    """Write everything below ``out``; after an interruption the same call goes on.
+def run(plan: ShardingPlan, out: Path, progress: Progress | None = None) -> Manifest:
+    """Write everything below ``out``; resumable by the same call.
 
-    progress  is called with the bytes written, those of an earlier run included
-
-    At any time no more than some tens of MB of the model are in memory.  UsageError for a directory that
-    cannot be used, FlowspecError for a full disk and for weights that cannot be read or converted.
+    ``progress`` gets the bytes written, including those of an earlier run.  UsageError for an unusable
+    directory, FlowspecError for a full disk and for weights that cannot be read or converted.
     """
     with Journal(out, plan.request) as journal:
         _require_room(plan, out, journal)
@@ -57,13 +63,14 @@ def run(plan: Plan, out: Path, progress: Progress | None = None) -> Manifest:
         with writing(out):
             for leftover in out.rglob(f"*{PARTIAL}"):
                 leftover.unlink()
-        text = json.dumps(json.loads(manifest.model_dump_json()), indent=1) + "\n"
-        write_whole(out / MANIFEST, text.encode())
+            text = json.dumps(json.loads(manifest.model_dump_json()), indent=1) + "\n"
+            write_atomically(out / MANIFEST, text)
         journal.remove()
     return Manifest.read(out)
 
 
-def _write(plan: Plan, file: PlannedFile, out: Path, journal: Journal, progress: Progress | None) -> None:
+def _write(plan: ShardingPlan, file: PlannedFile, out: Path, journal: Journal, progress: Progress | None
+           ) -> None:
     done = journal.done.get(file.path.as_posix())
     if done is not None:
         if progress is not None:
@@ -75,15 +82,16 @@ def _write(plan: Plan, file: PlannedFile, out: Path, journal: Journal, progress:
     if isinstance(file, TensorsFile):
         _write_tensors(plan, file, path, progress)
     elif isinstance(file, TextFile):
-        write_whole(path, file.data)
+        with writing(path):
+            write_atomically(path, file.data)
         if progress is not None:
             progress(len(file.data))
     else:
-        copy_whole(file.source, path, progress)
+        copy_file(file.source, path, progress)
     journal.add(PartFile(path=file.path.as_posix(), size=path.stat().st_size, sha256=sha256_of(path)))
 
 
-def _write_tensors(plan: Plan, file: TensorsFile, path: Path, progress: Progress | None) -> None:
+def _write_tensors(plan: ShardingPlan, file: TensorsFile, path: Path, progress: Progress | None) -> None:
     source, layout = plan.source, plan.layout(file)
     with TensorFile(path, layout, progress) as target:
         for name in file.plain:
@@ -97,8 +105,7 @@ def _write_tensors(plan: Plan, file: TensorsFile, path: Path, progress: Progress
                 _quantise(plan, linear, target)
 
 
-def _quantise(plan: Plan, linear: Linear, target: TensorFile) -> None:
-    """Slice by slice of rows: no more than a million weights at a time."""
+def _quantise(plan: ShardingPlan, linear: Linear, target: TensorFile) -> None:
     assert plan.recipe.scheme is not None
     name = f"{linear.prefix}.weight"
     rows = next(hi for _, hi in slices(linear.rows, linear.columns))
@@ -111,8 +118,8 @@ def _quantise(plan: Plan, linear: Linear, target: TensorFile) -> None:
             target.write(f"{linear.prefix}.{suffix}", tensor)
 
 
-def _convert(plan: Plan, linear: Linear, target: TensorFile) -> None:
-    """A matrix that others have quantised: its layouts cut by columns, so all of it at once, packed."""
+def _convert(plan: ShardingPlan, linear: Linear, target: TensorFile) -> None:
+    """A matrix of an AWQ or GPTQ checkpoint, in one piece, since these formats are stored by columns."""
     source = plan.source
     assert source.imported is not None
     names = source.imported.names(linear.prefix, source.weights)
@@ -125,15 +132,15 @@ def _convert(plan: Plan, linear: Linear, target: TensorFile) -> None:
 
 
 def _cast(piece: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """``piece`` in ``dtype``; FlowspecError for a value that was finite and is not any more."""
+    """FlowspecError for a finite value that overflows."""
     cast = piece.to(dtype)
     if dtype == torch.float16 and piece.dtype != dtype and not torch.equal(cast.isfinite(), piece.isfinite()):
         raise FlowspecError(f"tensor {name} has values beyond fp16's 65504: use --dtype bf16")
     return cast
 
 
-def _require_room(plan: Plan, out: Path, journal: Journal) -> None:
-    """FlowspecError now, not after hours, if the rest does not fit on the disk."""
+def _require_room(plan: ShardingPlan, out: Path, journal: Journal) -> None:
+    """FlowspecError if the rest does not fit on the disk, before hours of work."""
     files = [file for part in plan.parts for file in part.files]
     missing = sum(plan.size(file) for file in files if file.path.as_posix() not in journal.done)
     free = shutil.disk_usage(out).free
@@ -142,21 +149,92 @@ def _require_room(plan: Plan, out: Path, journal: Journal) -> None:
                             f"{free / 1e9:.2f} GB are free: make room, and run the same command again")
 
 
-def _manifest(plan: Plan, done: dict[str, PartFile]) -> Manifest:
+def _manifest(plan: ShardingPlan, done: dict[str, PartFile]) -> Manifest:
     source, recipe = plan.source, plan.recipe
     quantisation = None
     if recipe.kind is not None:
         quantisation = Quantisation(kind=recipe.kind, group=recipe.group, kept=plan.kept)
     return Manifest(
         format=1, model_type=source.config.model_type, layers=source.layers,
-        source=ManifestSource(name=source.name, config_sha256=source.config_sha256, revision=source.revision),
+        source=ModelOrigin(name=source.name, config_sha256=source.config_sha256, revision=source.revision),
         hidden_width=source.config.hidden_size, vocabulary=source.config.vocab_size, ranges=plan.ranges,
         dtype=recipe.dtype, compute_dtype=recipe.compute, quantisation=quantisation, request=plan.request,
-        parts={part.name: Part(files=tuple(done[file.path.as_posix()] for file in part.files),
+        parts={part.name: ShardPart(files=tuple(done[file.path.as_posix()] for file in part.files),
                                parameters=part.parameters, weight_bytes=part.weight_bytes,
                                row_bytes=part.row_bytes) for part in plan.parts})
 
 
-def total_size(plan: Plan) -> int:
-    """Bytes that all files together will have, the manifest aside."""
+def total_size(plan: ShardingPlan) -> int:
+    """Bytes of all files except the manifest."""
     return sum(plan.size(file) for part in plan.parts for file in part.files)
+
+
+class Journal:
+    """A context manager for the journal of ``directory``, which it creates if needed.
+
+    UsageError if the directory holds something else, another request, or another process's sharding.
+    """
+
+    def __init__(self, directory: Path, request: str) -> None:
+        self._path = directory / JOURNAL
+        with writing(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            foreign = sorted(path.name for path in directory.iterdir())
+        if foreign and JOURNAL not in foreign:
+            raise UsageError(f"{directory} is not empty (it holds {foreign[0]}) and has no unfinished "
+                             "sharding: give another --out")
+        with writing(self._path):
+            self._file = self._path.open("a+b")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise UsageError(f"another process is writing {directory}: wait for it") from None
+        try:
+            self.done = self._read(request)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def add(self, file: PartFile) -> None:
+        self._append(file.model_dump())
+        self.done[file.path] = file
+
+    def remove(self) -> None:
+        with writing(self._path):
+            self._path.unlink()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self._file.close()
+
+    def _read(self, request: str) -> dict[str, PartFile]:
+        self._file.seek(0)
+        lines = self._file.read().split(b"\n")
+        torn = len(lines.pop())
+        if torn:
+            with writing(self._path):
+                self._file.truncate(self._file.tell() - torn)
+        if not lines:
+            self._append({"request": request})
+            with writing(self._path):
+                sync_directory(self._path.parent)
+            return {}
+        if json.loads(lines[0]).get("request") != request:
+            raise UsageError(f"{self._path.parent} holds an unfinished sharding of another model or with "
+                             "other options: run that command again, or give another --out")
+        files = [PartFile.model_validate_json(line) for line in lines[1:]]
+        return {file.path: file for file in files if self._is_there(file)}
+
+    def _is_there(self, file: PartFile) -> bool:
+        path = self._path.parent / file.path
+        return path.is_file() and path.stat().st_size == file.size and not partial_of(path).exists()
+
+    def _append(self, entry: dict[str, object]) -> None:
+        with writing(self._path):
+            self._file.write(json.dumps(entry).encode() + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())

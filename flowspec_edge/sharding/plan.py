@@ -1,7 +1,4 @@
-"""What is written when a model is cut: every file, what is in it and where that comes from.
-
-Decides from names, shapes and dtypes alone; reads no weights and writes nothing.
-"""
+"""Plans a sharding from names, shapes and dtypes alone; reads no weights and writes nothing."""
 
 from __future__ import annotations
 
@@ -17,15 +14,16 @@ from typing import cast, get_args
 import torch
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.manifest import DRAFT, DRAFT_TARGET, ComputeDtype, QuantKind, ShardDtype, stage_part
-from flowspec_edge.modeldir import DRAFT_PARTS
-from flowspec_edge.sharding.source import Linear, Source
+from flowspec_edge.model.manifest import DRAFT, DRAFT_TARGET, ComputeDtype, QuantKind, ShardDtype, stage_part
+from flowspec_edge.model.modeldir import DRAFT_PARTS
+from flowspec_edge.sharding.source import Linear, SourceModel
 from flowspec_edge.sharding.writer import Layout, file_size
-from flowspec_edge.stage import keys
-from flowspec_edge.stage.quant import DEFAULT_GROUP, Scheme, scheme
+from flowspec_edge.stage.quant.base import DEFAULT_GROUP, Scheme
+from flowspec_edge.stage.quant.schemes import scheme
 from flowspec_edge.stage.shard import split_layers
-from flowspec_edge.stage.weight_files import INDEX, SAFE
-from flowspec_edge.tensors import DTYPES
+from flowspec_edge.stage.weights import tensor_names
+from flowspec_edge.stage.weights.files import INDEX, SAFE
+from flowspec_edge.util.tensors import DTYPES
 
 DTYPE_NAMES: dict[torch.dtype, ComputeDtype] = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -33,13 +31,11 @@ DTYPE_NAMES: dict[torch.dtype, ComputeDtype] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """How weights are stored; all that ``--dtype``, ``--group`` and ``--compute-dtype`` decide.
+    """The storage of weights, from ``--dtype``, ``--group`` and ``--compute-dtype``.
 
-    dtype    what was asked for
-    compute  what devices compute in
-    plain    of all that is not quantised
-    scheme   of the matrices of decoder layers, None where they stay plain
-    group    of the scheme
+    compute  dtype of computation on the devices
+    plain    dtype of everything that is not quantised
+    scheme   of the decoder layers' matrices; None if they stay plain
     """
 
     dtype: ShardDtype
@@ -55,7 +51,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class TensorsFile:
-    """A safetensors file: tensors of the source that are cast, and matrices in 4 bits."""
+    """A safetensors file: ``plain`` tensors of the source, cast, and ``packed`` matrices in 4 bits."""
 
     path: Path
     plain: tuple[str, ...]
@@ -79,8 +75,6 @@ PlannedFile = TensorsFile | TextFile | CopiedFile
 
 @dataclass(frozen=True)
 class PlannedPart:
-    """A part's files and figures, as the manifest gives them; see ``flowspec_edge.manifest.Part``."""
-
     name: str
     files: tuple[PlannedFile, ...]
     parameters: int
@@ -89,49 +83,44 @@ class PlannedPart:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """All parts, the draft device's last.  ``kept``: matrices that no 4-bit group divides."""
+class ShardingPlan:
+    """``kept``: matrices that no 4-bit group divides."""
 
-    source: Source
+    source: SourceModel
     recipe: Recipe
     ranges: tuple[tuple[int, int], ...]
     parts: tuple[PlannedPart, ...]
     kept: tuple[str, ...]
 
     def layout(self, file: TensorsFile) -> Layout:
-        """Name -> shape and dtype of everything in ``file``."""
         return _layout(self.source, self.recipe, file)
 
     def size(self, file: PlannedFile) -> int:
-        """Bytes that the file will have."""
         if isinstance(file, TensorsFile):
             return file_size(self.layout(file))
         return len(file.data) if isinstance(file, TextFile) else file.source.stat().st_size
 
     @cached_property
     def request(self) -> str:
-        """A fingerprint of everything that decides what is written: the source's weights too."""
+        """A fingerprint of everything that determines the output, the source's weights included."""
         source = self.source
         facts = [
             source.config_sha256, source.weights.digest(source.weights.names), self.ranges,
             self.recipe.dtype, self.recipe.compute, str(self.recipe.plain), self.recipe.group,
-            [(path.name, path.stat().st_size) for path in source.beside],
+            [(path.name, path.stat().st_size) for path in source.extra_files],
             [(d.kind, d.fingerprint, [(path.name, path.stat().st_size) for path in d.files])
              for d in source.drafts],
         ]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def recipe_for(source: Source, dtype: ShardDtype | None = None, group: int | None = None,
+def recipe_for(source: SourceModel, dtype: ShardDtype | None = None, group: int | None = None,
                compute: ComputeDtype | None = None) -> Recipe:
-    """How to store ``source``'s weights.
+    """UsageError for options that conflict with one another or the checkpoint.
 
-    dtype    None: the checkpoint's own 16-bit type, fp16 where it has none; int4 where others have
-             quantised it already, which permits nothing else
-    group    weights that share a scale in int4; None: 128, or what a quantised checkpoint has
-    compute  None: bf16 where matrices are in 4 bits, else what the weights are stored in
-
-    UsageError for what does not go together.
+    dtype    None: the checkpoint's own 16-bit type, or fp16; an AWQ or GPTQ checkpoint is always int4
+    group    weights that share a scale in int4; None: 128, or that of a quantised checkpoint
+    compute  None: bf16 if matrices are in 4 bits, else the dtype of the weights
     """
     own = source.dtype if source.dtype in (torch.float16, torch.bfloat16) else torch.float16
     read = source.imported
@@ -157,9 +146,9 @@ def recipe_for(source: Source, dtype: ShardDtype | None = None, group: int | Non
 
 
 def ranges_for(layers: int, stages: int | None, split: Sequence[int] | None) -> tuple[tuple[int, int], ...]:
-    """[lo, hi) of every stage: an even split into ``stages``, or runs of the given lengths.
+    """[lo, hi) of every stage: an even split, or runs of the lengths in ``split``.
 
-    UsageError unless exactly one is given and every stage has a layer and every layer a stage.
+    UsageError unless exactly one is given, every stage has a layer and every layer a stage.
     """
     if (stages is None) == (split is None):
         raise UsageError("give either --stages N or --split, such as --split 8,8,8,8")
@@ -175,20 +164,19 @@ def ranges_for(layers: int, stages: int | None, split: Sequence[int] | None) -> 
     return tuple((end - length, end) for end, length in zip(ends, split, strict=True))
 
 
-def make_plan(source: Source, recipe: Recipe, ranges: Sequence[tuple[int, int]]) -> Plan:
-    """Lay out every file of every part."""
+def make_plan(source: SourceModel, recipe: Recipe, ranges: Sequence[tuple[int, int]]) -> ShardingPlan:
     stages = [_stage(source, recipe, i, ranges) for i in range(len(ranges))]
     kept = tuple(f"{linear.prefix}.weight" for layer in source.linears for linear in layer
                  if recipe.scheme is not None and not _is_packed(source, recipe, linear))
-    return Plan(source, recipe, tuple(ranges), (*stages, _draft(source, recipe)), kept)
+    return ShardingPlan(source, recipe, tuple(ranges), (*stages, _draft(source, recipe)), kept)
 
 
-def _stage(source: Source, recipe: Recipe, index: int, ranges: Sequence[tuple[int, int]]) -> PlannedPart:
+def _stage(source: SourceModel, recipe: Recipe, index: int, ranges: Sequence[tuple[int, int]]) -> PlannedPart:
     lo, hi = ranges[index]
     home = Path(stage_part(index))
     files: list[TensorsFile] = []
     if index == 0:
-        files.append(TensorsFile(home / "embed.safetensors", (keys.EMBEDDING,)))
+        files.append(TensorsFile(home / "embed.safetensors", (tensor_names.EMBEDDING,)))
     for i in range(lo, hi):
         packed = tuple(linear for linear in source.linears[i] if _is_packed(source, recipe, linear))
         inside = {f"{linear.prefix}.weight" for linear in packed}
@@ -215,18 +203,15 @@ def _stage(source: Source, recipe: Recipe, index: int, ranges: Sequence[tuple[in
         row_bytes=(hi - lo) * _kv_row(source) * width)
 
 
-def _draft(source: Source, recipe: Recipe) -> PlannedPart:
-    """lm_head, the embeddings where a draft model looks them up, and the draft models as they are.
-
-    Tied weights are stored once, as the embeddings, which is where loaders look for both.
-    """
+def _draft(source: SourceModel, recipe: Recipe) -> PlannedPart:
+    """Tied weights are stored once, as the embeddings, where loaders look for both."""
     target = DRAFT_TARGET
     wanted = any(draft.embeddings for draft in source.drafts)
-    head = keys.EMBEDDING if source.tied else keys.LM_HEAD
-    names = (head,) if source.tied or not wanted else (head, keys.EMBEDDING)
+    head = tensor_names.EMBEDDING if source.tied else tensor_names.LM_HEAD
+    names = (head,) if source.tied or not wanted else (head, tensor_names.EMBEDDING)
     files: list[PlannedFile] = [TensorsFile(target / SAFE, names),
                                 TextFile(target / "config.json", source.plain_config)]
-    files += [CopiedFile(target / path.name, path) for path in source.beside]
+    files += [CopiedFile(target / path.name, path) for path in source.extra_files]
     for draft in source.drafts:
         home = Path(DRAFT, DRAFT_PARTS[draft.kind])
         files += [CopiedFile(home / path.name, path) for path in draft.files]
@@ -240,7 +225,7 @@ def _draft(source: Source, recipe: Recipe) -> PlannedPart:
         row_bytes=sum(draft.kv_row for draft in source.drafts) * width)
 
 
-def _layout(source: Source, recipe: Recipe, file: TensorsFile) -> Layout:
+def _layout(source: SourceModel, recipe: Recipe, file: TensorsFile) -> Layout:
     layout = {name: (tuple(source.tensors[name].shape), recipe.plain) for name in file.plain}
     for linear in file.packed:
         assert recipe.scheme is not None
@@ -249,8 +234,7 @@ def _layout(source: Source, recipe: Recipe, file: TensorsFile) -> Layout:
     return layout
 
 
-def _is_packed(source: Source, recipe: Recipe, linear: Linear) -> bool:
-    """Whether the matrix is stored in 4 bits: where others have quantised, as they did."""
+def _is_packed(source: SourceModel, recipe: Recipe, linear: Linear) -> bool:
     if recipe.scheme is None:
         return False
     if source.imported is not None:
@@ -264,8 +248,7 @@ def _packed_bytes(recipe: Recipe, linear: Linear) -> int:
                for shape, dtype in recipe.scheme.stored(linear.rows, linear.columns).values())
 
 
-def _kv_row(source: Source) -> int:
-    """Elements of a row's keys and values in one layer."""
+def _kv_row(source: SourceModel) -> int:
     config = source.config
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * int(config.num_key_value_heads) * int(width)

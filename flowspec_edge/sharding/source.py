@@ -1,13 +1,11 @@
-"""What is to be cut: a model's directory or its name on the Hugging Face hub, checked before work begins.
-
-Knows where the target's config, tokenizer and weights lie, and whether the weights are all there.  Does
-not know what will be written.
-"""
+"""The model to shard: a directory or a Hugging Face repository, checked before work begins."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,25 +15,26 @@ import torch
 from torch import Tensor, nn
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.modeldir import ModelDir, resolve_model, shipped_models
-from flowspec_edge.sharding import hub
-from flowspec_edge.sharding.drafts import Draft, drafts_of
-from flowspec_edge.stage import keys
-from flowspec_edge.stage.checkpoint import Checkpoint, Stored, check_shape
-from flowspec_edge.stage.quant_import import Importer, importer
-from flowspec_edge.stage.shard import load_config, skeleton
+from flowspec_edge.model.modeldir import ModelDir, resolve_model, shipped_models
+from flowspec_edge.sharding.drafts import DraftFiles, drafts_of
+from flowspec_edge.stage.families import load_config, skeleton
+from flowspec_edge.stage.quant.awq_gptq import Importer, importer
+from flowspec_edge.stage.weights import tensor_names
+from flowspec_edge.stage.weights.checkpoint import Checkpoint, TensorInfo, check_shape
 
-# Everything beside the weights that D0 may want; the config is written anew.
-_BESIDE = (
+# Files besides the weights that D0 may need; config.json is rewritten.
+_EXTRA_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
     "chat_template.json",
 )
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # OWNER/NAME on the hub
+_DOWNLOADED = ("*.json", "tokenizer.model", "merges.txt", "*.jinja")  # besides the weights
 
 
-class Weights(Protocol):
-    """What the sharder reads: ``stage.checkpoint.Checkpoint``, or something that makes weights up."""
+class WeightSource(Protocol):
+    """The part of Checkpoint's interface that the sharder uses."""
 
     directory: Path
 
@@ -44,7 +43,7 @@ class Weights(Protocol):
 
     def __contains__(self, name: object) -> bool: ...
 
-    def stored(self, names: list[str]) -> dict[str, Stored]: ...
+    def stored(self, names: list[str]) -> dict[str, TensorInfo]: ...
 
     def pieces(self, name: str, rows: int = 0) -> Iterator[tuple[int, Tensor]]: ...
 
@@ -55,7 +54,7 @@ class Weights(Protocol):
 
 @dataclass(frozen=True)
 class Linear:
-    """A matrix of a decoder layer that may be quantised: its name without ``.weight``, and its shape."""
+    """A decoder layer's matrix that may be quantised; ``prefix`` is its name without ``.weight``."""
 
     prefix: str
     rows: int
@@ -63,31 +62,24 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Source:
-    """A model that can be cut.
-
-    name       as the manifest gives it
-    revision   the commit of a model from the hub
-    config     transformers' configuration object
-    raw        config.json as it was read
-    weights    the target's tensors
-    tensors    name -> shape and dtype of every tensor of the model that is stored in plain form
-    linears    the decoder layers' matrices, by layer
-    imported   what reads matrices that others have quantised; None for a plain checkpoint
-    beside     files of the tokenizer and the like
-    drafts     draft models that go along
+class SourceModel:
+    """raw          config.json as it was read
+    tensors      of all tensors stored in plain form
+    linears      the decoder layers' matrices, by layer
+    imported     for the matrices of an AWQ or GPTQ checkpoint; None for a plain one
+    extra_files  tokenizer files and the like
     """
 
     name: str
     revision: str | None
     config: Any
     raw: bytes
-    weights: Weights
-    tensors: dict[str, Stored]
+    weights: WeightSource
+    tensors: dict[str, TensorInfo]
     linears: list[list[Linear]]
     imported: Importer | None
-    beside: tuple[Path, ...]
-    drafts: tuple[Draft, ...]
+    extra_files: tuple[Path, ...]
+    drafts: tuple[DraftFiles, ...]
 
     @property
     def layers(self) -> int:
@@ -95,12 +87,12 @@ class Source:
 
     @property
     def tied(self) -> bool:
-        return keys.LM_HEAD not in self.tensors
+        return tensor_names.LM_HEAD not in self.tensors
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the embeddings, which nobody quantises: the checkpoint's own."""
-        return self.tensors[keys.EMBEDDING].dtype
+        """The dtype of the embeddings, which no format quantises."""
+        return self.tensors[tensor_names.EMBEDDING].dtype
 
     @property
     def config_sha256(self) -> str:
@@ -108,7 +100,7 @@ class Source:
 
     @property
     def plain_config(self) -> bytes:
-        """config.json for the parts: without what it says of a quantisation that is no longer there."""
+        """config.json without the section about AWQ or GPTQ."""
         if self.imported is None:
             return self.raw
         fields = json.loads(self.raw)
@@ -116,58 +108,57 @@ class Source:
         return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
 
 
-def open_source(model: str, drafts: Sequence[Path] = ()) -> Source:
-    """The model in the directory ``model``, or of that name in the package or on the hub.
+def open_source(model: str, drafts: Sequence[Path] = ()) -> SourceModel:
+    """A model by directory, by name in the package, or by repository on the hub.
 
-    UsageError for one that is not there, that stages cannot run or that is cut already; FlowspecError
-    that names a missing, misshapen or unexpected tensor.
+    UsageError for a model that does not exist, that stages cannot run or that is already sharded;
+    FlowspecError that names a missing, misshapen or unexpected tensor.
     """
     revision = None
-    if model in shipped_models() or Path(model).is_dir() or not hub.is_name(model):
+    if model in shipped_models() or Path(model).is_dir() or _REPOSITORY.fullmatch(model) is None:
         found = resolve_model(model)
     else:
-        directory, revision = hub.download(model)
+        directory, revision = _download(model)
         found = resolve_model(directory)
     if found.sharded:
         raise UsageError(f"{found.path} is sharded already: give the checkpoint that it was made from")
     return describe(found, Checkpoint(found.target), drafts, model if revision else found.name, revision)
 
 
-def describe(model: ModelDir, weights: Weights, drafts: Sequence[Path], name: str,
-             revision: str | None = None) -> Source:
-    """Check ``weights`` against ``model``'s configuration; errors as :func:`open_source`."""
+def describe(model: ModelDir, weights: WeightSource, drafts: Sequence[Path], name: str,
+             revision: str | None = None) -> SourceModel:
+    """Check ``weights`` against ``model``'s configuration; errors as for ``open_source``."""
     config = load_config(model.target, quantised=True)
     core = skeleton(config)
     reads = importer(config)
     linears = [[Linear(f"model.layers.{i}.{path}", *module.weight.shape)
                 for path, module in layer.named_modules() if isinstance(module, nn.Linear)]
                for i, layer in enumerate(core.layers)]
-    wanted, packed = keys.whole_model(core), set()
+    wanted, packed = tensor_names.whole_model(core), set()
     if reads is not None:
         for linear in (linear for layer in linears for linear in layer):
             names = reads.names(linear.prefix, weights)
             packed |= set(names)
             wanted -= {f"{linear.prefix}.weight"} if names else set()
     tied = bool(config.tie_word_embeddings)
-    gone = keys.missing(wanted, weights.names, tied)
+    gone = tensor_names.missing(wanted, weights.names, tied)
     if gone:
         raise FlowspecError(f"{weights.directory} has no tensor {gone[0]}: the checkpoint is incomplete, or "
                             "not of this architecture")
     spare = set(weights.names) - wanted - packed
-    keys.refuse_unexpected(weights.directory, spare - _zero_biases(weights, spare, packed), ())
+    tensor_names.check_no_unexpected(weights.directory, spare - _zero_biases(weights, spare, packed), ())
     if tied:
-        wanted -= {keys.LM_HEAD}
+        wanted -= {tensor_names.LM_HEAD}
     tensors = weights.stored(sorted(wanted))
     _check(weights.directory, tensors, core)
-    beside = tuple(path for file in _BESIDE if (path := model.target / file).is_file())
-    return Source(name, revision, config, (model.target / "config.json").read_bytes(), weights, tensors,
-                  linears, reads, beside, tuple(drafts_of(model, drafts)))
+    extra = tuple(path for file in _EXTRA_FILES if (path := model.target / file).is_file())
+    return SourceModel(name, revision, config, (model.target / "config.json").read_bytes(), weights, tensors,
+                       linears, reads, extra, tuple(drafts_of(model, drafts)))
 
 
-def _check(directory: Path, tensors: dict[str, Stored], core: Any) -> None:
-    """Shapes as the configuration asks for, and elements that can be converted."""
+def _check(directory: Path, tensors: dict[str, TensorInfo], core: Any) -> None:
     shapes = {f"model.{name}": value.shape for name, value in core.state_dict().items()}
-    shapes[keys.LM_HEAD] = shapes[keys.EMBEDDING]
+    shapes[tensor_names.LM_HEAD] = shapes[tensor_names.EMBEDDING]
     for name, stored in tensors.items():
         check_shape(directory, name, stored.shape, shapes[name])
         if stored.dtype not in _FLOATS:
@@ -175,8 +166,30 @@ def _check(directory: Path, tensors: dict[str, Stored], core: Any) -> None:
                                 "converted: take the checkpoint in 16 bits")
 
 
-def _zero_biases(weights: Weights, spare: set[str], packed: set[str]) -> set[str]:
-    """Biases of zero that tools write for quantised linears which have none."""
+def _zero_biases(weights: WeightSource, spare: set[str], packed: set[str]) -> set[str]:
+    """Biases of zero that some tools write for quantised linears without a bias."""
     quantised = {name.rpartition(".")[0] for name in packed}
     biases = {name for name in spare if name.endswith(".bias") and name.removesuffix(".bias") in quantised}
     return {name for name in biases if not any(bool(piece.any()) for _, piece in weights.pieces(name))}
+
+
+def _download(name: str) -> tuple[Path, str]:
+    """(directory, commit).  UsageError for an unknown or private repository, or an uncached one offline."""
+    import huggingface_hub as client  # slow to import, and only needed here
+
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # the error below is one line
+    try:
+        files = [file.rfilename for file in client.HfApi().model_info(name).siblings or ()]
+        safe = any(file.endswith(".safetensors") and "/" not in file for file in files)
+        directory = client.snapshot_download(
+            name, ignore_patterns=["*/*"],
+            allow_patterns=[*_DOWNLOADED, "*.safetensors" if safe else "pytorch_model*.bin"])
+    except Exception as error:  # the client, its HTTP library and the cache raise many types
+        try:
+            directory = client.snapshot_download(name, local_files_only=True)
+        except Exception:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+            raise UsageError(f"no directory {name}, and the hub does not provide it ({reason}): check the "
+                             "name and the network, or download it elsewhere and give its directory"
+                             ) from error
+    return Path(directory), Path(directory).name

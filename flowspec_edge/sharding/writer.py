@@ -1,16 +1,15 @@
-"""A safetensors file written piece by piece.
+"""Writes safetensors files in pieces of a few MB; the library writes whole tensors from memory.
 
-The library writes whole tensors from memory.  Here the header comes first, from names, shapes and dtypes,
-and then rows, a few MB at a time and of several tensors in turn.  Knows the file format; a file appears
-under its name when it is whole.  Does not know what tensors mean.
+The header comes first, from names, shapes and dtypes.  A file gets its final name when complete and synced.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +17,9 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from flowspec_edge.sharding.files import Progress, partial_of, publish, writing
+from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.model.manifest import Progress
+from flowspec_edge.util.files import PARTIAL, publish
 
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -27,13 +28,52 @@ _NAMES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_ALIGNMENT = 8  # of the header's end: wide dtypes come first, so that every tensor is aligned to its own
+_ALIGNMENT = 8  # of the header's end; wide dtypes come first, so every tensor is aligned to its dtype
+_BLOCK = 1 << 20
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def partial_of(path: Path) -> Path:
+    return path.with_name(path.name + PARTIAL)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an OSError into a FlowspecError with advice about ``path``."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise FlowspecError(f"no room to write {path} ({error.strerror}): free some space, and run the "
+                                "same command again to go on") from error
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+
+
+def copy_file(source: Path, path: Path, progress: Progress | None = None) -> None:
+    partial = partial_of(path)
+    try:
+        try:
+            reader = source.open("rb")
+        except OSError as error:
+            raise FlowspecError(f"cannot read {source}: {error.strerror}") from error
+        with reader, writing(path):
+            with partial.open("wb") as target:
+                while block := reader.read(_BLOCK):
+                    target.write(block)
+                    if progress is not None:
+                        progress(len(block))
+                target.flush()
+                os.fsync(target.fileno())
+            publish(partial, path)
+    finally:
+        with suppress(OSError):
+            partial.unlink()
 
 
 class TensorFile:
-    """Writes ``path``; leave the ``with`` block without an exception and the file is there, synced.
+    """A context manager that writes ``path``; the file appears, synced, if the block raises no exception.
 
-    tensors  name -> shape and dtype.  Rows of a tensor come in order, tensors in any.
+    Rows of a tensor must arrive in order, tensors in any order.
     """
 
     def __init__(self, path: Path, tensors: Layout, progress: Progress | None = None) -> None:
@@ -52,7 +92,7 @@ class TensorFile:
     def write(self, name: str, rows: Tensor) -> None:
         """Append rows [n, …] (or the one value of a tensor without dimensions) in the tensor's own dtype.
 
-        ValueError for rows that do not belong there: a mistake of the caller.
+        ValueError for rows of another dtype or shape, or too many of them.
         """
         shape, dtype = self._layout[name]
         if rows.dtype != dtype or tuple(rows.shape[1:]) != shape[1:]:
@@ -76,12 +116,11 @@ class TensorFile:
             if kind is None:
                 with writing(self._path):
                     os.fsync(self._file)
-                publish(self._path)
+                    publish(partial_of(self._path), self._path)
         finally:
             self._discard()
 
     def _discard(self) -> None:
-        """Close the file; it goes, too, unless it has been published."""
         os.close(self._file)
         with suppress(OSError):
             partial_of(self._path).unlink()
@@ -96,13 +135,12 @@ class TensorFile:
 
 
 def file_size(tensors: Layout) -> int:
-    """Bytes that a file of these tensors takes."""
     header, _, ends = _header(tensors)
     return max(ends.values(), default=len(header))
 
 
 def _header(tensors: Layout) -> tuple[bytes, dict[str, int], dict[str, int]]:
-    """The file's first bytes; where each tensor begins and ends in the file."""
+    """(header bytes, start of each tensor, end of each tensor)."""
     offset = 0
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begins: dict[str, int] = {}

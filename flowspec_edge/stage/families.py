@@ -1,38 +1,70 @@
-"""Which models stages can run, judged by their configuration.
+"""The model families that stages can run, and the checks of their config.json.
 
-Knows what a family's forward pass must look like for a pipeline of stages.  Does not load weights;
-``positions`` says how long a text may be.
+A new family is a name in ``ARCHITECTURES`` once tests/stage/test_families.py compares it with transformers.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 from flowspec_edge.errors import UsageError
+from flowspec_edge.model.manifest import DRAFT_TARGET, Manifest, stage_part
+from flowspec_edge.model.modeldir import is_sharded
+from flowspec_edge.stage.layers import attention
 
-# Families whose forward is: embed, then layers with one full-attention mask, then norm, with
-# nothing between them.  A family belongs here once tests/stage/test_families.py compares it with
-# transformers.
+# Families whose forward pass is exactly: embeddings, layers with one full-attention mask, norm.
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
-# Rotary embeddings whose angle depends on a row's own position alone.
+# Rotary embeddings whose angle depends only on the row's position.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# Those that depend on how long the text has become: rows cached before it grew would be wrong.
+# The angle depends on the length of the text: rows cached before it grew would be wrong.
 _GROWING_ROPE = ("dynamic", "longrope")
 
 # Quantised layouts that `flowspec models shard` converts.
 _CONVERTED = ("awq", "gptq")
 
 
-def check(config: Any, path: Path, quantised: bool = False) -> None:
-    """UsageError, which names ``path``, unless stages can run models of this configuration.
+def load_config(model_dir: Path | str, quantised: bool = False) -> Any:
+    """transformers' configuration; UsageError if it is missing or stages cannot run the model.
 
-    config     transformers' configuration object
-    quantised  whether weights that somebody else has quantised are fine too: the sharder converts them
+    ``quantised`` accepts AWQ and GPTQ checkpoints, which must be sharded before a stage loads them.
     """
+    model_dir = _config_home(Path(model_dir))
+    path = model_dir / "config.json"
+    if not path.is_file():
+        raise UsageError(f"no model at {model_dir}: config.json is missing")
+    try:
+        config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+    except Exception as error:  # transformers and huggingface_hub raise many types, even bare Exceptions
+        reason = shorten(str(error), 200, placeholder=" …")
+        raise UsageError(f"{path} is not a model configuration: {reason}") from error
+    _check(config, path, quantised)
+    return config
+
+
+def _config_home(model_dir: Path) -> Path:
+    """In a sharded model, the first part that exists here."""
+    if not is_sharded(model_dir):
+        return model_dir
+    parts = [DRAFT_TARGET, *(Path(stage_part(i)) for i in range(Manifest.read(model_dir).stages))]
+    homes = [model_dir / part for part in parts if (model_dir / part / "config.json").is_file()]
+    return homes[0] if homes else model_dir / parts[0]
+
+
+def skeleton(config: Any) -> Any:
+    """transformers' decoder on the meta device, with all layers, so that layer indexes are right."""
+    attention.register()
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME).model
+
+
+def _check(config: Any, path: Path, quantised: bool) -> None:
     if config.model_type not in ARCHITECTURES:
         raise UsageError(f"{path}: stages cannot run {config.model_type!r} models, "
                          f"only {', '.join(ARCHITECTURES)}")
@@ -44,7 +76,6 @@ def check(config: Any, path: Path, quantised: bool = False) -> None:
 
 
 def rope_type(config: Any) -> str:
-    """The kind of rotary embedding, under the name that transformers gives it."""
     return str(config.rope_parameters.get("rope_type", "default"))
 
 
@@ -56,8 +87,6 @@ def _check_rope(config: Any, path: Path) -> None:
                          f"rope_type to one of: {', '.join(ROPE_TYPES)}")
     if kind not in ROPE_TYPES:
         raise UsageError(f"{path}: no rope type {kind!r}, only {', '.join(ROPE_TYPES)}")
-
-
     for name in {"rope_theta", "factor"} & set(config.rope_parameters):
         value = config.rope_parameters[name]
         if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -1,11 +1,15 @@
 """One pass of a shard's layers over the rows of a segment.
 
-Knows tensors, the shard and its cache.  Does not know sessions, prunes or why a row is there.
+CUDA launches are asynchronous.  Copies go through pinned memory, so that they do not block either, and a
+LaunchPacer keeps the host at most ``AHEAD`` layers ahead of the device, so that polls happen in time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,16 +18,51 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flowspec_edge.messages import Int32, Segment
-from flowspec_edge.stage.attention import folded_mask
-from flowspec_edge.stage.cache import KVCache
-from flowspec_edge.stage.fused import ROW_STEP, FusedLayer, rotation
+from flowspec_edge.stage.layers.attention import folded_mask
+from flowspec_edge.stage.layers.fused import ROW_STEP, FusedLayer, rotation
+from flowspec_edge.stage.layers.kv_cache import KVCache
 from flowspec_edge.stage.shard import Shard
-from flowspec_edge.stage.staging import Pace
-from flowspec_edge.tensors import to_device, to_torch
+from flowspec_edge.util.tensors import to_device, to_torch
+
+AHEAD = 2  # pending layers: the running one, and the next so that the device does not idle
+Taps = list[tuple[int, Tensor]]  # layers passed, hidden states [n, H]
 
 
-def inputs(shard: Shard, segment: Segment) -> Tensor:
-    """The hidden states that enter the shard's first layer: [n, H]."""
+def run(shard: Shard, cache: KVCache, segment: Segment, mask: NDArray[np.bool_],
+        keep_going: Callable[[], bool]) -> tuple[Taps, Tensor] | None:
+    """(taps, output [n, H]) in host memory; None as soon as ``keep_going`` returns False.
+
+    mask        [n, len(cache) + n] bool, True where a row sees a column
+    keep_going  called before each layer and while the last layers are pending
+
+    Writes keys and values behind the cache's last slot; the caller appends them.
+    """
+    if not len(segment.numbers):
+        return [], torch.empty(0, shard.hidden_size, dtype=shard.dtype)
+    first, last = shard.layers
+    taps: Taps = []
+
+    def tap(layer: int, inputs: Tensor) -> None:
+        # The previous stage taps the states that it sends; of the inputs, only embeddings are computed here.
+        if layer in segment.taps and (layer > first or shard.embed is not None):
+            taps.append((layer, inputs))
+
+    pacer = LaunchPacer.of(shard.device)
+    hidden = _layers(shard, cache, _inputs(shard, segment), segment.positions, mask, tap, keep_going, pacer)
+    if hidden is None:
+        return None
+    # A stage without layers computes nothing, except the embeddings on the first stage.
+    if last in segment.taps and (last > first or shard.embed is not None):
+        taps.append((last, hidden))
+    normed = hidden if shard.norm is None else shard.norm(hidden)
+    hidden, *tapped = to_host([normed, *(states for _, states in taps)])
+    pacer.enqueued()
+    if not pacer.finish(keep_going):
+        return None
+    return [(layer, states) for (layer, _), states in zip(taps, tapped, strict=True)], hidden
+
+
+def _inputs(shard: Shard, segment: Segment) -> Tensor:
     if shard.embed is None:
         assert segment.hidden is not None
         return to_device(to_torch(segment.hidden), shard.device)
@@ -33,18 +72,10 @@ def inputs(shard: Shard, segment: Segment) -> Tensor:
     return embedded
 
 
-def layers(shard: Shard, cache: KVCache, hidden: Tensor, positions: Int32, mask: NDArray[np.bool_],
-           tap: Callable[[int, Tensor], None], go_on: Callable[[], bool], pace: Pace) -> Tensor | None:
-    """Run ``hidden`` [n, H] through the shard's layers: [n, H].
-
-    positions  [n] int32, absolute
-    mask       [n, len(cache) + n] bool, True where a row sees a column
-    tap        called before each layer with its index and inputs [n, H]
-    go_on      asked before each layer; False gives the pass up, and the result is None
-    pace       is told of each layer; the caller finishes it
-
-    Keys and values are written behind the cache's last slot; the caller appends them.
-    """
+def _layers(shard: Shard, cache: KVCache, hidden: Tensor, positions: Int32, mask: NDArray[np.bool_],
+            tap: Callable[[int, Tensor], None], keep_going: Callable[[], bool], pacer: LaunchPacer
+            ) -> Tensor | None:
+    """``hidden`` [n, H] through the layers; ``tap`` gets each layer's index and inputs."""
     n = len(positions)
     fused = bool(shard.modules) and isinstance(shard.modules[0], FusedLayer)
     padding = -n % ROW_STEP if fused else 0
@@ -56,17 +87,54 @@ def layers(shard: Shard, cache: KVCache, hidden: Tensor, positions: Int32, mask:
         rotated = rotation(*rotated)
     for i, layer in enumerate(shard.modules, start=shard.layers[0]):
         tap(i, x[0, :n])
-        if not go_on():
+        if not keep_going():
             return None
         x = layer(x, attention_mask=folded, position_ids=ids, past_key_values=cache,
                   use_cache=True, position_embeddings=rotated)
-        pace.enqueued()
+        pacer.enqueued()
     return x[0, :n]
 
 
-def outputs(shard: Shard, hidden: Tensor) -> Tensor:
-    """What leaves the shard: on the last stage after the final norm, [n, H]."""
-    if shard.norm is None:
-        return hidden
-    normed: Tensor = shard.norm(hidden)
-    return normed
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies in host memory; copies from CUDA are enqueued, and valid when the device has reached them."""
+    return [tensor if tensor.device.type != "cuda" else
+            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+            for tensor in tensors]
+
+
+class Event(Protocol):
+    def synchronize(self) -> None: ...
+
+
+class LaunchPacer:
+    """For one pass: call ``enqueued`` after each layer and after the last copy, then ``finish``."""
+
+    def __init__(self, record: Callable[[], Event] | None) -> None:
+        """``record`` enqueues an event; None on devices whose calls return when the work is done."""
+        self._record = record
+        self._events: deque[Event] = deque()
+
+    @classmethod
+    def of(cls, device: torch.device) -> LaunchPacer:
+        return cls(partial(_record, device) if device.type == "cuda" else None)
+
+    def enqueued(self) -> None:
+        """Count a step; blocks while more than ``AHEAD`` steps are pending."""
+        if self._record is not None:
+            self._events.append(self._record())
+            while len(self._events) > AHEAD:
+                self._events.popleft().synchronize()
+
+    def finish(self, keep_going: Callable[[], bool]) -> bool:
+        """Wait for the pending steps; stops with False as soon as ``keep_going`` returns False."""
+        while self._events:
+            self._events.popleft().synchronize()
+            if not keep_going():
+                return False
+        return True
+
+
+def _record(device: torch.device) -> Event:
+    event = torch.cuda.Event(blocking=True)  # the waiting thread sleeps instead of spinning
+    event.record(torch.cuda.current_stream(device))
+    return event

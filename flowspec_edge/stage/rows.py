@@ -1,7 +1,4 @@
-"""The rows of a segment: whether they are well formed, what they see, and taking some out.
-
-Pure numpy.  Knows the visibility rule of ``messages``.  Does not know caches or models.
-"""
+"""Checks, visibility mask and selection of a segment's rows; ``messages`` defines the visibility rule."""
 
 from __future__ import annotations
 
@@ -17,20 +14,19 @@ from flowspec_edge.messages import Int32, Output, Payload, Segment, unpack_bits
 Bool = NDArray[np.bool_]
 
 
-def member(numbers: Int32, of: Int32) -> Bool:
-    """Which of ``numbers`` are in ``of``, which increases: bool like ``numbers``."""
-    if not len(of) or not len(numbers):
+def member(numbers: Int32, within: Int32) -> Bool:
+    """Which of ``numbers`` [n] are in ``within``, which increases: bool [n]."""
+    if not len(within) or not len(numbers):
         return np.zeros(len(numbers), dtype=bool)
-    slots = of.searchsorted(numbers)
-    slots[slots == len(of)] = 0
-    return of[slots] == numbers
+    slots = within.searchsorted(numbers)
+    slots[slots == len(within)] = 0
+    return within[slots] == numbers
 
 
 def check(segment: Segment, hidden_size: int, dtype: str, vocabulary: int | None) -> None:
-    """ProtocolError unless the segment's fields fit one another and the stage.
+    """ProtocolError unless the segment's fields are consistent and match the stage.
 
-    dtype       the wire name that hidden states must have
-    vocabulary  the number of token ids on the first stage; None on stages that take hidden states
+    ``vocabulary``: the number of token ids on the first stage; None on stages that take hidden states.
     """
     n, numbers, bits = len(segment.numbers), segment.numbers, segment.bits
     if numbers.shape != (n,) or segment.positions.shape != (n,):
@@ -63,37 +59,32 @@ def check(segment: Segment, hidden_size: int, dtype: str, vocabulary: int | None
         raise _wrong(segment, f"a token id is outside the vocabulary of {vocabulary}")
 
 
-def take(segment: Segment, keep: Bool) -> Segment:
-    """The segment with only the rows where ``keep`` [n] is True; all else as it was."""
+def select(segment: Segment, keep: Bool) -> Segment:
     return replace(
         segment, numbers=segment.numbers[keep], positions=segment.positions[keep],
         bits=segment.bits[keep],
         tokens=None if segment.tokens is None else segment.tokens[keep],
-        hidden=None if segment.hidden is None else take_payload(segment.hidden, keep),
+        hidden=None if segment.hidden is None else select_payload(segment.hidden, keep),
     )
 
 
-def emptied(message: Segment | Output) -> Segment | Output:
-    """The message without its rows: what a cancelled run leaves behind."""
+def without_rows(message: Segment | Output) -> Segment | Output:
     none = np.zeros(len(message.numbers), dtype=bool)
     if isinstance(message, Segment):
-        return take(message, none)
-    return replace(message, numbers=message.numbers[none], hidden=take_payload(message.hidden, none))
+        return select(message, none)
+    return replace(message, numbers=message.numbers[none], hidden=select_payload(message.hidden, none))
 
 
-def take_payload(payload: Payload, keep: Bool) -> Payload:
-    """Only the rows where ``keep`` is True."""
+def select_payload(payload: Payload, keep: Bool) -> Payload:
     return Payload(payload.dtype, payload.array[keep])
 
 
 def visible(segment: Segment, cached: Int32) -> tuple[Bool, Bool]:
-    """What each row sees: mask [n, m + n] over the cached rows, then the segment's own.
+    """What each row sees: (mask [n, m + n] over the cached rows, then the segment's own; orphans [n]).
 
-    cached  [m] int32, increasing, all below the segment's rows; below the base only committed ones
-
-    The second result, [n], is True for orphans: rows that see a number which is not here.  It
-    was dropped here, so it is dead and so are they.  ProtocolError if a row does not see itself
-    or sees a later one.
+    ``cached``: [m] int32, increasing, all below the segment's rows; only committed ones below the base.
+    An orphan sees a number that was dropped here, so it is dead, too.  ProtocolError if a row does not see
+    itself or sees a later one.
     """
     n, m, numbers = len(segment.numbers), len(cached), segment.numbers
     columns = np.concatenate([cached, numbers])
@@ -108,7 +99,7 @@ def visible(segment: Segment, cached: Int32) -> tuple[Bool, Bool]:
     orphans = np.zeros(n, dtype=bool)
     if np.count_nonzero(bits) != np.count_nonzero(mask[:, decided:]):
         orphans = bits.sum(axis=1) > mask[:, decided:].sum(axis=1)
-    if n and numbers[0] < segment.base:  # rows that are text themselves: causal among the text
+    if n and numbers[0] < segment.base:  # committed rows: causal among the committed text
         text = numbers < segment.base
         mask[text] &= columns <= numbers[text, None]
         orphans &= ~text

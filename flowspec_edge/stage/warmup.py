@@ -1,7 +1,7 @@
-"""The first segments of a shard, before any that D0 waits for.
+"""Warm-up passes of a shard, before it accepts segments.
 
-On CUDA the first ones pay for the context, for cuBLAS and for kernels that are loaded when they are first
-used: seconds, in which a peer would take the stage for dead.
+On CUDA the first passes pay for the context, cuBLAS and lazily loaded kernels: seconds, in which a peer would
+consider the stage dead.
 """
 
 from __future__ import annotations
@@ -11,18 +11,15 @@ import torch
 
 from flowspec_edge.messages import Open, Segment
 from flowspec_edge.stage.engine import StageEngine
-from flowspec_edge.stage.memory import release
 from flowspec_edge.stage.shard import Shard
-from flowspec_edge.tensors import from_torch
+from flowspec_edge.util.device_memory import release
+from flowspec_edge.util.tensors import from_torch
 
-ROWS = (1, 16, 64)  # plain decoding, a segment of a tree, a piece of a prompt
+ROWS = (1, 16, 64)  # plain decoding, a tree segment, a prompt chunk
 
 
 def warm_up(shard: Shard) -> None:
-    """Run segments of :data:`ROWS` rows through the shard, in an engine of their own; nothing stays of them.
-
-    FlowspecError if the memory does not suffice even for these.
-    """
+    """Run segments of ``ROWS`` rows in a temporary engine; FlowspecError if the memory does not suffice."""
     engine = StageEngine(shard)
     engine.open(Open(session=0, epoch=0, capacity=sum(ROWS)))
     first = 0
@@ -36,7 +33,7 @@ def warm_up(shard: Shard) -> None:
 
 
 def _chain(shard: Shard, run: int, first: int, rows: int) -> Segment:
-    """Rows below one another that may all still be pruned; what they say does not matter."""
+    """A chain of uncommitted rows, with token 0 or zero hidden states."""
     numbers = np.arange(first, first + rows, dtype=np.int32)
     embeds = shard.embed is not None
     return Segment(

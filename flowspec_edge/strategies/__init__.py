@@ -1,1 +1,4 @@
-"""The systems, one file each, behind the protocol of ``base``: pure decisions, no I/O."""
+"""Strategies: pure decisions on what to draft, send and accept; one request each.
+
+Begin with ``base`` and ``flowspec``.  A new strategy is a class here and an entry in ``registry``.
+"""

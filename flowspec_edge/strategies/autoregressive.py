@@ -5,34 +5,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flowspec_edge.messages import Segment
-from flowspec_edge.strategies.base import Strategy
-from flowspec_edge.tree.requests import Commit
+from flowspec_edge.strategies.base import Pipeline, Strategy
+from flowspec_edge.strategies.params import Params
+from flowspec_edge.tree.draft_api import Commit
+from flowspec_edge.tree.segment_builder import SegmentBuilder
 
 
 class Autoregressive(Strategy):
-    """Every round is one token: send the root, wait, the next token is the next root."""
-
     name = "autoregressive"
     summary = "plain pipeline decoding: one token at a time, no draft"
     drafter = None
 
+    def __init__(self, params: Params, builder: SegmentBuilder, pipeline: Pipeline) -> None:
+        super().__init__(params, builder, pipeline)
+        self._unsent: int | None = None  # the newest token, until it is sent
+        self._position = 0
+
     def start(self, token: int, position: int) -> None:
-        self._root: tuple[int, int] | None = (token, position)
-        self._position = position
+        self._unsent, self._position = token, position
 
     def next_segment(self) -> Segment | None:
-        if self._root is None:
+        if self._unsent is None:
             return None
-        token, position = self._root
-        self._root = None
-        self.ledger.add(token, position, committed=True)
-        return self.ledger.seal()
+        self.builder.add(self._unsent, self._position, committed=True)
+        self._unsent = None
+        return self.builder.seal()
 
-    def verified(self, run: int, numbers: Sequence[int], successors: Sequence[int]) -> list[Commit]:
+    def on_verified(self, run: int, numbers: Sequence[int], successors: Sequence[int]) -> list[Commit]:
         if not numbers:
             return []
         self.counters.verified += 1
-        self._position += 1
-        self._root = (successors[0], self._position)
         self.counters.rounds += 1
+        self._unsent = successors[0]
+        self._position += 1
         return [Commit(successors[0], numbers[0])]

@@ -1,13 +1,7 @@
-"""The protocol of every strategy: facts in, decisions out.
+"""The interface of every strategy: facts in, decisions out, for one request.
 
-A strategy decides what to draft, what to send and what to give up, for one request.  It sees no
-socket, no clock and no tensor library.  A driver asks for the next segment when the first stage
-has a free slot and for the next draft pass when D0 is idle, so a strategy always decides with the
-newest knowledge; it never waits and is never waited for.
-
-A strategy names the draft model it wants (``drafter``), the hidden states it wants back (taps, in
-its segments and in ``prompt_taps``) and how the target's devices share the work
-(``parallelism``); to load, route and arrange these is the runtime's affair.
+A strategy sees no socket, no clock and no tensor library.  The driver asks for a segment when the first stage
+has a free slot and for a draft pass when D0 is idle, so decisions use the newest facts and never wait.
 """
 
 from __future__ import annotations
@@ -18,10 +12,10 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from flowspec_edge.messages import Cancel, Prune, Segment
-from flowspec_edge.sampling import Sampling
+from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.params import Params
-from flowspec_edge.tree.ledger import Ledger
-from flowspec_edge.tree.requests import Commit, DraftRequest, Expansion
+from flowspec_edge.tree.draft_api import Commit, DraftOutput, DraftRequest
+from flowspec_edge.tree.segment_builder import SegmentBuilder
 
 Parallelism = Literal["pipeline", "megatron", "galaxy"]
 
@@ -30,12 +24,10 @@ Parallelism = Literal["pipeline", "megatron", "galaxy"]
 class Pipeline:
     """What a strategy may know of the devices.
 
-    stages         verification devices
-    depths         decoder layers that a row has passed after each stage; empty if nobody asked
-    draft_passes   draft passes that fit into a full segment's way through the pipeline and back:
-                   how many times faster the draft model is than the target (PEARL's c)
-    slot_seconds   rows of a segment -> what it takes in the slowest stage, told by a profile (then with
-                   the link after it) or learned from the stages' reports; None where neither is known
+    depths        decoder layers that a row has passed after each stage; empty if not requested
+    draft_passes  draft passes in a full segment's round trip through the pipeline (PEARL's c)
+    slot_seconds  rows of a segment -> seconds in the slowest stage, from a profile (then with the
+                  link after it) or from the stages' reports; None: unknown
     """
 
     stages: int
@@ -45,8 +37,8 @@ class Pipeline:
 
 
 @dataclass
-class Counters:
-    """What a strategy did; tokens unless the name says otherwise."""
+class TokenCounters:
+    """Counts of tokens unless the name says otherwise."""
 
     drafted: int = 0  # draft tokens sent into the pipeline
     verified: int = 0  # rows that came back from it
@@ -54,80 +46,69 @@ class Counters:
 
 
 class Strategy(ABC):
-    """One request's decisions."""
-
     name: ClassVar[str]
     summary: ClassVar[str]
     drafter: ClassVar[str | None] = "eagle2"  # the kind of draft model it wants, if any
     parallelism: ClassVar[Parallelism] = "pipeline"  # how the target's devices share a segment
 
-    def __init__(self, params: Params, ledger: Ledger, pipeline: Pipeline) -> None:
+    def __init__(self, params: Params, builder: SegmentBuilder, pipeline: Pipeline) -> None:
         self.params = params
-        self.ledger = ledger
+        self.builder = builder
         self.pipeline = pipeline
-        self.counters = Counters()
+        self.counters = TokenCounters()
 
     @classmethod
     def drafts_with(cls, params: Params) -> str | None:
-        """The kind of draft model: the strategy's own, unless ``params`` ask for another."""
+        """The kind of draft model: the strategy's own unless ``params`` name another."""
         if cls.drafter is None or params.draft == "own":
             return cls.drafter
         return params.draft
 
     @property
     def prompt_taps(self) -> tuple[int, ...]:
-        """Hidden states of the prompt's rows that the drafter wants; see ``messages.Segment``."""
+        """``Segment.taps`` of the prompt's rows."""
         return ()
 
     @property
     def max_in_flight(self) -> int:
-        """Segments that may be between D0 and D0.
-
-        One a stage: when all stages hold one, the next output is due in the very moment the first
-        stage falls free, and a segment cut after it is worth more than one cut before it.
-        """
+        """The most segments in flight: one per stage.  When every stage holds one, the next output arrives
+        just as the first stage becomes idle, so the segment built then takes it into account."""
         return self.pipeline.stages
 
     @property
-    def sends_ahead(self) -> bool:
-        """Whether a segment may wait at the first stage, where D0 could not send it in time.
-
-        It is cut before D0 starts on work that would last beyond the moment at which the first stage
-        falls free (``runtime.pace``).
-        """
+    def allows_early_send(self) -> bool:
+        """Whether a segment may wait at a busy first stage (``runtime.draft_device.send_ahead``)."""
         return False
 
     @property
-    def learns_slot(self) -> bool:
-        """Whether the stages' reports of how long each segment took are of use to it
-        (``Pipeline.slot_seconds``); a driver asks for them only then."""
+    def wants_stage_times(self) -> bool:
+        """Whether the stages are to report the time of each segment (``Pipeline.slot_seconds``)."""
         return False
 
-    def begin(self, text: Sequence[int], sampling: Sampling, vocabulary: int) -> None:
-        """Before :meth:`start`: the text so far, how its tokens are drawn, and from how many."""
+    def begin(self, text: Sequence[int], sampling: Sampling) -> None:
+        """Called before :meth:`start` with the text so far."""
         return
 
     @abstractmethod
     def start(self, token: int, position: int) -> None:
-        """The prompt is in the pipeline's caches; ``token`` is the first generated one."""
+        """The prompt is in the stages' caches; ``token`` is the first generated one."""
 
     @abstractmethod
-    def verified(self, run: int, numbers: Sequence[int], successors: Sequence[int]) -> list[Commit]:
-        """Segment ``run`` has come back: after row ``numbers[i]`` the text goes on with
-        ``successors[i]``.  Returns the tokens that became text, in order."""
+    def on_verified(self, run: int, numbers: Sequence[int], successors: Sequence[int]) -> list[Commit]:
+        """``successors[i]`` is the target's token after row ``numbers[i]`` of ``run``; returns what became
+        text."""
 
     @abstractmethod
     def next_segment(self) -> Segment | None:
-        """What to send now that the first stage has a free slot, or soon will have (:attr:`sends_ahead`);
-        None to leave it idle."""
+        """Called when the first stage is idle, or soon will be (:attr:`allows_early_send`)."""
 
     def next_draft(self) -> DraftRequest | None:
-        """What to draft now that D0 is idle; None to stay idle."""
+        """Called when D0 is idle."""
         return None
 
-    def drafted(self, request: DraftRequest, expansion: Expansion) -> None:
-        """The answer to ``request``; the tree may have moved on since it was asked."""
+    def on_draft(self, request: DraftRequest, output: DraftOutput) -> None:
+        """The draft pass ``request`` finished; the tree may have changed since it began."""
 
     def controls(self) -> list[Prune | Cancel]:
-        """Hints for the stages that arose since the last call."""
+        """Messages for the stages since the last call."""
         return []

@@ -1,11 +1,7 @@
-"""FlowSpec: continuous pipelined tree speculative decoding (paper, section III).
+"""FlowSpec: continuous pipelined tree speculative decoding (paper, section III), and its ablations.
 
-Score-sorted segments, a walk and a prune for every segment that returns, context-aware expansion
-from the new root after every acceptance, score-aware expansion when the pipeline would run dry.
-
-Where this differs from the published code: D0 never makes the pipeline wait, so a segment is cut
-from whatever is best at the moment the first stage has a free slot, however far an expansion has
-come; a merged expansion re-ranks the nodes that were not sent yet.
+Unlike in the published code, D0 never stalls the pipeline: when the first stage becomes idle, a segment is
+built from the best nodes, even during an expansion.  A merged expansion re-ranks unsent nodes.
 """
 
 from __future__ import annotations
@@ -14,40 +10,44 @@ from collections.abc import Sequence
 
 from flowspec_edge.messages import Segment
 from flowspec_edge.strategies.tree_strategy import TreeStrategy
-from flowspec_edge.tree.growth import Growth
-from flowspec_edge.tree.requests import Commit
+from flowspec_edge.tree.draft_api import Commit
 
 
 class FlowSpec(TreeStrategy):
-    """Draft, verify, prune and expand without a pause."""
-
     name = "flowspec"
     summary = "continuous tree speculation: score-ordered, pruned and expanded in flight"
 
     def next_segment(self) -> Segment | None:
-        root = self.tree.root.number < 0
-        nodes = self.tree.take(self.params.segment - root)
-        return self._send(nodes, root) if root or nodes else None
+        return self._send_best(self.params.segment)
 
-    def verified(self, run: int, numbers: Sequence[int], successors: Sequence[int]) -> list[Commit]:
+    def on_verified(self, run: int, numbers: Sequence[int], successors: Sequence[int]) -> list[Commit]:
         self._record(numbers, successors)
-        commits, restarted = self._walk()
+        commits, restarted = self._accept()
+        p = self.params
         if commits and not restarted:
-            self._expand_from_root()
-        elif not commits:
-            self._extend_leaves()
+            # Context-aware expansion: a new tree from the new root, merged into the old one (III-D).
+            self._expand([self.tree.root], p.expand_depth, p.width, p.expand_size)
+        elif not commits and not self.drafting:
+            # Score-aware expansion: the context is the same, so go deeper where the tree is best.
+            leaves = [n for n in self.tree.nodes() if not n.expanded and not n.children]
+            leaves.sort(key=lambda n: (-n.score, n.id))
+            self._expand(leaves[: p.width], p.extend_depth, p.width, p.extend_size)
         return commits
 
-    def _expand_from_root(self) -> None:
-        """Context-aware expansion: a new tree from the new root, merged into the old (III-D)."""
-        p = self.params
-        self.growth = Growth(self.tree, [self.tree.root], p.expand_depth, p.width, p.expand_size)
 
-    def _extend_leaves(self) -> None:
-        """Score-aware expansion: the context is the same, so go deeper where the tree is best."""
-        if self.growth is not None and not self.growth.done:
-            return
-        p = self.params
-        leaves = [n for n in self.tree.nodes() if not n.expanded and not n.children]
-        leaves.sort(key=lambda n: (-n.score, n.id))
-        self.growth = Growth(self.tree, leaves[: p.width], p.extend_depth, p.width, p.extend_size)
+class FlowSpecNoSBD(FlowSpec):
+    """Without score-based drafting: nodes leave shallow layers first."""
+
+    name = "flowspec_no_sbd"
+    summary = "FlowSpec with segments in layer order instead of score order (ablation)"
+    order = "layer"
+
+
+class PrunedPP(TreeStrategy):
+    """Without tree expansion (paper, section V-D): the round ends when the drafted tree is used up."""
+
+    name = "pruned_pp"
+    summary = "score-ordered segments, accepted and pruned one by one, no expansion (ablation)"
+
+    def next_segment(self) -> Segment | None:
+        return None if self.drafting else self._send_best(self.params.segment)

@@ -1,17 +1,10 @@
-"""FlowSpec+: every slot of the pipeline is filled with what is likeliest to become text.
+"""FlowSpec+: every slot of the pipeline is filled with the nodes that are likeliest to become text.
 
-FlowSpec drafts a few levels from the root at every acceptance, so it never looks further ahead than
-they reach: about (depth + 1) / (N + 2) tokens a turn.  Here one tree lives as long as the round, and
-three questions are answered anew whenever they arise, each by the same measure, the probability that a
-node becomes text (``tree.guess_tree``):
+FlowSpec redrafts a few levels from the root at every acceptance, which limits it to about (depth + 1) / (N +
+2) tokens a turn.  Here one tree lasts as long as the round, and the probability that a node becomes text
+(``tree.best_first_tree``) decides what to send and what to draft, at any depth.
 
-    what to send      the likeliest unsent nodes, whatever their depth          ``next_segment``
-    what to draft     the likeliest nodes that have no children yet             ``next_draft``
-    what it is worth  the draft model's word and the text's, weighed by what
-                      has come true so far                                      ``verified``
-
-Each idea has a name by which ``plus_without`` leaves it out (docs/strategies.md has the figures), and a
-function that is that idea.  The policy is here; the arithmetic is ``tree.acceptance``.
+``plus_without`` disables the ideas in bold by name; docs/strategies.md has the figures.
 """
 
 from __future__ import annotations
@@ -23,53 +16,54 @@ from collections.abc import Sequence
 import numpy as np
 
 from flowspec_edge.messages import Segment
-from flowspec_edge.sampling import Sampling, chance_scores
+from flowspec_edge.sampling.rule import Sampling, scores_from_probabilities
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.params import LONGEST_BLOCK, Params
 from flowspec_edge.strategies.tree_strategy import TreeStrategy
-from flowspec_edge.tree.acceptance import Acceptance
+from flowspec_edge.tree.acceptance_estimator import AcceptanceEstimator
+from flowspec_edge.tree.best_first_tree import BestFirstTree
+from flowspec_edge.tree.draft_api import Commit, DraftOutput, DraftRequest
 from flowspec_edge.tree.draft_tree import Node
-from flowspec_edge.tree.guess_tree import GuessTree
-from flowspec_edge.tree.ledger import Ledger
-from flowspec_edge.tree.requests import Commit, DraftNode, DraftRequest, Expansion
+from flowspec_edge.tree.segment_builder import SegmentBuilder
 from flowspec_edge.tree.text_index import TextIndex
 
-_ENOUGH = 1024  # nodes: beyond that no draft pass is worth its time and the memory of what it drafts
-_CHILDREN = 10  # that a draft pass names of a node (FlowSpec's k)
+_MAX_NODES = 1024  # of the tree: beyond, a draft pass is not worth its time and memory
+_CHILDREN = 10  # per node and draft pass (FlowSpec's k)
 _LONGEST_RUN = 8  # tokens that the look-up compares
-_FOUND = 4  # children that one look-up names
-_LOOK_UPS = 24  # nodes that are looked up at one moment, at most
-_WORTH_LOOKING = math.log(0.02)  # a found child less likely than this is not followed
+_CHILDREN_PER_LOOKUP = 4
+_LOOK_UPS = 24  # most nodes of one look-up
+_WORTH_LOOKING = math.log(0.02)  # less likely children are not looked up
 
 
 class FlowSpecPlus(TreeStrategy):
-    """Best-first drafting and sending over one lasting tree."""
-
     name = "flowspec_plus"
     summary = "one lasting tree: the likeliest nodes are drafted and sent, at every depth"
-    tree: GuessTree
+    tree: BestFirstTree
 
-    def __init__(self, params: Params, ledger: Ledger, pipeline: Pipeline) -> None:
-        super().__init__(params, ledger, pipeline)
-        self._without = params.left_out()
-
-    @property
-    def sends_ahead(self) -> bool:
-        """**ahead**: the pipeline does not wait for D0's draft passes (``runtime.pace``).
-
-        As many segments are in flight as there are stages, so only V1's idle moments are filled.
-        """
-        return "ahead" not in self._without
-
-    @property
-    def learns_slot(self) -> bool:
-        """**curve** is all that asks how long a segment takes."""
-        return "curve" not in self._without
-
-    def begin(self, text: Sequence[int], sampling: Sampling, vocabulary: int) -> None:
-        self._sampling = sampling
-        self._acceptance = Acceptance(sampling.greedy, "learn" not in self._without)
+    def __init__(self, params: Params, builder: SegmentBuilder, pipeline: Pipeline) -> None:
+        super().__init__(params, builder, pipeline)
+        self._disabled = params.disabled_ideas()
+        self._sampling = Sampling()
+        self._estimator = AcceptanceEstimator(greedy=True)
+        self.tree = BestFirstTree(-1, -1, 0, self._estimator)  # until ``start``
         self._text = TextIndex(_LONGEST_RUN, 1)
+        self._root_is_stale = True  # its expansion did not have its true features
+        self._pending_draft: dict[int, Node] = {}  # the nodes of the draft pass in progress, by id
+
+    @property
+    def allows_early_send(self) -> bool:
+        """**ahead**: the pipeline does not wait for D0's draft passes."""
+        return "ahead" not in self._disabled
+
+    @property
+    def wants_stage_times(self) -> bool:
+        """Only **curve** uses segment times."""
+        return "curve" not in self._disabled
+
+    def begin(self, text: Sequence[int], sampling: Sampling) -> None:
+        self._sampling = sampling
+        self._estimator = AcceptanceEstimator(sampling.greedy, "learn" not in self._disabled)
+        self._text.reset()
         self._read(text)
 
     def start(self, token: int, position: int) -> None:
@@ -79,37 +73,31 @@ class FlowSpecPlus(TreeStrategy):
 
     def begin_round(self) -> None:
         self._root_is_stale = True
-        self._asked_of: dict[int, Node] = {}
+        self._pending_draft = {}
 
-    def _new_tree(self, token: int, position: int) -> GuessTree:
-        return GuessTree(token, position, self._next_id, self._acceptance)
+    def _new_tree(self, token: int, position: int, first_id: int) -> BestFirstTree:
+        return BestFirstTree(token, position, first_id, self._estimator)
 
-    # ---- what to send -----------------------------------------------------------------------
+    # ---- sending -----------------------------------------------------------------------
 
     def next_segment(self) -> Segment | None:
-        """**root**: a new root goes at once, with whatever is known by then; **fill**: then the
-        likeliest unsent nodes of the newest tree."""
         root = self.tree.root.number < 0
-        nodes = self.tree.take(self._most_rows() - root)
-        worth = self._worth_sending(nodes, root)
-        self.tree.put_back(nodes[worth:])
-        nodes = nodes[:worth]
+        longest = self.params.plus_rows or (LONGEST_BLOCK if self._curve() else self.params.segment)
+        nodes = self.tree.pop_unsent(longest - root)
+        count = self._rows_to_send(nodes, root)
+        self.tree.requeue(nodes[count:])
+        nodes = nodes[:count]
         return self._send(nodes, root) if root or nodes else None
 
-    def _most_rows(self) -> int:
-        return self.params.plus_rows or (LONGEST_BLOCK if self._curve() else self.params.segment)
-
     def _curve(self) -> bool:
-        return self.pipeline.slot_seconds is not None and "curve" not in self._without
+        return self.pipeline.slot_seconds is not None and "curve" not in self._disabled
 
-    def _worth_sending(self, nodes: Sequence[Node], root: bool) -> int:
-        """**curve**: as many of ``nodes`` (likeliest first) as bring the most tokens a second.
+    def _rows_to_send(self, nodes: Sequence[Node], root: bool) -> int:
+        """**curve**: as many of ``nodes`` (likeliest first) as maximise tokens per second.
 
-        A row brings, on average, as many tokens as it is likely to become text, so a segment of r
-        rows brings (sum of their probabilities) / (what r rows take in a stage and over a link)
-        tokens a second once the pipeline is full.  What it takes longer than a single row counts
-        once for every stage: it delays the news of all segments in flight, and so what follows them.
-        A root may go alone.
+        In a full pipeline, r rows bring the sum of their probabilities in the time of r rows in a stage and
+        over a link.  Time beyond that of one row counts once per stage: it delays all segments in flight.  A
+        root may go alone.
         """
         seconds = self.pipeline.slot_seconds
         if seconds is None or not nodes or not self._curve():
@@ -118,52 +106,45 @@ class FlowSpecPlus(TreeStrategy):
         least, stages = seconds(1), self.pipeline.stages
         rates = [gains[rows] / (least + stages * (seconds(rows + root) - least))
                  for rows in range(0 if root else 1, len(gains))]
-        # The last of the best: on a flat piece of the curve every row is welcome.
+        # The last of equal maxima: on a flat piece of the curve further rows are free.
         return len(nodes) - int(np.argmax(rates[::-1]))
 
-    # ---- what to draft ----------------------------------------------------------------------
+    # ---- drafting ----------------------------------------------------------------------
 
     def next_draft(self) -> DraftRequest | None:
-        """**best-first**: the likeliest nodes that have not been expanded, at whatever depth, and the
-        root once its true features are here (docs/experiments.md: 2.66 x Chunk-PP, where
-        drafting anew from the root has 1.71).
-
-        The draft model keeps what it has computed for all nodes below the root.
-        """
-        self.tree.ask_again(node for node in self._asked_of.values() if not node.expanded)
+        """The likeliest unexpanded nodes, at any depth, and the root once its true features have arrived
+        (docs/experiments.md: 2.66 x Chunk-PP; redrafting from the root has 1.71)."""
+        self.tree.requeue_expansion(node for node in self._pending_draft.values() if not node.expanded)
         nodes = [self.tree.root] if self._root_is_stale else []
-        if self.tree.size < _ENOUGH:
-            nodes += self.tree.unexpanded(self.params.plus_width - len(nodes))
+        if self.tree.size < _MAX_NODES:
+            nodes += self.tree.pop_unexpanded(self.params.plus_width - len(nodes))
         if not nodes:
             return None
-        self._asked_of = {node.id: node for node in nodes}
-        return DraftRequest(self.tree.root.id, tuple(
-            DraftNode(n.id, -1 if n.parent is None else n.parent.id, n.token, n.position) for n in nodes
-        ), _CHILDREN)
+        self._pending_draft = {node.id: node for node in nodes}
+        return self.tree.draft_request(nodes, _CHILDREN)
 
-    def drafted(self, request: DraftRequest, expansion: Expansion) -> None:
-        estimates = self._acceptance.drafted(expansion.scores).tolist()
-        tokens, scores = expansion.tokens.tolist(), expansion.scores.tolist()
+    def on_draft(self, request: DraftRequest, output: DraftOutput) -> None:
+        estimates = self._estimator.draft_estimates(output.scores).tolist()
+        tokens, scores = output.tokens.tolist(), output.scores.tolist()
         for row, asked in enumerate(request.nodes):
-            node = self._asked_of.get(asked.id)
+            node = self._pending_draft.get(asked.id)
             if node is None or not node.alive:
-                continue  # the text has taken another way meanwhile
+                continue  # dropped meanwhile
             if asked.id == self.tree.root.id == request.root:
                 self._root_is_stale = False
-            self.tree.drafted(node, tokens[row], scores[row], estimates[row])
+            self.tree.name_children(node, tokens[row], scores[row], estimates[row])
             self._look_up(node)
-        self._asked_of = {}
+        self._pending_draft = {}
 
     def _read(self, tokens: Sequence[int]) -> None:
-        """They are text; nobody pays for an index that is not looked into."""
-        if "lookup" not in self._without:
+        if "lookup" not in self._disabled:
             for token in tokens:
                 self._text.append(token)
 
     def _look_up(self, top: Node) -> None:
-        """**lookup**: what the text has had after this path before, token after token, while that is
-        likely; it costs no pass (docs/experiments.md: 2.14 to 2.51 x Chunk-PP in greedy text)."""
-        if "lookup" in self._without:
+        """**lookup**: add earlier continuations of this path while they are likely, without a draft pass
+        (docs/experiments.md: 2.14 to 2.51 x Chunk-PP in greedy text)."""
+        if "lookup" in self._disabled:
             return
         floor = self.tree.root.score + _WORTH_LOOKING
         queue = [(-top.score, top)] if top.score > floor else []
@@ -171,10 +152,10 @@ class FlowSpecPlus(TreeStrategy):
             if not queue:
                 return
             node = heapq.heappop(queue)[1]
-            for token, p in self._text.candidates(self._path(node), _FOUND):
-                score = chance_scores(np.array([token], np.int32), np.array([p]), node.position,
-                                      self._sampling, self.params.rank)[0]
-                child = self.tree.looked_up(node, token, float(score))
+            for token, p in self._text.candidates(self._path(node), _CHILDREN_PER_LOOKUP):
+                score = scores_from_probabilities(np.array([token], np.int32), np.array([p]), node.position,
+                                                  self._sampling, self.params.rank)[0]
+                child = self.tree.look_up_child(node, token, float(score))
                 if child is not None and child.score > floor and not child.expanded:
                     heapq.heappush(queue, (-child.score, child))
 
@@ -187,13 +168,13 @@ class FlowSpecPlus(TreeStrategy):
             step = step.parent
         return (*self._text.newest, *reversed(tokens))[-_LONGEST_RUN:]
 
-    # ---- what has come true -----------------------------------------------------------------
+    # ---- outcomes ---------------------------------------------------------------------------
 
-    def verified(self, run: int, numbers: Sequence[int], successors: Sequence[int]) -> list[Commit]:
-        """**learn**: what the target has judged tells how far both sources can be believed."""
+    def on_verified(self, run: int, numbers: Sequence[int], successors: Sequence[int]) -> list[Commit]:
+        """**learn**: outcomes improve the estimate."""
         self._record(numbers, successors)
         self.tree.learn()
-        commits, _ = self._walk()
+        commits, _ = self._accept()
         self._read([commit.token for commit in commits])
         if commits:
             self._root_is_stale = True

@@ -1,10 +1,8 @@
-"""What the methods that send one tree layer a segment share (PipeDec, SPD).
+"""PipeDec and SPD: one tree layer per segment.
 
-Knows the newest layer, the candidates for the next one, and that only the newest layer grows: a
-draft pass expands it while it is in the first stage, and of the children the best become the next
-layer at the moment the first stage falls free.  The candidates were pruned by whatever came back
-until then, so survivors take the places of those that died (PipeDec, section 3.3.4: one more
-update after the pruning).
+A draft pass expands the newest layer while it is in the first stage; the best children become the next layer
+when the first stage becomes idle.  Outputs that return meanwhile prune the candidates first, so survivors
+take the places of dead ones (PipeDec, section 3.3.4).
 """
 
 from __future__ import annotations
@@ -15,37 +13,44 @@ from collections.abc import Sequence
 import numpy as np
 
 from flowspec_edge.messages import Segment
+from flowspec_edge.strategies.base import Pipeline
+from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.tree_strategy import TreeStrategy
+from flowspec_edge.tree.draft_api import DraftOutput, DraftRequest
 from flowspec_edge.tree.draft_tree import Node
-from flowspec_edge.tree.requests import Commit, DraftNode, DraftRequest, Expansion
+from flowspec_edge.tree.segment_builder import SegmentBuilder
 
 Candidate = tuple[float, Node, int]  # cumulative score, parent, token
+_SPD_CHILDREN = 4  # of a branch's last node, if W > 1
 
 
 class LayeredStrategy(TreeStrategy):
-    """One layer of at most ``layer_width`` nodes a segment; a miss empties the pipeline."""
+    """A miss empties the pipeline."""
 
     order = "layer"
+
+    def __init__(self, params: Params, builder: SegmentBuilder, pipeline: Pipeline) -> None:
+        super().__init__(params, builder, pipeline)
+        self._newest: list[Node] = []
+        self._candidates: list[Candidate] | None = None  # for the next layer; None: not drafted yet
 
     @property
     @abstractmethod
     def layer_width(self) -> int:
-        """Nodes of a layer (PipeDec's w, SPD's W)."""
+        """Nodes per layer (PipeDec's w, SPD's W)."""
 
     @property
     @abstractmethod
     def children(self) -> int:
-        """Children that a node may have (PipeDec's c)."""
+        """Most children per node (PipeDec's c)."""
 
     @property
     def segment_taps(self) -> tuple[int, ...]:
-        """Hidden states of a layer's rows that the drafter wants."""
+        """Hidden states of a layer's rows that the drafter uses."""
         return ()
 
     def begin_round(self) -> None:
-        """The root is the first layer, and goes at once."""
-        self._newest: list[Node] = [self.tree.root]
-        self._candidates: list[Candidate] | None = None  # None: not drafted yet
+        self._newest, self._candidates = [self.tree.root], None
 
     def next_segment(self) -> Segment | None:
         if self.tree.root.number < 0:  # a new round, or a hit among candidates that were not sent
@@ -54,9 +59,9 @@ class LayeredStrategy(TreeStrategy):
         if self._candidates is None:
             return None
         self._adopt(self._candidates)
-        layer = self.tree.take(self.layer_width)
+        layer = self.tree.pop_unsent(self.layer_width)
         if not layer:
-            return None  # all of them died; what is in flight decides how the round ends
+            return None  # all candidates died; the segments in flight decide how the round ends
         self._newest, self._candidates = layer, None
         return self._send(layer, root=False)
 
@@ -67,36 +72,90 @@ class LayeredStrategy(TreeStrategy):
         if not self._newest:
             self._candidates = []  # nothing is left to expand until the round ends
             return None
-        nodes = tuple(
-            DraftNode(n.id, -1 if n.parent is None else n.parent.id, n.token, n.position, n.number)
-            for n in self._newest
-        )
-        return DraftRequest(self.tree.root.id, nodes, self.children)
+        return self.tree.draft_request(self._newest, self.children)
 
-    def drafted(self, request: DraftRequest, expansion: Expansion) -> None:
+    def on_draft(self, request: DraftRequest, output: DraftOutput) -> None:
         parents = {node.id: node for node in self._newest}
         if any(node.id not in parents for node in request.nodes):
-            return  # the round it was asked in has ended
-        scores = expansion.scores + np.array([[parents[n.id].score] for n in request.nodes])
+            return  # the pass belongs to a round that has ended
+        scores = output.scores + np.array([[parents[n.id].score] for n in request.nodes])
         order = np.argsort(-scores, axis=None, kind="stable")
         columns = scores.shape[1]
         self._candidates = [
-            (float(scores.flat[i]), parents[request.nodes[i // columns].id], int(expansion.tokens.flat[i]))
+            (float(scores.flat[i]), parents[request.nodes[i // columns].id], int(output.tokens.flat[i]))
             for i in order.tolist() if np.isfinite(scores.flat[i])  # not absent
         ]
-        # In the tree already: a successor that is found here is a hit, though it was not sent.
+        # Added to the tree now, so that an unsent successor still is a hit.
         self._adopt(self._candidates)
-
-    def verified(self, run: int, numbers: Sequence[int], successors: Sequence[int]) -> list[Commit]:
-        self._record(numbers, successors)
-        return self._walk()[0]
 
     def _send(self, nodes: Sequence[Node], root: bool) -> Segment:
         self._number(nodes, root)
-        return self.ledger.seal(self.segment_taps)
+        return self.builder.seal(self.segment_taps)
 
     def _adopt(self, candidates: list[Candidate]) -> None:
-        """Make the best living candidates nodes of the tree."""
         living = (c for c in candidates if c[1].alive)
         for _, (score, parent, token) in zip(range(self.layer_width), living, strict=False):
             self.tree.add(parent, token, score)
+
+
+class PipeDec(LayeredStrategy):
+    """An ordinary draft model's dynamic tree, one layer in every stage (PipeDec, section 3).
+
+    The last stage's token is the root's successor: a hit keeps the subtree, a miss clears everything.  With d
+    stages and a hit rate h, a timestep yields 1 / (d (1 - h) + h) tokens.
+    """
+
+    name = "pipedec"
+    summary = "one layer of a draft model's tree in every stage, hit or miss a timestep (PipeDec)"
+    drafter = "lm"
+
+    @property
+    def layer_width(self) -> int:
+        return self.params.pipedec_width
+
+    @property
+    def children(self) -> int:
+        return self.params.pipedec_children
+
+
+class SPD(LayeredStrategy):
+    """Speculative Pipeline Decoding: one token per stage and cycle (SPD, sections 3.1, 3.4 and 3.6).
+
+    A speculation module drafts the next token *while* the pipeline takes its step, from the states at the
+    step's start: the newest token's embedding, and the states that stages have returned of older tokens.
+    With n stages and an acceptance a, a cycle yields 1 / (n (1 - a) + a) tokens.
+
+    A width W above 1 makes a tree: each branch's last node gets four children, and the W best by cumulative
+    probability stay (section 4.1).  Acceptance is exact, unlike the published code's rejection test of child
+    after child.
+    """
+
+    name = "spd"
+    summary = "one token a stage, foreseen from the states in the pipeline (SPD)"
+    drafter = "spd"
+
+    @classmethod
+    def drafts_with(cls, params: Params) -> str:
+        """Always its own module: no other draft model reads the pipeline's states."""
+        return "spd"
+
+    @property
+    def layer_width(self) -> int:
+        return self.params.spd_width
+
+    @property
+    def children(self) -> int:
+        return 1 if self.params.spd_width == 1 else _SPD_CHILDREN
+
+    @property
+    def segment_taps(self) -> tuple[int, ...]:
+        """After each inner stage, a row's deepest state and the one at half that depth; the final state comes
+        as an output."""
+        layers = max(self.pipeline.depths, default=0)
+        inner = {depth for depth in self.pipeline.depths[:-1] if depth < layers}
+        return tuple(sorted({*inner, *(depth // 2 for depth in (*inner, layers))} - {0}))
+
+    @property
+    def prompt_taps(self) -> tuple[int, ...]:
+        layers = max(self.pipeline.depths, default=0)
+        return (layers // 2,) if layers > 1 else ()

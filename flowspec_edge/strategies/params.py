@@ -1,8 +1,4 @@
-"""Parameters of all strategies; the defaults are their papers' values.
-
-The first group is FlowSpec's and its ablations' (paper, section IV-A); a strategy of another paper
-has parameters of its own, named after it.
-"""
+"""Parameters of all strategies; defaults are their papers' values (FlowSpec: section IV-A)."""
 
 from __future__ import annotations
 
@@ -11,18 +7,18 @@ from math import prod
 from typing import Literal, get_args, get_type_hints
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.sampling import Rank
+from flowspec_edge.sampling.rule import Rank
 
 LONGEST_BLOCK = 64  # PEARL's, when a draft pass costs next to nothing
 Draft = Literal["own", "eagle2", "eagle2-deep", "eagle3", "lm", "ngram"]
-DEFAULT_STRATEGY = "flowspec_plus"  # of requests that name none
+DEFAULT_STRATEGY = "flowspec_plus"  # of requests without one
 PLUS_IDEAS = ("ahead", "curve", "learn", "lookup")
 Canonical = Literal["all", "needed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Params:
-    """All lengths count tokens, all depths count tree levels below the root."""
+    """Lengths count tokens, depths count tree levels below the root."""
 
     tree_size: int = 80  # L: nodes of the initial tree, root not counted
     width: int = 10  # k: children per expanded node, and nodes expanded per level
@@ -72,20 +68,18 @@ class Params:
         if not self.ngram_min <= self.ngram_max <= _LONGEST_LOOK_UP:
             raise UsageError(f"ngram-max must be ngram-min ({self.ngram_min}) to {_LONGEST_LOOK_UP}, "
                              f"not {self.ngram_max}")
-        self.left_out()
+        self.disabled_ideas()
         if (rows := self.largest_segment()) > _MOST_ROWS:
             raise UsageError(f"a segment of {rows} rows is more than {_MOST_ROWS}: lower the tree, width, "
                              "gamma or branching that asks for it")
 
-    def left_out(self) -> frozenset[str]:
-        """``plus_without`` as names."""
+    def disabled_ideas(self) -> frozenset[str]:
         names = frozenset(part.strip() for part in self.plus_without.split(",") if part.strip())
         if unknown := sorted(names - set(PLUS_IDEAS)):
             raise UsageError(f"plus-without knows {', '.join(PLUS_IDEAS)}, not {unknown[0]!r}")
         return names
 
     def stpp_levels(self) -> tuple[int, ...]:
-        """``stpp_branching`` as numbers."""
         try:
             levels = tuple(int(part) for part in self.stpp_branching.split(","))
         except ValueError:
@@ -96,7 +90,7 @@ class Params:
         return levels
 
     def largest_segment(self) -> int:
-        """Rows of the longest segment that any strategy may send under these parameters."""
+        """Rows of the longest segment that any strategy may send."""
         levels = self.stpp_levels()
         static = sum(prod(levels[: i + 1]) for i in range(len(levels)))
         micro_batch = self.pipeinfer_tokens * self.pipeinfer_sequences
@@ -106,5 +100,5 @@ class Params:
 
 
 _MAY_BE_ZERO = ("pearl_gamma", "plus_rows")
-_LONGEST_LOOK_UP = 32  # the index takes so many steps and entries a token
-_MOST_ROWS = 8192  # of a segment: a stage's attention mask alone would need gigabytes
+_LONGEST_LOOK_UP = 32  # steps and index entries a token
+_MOST_ROWS = 8192  # of a segment: beyond, a stage's attention mask alone would need gigabytes

@@ -1,16 +1,13 @@
-"""PipeInfer: asynchronous micro-batches beside canonical runs, cancelled when they are refuted.
+"""PipeInfer: asynchronous micro-batches and canonical runs (PipeInfer, section IV).
 
-(PipeInfer, section IV.)  Every newly accepted token starts a one-token *canonical* run.  Whenever
-D0 is idle it drafts another micro-batch that goes on where its last speculation ended, as long as
-the draft's confidence is above a cutoff that rises with every micro-batch and falls with every
-attempt that it stopped.  A run that the accepted text contradicts is cancelled by its id; canonical
-runs never are.
+Every newly accepted token starts a one-token *canonical* run.  When idle, D0 drafts a micro-batch that
+continues its last speculation, as long as the draft's confidence is above a cutoff; the cutoff rises with
+every micro-batch and falls with every attempt that it stopped.  Refuted runs are cancelled by id.
 
-What differs from the paper's implementation: ancestor bits take the place of cache partitions, so
-an accepted token needs no canonical run if a speculative one holds it already.  The paper's system
-starts one all the same; so does this by default (``pipeinfer_canonical``), for the newest of the
-tokens accepted at once: what follows the others is known.  A run "superfluous" in the paper's
-sense cannot arise: a run's last token is accepted only by the run's own output.
+Ancestor bits replace the paper's cache partitions, so an accepted token that a speculative run holds needs no
+canonical run.  The paper starts one all the same, and so does the default of ``pipeinfer_canonical``, for the
+newest of the tokens accepted at once.  The paper's "superfluous" runs cannot arise: only a run's own output
+accepts its last token.
 """
 
 from __future__ import annotations
@@ -22,48 +19,53 @@ from collections.abc import Sequence
 import numpy as np
 
 from flowspec_edge.messages import Cancel, Prune, Segment
+from flowspec_edge.strategies.base import Pipeline
+from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.tree_strategy import TreeStrategy
+from flowspec_edge.tree.draft_api import Commit, DraftOutput, DraftRequest
 from flowspec_edge.tree.draft_tree import Node
-from flowspec_edge.tree.requests import Commit, DraftNode, DraftRequest, Expansion
+from flowspec_edge.tree.segment_builder import SegmentBuilder
 
 
 class PipeInfer(TreeStrategy):
-    """Canonical runs and continuous, reactive speculation."""
-
     name = "pipeinfer"
     summary = "continuous micro-batches of a draft model, cancelled when refuted (PipeInfer)"
     drafter = "lm"
 
+    def __init__(self, params: Params, builder: SegmentBuilder, pipeline: Pipeline) -> None:
+        super().__init__(params, builder, pipeline)
+        self._cancels: list[int] = []
+        self._runs: dict[int, list[Node]] = {}  # speculative runs in flight, oldest first
+        self._waiting: deque[list[Node]] = deque()  # micro-batches that were not sent yet
+        self._batch: list[Node] = []  # the micro-batch being drafted
+        self._levels = 0
+        self._tips: list[Node] = []  # where speculation continues
+        self._held: tuple[DraftRequest, DraftOutput] | None = None  # an attempt that the cutoff stopped
+        self._uncommitted: Node | None = None  # the root, until its canonical run is sent
+        self._iterations = self._failures = 0  # micro-batches, and attempts stopped by the cutoff
+
     @property
     def max_in_flight(self) -> int:
-        """More than the stages hold: the first stage's free slot is what paces the runs."""
+        """More than the stages hold: the first stage's free slot paces the runs."""
         return 2 * self.pipeline.stages + 2
 
-    def start(self, token: int, position: int) -> None:
-        self._cancels: list[int] = []
-        self._runs: dict[int, list[Node]] = {}  # speculative ones in flight, oldest first
-        super().start(token, position)
-
     def begin_round(self) -> None:
-        self._waiting: deque[list[Node]] = deque()  # micro-batches that V1 has had no room for
-        self._batch: list[Node] = []  # the micro-batch being drafted
-        self._levels = 0  # of it
-        self._tips = [self.tree.root]  # where speculation goes on
-        self._held: tuple[DraftRequest, Expansion] | None = None  # an attempt that the cutoff stopped
-        self._uncommitted: Node | None = None  # the root, until its canonical run is on its way
-        self._reset_cutoff()
+        self._waiting.clear()
+        self._batch, self._levels, self._tips = [], 0, [self.tree.root]
+        self._held = self._uncommitted = None
+        self._iterations = self._failures = 0
 
-    # ---- what is sent ------------------------------------------------------------------------
+    # ---- sending ------------------------------------------------------------------------
 
     def next_segment(self) -> Segment | None:
         root = self.tree.root
         if root.number < 0:
             return self._send((), root=True)
         if self._uncommitted is not None:
-            # The run repeats a row that is in flight, so it must not see that row: it hangs on the
-            # text before it, and only then does the row become text.
-            self.ledger.add(root.token, root.position)
-            segment = self.ledger.seal()
+            # The run repeats a row that is in flight and must not see it: its parent is the text before
+            # that row, and only then does the row become text.
+            self.builder.add(root.token, root.position)
+            segment = self.builder.seal()
             self._settle()
             return segment
         while self._waiting:
@@ -75,30 +77,30 @@ class PipeInfer(TreeStrategy):
         return None
 
     def controls(self) -> list[Prune | Cancel]:
-        """Cancels, from the back of the pipeline; PipeInfer knows no prunes."""
+        """Cancels, newest run first; PipeInfer has no prunes."""
         self._prunes.clear()
         if not self._cancels:
             return []
         runs, self._cancels = tuple(sorted(self._cancels, reverse=True)), []
-        return [Cancel(self.ledger.session, self.ledger.epoch, runs)]
+        return [Cancel(self.builder.session, self.builder.epoch, runs)]
 
-    # ---- what comes back ---------------------------------------------------------------------
+    # ---- outputs ---------------------------------------------------------------------
 
-    def verified(self, run: int, numbers: Sequence[int], successors: Sequence[int]) -> list[Commit]:
+    def on_verified(self, run: int, numbers: Sequence[int], successors: Sequence[int]) -> list[Commit]:
         self._runs.pop(run, None)
         self._record(numbers, successors)
         if self.tree.root.successor >= 0:
-            self._settle()  # a canonical run that has had no room yet would tell nothing new
-        commits, restarted = self._walk()
+            self._settle()  # an unsent canonical run is redundant now
+        commits, restarted = self._accept()
         if commits:
-            self._reset_cutoff()
+            self._iterations = self._failures = 0
             self._cancel_refuted(restarted)
             if self._held is not None and not np.isfinite(self._held[1].scores).any():
-                self._held = None  # there was no child at all, but a longer text may offer one
+                self._held = None  # no child was found, but a longer text may have one
         return commits
 
     def _commit(self, node: Node) -> None:
-        """Hold the newest accepted row back if a canonical run of it is to come."""
+        """Delay the newest accepted row's commit if a canonical run of it follows."""
         redundant = self.params.pipeinfer_canonical == "all"
         self._runs = {run: nodes for run, nodes in self._runs.items() if node not in nodes}
         self._settle()
@@ -109,14 +111,11 @@ class PipeInfer(TreeStrategy):
 
     def _settle(self) -> None:
         if self._uncommitted is not None:
-            self.ledger.commit(self._uncommitted.number)
+            self.builder.commit(self._uncommitted.number)
             self._uncommitted = None
 
     def _cancel_refuted(self, restarted: bool) -> None:
-        """Give up the runs of which no row lives; those with a row that became text are not here.
-
-        Likewise the micro-batches that wait: they would hold drafting back.
-        """
+        """Cancel runs and drop waiting micro-batches without a live row."""
         self._waiting = deque(batch for batch in self._waiting
                               if any(n.alive and n is not self.tree.root for n in batch))
         for run, nodes in list(self._runs.items()):
@@ -124,11 +123,11 @@ class PipeInfer(TreeStrategy):
                 self._cancels.append(run)
                 del self._runs[run]
 
-    # ---- what is drafted ---------------------------------------------------------------------
+    # ---- drafting ---------------------------------------------------------------------
 
     @property
     def cutoff(self) -> float:
-        """The confidence below which a sequence is not drafted on (section IV-B.2)."""
+        """The minimum confidence to continue a sequence (section IV-B.2)."""
         p = self.params
         return (p.pipeinfer_accept + self._iterations * p.pipeinfer_recovery
                 - self._failures * p.pipeinfer_decay)
@@ -141,21 +140,17 @@ class PipeInfer(TreeStrategy):
         self._tips = [n for n in self._tips if n.alive]
         if not self._tips:
             self._tips, self._batch, self._levels = [self.tree.root], [], 0
-        nodes = tuple(
-            DraftNode(n.id, -1 if n.parent is None else n.parent.id, n.token, n.position)
-            for n in self._tips
-        )
-        return DraftRequest(self.tree.root.id, nodes, self.params.pipeinfer_sequences)
+        return self.tree.draft_request(self._tips, self.params.pipeinfer_sequences)
 
-    def drafted(self, request: DraftRequest, expansion: Expansion) -> None:
+    def on_draft(self, request: DraftRequest, output: DraftOutput) -> None:
         tips = {n.id: n for n in self._tips}
         if not any(asked.id in tips for asked in request.nodes):
-            return  # the round that it was asked in has ended
+            return  # the pass belongs to a round that has ended
         grown: list[Node] = []
         for row, asked in enumerate(request.nodes):
             tip = tips.get(asked.id)
             if tip is not None and tip.alive:
-                grown += self._grow(tip, expansion.tokens[row].tolist(), expansion.scores[row].tolist(),
+                grown += self._grow(tip, output.tokens[row].tolist(), output.scores[row].tolist(),
                                     self.params.pipeinfer_sequences - len(grown))
         if grown:
             self._tips = grown
@@ -165,29 +160,26 @@ class PipeInfer(TreeStrategy):
                 return
         elif not self._batch:
             self._failures += 1
-            self._held = (request, expansion)
+            self._held = (request, output)
             return
         self._waiting.append(self._batch)
         self._batch, self._levels = [], 0
         self._iterations += 1
 
-    def _try_again(self, request: DraftRequest, expansion: Expansion) -> bool:
-        """Another attempt at what the cutoff stopped, with the answer that the draft gave then.
-
-        The same pass would give the same answer, and D0 would not hear what arrives meanwhile.
-        False: the cutoff, which the attempt lowers, is too high still.
-        """
+    def _try_again(self, request: DraftRequest, output: DraftOutput) -> bool:
+        """Retry an attempt that the cutoff stopped; False: the cutoff is still too high.  The draft's former
+        answer is reused: it would be the same, and a pass would keep D0 from handling outputs."""
         asked = {node.id for node in request.nodes}
         if any(tip.alive and tip.id in asked for tip in self._tips):
-            if not 0 < math.exp(expansion.scores.max()) >= self.cutoff:
+            if not 0 < math.exp(output.scores.max()) >= self.cutoff:
                 self._failures += 1
                 return False
-            self.drafted(request, expansion)
+            self.on_draft(request, output)
         self._held = None
         return True
 
     def _grow(self, tip: Node, tokens: list[int], scores: list[float], room: int) -> list[Node]:
-        """The children of ``tip`` that are confident enough: the best, and branches beside it."""
+        """Add the best child of ``tip`` above the cutoff, and branches above ``pipeinfer_split``."""
         children: list[Node] = []
         for token, score in zip(tokens, scores, strict=True):
             confidence = math.exp(score)  # 0: an absent child, below any cutoff
@@ -195,6 +187,3 @@ class PipeInfer(TreeStrategy):
             if len(children) < room and 0 < confidence >= wanted:
                 children.append(self.tree.add(tip, token, tip.score + score))
         return children
-
-    def _reset_cutoff(self) -> None:
-        self._iterations = self._failures = 0

@@ -1,25 +1,18 @@
-"""Name to strategy; a new strategy is one file and one line here."""
+"""Strategies by name; a new strategy adds one line here."""
 
 from __future__ import annotations
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.modeldir import ModelDir
+from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.strategies.autoregressive import Autoregressive
 from flowspec_edge.strategies.base import Strategy
-from flowspec_edge.strategies.chunk_pp import ChunkPP
-from flowspec_edge.strategies.flowspec import FlowSpec
-from flowspec_edge.strategies.flowspec_no_sbd import FlowSpecNoSBD
+from flowspec_edge.strategies.flowspec import FlowSpec, FlowSpecNoSBD, PrunedPP
 from flowspec_edge.strategies.flowspec_plus import FlowSpecPlus
-from flowspec_edge.strategies.galaxy import Galaxy
-from flowspec_edge.strategies.megatron import Megatron
+from flowspec_edge.strategies.layered import SPD, PipeDec
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.pearl import Pearl
-from flowspec_edge.strategies.pipedec import PipeDec
 from flowspec_edge.strategies.pipeinfer import PipeInfer
-from flowspec_edge.strategies.pruned_pp import PrunedPP
-from flowspec_edge.strategies.spd import SPD
-from flowspec_edge.strategies.speculative import Speculative
-from flowspec_edge.strategies.stpp import STPP
+from flowspec_edge.strategies.synchronous import STPP, ChunkPP, Galaxy, Megatron, Speculative
 
 STRATEGIES: dict[str, type[Strategy]] = {
     cls.name: cls for cls in (
@@ -42,7 +35,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
 
 
 def strategy_class(name: str) -> type[Strategy]:
-    """The class of a strategy; a UsageError lists the known names."""
+    """UsageError, with the known names, for an unknown one."""
     try:
         return STRATEGIES[name]
     except KeyError:
@@ -50,10 +43,9 @@ def strategy_class(name: str) -> type[Strategy]:
 
 
 def draft_kind(chosen: type[Strategy], params: Params, model: ModelDir) -> str | None:
-    """The kind of draft model that ``chosen`` drafts with on ``model``; None if it drafts nothing.
+    """The kind of draft model that ``chosen`` uses on ``model``, which may lack it; None: it drafts nothing.
 
-    It may not be there.  Where nobody asked for a kind, a model's EAGLE-3 head stands in for an
-    EAGLE-1/2 head that it does not have.  UsageError for what the strategy cannot work with.
+    An EAGLE-3 head replaces a missing default EAGLE-1/2 head.  UsageError for an unusable kind.
     """
     kind = chosen.drafts_with(params)
     if kind == "eagle2" and params.draft == "own" and not model.draft(kind) and model.draft("eagle3"):

@@ -1,72 +1,87 @@
-"""What all strategies over one draft tree share: sending nodes, walking, committing, restarting.
-
-Knows the tree, the ledger and the bookkeeping of a round.  Each strategy in a file of its own
-decides what is drafted, in which order it is sent, and what happens after a walk.
-"""
+"""Common part of the strategies with one draft tree: sending, accepting, committing, restarting."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from flowspec_edge.messages import Cancel, Prune, Segment
-from flowspec_edge.strategies.base import Strategy
+from flowspec_edge.strategies.base import Pipeline, Strategy
+from flowspec_edge.strategies.params import Params
+from flowspec_edge.tree.acceptance import accepted_path
+from flowspec_edge.tree.draft_api import Commit, DraftOutput, DraftRequest
 from flowspec_edge.tree.draft_tree import DraftTree, Node, Order
-from flowspec_edge.tree.growth import Growth
-from flowspec_edge.tree.requests import Commit, DraftRequest, Expansion
+from flowspec_edge.tree.segment_builder import SegmentBuilder
+from flowspec_edge.tree.tree_expansion import TreeExpansion
 
 
 class TreeStrategy(Strategy):
-    """A strategy with one tree and at most one expansion in progress."""
+    """At most one expansion is in progress."""
 
     order: Order = "score"
-    tree: DraftTree
-    growth: Growth | None = None
-    _asked: Growth | None = None  # whose pass is being computed
+
+    def __init__(self, params: Params, builder: SegmentBuilder, pipeline: Pipeline) -> None:
+        super().__init__(params, builder, pipeline)
+        self.tree = DraftTree(-1, -1)  # until ``start``
+        self.expansion: TreeExpansion | None = None
+        self._asked: TreeExpansion | None = None  # its draft pass is in progress
+        self._prunes: list[Prune] = []
 
     def start(self, token: int, position: int) -> None:
-        self._prunes: list[Prune] = []
-        self._next_id = 0
-        self._restart(token, position)
+        self._restart(token, position, first_id=0)
 
     def next_draft(self) -> DraftRequest | None:
-        self._asked = self.growth
-        return self.growth.request() if self.growth else None
+        self._asked = self.expansion
+        return self.expansion.request() if self.expansion else None
 
-    def drafted(self, request: DraftRequest, expansion: Expansion) -> None:
-        if self._asked is not None and self._asked is self.growth:
-            self._asked.absorb(expansion)
+    def on_draft(self, request: DraftRequest, output: DraftOutput) -> None:
+        if self._asked is not None and self._asked is self.expansion:
+            self._asked.absorb(output)
 
     def controls(self) -> list[Prune | Cancel]:
         prunes, self._prunes = self._prunes, []
         return list(prunes)
 
     def begin_round(self) -> None:
-        """The tree is new and holds its root alone: draft the initial tree (FlowSpec, III-B)."""
+        """Draft the initial tree; the tree holds only its root (FlowSpec, III-B)."""
         p = self.params
-        self.growth = Growth(self.tree, [self.tree.root], p.depth, p.width, p.tree_size)
+        self._expand([self.tree.root], p.depth, p.width, p.tree_size)
 
-    def _restart(self, token: int, position: int) -> None:
-        self.tree = self._new_tree(token, position)
+    @property
+    def drafting(self) -> bool:
+        return self.expansion is not None and not self.expansion.done
+
+    def _expand(self, origins: list[Node], levels: int, width: int, keep: int) -> None:
+        self.expansion = TreeExpansion(self.tree, origins, levels, width, keep)
+
+    def _restart(self, token: int, position: int, first_id: int) -> None:
+        self.tree = self._new_tree(token, position, first_id)
         self.begin_round()
 
-    def _new_tree(self, token: int, position: int) -> DraftTree:
-        """A tree of its root alone; ids go on from the last round's."""
-        return DraftTree(token, position, self.order, self._next_id)
+    def _new_tree(self, token: int, position: int, first_id: int) -> DraftTree:
+        return DraftTree(token, position, self.order, first_id)
+
+    def _send_best(self, limit: int) -> Segment | None:
+        """Up to ``limit`` rows: an unsent root first, then the best unsent nodes; None if empty."""
+        root = self.tree.root.number < 0
+        nodes = self.tree.pop_unsent(limit - root)
+        return self._send(nodes, root) if root or nodes else None
 
     def _send(self, nodes: Sequence[Node], root: bool) -> Segment:
-        """A segment of ``nodes`` (parents first), the root before them if asked."""
         self._number(nodes, root)
-        return self.ledger.seal()
+        return self.builder.seal()
 
     def _number(self, nodes: Sequence[Node], root: bool) -> None:
-        """Give the rows of a segment their numbers."""
         if root:
             top = self.tree.root
-            self.tree.mark_sent(top, self.ledger.add(top.token, top.position, committed=True))
+            self.tree.mark_sent(top, self.builder.add(top.token, top.position, committed=True))
         for node in nodes:
             assert node.parent is not None
-            self.tree.mark_sent(node, self.ledger.add(node.token, node.position, node.parent.number))
+            self.tree.mark_sent(node, self.builder.add(node.token, node.position, node.parent.number))
         self.counters.drafted += len(nodes)
+
+    def on_verified(self, run: int, numbers: Sequence[int], successors: Sequence[int]) -> list[Commit]:
+        self._record(numbers, successors)
+        return self._accept()[0]
 
     def _record(self, numbers: Sequence[int], successors: Sequence[int]) -> None:
         self.counters.verified += len(numbers)
@@ -74,30 +89,25 @@ class TreeStrategy(Strategy):
             self.tree.record(number, successor)
 
     def _commit(self, node: Node) -> None:
-        """A row that was sent has become text."""
-        self.ledger.commit(node.number)
+        self.builder.commit(node.number)
 
-    def _walk(self) -> tuple[list[Commit], bool]:
-        """Accept what the verified rows allow: the commits, and whether the round ended.
-
-        After a miss the tree is a new one, rooted at the missed token; after a hit it is cut at
-        the newest token.  The stages are told to prune in either case, if anything was accepted.
-        """
-        path, missed = self.tree.walk()
+    def _accept(self) -> tuple[list[Commit], bool]:
+        """Accept what the verified rows allow, and prune: the commits, and whether the round ended in a miss.
+        A miss starts a tree at the missed token; otherwise the newest token becomes the root."""
+        path, missed = accepted_path(self.tree)
         commits = []
         for node in path:
             assert node.parent is not None
-            commits.append(Commit(node.token, node.parent.number, drafted=True))
+            commits.append(Commit(node.token, node.parent.number, accepted=True))
             if node.number >= 0:
                 self._commit(node)
         if missed >= 0:
             self.counters.rounds += 1
             last = path[-1] if path else self.tree.root
             commits.append(Commit(missed, last.number))
-            self._next_id = self.tree.next_id
-            self._restart(missed, last.position + 1)
-            self._prunes.append(self.ledger.prune(()))
+            self._restart(missed, last.position + 1, self.tree.next_id)
+            self._prunes.append(self.builder.prune(()))
         elif path:
-            self.tree.cut(path)
-            self._prunes.append(self.ledger.prune(self.tree.sent))
+            self.tree.reroot(path)
+            self._prunes.append(self.builder.prune(self.tree.sent))
         return commits, missed >= 0

@@ -1,4 +1,1 @@
-"""Training: the demonstration models from nothing, and draft parts for any model that is there.
-
-Knows torch and transformers; knows nothing of the pipeline, its tree or its strategies.
-"""
+"""Training of draft models for an existing target; start with ``train_head`` and ``loop``."""

@@ -1,35 +1,30 @@
-"""What an EAGLE-2 head learns: the target's next feature, and the distribution that it stands for.
-
-Knows an untrained head for any target, and its loss.  Does not know batches or the unrolling
-(``training.heads``).
-"""
+"""EAGLE-2 and EAGLE-3 heads: initial weights, inputs and losses."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flowspec_edge.drafting.eagle import EagleHead
+from flowspec_edge.drafting.eagle.eagle2 import EagleHead
+from flowspec_edge.drafting.eagle.eagle3 import Eagle3Head, captured_layers
 from flowspec_edge.training.heads import HeadRecipe, Reading, Student, frozen_embedding
-from flowspec_edge.training.targets import layer_config
+from flowspec_edge.training.target import layer_config
 
 
 @dataclass(frozen=True)
 class EagleRecipe(HeadRecipe):
-    """EAGLE-2's: SmoothL1 on the features, beside a cross-entropy to the target's distribution."""
+    """EAGLE-2: SmoothL1 on the features, plus a cross-entropy to the target's distribution."""
 
     noise: float = 0.05
-    soft_weight: float = 1.0  # of the cross-entropy, against SmoothL1
+    soft_weight: float = 1.0  # weight of the cross-entropy relative to SmoothL1
 
 
 def new_head(target: Any) -> EagleHead:
-    """An untrained head for ``target``: its width and layer shape, its embedding (not trained).
-
-    A Qwen2 target's attention has biases on queries, keys and values alone, and so has its head's.
-    """
+    """An untrained head with the target's shape and (frozen) embedding; Qwen2's has biases on q, k and v."""
     biased = {"qkv_bias": True} if target.config.model_type == "qwen2" else {}
     head = EagleHead(layer_config(target.config, bias=True, **biased))
     head.embed_tokens.weight = frozen_embedding(target)
@@ -37,8 +32,6 @@ def new_head(target: Any) -> EagleHead:
 
 
 class Eagle2(Student):
-    """An EAGLE-2 head with its target."""
-
     name = "eagle2"
 
     def __init__(self, head: EagleHead, target: Any, soft_weight: float = 1.0) -> None:
@@ -49,17 +42,83 @@ class Eagle2(Student):
         features = self.target.model(input_ids=rows, use_cache=False).last_hidden_state
         return Reading(features.float(), features)
 
-    def enter(self, states: Tensor) -> Tensor:
+    def input_states(self, states: Tensor) -> Tensor:
         return states
 
-    def truth(self, features: Tensor) -> tuple[Tensor, ...]:
-        return features.float(), self.ranked(features).softmax(-1)
+    def targets(self, features: Tensor) -> tuple[Tensor, ...]:
+        return features.float(), self.target_logits(features).softmax(-1)
 
-    def loss(self, out: Tensor, truth: tuple[Tensor, ...]) -> Tensor:
-        features, wanted = truth
-        logits = self.ranked(out)
+    def loss(self, out: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
+        features, wanted = targets
+        logits = self.target_logits(out)
         soft = (logits.logsumexp(-1) - (wanted * logits).sum(-1)).mean()
         return F.smooth_l1_loss(out.float(), features) + self._soft_weight * soft
 
     def best(self, out: Tensor) -> Tensor:
-        return self.ranked(out).argmax(-1)
+        return self.target_logits(out).argmax(-1)
+
+
+DRAFT_VOCABULARY = 32_000  # at most; the published heads' size
+
+
+@dataclass(frozen=True)
+class Eagle3Recipe(HeadRecipe):
+    """EAGLE-3: seven unrolled steps ("training-time test"), cross-entropy alone, step i weighted 0.8 ** i."""
+
+    depth: int = 7
+    fade: float = 0.8
+
+
+def draft_vocabulary(tokens: Tensor, vocabulary: int, size: int) -> Tensor:
+    """The ``size`` most frequent token ids, ascending, ties broken by the id: int64 [size]."""
+    counts = torch.bincount(tokens.long(), minlength=vocabulary)
+    return counts.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def new_head3(target: Any, drafted: Tensor) -> Eagle3Head:
+    """Drafts the tokens ``drafted`` (ascending ids); the target's final norm and lm_head rows."""
+    config = layer_config(target.config)
+    config.target_hidden_size, config.draft_vocab_size = config.hidden_size, len(drafted)
+    head = Eagle3Head(config)
+    head.embed_tokens.weight = frozen_embedding(target)
+    ids = drafted.to(target.lm_head.weight.device)
+    head.lm_head.weight.data.copy_(target.lm_head.weight[ids])
+    head.norm.weight.data.copy_(target.model.norm.weight)
+    if len(drafted) < config.vocab_size:
+        head.d2t.copy_(drafted - torch.arange(len(drafted)))
+        head.t2d.fill_(False)[drafted] = True
+    return head
+
+
+class Eagle3(Student):
+    name = "eagle3"
+
+    def __init__(self, head: Eagle3Head, target: Any) -> None:
+        super().__init__(head, target)
+        self._ids = head.target_ids()
+        self._drafted = torch.zeros(head.config.vocab_size, dtype=torch.bool, device=self._ids.device)
+        self._drafted[self._ids] = True
+        self._layers = captured_layers(target.config.num_hidden_layers)
+
+    def read(self, rows: Tensor) -> Reading:
+        out = self.target.model(input_ids=rows, use_cache=False, output_hidden_states=True)
+        states = torch.cat([out.hidden_states[layer] for layer in self._layers], dim=-1)
+        return Reading(states.float(), out.last_hidden_state)
+
+    def input_states(self, states: Tensor) -> Tensor:
+        fused: Tensor = self.head.fuse(states)
+        return fused
+
+    def targets(self, features: Tensor) -> tuple[Tensor, ...]:
+        """(the target's distribution over the draft vocabulary, rows whose best token is in it)."""
+        logits = self.target_logits(features)
+        return logits[..., self._ids].softmax(-1), self._drafted[logits.argmax(-1)]
+
+    def loss(self, out: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
+        wanted, counted = targets
+        logits = self.head.logits(out).float()
+        cost = logits.logsumexp(-1) - (wanted * logits).sum(-1)
+        return (cost * counted).sum() / counted.sum().clamp(min=1)
+
+    def best(self, out: Tensor) -> Tensor:
+        return self._ids[self.head.logits(out).argmax(-1)]

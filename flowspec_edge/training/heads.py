@@ -1,13 +1,13 @@
-"""Training a draft head on a frozen target's states, and measuring it: what all kinds share.
+"""Training an EAGLE head on a frozen target's states, and measuring its agreement.
 
-Knows batches, the unrolling and how its depths are weighted, and agreement by depth.  Does not know
-what a head takes in or which loss teaches it: that is a :class:`Student`'s (``training.eagle``,
-``training.eagle3``).
+A head is unrolled along a text as drafting unrolls a branch: a row at depth d attends to true states up to
+d - 1 rows back, then to the head's own rows of depth 2 … d.  Training uses drafting's forward.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flowspec_edge.training.loop import Pace, Run, compiled, micro_batches, train, windows
+from flowspec_edge.drafting.eagle.head_drafter import KeyValueCache
+from flowspec_edge.training.loop import LoopOptions, Run, backpropagate, compiled, train, windows
 from flowspec_edge.training.optim import Optimiser
-from flowspec_edge.training.unroll import unroll
 
-DEPTHS = 6  # the depths that agreement is measured and the cards tell it for
+DEPTHS = 6  # that agreement is measured for
 _ADAM_WIDTH = 192
-PROMPT, LENGTH = 64, 192  # tokens of context, and in all, of a window that agreement is measured on
+PROMPT, LENGTH = 64, 192  # tokens of an agreement window: context, and in all
 
 
 @dataclass(frozen=True)
@@ -34,20 +34,20 @@ class HeadRecipe:
     tokens_per_step: int = 4096
     micro_batch: int = 2048
     depth: int = 6  # steps unrolled
-    chains: int = 64  # places in a window, drawn anew for every batch, that the unrolling starts from
-    plain: float = 0.35  # the share of the run, at its start, that is not unrolled
+    chains: int = 64  # positions of a window, drawn for every batch, at which chains start
+    plain: float = 0.35  # initial share of the run without unrolling
     fade: float = 0.9  # weight of depth d: fade ** (d - 1)
-    noise: float = 0.0  # uniform, ±, on the true states that go in
+    noise: float = 0.0  # uniform, ±, on the true input states
     muon_lr: float = 0.02
-    adam_lr: float = 2e-3  # up to a width of 192; beyond, it falls as one over the width
+    adam_lr: float = 2e-3  # scaled by 192 / width for wider heads
     decay_from: float = 0.4
 
 
 class Reading(NamedTuple):
     """What the target computes over texts of n + 1 tokens.
 
-    states    [B, n + 1, S]  what the head's true rows take in
-    features  [B, n + 1, H]  after the final norm: lm_head on them ranks the next tokens
+    states    [B, n + 1, S]  inputs of the head's true rows
+    features  [B, n + 1, H]  after the final norm: inputs of lm_head
     """
 
     states: Tensor
@@ -55,7 +55,7 @@ class Reading(NamedTuple):
 
 
 class Student(ABC):
-    """A head and the frozen target that teaches it; the head goes to the target's device."""
+    """A head and the frozen target that teaches it, on the target's device."""
 
     name: ClassVar[str]
 
@@ -64,26 +64,25 @@ class Student(ABC):
         self.target = target
 
     @abstractmethod
-    def read(self, rows: Tensor) -> Reading:
-        """The target over tokens [B, n + 1]."""
+    def read(self, rows: Tensor) -> Reading: ...
 
     @abstractmethod
-    def enter(self, states: Tensor) -> Tensor:
-        """States [B, n, S] as the head's first pass takes them: [B, n, H]."""
+    def input_states(self, states: Tensor) -> Tensor:
+        """States [B, n, S] as inputs of the head's first pass: [B, n, H]."""
 
     @abstractmethod
-    def truth(self, features: Tensor) -> tuple[Tensor, ...]:
-        """What the rows that approximate ``features`` [B, n, H] are held against: [B, n, …] each."""
+    def targets(self, features: Tensor) -> tuple[Tensor, ...]:
+        """Training targets of the rows that approximate ``features`` [B, n, H]: [B, n, …] each."""
 
     @abstractmethod
-    def loss(self, out: Tensor, truth: tuple[Tensor, ...]) -> Tensor:
-        """The mean loss of outputs [B, m, H]; ``truth`` has their rows."""
+    def loss(self, out: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
+        """The mean loss of outputs [B, m, H] against the same rows of ``targets``."""
 
     @abstractmethod
     def best(self, out: Tensor) -> Tensor:
-        """The target's id of the head's best token for each of the outputs [..., H]."""
+        """The head's best token for each output [..., H], as the target's id."""
 
-    def ranked(self, features: Tensor) -> Tensor:
+    def target_logits(self, features: Tensor) -> Tensor:
         """The target's lm_head: [..., H] to float32 logits [..., V]."""
         lm_head = self.target.lm_head
         logits: Tensor = lm_head(features.to(lm_head.weight.dtype)).float()
@@ -91,67 +90,55 @@ class Student(ABC):
 
 
 def train_head(recipe: HeadRecipe, student: Student, text: Tensor, held_out: Tensor, work: Path, seed: int,
-               pace: Pace) -> None:
-    """Train the student's head on ``text``; resumes from ``work/NAME.pt``.
-
-    text, held_out  token ids, integer vectors of at least ``recipe.window`` + 1 and LENGTH + 1
-    """
+               loop: LoopOptions) -> None:
+    """Train on token ids, vectors longer than ``recipe.window`` (held out: LENGTH); resumes from ``work``."""
     dev, head = student.target.device, student.head
 
     def micro_loss(rows: Tensor, noise: Tensor, anchors: Tensor, depth: int) -> Tensor:
         with torch.no_grad():
             states, features = student.read(rows)
-            truth = student.truth(features[:, 1:])
+            targets = student.targets(features[:, 1:])
         total, weights = torch.zeros((), device=dev), 0.0
-        outputs = unroll(head, student.enter(states[:, :-1] + noise), rows[:, 1:], anchors, depth)
+        outputs = unroll(head, student.input_states(states[:, :-1] + noise), rows[:, 1:], anchors, depth)
         for d, out in enumerate(outputs):
             at = anchors + d if d else slice(None)
-            total = total + recipe.fade**d * student.loss(out, tuple(t[:, at] for t in truth))
+            total = total + recipe.fade**d * student.loss(out, tuple(t[:, at] for t in targets))
             weights += recipe.fade**d
         return total / weights
 
-    step_loss = compiled(micro_loss, pace.compile)
+    step_loss = compiled(micro_loss, loop.compile)
 
     def loss(step: int, total: int) -> float:
         rows = windows(text, recipe.window, step, recipe.tokens_per_step // recipe.window, seed)
         depth = 1 if step < recipe.plain * total else recipe.depth
-        generator = torch.Generator().manual_seed(seed + step)  # so that a resumed run sees the same
+        generator = torch.Generator().manual_seed(seed + step)  # a resumed run draws the same
         width = student.target.config.hidden_size
         shape = (len(rows), recipe.window, width) if recipe.noise else (len(rows), 1, 1)
         noise = (torch.rand(shape, generator=generator) * 2 - 1) * recipe.noise
         anchors = torch.randperm(recipe.window - recipe.depth + 1, generator=generator)[: recipe.chains]
         anchors = anchors.sort().values.to(dev)
-        value = 0.0
-        parts = micro_batches(recipe.micro_batch // recipe.window, rows, noise)
-        for share, (part, part_noise) in parts:
-            with torch.autocast(dev.type, torch.bfloat16, enabled=dev.type == "cuda"):
-                part_loss = step_loss(part.to(dev), part_noise.to(dev), anchors, depth) * share
-            part_loss.backward()
-            value += part_loss.item()
-        return value
+        return backpropagate(lambda part, part_noise: step_loss(part, part_noise, anchors, depth),
+                             dev, recipe.micro_batch // recipe.window, rows, noise)
 
     def report() -> str:
         shares = agreement(student, held_out, limit=8)
         return "agreement by depth " + " ".join(f"{share:.3f}" for share in shares)
 
-    # An output matrix's entries shrink as the width grows, and so must AdamW's steps; Muon's
-    # orthogonal updates are the same size at any width.
+    # Entries of an output matrix shrink as the width grows, so AdamW's steps must shrink, too; Muon's
+    # orthogonal updates have the same size at any width.
     adam_lr = recipe.adam_lr * min(1.0, _ADAM_WIDTH / head.config.hidden_size)
     optimiser = Optimiser(head, recipe.muon_lr, adam_lr, recipe.decay_from)
     train(Run(student.name, head, optimiser, recipe.steps, work / f"{student.name}.pt", loss, report,
-              pace.checkpoint_every_s))
+              loop.checkpoint_every_s))
 
 
 @torch.no_grad()
 def agreement(student: Student, held_out: Tensor, greedy: bool = False, limit: int = 48,
               prompt: int = PROMPT, length: int = LENGTH) -> list[float]:
-    """How often the head's best token is the target's, at depth 1 … 6: one share per depth.
+    """How often the head's argmax is the target's: one share per depth 1 … 6.
 
-    At depth d the head knows the target's states up to d - 1 tokens back and its own outputs after
-    that, along one text; its argmax is held against the argmax of the target, which has read the
-    same text.  The text is held out: ``limit`` windows of ``length`` tokens, spread evenly; the
-    first ``prompt`` tokens of each are context only.  With ``greedy`` the target writes what
-    follows the prompt itself, at temperature 0: the path that a draft tree is walked along.
+    Measured on ``limit`` evenly spread windows of ``length`` held-out tokens, after ``prompt`` tokens of
+    context.  ``greedy``: the target continues the prompt at temperature 0, as in decoding.
     """
     starts = np.linspace(0, len(held_out) - length - 1, limit).astype(int)
     texts = torch.stack([held_out[s : s + length] for s in starts]).long().to(student.target.device)
@@ -161,8 +148,8 @@ def agreement(student: Student, held_out: Tensor, greedy: bool = False, limit: i
         texts = greedy_text(student.target, texts[:, :prompt], length)
     for rows in texts.split(8):  # logits over a large vocabulary are large
         states, features = student.read(rows)
-        best = student.ranked(features[:, 1:]).argmax(-1)
-        outputs = unroll(student.head, student.enter(states[:, :-1]), rows[:, 1:], anchors, DEPTHS)
+        best = student.target_logits(features[:, 1:]).argmax(-1)
+        outputs = unroll(student.head, student.input_states(states[:, :-1]), rows[:, 1:], anchors, DEPTHS)
         for d, out in enumerate(outputs):
             chosen = student.best(out if d else out[:, anchors])
             hits[d] += (chosen == best[:, anchors + d]).sum().item()
@@ -172,7 +159,7 @@ def agreement(student: Student, held_out: Tensor, greedy: bool = False, limit: i
 
 @torch.no_grad()
 def greedy_text(target: Any, rows: Tensor, length: int) -> Tensor:
-    """Greedy continuation of [B, n] to [B, length], past end-of-text marks too."""
+    """[B, n] to [B, length], past end-of-text marks too."""
     out = target(input_ids=rows, use_cache=True, logits_to_keep=1)
     while rows.shape[1] < length:
         rows = torch.cat((rows, out.logits.argmax(-1)), dim=1)
@@ -181,5 +168,52 @@ def greedy_text(target: Any, rows: Tensor, length: int) -> Tensor:
 
 
 def frozen_embedding(target: Any) -> nn.Parameter:
-    """A copy of the target's embedding, not to be trained."""
     return nn.Parameter(target.get_input_embeddings().weight.detach().float().clone(), requires_grad=False)
+
+
+Head = Callable[[Tensor, Tensor, Tensor, Tensor, KeyValueCache], Tensor]
+
+
+class _Unrolled:
+    def __init__(self) -> None:
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        self._keys.append(keys)
+        self._values.append(values)
+        return torch.cat(self._keys, dim=2), torch.cat(self._values, dim=2)
+
+
+def visibility(rows: int, anchors: Tensor, depth: int) -> Tensor:
+    """Attention mask of the chains' rows at ``depth`` >= 2: bool [A, rows + (depth - 1) * A].
+
+    Columns: the text's rows, which a chain sees up to its anchor; then the chains' rows of depth 2 …
+    ``depth``, of which a chain sees its own.
+    """
+    text = torch.arange(rows, device=anchors.device)[None] <= anchors[:, None]
+    own = torch.eye(len(anchors), dtype=torch.bool, device=anchors.device)
+    return torch.cat((text, own.repeat(1, depth - 1)), dim=1)
+
+
+def unroll(head: Head, hidden: Tensor, tokens: Tensor, anchors: Tensor, depth: int) -> Iterator[Tensor]:
+    """The head's outputs along a text: at depth 1 for every row, deeper for the anchors' chains.
+
+    hidden   [B, n, H]  inputs of the text's rows: EAGLE-2's features f_0 … f_{n-1}, or EAGLE-3's fused
+                        states h_0 … h_{n-1}
+    tokens   [B, n]     tokens 1 … n
+    anchors  [A]        rows, at most n - depth; a chain has true states up to its anchor
+    yields   [B, n, H]  at depth 1, where row i approximates the state of token i + 1;
+             [B, A, H]  at depth d, where row a approximates that of token anchors[a] + d
+    """
+    batch, n = tokens.shape
+    cache = _Unrolled()
+    at = torch.arange(n, device=tokens.device)
+    mask = torch.ones(n, n, dtype=torch.bool, device=tokens.device).tril()
+    for d in range(1, depth + 1):
+        if d > 1:
+            at, mask = anchors + d - 1, visibility(n, anchors, d)
+        positions, shown = at[None].expand(batch, -1), mask[None, None].expand(batch, 1, -1, -1)
+        out = head(hidden, tokens[:, at], positions, shown, cache)
+        yield out
+        hidden = out[:, anchors] if d == 1 else out

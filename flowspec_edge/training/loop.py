@@ -1,7 +1,6 @@
-"""The training loop that every model shares: progress, checkpoints, resuming.
+"""The training loop of all models: progress, checkpoints, resuming.
 
-Knows steps, losses and checkpoint files; does not know what the model is.  A run that is killed
-goes on from its last checkpoint with the same batches it would have seen, to the same weights.
+A resumed run sees the same batches as an undisturbed one, and ends with the same weights.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import importlib.util
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,24 +20,23 @@ from torch import Tensor, nn
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.training.optim import Optimiser
 
-_PLAIN_EVERY = 25  # steps between the lines that take the bar's place where there is no terminal
+_PLAIN_EVERY = 25  # steps between log lines without a terminal
 
 
 @dataclass(frozen=True)
-class Pace:
-    """How a training runs, as against what it computes: nothing here changes the weights."""
+class LoopOptions:
+    """Options that do not change the weights."""
 
     checkpoint_every_s: float = 120.0
-    compile: bool = True  # takes minutes at the start, and saves a quarter of every step
+    compile: bool = True  # takes minutes at the start, saves a quarter of every step
+
+
+QUICK = LoopOptions(checkpoint_every_s=0.2, compile=False)  # to try a recipe
 
 
 @dataclass
 class Run:
-    """What a training needs.
-
-    loss     back-propagates step ``step`` of ``total`` and returns the mean loss
-    report   one line on how good the model is by now; asked for every ``report_every`` steps
-    """
+    """``loss`` back-propagates step ``step`` of ``total``, and returns the mean loss."""
 
     name: str
     model: nn.Module
@@ -52,7 +50,7 @@ class Run:
 
 
 def train(run: Run) -> None:
-    """Run to the end, from the last checkpoint if there is one."""
+    """Run to the last step, from the checkpoint if there is one."""
     start = _resume(run) if run.checkpoint.exists() else 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
                TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
@@ -82,7 +80,7 @@ def _resume(run: Run) -> int:
         run.model.load_state_dict(state["model"])
         run.optimiser.load_state_dict(state["optimiser"])
         return int(state["step"])
-    except Exception as error:  # whatever is wrong with the file, the way out is the same
+    except Exception as error:  # the remedy is the same for every defect of the file
         raise FlowspecError(
             f"{run.checkpoint} is not a checkpoint of this recipe; delete it to train {run.name} anew"
         ) from error
@@ -96,18 +94,14 @@ def _save(run: Run, step: int) -> None:
 
 
 def device() -> torch.device:
-    """The GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def compiled(function: Callable[..., Tensor], wanted: bool) -> Callable[..., Tensor]:
-    """torch.compile where it is wanted and what it generates can be built: C++ on a CPU (a quarter faster),
-    Triton's language on a GPU, which wheels for Jetson boards lack."""
-    if device().type == "cuda":
-        at_hand = importlib.util.find_spec("triton") is not None
-    else:
-        at_hand = shutil.which("g++") is not None
-    return torch.compile(function) if wanted and at_hand else function
+    """torch.compile, if ``wanted`` and its compiler exists: g++ for CPUs, Triton for GPUs (not on Jetson)."""
+    on_gpu = device().type == "cuda"
+    installed = importlib.util.find_spec("triton") if on_gpu else shutil.which("g++")
+    return torch.compile(function) if wanted and installed else function
 
 
 def windows(tokens: Tensor, length: int, step: int, batch: int, seed: int) -> Tensor:
@@ -121,8 +115,12 @@ def windows(tokens: Tensor, length: int, step: int, batch: int, seed: int) -> Te
     return torch.stack(rows).long()
 
 
-def micro_batches(size: int, *tensors: Tensor) -> Iterator[tuple[float, tuple[Tensor, ...]]]:
-    """Split equally long tensors into parts of at most ``size`` rows: (share of all rows, parts)."""
-    total = len(tensors[0])
+def backpropagate(loss: Callable[..., Tensor], dev: torch.device, size: int, *tensors: Tensor) -> float:
+    """The mean of ``loss`` over equally long ``tensors``, at most ``size`` rows at a time; adds gradients."""
+    value, total = 0.0, len(tensors[0])
     for parts in zip(*(t.split(max(1, size)) for t in tensors), strict=True):
-        yield len(parts[0]) / total, parts
+        with torch.autocast(dev.type, torch.bfloat16, enabled=dev.type == "cuda"):
+            part_loss = loss(*(part.to(dev) for part in parts)) * (len(parts[0]) / total)
+        part_loss.backward()
+        value += part_loss.item()
+    return value

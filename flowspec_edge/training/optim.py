@@ -1,8 +1,7 @@
-"""The optimiser: Muon for the matrices, AdamW for everything else, one learning-rate shape.
+"""Muon for matrices, AdamW for the rest, with one learning-rate schedule.
 
-torch ships ``torch.optim.Muon``, but it runs the Newton-Schulz iteration in bfloat16, which is
-ten times slower than float32 on processors without bfloat16 arithmetic; a training that must run
-on such a processor cannot use it.  This one stacks equal shapes and works in the given dtype.
+``torch.optim.Muon`` runs the Newton-Schulz iteration in bfloat16, ten times slower than float32 on CPUs
+without bfloat16 arithmetic.  This one stacks equal shapes and uses float32 on a CPU.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 
 def orthogonalise(grads: Tensor, steps: int = 5) -> Tensor:
-    """Push the singular values of each [rows, cols] matrix in [n, rows, cols] towards 1."""
+    """Push the singular values of each matrix in [n, rows, cols] towards 1."""
     x = grads.float() if grads.device.type == "cpu" else grads.bfloat16()
     tall = x.size(-2) > x.size(-1)
     if tall:
@@ -30,7 +29,7 @@ def orthogonalise(grads: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose update is orthogonalised; for two-dimensional hidden weights only."""
+    """For two-dimensional hidden weights only."""
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float = 0.95,
                  weight_decay: float = 0.0) -> None:
@@ -54,8 +53,6 @@ class Muon(torch.optim.Optimizer):
 
 
 class Optimiser:
-    """Both optimisers and their shared schedule, saved and restored as one."""
-
     def __init__(self, model: nn.Module, muon_lr: float, adam_lr: float, decay_from: float,
                  warmup: int = 40) -> None:
         """``decay_from``: the fraction of the run after which the rate falls linearly to zero."""
@@ -71,7 +68,7 @@ class Optimiser:
         self._decay_from, self._warmup = decay_from, warmup
 
     def step(self, step: int, total: int) -> float:
-        """One update at ``step`` of ``total``; returns the factor on the learning rates."""
+        """Returns the factor on the learning rates."""
         left = (total - step) / max(1.0, total * (1 - self._decay_from))
         factor = min(1.0, (step + 1) / self._warmup, left)
         for optimiser, rate in zip(self._optimisers, self._rates, strict=True):

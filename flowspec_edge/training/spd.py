@@ -1,29 +1,48 @@
-"""Training SPD's speculation module on a frozen target's hidden states (SPD, appendix A).
+"""SPD's speculation module, trained on a frozen target's hidden states (SPD, appendix A).
 
-Knows the layout of a training row: every position once at each depth, g^n … g^1, behind which the
-newest rows g^0 stand as the only queries, and the staircase by which a query sees one depth of
-each older position.  Training runs the very forward that drafting runs (``drafting.spd``).  Does
-not know trees, strategies, or where the text comes from.
+A training row has every position once at each depth, g^n … g^1, then the newest rows g^0, the only queries;
+a query sees one depth of each older position.  Training uses drafting's forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from torch import Tensor
+from transformers.utils import logging
 
-from flowspec_edge.drafting.spd import SpdModule
+from flowspec_edge.drafting.spd.module import SpdModule, load_module, save_module
+from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.stage.shard import split_layers
+from flowspec_edge.training.directories import bind, claim_part, make_directory, make_part
 from flowspec_edge.training.heads import greedy_text
-from flowspec_edge.training.loop import Pace, Run, compiled, device, micro_batches, train, windows
+from flowspec_edge.training.loop import (
+    QUICK,
+    LoopOptions,
+    Run,
+    backpropagate,
+    compiled,
+    device,
+    train,
+    windows,
+)
 from flowspec_edge.training.optim import Optimiser
-from flowspec_edge.training.targets import layer_config
+from flowspec_edge.training.python_source import QUICK_CHARACTERS, TokenizedCorpus, prepare_for
+from flowspec_edge.training.target import (
+    check_target,
+    fingerprint,
+    layer_config,
+    load_fast_tokenizer,
+    load_target,
+)
+from flowspec_edge.util.tomlfile import toml_table
 
 STAGES = (1, 2, 4, 8)  # the stage counts that agreement is measured for
 
@@ -38,29 +57,28 @@ class SpdRecipe:
     tokens_per_step: int = 4096
     micro_batch: int = 2048
     stages: tuple[tuple[int, float], ...] = ((4, 0.7), (2, 0.15), (8, 0.15))  # count, share of the steps
-    full: float = 0.5  # the share of texts whose pipeline is full (appendix A.2)
+    full: float = 0.5  # share of texts with a full pipeline (appendix A.2)
     muon_lr: float = 0.02
     adam_lr: float = 2e-3
     decay_from: float = 0.4
 
 
 def depths(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers behind the deepest state that is known of a row after 1, 2, … ``stages`` stages.
+    """Layers behind the deepest known state of a row after 1, 2, … ``stages`` stages.
 
-    An inner stage that ends at the last layer (those behind it are empty) shows the layer before:
-    the last state is known only after the final norm, as an output.
+    For an inner stage that ends at the last layer (all later ones are empty) it is the layer before: the
+    last state is known only after the final norm, as an output.
     """
     passed = [hi for _, hi in split_layers(layers, stages, allow_empty=True)]
     return (*(min(hi, layers - 1) for hi in passed[:-1]), layers)
 
 
 def visibility(rows: int, stages: int, fill: Tensor) -> Tensor:
-    """Who sees whom (appendix A.2, A.3): bool [B, 1, rows, (stages + 1) * rows].
+    """The attention mask (appendix A.2, A.3): bool [B, 1, rows, (stages + 1) * rows].
 
-    ``fill`` [B] is the number of trailing positions that are still in the pipeline, 1 … stages;
-    with ``stages`` it is full.  Query t sees position T in block k = t - T if that is less than
-    the fill, else in block ``stages``: one block of each T <= t.  Blocks stand in the order
-    stages, …, 1, 0; in block 0 a query sees itself.
+    ``fill`` [B] is the number of trailing positions in the pipeline, 1 … stages (full).  Query t sees
+    position T <= t in block k = t - T if that is less than the fill, else in block ``stages``.  The order of
+    blocks is stages, …, 1, 0; in block 0 a query sees itself.
     """
     at = torch.arange(rows, device=fill.device)
     age = at[:, None] - at[None]  # [t, T]
@@ -71,12 +89,11 @@ def visibility(rows: int, stages: int, fill: Tensor) -> Tensor:
 
 
 def speculate(module: SpdModule, states: Sequence[Tensor], levels: Sequence[int], fill: Tensor) -> Tensor:
-    """The module's outputs for every position of texts as the newest one: [B, N, H].
+    """The module's outputs with every position of the texts as the newest one: [B, N, H].
 
-    states  [B, N, H] each: H^0 … H^L of the target, the last after the final norm; in the target's type,
-            which on a GPU is the one that it is stored in, while the module trains in float32
-    levels  the layers passed at depth 1, 2, … n (:func:`depths`)
-    fill    [B], as for :func:`visibility`
+    states  [B, N, H] each: H^0 … H^L of the target, the last after the final norm, in the target's dtype
+    levels  the layers passed at depth 1, 2, … n, from ``depths``
+    fill    [B], as for ``visibility``
     """
     batch, rows, _ = states[0].shape
     positions = torch.arange(rows, device=fill.device)[None].expand(batch, -1)
@@ -91,7 +108,7 @@ def speculate(module: SpdModule, states: Sequence[Tensor], levels: Sequence[int]
 
 
 def new_module(target: Any, layers: int) -> SpdModule:
-    """An untrained module for ``target``: its shape, its lm_head and final norm to start from."""
+    """Takes the shape, lm_head and final norm of ``target``."""
     config = layer_config(target.config, num_hidden_layers=layers)
     config.target_layers = target.config.num_hidden_layers
     module = SpdModule(config)
@@ -101,12 +118,8 @@ def new_module(target: Any, layers: int) -> SpdModule:
 
 
 def train_module(recipe: SpdRecipe, target: Any, text: Tensor, held_out: Tensor, work: Path, seed: int,
-                 pace: Pace) -> SpdModule:
-    """Train a module for ``target`` on ``text``; resumes from ``work/spd.pt``.
-
-    target          a causal LM of transformers; frozen
-    text, held_out  token ids, integer vectors
-    """
+                 loop: LoopOptions) -> SpdModule:
+    """Train a module for ``target``, a frozen causal LM of transformers; resumes from ``work/spd.pt``."""
     dev = device()
     target = target.to(dev).eval().requires_grad_(False)
     torch.manual_seed(seed)
@@ -122,34 +135,29 @@ def train_module(recipe: SpdRecipe, target: Any, text: Tensor, held_out: Tensor,
         divergence = F.kl_div(logits.log_softmax(-1), wanted, reduction="sum", log_target=True)
         return divergence / rows.numel()
 
-    step_loss = compiled(micro_loss, pace.compile)
+    step_loss = compiled(micro_loss, loop.compile)
 
     def loss(step: int, total: int) -> float:
         rows = windows(text, recipe.window, step, recipe.tokens_per_step // recipe.window, seed)[:, :-1]
-        generator = torch.Generator().manual_seed(seed + step)  # so that a resumed run sees the same
+        generator = torch.Generator().manual_seed(seed + step)  # a resumed run draws the same
         stages = counts[int(torch.multinomial(torch.tensor(shares), 1, generator=generator))]
         fill = simulated_fill(len(rows), stages, recipe.full, generator)
-        value = 0.0
-        for share, (part, part_fill) in micro_batches(recipe.micro_batch // recipe.window, rows, fill):
-            with torch.autocast(dev.type, torch.bfloat16, enabled=dev.type == "cuda"):
-                part_loss = step_loss(part.to(dev), part_fill.to(dev), depths(layers, stages)) * share
-            part_loss.backward()
-            value += part_loss.item()
-        return value
+        return backpropagate(lambda part, part_fill: step_loss(part, part_fill, depths(layers, stages)),
+                             dev, recipe.micro_batch // recipe.window, rows, fill)
 
     def report() -> str:
         shares = agreement(module, target, held_out, limit=8)
         return "agreement " + ", ".join(f"n={n} {share:.3f}" for n, share in shares.items())
 
     optimiser = Optimiser(module, recipe.muon_lr, recipe.adam_lr, recipe.decay_from)
-    train(Run("spd", module, optimiser, recipe.steps, work / "spd.pt", loss, report, pace.checkpoint_every_s))
+    train(Run("spd", module, optimiser, recipe.steps, work / "spd.pt", loss, report, loop.checkpoint_every_s))
     return module
 
 
 def simulated_fill(texts: int, stages: int, full: float, generator: torch.Generator) -> Tensor:
-    """Active trailing positions of each text (appendix A.2): int64 [texts], 1 … stages.
+    """Active trailing positions of each text (appendix A.2): int64 [texts].
 
-    Full with probability ``full``, else uniform over 1 … stages - 1.
+    ``stages`` with probability ``full``, else uniform over 1 … ``stages`` - 1.
     """
     fill = torch.full((texts,), stages)
     if stages > 1:
@@ -161,12 +169,7 @@ def simulated_fill(texts: int, stages: int, full: float, generator: torch.Genera
 @torch.no_grad()
 def agreement(module: SpdModule, target: Any, held_out: Tensor, greedy: bool = False, limit: int = 48,
               prompt: int = 64, length: int = 192) -> dict[int, float]:
-    """How often the module's best token is the target's, the pipeline full: by the number of stages.
-
-    ``limit`` windows of ``length`` held-out tokens, spread evenly; the first ``prompt`` tokens of
-    each are context only.  With ``greedy`` the target writes what follows the prompt itself, at
-    temperature 0: the text that decoding follows.
-    """
+    """The share of argmaxes equal to the target's, by number of stages; windows as in ``heads.agreement``."""
     starts = np.linspace(0, len(held_out) - length - 1, limit).astype(int)
     rows = torch.stack([held_out[s : s + length] for s in starts]).long().to(target.device)
     if greedy:
@@ -181,3 +184,58 @@ def agreement(module: SpdModule, target: Any, held_out: Tensor, greedy: bool = F
             hits = module.lm_head(out[:, prompt:]).argmax(-1) == best
             shares[stages] += hits.float().mean().item() * len(part) / len(rows)
     return shares
+
+
+_SEED = 0
+_QUICK_RECIPE = SpdRecipe(steps=60, window=64, tokens_per_step=256, micro_batch=128)
+
+
+def train_spd(model: ModelDir, out: Path | None = None, work: Path | None = None, quick: bool = False
+              ) -> None:
+    """Train a module for ``model``, unless ``out`` (default MODEL/spd) exists.
+
+    Resumes from checkpoints in ``work`` (default MODEL.spd-work).  UsageError if stages cannot run the model,
+    or ``work`` belongs to another model or recipe.
+    """
+    recipe, loop = (_QUICK_RECIPE, QUICK) if quick else (SpdRecipe(steps=600), LoopOptions())
+    console = Console(soft_wrap=True)
+    logging.disable_progress_bar()  # transformers' own, of files that load at once
+    out = out or model.path / "spd"
+    work = work or model.path.with_name(model.name + ".spd-work")
+    eos = check_target(model)
+    if out.is_dir():
+        console.print(f"{out} is there already; delete it to have it made again")
+        return
+    claim_part(out)
+    make_directory(work)
+    bind(work / "spd.json", {"recipe": asdict(recipe), "target": fingerprint(model)},
+         "another model or recipe")
+    corpus = prepare_for(work, load_fast_tokenizer(model), eos, _SEED, QUICK_CHARACTERS if quick else None)
+    text, held_out = corpus.tensors()
+
+    def part(directory: Path) -> None:
+        target = load_target(model)
+        module = train_module(recipe, target, text, held_out, work, _SEED, loop)
+        save_module(module, directory, torch.float16)
+        console.print("measuring on held-out text")
+        (directory / "card.toml").write_text(
+            _card(directory, recipe, target, corpus, held_out), encoding="utf-8")
+
+    make_part(console, out, part)
+
+
+def _card(directory: Path, recipe: SpdRecipe, target: Any, corpus: TokenizedCorpus, held_out: Tensor) -> str:
+    module = load_module(directory, torch.float32).to(target.device)
+    facts: dict[str, Any] = {
+        "summary": "SPD's speculation module; a demonstration, trained by flowspec; not for real use",
+        "layers": recipe.layers,
+        "parameters": sum(p.numel() for p in module.parameters()),
+        "bytes": sum(file.stat().st_size for file in directory.iterdir()),
+        "training_tokens": recipe.steps * recipe.tokens_per_step,
+        "training_text": corpus.sources(),
+        "stages": list(STAGES),
+    }
+    for kind, greedy in (("greedy", True), ("text", False)):
+        shares = agreement(module, target, held_out, greedy)
+        facts[f"agreement_{kind}"] = [round(shares[n], 4) for n in STAGES]
+    return toml_table(facts)

@@ -1,144 +1,83 @@
-"""The language models of the demonstration: a Llama target, and a smaller draft of its kind.
-
-Knows transformers' LlamaForCausalLM, how to train it on text or on a teacher's distributions, and
-how to measure it in bits per byte.
-"""
+"""The frozen target of a training: weights, tokenizer, layer shape."""
 
 from __future__ import annotations
 
-import copy
-import math
-from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
+from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from flowspec_edge.training.corpus import EOS, TokenizedCorpus
-from flowspec_edge.training.loop import Pace, Run, compiled, device, micro_batches, train, windows
-from flowspec_edge.training.optim import Optimiser
+from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.stage.families import load_config
+from flowspec_edge.stage.shard import load_lm_head
+from flowspec_edge.stage.weights.checkpoint import digest
+from flowspec_edge.training.loop import device
 
-MAX_POSITIONS = 2048
-_LONG_FROM = 0.75  # the last quarter sees windows of twice the length
-
-
-@dataclass(frozen=True)
-class LMRecipe:
-    """Size and schedule of one language model; lengths and batches in tokens."""
-
-    width: int
-    layers: int
-    heads: int
-    kv_heads: int
-    intermediate: int
-    steps: int
-    window: int = 512
-    tokens_per_step: int = 6144
-    micro_batch: int = 4096
-    muon_lr: float = 0.02
-    adam_lr: float = 4e-3
-    decay_from: float = 0.4
+_SHAPE = ("attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size",
+          "max_position_embeddings", "mlp_bias", "num_attention_heads", "num_key_value_heads",
+          "rms_norm_eps", "rope_parameters", "vocab_size")  # fields that a draft layer takes over
 
 
-def llama_config(recipe: LMRecipe, vocab_size: int) -> LlamaConfig:
-    """The transformers configuration of a recipe; token 0 ends a text."""
-    return LlamaConfig(
-        vocab_size=vocab_size, hidden_size=recipe.width, intermediate_size=recipe.intermediate,
-        num_hidden_layers=recipe.layers, num_attention_heads=recipe.heads,
-        num_key_value_heads=recipe.kv_heads, max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=False, use_cache=True, bos_token_id=0, eos_token_id=0,
-        pad_token_id=0,
-    )
+def check_target(model: ModelDir) -> int:
+    """The end-of-text id; UsageError without one, and if the model is sharded or cannot run on stages."""
+    if model.sharded:
+        raise UsageError(f"{model.path} is cut into shards, and training needs the whole model: "
+                         "give the checkpoint that it was made from")
+    load_config(model.target)
+    if not model.stop_ids:
+        raise UsageError(f"{model.target / 'config.json'} has no eos_token_id, which ends a training text")
+    return min(model.stop_ids)
 
 
-def train_lm(name: str, recipe: LMRecipe, corpus: TokenizedCorpus, work: Path, seed: int,
-             pace: Pace, teacher: LlamaForCausalLM | None = None) -> LlamaForCausalLM:
-    """Train one model; resumes from ``work/NAME.pt``.
-
-    Without a teacher the loss is next-token cross-entropy; with one, the cross-entropy to the
-    teacher's distributions on the same text, since a draft is to foresee the target and not the text.
-    """
-    torch.manual_seed(seed)
+def load_target(model: ModelDir) -> Any:
+    """A frozen causal LM: float32 on a CPU, where that is the fastest dtype; on a GPU as stored."""
     dev = device()
-    model = LlamaForCausalLM(llama_config(recipe, corpus.tokenizer.get_vocab_size())).to(dev)
-    tokens = torch.from_numpy(np.array(corpus.train))
-    if teacher is not None:
-        teacher = teacher.to(dev).eval().requires_grad_(False)
-
-    def micro_loss(rows: Tensor) -> Tensor:
-        logits = model(input_ids=rows[:, :-1], use_cache=False).logits.float()
-        if teacher is None:
-            return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
-        with torch.no_grad():
-            wanted = teacher(input_ids=rows[:, :-1], use_cache=False).logits.float().softmax(-1)
-        return (logits.logsumexp(-1) - (wanted * logits).sum(-1)).mean()
-
-    step_loss = compiled(micro_loss, pace.compile)
-
-    def loss(step: int, total: int) -> float:
-        window = recipe.window * (2 if step >= _LONG_FROM * total else 1)
-        rows = windows(tokens, window, step, recipe.tokens_per_step // window, seed).to(dev)
-        value = 0.0
-        for share, (part,) in micro_batches(recipe.micro_batch // window, rows):
-            with torch.autocast(dev.type, torch.bfloat16, enabled=dev.type == "cuda"):
-                part_loss = step_loss(part) * share
-            part_loss.backward()
-            value += part_loss.item()
-        return value
-
-    def report() -> str:
-        return f"held out {bits_per_byte(model, corpus, limit=60_000):.4f} bits per byte"
-
-    optimiser = Optimiser(model, recipe.muon_lr, recipe.adam_lr, recipe.decay_from)
-    train(Run(name, model, optimiser, recipe.steps, work / f"{name}.pt", loss, report,
-              pace.checkpoint_every_s))
-    return model
+    dtype: Any = "auto" if dev.type == "cuda" else torch.float32
+    try:
+        target = AutoModelForCausalLM.from_pretrained(model.target, dtype=dtype, local_files_only=True)
+    except Exception as error:  # transformers and safetensors raise many types
+        raise FlowspecError(f"{model.target}: the model cannot be loaded: {_first(error)}") from error
+    return target.to(dev).eval().requires_grad_(False)
 
 
-@torch.no_grad()
-def bits_per_byte(model: LlamaForCausalLM, corpus: TokenizedCorpus, limit: int | None = None,
-                  context: int = 1024) -> float:
-    """Held-out cost: sum of -log2 p over all tokens / UTF-8 bytes, end-of-text marks included.
-
-    Each token sees between ``context / 2`` and ``context`` tokens before it, except at the start.
-    ``limit``: measure about so many tokens only, in pieces of ``context / 2`` spread evenly, whose
-    first tokens see less; a quick figure that lies a little high.
-    """
-    ids = torch.from_numpy(np.asarray(corpus.held_out).astype(np.int64))
-    half = context // 2
-    share = 1.0
-    if limit is None or limit >= len(ids):
-        starts = range(half, len(ids) - 1 - half, half)
-        pieces = [(ids[: context + 1], 0), *((ids[s : s + context + 1], half) for s in starts)]
-    else:
-        chosen = np.linspace(0, len(ids) - half - 1, max(1, limit // half)).astype(int)
-        pieces = [(ids[s : s + half + 1], 0) for s in chosen]
-        share = len(pieces) * half / len(ids)
-    nats = 0.0
-    was_training = model.training
-    model.eval()
-    for piece, skip in pieces:
-        rows = piece.to(model.device)[None]
-        logits = model(input_ids=rows[:, :-1], use_cache=False).logits.float()
-        nats += F.cross_entropy(logits[0, skip:], rows[0, 1 + skip :], reduction="sum").item()
-    model.train(was_training)
-    return nats / math.log(2) / (corpus.held_out_bytes * share)
+def load_tokenizer(model: ModelDir) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(model.target, local_files_only=True)
+    except Exception as error:  # tokenizers raises a bare Exception
+        raise UsageError(f"the tokenizer in {model.target} cannot be loaded: {_first(error)}") from error
 
 
-def save_lm(model: LlamaForCausalLM, corpus: TokenizedCorpus, out: Path) -> None:
-    """Write model (float16 safetensors) and tokenizer as transformers expects them."""
-    copy.deepcopy(model).eval().to("cpu", torch.float16).save_pretrained(out)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=corpus.tokenizer, eos_token=EOS, bos_token=EOS, pad_token=EOS,
-        model_max_length=MAX_POSITIONS, clean_up_tokenization_spaces=False,
-    )
-    tokenizer.save_pretrained(out)
+def load_fast_tokenizer(model: ModelDir) -> Tokenizer:
+    """UsageError if the model has only a slow tokenizer."""
+    fast = getattr(load_tokenizer(model), "backend_tokenizer", None)
+    if not isinstance(fast, Tokenizer):
+        raise UsageError(f"the tokenizer in {model.target} is too slow for so much text: "
+                         "put its tokenizer.json beside it")
+    return fast
 
 
-def load_lm(path: Path) -> LlamaForCausalLM:
-    """What :func:`save_lm` wrote, in float32 and frozen."""
-    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32)
-    return model.eval().requires_grad_(False)
+def check_tokens(model: ModelDir, *texts: Tensor) -> None:
+    """UsageError for a token id outside the model's vocabulary."""
+    largest, vocabulary = max(int(text.max()) for text in texts), int(load_config(model.target).vocab_size)
+    if largest >= vocabulary:
+        raise UsageError(f"the tokenizer in {model.target} makes token {largest} of the text, but the "
+                         f"model's vocabulary has {vocabulary} tokens: they do not belong together")
+
+
+def fingerprint(model: ModelDir) -> str:
+    """A digest of the output matrix, which differs between a model and its fine-tunes."""
+    return digest({"lm_head": load_lm_head(model.target, "fp32")})
+
+
+def layer_config(config: Any, **own: Any) -> LlamaConfig:
+    """A Llama layer of the target's shape, without Qwen3's norms on queries and keys."""
+    shape = config.to_dict()
+    known = {key: shape[key] for key in _SHAPE if shape.get(key) is not None}
+    return LlamaConfig(**{"num_hidden_layers": 1, "tie_word_embeddings": False, **known, **own})
+
+
+def _first(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

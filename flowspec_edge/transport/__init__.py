@@ -1,1 +1,1 @@
-"""Messages on the wire: the codec, links over ZeroMQ and in memory, keys."""
+"""Messages between devices: links over ZeroMQ or in memory, encryption, and the codec."""

@@ -1,8 +1,7 @@
-"""The interface of every transport: links between two devices, and D0's hub for all of them.
+"""The interfaces of a transport: links between two devices, and D0's hub for the control channel.
 
-Knows the words, not the wires; ``zmq_links`` has the real ones, ``memory`` those for one process.
-A link carries messages in order, counts encoded bytes, and neither blocks nor buffers without
-bound: ``send`` says False when the peer cannot take more.
+Links carry messages in order, count encoded bytes, and neither block nor buffer without bound: ``send``
+returns False when the peer cannot take more.
 """
 
 from __future__ import annotations
@@ -14,60 +13,51 @@ from flowspec_edge.messages import Message
 
 
 class Link(Protocol):
-    """One end of a connection to one peer."""
-
     name: str
     bytes_in: int
     bytes_out: int
 
     def send(self, message: Message, timeout: float = 0.0) -> bool:
-        """Hand ``message`` over; False if there was no room within ``timeout`` seconds."""
+        """Queue ``message``; False if there was no room within ``timeout`` seconds."""
 
     def receive(self, timeout: float = 0.0) -> Message | None:
-        """The next message; None if none came within ``timeout`` seconds.
-
-        ProtocolError, which names the link, for anything that is not a message.
-        """
+        """None after ``timeout`` seconds; ProtocolError, which names the link, for anything but a message."""
 
     def close(self) -> None:
-        """Give the link up; what was sent still has a moment to leave."""
+        """Queued messages still have a moment to leave."""
 
 
 class ClientLink(Link, Protocol):
-    """The connecting end, which knows whether the other end is there."""
+    """The connecting end."""
 
-    def lost_for(self) -> float:
-        """Seconds without a connection: since it broke, or since this end began to connect.
+    def disconnected_for(self) -> float:
+        """Seconds without a connection; 0 while connected.  FlowspecError if the peer refuses our key."""
 
-        FlowspecError if the peer refuses this device's key.
-        """
-
-    def breaks(self) -> int:
-        """How often the connection has broken; each time messages may have been lost."""
+    def disconnects(self) -> int:
+        """How often the connection broke; messages may have been lost each time."""
 
 
 class Hub(Protocol):
-    """D0's end of the control channel: one link a stage, told apart by instance ids."""
+    """D0's end of the control channel, which identifies stages by their instance ids."""
 
     bytes_in: int
     bytes_out: int
 
     def send(self, peer: str, message: Message) -> bool:
-        """Hand ``message`` over; False if there is no room, PeerLost if ``peer`` is not connected."""
+        """False if there is no room, PeerLost if ``peer`` is not connected."""
 
     def receive(self, timeout: float = 0.0) -> tuple[str, Message] | None:
-        """The next message and who sent it; None if none came within ``timeout`` seconds."""
+        """The sender and the next message; None if none arrived within ``timeout`` seconds."""
 
     def close(self) -> None:
-        """Give all links up."""
+        ...
 
 
 class Transport(Protocol):
-    """Makes links.  ``peer_keys``, where connections are encrypted, are the public keys of the
-    peers: whom a bound end lets in, or which (one) key the end connected to must have."""
+    """``peer_keys``, with encryption: the keys that a bound end admits, or the one key of the bound end."""
 
     def pull(self, endpoint: str, name: str, peer_keys: Collection[bytes] = (), fd: int = -1) -> Link:
-        """Bind the receiving end of a data link; ``fd``, a listening socket that is bound already."""
+        """Bind the receiving end of a data link; ``fd``: a listening socket that is already bound."""
 
     def push(self, endpoint: str, name: str, peer_keys: Collection[bytes] = ()) -> ClientLink:
         """Connect the sending end of a data link."""
@@ -80,8 +70,8 @@ class Transport(Protocol):
         """Connect a stage's end of the control channel; ``identity`` is its instance id."""
 
     def wait(self, incoming: Sequence[Link | Hub], outgoing: Sequence[Link], timeout: float) -> None:
-        """Sleep until one of ``incoming`` has a message, one of ``outgoing`` has room, or
-        ``timeout`` seconds have passed."""
+        """Sleep until an ``incoming`` has a message, an ``outgoing`` has room, or ``timeout`` seconds
+        pass."""
 
     def close(self) -> None:
-        """Close every link made here."""
+        ...

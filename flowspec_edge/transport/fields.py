@@ -1,14 +1,15 @@
-"""The wire forms of a message's fields.
+"""The wire form of message fields, and their checks on arrival.
 
-Knows how one field becomes a value of the header or an array, and how it is checked on the way
-back.  Does not know which message has which fields, nor how they are laid out (``codec``).  Every
-``unpack`` takes any value msgpack can give and raises ProtocolError for all but the right ones.
+A scalar is one value of the header.  An array has a code in the header (its element type or form; "-":
+absent) and takes its sizes and bytes from :class:`Arrays`.  Every ``unpack`` accepts any value that msgpack
+can give and raises ProtocolError for wrong ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,25 +18,25 @@ from numpy.typing import NDArray
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Payload
 
+Buffer = bytes | memoryview  # of bytes: len() is its size
+
 MAX_TEXT = 4_096  # characters
+MAX_DIM = 65_536  # of any dimension of an array, and of lists in the header
 ABSENT = "-"
 
-_INT32 = np.dtype("<i4")
-_UINT8 = np.dtype("u1")
-_INDEX: dict[str, np.dtype[Any]] = {"int32": _INT32, "uint8": _UINT8}
-_DENSE: dict[str, np.dtype[Any]] = {
+_INT32, _UINT8 = np.dtype("<i4"), np.dtype("u1")
+_DTYPES: dict[str, np.dtype[Any]] = {"int32": _INT32, "uint8": _UINT8}
+_PAYLOADS: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "bfloat16": np.dtype("<u2"),
 }
 
 
 class Scalar(Protocol):
-    """A field that is a value of the header."""
-
     def pack(self, value: Any) -> Any:
-        """What msgpack is to write."""
+        """The value for msgpack."""
 
     def unpack(self, value: Any) -> Any:
-        """The inverse; ProtocolError says what is wrong with ``value``."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +54,7 @@ class Int:
         return value
 
 
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """True or false."""
-
+class Bool:
     def pack(self, value: Any) -> bool:
         return bool(value)
 
@@ -66,9 +64,8 @@ class Flag:
         return value
 
 
-@dataclass(frozen=True, slots=True)
 class Text:
-    """At most MAX_TEXT characters; longer ones are cut when sent (a cause may be any length)."""
+    """Truncated to MAX_TEXT characters when sent, since a cause may be any length."""
 
     def pack(self, value: Any) -> str:
         return str(value)[:MAX_TEXT]
@@ -81,7 +78,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Ints:
-    """A tuple of integers, of exactly ``length`` where one is given."""
+    """A tuple of integers, of exactly ``length`` if one is given."""
 
     length: int | None = None
 
@@ -89,8 +86,6 @@ class Ints:
         return [int(v) for v in value]
 
     def unpack(self, value: Any) -> tuple[int, ...]:
-        if value == [] and not self.length:  # the usual case: no taps
-            return ()
         if type(value) is not list or any(type(v) is not int or not 0 <= v < 2**63 for v in value):
             raise ProtocolError(f"expected a list of integers from 0, got {short(value)}")
         if self.length is not None and len(value) != self.length:
@@ -98,10 +93,7 @@ class Ints:
         return tuple(value)
 
 
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """Named floats."""
-
+class FloatMap:
     def pack(self, value: Any) -> dict[str, float]:
         return {str(k): float(v) for k, v in value.items()}
 
@@ -111,116 +103,152 @@ class Counters:
         return value
 
 
+class Arrays:
+    """One message's arrays: named dimensions, bytes of small ones, the payload's frame.  A dimension's name
+    has one size per message; the header lists sizes in order of first use."""
+
+    def __init__(self, dims: Sequence[int] = (), index: bytes = b"", frames: Sequence[Buffer] = ()) -> None:
+        self.sizes: dict[str, int] = {}
+        self.parts: list[bytes] = []  # packing: small arrays
+        self.frames: list[Buffer] = list(frames)  # packed, or not unpacked yet
+        self._dims: Iterator[int] = iter(dims)
+        self._index = index
+        self._offset = 0
+
+    def put(self, array: NDArray[Any], names: tuple[str, ...]) -> None:
+        """Enter an array's sizes; ProtocolError if they contradict earlier ones."""
+        if len(names) != array.ndim:
+            raise ProtocolError(f"expected {len(names)} dimensions, got {array.ndim}")
+        for name, size in zip(names, array.shape):  # noqa: B905 -- just checked, and strict= is slow
+            if self.sizes.setdefault(name, size) != size or size > MAX_DIM:
+                raise ProtocolError(f"its {name} is {size}, not {min(self.sizes[name], MAX_DIM)}")
+
+    def shape(self, names: tuple[str, ...]) -> list[int]:
+        """Sizes of the array being unpacked."""
+        for name in names:
+            if name not in self.sizes:
+                size = next(self._dims, None)
+                if type(size) is not int or not 0 <= size <= MAX_DIM:
+                    raise ProtocolError(f"its {name} must be 0 to {MAX_DIM}, not {short(size)}")
+                self.sizes[name] = size
+        return [self.sizes[name] for name in names]
+
+    def take(self, dtype: np.dtype[Any], names: tuple[str, ...]) -> NDArray[Any]:
+        """The next small array, read-only."""
+        shape = self.shape(names)
+        if self._offset + prod(shape) * dtype.itemsize > len(self._index):
+            raise ProtocolError("needs more bytes than were sent")
+        array: NDArray[Any] = np.ndarray(shape, dtype, self._index, self._offset)
+        self._offset += array.nbytes
+        return array
+
+    def require_consumed(self) -> None:
+        """ProtocolError if anything is left over."""
+        if self._offset != len(self._index):
+            raise ProtocolError(f"the small arrays have {self._offset} bytes, {len(self._index)} were sent")
+        if next(self._dims, None) is not None:
+            raise ProtocolError("more dimensions than its arrays have")
+        if self.frames:
+            raise ProtocolError(f"{len(self.frames)} frames more than it has")
+
+
 class ArrayField(Protocol):
-    """A field that travels as an array, its form named by a code of the header's layout.
-
-    dims   named dimensions; a name stands for one size in the whole message
-    codes  every form that the field may have, and its element type; None: the field is absent
-    """
-
     @property
-    def dims(self) -> tuple[str, ...]: ...
+    def optional(self) -> bool: ...
 
-    @property
-    def codes(self) -> Mapping[str, np.dtype[Any] | None]: ...
+    def pack(self, value: Any, arrays: Arrays, message: Any) -> str:
+        """Put an array that is not absent into ``arrays``; returns its code."""
 
-    def code(self, value: Any) -> str:
-        """The code that ``value`` seems to have; cheap, and :meth:`pack` has the last word."""
-
-    def pack(self, value: Any, message: Any) -> tuple[str, NDArray[Any] | None]:
-        """The form's code and the array to send."""
-
-    def unpack(self, code: str, array: NDArray[Any] | None, values: Mapping[str, Any]) -> Any:
-        """The inverse; ``array`` is read-only, ``values`` are the message's scalar fields."""
+    def unpack(self, code: str, arrays: Arrays, scalars: Mapping[str, Any]) -> Any:
+        """``scalars`` are the message's scalar fields."""
 
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """A small integer array."""
+    """A small integer array with named dimensions."""
 
     dtype: str
     dims: tuple[str, ...]
     optional: bool = False
 
-    @property
-    def codes(self) -> dict[str, np.dtype[Any] | None]:
-        absent: dict[str, np.dtype[Any] | None] = {ABSENT: None} if self.optional else {}
-        return {self.dtype: _INDEX[self.dtype], **absent}
-
-    def code(self, value: Any) -> str:
-        return ABSENT if value is None else self.dtype
-
-    def pack(self, value: Any, message: Any) -> tuple[str, NDArray[Any] | None]:
-        if value is None:
-            return ABSENT, None
-        if value.dtype != _INDEX[self.dtype]:
+    def pack(self, value: Any, arrays: Arrays, message: Any) -> str:
+        if value.dtype != _DTYPES[self.dtype]:
             raise ProtocolError(f"expected {self.dtype}, got {value.dtype}")
-        return self.dtype, value
+        arrays.put(value, self.dims)
+        arrays.parts.append(value.tobytes())
+        return self.dtype
 
-    def unpack(self, code: str, array: NDArray[Any] | None, values: Mapping[str, Any]) -> Any:
-        return array
+    def unpack(self, code: str, arrays: Arrays, scalars: Mapping[str, Any]) -> NDArray[Any]:
+        if code != self.dtype:
+            raise ProtocolError(f"expected {self.dtype}, got {short(code)}")
+        return arrays.take(_DTYPES[code], self.dims)
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A Payload of shape [n, H]."""
+    """A Payload [n, H], in a frame of its own."""
 
     optional: bool = False
-    dims: tuple[str, ...] = ("n", "H")
 
-    @property
-    def codes(self) -> dict[str, np.dtype[Any] | None]:
-        return {**_DENSE, ABSENT: None} if self.optional else {**_DENSE}
-
-    def code(self, value: Any) -> str:
-        return ABSENT if value is None else str(value.dtype)
-
-    def pack(self, value: Any, message: Any) -> tuple[str, NDArray[Any] | None]:
-        if value is None:
-            return ABSENT, None
-        if value.array.dtype != _DENSE.get(value.dtype):
+    def pack(self, value: Any, arrays: Arrays, message: Any) -> str:
+        if value.array.dtype != _PAYLOADS.get(value.dtype):
             raise ProtocolError(f"a {short(value.dtype)} payload cannot be held in {value.array.dtype}")
-        return value.dtype, np.ascontiguousarray(value.array)
+        arrays.put(value.array, ("n", "H"))
+        array = np.ascontiguousarray(value.array)
+        arrays.frames.append(array.data.cast("B") if array.size else b"")
+        return str(value.dtype)
 
-    def unpack(self, code: str, array: NDArray[Any] | None, values: Mapping[str, Any]) -> Payload | None:
-        return None if array is None else Payload(code, array)
+    def unpack(self, code: str, arrays: Arrays, scalars: Mapping[str, Any]) -> Payload:
+        dtype = _PAYLOADS.get(code)
+        if dtype is None:
+            raise ProtocolError(f"expected {', '.join(_PAYLOADS)}, got {short(code)}")
+        shape = arrays.shape(("n", "H"))
+        if not arrays.frames:
+            raise ProtocolError("its frame is missing")
+        frame = arrays.frames.pop(0)
+        if len(frame) != prod(shape) * dtype.itemsize:
+            raise ProtocolError(f"{shape} of {code} has {prod(shape) * dtype.itemsize} bytes, "
+                                f"its frame {len(frame)}")
+        array: NDArray[Any] = np.ndarray(shape, dtype, frame)
+        if type(frame) is not bytes:
+            array.flags.writeable = False
+        return Payload(code, array)
 
 
-@dataclass(frozen=True, slots=True)
 class Subset:
     """An increasing int32 array within the message's [start, stop), in the shortest of three forms.
 
-    "bits": one bit a number of the range; "gaps": one byte a member, the distance to the one
-    before it (to start - 1 for the first); "int32": the numbers themselves.
+    "bits": one bit per number of the range; "gaps": one byte per member, the distance from the previous one
+    (from start - 1 for the first); "int32": the numbers themselves.
     """
 
-    dims: tuple[str, ...] = ("m",)
+    optional = False
 
-    @property
-    def codes(self) -> dict[str, np.dtype[Any] | None]:
-        return {"bits": _UINT8, "gaps": _UINT8, "int32": _INT32}
-
-    def code(self, value: Any) -> str:
-        return "bits"
-
-    def pack(self, value: Any, message: Any) -> tuple[str, NDArray[Any] | None]:
-        span = message.stop - message.start
+    def pack(self, value: Any, arrays: Arrays, message: Any) -> str:
+        start, stop = message.start, message.stop
         if value.dtype != _INT32 or value.ndim != 1:
             raise ProtocolError(f"expected one dimension of int32, got {value.ndim} of {value.dtype}")
-        gaps = np.diff(value, prepend=np.int32(message.start - 1))
-        if span < 0 or (len(value) and (gaps.min() < 1 or value[-1] >= message.stop)):
-            raise ProtocolError(f"expected increasing numbers within [{message.start}, {message.stop})")
+        gaps = np.diff(value, prepend=np.int32(start - 1))
+        if stop < start or (len(value) and (gaps.min() < 1 or value[-1] >= stop)):
+            raise ProtocolError(f"expected increasing numbers within [{start}, {stop})")
         small = bool((gaps < 256).all())
-        if (span + 7) // 8 <= len(value) * (1 if small else 4):
-            flags = np.zeros(span, np.uint8)
-            flags[value - message.start] = 1
-            return "bits", np.packbits(flags, bitorder="little")
-        return ("gaps", gaps.astype(np.uint8)) if small else ("int32", value)
+        if (stop - start + 7) // 8 <= len(value) * (1 if small else 4):
+            flags = np.zeros(stop - start, np.uint8)
+            flags[value - start] = 1
+            code, array = "bits", np.packbits(flags, bitorder="little")
+        else:
+            code, array = ("gaps", gaps.astype(np.uint8)) if small else ("int32", value)
+        arrays.put(array, ("m",))
+        arrays.parts.append(array.tobytes())
+        return code
 
-    def unpack(self, code: str, array: NDArray[Any] | None, values: Mapping[str, Any]) -> NDArray[np.int32]:
-        start, stop = values["start"], values["stop"]
-        if array is None or not start <= stop < 2**31:
+    def unpack(self, code: str, arrays: Arrays, scalars: Mapping[str, Any]) -> NDArray[np.int32]:
+        start, stop = scalars["start"], scalars["stop"]
+        if not start <= stop < 2**31:
             raise ProtocolError(f"[{start}, {stop}) is no range of int32")
+        if code not in ("bits", "gaps", "int32"):
+            raise ProtocolError(f"unknown form {short(code)} of a set of numbers")
+        array = arrays.take(_INT32 if code == "int32" else _UINT8, ("m",))
         if code == "bits":
             if len(array) != (stop - start + 7) // 8:
                 raise ProtocolError(f"{len(array)} bytes of bits for the range [{start}, {stop})")
@@ -229,8 +257,9 @@ class Subset:
                 raise ProtocolError(f"bits past the range [{start}, {stop})")
             numbers = np.flatnonzero(flags) + start
         else:
-            gaps = code == "gaps"
-            numbers = np.cumsum(array, dtype=np.int64) + start - 1 if gaps else array.astype(np.int64)
+            numbers = array.astype(np.int64)
+            if code == "gaps":
+                numbers = np.cumsum(numbers) + start - 1
             if len(numbers) and ((np.diff(numbers, prepend=start - 1) < 1).any() or numbers[-1] >= stop):
                 raise ProtocolError(f"numbers not increasing within [{start}, {stop})")
         keep: NDArray[np.int32] = numbers.astype(np.int32)
@@ -239,7 +268,7 @@ class Subset:
 
 
 def short(value: Any) -> str:
-    """A value of unknown size for an error text."""
+    """For error texts."""
     if isinstance(value, str | bytes | list | dict) and len(value) > 16:
         return f"a {type(value).__name__} of length {len(value)}"
     return repr(value)[:80]

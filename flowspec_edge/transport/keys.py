@@ -1,7 +1,4 @@
-"""CURVE key pairs and their files.
-
-Knows the format of a key file.  Does not know who may talk to whom.
-"""
+"""CURVE key pairs and their files."""
 
 from __future__ import annotations
 
@@ -15,13 +12,14 @@ from tempfile import mkstemp
 import zmq
 
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.util.files import sync_directory
 
 _Z85 = frozenset(b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#")
 
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """A device's keys, Z85 text of 40 bytes each."""
+    """Z85 text of 40 bytes each."""
 
     public: bytes
     secret: bytes
@@ -31,19 +29,14 @@ class KeyPair:
 
 
 def generate() -> KeyPair:
-    """A new key pair."""
     return KeyPair(*zmq.curve_keypair())
 
 
 def save(keys: KeyPair, path: Path, mode: int = 0o600, replace: bool = False) -> None:
-    """Write ``keys`` to a file that is there only when it is whole.
-
-    mode     its permissions; only its owner may read it
-    replace  whether it may take the place of another; else UsageError if there is one
-    """
+    """Write atomically and durably; UsageError if the file exists and ``replace`` is false."""
     text = json.dumps({"public": keys.public.decode(), "secret": keys.secret.decode()})
     try:
-        fd, made = mkstemp(dir=path.parent, prefix=f".{path.name}-")  # nobody else can read it
+        fd, made = mkstemp(dir=path.parent, prefix=f".{path.name}-")  # readable by its owner alone
         try:
             with os.fdopen(fd, "w", encoding="ascii") as file:
                 file.write(text + "\n")
@@ -54,6 +47,7 @@ def save(keys: KeyPair, path: Path, mode: int = 0o600, replace: bool = False) ->
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(made)
+        sync_directory(path.parent)
     except FileExistsError:
         raise UsageError(f"{path} exists already; a key is not overwritten, remove it first") from None
     except OSError as error:
@@ -61,11 +55,7 @@ def save(keys: KeyPair, path: Path, mode: int = 0o600, replace: bool = False) ->
 
 
 def load(path: Path) -> KeyPair:
-    """Read a key file.
-
-    UsageError if there is none or if others may read it, FlowspecError if it is damaged or its
-    halves do not belong together.
-    """
+    """UsageError if the file is missing or others may read it, FlowspecError if it is damaged or no pair."""
     try:
         if path.stat().st_mode & 0o027:  # group may read: systemd's credentials are 0440
             raise UsageError(f"others can read or change the secret key {path}: chmod 600 {path}")
@@ -84,7 +74,7 @@ def load(path: Path) -> KeyPair:
 
 
 def parse_public(text: str) -> bytes:
-    """A public key as 40 bytes of Z85; UsageError if ``text`` is none."""
+    """UsageError if ``text`` is not 40 characters of Z85."""
     key = _z85(text)
     if key is None:
         raise UsageError(f"{text[:50]!r} is not a CURVE key: 40 characters of Z85 are expected")

@@ -1,1 +1,1 @@
-"""The draft tree and all that is decided on it; numpy only, no sockets, clocks or models."""
+"""The draft tree and the decisions on it: numpy only, no sockets, clocks or models."""

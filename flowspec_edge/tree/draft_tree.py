@@ -1,25 +1,18 @@
-"""The draft tree: what D0 believes may come next, what of it was sent, and what came back.
+"""The draft tree: the tokens that D0 expects, which of them were sent, and the target's verdicts.
 
-Knows tokens, cumulative scores (FlowSpec paper, eq. 1, as log sums), positions, numbers and the
-verified successors.  Does not know where scores come from, or the pipeline.
-
-Growing costs time in proportion to the nodes added, cutting in proportion to the nodes removed
-(and the path walked), sending in proportion to the nodes sent: what merely lives on costs nothing.
+Adding, sending and re-rooting take time proportional to the nodes added, sent and removed.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-Order = Literal["score", "layer"]
+from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
 
-# A child that the draft model has named and that is no node yet (``tree.guess_tree``): its token, the log
-# confidence of the draft model in it, and the log probability that the target takes it, given its parent.
-Named = tuple[int, float, float]
+Order = Literal["score", "layer"]
 
 
 @dataclass(slots=True, eq=False)
@@ -27,13 +20,10 @@ class Node:
     """One draft token.
 
     id         unique in the session, larger than its parent's
-    position   absolute position in the text
-    score      log of the product of confidences from the first root of the round to here
-    number     the ledger's number once sent, else -1
-    successor  the token that follows it in the target's text once verified, else -1
-    drafted    log confidence of the draft model in it, given its parent; -inf if it did not name it
-    looked_up  the same of the look-up in the text (both: evidence for ``tree.guess_tree``)
-    named      children that are no nodes yet, the likeliest last (``tree.guess_tree``)
+    score      log product of confidences from the round's first root (FlowSpec, eq. 1)
+    number     the segment builder's once sent, else -1
+    successor  the target's token after it once verified, else -1
+    expanded   a draft model has been asked for its children
     """
 
     id: int
@@ -45,43 +35,32 @@ class Node:
     successor: int = -1
     alive: bool = True
     expanded: bool = False
-    drafted: float = -math.inf
-    looked_up: float = -math.inf
-    named: list[Named] = field(default_factory=list)
     children: dict[int, Node] = field(default_factory=dict)
 
     def __lt__(self, other: Node) -> bool:
-        """By age, for queues that hold a node twice under one score."""
+        """By age, for heaps that hold a node twice with one score."""
         return self.id < other.id
 
 
 class DraftTree:
-    """A tree under one root.  The root is committed text; everything else is a guess."""
+    """The root is committed text; all other nodes are guesses."""
 
     def __init__(self, token: int, position: int, order: Order = "score", first_id: int = 0) -> None:
-        self._next_id = first_id + 1
+        self.next_id = first_id + 1  # the next round's tree continues from it
         self._order = order
         self._queue: list[tuple[tuple[int, int], float, int, Node]] = []
         self.sent: dict[int, Node] = {}  # by number: alive, sent (verified or not)
         self.root = Node(first_id, None, token, position, 0.0)
-        self.size = 0  # living nodes, root not counted
+        self.size = 0  # nodes below the root
         self.generation = 0  # expansions begun; in layer order an older one goes first
 
-    @property
-    def next_id(self) -> int:
-        """The id the next node would get: where the next round's tree goes on counting."""
-        return self._next_id
-
     def add(self, parent: Node, token: int, score: float) -> Node:
-        """The child of ``parent`` that carries ``token``, made and queued if it is new.
-
-        A child that exists and was not sent yet takes the new score, since a later expansion
-        knows more context (FlowSpec, III-D); one that was sent is returned as it is.
-        """
+        """The child of ``parent`` with ``token``, created and queued if new.  An unsent child takes the new
+        score, since a later expansion knows more context (FlowSpec, III-D)."""
         node = parent.children.get(token)
         if node is None:
-            node = Node(self._next_id, parent, token, parent.position + 1, score)
-            self._next_id += 1
+            node = Node(self.next_id, parent, token, parent.position + 1, score)
+            self.next_id += 1
             self.size += 1
             parent.children[token] = node
             self._push(node)
@@ -92,22 +71,20 @@ class DraftTree:
         return node
 
     def _push(self, node: Node) -> None:
-        # Falling score, then age: a parent never comes after its child.  In layer order whole
-        # expansions queue up, each layer by layer.
+        # By falling score, then age: a parent never comes after its child.  In layer order, expansion
+        # by expansion, and layer by layer in each.
         rank = (self.generation, node.position) if self._order == "layer" else (0, 0)
         heapq.heappush(self._queue, (rank, -node.score, node.id, node))
 
-    def take(self, limit: int) -> list[Node]:
-        """At most ``limit`` unsent nodes, best first, parents before children; they leave the queue.
-
-        A node whose ancestors are still unsent brings them along: re-scoring may have put a
-        parent behind its child.
-        """
+    def pop_unsent(self, limit: int) -> list[Node]:
+        """Remove up to ``limit`` unsent nodes, best first.  Unsent ancestors come along, in front: re-scoring
+        may have put a parent behind its child."""
         taken: list[Node] = []
         chosen: set[int] = set()
         while self._queue and len(taken) < limit:
             _, score, _, node = self._queue[0]
-            if not node.alive or node.number >= 0 or node.id in chosen or self._outdated(node, -score):
+            outdated = self._order == "score" and -score != node.score
+            if not node.alive or node.number >= 0 or node.id in chosen or outdated:
                 heapq.heappop(self._queue)
                 continue
             chain: list[Node] = []
@@ -123,45 +100,28 @@ class DraftTree:
                 heapq.heappop(self._queue)
         return taken
 
-    def _outdated(self, node: Node, score: float) -> bool:
-        """Whether ``node`` was queued again under a newer score."""
-        return self._order == "score" and score != node.score
+    def draft_request(self, nodes: list[Node], children: int) -> DraftRequest:
+        return DraftRequest(self.root.id, tuple(
+            DraftNode(n.id, -1 if n.parent is None else n.parent.id, n.token, n.position, n.number)
+            for n in nodes), children)
 
     def mark_sent(self, node: Node, number: int) -> None:
-        """``node`` went into the pipeline under ``number``."""
         node.number = number
         self.sent[number] = node
 
     def record(self, number: int, successor: int) -> bool:
-        """The target says that ``successor`` follows ``number``; False if that node is gone."""
+        """Record the target's token after ``number``; False if the node is gone."""
         node = self.sent.get(number)
         if node is None:
             return False
         node.successor = successor
         return True
 
-    def walk(self) -> tuple[list[Node], int]:
-        """Follow the verified successors from the root: (nodes accepted, the token that missed).
-
-        The child that carries the successor is followed wherever it is: verified, in flight or
-        still queued (continuous condition, eq. 2).  -1: no miss, the last node (or the root) is
-        not verified yet.
-        """
-        path: list[Node] = []
-        node = self.root
-        while node.successor >= 0:
-            child = self._child(node, node.successor)
-            if child is None:
-                return path, node.successor
-            path.append(child)
-            node = child
-        return path, -1
-
-    def _child(self, parent: Node, token: int) -> Node | None:
+    def child(self, parent: Node, token: int) -> Node | None:
         return parent.children.get(token)
 
-    def cut(self, path: list[Node]) -> None:
-        """Make the end of ``path`` (children of the root, in order) the root; drop all else."""
+    def reroot(self, path: list[Node]) -> None:
+        """Make the end of ``path`` (accepted nodes, in order) the root; drop all nodes that are not below."""
         for child in path:
             old, self.root = self.root, child
             self.size -= 1
@@ -169,28 +129,30 @@ class DraftTree:
             for token, sibling in old.children.items():
                 if token != child.token:
                     self._drop(sibling)
-            self.sent.pop(old.number, None)
-            old.alive = False
+            self._forget(old)
             old.children = {}
 
     def _drop(self, top: Node) -> None:
         stack = [top]
         while stack:
             node = stack.pop()
-            node.alive = False
             self.size -= 1
-            if node.number >= 0:
-                self.sent.pop(node.number, None)
+            self._forget(node)
             stack.extend(node.children.values())
 
+    def _forget(self, node: Node) -> None:
+        node.alive = False
+        if node.number >= 0:
+            self.sent.pop(node.number, None)
+
     def discard(self, node: Node) -> None:
-        """Drop a node and everything below it."""
+        """Drop ``node`` and its descendants."""
         if node.parent is not None and node.alive:
             del node.parent.children[node.token]
             self._drop(node)
 
     def nodes(self) -> Iterator[Node]:
-        """All living nodes, parents before children, root excluded; for selection and tests."""
+        """All nodes below the root, parents before children."""
         stack = list(self.root.children.values())
         while stack:
             node = stack.pop()

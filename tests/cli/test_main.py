@@ -24,11 +24,12 @@ COMMAND = (sys.executable, "-m", "flowspec_edge.cli.main")
 
 
 def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], bool]]:
-    """Every command's path, and whether it is a group."""
+    """Every visible command's path, and whether it is a group."""
     children = getattr(group, "commands", {})
     yield path, bool(children)
     for name, child in children.items():
-        yield from commands(child, (*path, name))
+        if not child.hidden:
+            yield from commands(child, (*path, name))
 
 
 COMMANDS = dict(commands(typer.main.get_command(app)))
@@ -60,7 +61,7 @@ def test_the_commands_that_others_call() -> None:
     assert {("demo",), ("generate",), ("serve",), ("up",), ("chat",), ("doctor",), ("plan",),
             ("device", "profile"), ("device", "peer"),
             ("bench", "run"), ("bench", "tables"), ("bench", "plot"), ("bench", "timeline"),
-            ("models", "train-demo"), ("models", "train-spd"), ("models", "train-head"), ("models", "shard"),
+            ("models", "train-spd"), ("models", "train-head"), ("models", "shard"),
             ("models", "inspect"), ("models", "verify"), ("device", "kernels"),
             *(("sweep", axis) for axis in ("bandwidth", "depth", "stages", "segment", "latency")),
             } <= set(COMMANDS)
@@ -75,6 +76,11 @@ def test_lists_have_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == profile_names()
     assert main(["models", "list"]) == 0
     assert capsys.readouterr().out.strip()
+
+
+def test_a_command_that_moved_names_its_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "train-demo", "--out", "my-demo", "--quick"]) == 2
+    assert "python models/recipe/train_demo.py --out DIR" in capsys.readouterr().err
 
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:

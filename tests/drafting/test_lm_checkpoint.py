@@ -12,11 +12,10 @@ from gpukit import needs_cuda
 from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from flowspec_edge.drafting.lm import LMDrafter
-from flowspec_edge.drafting.lm_checkpoint import load_lm
+from flowspec_edge.drafting.lm import LMDrafter, load_lm
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.sampling import Sampling
-from flowspec_edge.tree.requests import DraftNode, DraftRequest
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
 
 CPU = torch.device("cpu")
 V = 67
@@ -125,8 +124,8 @@ def test_a_real_difference_is_refused_with_both_numbers(tmp_path: Path) -> None:
     assert "token 119 (" in error(large, small)
     assert "is unknown to the other" in error(large, small)
     assert "token 98 is 'something' here and" in error(other, small)
-    assert "no telling if they do" in error(None, small)
-    assert "no telling if they do" in error(small, None)
+    assert "it cannot be told whether they do" in error(None, small)
+    assert "it cannot be told whether they do" in error(small, None)
 
 
 def test_a_model_that_is_not_there_or_not_whole_is_refused(tmp_path: Path) -> None:

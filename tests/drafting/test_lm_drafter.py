@@ -6,8 +6,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from flowspec_edge.drafting.lm import LMDrafter
-from flowspec_edge.sampling import Sampling
-from flowspec_edge.tree.requests import DraftNode, DraftRequest
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
 
 V = 67
 

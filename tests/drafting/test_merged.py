@@ -10,20 +10,19 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from flowspec_edge.drafting.lm import LMDrafter
-from flowspec_edge.drafting.merged import MergedDrafter, merge
-from flowspec_edge.drafting.ngram import NgramDrafter
+from flowspec_edge.drafting.ngram import MergedDrafter, NgramDrafter, merge
 from flowspec_edge.messages import Payload, Tap
-from flowspec_edge.sampling import Sampling
-from flowspec_edge.tree.requests import DraftNode, DraftRequest, Expansion
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.tree.draft_api import DraftNode, DraftOutput, DraftRequest
 
 V = 40
 Row = dict[int, float]
 rows = st.dictionaries(st.integers(0, 9), st.floats(-9, 0), max_size=5)
 
 
-def expansion(found: list[Row], columns: int) -> Expansion:
+def expansion(found: list[Row], columns: int) -> DraftOutput:
     """The rows best first, the rest absent."""
-    made = Expansion.empty(len(found), columns)
+    made = DraftOutput.empty(len(found), columns)
     for i, row in enumerate(found):
         best = sorted(row.items(), key=lambda child: -child[1])
         for place, (token, score) in enumerate(best):
@@ -93,8 +92,8 @@ def test_features_and_taps_reach_the_draft_model() -> None:
         def tap(self, message: Tap) -> None:
             self.seen.append(message)
 
-        def expand(self, request: DraftRequest) -> Expansion:
-            return Expansion.empty(len(request.nodes), request.children)
+        def expand(self, request: DraftRequest) -> DraftOutput:
+            return DraftOutput.empty(len(request.nodes), request.children)
 
     recorder = Recorder()
     drafter = MergedDrafter(recorder, NgramDrafter(2, 1))

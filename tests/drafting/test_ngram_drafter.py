@@ -8,8 +8,8 @@ from lookupkit import brute_force
 
 from flowspec_edge.drafting.ngram import NgramDrafter
 from flowspec_edge.errors import ProtocolError
-from flowspec_edge.sampling import Sampling, gumbel
-from flowspec_edge.tree.requests import DraftNode, DraftRequest, Expansion
+from flowspec_edge.sampling.rule import Sampling, gumbel
+from flowspec_edge.tree.draft_api import DraftNode, DraftOutput, DraftRequest
 
 V = 50
 
@@ -67,7 +67,7 @@ def test_random_walks_agree_with_brute_force(seed: int) -> None:
     assert seen > 100
 
 
-def expand(drafter: NgramDrafter, text: list[int]) -> Expansion:
+def expand(drafter: NgramDrafter, text: list[int]) -> DraftOutput:
     drafter.commit(text, None)
     return drafter.expand(DraftRequest(0, (DraftNode(0, -1, text[-1], len(text) - 1),), 2))
 

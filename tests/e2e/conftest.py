@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import deploykit
+import imagekit
+import jetsonkit
 import nspawnkit
 import pytest
+from enginekit import PLACES, Bench
+
+from flowspec_edge.fleet import paths
+from flowspec_edge.fleet.deploy.wheels import WheelTarget, build_wheel, environment, fill
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +26,46 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nspawnkit.Fleet]
 def cluster(fleet: nspawnkit.Fleet, tmp_path_factory: pytest.TempPathFactory) -> deploykit.Cluster:
     """A cluster file for the boards, and the wheels that they need; nothing is deployed yet."""
     return deploykit.Cluster(fleet, tmp_path_factory.mktemp("cluster"))
+
+
+@pytest.fixture(scope="module")
+def bench(fleet: nspawnkit.Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """Boards with the software."""
+    house = imagekit.cache() / "wheelhouse"
+    build_wheel(house)
+    torch = fleet.shell(1, "python3 -c 'import torch; print(torch.__version__)'").strip()
+    target = WheelTarget("3.11", "x86_64", torch)
+    fill(house, [target])
+    file = fleet.write_cluster(tmp_path_factory.mktemp("bench") / "cluster.toml")
+    bench = Bench(fleet, environment(house, target), file)
+    untouched = [bench.traces(place) for place in PLACES]
+    for phase in ("release", "activate", "down", "purge"):
+        bench.well(phase, dry_run=True)
+    would = bench.well("software", dry_run=True)
+    assert [bench.traces(place) for place in PLACES] == untouched
+    assert bench.well("software") == would
+    assert min(would) > 5
+    yield bench
+    bench.well("purge")
+    assert [bench.traces(place) for place in PLACES] == untouched == [[], []]
+
+
+@pytest.fixture
+def running(bench: Bench) -> Iterator[Bench]:
+    """Boards where the first release runs; afterwards nothing does."""
+    bench.well("release")
+    assert min(bench.well("activate")) > 0
+    yield bench
+    bench.well("down")
+    for place in PLACES:
+        bench.fleet.shell(place, f"rm -rf {paths.RELEASES}/* {paths.CURRENT} {paths.PREVIOUS}")
+
+
+@pytest.fixture(scope="session")
+def orins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[jetsonkit.Orins]:
+    """Four boards that pass for Jetsons, as flashed, and a Debian 11: orin-0 to orin-4."""
+    if why_not := jetsonkit.why_no_orins():
+        pytest.skip(f"boards that pass for Jetsons: {why_not}")
+    running = jetsonkit.Orins(tmp_path_factory.mktemp("orins"), old=True)
+    yield running
+    running.close()

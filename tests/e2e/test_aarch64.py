@@ -18,8 +18,8 @@ else:
 
 # Every program is emulated, and importing torch alone takes half a minute: a few of each kind.
 SMOKE = ("tests/tree", "tests/transport/test_codec.py",
-         "tests/stage/test_quant.py::test_a_linear_multiplies_by_what_is_stored",
-         "tests/runtime/test_processes.py::test_greedy_text_is_that_of_transformers[flowspec]")
+         "tests/stage/quant/test_quant.py::test_a_linear_multiplies_by_what_is_stored",
+         "tests/runtime/cluster/test_process_cluster.py::test_greedy_text_is_that_of_transformers[flowspec]")
 PATIENCE = 3000.0  # seconds
 
 

@@ -31,11 +31,7 @@ FAULTS = (
           "umount /opt/flowspec; rmdir /opt/flowspec", ("disk", "are free")),
     Fault("port taken", "systemd-run --unit=other python3 -m http.server 7702", "systemctl stop other",
           ("port", "7702 is taken by python3")),
-    # The machine's clock cannot be set for one container: its Python is told another time.
-    Fault("clock wrong", "echo 'import time; time.time = lambda real=time.time: real() + 3600' > "
-          "/usr/lib/python3/dist-packages/clock.pth", "rm /usr/lib/python3/dist-packages/clock.pth",
-          ("clock", "+36")),
-    # Nor its memory be taken away: it is told that there is less.
+    # The machine's memory cannot be taken away from one container: it is told that there is less.
     Fault("too little memory", "sed 's/^MemAvailable:.*/MemAvailable: 99999 kB/' /proc/meminfo > /run/less; "
           "mount --bind /run/less /proc/meminfo", "umount /proc/meminfo", ("memory", "are needed")),
 )

@@ -9,16 +9,17 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import imagekit
 import nspawnkit
 import pytest
 from deploykit import PROMPT, Cluster
 
-from flowspec_edge.modeldir import resolve_model
+from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.runtime.plain import PlainDecoder
-from flowspec_edge.sampling import Sampling
-from flowspec_edge.text import Tokenizer
+from flowspec_edge.sampling.rule import Sampling
 
 pytestmark = [pytest.mark.fleet, nspawnkit.needs_fleet]
 
@@ -41,9 +42,11 @@ def bare(cluster: Cluster) -> list[set[str]]:
 def first(cluster: Cluster, bare: list[set[str]]) -> str:
     """The id of a release that has been deployed on bare boards."""
     cluster.write()
+    plan = cluster.deploy("plan")
     told = cluster.deploy("up")
     assert told["ok"], told
     assert all(board["changed"] for board in told["boards"])
+    assert steps(told) == steps(plan)
     release: str = told["release"]
     return release
 
@@ -54,11 +57,17 @@ def broken(tmp_path: Path) -> Iterator[Path]:
     tree = tmp_path / "tree"
     left_out = shutil.ignore_patterns(".*", "tests", "docs", "__pycache__", "build", "dist")
     shutil.copytree(imagekit.REPOSITORY, tree, ignore=left_out)
-    with (tree / "flowspec_edge/cli/worker.py").open("a") as worker:
+    with (tree / "flowspec_edge/cli/serve/daemons.py").open("a") as worker:
         worker.write("\nimport os\nimport sys\n\n"
                      'if "NOTIFY_SOCKET" in os.environ:\n    sys.exit("broken on purpose")\n')
     yield tree
     shutil.rmtree(tree)
+
+
+def steps(told: dict[str, Any]) -> dict[str, list[tuple[str, bool]]]:
+    """The steps on each board, and whether each changes something."""
+    return {board["name"]: [(step["name"], step["changed"]) for step in board["steps"]]
+            for board in told["boards"]}
 
 
 def files(cluster: Cluster, board: int) -> set[str]:
@@ -125,8 +134,10 @@ def test_a_board_that_restarts_is_back(cluster: Cluster, first: str, board: int)
 
 def test_an_upgrade_and_the_way_back(cluster: Cluster, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.write(context=640, serve_host="0.0.0.0")
+    plan = cluster.deploy("plan")
     told = cluster.deploy("up")
     assert told["ok"], told
+    assert (steps(told), told["release"]) == (steps(plan), plan["release"])
     second = told["release"]
     assert second != first
     assert cluster.deploy("status")["release"] == second

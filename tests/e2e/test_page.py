@@ -14,12 +14,14 @@ import pytest
 from clusterkit import PATIENCE, until
 from livekit import STAGES, Watchable, Watched, watchable, watched_cluster
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright
+from powerkit import board
 from tiny_dir import tiny_model_dir
 
-from flowspec_edge.modeldir import ModelDir
+from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.text import Tokenizer
+from flowspec_edge.runtime.observe.power import board_meter
 from flowspec_edge.runtime.plain import PlainDecoder
-from flowspec_edge.sampling import Sampling
-from flowspec_edge.text import Tokenizer
+from flowspec_edge.sampling.rule import Sampling
 
 CHROMIUM = Path("/usr/bin/chromium")
 # Nothing of the browser's own goes to the network: a request to another host would be the page's.
@@ -40,9 +42,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster(model: Path) -> Iterator[Watched]:
-    with watched_cluster(model) as found:
-        yield found
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """On one board, which draws 9.5 W."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLOWSPEC_SYSFS", str(board(tmp_path_factory.mktemp("board"), 9.5)))
+        with board_meter() as meter, watched_cluster(model, meter) as found:
+            yield found
 
 
 @pytest.fixture
@@ -123,6 +128,8 @@ def test_it_shows_the_boards_the_answer_the_tree_and_the_figures(browser: Browse
         assert board_names(page) == ["D0", "V1", "V2"]
         expect(page.locator("#state")).to_have_attribute("data-state", "up")
         expect(page.locator("#hint")).to_be_visible()
+        energy = page.locator("#joules_per_token")
+        expect(energy).to_be_hidden()  # of no answer yet
         page.fill("#prompt", PROMPT)
         page.press("#prompt", "Enter")
         tree = page.locator("#tree")
@@ -134,6 +141,9 @@ def test_it_shows_the_boards_the_answer_the_tree_and_the_figures(browser: Browse
         expect(page.locator("#tokens_per_second")).to_have_text(re.compile(r"\d"))
         expect(page.locator("#alt")).to_have_text(re.compile(r"\d"))
         expect(page.locator("#ttft_s")).to_have_text(re.compile(r"\d"))
+        expect(energy).to_have_text(re.compile(r"\d J"))
+        expect(page.locator("#boards li").first).to_contain_text("9.5 W")
+        expect(page.locator("#boards li").nth(1)).not_to_contain_text("9.5 W")  # the same board
         expect(page.locator("#acceptance span")).to_have_count(12)
         expect(page.locator("#boards li").nth(1)).to_contain_text(re.compile(r"\d+ rows/s"))
         assert painted(page, "#rail")
@@ -191,7 +201,7 @@ def test_it_asks_for_the_key_once(browser: Browser, cluster: Watched) -> None:
         page.press("#prompt", "Enter")
         expect(page.locator(".answer")).to_have_text(re.compile("."))
         # Without its server the page says so; the text stays.
-        watched.server.desk.close()
+        watched.server.admission.close()
         expect(page.locator("#state")).to_have_attribute("data-state", "cut")
         expect(page.locator("#state")).to_contain_text("trying again")
         expect(page.locator("#tree-idle")).to_be_visible()  # of its tree nothing is known any more

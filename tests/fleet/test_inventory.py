@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, load_inventory, resolve
-from flowspec_edge.resources import resource_dir
+from flowspec_edge.util.resources import resource_dir
 
 HEAD = '[cluster]\nname = "lab"\n'
 DRAFT = '[[device]]\nname = "a"\naddress = "10.0.0.1"\nrole = "draft"\n'
@@ -55,7 +55,7 @@ def test_the_example_has_every_key_and_its_comments_the_defaults() -> None:
             assert ClusterSettings.model_fields[key].default == json.loads(value), key
 
 
-def test_an_entry_goes_before_the_cluster_and_little_must_be_given(tmp_path: Path) -> None:
+def test_an_entry_overrides_the_cluster_and_most_keys_have_defaults(tmp_path: Path) -> None:
     own = 'python = "/usr/bin/python3"\ninterface = "wlan0"\ntorch_device = "cuda"\n'
     found = load_inventory(write(tmp_path, HEAD + VERIFY + own + DRAFT))
     (board,) = found.verify
@@ -113,8 +113,8 @@ def test_an_entry_goes_before_the_cluster_and_little_must_be_given(tmp_path: Pat
     # Layers: of two devices b and c after the draft device a.
     (layered(None, "[0, 4]"), "7: device.1: other devices have layers, and b has none: give all"),
     (layered("[0, 4]", "[3, 8]"), "16: device.2.layers: [3, 8] overlaps the layers up to 4 of the devices"),
-    (layered("[0, 4]", "[5, 8]"), "16: device.2.layers: [5, 8] leaves layer 4 to nobody: begin with 4, whe"),
-    (layered("[4, 8]", "[0, 4]"), "11: device.1.layers: [4, 8] leaves layers 0 to 3 to nobody: the first v"),
+    (layered("[0, 4]", "[5, 8]"), "16: device.2.layers: [5, 8] leaves layer 4 without a device: begin "),
+    (layered("[4, 8]", "[0, 4]"), "11: device.1.layers: [4, 8] leaves layers 0 to 3 without a device: "),
     (layered("[0, 4]", "[4, 4]"), "16: device.2.layers: [4, 4] holds no layer"),
     (layered("[0, 4, 8]", "[4, 8]"), "11: device.1.layers: give two numbers, [first, end]"),
     (layered('["0", 4]', "[4, 8]"), "11: device.1.layers.0: input should be a valid integer, not \"0\""),
@@ -150,7 +150,7 @@ EDITS = st.tuples(st.integers(0, TEXT.count("\n")), LINES, VALUES, st.sampled_fr
 
 @settings(max_examples=100)
 @given(st.lists(EDITS, max_size=4))
-def test_no_file_however_wrong_is_more_than_one_line(edits: list[tuple[int, str, str, str]]) -> None:
+def test_every_error_is_one_line(edits: list[tuple[int, str, str, str]]) -> None:
     """Lines of the example deleted, inserted, replaced, or with other values."""
     rows = TEXT.split("\n")
     for at, line, value, kind in edits:
@@ -173,7 +173,7 @@ def test_layers_follow_the_order_of_the_file(tmp_path: Path) -> None:
     assert [device.layers for device in found.verify] == [(0, 3), (3, 8)]
 
 
-def test_who_needs_definite_roles_says_what_to_do(tmp_path: Path) -> None:
+def test_undecided_roles_are_an_error_with_a_next_step(tmp_path: Path) -> None:
     verify = VERIFY.replace("b", "c").replace(".2", ".3")
     found = load_inventory(write(tmp_path, HEAD + AUTO + DRAFT + verify))
     assert not found.decided
@@ -183,7 +183,7 @@ def test_who_needs_definite_roles_says_what_to_do(tmp_path: Path) -> None:
             ask()
 
 
-def test_a_name_that_nobody_knows(tmp_path: Path) -> None:
+def test_an_unknown_host_name(tmp_path: Path) -> None:
     found = load_inventory(write(tmp_path, HEAD + DRAFT + VERIFY.replace("10.0.0.2", "no-such-host.invalid")))
     with pytest.raises(FlowspecError, match=r"b: the address no-such-host\.invalid is unknown here"):
         resolve(found.verify[0])

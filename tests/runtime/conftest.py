@@ -13,13 +13,12 @@ from tiny_dir import tiny_spd
 from transformers import AutoTokenizer, LlamaConfig
 from workerkit import Stage, Start
 
-from flowspec_edge.config import DraftCost, Link, LmHeadCost, Profile, StageCurve, load_profile
-from flowspec_edge.drafting.eagle import EagleHead
-from flowspec_edge.drafting.eagle_checkpoint import save_head
+from flowspec_edge.config import DraftCost, LinkCost, LmHeadCost, Profile, StageCurve, load_profile
+from flowspec_edge.drafting.eagle.eagle2 import EagleHead, save_head
 from flowspec_edge.messages import Cancel, Shutdown
-from flowspec_edge.modeldir import resolve_model
-from flowspec_edge.runtime.engine import Engine
-from flowspec_edge.runtime.notify import Notifier
+from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.runtime.worker.sd_notify import Notifier
+from flowspec_edge.stage.base import Engine
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.transport.memory import MemoryTransport
@@ -126,5 +125,5 @@ def ideal_profile() -> Profile:
         "stage": StageCurve(layers=4, rows=[1], ms=[1000]),
         "draft": DraftCost(pass_ms=0, lm_pass_ms=0, spd_pass_ms=0),
         "lm_head": LmHeadCost(ms=0),
-        "link": Link(mbps=1e12, latency_ms=0),
+        "link": LinkCost(mbps=1e12, latency_ms=0),
     })

@@ -1,5 +1,5 @@
 """Every strategy at every stage count over real processes: `make soak`; a few of them in every run
-are in test_processes.py and test_tensor_cluster.py."""
+are in cluster/test_process_cluster.py and cluster/test_tensor_cluster.py."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from flowspec_edge.runtime.clusters import LocalClusters
+from flowspec_edge.runtime.cluster.clusters import LocalCluster
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request
-from flowspec_edge.sampling import Sampling
+from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.registry import STRATEGIES
 
 PROMPT = [(11 * i + 5) % 97 for i in range(70)]  # two chunks
@@ -22,7 +22,7 @@ SAMPLINGS = (Sampling(), Sampling(1.0, seed=11), Sampling(1.0, top_p=0.9, seed=1
 def test_every_strategy(tiny_model: Path, stages: int) -> None:
     plain = PlainDecoder(tiny_model)
     expected = [plain.generate(PROMPT, 12, sampling) for sampling in SAMPLINGS]
-    with LocalClusters(tiny_model, stages, threads=1) as clusters:
+    with LocalCluster(tiny_model, stages, threads=1) as clusters:
         for name in sorted(STRATEGIES, key=lambda n: STRATEGIES[n].parallelism):  # one start for each kind
             for sampling, (tokens, reason) in zip(SAMPLINGS, expected, strict=True):
                 result = clusters.generate(Request(PROMPT, name, 12, sampling))

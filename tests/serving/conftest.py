@@ -9,7 +9,7 @@ import pytest
 from servekit import AT_ONCE, Held, Watch
 from tiny_dir import tiny_model_dir
 
-from flowspec_edge.runtime.clusters import LocalClusters
+from flowspec_edge.runtime.cluster.clusters import LocalCluster
 from flowspec_edge.runtime.plain import PlainDecoder
 
 
@@ -29,12 +29,12 @@ def watch() -> Watch:
 
 
 @pytest.fixture(scope="session")
-def processes(model: Path, watch: Watch) -> Iterator[LocalClusters]:
+def processes(model: Path, watch: Watch) -> Iterator[LocalCluster]:
     """For all tests of a process, one after the other; new stages come up if one has killed them."""
-    with LocalClusters(model, 2, threads=1, at_once=AT_ONCE, observer=watch) as clusters:
+    with LocalCluster(model, 2, threads=1, at_once=AT_ONCE, observer=watch) as clusters:
         yield clusters
 
 
 @pytest.fixture
-def held(processes: LocalClusters) -> Held:
+def held(processes: LocalCluster) -> Held:
     return Held(processes)

@@ -11,11 +11,11 @@ import pytest
 from clusterkit import PATIENCE, on_third
 
 from flowspec_edge.errors import PeerLost
-from flowspec_edge.runtime.clusters import LocalClusters
-from flowspec_edge.runtime.observer import Observers
+from flowspec_edge.runtime.cluster.clusters import LocalCluster
+from flowspec_edge.runtime.observe.observer import Observers
 from flowspec_edge.runtime.request import Request
-from flowspec_edge.serving.desk import Readiness
-from flowspec_edge.serving.feed import Feed
+from flowspec_edge.serving.admission import Readiness
+from flowspec_edge.serving.dashboard.feed import Feed
 from flowspec_edge.serving.metrics import Metrics
 from flowspec_edge.strategies.params import Params
 
@@ -35,9 +35,9 @@ def test_a_cluster_that_is_lost_and_another_one(model: Path) -> None:
     def count() -> tuple[float, float]:
         return read(metrics, "losses_total"), read(metrics, "recoveries_total")
 
-    with LocalClusters(model, 2, threads=1, observer=Observers([metrics, feed])) as clusters:
+    with LocalCluster(model, 2, threads=1, observer=Observers([metrics, feed])) as clusters:
         clusters.generate(Request(PROMPT, "flowspec", 2))
-        assert (feed.lost_why, *count()) == (None, 0, 0)
+        assert (feed.loss_reason, *count()) == (None, 0, 0)
         running = clusters.running
         assert running
         over = clusters.submit(Request(PROMPT, "flowspec", 3),
@@ -49,32 +49,32 @@ def test_a_cluster_that_is_lost_and_another_one(model: Path) -> None:
         for other in others:
             with pytest.raises(PeerLost):
                 other.result(0)
-        assert "V2 was killed" in (feed.lost_why or "")
-        assert feed.figures.event(0)["running"] == 0
-        assert feed._open == metrics._rounds == {}
+        assert "V2 was killed" in (feed.loss_reason or "")
+        assert feed.stats.event(0)["running"] == 0
+        assert feed._open == metrics._acceptance._rounds == {}
         assert count() == (1, 0)
         clusters.generate(Request(PROMPT, "flowspec", 2))
-        assert (feed.lost_why, *count()) == (None, 1, 1)
+        assert (feed.loss_reason, *count()) == (None, 1, 1)
 
 
 def test_after_a_fault_of_ours_nothing_of_those_that_ran_is_left(model: Path) -> None:
     feed, metrics = Feed(), Metrics(2, dict, {})
-    with LocalClusters(model, 2, threads=1, observer=Observers([metrics, feed])) as clusters:
+    with LocalCluster(model, 2, threads=1, observer=Observers([metrics, feed])) as clusters:
         tickets = [clusters.submit(Request(PROMPT, "flowspec", 60)) for _ in range(2)]
         turns = iter(range(20))
         with pytest.raises(StopIteration):
             clusters.serve(lambda: next(turns) < 0)
         assert all(ticket.done for ticket in tickets)
-        assert feed._open == metrics._rounds == {}
-        assert feed.figures.event(0)["running"] == 0
-        assert feed.lost_why is None
+        assert feed._open == metrics._acceptance._rounds == {}
+        assert feed.stats.event(0)["running"] == 0
+        assert feed.loss_reason is None
 
 
 def test_rounds_after_a_loss_are_as_deep_as_before(model: Path) -> None:
     """Without drafts none is accepted; text that is read in again, in several segments, is no round."""
     metrics = Metrics(2, dict, {})
     request = Request(PROMPT, "autoregressive", 8, params=Params(prefill_chunk=16))
-    with LocalClusters(model, 2, threads=1, rejoin_within=PATIENCE, observer=metrics) as clusters:
+    with LocalCluster(model, 2, threads=1, rejoin_within=PATIENCE, observer=metrics) as clusters:
         clusters.generate(replace(request, max_new_tokens=1))
         running = clusters.running
         assert running

@@ -11,10 +11,10 @@ from clusterkit import PATIENCE
 from servekit import NAME, running, served
 from transformers import AutoTokenizer
 
-from flowspec_edge.modeldir import ModelDir
-from flowspec_edge.runtime.clusters import LocalClusters
+from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.runtime.cluster.clusters import LocalCluster
 from flowspec_edge.runtime.plain import PlainDecoder
-from flowspec_edge.sampling import Sampling
+from flowspec_edge.sampling.rule import Sampling
 
 PROMPT = "def f(x): return"
 
@@ -22,7 +22,7 @@ PROMPT = "def f(x): return"
 def test_streams_go_on_when_a_stage_was_killed(model: Path, plain: PlainDecoder) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model / "target")
     ids, stop = tokenizer(PROMPT)["input_ids"], ModelDir(model).stop_ids
-    with LocalClusters(model, 2, threads=1, at_once=2, rejoin_within=PATIENCE) as processes, \
+    with LocalCluster(model, 2, threads=1, at_once=2, rejoin_within=PATIENCE) as processes, \
             running(served(model), processes, at_once=2) as server, ThreadPoolExecutor(2) as pool:
 
         assert processes.running is not None

@@ -18,12 +18,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from servekit import AT_ONCE, NAME, Running, running, served
 
 from flowspec_edge.messages import Heartbeat
-from flowspec_edge.runtime.clusters import LocalClusters
-from flowspec_edge.runtime.vitals import Vitals
-from flowspec_edge.serving.desk import Readiness
-from flowspec_edge.serving.log import GONE, Record
-from flowspec_edge.serving.metrics import Metrics
-from flowspec_edge.serving.stage_metrics import StageMetrics
+from flowspec_edge.runtime.cluster.clusters import LocalCluster
+from flowspec_edge.runtime.observe.system_stats import SystemStats
+from flowspec_edge.serving.access_log import GONE, AccessRecord
+from flowspec_edge.serving.admission import Readiness
+from flowspec_edge.serving.metrics import Metrics, StageMetrics
 
 KEY = "a-key"
 STAGES = 2
@@ -49,8 +48,8 @@ class Read:
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[Running]:
-    metrics = Metrics(STAGES, Vitals().read, {"model": NAME})
-    with (LocalClusters(model, STAGES, threads=1, at_once=AT_ONCE, observer=metrics) as clusters,
+    metrics = Metrics(STAGES, SystemStats().read, {"model": NAME})
+    with (LocalCluster(model, STAGES, threads=1, at_once=AT_ONCE, observer=metrics) as clusters,
           running(served(model), clusters, api_key=KEY, at_once=AT_ONCE, metrics=metrics) as server):
         server.http.headers["authorization"] = f"Bearer {KEY}"
         yield server
@@ -186,7 +185,7 @@ def test_counters_that_begin_again_only_grow() -> None:
     assert (page()[rows], page()[up]) == (0, 0)
     for since, count in ((1, 5), (1, 9), (2, 9), (2, 20), (3, 1)):
         message = beat(1, since, rows=count, temperature_c=40.0)
-        stages.heard(1, message.counters, now[0])
+        stages.add_heartbeat(1, message.counters, now[0])
     assert (page()[rows], page()[up]) == (9 + 20 + 1, 1)
     heat = ("flowspec_device_temperature_celsius", frozenset({("device", "V1")}))
     assert page()[heat] == 40.0
@@ -194,7 +193,7 @@ def test_counters_that_begin_again_only_grow() -> None:
     now[0] = 6.0  # silent for too long: what it said of its board is no news
     assert page()[up] == 0
     assert heat not in page()
-    stages.heard(1, beat(1, 3, rows=1).counters, now[0])
+    stages.add_heartbeat(1, beat(1, 3, rows=1).counters, now[0])
     assert page()[up] == 1
     stages.lost()
     assert page()[up] == 0
@@ -203,10 +202,10 @@ def test_counters_that_begin_again_only_grow() -> None:
 def test_losses_and_endings_are_told_apart() -> None:
     metrics = Metrics(STAGES, dict, {})
     metrics.lost("V2 is gone", 1.0)
-    metrics.back(2.0)
+    metrics.recovered(2.0)
     ends = ((200, "stop"), (200, "length"), (400, None), (429, None), (503, None), (500, None))
     for status, finish in ends:
-        metrics.over(Record("/v1/completions", status=status, finish=finish))
+        metrics.request_ended(AccessRecord("/v1/completions", status=status, finish=finish))
     page, _ = metrics.page("", Readiness(True, "", 0, 0, None))
     told = Read(page.decode())
     assert (told("losses_total"), told("recoveries_total")) == (1, 1)
@@ -215,9 +214,16 @@ def test_losses_and_endings_are_told_apart() -> None:
 
 
 def test_gaps_between_tokens() -> None:
-    record = Record("/v1/completions")
+    record = AccessRecord("/v1/completions")
     begun = time.monotonic()
-    record.came([(begun + 1.0, 1), (begun + 1.5, 3), (begun + 1.75, 1)])
+    record.add_tokens([(begun + 1.0, 1), (begun + 1.5, 3), (begun + 1.75, 1)])
     assert record.first_token_s == pytest.approx(1.0, abs=0.5)
     assert list(record.gaps) == pytest.approx([0.5, 0, 0, 0.25])
     assert "gaps" not in record.as_json()
+
+
+def test_the_log_tells_joules_where_they_were_measured() -> None:
+    record = AccessRecord("/v1/completions", id="a", prompt_tokens=3, completion_tokens=2, finish="length")
+    assert str(record) == "/v1/completions 200 a: 3 + 2 tokens in 0.00 s, length"
+    record.energy_j = 12.34
+    assert str(record) == "/v1/completions 200 a: 3 + 2 tokens in 0.00 s, 12.3 J, length"

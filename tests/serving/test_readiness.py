@@ -17,11 +17,11 @@ from servekit import NAME, Held, Running, running, served
 from transformers import AutoTokenizer
 
 from flowspec_edge.errors import PeerLost
-from flowspec_edge.modeldir import ModelDir
-from flowspec_edge.runtime.clusters import LocalClusters
+from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.runtime.cluster.clusters import LocalCluster
 from flowspec_edge.runtime.plain import PlainDecoder
-from flowspec_edge.sampling import Sampling
-from flowspec_edge.serving.desk import Desk, Unavailable
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.serving.admission import AdmissionQueue, ClusterUnavailable
 
 PROMPT = "def f(x): return"
 
@@ -41,7 +41,7 @@ def text_of(chunks: Any) -> str:
 
 
 def test_a_killed_stage_is_told_the_queue_goes_on_and_ready_waits_for_a_token(
-        processes: LocalClusters, model: Path, plain: PlainDecoder) -> None:
+        processes: LocalCluster, model: Path, plain: PlainDecoder) -> None:
     held = Held(processes)
     with running(served(model), held) as server, ThreadPoolExecutor(1) as pool:
         assert server.ready() == (200, "")
@@ -49,7 +49,7 @@ def test_a_killed_stage_is_told_the_queue_goes_on_and_ready_waits_for_a_token(
         lost = stream(server, 1000)
         next(lost)
         waits = pool.submit(lambda: text_of(stream(server, 20)))
-        until(lambda: server.desk.readiness().waiting == 1)
+        until(lambda: server.admission.readiness().waiting == 1)
         held.may_start.clear()
         assert processes.running is not None
         pids = processes.running.pids
@@ -80,7 +80,7 @@ def test_while_nobody_asks_tokens_come_now_and_then(held: Held, model: Path) -> 
 
 
 @pytest.mark.soak
-def test_a_stage_that_dies_while_nobody_asks_is_found_and_replaced(processes: LocalClusters, model: Path,
+def test_a_stage_that_dies_while_nobody_asks_is_found_and_replaced(processes: LocalCluster, model: Path,
                                                                    ) -> None:
     held = Held(processes)
     with running(served(model), held, recent_s=0.6) as server:
@@ -98,7 +98,7 @@ def test_who_waits_for_a_cluster_that_does_not_come_back_is_told(held: Held, mod
     with running(served(model), held, patience_s=0) as server, ThreadPoolExecutor(2) as pool:
         held.may_go.clear()
         asked = [pool.submit(lambda: text_of(stream(server, 5))) for _ in range(2)]
-        until(lambda: (len(held.started), server.desk.readiness().waiting) == (2, 1))
+        until(lambda: (len(held.started), server.admission.readiness().waiting) == (2, 1))
         held.broken = PeerLost("V1 is on fire")
         held.may_go.set()
         until(lambda: all(future.done() for future in asked))
@@ -124,41 +124,42 @@ def test_a_fault_of_ours_is_not_shown_to_clients(held: Held, model: Path,
 
 
 def test_nothing_is_taken_before_the_first_token(held: Held, model: Path) -> None:
-    desk, ready = Desk(served(model).probe()), threading.Event()
+    admission, ready = AdmissionQueue(served(model).probe()), threading.Event()
     held.may_start.clear()
-    owner = threading.Thread(target=desk.run, args=(held, ready.set))
+    owner = threading.Thread(target=admission.run, args=(held, ready.set))
     owner.start()
-    state = desk.readiness()
+    state = admission.readiness()
     assert (state.ready, state.reason) == (
         False, "no token has come through the pipeline yet: the cluster is starting")
-    with pytest.raises(Unavailable, match="is starting"):
-        desk.submit(served(model).probe(), "me", print)
+    with pytest.raises(ClusterUnavailable, match="is starting"):
+        admission.submit(served(model).probe(), "me", print)
     held.may_start.set()
     assert ready.wait(PATIENCE)
-    assert desk.readiness().ready
-    desk.close()
+    assert admission.readiness().ready
+    admission.close()
     owner.join(PATIENCE)
     assert not owner.is_alive()
 
 
 def test_a_token_of_long_ago_shows_nothing(held: Held, model: Path) -> None:
     now = [100.0]
-    desk, ready = Desk(served(model).probe(), recent_s=60, clock=lambda: now[0]), threading.Event()
-    owner = threading.Thread(target=desk.run, args=(held, ready.set))
+    admission = AdmissionQueue(served(model).probe(), recent_s=60, clock=lambda: now[0])
+    ready = threading.Event()
+    owner = threading.Thread(target=admission.run, args=(held, ready.set))
     owner.start()
     assert ready.wait(PATIENCE)
     now[0] += 59
-    assert desk.readiness().ready
+    assert admission.readiness().ready
     now[0] += 2
-    assert desk.readiness().reason == "no token for 61 s"
-    desk.close()
+    assert admission.readiness().reason == "no token for 61 s"
+    admission.close()
     owner.join(PATIENCE)
 
 
 def test_a_cluster_that_never_starts_is_the_starters_error(model: Path) -> None:
-    clusters = LocalClusters(model, 5)  # more stages than layers
+    clusters = LocalCluster(model, 5)  # more stages than layers
     with pytest.raises(Exception, match="5 stages are more than"):
-        Desk(served(model).probe()).run(clusters)
+        AdmissionQueue(served(model).probe()).run(clusters)
     clusters.close()
 
 

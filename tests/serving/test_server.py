@@ -13,8 +13,8 @@ import pytest
 from servekit import NAME, Held, running, served
 
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.serving.admission import AdmissionQueue
 from flowspec_edge.serving.app import make_app
-from flowspec_edge.serving.desk import Desk
 from flowspec_edge.serving.server import listen, serve_app
 
 
@@ -25,14 +25,15 @@ def kill_me() -> None:
 @pytest.mark.parametrize("moment", ["starting", "first token", "idle"])
 def test_a_signal_ends_it_without_an_error_whatever_it_does(held: Held, model: Path, moment: str) -> None:
     before, what = signal.getsignal(signal.SIGTERM), served(model)
-    desk, listener = Desk(what.probe()), listen("127.0.0.1", 0, None)
+    admission, listener = AdmissionQueue(what.probe()), listen("127.0.0.1", 0, None)
     opened: AbstractContextManager[Held] = nullcontext(held)
     if moment == "starting":
         opened = _killing(held)
     elif moment == "first token":
         held.on_piece = kill_me
-    serve_app(listener, make_app(desk, what), desk, opened, kill_me if moment == "idle" else lambda: None)
-    assert desk.readiness().reason == "the server is shutting down"
+    serve_app(listener, make_app(admission, what), admission, opened,
+              kill_me if moment == "idle" else lambda: None)
+    assert admission.readiness().reason == "the server is shutting down"
     assert listener.fileno() == -1
     assert len(held.ends) == (moment != "starting")
     assert signal.getsignal(signal.SIGTERM) is before
@@ -45,10 +46,10 @@ def _killing(held: Held) -> Iterator[Held]:
 
 
 def test_it_does_not_stay_up_without_its_http(held: Held, model: Path) -> None:
-    desk, listener = Desk(served(model).probe()), listen("127.0.0.1", 0, None)
+    admission, listener = AdmissionQueue(served(model).probe()), listen("127.0.0.1", 0, None)
     listener.close()
     with pytest.raises(FlowspecError, match="the HTTP server has ended by itself"):
-        serve_app(listener, make_app(desk, served(model)), desk, nullcontext(held), lambda: None)
+        serve_app(listener, make_app(admission, served(model)), admission, nullcontext(held), lambda: None)
 
 
 def test_a_model_without_a_chat_template_refuses_chats(held: Held, model: Path) -> None:

@@ -1,4 +1,4 @@
-"""Sharding for real: what is written, from every format, and going on after everything that can stop it."""
+"""Sharding: the files written, from every format, and resumption after every kind of interruption."""
 
 from __future__ import annotations
 
@@ -29,14 +29,13 @@ from tiny_dir import tiny_model_dir
 from transformers import AutoModelForCausalLM
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.manifest import Manifest
+from flowspec_edge.model.manifest import Manifest
 from flowspec_edge.sharding import job
-from flowspec_edge.sharding.job import finished, run, total_size
-from flowspec_edge.sharding.journal import NAME
-from flowspec_edge.sharding.plan import Plan, make_plan, ranges_for, recipe_for
+from flowspec_edge.sharding.job import JOURNAL, finished, run, total_size
+from flowspec_edge.sharding.plan import ShardingPlan, make_plan, ranges_for, recipe_for
 from flowspec_edge.sharding.source import open_source
-from flowspec_edge.stage.quant import scheme
-from flowspec_edge.stage.whole import load_whole
+from flowspec_edge.stage.quant.schemes import scheme
+from flowspec_edge.stage.reference_model import load_reference_model
 
 _CLONE_NEWNS = 0x00020000
 
@@ -51,7 +50,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("plain"), layers=3)
 
 
-def plan_of(model: Path, dtype: str | None = "int4", stages: int = 2) -> Plan:
+def plan_of(model: Path, dtype: str | None = "int4", stages: int = 2) -> ShardingPlan:
     source = open_source(str(model))
     return make_plan(source, recipe_for(source, dtype), ranges_for(source.layers, stages, None))  # type: ignore[arg-type]
 
@@ -116,7 +115,7 @@ def test_every_format_gives_the_same_shards(plain: Path, tmp_path: Path) -> None
 
 
 def forked(child: Callable[[], None]) -> int | None:
-    """Call ``child`` in a copy of this process, which has imported everything; its exit code."""
+    """Call ``child`` in a fork of this process; returns its exit code."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of threads, which do nothing
         process = multiprocessing.get_context("fork").Process(target=child)
@@ -125,8 +124,8 @@ def forked(child: Callable[[], None]) -> int | None:
     return process.exitcode
 
 
-def run_until(plan: Plan, out: Path, at: int) -> None:
-    """In a process of its own: kill it with signal 9 when so many bytes have been written."""
+def run_until(plan: ShardingPlan, out: Path, at: int) -> None:
+    """Run in a separate process, killed with SIGKILL after so many bytes."""
     written = 0
 
     def count(done: int) -> None:
@@ -150,12 +149,12 @@ def test_killed_anywhere_it_goes_on(full: Path, tmp_path: Path) -> None:
         out = tmp_path / f"out-{share}"
         run_until(plan, out, size * share // 10 + 1)
         assert not (out / "manifest.json").exists()
-        assert (out / NAME).is_file()
+        assert (out / JOURNAL).is_file()
         if share >= 6:
             run_until(plan, out, size * (share + 9) // 20)  # and again, on the way
+        journal = (out / JOURNAL).read_text().splitlines()
         before = {path: (out / path).stat().st_mtime_ns
-                  for path in (json.loads(line).get("path") for line in (out / NAME).read_text().splitlines())
-                  if path}
+                  for path in (json.loads(line).get("path") for line in journal) if path}
         done: list[int] = []
         run(plan, out, done.append)
         assert content(out) == truth
@@ -172,7 +171,7 @@ def test_an_exception_leaves_no_partial_file(full: Path, tmp_path: Path) -> None
 
     with pytest.raises(KeyboardInterrupt):
         run(plan, tmp_path / "out", interrupt)
-    assert list(content(tmp_path / "out")) == [NAME]
+    assert list(content(tmp_path / "out")) == [JOURNAL]
     run(plan, tmp_path / "out")
 
 
@@ -181,15 +180,15 @@ def test_a_torn_journal_and_lost_files(full: Path, tmp_path: Path) -> None:
     truth = content(Path(run(plan, tmp_path / "truth").directory))
     out = tmp_path / "out"
     run_until(plan, out, total_size(plan) // 2)
-    lines = (out / NAME).read_bytes().splitlines(keepends=True)
-    (out / NAME).write_bytes(b"".join(lines[:-1]) + lines[-1][:-7])
+    lines = (out / JOURNAL).read_bytes().splitlines(keepends=True)
+    (out / JOURNAL).write_bytes(b"".join(lines[:-1]) + lines[-1][:-7])
     (out / json.loads(lines[1])["path"]).unlink()
     run(plan, out)
     assert content(out) == truth
 
 
 @pytest.mark.parametrize(("make", "complaint"), [
-    (lambda out: (out.mkdir(), (out / "notes").touch()), r"is not empty \(there is notes\)"),
+    (lambda out: (out.mkdir(), (out / "notes").touch()), r"is not empty \(it holds notes\)"),
     (lambda out: out.touch(), "cannot write .*: File exists"),
     (lambda out: out.parent.joinpath("file").touch() or out.symlink_to("file/out"), "cannot write"),
 ])
@@ -207,7 +206,7 @@ def test_another_request_is_refused(plain: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="unfinished sharding of another model or with other options"):
         run(plan_of(plain, "nf4"), out)
     run(plan_of(plain), out)
-    with pytest.raises(UsageError, match="holds a sharded model already, of another model"):
+    with pytest.raises(UsageError, match="already holds a sharded model, of another model"):
         finished(plan_of(plain, "nf4"), out)
     assert finished(plan_of(plain), tmp_path / "nowhere") is None
     with pytest.raises(UsageError, match="is sharded already: give the checkpoint"):
@@ -217,7 +216,7 @@ def test_another_request_is_refused(plain: Path, tmp_path: Path) -> None:
 def test_one_at_a_time(plain: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run_until(plan_of(plain), out, 40_000)
-    with (out / NAME).open("rb") as other:
+    with (out / JOURNAL).open("rb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(UsageError, match="another process is writing"):
             run(plan_of(plain), out)
@@ -281,7 +280,7 @@ def test_what_cannot_be_quantised_is_named(plain: Path, tmp_path: Path) -> None:
 
 
 def words(numbers: NDArray[np.int64]) -> torch.Tensor:
-    """Numbers 0..15, eight neighbours of a row in an int32, lowest bits first."""
+    """Pack numbers 0..15, eight neighbours of a row into an int32, lowest bits first."""
     packed = np.zeros((numbers.shape[0], numbers.shape[1] // 8), dtype=np.uint32)
     for place in range(8):
         packed |= numbers[:, place::8].astype(np.uint32) << np.uint32(4 * place)
@@ -340,7 +339,7 @@ def test_a_quantised_checkpoint_keeps_its_numbers(plain: Path, tmp_path: Path, m
     assert "quantization_config" not in json.loads((tmp_path / "out/stage-1/config.json").read_text())
     text = torch.tensor([[5, 17, 42, 3, 58, 11]])
     with torch.inference_mode():
-        found: Any = load_whole(tmp_path / "out", "fp32")(text).logits
+        found: Any = load_reference_model(tmp_path / "out", "fp32")(text).logits
         torch.testing.assert_close(found, truth(text).logits, atol=1e-4, rtol=1e-4)
     with pytest.raises(UsageError, match="is quantised already, in groups of 64: it can only become int4"):
         cut(model, tmp_path / "nf4", dtype="nf4")

@@ -1,4 +1,4 @@
-"""What is decided before anything is written: ranges, dtypes, what D0 gets, and what is refused."""
+"""Decisions before anything is written: ranges, dtypes, D0's files, and requests that are refused."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_kinds_of_drafts_are_recognised(full: Path, plain: Path, tmp_path: Path)
     as_bin(head)
     assert (open_draft(head).kind, open_draft(head).embeddings) == ("eagle2", True)
     edit(bare, **dict.fromkeys(tensors), x=torch.ones(1))
-    with pytest.raises(UsageError, match="holds no draft model that is known"):
+    with pytest.raises(UsageError, match="holds no known draft model"):
         open_draft(bare)
     with pytest.raises(UsageError, match=r"no draft model at .*: config\.json is missing"):
         open_draft(tmp_path)
@@ -136,7 +136,7 @@ def test_a_models_own_drafts_go_along(full: Path, tmp_path: Path) -> None:
 
 
 def test_a_second_head_keeps_its_place(tmp_path: Path) -> None:
-    """Its files are those of any EAGLE-2 head: only where it lies tells the two apart."""
+    """Its files are those of any EAGLE-2 head: only its directory distinguishes the two."""
     model = tiny_model_dir(tmp_path / "model")
     second = Path(shutil.copytree(model / "eagle2", model / "eagle2-deep"))
     edit(second, embed_tokens__weight=None)

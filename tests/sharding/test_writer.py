@@ -27,7 +27,7 @@ layouts = st.dictionaries(names, st.tuples(shapes, st.sampled_from(DTYPES)), max
 
 def random_tensors(layout: dict[str, tuple[tuple[int, ...], torch.dtype]], seed: int
                    ) -> dict[str, torch.Tensor]:
-    """Random bits; what they mean as numbers does not matter, but that they survive does."""
+    """Random bits, which must be preserved whatever numbers they are."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for name, (shape, dtype) in layout.items():
@@ -44,7 +44,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor], rows: int = 2) -> None:
-    """A few rows of every tensor in turn."""
+    """Write a few rows of every tensor in turn."""
     layout = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
     with TensorFile(path, layout) as file:
         for lo in range(0, max((len(t) for t in tensors.values() if t.ndim), default=0), rows):

@@ -14,7 +14,7 @@ from tiny import tiny_llama, tiny_model
 from flowspec_edge.messages import Cancel, Open, Segment
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.shard import load_lm_head, load_shard
-from flowspec_edge.tensors import to_torch
+from flowspec_edge.util.tensors import to_torch
 
 VOCAB = 97
 TEXT = random_tokens(24, VOCAB, seed=1)
@@ -31,7 +31,7 @@ def oracle(model: Path) -> Oracle:
 
 
 def grow(book: Book, tree: list[int], nodes: int, vocab: int, rng: np.random.Generator) -> list[int]:
-    """Add ``nodes`` rows, each below a random one of ``tree`` or of those added before."""
+    """Add ``nodes`` rows, each the child of a random one of ``tree`` or of those added before."""
     added: list[int] = []
     for _ in range(nodes):
         added.append(book.add(int(rng.integers(1, vocab)), int(rng.choice([*tree, *added]))))
@@ -79,7 +79,7 @@ def test_families(tmp_path: Path, family: str, extra: dict[str, object]) -> None
     text = random_tokens(12, 50, seed=3)
     assert_rows(through(chain, book.text(text))[1], book, oracle)
     grow(book, book.committed[-1:], 9, 50, np.random.default_rng(0))
-    assert_rows(through(chain, book.ledger.seal())[1], book, oracle)
+    assert_rows(through(chain, book.builder.seal())[1], book, oracle)
 
 
 @pytest.mark.parametrize("chunks", [[24], [1] * 24, [5, 1, 0, 17, 1], [0, 23, 1]])
@@ -96,7 +96,7 @@ def test_chunked_prefill(model: Path, oracle: Oracle, chunks: list[int]) -> None
 
 @pytest.mark.parametrize("seed", range(4))
 def test_trees_equal_their_paths(model: Path, oracle: Oracle, seed: int) -> None:
-    """Random trees cut into segments of random length, one token included, over several commits."""
+    """Random trees in segments of random length, from one token on, over several commits."""
     rng = np.random.default_rng(seed)
     book, chain = Book(), engines(model, 1 + seed)
     through(chain, book.text(TEXT))
@@ -105,7 +105,7 @@ def test_trees_equal_their_paths(model: Path, oracle: Oracle, seed: int) -> None
         nodes: list[int] = []
         for size in rng.choice([0, 1, 1, 2, 5, 9], size=3).tolist():
             nodes += grow(book, [root, *nodes], size, VOCAB, rng)
-            _, output = through(chain, book.ledger.seal())
+            _, output = through(chain, book.builder.seal())
             assert len(output.numbers) == size
             assert_rows(output, book, oracle)
         children = [n for n in nodes if len(book.paths[n]) == len(book.paths[root]) + 1]
@@ -121,10 +121,10 @@ def test_one_row_keeps_its_mask(model: Path, oracle: Oracle) -> None:
     through(chain, book.text(TEXT[:5]))
     root = book.committed[-1]
     left, right = book.add(3, root), book.add(4, root)
-    through(chain, book.ledger.seal())
+    through(chain, book.builder.seal())
     for parent in (left, right, left):
         book.add(11, parent)
-        _, output = through(chain, book.ledger.seal())
+        _, output = through(chain, book.builder.seal())
         assert_rows(output, book, oracle)
 
 
@@ -172,7 +172,7 @@ def test_the_state_after_all_layers_is_tapped_before_the_final_norm(model: Path,
 
 
 def test_a_first_stage_without_layers_taps_the_embeddings(model: Path, oracle: Oracle) -> None:
-    """A split of 0,8: nobody else makes them."""
+    """A split of 0,8: no other stage makes them."""
     book, shard = Book(), load_shard(model, 0, 2, "fp32")
     engine = StageEngine(replace(shard, layers=(0, 0), modules=()))
     engine.open(Open(session=1, epoch=0, capacity=64))
@@ -186,16 +186,16 @@ def test_a_first_stage_without_layers_taps_the_embeddings(model: Path, oracle: O
 
 @pytest.mark.parametrize("polls", [0, 1, 3])
 def test_cancel_at_any_layer(model: Path, oracle: Oracle, polls: int) -> None:
-    """A cancelled run comes out empty, still brings its commits, and leaves no trace."""
+    """A cancelled run comes out empty, but its commits apply, and nothing of its rows is left."""
     book = Book()
     chain = engines(model, 2)
     through(chain, book.text(TEXT[:6]))
     root = book.committed[-1]
     child = book.add(5, root)
-    through(chain, book.ledger.seal())
+    through(chain, book.builder.seal())
     book.commit(child)
     book.add(6, child)
-    doomed = book.ledger.seal()
+    doomed = book.builder.seal()
     calls = 0
 
     def poll() -> None:
@@ -215,10 +215,10 @@ def test_cancel_at_any_layer(model: Path, oracle: Oracle, polls: int) -> None:
     _, output = through(chain[1:], passed_on)
     assert output.numbers.size == 0
     book.add(8, child)
-    assert_rows(through(chain, book.ledger.seal())[1], book, oracle)
+    assert_rows(through(chain, book.builder.seal())[1], book, oracle)
     for engine in chain:
-        assert engine.cache is not None
-        assert engine.cache.numbers.tolist() == [0, 1, 2, 3, 4, 5, child, child + 2]
+        assert engine.cache_of(1) is not None
+        assert engine.cache_of(1).numbers.tolist() == [0, 1, 2, 3, 4, 5, child, child + 2]
         assert_cache(engine, book, oracle)
 
 
@@ -227,11 +227,11 @@ def test_children_of_a_cancelled_run_are_orphans(model: Path) -> None:
     through(chain, book.text(TEXT[:6]))
     engine: StageEngine = chain[0]
     parent = book.add(5, book.committed[-1])
-    doomed = book.ledger.seal()
+    doomed = book.builder.seal()
     engine.cancel(Cancel(1, 0, (doomed.run,)))
     through(chain, doomed)
     book.add(6, parent)
     other = book.add(7, book.committed[-1])
-    _, output = through(chain, book.ledger.seal())
+    _, output = through(chain, book.builder.seal())
     assert output.numbers.tolist() == [other]
     assert engine.counters["orphan_rows"] == 1

@@ -35,8 +35,8 @@ def engine(model: Path) -> StageEngine:
 
 
 def held(engine: StageEngine) -> list[int]:
-    assert engine.cache is not None
-    return engine.cache.numbers.tolist()
+    assert engine.cache_of(1) is not None
+    return engine.cache_of(1).numbers.tolist()
 
 
 def test_stale_messages_are_dropped_and_counted(engine: StageEngine) -> None:
@@ -58,7 +58,7 @@ def test_stale_messages_are_dropped_and_counted(engine: StageEngine) -> None:
 
 def test_a_closed_stage_drops_everything(engine: StageEngine) -> None:
     engine.close(Close(1))
-    assert engine.cache is None
+    assert engine.cache_of(1) is None
     assert engine.kept == {}
     assert engine.admit(Book().text(TEXT)) is None
     engine.prune(Prune(1, 0, 0, 0, 8, np.array([0], I32)))
@@ -67,21 +67,21 @@ def test_a_closed_stage_drops_everything(engine: StageEngine) -> None:
 
 def test_reopening_starts_afresh_in_the_same_memory(engine: StageEngine, oracle: Oracle) -> None:
     through([engine], Book().text(TEXT))
-    before = engine.cache
+    before = engine.cache_of(1)
     engine.open(Open(1, 1, 16))
-    assert engine.cache is before
+    assert engine.cache_of(1) is before
     assert held(engine) == []
     assert engine.counters["segments"] == 0
     book = Book(epoch=1)
     assert_rows(through([engine], book.text(TEXT))[1], book, oracle)
     engine.open(Open(2, 0, 32))
-    assert engine.cache is not before
+    assert engine.cache_of(2) is not before
     assert engine.cache_bytes == 32 * 2 * 2 * 2 * 8 * 4  # rows, layers, k and v, kv heads, head_dim, fp32
 
 
 @pytest.mark.parametrize("moment", ["before", "between layers"])
 def test_reopened_while_a_segment_is_here(engine: StageEngine, oracle: Oracle, moment: str) -> None:
-    """The old segment comes out empty, under its old epoch; the new session is untouched by it."""
+    """The old segment comes out empty, under its old epoch, and does not affect the new session."""
     admitted = engine.admit(Book().text(TEXT))
     assert admitted is not None
 
@@ -104,11 +104,11 @@ def test_a_prune_between_layers_thins_what_is_passed_on(model: Path, oracle: Ora
     chain = engines(model, 2)
     book = Book()
     through(chain, book.text(TEXT))
-    book.ledger.skip_prune()
+    book.builder.skip_prune()
     root = book.committed[-1]
     good, bad = book.add(5, root), book.add(6, root)
     below = book.add(7, bad)
-    segment = replace(book.ledger.seal(), taps=(0,))
+    segment = replace(book.builder.seal(), taps=(0,))
     book.given_up |= {bad, below}
     prune = book.prune()
     admitted = chain[0].admit(segment)
@@ -131,9 +131,9 @@ def test_a_prune_between_layers_thins_what_is_passed_on(model: Path, oracle: Ora
 def test_a_prune_between_admit_and_compute(engine: StageEngine, oracle: Oracle) -> None:
     book = Book()
     through([engine], book.text(TEXT))
-    book.ledger.skip_prune()
+    book.builder.skip_prune()
     good, bad = (book.add(token, book.committed[-1]) for token in (5, 6))
-    admitted = engine.admit(book.ledger.seal())
+    admitted = engine.admit(book.builder.seal())
     assert admitted is not None
     book.given_up.add(bad)
     engine.prune(book.prune())
@@ -146,13 +146,13 @@ def test_a_prune_between_admit_and_compute(engine: StageEngine, oracle: Oracle) 
 
 
 def test_rows_below_the_base_are_decided(engine: StageEngine, oracle: Oracle) -> None:
-    """A segment may commit one of its own rows and so condemn another."""
+    """A segment may commit one of its own rows, so that another is dead."""
     book = Book()
     through([engine], book.text(TEXT))
     root = book.committed[-1]
     dead, chosen = book.add(5, root), book.add(6, root)
     below = book.add(7, chosen)
-    segment = book.ledger.seal()
+    segment = book.builder.seal()
     base = chosen + 1
     _, output = through([engine], replace(
         segment, base=base, committed=np.array([*range(8), chosen], I32),
@@ -213,7 +213,7 @@ def test_a_full_cache_is_one_clear_line(engine: StageEngine) -> None:
 def test_malformed_segments(engine: StageEngine, change: dict[str, Any], complaint: str) -> None:
     book = Book()
     through([engine], book.text(TEXT))
-    through([engine], book.ledger.seal())  # brings the commits: base 8
+    through([engine], book.builder.seal())  # brings the commits: base 8
     good = Segment(1, 0, 2, 8, 10, np.array([8, 9], I32), np.array([8, 9], I32), 8,
                    np.array([[1], [3]], np.uint8), np.array([], I32), np.array([5, 6], I32))
     with pytest.raises(ProtocolError, match=complaint) as caught:

@@ -1,4 +1,4 @@
-"""Several sessions on one stage: whatever is interleaved, each gets what it would get alone.
+"""Several sessions on one stage: under any interleaving each gets the results it would get alone.
 
 What every session is sent is drawn as in ``test_interleavings``.  Then segments of all of them are
 mixed, and their hints, Opens and Closes come at moments of anybody's: also between the layers of
@@ -35,7 +35,7 @@ def shards(model: Path) -> list[Shard]:
 
 
 def alone(steps: list[Step], after: list[Control], session: int) -> tuple[list[Step], list[Control]]:
-    """What of all that concerns one session, in the same order."""
+    """The events of one session, in the same order."""
     found: list[Step] = []
     waiting: list[Control] = []
     for step in steps:
@@ -50,7 +50,7 @@ def alone(steps: list[Step], after: list[Control], session: int) -> tuple[list[S
 
 @st.composite
 def mixtures(draw: st.DrawFn, sessions: int) -> list[Step]:
-    """Two or three stories told at once; some sessions are closed before the end."""
+    """Two or three interleaved sessions; some are closed before the end."""
     told = [draw(stories(session)) for session in range(1, sessions + 1)]
     left = [list(story.segments) for story in told]
     steps: list[Step] = []
@@ -66,7 +66,7 @@ def mixtures(draw: st.DrawFn, sessions: int) -> list[Step]:
     opened = 0
     for s, start in enumerate(first):
         opened = max(opened, draw(st.integers(max(opened, (start - 1) * SLOTS), start * SLOTS)))
-        moments[opened].append(Open(s + 1, 0, 64, beside=tuple(range(1, s + 1))))
+        moments[opened].append(Open(s + 1, 0, 64, concurrent=tuple(range(1, s + 1))))
     for s, (story, start) in enumerate(zip(told, first, strict=True)):
         later = st.integers(start * SLOTS, len(moments) - 1)
         for prune in story.prunes:
@@ -114,7 +114,7 @@ def test_each_has_its_own_text_cache_and_counters(model: Path) -> None:
     oracle = Oracle(model)
     [engine] = engines(model, 1, capacity=32)
     books = {1: Book(1), 2: Book(2)}
-    engine.open(Open(2, 0, 48, beside=(1,)))
+    engine.open(Open(2, 0, 48, concurrent=(1,)))
     texts = {session: random_tokens(9, VOCAB, seed=session) for session in books}
     for part in (slice(0, 4), slice(4, 9)):
         for session, book in books.items():
@@ -130,17 +130,17 @@ def test_each_has_its_own_text_cache_and_counters(model: Path) -> None:
     assert_cache(engine, books[2], oracle)
 
 
-def test_whoever_is_not_named_is_given_up(model: Path) -> None:
-    """A new D0, or one that has lost count, leaves nothing of a former one behind."""
+def test_a_session_that_an_open_does_not_name_is_dropped(model: Path) -> None:
+    """After a restart of D0 nothing of its former sessions is left."""
     [engine] = engines(model, 1, capacity=16)
     for session in (2, 3, 4):
-        engine.open(Open(session, 0, 16, beside=(session - 1, session - 2)))
+        engine.open(Open(session, 0, 16, concurrent=(session - 1, session - 2)))
     assert engine.sessions == (2, 3, 4)
     second = engine.cache_of(2)
-    engine.open(Open(5, 0, 16, beside=(3, 4)))
+    engine.open(Open(5, 0, 16, concurrent=(3, 4)))
     assert engine.sessions == (3, 4, 5)
     assert engine.cache_of(5) is second  # the memory
-    engine.open(Open(4, 1, 16, beside=(3, 5)))  # again, with a higher epoch
+    engine.open(Open(4, 1, 16, concurrent=(3, 5)))  # again, with a higher epoch
     assert sorted(engine.sessions) == [3, 4, 5]
     engine.open(Open(6, 0, 16))
     assert engine.sessions == (6,)
@@ -148,13 +148,13 @@ def test_whoever_is_not_named_is_given_up(model: Path) -> None:
 
 def test_a_closed_sessions_memory_is_used_again_or_freed(model: Path) -> None:
     [engine] = engines(model, 1, capacity=16)
-    engine.open(Open(2, 0, 16, beside=(1,)))
+    engine.open(Open(2, 0, 16, concurrent=(1,)))
     kept, closed = engine.cache_of(2), engine.cache_of(1)
     engine.close(Close(1))
-    engine.open(Open(3, 0, 16, beside=(2,)))
+    engine.open(Open(3, 0, 16, concurrent=(2,)))
     assert engine.cache_of(3) is closed
     assert engine.cache_of(2) is kept
     engine.close(Close(3))
-    engine.open(Open(4, 0, 32, beside=(2,)))
-    engine.open(Open(5, 0, 16, beside=(2, 4)))
+    engine.open(Open(4, 0, 32, concurrent=(2,)))
+    engine.open(Open(5, 0, 16, concurrent=(2, 4)))
     assert engine.cache_of(5) is not closed

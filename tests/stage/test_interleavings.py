@@ -45,7 +45,7 @@ Schedule = list[list[int]]  # per moment, indexes of the prunes that arrive then
 
 @st.composite
 def schedules(draw: st.DrawFn, story: Story) -> Schedule:
-    """Each prune at one to three of a stage's moments: before, within and after each segment."""
+    """Each prune at one to three moments of a stage: before, during and after each segment."""
     moments = len(story.segments) * (3 + LAYERS) + 1
     schedule: Schedule = [[] for _ in range(moments)]
     for i in range(len(story.prunes)):
@@ -90,8 +90,8 @@ def test_any_interleaving_gives_the_same_cache(shards: list[Shard], oracle: Orac
         engine.open(Open(session=1, epoch=0, capacity=64))
         segments = [m for m in messages if isinstance(m, Segment)]
         messages = run_stage(engine, segments, story.prunes, data.draw(schedules(story)))
-        assert engine.cache is not None
-        assert engine.cache.numbers.tolist() == story.survivors
+        assert engine.cache_of(1) is not None
+        assert engine.cache_of(1).numbers.tolist() == story.survivors
         assert_cache(engine, story.book, oracle)
     returned: list[int] = []
     for output in messages:
@@ -105,14 +105,14 @@ def test_any_interleaving_gives_the_same_cache(shards: list[Shard], oracle: Orac
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_prunes_may_never_arrive(shards: list[Shard], oracle: Oracle, data: st.DataObject) -> None:
-    """Without them the cache holds more rows, but every commit takes out what it decides."""
+    """Without prunes the cache holds more rows, but every commit removes the rows it decides."""
     story = data.draw(stories())
     engine = StageEngine(shards[0])
     engine.open(Open(session=1, epoch=0, capacity=64))
     run_stage(engine, story.segments, [], [])
-    assert engine.cache is not None
-    held = engine.cache.numbers
-    base = story.book.ledger.base
+    assert engine.cache_of(1) is not None
+    held = engine.cache_of(1).numbers
+    base = story.book.builder.base
     assert held[held < base].tolist() == story.book.committed
     assert set(story.survivors) <= set(held.tolist())
     assert_cache(engine, story.book, oracle)

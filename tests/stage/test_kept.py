@@ -1,5 +1,5 @@
-"""Rows that a closed session leaves: one that begins with them computes what it would compute if it had
-read them in, whatever else the stage does meanwhile.  The oracle is transformers, row by row."""
+"""Rows that a closed session leaves: a session that begins with them computes the same as after a prefill,
+whatever else the stage does meanwhile.  The oracle is transformers, row by row."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def plays(draw: st.DrawFn) -> tuple[list[Step], dict[int, Story]]:
     a segment of that very session.
     """
     first, beside = draw(stories(1)), draw(stories(2))
-    last = draw(st.integers(1, len(first.segments)))  # the first segment whose output nobody has seen
+    last = draw(st.integers(1, len(first.segments)))  # the first segment whose output D0 has not seen
     seen = {number for segment in first.segments[:last] for number in segment.numbers.tolist()}
     chain = first.book.committed
     kept = chain[: next((i for i, number in enumerate(chain) if number not in seen), len(chain))]
@@ -61,9 +61,9 @@ def plays(draw: st.DrawFn) -> tuple[list[Step], dict[int, Story]]:
     earliest = (places[last] if last < len(places) else places[-1] + 1) * SLOTS
     closed = draw(st.integers(earliest, max(earliest, len(front) * SLOTS)))
     opened = draw(st.integers(closed, max(closed, start * SLOTS)))
-    moments[0] += [Open(1, 0, 64), Open(2, 0, 64, beside=(1,))]
+    moments[0] += [Open(1, 0, 64), Open(2, 0, 64, concurrent=(1,))]
     moments[closed].append(Close(1, tuple(kept)))
-    moments[opened].append(Open(3, 0, 80, beside=(2,), after=1, rows=rows))
+    moments[opened].append(Open(3, 0, 80, concurrent=(2,), parent_session=1, rows=rows))
     for story, since in ((first, 0), (beside, 0), (second, opened)):
         for prune in story.prunes:
             moments[draw(st.integers(since, len(moments) - 1))].append(prune)
@@ -86,7 +86,6 @@ def test_kept_rows_are_as_good_as_read_in(shards: list[Shard], oracle: Oracle, d
             cache = engine.cache_of(session)
             assert cache is not None
             assert cache.numbers.tolist() == story.survivors
-        assert engine.cache is engine.cache_of(3)
         assert_cache(engine, told[3].book, oracle)
         assert engine.kept == {}
         for step, result in zip(steps, results, strict=True):
@@ -96,8 +95,8 @@ def test_kept_rows_are_as_good_as_read_in(shards: list[Shard], oracle: Oracle, d
 
 
 def left(engine: StageEngine, session: int, capacity: int, keep: int) -> None:
-    """A session comes, reads the text in, and leaves ``keep`` rows; what others left stays."""
-    engine.open(Open(session, 0, capacity, beside=engine.sessions, held=tuple(engine.kept)))
+    """Open a session, prefill the text, and leave ``keep`` rows; rows of other sessions stay."""
+    engine.open(Open(session, 0, capacity, concurrent=engine.sessions, retained=tuple(engine.kept)))
     through([engine], Book(session).text(TEXT))
     engine.close(Close(session, tuple(range(keep))))
 
@@ -108,11 +107,11 @@ def test_only_kept_rows_keep_memory(model: Path) -> None:
         left(engine, session, 32, keep)
     assert engine.kept == {2: 9, 3: 1, 4: 5}
     assert engine.cache_bytes == (16 + 9 + 1 + 5) * ROW
-    engine.open(Open(5, 0, 40, beside=(1,), held=(2, 4), after=4, rows=3))
+    engine.open(Open(5, 0, 40, concurrent=(1,), retained=(2, 4), parent_session=4, rows=3))
     assert engine.kept == {2: 9}
     assert engine.cached(5) == 3
     assert engine.cache_bytes == (16 + 9 + 40) * ROW
-    engine.open(Open(6, 0, 8, beside=(1, 5)))  # a new D0, or one that has forgotten
+    engine.open(Open(6, 0, 8, concurrent=(1, 5)))  # a new D0, or one that has forgotten
     assert engine.kept == {}
     engine.close(Close(5))
     assert engine.kept == {}
@@ -123,9 +122,9 @@ def test_a_session_that_is_closed_at_once_hands_its_rows_on(model: Path) -> None
     oracle = Oracle(model)
     [engine] = engines(model, 1)
     left(engine, 2, 16, 9)
-    engine.open(Open(3, 0, 16, after=2, rows=6))
+    engine.open(Open(3, 0, 16, parent_session=2, rows=6))
     engine.close(Close(3, tuple(range(6))))
-    engine.open(Open(4, 0, 16, after=3, rows=5))
+    engine.open(Open(4, 0, 16, parent_session=3, rows=5))
     book = Book(4, kept=tuple(TEXT[:5]))
     assert_rows(through([engine], book.text(TEXT[:4]))[1], book, oracle)
     assert_cache(engine, book, oracle)
@@ -137,9 +136,9 @@ def test_rows_that_are_not_there(model: Path) -> None:
     for after, rows in ((2, 7), (2, 0), (7, 3)):
         held = {2: 6}.get(after, 0)
         with pytest.raises(ProtocolError, match=f"with {rows} rows of session {after}, of which {held} are"):
-            engine.open(Open(3, 0, 16, held=(2,), after=after, rows=rows))
+            engine.open(Open(3, 0, 16, retained=(2,), parent_session=after, rows=rows))
         assert engine.kept == {2: 6}
-    engine.open(Open(3, 0, 16, held=(2,)))
+    engine.open(Open(3, 0, 16, retained=(2,)))
     through([engine], Book(3).text(TEXT))
     with pytest.raises(ProtocolError, match="is to keep 2 rows, but not all of them are among the 9"):
         engine.close(Close(3, (8, 9)))
@@ -149,26 +148,26 @@ def test_a_session_must_have_room_for_the_rows_that_it_begins_with(model: Path) 
     [engine] = engines(model, 1)
     left(engine, 2, 16, 6)
     with pytest.raises(ProtocolError, match="a capacity of 5 rows"):
-        engine.open(Open(3, 0, 5, after=2, rows=6))
+        engine.open(Open(3, 0, 5, parent_session=2, rows=6))
 
 
 def test_hints_about_former_numbers_do_not_reach_the_rows(model: Path) -> None:
-    """Numbers are a session's own: kept rows are 0, 1, … whatever they were before."""
+    """Numbers belong to a session: kept rows become 0, 1, …"""
     oracle = Oracle(model)
     [engine] = engines(model, 1)
     book = Book(2)
     engine.open(Open(2, 0, 32))
     through([engine], book.text(TEXT[:4]))
-    book.ledger.skip_prune()
+    book.builder.skip_prune()
     root = book.committed[-1]
     book.add(7, root)
     wanted = book.add(TEXT[4], root)
-    through([engine], book.ledger.seal())
+    through([engine], book.builder.seal())
     book.commit(wanted)
     prune = book.prune()
     engine.close(Close(2, tuple(book.committed)))
     engine.prune(prune)  # late
-    engine.open(Open(3, 0, 32, after=2, rows=5))
+    engine.open(Open(3, 0, 32, parent_session=2, rows=5))
     again = Book(3, kept=tuple(TEXT[:5]))
     assert_cache(engine, again, oracle)
     assert_rows(through([engine], again.text(TEXT[5:]))[1], again, oracle)

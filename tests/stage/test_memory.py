@@ -1,4 +1,4 @@
-"""Too little memory: told in one line, before Linux kills anything where the GPU has none of its own."""
+"""Too little memory: an error of one line, before Linux kills a process where the GPU shares the memory."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tiny import tiny_llama
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.messages import Open
-from flowspec_edge.stage import forward, memory
+from flowspec_edge.stage import forward
 from flowspec_edge.stage.engine import StageEngine
-from flowspec_edge.torchdevice import available_bytes
+from flowspec_edge.util.device_memory import allocation, available_bytes
 
-# As PyTorch 2.5 says it on a Jetson, for want of memory.
+# The message of PyTorch 2.5 on a Jetson that is out of memory.
 TEGRA = ('NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/opt/pytorch/c10/cuda/CUDACachingAllocator.cpp":838, '
          "please report a bug to PyTorch. ")
 
@@ -42,7 +42,7 @@ def test_any_way_to_fail_is_one_line(error: Exception, model: Path, monkeypatch:
     (engine,) = engines(model, 1)
     admitted = engine.admit(Book().text([1, 2, 3]))
     assert admitted is not None
-    monkeypatch.setattr(forward, "outputs", failing(error))
+    monkeypatch.setattr(forward, "to_host", failing(error))
     with pytest.raises(FlowspecError, match=r"^no memory for computing 3 rows with 0 in the cache: lower the "
                                             r"limits of the session, or give this stage fewer layers$"):
         engine.compute(admitted)
@@ -53,14 +53,14 @@ def test_other_errors_stay_what_they_are(text: str, model: Path, monkeypatch: py
     (engine,) = engines(model, 1)
     admitted = engine.admit(Book().text([1, 2, 3]))
     assert admitted is not None
-    monkeypatch.setattr(forward, "outputs", failing(RuntimeError(text)))
+    monkeypatch.setattr(forward, "to_host", failing(RuntimeError(text)))
     with pytest.raises(RuntimeError, match=text):
         engine.compute(admitted)
 
 
 def test_a_real_allocation_that_fails() -> None:
     with (pytest.raises(FlowspecError, match=r"no memory for everything \(576460752303 MB\): use less"),
-          memory.claim("everything", 1 << 59, "use less")):
+          allocation("everything", 1 << 59, "use less")):
         torch.empty(1 << 59, dtype=torch.uint8)
 
 
@@ -83,11 +83,11 @@ def test_what_is_available_is_looked_up_where_it_matters(tmp_path: Path,
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, p=properties: p)
         assert available_bytes(torch.device("cuda"), meminfo) == available
     entered = []
-    with memory.claim("a KV cache of 256 rows", (1 << 30) - (128 << 20), "use less", available=1 << 30):
+    with allocation("a KV cache of 256 rows", (1 << 30) - (128 << 20), "use less", available=1 << 30):
         entered.append(True)
     with (pytest.raises(FlowspecError, match=r"^no memory for a KV cache of 256 rows \(940 MB\): 1074 MB are "
                                              r"available, of which 134 are left to the system; use less$"),
-          memory.claim("a KV cache of 256 rows", (1 << 30) - (128 << 20) + 1, "use less", available=1 << 30)):
+          allocation("a KV cache of 256 rows", (1 << 30) - (128 << 20) + 1, "use less", available=1 << 30)):
         entered.append(False)
     assert entered == [True]
 
@@ -97,11 +97,11 @@ def test_capacities_are_steps_on_cuda(model: Path) -> None:
     (engine,) = engines(model, 1, device="cuda", capacity=100)
     held = engine.cache_bytes
     assert isinstance(engine, StageEngine)
-    assert engine.cache is not None
-    assert engine.cache.capacity == 256
-    store = [layer.data_ptr() for layer in engine.cache.rows()]
+    assert engine.cache_of(1) is not None
+    assert engine.cache_of(1).capacity == 256
+    store = [layer.data_ptr() for layer in engine.cache_of(1).rows()]
     engine.open(Open(2, 0, 256))
-    assert [layer.data_ptr() for layer in engine.cache.rows()] == store
+    assert [layer.data_ptr() for layer in engine.cache_of(2).rows()] == store
     engine.open(Open(3, 0, 257))
     assert engine.cache_bytes == 2 * held
 
@@ -109,7 +109,7 @@ def test_capacities_are_steps_on_cuda(model: Path) -> None:
 @needs_cuda
 def test_a_cache_that_moves_gives_its_memory_back(model: Path) -> None:
     (engine,) = engines(model, 1, device="cuda", capacity=1 << 16)
-    assert engine.cache is not None
+    assert engine.cache_of(1) is not None
     before = torch.cuda.memory_reserved()
-    engine.cache.move(256, np.empty(0, np.int64))
-    assert torch.cuda.memory_reserved() < before - (engine.cache.nbytes * 100)
+    engine.cache_of(1).move(256, np.empty(0, np.int64))
+    assert torch.cuda.memory_reserved() < before - (engine.cache_of(1).nbytes * 100)

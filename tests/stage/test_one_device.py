@@ -1,4 +1,4 @@
-"""No operation of a stage mixes devices, shown without a GPU; and what crosses between host and device."""
+"""No operation of a stage mixes devices, shown without a GPU; and the copies between host and device."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def run(path: Path, dtype: str, fused: bool = False) -> tuple[MetaDevice, list[O
         outputs.append(through(chain, book.text(random_tokens(ROWS, VOCAB, 0)))[1])
         root = book.committed[-1]
         children = [book.add(token, root) for token in (3, 4, 5)]
-        outputs.append(through(chain, book.ledger.seal())[1])
+        outputs.append(through(chain, book.builder.seal())[1])
         for token in (6, 7):
             book.add(token, children[1])
-        outputs.append(through(chain, book.ledger.seal())[1])
+        outputs.append(through(chain, book.builder.seal())[1])
         for engine in chain:
-            assert engine.cache is not None
-            engine.cache.keep(engine.cache.numbers != children[0])
-            engine.close(Close(session=1, kept=tuple(range(5))))
-            engine.open(Open(session=2, epoch=0, capacity=64, after=1, rows=5))
+            assert engine.cache_of(1) is not None
+            engine.cache_of(1).keep(engine.cache_of(1).numbers != children[0])
+            engine.close(Close(session=1, retain=tuple(range(5))))
+            engine.open(Open(session=2, epoch=0, capacity=64, parent_session=1, rows=5))
     return device, outputs
 
 
@@ -56,14 +56,14 @@ def test_no_family_mixes_devices(models: dict[str, Path], dtype: str, fused: boo
 
 
 def test_all_that_comes_down_are_the_hidden_states_that_are_sent(models: dict[str, Path]) -> None:
-    """Of each segment once from each of two stages."""
+    """Once for each segment, from each of two stages."""
     device, outputs = run(models["llama"], "fp16")
     hidden = outputs[0].hidden.array.shape[1]
     assert device.downloads == [(rows, hidden) for rows in (ROWS, 3, 2) for _ in range(2)]
 
 
 class _Forgetful(torch.nn.Module):
-    """A layer that makes a tensor and does not say where."""
+    """A layer that makes a tensor without naming a device."""
 
     def __init__(self, make: str) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class _Forgetful(torch.nn.Module):
 
 @pytest.mark.parametrize("make", ["sum", "matrix", "index", "look-up", "nothing"])
 def test_a_forgotten_device_is_found(models: dict[str, Path], make: str) -> None:
-    """What the tests above are for: each of these runs on the CPU, and some on meta alone, too."""
+    """The mistakes that the tests above must find: each runs on the CPU, and some on meta alone."""
     book = Book()
     with MetaDevice():
         shard = load_shard(models["llama"], 0, 1, "fp32", "meta")

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from flowspec_edge.messages import Prune, Segment, pack_bits
-from flowspec_edge.stage.prunes import Prunes, dead
 from flowspec_edge.stage.rows import member, visible
+from flowspec_edge.stage.session import PendingPrunes, dead
 
 
 def numbers_of(values: set[int]) -> NDArray[np.int32]:
@@ -19,7 +19,7 @@ def numbers_of(values: set[int]) -> NDArray[np.int32]:
 @given(base=st.integers(0, 12), gaps=st.sets(st.integers(0, 40)), split=st.integers(0, 40),
        parents=st.lists(st.integers(-1, 40), min_size=40, max_size=40))
 def test_visible(base: int, gaps: set[int], split: int, parents: list[int]) -> None:
-    """A random tree over the numbers from ``base`` on; some are cached, some arrive, some are gone."""
+    """A random tree over the numbers from ``base`` on; some are cached, some arrive, some were dropped."""
     total = 40
     sees = [1 << (n - base) if n >= base else 0 for n in range(total)]
     for n in range(base, total):
@@ -57,15 +57,15 @@ def test_dead(start: int, length: int, keep: set[int], numbers: set[int]) -> Non
 
 
 def test_prunes_are_remembered_while_they_matter() -> None:
-    prunes = Prunes()
+    prunes = PendingPrunes()
     first, second = (Prune(0, 0, i, 0, 10 * (i + 1), numbers_of({1})) for i in range(2))
     for prune in (second, first, second):
         prunes.add(prune)
     assert len(prunes) == 2
     assert prunes.dead(np.array([1, 5, 15, 25], np.int32)).tolist() == [False, True, True, False]
-    prunes.arrived(10)
+    prunes.discard_before(10)
     assert len(prunes) == 1
     assert prunes.dead(np.array([15], np.int32)).tolist() == [True]
-    prunes.arrived(20)
+    prunes.discard_before(20)
     prunes.add(second)
     assert len(prunes) == 0

@@ -1,4 +1,4 @@
-"""Splitting a model, loading one part of it, and saying clearly what is wrong with a checkpoint."""
+"""Splitting a model, loading one part of it, and errors about damaged checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tiny import tiny_llama, tiny_model
 from transformers import AutoModelForCausalLM
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.stage.shard import load_config, load_embedding, load_lm_head, load_shard, split_layers
+from flowspec_edge.stage.families import load_config
+from flowspec_edge.stage.shard import find_embedding, load_lm_head, load_shard, split_layers
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,7 @@ def test_a_shard_holds_its_part_only(model: Path) -> None:
 def test_dtypes(model: Path, name: str, dtype: torch.dtype) -> None:
     shard = load_shard(model, 0, 1, name)
     assert {p.dtype for m in shard.modules for p in m.parameters()} == {dtype}
-    assert load_lm_head(model, name).dtype == load_embedding(model, name).dtype == dtype
+    assert load_lm_head(model, name).dtype == find_embedding(model, name).dtype == dtype
 
 
 def test_sharded_checkpoint(model: Path, tmp_path: Path) -> None:
@@ -103,10 +104,10 @@ def test_digest_tells_shards_and_weights_apart(model: Path, copy: Path) -> None:
 def test_lm_head_and_embedding(model: Path, tmp_path: Path) -> None:
     whole = AutoModelForCausalLM.from_pretrained(model)
     assert torch.equal(load_lm_head(model, "fp32"), whole.lm_head.weight)
-    assert torch.equal(load_embedding(model, "fp32"), whole.model.embed_tokens.weight)
+    assert torch.equal(find_embedding(model, "fp32"), whole.model.embed_tokens.weight)
     tied = tiny_model("llama", tmp_path, layers=1, hidden=32, tie_word_embeddings=True)
     assert "lm_head.weight" not in load_file(tied / "model.safetensors")
-    assert torch.equal(load_lm_head(tied, "fp32"), load_embedding(tied, "fp32"))
+    assert torch.equal(load_lm_head(tied, "fp32"), find_embedding(tied, "fp32"))
 
 
 def test_a_missing_head_is_named(copy: Path) -> None:

@@ -1,4 +1,4 @@
-"""Stages and whole models from sharded directories, against transformers and what 4 bits stand for."""
+"""Stages and whole models from sharded directories, against transformers and dequantised weights."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from tiny import tiny_llama, tiny_model
 from transformers import AutoModelForCausalLM
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.manifest import Manifest
-from flowspec_edge.modeldir import ModelDir
-from flowspec_edge.stage.shard import load_config, load_shard, stage_ranges
-from flowspec_edge.stage.shard_digest import shard_digest
-from flowspec_edge.stage.tensor_shard import load_tensor_shard
-from flowspec_edge.stage.whole import load_whole
+from flowspec_edge.model.manifest import Manifest
+from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.stage.families import load_config
+from flowspec_edge.stage.reference_model import load_reference_model
+from flowspec_edge.stage.shard import load_shard, stage_ranges
+from flowspec_edge.stage.tensor_parallel.shard import load_tensor_shard
+from flowspec_edge.stage.weights.load import shard_digest
 
 TEXT = torch.tensor([[5, 17, 42, 3, 3, 58, 11, 90]])
 
@@ -62,9 +63,9 @@ def test_a_stage_is_cut_where_the_manifest_says(model: Path, dense: Path) -> Non
         for i, module in zip(range(lo, hi), shard.modules, strict=True):
             for name, weight in whole.layers[i].state_dict().items():
                 assert torch.equal(module.state_dict()[name], weight)
-    with pytest.raises(UsageError, match="was cut into 3 stages, not 2"):
+    with pytest.raises(UsageError, match="was sharded into 3 stages, not 2"):
         load_shard(dense, 0, 2, "fp32")
-    with pytest.raises(UsageError, match="was cut into 3 stages, not 2"):
+    with pytest.raises(UsageError, match="was sharded into 3 stages, not 2"):
         stage_ranges(dense, 2, allow_empty=True)
     with pytest.raises(UsageError, match="no stage 3 of 3"):
         load_shard(dense, 3, 3, "fp32")
@@ -84,7 +85,7 @@ def test_a_digest_is_known_without_loading(dense: Path, int4: Path) -> None:
     digests = [shard_digest(*cut) for cut in cuts]
     assert digests == [load_shard(*cut, "fp32").digest for cut in cuts]
     assert len(set(digests)) == len(cuts)
-    with pytest.raises(UsageError, match="was cut into 3 stages, not 7"):
+    with pytest.raises(UsageError, match="was sharded into 3 stages, not 7"):
         shard_digest(dense, 0, 7)
 
 
@@ -103,11 +104,11 @@ def test_what_was_altered_is_not_loaded(dense: Path, tmp_path: Path) -> None:
     with pytest.raises(FlowspecError, match=r"layer-00002\.safetensors has been altered"):
         load_shard(copy, 1, 3, "fp32")
     with pytest.raises(FlowspecError, match=r"layer-00002\.safetensors has been altered"):
-        load_whole(copy, "fp32")
+        load_reference_model(copy, "fp32")
 
 
 def test_a_cut_by_layers_is_no_tensor_parallelism(dense: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is cut by layers, for a pipeline"):
+    with pytest.raises(UsageError, match="is sharded by layers, for a pipeline"):
         load_tensor_shard(dense, "megatron", groups(1, tmp_path)[0], "fp32")
 
 
@@ -120,7 +121,7 @@ def test_the_whole_of_a_checkpoint_is_transformers(model: Path, tmp_path: Path, 
         whole.save_pretrained(copy, max_shard_size="100KB")
     elif files == "bin":
         as_bin(copy)
-    found = load_whole(copy, "fp32")
+    found = load_reference_model(copy, "fp32")
     torch.testing.assert_close(logits(found), logits(whole), atol=1e-5, rtol=1e-5)
     assert found.generation_config.eos_token_id == whole.generation_config.eos_token_id
     assert torch.equal(found.generate(TEXT, max_new_tokens=6, do_sample=False),
@@ -134,7 +135,8 @@ def test_the_whole_of_the_parts_is_transformers(tmp_path: Path, family: str, ext
     path = tiny_model(family, tmp_path / "m", layers=3, hidden=64, **extra)
     cut(path, tmp_path / "out", dtype="fp32", stages=3)
     truth = logits(AutoModelForCausalLM.from_pretrained(path))
-    torch.testing.assert_close(logits(load_whole(tmp_path / "out", "fp32")), truth, atol=1e-5, rtol=1e-5)
+    found = load_reference_model(tmp_path / "out", "fp32")
+    torch.testing.assert_close(logits(found), truth, atol=1e-5, rtol=1e-5)
     if extra:
         assert list(all_tensors(tmp_path / "out" / "draft")) == ["model.embed_tokens.weight"]
 
@@ -152,15 +154,16 @@ def test_four_bits_are_what_their_matrices_stand_for(model: Path, int4: Path) ->
     assert packed == 5 * 7
     for module in (whole.lm_head, whole.model.embed_tokens):  # from fp32 to what devices compute in
         module.weight.data = module.weight.data.bfloat16().float()
-    torch.testing.assert_close(logits(load_whole(int4, "fp32")), logits(whole), atol=1e-4, rtol=1e-4)
+    found = load_reference_model(int4, "fp32")
+    torch.testing.assert_close(logits(found), logits(whole), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @torch.inference_mode()
 def test_a_device_computes_what_the_cpu_does(int4: Path, dense: Path, device: str) -> None:
     for path in (dense, int4):
-        found = load_whole(path, "fp32", device)(TEXT.to(device), use_cache=False).logits[0].cpu()
-        torch.testing.assert_close(found, logits(load_whole(path, "fp32")), atol=1e-3, rtol=1e-3)
+        found = load_reference_model(path, "fp32", device)(TEXT.to(device), use_cache=False).logits[0].cpu()
+        torch.testing.assert_close(found, logits(load_reference_model(path, "fp32")), atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -175,7 +178,7 @@ def test_a_quantised_stage_takes_what_the_manifest_says(int4: Path, dtype: str) 
 
 
 def test_a_foreign_tensor_in_a_part_is_named(model: Path, tmp_path: Path) -> None:
-    """Whoever writes other shards writes hashes, too: keys are strict all the same."""
+    """Names of tensors are checked although the manifest has the altered file's hash."""
     copy = Path(shutil.copytree(model, tmp_path / "copy"))
     edit(copy, model__layers__9__x=torch.ones(2))
     with pytest.raises(FlowspecError, match=r"for tensor model\.layers\.9\.x"):

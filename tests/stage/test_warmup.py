@@ -1,8 +1,11 @@
-"""A warm-up computes what will be computed, and leaves nothing behind."""
+"""A warm-up runs the kernels of real segments, and leaves no memory allocated."""
 
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +14,8 @@ from quantkit import DEVICES
 from stagekit import Book, engines, random_tokens, through
 from tiny import tiny_llama
 
-from flowspec_edge.stage.cache import KVCache
 from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.layers.kv_cache import KVCache
 from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.stage.warmup import ROWS, warm_up
 
@@ -44,3 +47,33 @@ def test_what_comes_after_is_what_would_have_come(tmp_path: Path) -> None:
     warm_up(warm.shard)
     outputs = [through([engine], Book().text(text))[1].hidden.array for engine in (cold, warm)]
     assert torch.equal(*map(torch.from_numpy, outputs))
+
+
+# In a separate process: other tests have already warmed this one up.
+_NEW_LIBRARIES = """
+import sys
+from pathlib import Path
+from stagekit import Book, engines, random_tokens, through
+from flowspec_edge.stage.warmup import warm_up
+
+def libraries():
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {name for line in lines if ".so" in (name := line.rpartition(" ")[2])}
+
+for dtype in ("fp32", "bf16", "fp16"):
+    chain = engines(Path(sys.argv[1]), 1, dtype)
+    warm_up(chain[0].shard)
+    known, book = libraries(), Book()
+    for rows in (2, 33, 200):
+        through(chain, book.text(random_tokens(rows, 97, seed=rows)))
+    print(dtype, sorted(libraries() - known))
+"""
+
+
+@pytest.mark.soak  # it imports for long
+def test_segments_of_other_lengths_read_no_library_that_the_warm_up_has_not(tmp_path: Path) -> None:
+    """The stage reports ready after it, under a watchdog: a board reads libraries slowly from its card."""
+    path = tiny_llama(tmp_path, layers=2, hidden=32)
+    done = subprocess.run([sys.executable, "-c", _NEW_LIBRARIES, str(path)], capture_output=True, text=True,
+                          check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert done.stdout.splitlines() == ["fp32 []", "bf16 []", "fp16 []"]

@@ -8,7 +8,7 @@ from scripted import OTHER, ROOT, A, B, C, Children, Device0, tokens
 
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.registry import STRATEGIES
-from flowspec_edge.tree.requests import DraftRequest, Expansion
+from flowspec_edge.tree.draft_api import DraftOutput, DraftRequest
 
 DRAFTING = [name for name, chosen in STRATEGIES.items() if chosen.drafter]
 
@@ -22,11 +22,11 @@ def answer(d0: Device0, known: dict[int, Children]) -> list[int]:
 
 def reply(d0: Device0, request: DraftRequest, known: dict[int, Children]) -> list[int]:
     """The same, to a request that was made already."""
-    expansion = Expansion.empty(len(request.nodes), request.children)
+    expansion = DraftOutput.empty(len(request.nodes), request.children)
     for row, node in enumerate(request.nodes):
         for place, (token, confidence) in enumerate(known.get(node.token, [])):
             expansion.tokens[row, place], expansion.scores[row, place] = token, np.log(confidence)
-    d0.strategy.drafted(request, expansion)
+    d0.strategy.on_draft(request, expansion)
     return [node.token for node in request.nodes]
 
 

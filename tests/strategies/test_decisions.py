@@ -9,7 +9,7 @@ from flowspec_edge.messages import Prune, Segment
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES
-from flowspec_edge.tree.ledger import Ledger
+from flowspec_edge.tree.segment_builder import SegmentBuilder
 
 # ---- PipeDec and SPD -----------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ def test_a_rejection_leads_back_to_pre_verify() -> None:
 
 @pytest.mark.parametrize(("passes", "gamma"), [(7.3, 7), (7.6, 8), (0.2, 1), (1e9, 64)])
 def test_the_default_block_is_the_speed_ratio(passes: float, gamma: int) -> None:
-    strategy = STRATEGIES["pearl"](Params(), Ledger(), Pipeline(4, (), passes))
+    strategy = STRATEGIES["pearl"](Params(), SegmentBuilder(), Pipeline(4, (), passes))
     assert strategy.gamma == gamma  # type: ignore[attr-defined]
 
 

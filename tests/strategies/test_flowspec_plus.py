@@ -9,7 +9,7 @@ from scripted import OTHER, ROOT, A, B, C, D, Device0, E, F, G, tokens
 from flowspec_edge.messages import Prune
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.flowspec_plus import FlowSpecPlus
-from flowspec_edge.tree.requests import Expansion
+from flowspec_edge.tree.draft_api import DraftOutput
 
 LIKELY = {ROOT: [(A, 0.9), (B, 0.05)]}
 
@@ -58,7 +58,7 @@ def test_no_node_is_sent_twice() -> None:
 def test_rows_know_their_parents() -> None:
     """What a row sees: itself, and all rows between it and the root."""
     d0 = drafted(segment=3)
-    parents = d0.ledger._parents
+    parents = d0.builder._parents
     segment = d0.send()
     a, c, b = segment.numbers.tolist()
     assert [parents[n] for n in (a, c, b)] == [1, a, 1]  # 1: the root's
@@ -116,7 +116,7 @@ def test_the_tree_survives_a_commit() -> None:
     assert set(first.numbers.tolist()) <= set(prune.keep.tolist())
     assert A not in d0.layer()  # it is the root, and on its way
     assert d0.asked() == [A]  # expanded before, without the target's features
-    assert d0.asked() == [A]  # nobody has answered
+    assert d0.asked() == [A]  # no answer has come
     d0.draft({A: [(C, 0.9), (D, 0.05)]})
     assert d0.asked() == [E]  # and no node below it a second time
     assert d0.back(first, C, E, G) == [(C, True), (E, True), (G, False)]
@@ -139,8 +139,8 @@ def test_a_miss_begins_a_new_tree_at_once() -> None:
 
 def test_an_unsent_child_that_came_true_is_the_root_and_goes_at_once() -> None:
     d0 = drafted(segment=1)
-    root = d0.strategy.ledger.next_number - 1
-    assert d0.strategy.verified(0, [root], [B])[0].token == B  # not even A has been sent
+    root = d0.strategy.builder.next_number - 1
+    assert d0.strategy.on_verified(0, [root], [B])[0].token == B  # not even A has been sent
     assert d0.layer() == [B]
     assert d0.asked()[0] == B
 
@@ -152,7 +152,7 @@ def test_an_answer_of_a_pass_that_the_text_has_left_behind_does_no_harm() -> Non
     request = d0.strategy.next_draft()
     assert request is not None
     d0.back(root, OTHER)
-    d0.strategy.drafted(request, Expansion(np.full((2, 10), C, np.int32), np.full((2, 10), -0.1)))
+    d0.strategy.on_draft(request, DraftOutput(np.full((2, 10), C, np.int32), np.full((2, 10), -0.1)))
     assert d0.layer() == [OTHER]
     assert d0.asked() == [OTHER]
 
@@ -198,7 +198,7 @@ def test_a_draft_model_that_is_wrong_again_and_again_is_believed_less(others: st
         root = d0.send()
         d0.draft({tokens(root)[0]: [(A, 0.9)]})
         assert isinstance(d0.strategy, FlowSpecPlus)
-        [a] = d0.strategy.tree.take(1)
+        [a] = d0.strategy.tree.pop_unsent(1)
         return d0.strategy.tree.probability(a)
 
     assert worth(f"learn,{others}") == pytest.approx(0.9)
@@ -254,4 +254,4 @@ def test_a_root_goes_alone_where_every_row_beside_it_costs_more_than_it_brings()
 
 @others
 def test_segments_go_ahead(others: str) -> None:
-    assert Device0("flowspec_plus", plus_without=others).strategy.sends_ahead == (others != "ahead")
+    assert Device0("flowspec_plus", plus_without=others).strategy.allows_early_send == (others != "ahead")

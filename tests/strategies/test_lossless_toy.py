@@ -19,14 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowspec_edge.messages import Cancel, Credit, Output, Payload, Prune, Segment, unpack_bits
-from flowspec_edge.runtime.coordinator import Coordinator
-from flowspec_edge.runtime.lm_head import LmHead
+from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.lm_head import LmHead
+from flowspec_edge.runtime.draft_device.scheduler import Scheduler
 from flowspec_edge.runtime.request import Request
-from flowspec_edge.sampling import Rank, Sampling
+from flowspec_edge.sampling.rule import Rank, Sampling
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES
-from flowspec_edge.tree.requests import ABSENT, DraftRequest, Expansion
+from flowspec_edge.tree.draft_api import ABSENT, DraftOutput, DraftRequest
 
 VOCABULARY = 12
 STOP = 11
@@ -73,7 +74,7 @@ class ToyDrafter:
             lengths = features[:, 1].int().tolist()
             assert lengths == list(range(len(self.text) - len(tokens), len(self.text)))
 
-    def expand(self, request: DraftRequest) -> Expansion:
+    def expand(self, request: DraftRequest) -> DraftOutput:
         tokens, scores = [], []
         for node in request.nodes:
             assert node.token >= 0
@@ -95,7 +96,7 @@ class ToyDrafter:
             scores.append(np.sort(np.log(rng.dirichlet(np.ones(request.children) * 0.4) + 1e-9))[::-1].copy())
             gone = np.logical_or.accumulate(rng.random(request.children) < self.absent)
             tokens[-1][gone], scores[-1][gone] = ABSENT, -np.inf
-        return Expansion(np.array(tokens, np.int32), np.minimum(np.array(scores), 0.0))
+        return DraftOutput(np.array(tokens, np.int32), np.minimum(np.array(scores), 0.0))
 
     def _path(self, node: int, root: int) -> tuple[int, ...]:
         return () if node == root else self.paths[node][self._cut(node, root):]
@@ -167,8 +168,10 @@ def drive(name: str, stages: int, prompt: list[int], limit: int, params: Params,
     """``eager``: passes take no time, so that D0 drafts until it has nothing left to draft."""
     now = [0.0]
     request = Request(prompt, name, limit, params=params, stop_ids=frozenset({STOP}))
-    c = Coordinator(request, lambda ledger: STRATEGIES[name](params, ledger, Pipeline(stages)),
+    c = Coordinator(request, lambda builder: STRATEGIES[name](params, builder, Pipeline(stages)),
                     ToyDrafter(absent), ToyHead(), lambda: now[0])
+    scheduler = Scheduler()
+    scheduler.add(c)
     pipeline = [ToyStage() for _ in range(stages)]
     undelivered: list[tuple[int, Prune | Cancel]] = []
     outputs: deque[Output] = deque()
@@ -177,7 +180,7 @@ def drive(name: str, stages: int, prompt: list[int], limit: int, params: Params,
         if c.finished:
             return c
         now[0] += 1.0
-        for message in c.take_messages():
+        for message in scheduler.take_messages():
             if isinstance(message, Segment):
                 pipeline[0].inbox.append(message)
             else:
@@ -188,7 +191,7 @@ def drive(name: str, stages: int, prompt: list[int], limit: int, params: Params,
             at = int(rng.choice(busy))
             segment, answers = pipeline[at].work()
             if at == 0:
-                c.receive(Credit(segment.session, segment.epoch, segment.run))
+                scheduler.receive(Credit(segment.session, segment.epoch, segment.run))
             if at + 1 < stages:
                 pipeline[at + 1].inbox.append(segment)
             else:
@@ -203,12 +206,12 @@ def drive(name: str, stages: int, prompt: list[int], limit: int, params: Params,
             else:
                 pipeline[at].cancelled.update(hint.runs)
         elif kind == "output" and outputs:
-            c.receive(outputs.popleft())
+            scheduler.receive(outputs.popleft())
         elif kind == "d0":
             for _ in range(MOST_PASSES if eager else 1):
-                if (task := c.next_task()) is None:
+                if (job := scheduler.next_job()) is None:
                     break
-                c.complete(task)
+                c.complete(job.task)
             else:
                 assert not eager, "D0 never falls idle"
     raise AssertionError("the text was never completed")

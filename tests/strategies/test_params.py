@@ -37,8 +37,8 @@ def test_zero_is_a_block_of_the_profiles_choice() -> None:
 
 
 def test_ideas_are_left_out_by_name() -> None:
-    assert Params().left_out() == frozenset()
-    assert Params(plus_without=" learn,,lookup, ").left_out() == {"learn", "lookup"}
+    assert Params().disabled_ideas() == frozenset()
+    assert Params(plus_without=" learn,,lookup, ").disabled_ideas() == {"learn", "lookup"}
 
 
 def test_the_longest_segment_is_that_of_the_widest_strategy() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.modeldir import ModelDir
+from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES, draft_kind
 
@@ -23,7 +23,7 @@ def model(path: Path, *parts: str) -> ModelDir:
     ("flowspec", "own", ("eagle2", "eagle3"), "eagle2"),
     ("flowspec", "own", ("eagle3",), "eagle3"),
     ("flowspec", "own", ("draft-lm",), "eagle2"),  # to be asked for by name
-    ("flowspec", "eagle2", ("eagle3",), "eagle2"),  # as somebody asked
+    ("flowspec", "eagle2", ("eagle3",), "eagle2"),  # as asked
     ("flowspec", "eagle3", ("eagle2",), "eagle3"),
     ("pearl", "own", ("eagle3",), "lm"),
     ("pearl", "eagle3", ("eagle3",), "eagle3"),

@@ -7,14 +7,20 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from flowspec_edge.drafting.eagle3 import Eagle3Drafter, captured_layers
+from flowspec_edge.drafting.eagle.eagle3 import Eagle3Drafter, captured_layers
 from flowspec_edge.messages import Payload, Tap
-from flowspec_edge.training.eagle import Eagle2, EagleRecipe, new_head
-from flowspec_edge.training.eagle3 import Eagle3, Eagle3Recipe, draft_vocabulary, new_head3
-from flowspec_edge.training.heads import Student, agreement, train_head
-from flowspec_edge.training.loop import Pace
-from flowspec_edge.training.unroll import unroll
-from flowspec_edge.tree.requests import DraftNode, DraftRequest
+from flowspec_edge.training.eagle import (
+    Eagle2,
+    Eagle3,
+    Eagle3Recipe,
+    EagleRecipe,
+    draft_vocabulary,
+    new_head,
+    new_head3,
+)
+from flowspec_edge.training.heads import Student, agreement, train_head, unroll
+from flowspec_edge.training.loop import LoopOptions
+from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
 
 V, H, LAYERS = 29, 32, 6
 SMALL = {"steps": 120, "window": 32, "tokens_per_step": 256, "micro_batch": 256, "chains": 8}
@@ -68,7 +74,7 @@ def test_unrolled_rows_are_the_drafters_rows(target, drafted):
     with torch.no_grad():
         states, _ = student.read(text[None])
         anchors = torch.tensor([0, 4, 5, 12])
-        outputs = list(unroll(head, student.enter(states[:, :-1]), text[None, 1:], anchors, 7))
+        outputs = list(unroll(head, student.input_states(states[:, :-1]), text[None, 1:], anchors, 7))
         scores = [head.logits(out).log_softmax(-1)[0] for out in outputs]
     for chain, anchor in enumerate(anchors.tolist()):
         want = drafted_chain(target, head, text, anchor, 7)
@@ -87,7 +93,7 @@ def test_the_loss_is_the_papers_sum_over_the_draft_vocabulary(target):
     with torch.no_grad():
         features = student.read(text).features[:, 1:]
         out = torch.randn(2, 10, H, generator=torch.Generator().manual_seed(5))
-        got = student.loss(out, student.truth(features)).item()
+        got = student.loss(out, student.targets(features)).item()
         logits = target.lm_head(features).double().reshape(-1, V).tolist()
         heads = student.head.logits(out).double().reshape(-1, len(DRAFTED)).tolist()
     total, count = 0.0, 0
@@ -146,7 +152,7 @@ def test_a_head_learns_what_the_target_writes(predictable, text, tmp_path, kind)
         recipe, student = EagleRecipe(**SMALL), Eagle2(new_head(predictable), predictable)
     else:
         recipe, student = Eagle3Recipe(**SMALL), Eagle3(new_head3(predictable, torch.arange(V)), predictable)
-    train_head(recipe, student, train, held_out, tmp_path, 0, Pace(compile=False))
+    train_head(recipe, student, train, held_out, tmp_path, 0, LoopOptions(compile=False))
     best = predictable(input_ids=held_out[None]).logits[0].argmax(-1)
     commonest = torch.bincount(best).max().item() / len(best)
     shares = agreement(student, held_out, limit=8)

@@ -5,11 +5,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from flowspec_edge.drafting.eagle import EagleDrafter
+from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter
 from flowspec_edge.training.eagle import Eagle2, new_head
-from flowspec_edge.training.heads import agreement, greedy_text
-from flowspec_edge.training.unroll import unroll
-from flowspec_edge.tree.requests import DraftNode, DraftRequest
+from flowspec_edge.training.heads import agreement, greedy_text, unroll
+from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
 
 V, H = 29, 32
 

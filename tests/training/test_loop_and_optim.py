@@ -6,7 +6,7 @@ from torch import nn
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.training import loop
-from flowspec_edge.training.loop import Run, compiled, micro_batches, train, windows
+from flowspec_edge.training.loop import Run, backpropagate, compiled, train, windows
 from flowspec_edge.training.optim import Optimiser, orthogonalise
 
 
@@ -21,12 +21,17 @@ def test_an_epoch_shows_every_window_once():
     assert not torch.equal(windows(tokens, 10, 0, 7, seed=3), windows(tokens, 10, per_epoch, 7, seed=3))
 
 
-def test_micro_batches_share_out_everything():
-    a, b = torch.arange(10), torch.arange(20).reshape(10, 2)
-    parts = list(micro_batches(4, a, b))
-    assert sum(share for share, _ in parts) == pytest.approx(1)
-    assert torch.equal(torch.cat([p[0] for _, p in parts]), a)
-    assert torch.equal(torch.cat([p[1] for _, p in parts]), b)
+def test_micro_batches_add_up_to_the_whole_batch():
+    weight = torch.ones(2, requires_grad=True)
+    a, b = torch.arange(10.0), torch.arange(20.0).reshape(10, 2)
+
+    def loss(a, b):
+        return (a * (b @ weight)).mean()
+
+    expected = loss(a, b)
+    [gradient] = torch.autograd.grad(expected, weight)
+    assert backpropagate(loss, torch.device("cpu"), 4, a, b) == pytest.approx(expected.item())
+    torch.testing.assert_close(weight.grad, gradient)
 
 
 @pytest.mark.parametrize("shape", [(3, 24, 24), (2, 16, 40), (2, 40, 16)])

@@ -14,13 +14,13 @@ from tiny import tiny_model
 from tiny_dir import tiny_model_dir
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from flowspec_edge.drafting.spd_checkpoint import load_module, save_module
-from flowspec_edge.drafting.spd_drafter import SpdDrafter
+from flowspec_edge.drafting.spd.drafter import SpdDrafter
+from flowspec_edge.drafting.spd.module import load_module, save_module
 from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Payload, Tap
-from flowspec_edge.modeldir import resolve_model
+from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.training.heads import greedy_text
-from flowspec_edge.training.loop import Pace
+from flowspec_edge.training.loop import LoopOptions
 from flowspec_edge.training.spd import (
     STAGES,
     SpdRecipe,
@@ -30,10 +30,10 @@ from flowspec_edge.training.spd import (
     simulated_fill,
     speculate,
     train_module,
+    train_spd,
     visibility,
 )
-from flowspec_edge.training.spd_part import train_spd
-from flowspec_edge.tree.requests import DraftNode, DraftRequest
+from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
 
 V, H, LAYERS = 31, 32, 8
 
@@ -154,7 +154,7 @@ def test_a_target_in_16_bits_trains_a_module_in_32(target, tmp_path, dtype):
     rounded = copy.deepcopy(target).to(dtype)
     text = torch.randint(0, V, (400,), generator=torch.Generator().manual_seed(6))
     recipe = SpdRecipe(steps=2, layers=1, window=16, tokens_per_step=64, micro_batch=32)
-    trained = train_module(recipe, rounded, text, text, tmp_path, 0, Pace(compile=False))
+    trained = train_module(recipe, rounded, text, text, tmp_path, 0, LoopOptions(compile=False))
     assert {parameter.dtype for parameter in trained.parameters()} == {torch.float32}
     rows = text[None, :24]
     with torch.no_grad():
@@ -195,8 +195,10 @@ def test_a_module_fits_every_family_and_survives_the_disk(tmp_path, family, extr
 _PROGRAM = """
 import sys
 from pathlib import Path
-from flowspec_edge.modeldir import resolve_model
-from flowspec_edge.training.spd_part import train_spd
+from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.training.spd import train_spd
+from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.training.spd import train_spd
 train_spd(resolve_model(sys.argv[1]), out=Path(sys.argv[2]), work=Path(sys.argv[3]), quick=True)
 """
 

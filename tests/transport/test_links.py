@@ -121,7 +121,7 @@ def test_nothing_is_taken_for_a_peer_that_is_not_there() -> None:
     transport = ZmqTransport(tuning=Tuning(linger_ms=0))
     link = transport.push("tcp://127.0.0.1:1", "out")
     assert not link.send(Close(1), 0.05)
-    assert link.lost_for() > 0
+    assert link.disconnected_for() > 0
     transport.close()
 
 
@@ -156,11 +156,11 @@ def test_a_connection_that_breaks_is_noticed(network: Network) -> None:
     receiver, sender = network.data()
     assert sender.send(Close(1), PATIENCE)
     received(receiver)
-    until(sender, lambda: sender.lost_for() == 0.0)
-    assert sender.breaks() == 0
+    until(sender, lambda: sender.disconnected_for() == 0.0)
+    assert sender.disconnects() == 0
     receiver.close()
-    until(sender, lambda: sender.lost_for() > 0.0)
-    assert sender.breaks() == 1
+    until(sender, lambda: sender.disconnected_for() > 0.0)
+    assert sender.disconnects() == 1
 
 
 def test_an_address_that_is_taken_is_an_error(network: Network) -> None:
@@ -214,7 +214,7 @@ def test_a_key_that_is_not_on_the_list_is_refused_and_told(pair: keys.KeyPair | 
     sender = client.push(receiver.endpoint, "V1 data out", [SERVER.public] if pair else [])
 
     with pytest.raises(FlowspecError, match=r"V1 data out: .* refuses this device's key"):
-        until(sender, lambda: sender.lost_for() < 0)
+        until(sender, lambda: sender.disconnected_for() < 0)
     assert not sender.send(Close(1))
     assert receiver.receive() is None
     client.close()
@@ -230,7 +230,7 @@ def test_a_stranger_who_tries_again_and_again_fills_no_log(caplog: pytest.LogCap
         client = ZmqTransport(keys.generate(), Tuning(linger_ms=0))
         sender = client.push(receiver.endpoint, "V1 data out", [SERVER.public])
         with pytest.raises(FlowspecError, match="refuses this device's key"):
-            until(sender, lambda link=sender: link.lost_for() < 0)
+            until(sender, lambda link=sender: link.disconnected_for() < 0)
         client.close()
     server.close()
     assert [message.split(":")[0] for message in caplog.messages] == ["one", "other"]
@@ -267,7 +267,7 @@ def test_each_socket_has_its_own_list() -> None:
     assert right.send(Close(1), PATIENCE)
     assert mine.receive(PATIENCE) == Close(1)
     with pytest.raises(FlowspecError, match="refuses"):
-        until(wrong, lambda: wrong.lost_for() < 0)
+        until(wrong, lambda: wrong.disconnected_for() < 0)
     client.close()
     server.close()
 

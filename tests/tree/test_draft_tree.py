@@ -8,6 +8,7 @@ from typing import NoReturn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowspec_edge.tree.acceptance import accepted_path
 from flowspec_edge.tree.draft_tree import DraftTree, Node
 
 Path = tuple[int, ...]
@@ -57,7 +58,7 @@ def test_takes_in_score_order_and_never_a_child_first(
     tree, nodes = build(paths, scores)
     order: list[Path] = []
     number = 0
-    while batch := tree.take(limit):
+    while batch := tree.pop_unsent(limit):
         assert len(batch) <= limit
         for node in batch:
             order.append(path_of(node))
@@ -72,11 +73,11 @@ def test_takes_in_score_order_and_never_a_child_first(
 
 
 @given(some_paths, some_steps, st.data())
-def test_walk_and_cut_agree_with_sets_of_paths(
+def test_acceptance_and_rerooting_agree_with_sets_of_paths(
     paths: list[Path], steps: list[float], data: st.DataObject
 ) -> None:
     tree, nodes = build(paths, falling(paths, steps))
-    sent = tree.take(data.draw(st.integers(0, len(nodes))))
+    sent = tree.pop_unsent(data.draw(st.integers(0, len(nodes))))
     for number, node in enumerate(sent):
         tree.mark_sent(node, number)
     tree.mark_sent(tree.root, 1000)
@@ -92,10 +93,10 @@ def test_walk_and_cut_agree_with_sets_of_paths(
             missed = truth[expected]
             break
         expected = (*expected, truth[expected])
-    path, miss = tree.walk()
+    path, miss = accepted_path(tree)
     assert tuple(n.token for n in path) == expected
     assert miss == missed
-    tree.cut(path)
+    tree.reroot(path)
     survivors = {p[len(expected):] for p in nodes if p[: len(expected)] == expected and p != expected}
     assert {path_of(n) for n in tree.nodes()} == survivors
     assert tree.size == len(survivors)
@@ -112,14 +113,14 @@ def test_rescoring_unsent_nodes_keeps_parents_first(
     paths: list[Path], steps: list[float], data: st.DataObject
 ) -> None:
     tree, nodes = build(paths, falling(paths, steps))
-    sent = {id(n) for n in tree.take(data.draw(st.integers(0, 5)))}
+    sent = {id(n) for n in tree.pop_unsent(data.draw(st.integers(0, 5)))}
     for number, node in enumerate(n for n in nodes.values() if id(n) in sent):
         tree.mark_sent(node, number)
     for path, node in nodes.items():
         if path and data.draw(st.booleans()):
             assert node.parent is not None
             assert tree.add(node.parent, node.token, data.draw(st.floats(-9, 0))) is node
-    left = tree.take(10_000)
+    left = tree.pop_unsent(10_000)
     assert {id(n) for n in left} == {id(n) for p, n in nodes.items() if p} - sent
     seen = {id(tree.root)} | sent
     for node in left:
@@ -132,10 +133,10 @@ def test_layer_order_sends_shallow_nodes_first() -> None:
     a = tree.add(tree.root, 1, math.log(0.9))
     deep = tree.add(a, 2, math.log(0.8))
     b = tree.add(tree.root, 3, math.log(0.1))
-    assert [n.id for n in tree.take(3)] == [a.id, b.id, deep.id]
+    assert [n.id for n in tree.pop_unsent(3)] == [a.id, b.id, deep.id]
 
 
-def test_cut_touches_only_what_it_removes() -> None:
+def test_rerooting_touches_only_what_it_removes() -> None:
     """The surviving subtree is not visited: its nodes would raise if they were."""
 
     class Guarded(dict[int, Node]):
@@ -151,6 +152,6 @@ def test_cut_touches_only_what_it_removes() -> None:
     for token in range(50):
         tree.add(keep, token, -1.0)
     keep.children = Guarded(keep.children)
-    tree.cut([keep])
+    tree.reroot([keep])
     assert not drop.alive
     assert tree.size == 50

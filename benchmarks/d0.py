@@ -1,0 +1,186 @@
+"""D0's work in a turn without its matrix products: ``python -m benchmarks.d0 [cpu|cuda]``.
+
+Runs a request through a cluster's coordinator over a pipeline that is always full, at the paper's tree size.
+Precomputed logits replace the products: a random text whose tokens the draft predicts as often as its
+probabilities claim.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flowspec_edge.drafting.tree_cache import CacheShape
+from flowspec_edge.drafting.tree_drafter import TreeDrafter
+from flowspec_edge.fleet.profiling.stopwatch import seconds_of
+from flowspec_edge.messages import Credit, Output, Payload, Segment
+from flowspec_edge.runtime.draft_device.coordinator import Coordinator, DraftPass
+from flowspec_edge.runtime.draft_device.lm_head import LmHead
+from flowspec_edge.runtime.draft_device.scheduler import Scheduler
+from flowspec_edge.runtime.request import Request
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.strategies.base import Pipeline
+from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.registry import strategy_class
+from flowspec_edge.transport.codec import decode, encode
+from flowspec_edge.tree.draft_api import DraftNode
+from flowspec_edge.util.tensors import to_torch
+
+VOCABULARY = 32_000
+WANTED_MS = {"greedy": 2.0, "T 1, noise": 4.0}  # at L 80, k 10
+SAMPLINGS = {"greedy": Sampling(), "T 1, noise": Sampling(1.0, seed=1)}
+STRATEGIES = ("flowspec", "flowspec_plus")
+_PASSES = 5  # that fit into a turn of paper-7b
+_STAGES = 4
+_WIDTH = 4096
+_SURE = 40.0  # a logit that wins whatever the noise
+
+
+class _Text:
+    """A fixed random text, and logits for it; the time to make them is not counted."""
+
+    def __init__(self, vocabulary: int, device: torch.device, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+        self.tokens: list[int] = self._rng.integers(0, vocabulary, 100_000).tolist()
+        self._flat = torch.randn(64, vocabulary, device=device)  # each row's logits are copied from these
+        self.seconds = 0.0
+
+    def untimed(self, make: Callable[[], Tensor]) -> Tensor:
+        made: list[Tensor] = []
+        self.seconds += seconds_of(lambda: made.append(make()), str(self._flat.device))
+        return made[0]
+
+    def target_logits(self, positions: Sequence[int]) -> Tensor:
+        """The text's next token wins at each position."""
+        logits = self._flat[: len(positions)].clone()
+        for row, position in zip(logits, positions, strict=True):
+            row[self.tokens[position + 1]] = _SURE
+        return logits
+
+    def draft_logits(self, positions: Sequence[int], k: int = 10) -> Tensor:
+        """k likely children of each position; the next token is among them as often as they claim."""
+        logits = self._flat[: len(positions)].clone()
+        for row, position in zip(logits, positions, strict=True):
+            top = float(self._rng.beta(1.6, 0.6))
+            p = np.sort([top, *((1 - top) * 0.5 ** np.arange(1, k))])[::-1]
+            children = self._rng.integers(0, len(row), k)
+            rank = int(np.searchsorted(np.cumsum(p), self._rng.random()))
+            if rank < k:
+                children[rank] = self.tokens[position + 1]
+            row[torch.from_numpy(children).to(row.device)] = torch.from_numpy(
+                np.log(p) + 20).to(row.device, row.dtype)
+        return logits
+
+
+class _Head(LmHead):
+    def __init__(self, text: _Text, vocabulary: int, device: torch.device) -> None:
+        super().__init__(torch.empty(vocabulary, 0, device=device))
+        self._text = text
+
+    def next_tokens(self, states: Tensor, positions: NDArray[np.integer], sampling: Sampling
+                    ) -> NDArray[np.int32]:
+        self._positions = positions.tolist()
+        return super().next_tokens(states, positions, sampling)
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self._text.untimed(lambda: self._text.target_logits(self._positions))
+
+    def states(self, hidden: Payload) -> Tensor:
+        return to_torch(hidden).to(self.weight.device, torch.float16)
+
+
+class _Drafter(TreeDrafter):
+    """Keeps cache, masks and outputs like an EAGLE head, without computing."""
+
+    rows_behind = 1
+
+    def __init__(self, text: _Text, device: torch.device) -> None:
+        shape = CacheShape(1, 32, 128, torch.float16, device)
+        super().__init__(shape, lambda outputs: text.untimed(lambda: text.draft_logits(self._at)))
+        self._text_of = text
+        self._states: list[Tensor] = []
+
+    def commit(self, tokens: Sequence[int], features: Tensor | None, rows: Sequence[int] = ()) -> None:
+        self._text_length += len(tokens)
+        if features is not None:
+            self._states.append(features)
+            self._queue += tokens
+
+    def expand(self, request):  # type: ignore[no-untyped-def]
+        self._at = [node.position for node in request.nodes]
+        return super().expand(request)
+
+    def _rows(self, text: list[int], nodes: list[DraftNode], mask: Tensor) -> Tensor:
+        entering = [torch.cat(self._states)] if text else []
+        entering += [torch.stack([self._outputs[node.parent] for node in nodes])] if nodes else []
+        self._states.clear()
+        return torch.cat(entering)
+
+
+def turns(name: str, sampling: Sampling, count: int = 300, vocabulary: int = VOCABULARY,
+          device: str = "cpu", seed: int = 0) -> list[float]:
+    """Milliseconds of D0's work in each of ``count`` turns, without matrix products."""
+    on = torch.device(device)
+    text = _Text(vocabulary, on, seed)
+    request = Request(text.tokens[:8], name, 90_000, sampling, Params())
+    chosen = strategy_class(name)
+    c = Coordinator(request, lambda builder: chosen(request.params, builder, Pipeline(_STAGES)),
+                    _Drafter(text, on), _Head(text, vocabulary, on), time.perf_counter)
+    scheduler = Scheduler()
+    scheduler.add(c)
+    pipeline: deque[Segment] = deque()
+    costs: list[float] = []
+    while len(costs) < count + 2 * _STAGES:
+        full = len(pipeline) == _STAGES or (pipeline and not c.tokens)  # the prompt comes back alone
+        arriving = [frames(pipeline.popleft())] if full else []
+        text.seconds, start = 0.0, time.perf_counter()
+        for message in arriving:
+            c.receive(decode(message))  # type: ignore[arg-type]
+        while (output := c.next_output()) is not None:
+            c.complete(output)
+        sent = None
+        for out in scheduler.take_messages():
+            encode(out)
+            if isinstance(out, Segment):
+                sent = out
+        if sent is not None:
+            pipeline.append(sent)
+            scheduler.receive(Credit(sent.session, sent.epoch, sent.run))
+        for _ in range(_PASSES):
+            draft = c.next_draft()
+            if not isinstance(draft, DraftPass):
+                break
+            c.complete(draft)
+        if c.tokens:
+            costs.append((time.perf_counter() - start - text.seconds) * 1e3)
+    return costs[2 * _STAGES:]
+
+
+def frames(segment: Segment) -> list[bytes]:
+    hidden = Payload("float16", np.zeros((len(segment.numbers), _WIDTH), np.float16))
+    return [bytes(frame) for frame in
+            encode(Output(segment.session, segment.epoch, segment.run, segment.numbers, hidden))]
+
+
+def main() -> None:
+    device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
+    torch.set_num_threads(1)
+    for name in STRATEGIES:
+        for label, sampling in SAMPLINGS.items():
+            costs = turns(name, sampling, device=device)
+            p90 = statistics.quantiles(costs, n=10)[-1]
+            print(f"D0 on {device}, V {VOCABULARY:,}, per turn, {name}, {label}: median "
+                  f"{statistics.median(costs):.2f} ms, p90 {p90:.2f} ms "
+                  f"(wanted: median at most {WANTED_MS[label]:g} ms)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Tables, plots and timelines of benchmark reports; begin with ``table``."""

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.segment import Segments
+from rich.table import Table
+
+from flowspec_edge.bench.results.rows import ReportRow
+
+_ENERGY = {"joules_per_token": "J/token", "joules_per_token_above_idle": "above idle"}
+_WIDEST = 1000  # columns; more than any table needs
+
+
+def title(clock: str, profile: str | None, stages: int, temperature: float, strategy: str = "") -> str:
+    what = f"{timing(clock, profile)}, {stages} stages, T = {temperature:g}"
+    return f"{strategy}, {what}" if strategy else what
+
+
+def timing(clock: str, profile: str | None) -> str:
+    if profile is None:
+        return "wall clock on this machine"
+    return f"VIRTUAL TIME under {profile}" if clock == "virtual" else f"EMULATED {profile}, wall clock"
+
+
+def show(console: Console, made: Table) -> None:
+    """Print a table in full: a narrow terminal wraps lines instead of truncating figures."""
+    needed = console.measure(made, options=console.options.update(max_width=_WIDEST)).maximum
+    # print(made, width=…) is limited to the console's width.
+    options = console.options.update(width=max(console.width, needed))
+    console.print(Segments(console.render(made, options)), soft_wrap=True, end="")
+
+
+def table(rows: Sequence[ReportRow], caption: str) -> Table:
+    """The rows in their order; speedup is over Chunk-PP.
+
+    The columns of task, energy and deviations appear if they have values.
+    """
+    several = len({row.task for row in rows}) > 1
+    repeated = any(row.tokens_per_second_sd is not None for row in rows)
+    energy = [name for name in _ENERGY if any(getattr(row, name) is not None for row in rows)]
+    if energy:
+        caption = f"{caption}; J/token: measured, without carrier boards"
+    made = Table(title=caption, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
+    if several:
+        made.add_column("task", no_wrap=True)
+    made.add_column("strategy", no_wrap=True)
+    columns = ["tokens/s", "±", "speedup", "ALT", "ALR", "rounds", "TTFT s", "ITL s", "p95 s"]
+    if not repeated:
+        columns.remove("±")
+    columns += [_ENERGY[name] for name in energy]
+    for column in columns:
+        made.add_column(column, justify="right", no_wrap=True)
+    made.add_column("tokens", no_wrap=True)
+    previous = None
+    for row in rows:
+        cells = [row.strategy, f"{row.tokens_per_second:.2f}"]
+        if repeated:
+            cells.append("–" if row.tokens_per_second_sd is None else f"{row.tokens_per_second_sd:.2f}")
+        cells += ["–" if row.speedup is None else f"{row.speedup:.2f}×", f"{row.alt:.3f}", f"{row.alr:.2f}",
+                  str(row.rounds), f"{row.ttft_s:.2f}", f"{row.itl_mean_s:.3f}", f"{row.itl_p95_s:.3f}"]
+        measured = [getattr(row, name) for name in energy]
+        cells += ["–" if joules is None else f"{joules:.2f}" for joules in measured]
+        cells.append(_texts(row))
+        if several:
+            cells.insert(0, "" if row.task == previous else row.task)
+        previous = row.task
+        made.add_row(*cells)
+    return made
+
+
+def _texts(row: ReportRow) -> str:
+    if not row.identical:
+        return "[red]DIFFERENT[/red]"
+    return f"{row.near_ties} near tie{'s'[:row.near_ties > 1]}" if row.near_ties else "identical"

@@ -1,0 +1,1 @@
+"""Runs methods × tasks × temperatures and checks every text; begin with ``runner``."""

@@ -1,0 +1,1 @@
+"""Runs one benchmark at several values of one parameter; begin with ``sweep``."""

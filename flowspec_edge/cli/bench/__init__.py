@@ -1,0 +1,1 @@
+"""``flowspec bench``: strategies on prompt sets, tables, figures; begin at ``commands``."""

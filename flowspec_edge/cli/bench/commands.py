@@ -1,0 +1,109 @@
+"""``flowspec bench``: run, tables, plot, timeline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flowspec_edge.cli.bench import figures
+from flowspec_edge.cli.bench.options import (
+    FLOWSPEC_AND_ABLATIONS,
+    PAPER,
+    BenchOptions,
+    FromOption,
+    parse_strategies,
+)
+from flowspec_edge.cli.common.options import with_dataclasses
+from flowspec_edge.errors import UsageError
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.strategies.params import Params
+
+app = typer.Typer(help="Benchmarks.", no_args_is_help=True)
+
+
+@with_dataclasses(options=BenchOptions, sampling=Sampling, params=Params)
+def run(*, options: BenchOptions, sampling: Sampling, params: Params) -> None:
+    """Run strategies on the same prompts and check every token against plain decoding.
+
+    The file of --json is updated after every strategy and task.
+
+    Examples:
+
+      flowspec bench run --limit 16
+      flowspec bench run --strategies chunk_pp,flowspec --temperature 1 --rank draft --json out.json
+      flowspec bench run --strategies all --prompts mt_bench.jsonl --prompts gsm8k.jsonl --temperatures 0,1
+      --repeats 3 --truncate 1024 --json out.json --resume
+      flowspec bench run --prompts spec_bench/question.jsonl --by-category --limit 10
+    """
+    from rich.console import Console
+
+    from flowspec_edge.bench.render.table import show, table, title
+    from flowspec_edge.cli.bench.measure import measure
+    from flowspec_edge.cli.common.workload import fail_if_different
+
+    report = measure(options, sampling, params, FLOWSPEC_AND_ABLATIONS)
+    console = Console()
+    for temperature in dict.fromkeys(row.temperature for row in report.rows):
+        rows = [row for row in report.rows if row.temperature == temperature]
+        if len({row.task for row in rows}) > 1:
+            rows += [row for row in report.means if row.temperature == temperature]
+        how = title(report.clock, report.profile, report.settings["stages"], temperature)
+        show(console, table(rows, how))
+    fail_if_different(report.differences)
+
+
+@with_dataclasses(without=("temperature",), options=BenchOptions, sampling=Sampling, params=PAPER)
+def tables(
+    files: FromOption = None,
+    markdown: Annotated[Path | None, typer.Option(
+        "--out", help="Write the tables here, not to standard output.", metavar="FILE.md")] = None,
+    published: Annotated[bool, typer.Option("--published", help="Add the paper's means.")] = False,
+    *,
+    options: BenchOptions,
+    sampling: Sampling,
+    params: Params,
+) -> None:
+    """Print tables I, II and III of the FlowSpec paper in Markdown.
+
+    Runs the methods of these tables at temperatures 0 and 1, all drafting with EAGLE-2 as in the paper;
+    with --from it only reads files, and --strategies selects the rows.
+
+    Examples:
+
+      flowspec bench tables --limit 8 --published
+      flowspec bench tables --prompts mt_bench.jsonl --prompts gsm8k.jsonl --json seven.json --out tables.md
+      flowspec bench tables --from seven.json --from thirteen.json --published
+    """
+    from flowspec_edge.bench.render.paper_tables import ABLATION, COMPARED, paper_tables
+    from flowspec_edge.bench.results.atomic_write import check_writable, write
+    from flowspec_edge.bench.results.paper_results import load_paper_results
+    from flowspec_edge.bench.results.report import load_report
+    from flowspec_edge.cli.bench.measure import measure
+    from flowspec_edge.cli.common.workload import fail_if_different
+    from flowspec_edge.strategies.registry import STRATEGIES
+
+    if files and options.out:
+        raise UsageError("--from only reads files; it cannot be combined with --json")
+    if markdown is not None:
+        check_writable(markdown)
+    only = parse_strategies(options.strategies) if options.strategies else None
+    if files:
+        reports = [load_report(path) for path in files]
+    else:
+        default = [name for name in STRATEGIES if name in (*COMPARED, *ABLATION)]
+        reports = [measure(options, sampling, params, ",".join(default), "0,1")]
+    text = paper_tables(reports, only, load_paper_results() if published else None)
+    if markdown is not None:
+        write(markdown, text)
+    else:
+        print(text, end="")
+    if not files:
+        fail_if_different(reports[0].differences)
+
+
+app.command("run")(run)
+app.command("tables")(tables)
+app.command("plot")(figures.plot)
+app.command("timeline")(figures.timeline)

@@ -1,0 +1,109 @@
+"""The options of benchmarks and sweeps, and their parsing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flowspec_edge.cli.common.options import (
+    ClockOption,
+    DeviceOption,
+    DtypeOption,
+    EmulateOption,
+    JsonOption,
+    MaxNewTokensOption,
+    ModelOption,
+    ProfileOption,
+    StagesOption,
+)
+from flowspec_edge.errors import UsageError
+from flowspec_edge.model.modeldir import DEMO
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.strategies.params import Params
+
+PAPER = Params(draft="eagle2", pipedec_width=16)  # the FlowSpec paper's comparison, section V-A
+FLOWSPEC_AND_ABLATIONS = "autoregressive,chunk_pp,pruned_pp,flowspec_no_sbd,flowspec"
+
+FromOption = Annotated[list[Path] | None, typer.Option(
+    "--from", help="A file that bench run or bench tables wrote with --json; may be given several times.",
+    metavar="OUT.json")]
+StrategiesOption = Annotated[str | None, typer.Option(
+    "--strategies", help="Names, separated by commas, or all.", show_default=False)]
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Every field is a command-line option."""
+
+    strategies: StrategiesOption = None
+    prompts: Annotated[list[Path] | None, typer.Option(
+        "--prompts", help="JSONL with prompt or turns, as question.jsonl of FlowSpec, EAGLE and Spec-Bench; "
+                          "each file is a task.  Default: the demonstration's held-out prompts.",
+        metavar="F.jsonl", show_default=False)] = None
+    by_category: Annotated[bool, typer.Option(
+        "--by-category", help="Each category of the files is a task; MT-bench's eight are one, as in "
+                              "Spec-Bench.")] = False
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only a task's first N prompts.")] = None
+    truncate: Annotated[int | None, typer.Option(
+        "--truncate", min=1, help="Only the last N tokens of a prompt.", metavar="N")] = None
+    temperatures: Annotated[str | None, typer.Option(
+        "--temperatures", help="Several temperatures, separated by commas, instead of --temperature.",
+        metavar="T,T", show_default=False)] = None
+    repeats: Annotated[int, typer.Option(
+        "--repeats", min=1, help="Run everything R times, with seeds one apart, and report the standard "
+                                 "deviation.  Greedy text in virtual time runs once.", metavar="R")] = 1
+    warmup: Annotated[int, typer.Option(
+        "--warmup", min=0, help="Requests per strategy before measuring.", metavar="W")] = 0
+    idle_seconds: Annotated[float, typer.Option(
+        "--idle-seconds", min=0, max=3600,
+        help="On boards that measure power: idle for so long before the first request; idle power is "
+             "measured after the first second.", metavar="S")] = 5.0
+    model: ModelOption = DEMO
+    stages: StagesOption = 0
+    dtype: DtypeOption = "auto"
+    device: DeviceOption = "auto"
+    max_new_tokens: MaxNewTokensOption = 128
+    clock: ClockOption = "virtual"
+    profile: ProfileOption = "paper-7b"
+    emulate: EmulateOption = None
+    out: JsonOption = None
+    resume: Annotated[bool, typer.Option(
+        "--resume", help="Keep the figures in --json's file and measure the missing ones.")] = False
+
+    def __post_init__(self) -> None:
+        if self.resume and self.out is None:
+            raise UsageError("--resume needs --json OUT: the file to resume")
+
+
+def parse_strategies(text: str) -> list[str]:
+    """Without duplicates; UsageError, with the known names, for an unknown one."""
+    from flowspec_edge.strategies.registry import STRATEGIES, strategy_class
+
+    if text.strip() == "all":
+        return list(STRATEGIES)
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise UsageError("--strategies has no name; see: flowspec strategies")
+    return [strategy_class(name).name for name in names]
+
+
+def parse_temperatures(text: str | None, sampling: Sampling) -> list[float]:
+    if text is None:
+        return [sampling.temperature]
+    if sampling.temperature:
+        raise UsageError("give --temperature or --temperatures, not both")
+    try:
+        given = list(dict.fromkeys(float(part) for part in text.split(",")))
+    except ValueError:
+        raise UsageError(f"--temperatures must be numbers separated by commas, not {text!r}") from None
+    return [Sampling(temperature).temperature for temperature in given]  # a UsageError if out of range
+
+
+def require_files(paths: Sequence[Path] | None) -> list[Path]:
+    if not paths:
+        raise UsageError("give --from OUT.json: a file that flowspec bench run wrote with --json")
+    return list(paths)

@@ -1,0 +1,144 @@
+"""``flowspec doctor``: can these machines be boards of a cluster, and does this GPU compute correctly?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flowspec_edge.errors import UsageError
+
+if TYPE_CHECKING:
+    from flowspec_edge.fleet.doctor.cluster import BoardFindings
+    from flowspec_edge.fleet.gpu_check.report import GpuReport
+
+_MARKS = {"ok": "[green]ok[/green]", "warning": "[yellow]warning[/yellow]", "failed": "[red]failed[/red]",
+          "unknown": "[dim]unknown[/dim]", "skipped": "[dim]skipped[/dim]"}
+
+
+def doctor(
+    cluster: Annotated[Path | None, typer.Option(
+        "--cluster", help="Check the boards of this cluster.toml over ssh, and the links between them; this "
+                          "works before the first deploy up.  Default: this machine.", metavar="FILE",
+        show_default=False)] = None,
+    storage: Annotated[str | None, typer.Option(
+        "--storage", help="Where releases and shards will be stored.  Default: the home directory; with "
+                          "--cluster the directory that deploy up uses.",
+        metavar="DIR", show_default=False)] = None,
+    fix: Annotated[bool, typer.Option(
+        "--fix", help="Apply the harmless fixes: enable NTP, set the power mode of the cluster file, add "
+                      "users to the GPU's groups.  Needs root, or sudo without a password.",
+    )] = False,
+    gpu: Annotated[bool, typer.Option(
+        "--gpu", help="Test this machine's GPU instead: every kernel against float64, and the demonstration "
+                      "model's tokens against the CPU's.")] = False,
+    device: Annotated[str | None, typer.Option(
+        "--device", help="With --gpu: cuda, cuda:1, or cpu to see the report without a GPU.  Default: cuda.",
+        metavar="DEVICE", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object, not a table.")] = False,
+) -> None:
+    """Check a machine: release, Python, torch and its GPU, a real product, a real 4-bit kernel, memory.
+
+    Every line that is not ok says the next step.  Exit code 1 if a check failed; warnings do not count.
+    Runs on any Linux machine; checks for Jetsons run on Jetsons only.
+
+    Examples:
+
+      flowspec doctor
+      flowspec doctor --storage /data --json
+      flowspec doctor --cluster cluster.toml
+      flowspec doctor --cluster cluster.toml --fix
+      flowspec doctor --gpu
+    """
+    if gpu:
+        if cluster or storage or fix:
+            raise UsageError("--gpu tests this machine's GPU and nothing else: leave out --cluster, "
+                             "--storage and --fix; for a cluster run flowspec doctor --gpu on each board")
+        _check_gpu("cuda" if device is None else device, as_json)
+        return
+    if device is not None:
+        raise UsageError("--device works with --gpu only: add --gpu, or leave out --device")
+    from rich.console import Console
+
+    from flowspec_edge.fleet.doctor.cluster import BoardFindings, check_cluster
+    from flowspec_edge.fleet.doctor.run import check_machine
+
+    with Console(stderr=True).status("trying torch and its kernels") as status:
+        if cluster is None:
+            found = check_machine(Path(storage) if storage else None, fix)
+            boards = [BoardFindings("this machine", found)]
+        else:
+            from flowspec_edge.fleet.inventory import load_inventory
+
+            boards = check_cluster(load_inventory(cluster), storage,
+                                 lambda name: status.update(f"{name} is done"), cluster, fix)
+    failed = any(finding.state == "failed" for board in boards for finding in board.findings)
+    if as_json:
+        reports = [{"name": board.name, "findings": [finding.as_json() for finding in board.findings]}
+                   for board in boards]
+        print(json.dumps({"ok": not failed, "boards": reports}, indent=2))
+    else:
+        _show(boards)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _show(boards: list[BoardFindings]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    for board in boards:
+        table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False, title_justify="left",
+                      title=f"[bold]{escape(board.name)}[/bold]")
+        for finding in board.findings:
+            advice = f"\n[bold]→[/bold] {escape(finding.advice)}" if finding.advice else ""
+            mark = "[green]fixed[/green]" if finding.fixed else _MARKS[finding.state]
+            table.add_row(finding.check, mark, escape(finding.found) + advice)
+        console.print(table)
+
+
+def _check_gpu(device: str, as_json: bool) -> None:
+    from rich.console import Console
+
+    from flowspec_edge.fleet.gpu_check.report import check_gpu
+    from flowspec_edge.model.modeldir import DEMO, resolve_model
+
+    with Console(stderr=True).status(f"{device}: starting") as status:
+        report = check_gpu(resolve_model(DEMO), device,
+                           report=lambda doing: status.update(f"{device}: {doing}"))
+    if as_json:
+        print(json.dumps(report.as_json(), indent=2))
+    else:
+        _show_gpu(report)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _show_gpu(report: GpuReport) -> None:
+    import torch
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    built = f", CUDA {torch.version.cuda}" if torch.version.cuda else ""
+    capability = f", compute capability {'.'.join(map(str, report.capability))}" if report.capability else ""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), title_justify="left",
+                  title=f"[bold]{escape(report.name)}[/bold]{capability}; torch {torch.__version__}{built}")
+    for heading in ("", "check", "", "error", ""):
+        table.add_column(heading, no_wrap=heading == "check")
+    group = ""
+    for check in report.checks:
+        error = "" if check.error is None else f"{check.error:.0e}" if check.error else "0"
+        table.add_row("" if check.group == group else check.group, check.name, _MARKS[check.state], error,
+                      escape(check.found))
+        group = check.group
+    console.print(table)
+    failed = sum(check.state == "failed" for check in report.checks)
+    console.print(
+        f"\n{failed} of {len(report.checks)} checks failed on {report.device}: models would be computed "
+        "wrongly, or not at all." if failed else f"\nAll checks passed on {report.device}.")

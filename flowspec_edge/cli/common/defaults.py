@@ -1,0 +1,100 @@
+"""Defaults of ``--stages``, ``--dtype`` and ``--device`` for a model; torch is imported only for a GPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flowspec_edge.cli.common.options import Dtype, DtypeChoice
+from flowspec_edge.errors import UsageError
+from flowspec_edge.model.manifest import Manifest
+from flowspec_edge.model.modeldir import ModelDir
+
+if TYPE_CHECKING:
+    from flowspec_edge.util.torchdevice import TorchGpu
+
+_ROWS = 4096  # of text whose caches must fit on a GPU, unless the model takes fewer
+# Devices of NVIDIA's drivers in /dev: on a PC, on a Jetson, under WSL.
+_DRIVERS = ("nvidia[0-9]*", "nvhost-gpu", "nvgpu", "nvmap", "dxg")
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def device_of(requested: str, model: ModelDir, dtype: Dtype, *, processes: int = 1, rows: int | None = None,
+              ) -> str:
+    """The torch device of D0 and of local stages: "cpu" or "cuda:N".
+
+    ``processes`` share the device; ``rows``: of text in the caches, None: those of one text.  UsageError for
+    a GPU that is missing or too small; "auto" prints why it rejects a GPU on stderr.
+    """
+    # Without a driver there is no GPU, and no need to import torch here.
+    driver = any(list(Path("/dev").glob(name)) for name in _DRIVERS)
+    if requested == "cpu" or (requested == "auto" and not driver):
+        return "cpu"
+    from flowspec_edge.util.torchdevice import CONTEXT_BYTES, architectures, gpus, pick
+
+    found: list[TorchGpu] = gpus()
+    needed = processes * CONTEXT_BYTES + loaded_bytes(model, dtype, 1, rows) if found else 0
+    device, reason = pick(requested, found, architectures(), needed, model.name)
+    if reason:
+        print(f"flowspec: note: computing on the CPU: {reason}", file=sys.stderr)
+    return device
+
+
+def plain_device_of(device: str, model: ModelDir, dtype: Dtype, processes: int) -> str:
+    """``device`` for plain decoding beside a cluster; the CPU, with a note, if the weights do not fit
+    twice."""
+    if device == "cpu":
+        return "cpu"
+    from flowspec_edge.util.torchdevice import CONTEXT_BYTES, architectures, gpus, pick
+
+    needed = processes * CONTEXT_BYTES + loaded_bytes(model, dtype, copies=2)
+    try:
+        return pick(device, gpus(), architectures(), needed, f"{model.name} and plain decoding beside it")[0]
+    except UsageError as error:
+        print(f"flowspec: note: plain decoding computes on the CPU: {error}", file=sys.stderr)
+        return "cpu"
+
+
+def loaded_bytes(model: ModelDir, dtype: Dtype, copies: int = 1, rows: int | None = None) -> int:
+    """Bytes of ``copies`` targets, D0's models, and caches of ``rows`` rows."""
+    rows = min(_ROWS, model.max_positions) if rows is None else rows
+    if model.sharded:
+        manifest = Manifest.read(model.path)
+        wider = _BYTES[dtype] / _BYTES[manifest.compute_dtype]
+        d0 = manifest.parts["draft"]
+        stages = [part for name, part in manifest.parts.items() if name != "draft"]
+        held = copies * sum(part.weight_bytes for part in stages) + d0.weight_bytes
+        return int(wider * (held + rows * sum(part.row_bytes for part in (*stages, d0))))
+    from flowspec_edge.fleet.planning.model_size import model_bytes
+
+    size = model_bytes(str(model.path), dtype)
+    caches = rows * (size.layers * size.kv_row + size.draft_kv_row)
+    return copies * size.target_weights + size.d0_weights + caches
+
+
+_STAGES = 4
+
+
+def stages_of(model: ModelDir, requested: int) -> int:
+    """0: those of a sharded model, or the paper's four."""
+    if not model.sharded:
+        return requested or _STAGES
+    manifest = Manifest.read(model.path)
+    if requested:
+        manifest.check_stages(requested)
+    return manifest.stages
+
+
+def dtype_of(model: ModelDir, requested: DtypeChoice) -> Dtype:
+    """"auto": the compute dtype of a sharded model, or fp32."""
+    if requested != "auto":
+        return requested
+    return Manifest.read(model.path).compute_dtype if model.sharded else "fp32"
+
+
+def require_unsharded(model: ModelDir, strategy: str) -> None:
+    """UsageError for a tensor-parallel ``strategy`` on a sharded model."""
+    if model.sharded:
+        raise UsageError(f"{strategy} gives every device a slice of all layers, but {model.path} is sharded "
+                         "for a pipeline: use the original checkpoint, or leave this strategy out")

@@ -1,0 +1,115 @@
+"""Requests and their checks, plain decoding as the reference, and a progress bar."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from flowspec_edge.bench.run.runner import NearTieJudge, PlainDecoding
+from flowspec_edge.bench.run.tasks import Prompt
+from flowspec_edge.cli.common.defaults import dtype_of, require_unsharded
+from flowspec_edge.cli.common.options import Clock, DtypeChoice
+from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.model.modeldir import DEMO, DRAFT_PARTS, ModelDir
+from flowspec_edge.model.text import Tokenizer
+from flowspec_edge.runtime.request import Request
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.strategies.params import Params
+from flowspec_edge.util.resources import resource_dir
+
+
+def demo_prompts() -> Path:
+    """Held-out prompts of the demonstration model."""
+    return resource_dir("models") / DEMO / "prompts.jsonl"
+
+
+def requests_for(tokenizer: Tokenizer, model: ModelDir, prompts: Sequence[Prompt], max_new_tokens: int,
+                 sampling: Sampling, params: Params, truncate: int | None = None,
+                 advice: str = "lower --max-new-tokens") -> list[Request]:
+    """One request per prompt, of its last ``truncate`` tokens; UsageError for a prompt that does not fit."""
+    requests = []
+    for prompt in prompts:
+        ids = tokenizer.encode(prompt.text)
+        ids = ids[-truncate:] if truncate else ids
+        name = f"prompt {prompt.id}" if prompt.id else "the prompt"
+        require_fitting(len(ids), model, max_new_tokens, name, advice)
+        requests.append(Request(ids, max_new_tokens=max_new_tokens, sampling=sampling, params=params,
+                                stop_ids=model.stop_ids))
+    return requests
+
+
+def require_fitting(length: int, model: ModelDir, max_new_tokens: int, name: str = "the prompt",
+                    advice: str = "lower --max-new-tokens") -> None:
+    """UsageError if a prompt of ``length`` tokens and its answer exceed the model's positions."""
+    if length + max_new_tokens > model.max_positions:
+        raise UsageError(f"{name} has {length} tokens and {max_new_tokens} more are asked for, but the model "
+                         f"stops at {model.max_positions}; {advice}")
+
+
+def require_runnable(strategies: Sequence[str], model: ModelDir, params: Params, clock: Clock,
+                     stages: int) -> None:
+    """UsageError if a strategy lacks its draft model, a whole model, or a layer per process; without
+    torch."""
+    from flowspec_edge.strategies.registry import draft_kind, strategy_class
+
+    for name in strategies:
+        chosen = strategy_class(name)
+        kind = draft_kind(chosen, params, model)
+        if kind and kind != "ngram" and not model.draft(kind):
+            part = DRAFT_PARTS[kind]
+            ways = f"make it with: flowspec models train-spd --model {model.path}; or leave this strategy out"
+            if kind != "spd":
+                ways = (f"add one, choose another kind with --draft (it has: {_drafts(model)}), look up in "
+                        "the text with --draft ngram, or do not draft: --strategy autoregressive")
+            raise UsageError(f"{name} drafts with {part}/, which {model.path} does not have; {ways}")
+        if chosen.parallelism != "pipeline":
+            require_unsharded(model, name)
+        if clock == "wall" and chosen.parallelism == "pipeline" and stages > model.layers:
+            raise UsageError(f"{name}: {stages} stages are more than the model's {model.layers} layers: "
+                             f"use at most --stages {model.layers}, or --clock virtual")
+
+
+def plain_decoding(model: ModelDir, dtype: DtypeChoice, device: str = "cpu"
+                   ) -> tuple[PlainDecoding, NearTieJudge | None]:
+    """The unsharded model, token by token; in 16 bits also a check for differences by near ties alone."""
+    from flowspec_edge.bench.run.near_ties import NearTies
+    from flowspec_edge.runtime.plain import PlainDecoder
+
+    computed = dtype_of(model, dtype)
+    decoder = PlainDecoder(model.path, computed, device)
+    explains = None if computed == "fp32" else NearTies(decoder.model).explain
+    return lambda r: decoder.generate(list(r.prompt), r.max_new_tokens, r.sampling, r.stop_ids), explains
+
+
+def fail_if_different(differences: Sequence[object]) -> None:
+    """One line on stderr for each text that differs from plain decoding's, then an error."""
+    for difference in differences:
+        print(f"flowspec: not identical: {difference}", file=sys.stderr)
+    if differences:
+        raise FlowspecError("not every text is that of plain decoding; see above")
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr, if that is a terminal; call the result before each of ``total`` steps."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description:16}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        started = 0
+
+        def advance(what: str) -> None:
+            nonlocal started
+            bar.update(task, description=what, completed=started)
+            started += 1
+
+        yield advance
+
+
+def _drafts(model: ModelDir) -> str:
+    return ", ".join(f"{part}/" for kind, part in DRAFT_PARTS.items() if model.draft(kind)) or "none"

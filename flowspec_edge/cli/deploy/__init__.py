@@ -1,0 +1,1 @@
+"""``flowspec deploy`` and ``flowspec keys``: a cluster of boards; begin at ``commands``."""

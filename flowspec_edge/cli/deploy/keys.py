@@ -1,0 +1,111 @@
+"""``flowspec keys``: the key pairs that encrypt the links of a cluster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flowspec_edge.errors import FlowspecError
+
+if TYPE_CHECKING:
+    from flowspec_edge.fleet.services.keys import BoardKey
+
+app = typer.Typer(name="keys", help="The keys that encrypt the links between boards.", no_args_is_help=True)
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print a JSON object.")]
+ClusterOption = Annotated[Path, typer.Option("--cluster", metavar="FILE", help="The boards: a cluster.toml.")]
+
+
+@app.callback()
+def keys() -> None:
+    """Each board has its own key pair; the private key never leaves the board."""
+
+
+@app.command()
+def show(
+    cluster: ClusterOption,
+    as_json: JsonOption = False,
+) -> None:
+    """Show every board's public key, and compare it with the one recorded here.
+
+    Examples:
+
+      flowspec keys show --cluster cluster.toml
+    """
+    from flowspec_edge.fleet.inventory import beside, load_inventory
+    from flowspec_edge.fleet.remote.ssh import python_for
+    from flowspec_edge.fleet.services.keys import recorded, shown
+
+    inventory = load_inventory(cluster)
+    directory, devices = beside(cluster, inventory.cluster.keys), inventory.device
+    known = recorded(devices, directory)
+    boards = shown(inventory, devices, {d.name: python_for(inventory, d) for d in devices}, directory)
+    if as_json:
+        print(json.dumps({"boards": [
+            {"name": board.name, "public": board.public or None, "recorded": known.get(board.name),
+             "error": board.error or None} for board in boards]}))
+    else:
+        for board in boards:
+            print(_line(board, board.name in known))
+    if any(board.error for board in boards):
+        raise typer.Exit(1)
+
+
+@app.command()
+def rotate(
+    cluster: ClusterOption,
+    as_json: JsonOption = False,
+) -> None:
+    """Replace the key pairs of all boards of a running cluster, and restart the services.
+
+    Boards generate their own pairs.  It ends when a token has passed the pipeline with the new keys; if that
+    fails, all boards return to their former pairs.
+
+    Examples:
+
+      flowspec keys rotate --cluster cluster.toml
+    """
+    from flowspec_edge.cli.deploy.report import watch_rollout
+    from flowspec_edge.fleet.deploy.resolve import resolve_deployment
+    from flowspec_edge.fleet.deploy.rollout import Rollout
+    from flowspec_edge.fleet.inventory import load_inventory
+    from flowspec_edge.fleet.remote.ssh import python_for
+    from flowspec_edge.fleet.services.keys import rotate_keys
+    from flowspec_edge.fleet.services.status import control, look
+
+    deployment = resolve_deployment(load_inventory(cluster), cluster)
+    inventory = deployment.decided
+    status = look(inventory)
+    if status.release is None or not status.ready:
+        raise FlowspecError("keys can be rotated while the cluster is ready, and it is not: see flowspec "
+                            "deploy status")
+    with watch_rollout(as_json) as watch:
+        rollout = Rollout(deployment, watch)
+
+        def apply() -> None:
+            report = rollout.up(going_back=False)  # the previous release lacks the new keys
+            if not report.ok:
+                raise FlowspecError("; ".join(report.failures))
+
+        def restore() -> None:
+            if rollout.take_back()[0] is None:
+                control(inventory, "restart")
+
+        publics = rotate_keys(inventory, deployment.boards,
+                              {device.name: python_for(inventory, device) for device in deployment.boards},
+                              deployment.keys, apply, restore)
+    if as_json:
+        print(json.dumps({"ok": True, "boards": [{"name": name, "public": public}
+                                                 for name, public in publics.items()]}))
+    else:
+        print(f"{len(publics)} boards have new keys, and a token came through the pipeline with them")
+
+
+def _line(board: BoardKey, is_recorded: bool) -> str:
+    if board.error:
+        return f"✗ {board.error}"
+    mark, note = ("✓", "") if is_recorded else ("·", "  not recorded yet")
+    return f"{mark} {board.name}  {board.public}{note}"

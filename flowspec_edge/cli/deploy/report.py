@@ -1,0 +1,125 @@
+"""A rollout in the terminal: a progress line per board, then the report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import typer
+
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.fleet.deploy.report import Watch
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from flowspec_edge.fleet.deploy.engine.desired_state import Step
+    from flowspec_edge.fleet.deploy.report import DeployReport
+    from flowspec_edge.fleet.deploy.resolve import Deployment
+
+
+class RolloutProgress(Watch):
+    """A line for the phase, and one below it for each active board."""
+
+    def __init__(self, progress: Progress) -> None:
+        """``progress`` has columns for ``description``, a bar, and the field ``status``."""
+        self._progress = progress
+        self._phase = progress.add_task("", total=None, status="")
+        self._tasks: dict[str, TaskID] = {}
+        self._lock = Lock()  # called from a thread per board
+
+    def phase(self, name: str) -> None:
+        with self._lock:
+            for task in self._tasks.values():
+                self._progress.remove_task(task)
+            self._tasks = {}
+            self._progress.update(self._phase, description=name)
+
+    def step(self, step: Step) -> None:
+        with self._lock:
+            self._progress.update(self._task(step.board), status=step.name)
+
+    def amount(self, what: str, done: int, total: int) -> None:
+        status = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB"
+        with self._lock:
+            self._progress.update(self._task(what), completed=done, total=total, status=status)
+
+    def _task(self, name: str) -> TaskID:
+        if name not in self._tasks:
+            self._tasks[name] = self._progress.add_task(f"  {name}", total=None, status="")
+        return self._tasks[name]
+
+
+@contextmanager
+def watch_rollout(quiet: bool) -> Iterator[Watch]:
+    """Progress on stderr, removed at the end; none with ``quiet``."""
+    if quiet:
+        yield Watch()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(bar_width=20),
+               TextColumn("{task.fields[status]}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        yield RolloutProgress(progress)
+
+
+def print_report(report: DeployReport, verb: str, as_json: bool, dry_run: bool = False) -> None:
+    """FlowspecError, or with ``as_json`` exit code 1, for failures; ``verb``: such as "deployed"."""
+    if as_json:
+        print(json.dumps(report.as_json(), indent=2))
+        if not report.ok:
+            raise typer.Exit(1)
+        return
+    from rich.console import Console
+
+    stderr = Console(stderr=True, highlight=False)
+    for note in report.notes:
+        stderr.print(f"  note: {note}", markup=False, soft_wrap=True)
+    if not report.problems:  # with problems no board has steps
+        _print_steps(report, dry_run)
+    if report.ok:
+        if not dry_run:
+            what = f"{report.changed} changes" if report.changed else "no change"
+            print(f"{verb} in {report.seconds:.0f} s: {what}"
+                  + (f"; release {report.release}" if report.release else ""))
+        elif not report.changed:
+            print("nothing would change")
+        return
+    failures = report.failures
+    if len(failures) > 1:
+        for failure in failures:
+            stderr.print(f"  {failure}", markup=False, soft_wrap=True)
+    untouched = ("no board was touched" if report.problems else
+                 "what runs on the boards was left alone; the next flowspec deploy up goes on from here")
+    first = failures[0] if len(failures) == 1 else f"{len(failures)} things are in the way"
+    raise FlowspecError(f"{first}; {report.left or untouched}")
+
+
+def _print_steps(report: DeployReport, dry_run: bool) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for board in report.boards:
+        changed = [step.name for step in board.steps if step.changed]
+        verb = "to change" if dry_run else "changed"
+        status = f"{len(changed)} {verb}: {', '.join(changed)}" if changed else "no change"
+        console.print(f"{board.board}: {status}", markup=False, soft_wrap=True)
+
+
+def show_roles(deployment: Deployment) -> None:
+    """On stderr."""
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False)
+    rows = [f"{deployment.draft.name} drafts"]
+    rows += [f"{device.name} is V{place}, layers {lo} to {hi - 1}"
+             for place, (device, (lo, hi)) in enumerate(deployment.stages, start=1)]
+    rows += [f"{device.name} does nothing: {why}" for device, why in deployment.left_out]
+    rows += [f"note: {note}" for note in deployment.notes]
+    for row in rows:
+        console.print(f"  {row}", markup=False, soft_wrap=True)

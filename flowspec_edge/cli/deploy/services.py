@@ -1,0 +1,187 @@
+"""``flowspec deploy status | logs | restart | stop | start``: the services of a deployed cluster."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flowspec_edge.errors import FlowspecError, UsageError
+
+if TYPE_CHECKING:
+    from flowspec_edge.fleet.services.status import BoardStatus, FleetStatus, Verb
+
+ClusterOption = Annotated[Path, typer.Option("--cluster", help="The cluster's file.", metavar="FILE")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print a JSON object, not a table.")]
+BoardsArgument = Annotated[list[str] | None, typer.Argument(
+    metavar="[BOARD]...", help="Names in the cluster file; default: all boards.", show_default=False)]
+CLUSTER = Path("cluster.toml")
+
+_COLOURS = {"active": "green", "activating": "yellow", "reloading": "yellow", "failed": "red",
+            "absent": "dim", "unknown": "red"}
+
+
+def status(cluster: ClusterOption = CLUSTER, as_json: JsonOption = False) -> None:
+    """Show the service of every board, and whether a token came through the pipeline lately.
+
+    Exit code 1 unless all boards run the same release and it is ready.
+
+    Examples:
+
+      flowspec deploy status
+      flowspec deploy status --cluster lab.toml --json
+    """
+    from rich.console import Console
+
+    from flowspec_edge.fleet.inventory import load_inventory
+    from flowspec_edge.fleet.services.status import look
+
+    inventory = load_inventory(cluster)
+    with Console(stderr=True).status("asking the boards"):
+        found = look(inventory)
+    if as_json:
+        print(json.dumps(found.as_json(), indent=2))
+    else:
+        _show(inventory.cluster.name, found)
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+def logs(
+    board: Annotated[str | None, typer.Argument(
+        metavar="[BOARD]", help="A name in the cluster file; default: the draft device.",
+        show_default=False)] = None,
+    cluster: ClusterOption = CLUSTER,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines as they come.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="The number of last lines.")] = 50,
+) -> None:
+    """Show a service's journal.
+
+    Examples:
+
+      flowspec deploy logs
+      flowspec deploy logs orin-3 -f
+    """
+    from flowspec_edge.fleet.inventory import load_inventory
+    from flowspec_edge.fleet.services.status import chosen, logs_command, look_at
+
+    inventory = load_inventory(cluster)
+    device = chosen(inventory, [board])[0] if board else inventory.draft
+    found = look_at(inventory, device)
+    if found.error or found.current is None:
+        raise FlowspecError(found.error or f"{device.name}: nothing is deployed there: flowspec deploy up")
+    command = logs_command(inventory, device, found.current.unit, lines, follow)
+    if code := subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode:
+        raise typer.Exit(code)
+
+
+def restart(boards: BoardsArgument = None, cluster: ClusterOption = CLUSTER,
+            as_json: JsonOption = False) -> None:
+    """Restart services; without names, wait until a token has passed the new pipeline.
+
+    Examples:
+
+      flowspec deploy restart
+      flowspec deploy restart orin-3
+    """
+    _control(cluster, "restart", boards or [], as_json)
+
+
+def stop(boards: BoardsArgument = None, cluster: ClusterOption = CLUSTER,
+         as_json: JsonOption = False) -> None:
+    """Stop services, the draft device's first; they start again at a reboot.
+
+    Examples:
+
+      flowspec deploy stop
+      flowspec deploy stop orin-3
+    """
+    _control(cluster, "stop", boards or [], as_json)
+
+
+def start(boards: BoardsArgument = None, cluster: ClusterOption = CLUSTER,
+          as_json: JsonOption = False) -> None:
+    """Start services, the draft device's last, and wait for a token.
+
+    Examples:
+
+      flowspec deploy start
+      flowspec deploy start orin-3
+    """
+    _control(cluster, "start", boards or [], as_json)
+
+
+def _control(cluster: Path, verb: Verb, names: list[str], as_json: bool) -> None:
+    from rich.console import Console
+
+    from flowspec_edge.fleet.inventory import load_inventory
+    from flowspec_edge.fleet.services.status import chosen, control
+
+    inventory = load_inventory(cluster)
+    chosen_names = [device.name for device in chosen(inventory, names)]
+    if len(set(chosen_names)) < len(chosen_names):
+        raise UsageError("a board is named twice")
+    done_word = {"restart": "restarted", "stop": "stopped", "start": "started"}[verb]
+    console = Console(highlight=False)
+
+    def done(name: str, error: str) -> None:
+        if not as_json:
+            console.print(f"{name}: {done_word}" if not error else f"[red]{name}[/red]", soft_wrap=True)
+
+    with Console(stderr=True).status(f"{verb}: {', '.join(chosen_names)}"):
+        failed = control(inventory, verb, names, done)
+    if as_json:
+        print(json.dumps({"ok": not failed, "boards": [{"name": name, "error": failed.get(name, "")}
+                                                       for name in chosen_names]}, indent=2))
+    elif failed:
+        raise FlowspecError("; ".join(failed.values()))
+    if failed:
+        raise typer.Exit(1)
+
+
+def _show(name: str, found: FleetStatus) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    columns = ["board", "role", "release", "service", "since", "restarts"]
+    powered = any(board.watts is not None for board in found.boards)
+    for column in [*columns, "power"] if powered else columns:
+        table.add_column(column, justify="right" if column in ("restarts", "power") else "left")
+    for board in found.boards:
+        here = board.current
+        power = "–" if board.watts is None else f"{board.watts:.1f} W"
+        role = "" if here is None else "D0" if here.role == "draft" else f"V{here.stage}"
+        table.add_row(escape(board.name), role, here.id if here else "", _state(board), _moment(board.since),
+                      str(board.restarts) if here else "",
+                      *([power] if powered else []))
+    console.print(table)
+    for board in found.boards:
+        if why := board.error or board.said:
+            console.print(f"[red]{escape(board.name)}[/red]: {escape(why)}", soft_wrap=True)
+    came_through = "a token came through the pipeline lately"
+    if found.ok:
+        console.print(f"{escape(name)} is ready: {came_through}")
+    elif found.ready:
+        console.print(f"{escape(name)}: {came_through}, but {escape(found.disorder)}", soft_wrap=True)
+    else:
+        why = f": {escape(found.reason)}" if found.reason else ""
+        console.print(f"{escape(name)} is not ready{why}", soft_wrap=True)
+
+
+def _moment(since: str) -> str:
+    """systemd's "Sun 2026-11-22 01:24:54 UTC" without the weekday and the zone."""
+    words = since.split()
+    return " ".join(words[1:3]) if len(words) == 4 else since
+
+
+def _state(board: BoardStatus) -> str:
+    if board.error:
+        return "[red]not reached[/red]"
+    colour = _COLOURS.get(board.state, "yellow")
+    return f"[{colour}]{board.state}[/{colour}]"

@@ -1,0 +1,1 @@
+"""``flowspec generate``, ``chat`` and ``demo``: text in the terminal; begin at ``command`` (generate)."""

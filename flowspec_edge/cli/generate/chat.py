@@ -1,0 +1,292 @@
+"""``flowspec chat``: a conversation in the terminal, its input and its /commands."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flowspec_edge.cli.common.clusters import choose_clock, open_processes
+from flowspec_edge.cli.common.defaults import device_of, dtype_of, stages_of
+from flowspec_edge.cli.common.options import (
+    ChatTemplateOption,
+    DeviceOption,
+    DtypeOption,
+    EmulateOption,
+    ModelOption,
+    StagesOption,
+    StrategyOption,
+    with_dataclasses,
+)
+from flowspec_edge.cli.common.workload import require_runnable
+from flowspec_edge.cli.generate.chat_screen import ChatScreen
+from flowspec_edge.cli.generate.command import explicit_options
+from flowspec_edge.errors import UsageError
+from flowspec_edge.model.generation import choose_sampling
+from flowspec_edge.model.modeldir import DEMO, resolve_model
+from flowspec_edge.runtime.request import Request, Result, SharedCluster
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
+from flowspec_edge.strategies.registry import strategy_class
+
+if TYPE_CHECKING:
+    from flowspec_edge.model.text import Tokenizer
+    from flowspec_edge.runtime.cluster.clusters import SharingOptions
+    from flowspec_edge.serving.conversation import Conversation
+
+_QUOTES = '"""'
+_REJOIN_S = 60.0  # for a lost stage to rejoin
+_HELP = """/stats            figures of the last answer, of all answers, and of each stage
+/live             show or hide a line per stage during an answer
+/history          print the conversation
+/retry            ask the last question again
+/undo             remove the last question and its answer
+/reset [SYSTEM]   start again, with a new system message if one is given
+/help, /quit
+Text between lines of \"\"\" is one message; Ctrl-C stops an answer, Ctrl-D ends the chat."""
+
+
+@with_dataclasses(sampling=Sampling, params=Params)
+def chat(
+    context: typer.Context,
+    model: ModelOption = DEMO,
+    system: Annotated[str | None, typer.Option(
+        "--system", help="The system's message.", metavar="TEXT", show_default=False)] = None,
+    chat_template: ChatTemplateOption = None,
+    strategy: StrategyOption = DEFAULT_STRATEGY,
+    stages: StagesOption = 0,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=1, help="The longest answer.")] = 1024,
+    emulate: EmulateOption = None,
+    live: Annotated[bool, typer.Option("--live", help="Print a line per stage during an answer.")] = False,
+    *,
+    sampling: Sampling,
+    params: Params,
+) -> None:
+    """Chat with a model over a pipeline of stages: answers stream, and caches keep the conversation.
+
+    /help lists the commands within a chat.  Messages may also be piped in, one per line.
+
+    Examples:
+
+      flowspec chat --model vicuna-7b-v1.5
+      flowspec chat --model ./llama-shards --temperature 0.7 --system "Answer in one sentence."
+      flowspec chat --chat-template vicuna --live
+      echo "What is a pipeline?" | flowspec chat --model vicuna-7b-v1.5
+    """
+    chosen = strategy_class(strategy)
+    found = resolve_model(model)
+    stages = stages_of(found, stages)
+    clock_settings = choose_clock("wall", "paper-7b", emulate)
+    require_runnable([chosen.name], found, params, "wall", stages)
+    device = device_of(device, found, dtype_of(found, dtype), processes=clock_settings.processes(stages))
+    explicit = explicit_options(context, asdict(sampling))
+    sampling, _ = choose_sampling(sampling, explicit, found)
+
+    from flowspec_edge.model.text import Tokenizer
+    from flowspec_edge.runtime.draft_device.capacity import cache_rows
+    from flowspec_edge.serving.conversation import Conversation
+
+    tokenizer = Tokenizer(found, chat_template)
+    conversation = Conversation(tokenizer, found, answer_tokens, system)
+    sharing: SharingOptions = {"at_once": 1, "cache_rows": cache_rows(found.max_positions, 1, params, stages),
+                        "rejoin_within": _REJOIN_S}
+    with (ChatScreen() as screen,
+          open_processes(clock_settings, found, stages, dtype, device=device, **sharing) as cluster,
+          _inputs() as messages):
+        screen.live = live
+        chatting = ChatSession(conversation, tokenizer, screen, cluster, strategy, sampling, params,
+                            any_seed="seed" not in explicit)
+        screen.note(f"{found.name}, {chosen.name}, {stages} stages; /help for help")
+        chatting.start()
+        chatting.run(messages)
+
+
+@dataclass(eq=False)
+class ChatSession:
+    """``any_seed``: every answer gets its own seed."""
+
+    conversation: Conversation
+    tokenizer: Tokenizer
+    screen: ChatScreen
+    cluster: SharedCluster
+    strategy: str
+    sampling: Sampling
+    params: Params
+    any_seed: bool
+    results: list[Result] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Generate one token, so that the first question does not wait for the stages to start."""
+        with self.screen.working("starting the stages"):
+            self.cluster.generate(Request([0], self.strategy, 1, params=self.params))
+
+    def run(self, messages: Iterator[ChatInput]) -> None:
+        for typed in messages:
+            name, _, rest = typed.text.strip().partition(" ")
+            if not name:
+                continue
+            try:
+                if typed.block or not name.startswith("/"):
+                    self.answer(typed.text)
+                elif name == "/quit":
+                    return
+                else:
+                    self._run_command(name, rest.strip())
+            except UsageError as error:
+                self.screen.note(str(error))
+
+    def answer(self, text: str) -> None:
+        from flowspec_edge.model.text import TextStream
+
+        question = self.conversation.ask(text)
+        if question.left_out:
+            self.screen.note(f"[the context is full: the model no longer sees the first {question.left_out} "
+                             "exchanges]")
+        sampling = self.sampling
+        if self.any_seed and not sampling.greedy:
+            sampling = replace(sampling, seed=secrets.randbelow(2**63))
+        pieces: list[str] = []
+
+        def write(piece: str) -> None:
+            pieces.append(piece)
+            self.screen.write(piece)
+
+        stream = TextStream(self.tokenizer.decode, write)
+        request = Request(question.prompt, self.strategy, question.limit, sampling, self.params,
+                          self.conversation.stop_ids)
+        ticket = self.cluster.submit(request, stream.push)
+        with _ctrl_c(ticket.cancel):
+            self.cluster.serve(ticket.done)
+        result = ticket.result()
+        stream.close()
+        self.screen.end_line()
+        if result.finish_reason == "cancelled":
+            self.screen.note("[stopped]")
+        elif result.finish_reason == "length":
+            self.screen.note(f"[the answer was cut off after {question.limit} tokens]")
+        self.results.append(result)
+        self.conversation.answered(text, "".join(pieces))
+
+    def _run_command(self, name: str, rest: str) -> None:
+        commands: Mapping[str, Callable[[str], None]] = {
+            "/help": lambda _: self.screen.note(_HELP), "/stats": lambda _: self.screen.stats(self.results),
+            "/live": lambda _: self._toggle_live(), "/history": lambda _: self._show_history(),
+            "/retry": lambda _: self.answer(self._take_back()), "/undo": lambda _: self._undo(),
+            "/reset": lambda system: self.conversation.reset(system or None)}
+        if name not in commands:
+            raise UsageError(f"there is no {name}; /help lists the commands, and text between lines of "
+                             f"{_QUOTES} is never a command")
+        commands[name](rest)
+
+    def _toggle_live(self) -> None:
+        self.screen.live = not self.screen.live
+        self.screen.note(f"[lines of the stages {'on' if self.screen.live else 'off'}]")
+
+    def _show_history(self) -> None:
+        for message in self.conversation.messages:
+            self.screen.note(f"{message.role}: {message.content}")
+
+    def _undo(self) -> None:
+        self.screen.note(f"[removed: {self._take_back()}]")
+
+    def _take_back(self) -> str:
+        question = self.conversation.undo()
+        if question is None:
+            raise UsageError("nothing has been said yet")
+        return question
+
+
+@contextmanager
+def _ctrl_c(stop: Callable[[], object]) -> Iterator[None]:
+    """The first Ctrl-C stops the answer, a second one the program."""
+    def handle(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, before)
+        stop()
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@dataclass(frozen=True)
+class ChatInput:
+    """A line, which may be a command, or a block of lines, which is always a message."""
+
+    text: str
+    block: bool = False
+
+
+@contextmanager
+def _inputs() -> Iterator[Iterator[ChatInput]]:
+    """Messages: lines, or blocks between lines of three quotes; a terminal gets line editing."""
+    with ExitStack() as undo:
+        if sys.stdin.isatty():
+            undo.enter_context(_line_editing())
+        yield _messages(_read_terminal if sys.stdin.isatty() else _read_pipe)
+
+
+def _messages(read: Callable[[str], str | None]) -> Iterator[ChatInput]:
+    """``read`` returns a line without its end, or None at the end; Ctrl-C discards the current message."""
+    while True:
+        try:
+            line = read("> ")
+            if line is None:
+                return
+            if line.strip() != _QUOTES:
+                typed = ChatInput(line)
+            else:
+                block = []
+                while (inner := read(". ")) is not None and inner.strip() != _QUOTES:
+                    block.append(inner)
+                typed = ChatInput("\n".join(block), block=True)
+        except KeyboardInterrupt:  # as a shell does
+            print(file=sys.stderr)
+            continue
+        yield typed
+
+
+def _read_pipe(prompt: str) -> str | None:
+    line = sys.stdin.readline()
+    return line.rstrip("\n") if line else None
+
+
+def _read_terminal(prompt: str) -> str | None:
+    try:
+        return input(prompt)
+    except EOFError:
+        print(file=sys.stderr)
+        return None
+
+
+@contextmanager
+def _line_editing() -> Iterator[None]:
+    try:
+        import readline
+    except ImportError:  # some builds of Python lack it
+        yield
+        return
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    file = state / "flowspec" / "chat-history"
+    readline.set_history_length(1000)
+    with suppress(OSError):
+        readline.read_history_file(file)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            readline.write_history_file(file)
+            file.chmod(0o600)

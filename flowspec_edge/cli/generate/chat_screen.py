@@ -1,0 +1,118 @@
+"""The terminal of a chat: the streamed answer, the stages' live lines between its lines, tables."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from rich.console import Console
+from rich.table import Table
+
+from flowspec_edge.bench.render.table import show
+from flowspec_edge.cli.common.listing import figures_table
+from flowspec_edge.runtime.request import Result
+
+_LIVE = "flowspec_edge.runtime.observe.counters"
+
+
+class ChatScreen(logging.Handler):
+    """Text goes to stdout, everything else to stderr; a live line never splits a line of text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._in_line = False
+        self._pending: dict[str, str] = {}  # stage -> its newest line
+        self._log = logging.getLogger(_LIVE)
+        self._notes = Console(stderr=True, highlight=False)
+
+    def __enter__(self) -> ChatScreen:
+        self._log.addHandler(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.live = False
+        self._log.removeHandler(self)
+
+    @property
+    def live(self) -> bool:
+        return self._log.isEnabledFor(logging.INFO)
+
+    @live.setter
+    def live(self, on: bool) -> None:
+        self._log.setLevel(logging.INFO if on else logging.WARNING)
+        self._log.propagate = not on
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show a stage's line, at the latest when the current line of text ends."""
+        line = record.getMessage()
+        self._pending[line.split(maxsplit=1)[0]] = line
+        if not self._in_line:
+            self._show_pending()
+
+    def write(self, text: str) -> None:
+        for line in text.splitlines(keepends=True):
+            sys.stdout.write(line)
+            self._in_line = not line.endswith("\n")
+            if not self._in_line:
+                sys.stdout.flush()
+                self._show_pending()
+        sys.stdout.flush()
+
+    def end_line(self) -> None:
+        if self._in_line:
+            self.write("\n")
+        self._show_pending()
+
+    def working(self, what: str) -> AbstractContextManager[object]:
+        """A spinner, if stderr is a terminal."""
+        return self._notes.status(what) if self._notes.is_terminal else nullcontext()
+
+    def note(self, text: str) -> None:
+        self.end_line()
+        self._notes.print(text, style="dim", markup=False, soft_wrap=True)
+
+    def stats(self, results: Sequence[Result]) -> None:
+        self.end_line()
+        show(self._notes, _answers(results))
+        if results and results[-1].stats.stages:
+            show(self._notes, _stages(results[-1]))
+
+    def _show_pending(self) -> None:
+        for stage in sorted(self._pending):
+            self._notes.print(self._pending[stage], style="dim", markup=False, soft_wrap=True)
+        self._pending.clear()
+
+
+def _answers(results: Sequence[Result]) -> Table:
+    made = figures_table("answers", ("",), ("tokens", "tokens/s", "ALT", "ALR", "TTFT s", "drafted",
+                                            "verified", "accepted", "rows reused"))
+    if not results:
+        return made
+    last = results[-1].stats
+    made.add_row("the last", str(len(results[-1].tokens)), f"{last.tokens_per_second:.2f}", f"{last.alt:.2f}",
+                 f"{last.alr:.2f}", f"{last.ttft_s:.2f}", str(last.drafted), str(last.verified),
+                 str(last.accepted), str(last.reused))
+    all_of = [result.stats for result in results]
+    decode, turns = sum(s.decode_s for s in all_of), sum(s.turns for s in all_of)
+    decoded = sum(max(0, len(result.tokens) - 1) for result in results)
+    rounds = sum(s.rounds for s in all_of)
+    made.add_row(f"all {len(results)}", str(sum(len(result.tokens) for result in results)),
+                 f"{decoded / decode if decode else 0.0:.2f}", f"{decoded / turns if turns else 0.0:.2f}",
+                 f"{decoded / rounds if rounds else 0.0:.2f}",
+                 f"{sum(s.ttft_s for s in all_of) / len(all_of):.2f}", str(sum(s.drafted for s in all_of)),
+                 str(sum(s.verified for s in all_of)), str(sum(s.accepted for s in all_of)),
+                 str(sum(s.reused for s in all_of)))
+    return made
+
+
+def _stages(result: Result) -> Table:
+    made = figures_table("stages, for the last answer", ("",),
+                         ("compute s", "wait s", "rows", "pruned", "MB in", "MB out"))
+    for number, counters in enumerate(result.stats.stages, start=1):
+        made.add_row(f"V{number}", f"{counters.get('compute_s', 0.0):.2f}",
+                     f"{counters.get('wait_s', 0.0):.2f}", f"{counters.get('rows', 0):.0f}",
+                     f"{counters.get('pruned_rows', 0):.0f}", f"{counters.get('bytes_in', 0) / 1e6:.2f}",
+                     f"{counters.get('bytes_out', 0) / 1e6:.2f}")
+    return made

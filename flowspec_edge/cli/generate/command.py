@@ -1,0 +1,224 @@
+"""``flowspec generate``: continue one text, or answer one question."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flowspec_edge.bench.results.atomic_write import check_writable, write
+from flowspec_edge.cli.common.clusters import choose_clock, open_cluster
+from flowspec_edge.cli.common.defaults import device_of, dtype_of, stages_of
+from flowspec_edge.cli.common.options import (
+    ClockOption,
+    DeviceOption,
+    DtypeOption,
+    EmulateOption,
+    MaxNewTokensOption,
+    ModelOption,
+    ProfileOption,
+    StagesOption,
+    StrategyOption,
+    with_dataclasses,
+)
+from flowspec_edge.cli.common.workload import require_fitting, require_runnable
+from flowspec_edge.cli.generate.remote import RemoteRequest, figures_line, generate_remotely, refuse_local
+from flowspec_edge.errors import UsageError
+from flowspec_edge.model.chat import BUILT_IN, Message
+from flowspec_edge.model.generation import Origin, choose_sampling, not_applied
+from flowspec_edge.model.modeldir import DEMO, resolve_model
+from flowspec_edge.runtime.request import Request, Result
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
+from flowspec_edge.strategies.registry import strategy_class
+
+if TYPE_CHECKING:
+    from flowspec_edge.runtime.observe.observer import Observer
+
+TraceOption = Annotated[Path | None, typer.Option(
+    "--trace", metavar="F", show_default=False,
+    help="Write a trace of every segment on every device, for ui.perfetto.dev.")]
+
+
+@with_dataclasses(sampling=Sampling, params=Params)
+def generate(
+    context: typer.Context,
+    prompt: Annotated[str | None, typer.Argument(
+        help="The text to continue; with --chat, the question.", show_default=False)] = None,
+    prompt_file: Annotated[str | None, typer.Option(
+        "--prompt-file", help="Read the text from a file; -: standard input.", metavar="F")] = None,
+    chat: Annotated[bool, typer.Option(
+        "--chat", help="The text is a question: apply the model's chat template.")] = False,
+    system: Annotated[str | None, typer.Option(
+        "--system", help="With --chat: the system's message.", metavar="TEXT", show_default=False)] = None,
+    chat_template: Annotated[str | None, typer.Option(
+        "--chat-template", metavar="NAME", show_default=False, help=(
+            f"With --chat: {', '.join(BUILT_IN)}, or a file with a Jinja template; by default the "
+            "tokenizer's own."))] = None,
+    model: ModelOption = DEMO,
+    strategy: StrategyOption = DEFAULT_STRATEGY,
+    stages: StagesOption = 0,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    max_new_tokens: MaxNewTokensOption = 128,
+    clock: ClockOption = "wall",
+    profile: ProfileOption = "paper-7b",
+    emulate: EmulateOption = None,
+    cluster: Annotated[Path | None, typer.Option(
+        "--cluster", metavar="FILE", show_default=False,
+        help="Ask the deployed service of this cluster.toml; it determines the model and all options of the "
+             "devices.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object, not the text.")] = False,
+    trace: TraceOption = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="A live line per stage, on stderr.")] = False,
+    *,
+    sampling: Sampling,
+    params: Params,
+) -> None:
+    """Continue a text over a pipeline of stages, streaming it as it is accepted.
+
+    Sampling options default to those of the model's generation_config.json, if it samples.  With --cluster
+    the answer comes from the draft service of a deployed cluster, over ssh.
+
+    Examples:
+
+      flowspec generate "def fibonacci(n):"
+      flowspec generate --prompt-file draft.py --temperature 1 --seed 7
+      flowspec generate "import os" --strategy chunk_pp --clock virtual --json
+      flowspec generate "import os" --emulate paper-7b
+      flowspec generate "import os" --clock virtual --trace trace.json
+      flowspec generate --chat "What is a pipeline?" --model vicuna-7b-v1.5
+      flowspec generate "def fibonacci(n):" --cluster cluster.toml
+    """
+    text = _read_prompt(prompt, prompt_file)
+    if cluster is not None:
+        refuse_local(explicit_options(context, context.params))
+    if not chat and (system is not None or chat_template is not None):
+        raise UsageError(f"{'--chat-template' if system is None else '--system'} works with --chat only")
+    chosen = strategy_class(strategy)
+    if cluster is not None:
+        named = chosen.name if explicit_options(context, ["strategy"]) else None
+        generate_remotely(cluster, RemoteRequest(text, chat, system, named, max_new_tokens, sampling,
+                                                 explicit_options(context, asdict(sampling))), as_json)
+        return
+    found = resolve_model(model)
+    stages = stages_of(found, stages)
+    clock_settings = choose_clock(clock, profile, emulate)
+    require_runnable([chosen.name], found, params, clock_settings.clock, stages)
+    if trace is not None:
+        check_writable(trace)
+    device = device_of(device, found, dtype_of(found, dtype), processes=clock_settings.processes(stages))
+    sampling, origins = choose_sampling(sampling, explicit_options(context, asdict(sampling)), found)
+    if verbose:
+        logging.basicConfig(format="%(message)s")  # to stderr
+        logging.getLogger("flowspec_edge").setLevel(logging.INFO)
+
+    from flowspec_edge.model.text import TextStream, Tokenizer
+
+    tokenizer = Tokenizer(found, chat_template)
+    if chat:
+        messages = [Message("system", system)] if system is not None else []
+        ids, before = tokenizer.chat([*messages, Message("user", text)]), []
+        stops = found.stop_ids | tokenizer.chat_stop_ids
+    else:
+        ids = before = tokenizer.encode(text)
+        stops = found.stop_ids
+    require_fitting(len(ids), found, max_new_tokens)
+    if ignored := not_applied(found, sampling):
+        print(f"flowspec: note: {found.name} asks for options that are not applied here: "
+              f"{', '.join(ignored)}", file=sys.stderr)
+    request = Request(ids, chosen.name, max_new_tokens, sampling, params, stops)
+    pieces: list[str] = []
+    stream = TextStream(tokenizer.decode, pieces.append if as_json else _write, before)
+    about = {"model": found.name, "stages": stages, "clock": clock_settings.clock,
+             "profile": clock_settings.profile_name, "device": device}
+    with (write_trace(trace, request, stages, about, tokenizer.decode, before) as watch,
+          open_cluster(clock_settings, found, stages, dtype, observer=watch, device=device) as devices):
+        result = devices.generate(request, stream.push)
+    stream.close()
+    if as_json:
+        labels = {"clock": clock_settings.clock, "profile": clock_settings.profile_name,
+                  "emulated": clock_settings.emulated, "device": device,
+                  "sampling": {name: {"value": value, "from": origins[name]}
+                               for name, value in asdict(sampling).items()}}
+        print(json.dumps(result.as_json("".join(pieces)) | labels))
+        return
+    _write("\n")
+    from flowspec_edge.bench.render.table import timing as timing_label
+
+    label = timing_label(clock_settings.clock, clock_settings.profile_name)
+    where = "" if device == "cpu" else f"{device}, "
+    print(summary(result, f"{strategy}, {stages} stages, {where}{label}", sampling_note(sampling, origins)),
+          file=sys.stderr)
+
+
+def summary(result: Result, how: str, sampling: str = "") -> str:
+    stats = result.stats
+    figures = figures_line(len(result.tokens), result.finish_reason, stats.tokens_per_second, stats.alt,
+                           stats.alr, stats.ttft_s, stats.energy_j)
+    return f"[{how}: {figures}{sampling and f'; {sampling}'}]"
+
+
+def sampling_note(sampling: Sampling, origins: Mapping[str, Origin]) -> str:
+    """The sampling values that are not defaults, with their origins; may be empty."""
+    return ", ".join(f"{name.replace('_', '-')} {value}" +
+                     ("" if origins[name] == "command line" else f" from {origins[name]}")
+                     for name, value in asdict(sampling).items() if origins[name] != "default")
+
+
+def explicit_options(context: typer.Context, names: Iterable[str]) -> set[str]:
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+
+
+def _read_prompt(prompt: str | None, prompt_file: str | None) -> str:
+    if (prompt is None) == (prompt_file is None):
+        raise UsageError("give either a prompt or --prompt-file")
+    if prompt_file is None:
+        text = prompt or ""
+    else:
+        try:
+            data = sys.stdin.buffer.read() if prompt_file == "-" else Path(prompt_file).read_bytes()
+            text = data.decode("utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot read {prompt_file}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{prompt_file} is not UTF-8 text: byte {error.start}") from error
+    if not text:
+        raise UsageError("the prompt is empty; give some text to continue")
+    return text
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+@contextmanager
+def write_trace(path: Path | None, request: Request, stages: int, about: dict[str, Any],
+                decode: Callable[[Sequence[int]], str], before: Sequence[int]) -> Iterator[Observer | None]:
+    """An observer whose trace is written to ``path`` when the request ends or fails; None without a
+    ``path``."""
+    if path is None:
+        yield None
+        return
+    from flowspec_edge.runtime.observe.chrome_trace import chrome_trace
+    from flowspec_edge.runtime.observe.timeline import RequestTimeline
+
+    trace = RequestTimeline(request)
+    try:
+        yield trace
+    finally:
+        if trace.events:
+            write(path, json.dumps(chrome_trace(trace, stages, about, decode, before), ensure_ascii=False))
+        note = ("the request had not begun, so there is no trace" if not trace.events else
+                f"its trace is in {path}" if trace.result else
+                f"the trace up to here is in {path}")
+        print(f"flowspec: {note}", file=sys.stderr)

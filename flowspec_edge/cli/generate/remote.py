@@ -1,0 +1,115 @@
+"""``flowspec generate --cluster``: the answer of a deployed cluster's draft service."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flowspec_edge.errors import UsageError
+from flowspec_edge.sampling.rule import Sampling
+
+if TYPE_CHECKING:
+    from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
+
+_ACCEPTED = {"prompt", "prompt_file", "chat", "system", "strategy", "max_new_tokens", "as_json", "cluster",
+             *asdict(Sampling())}
+
+
+@dataclass(frozen=True)
+class RemoteRequest:
+    """``explicit``: names of the sampling values that override the model's generation_config.json."""
+
+    text: str
+    chat: bool
+    system: str | None
+    strategy: str | None
+    max_new_tokens: int
+    sampling: Sampling
+    explicit: Collection[str]
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self.chat else "/v1/completions"
+
+    def body(self, model: str) -> dict[str, Any]:
+        """The JSON body of OpenAI's API, with token ids requested."""
+        values = asdict(self.sampling)
+        body: dict[str, Any] = {"model": model, "max_tokens": self.max_new_tokens, "seed": values["seed"],
+                                "stream_options": {"include_usage": True}, "flowspec": {"tokens": True}}
+        body |= {name: values[name] for name in ("temperature", "top_p", "top_k") if name in self.explicit}
+        if self.strategy is not None:
+            body["flowspec"]["strategy"] = self.strategy
+        if not self.chat:
+            return body | {"prompt": self.text}
+        messages = [{"role": "system", "content": self.system}] if self.system is not None else []
+        return body | {"messages": [*messages, {"role": "user", "content": self.text}]}
+
+
+def refuse_local(options: Collection[str]) -> None:
+    """UsageError for an option that only applies to a run on this machine."""
+    if others := sorted(set(options) - _ACCEPTED):
+        option = others[0].replace("_", "-")
+        raise UsageError(f"--{option} does not work with --cluster: the service determines it; see its "
+                         "cluster.toml")
+
+
+def generate_remotely(cluster: Path, request: RemoteRequest, as_json: bool) -> None:
+    """Stream the answer to stdout; errors are those of DraftClient."""
+    from flowspec_edge.fleet.inventory import load_inventory
+    from flowspec_edge.fleet.services.client import DraftClient
+
+    inventory = load_inventory(cluster)
+    board = _draft_board(inventory, cluster)
+    pieces: list[str] = []
+    last: dict[str, Any] = {}
+    with DraftClient(inventory, board, os.environ.get("FLOWSPEC_API_KEY")) as service:
+        model = service.model()
+        for item in service.stream(request.path, request.body(model)):
+            last |= {key: item[key] for key in ("flowspec", "usage") if item.get(key)}
+            for choice in item["choices"]:
+                last |= {"finish_reason": choice["finish_reason"]} if choice["finish_reason"] else {}
+                piece = (choice["delta"].get("content") if request.chat else choice["text"]) or ""
+                pieces.append(piece)
+                if not as_json:
+                    sys.stdout.write(piece)
+                    sys.stdout.flush()
+    usage, details = last["usage"]["flowspec"], last["flowspec"]
+    if as_json:
+        print(json.dumps({
+            **details, "text": "".join(pieces), "finish_reason": last["finish_reason"],
+            "strategy": usage["strategy"], "model": model, "cluster": inventory.cluster.name, "clock": "wall",
+            "profile": None, "emulated": False,
+            "sampling": {name: {"value": usage[name], "from": _origin(name, request)}
+                         for name in asdict(request.sampling)}}))
+        return
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    stats = details["stats"]
+    figures = figures_line(len(details["tokens"]), last["finish_reason"], usage["tokens_per_second"],
+                           usage["alt"], usage["alr"], usage["ttft_s"], stats.get("energy_j"))
+    print(f"[{usage['strategy']}, {model} on {inventory.cluster.name}, {len(stats['stages'])} stages: "
+          f"{figures}]", file=sys.stderr)
+
+
+def figures_line(tokens: int, finish: str, per_second: float, alt: float, alr: float, ttft_s: float,
+                 joules: float | None) -> str:
+    energy = "" if joules is None or not tokens else f", {joules / tokens:.2f} J a token"
+    return (f"{tokens} tokens ({finish}), {per_second:.2f} tokens/s, {alt:.2f} a turn, {alr:.2f} a round, "
+            f"first token after {ttft_s:.2f} s{energy}")
+
+
+def _origin(name: str, request: RemoteRequest) -> str:
+    return "command line" if name in request.explicit else "default" if name == "seed" else "the service"
+
+
+def _draft_board(inventory: Inventory, path: Path) -> DeviceEntry:
+    if inventory.decided:
+        return inventory.draft
+    from flowspec_edge.fleet.deploy.resolve import resolve_deployment
+
+    return resolve_deployment(inventory, path).draft

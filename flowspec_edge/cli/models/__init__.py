@@ -1,0 +1,1 @@
+"""``flowspec models``: list, shard, inspect, verify, train; begin at ``commands``."""

@@ -1,0 +1,263 @@
+"""``flowspec models shard``, ``inspect`` and ``verify``; the latter two need no torch."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
+
+import typer
+
+from flowspec_edge.cli.common.options import parse_counts
+from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.model.manifest import DRAFT, ComputeDtype, Manifest, QuantKind, ShardDtype
+
+if TYPE_CHECKING:
+    from flowspec_edge.sharding.plan import ShardingPlan
+
+StoredDtype = Literal["fp32", "fp16", "bf16", "int4", "nf4", "fp4", "4bit"]
+_Directory = Annotated[Path, typer.Argument(
+    help="A sharded model, or a board's part of it.", metavar="DIR")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
+
+
+def shard(
+    model: Annotated[str, typer.Option(
+        "--model", help="A checkpoint's directory, a model of flowspec, or OWNER/NAME on Hugging Face's hub.",
+        metavar="DIR|HUB_ID")],
+    out: Annotated[Path, typer.Option("--out", help="The directory of the sharded model.", metavar="DIR")],
+    stages: Annotated[int | None, typer.Option(
+        "--stages", help="Split evenly into so many stages.", metavar="N")] = None,
+    split: Annotated[str | None, typer.Option(
+        "--split", help="Layers of each stage, such as 8,8,8,8.", metavar="N,N,…")] = None,
+    dtype: Annotated[StoredDtype | None, typer.Option(
+        "--dtype", help="Element type of stored weights; 4bit: the fastest 4-bit kind (--kernels).  Default: "
+        "the checkpoint's own 16 bits.")] = None,
+    group: Annotated[int | None, typer.Option(
+        "--group", help="Weights per scale in int4.  Default: 128.", metavar="N")] = None,
+    compute_dtype: Annotated[ComputeDtype | None, typer.Option(
+        "--compute-dtype",
+        help="Element type of computing.  Default: bf16 with 4 bits, else as stored.")] = None,
+    kernels: Annotated[Path | None, typer.Option(
+        "--kernels", help="For 4bit: the file of `flowspec device kernels --out` on a board.  Default: "
+        "measure this machine.", metavar="FILE")] = None,
+    draft: Annotated[list[Path] | None, typer.Option(
+        "--draft", help="A draft model to include: an EAGLE head, a small model, SPD's module; may be given "
+        "several times.  Those of a model of flowspec are included anyway.",
+        metavar="DIR")] = None,
+) -> None:
+    """Split a model into one part per device: stage-1 … stage-N, draft, and a manifest with all sha256.
+
+    Only a few MB of the model are in memory at a time.  An interrupted command resumes.  4-bit weights are
+    quantised here; boards never get the full matrices.
+
+    Examples:
+
+      flowspec models shard --model ./Llama-2-13b-chat --draft ./EAGLE-13B --stages 4 --dtype int4 --out 13b
+      flowspec models shard --model demo --split 2,3,3 --out demo-3
+    """
+    lengths = parse_counts(split, "--split") if split is not None else None
+    if kernels is not None and dtype != "4bit":
+        raise UsageError("--kernels goes with --dtype 4bit")
+    stored = _stored_dtype(dtype, kernels)
+
+    from flowspec_edge.sharding.job import finished, run, total_size
+    from flowspec_edge.sharding.plan import make_plan, ranges_for, recipe_for
+    from flowspec_edge.sharding.source import open_source
+
+    source = open_source(model, draft or [])
+    ranges = ranges_for(source.layers, stages, lengths)
+    plan = make_plan(source, recipe_for(source, stored, group, compute_dtype), ranges)
+    if finished(plan, out) is not None:
+        print(f"{out} is finished already; inspect it with: flowspec models inspect {out}")
+        return
+    try:
+        with _interrupts_between_writes() as check, _bar("sharding", total_size(plan)) as progress:
+            def written(count: int) -> None:
+                progress(count)
+                check()
+
+            run(plan, out, written)
+    except KeyboardInterrupt:
+        typer.echo(f"flowspec: interrupted; the same command resumes in {out}", err=True)
+        raise
+    print(f"{out}: {_summary(plan)}; inspect it with: flowspec models inspect {out}")
+
+
+def inspect(
+    directory: _Directory,
+    context: Annotated[int, typer.Option(
+        "--context", help="Tokens that the caches hold.", metavar="N", min=1)] = 4096,
+    as_json: _Json = False,
+) -> None:
+    """Print the layers, files and memory of each part of a sharded model.
+
+    Memory is weights in the compute dtype plus keys and values of --context tokens; for D0 with every draft
+    model.  Activations and the interpreter are not included.
+
+    Examples:
+
+      flowspec models inspect llama-13b --context 2048
+    """
+    manifest = Manifest.read(directory)
+    rows = _figures(manifest, context)
+    if as_json:
+        print(json.dumps({"source": manifest.source.model_dump(), "dtype": manifest.dtype,
+                          "compute_dtype": manifest.compute_dtype, "model_type": manifest.model_type,
+                          "quantisation": manifest.quantisation and manifest.quantisation.model_dump(),
+                          "layers": manifest.layers, "context": context, "parts": rows}, indent=2))
+        return
+    _print_table(manifest, rows, context)
+
+
+def verify(directory: _Directory, as_json: _Json = False) -> None:
+    """Check every file of a sharded model against its manifest.
+
+    A board needs only its own part; missing parts are listed.  Exit code 1 if a file is missing, altered or
+    not in the manifest.
+
+    Examples:
+
+      flowspec models verify llama-13b
+    """
+    manifest = Manifest.read(directory)
+    here = [name for name in manifest.parts if manifest.has_part(name)]
+    absent = [name for name in manifest.parts if name not in here]
+    if not here:
+        raise FlowspecError(f"{directory} has none of the parts {', '.join(manifest.parts)}: copy one beside "
+                            "manifest.json")
+    wrong: dict[str, str] = {}
+    with _bar("verifying", sum(manifest.part(name).size for name in here)) as progress:
+        for name in here:
+            try:
+                manifest.check(name, progress)
+            except FlowspecError as error:
+                wrong[name] = str(error)
+    if as_json:
+        print(json.dumps({"sound": [n for n in here if n not in wrong], "wrong": wrong, "absent": absent},
+                         indent=2))
+    else:
+        for name in here:
+            print(f"{name}: {wrong.get(name) or f'{len(manifest.part(name).files)} files are as written'}")
+        for name in absent:
+            print(f"{name}: not here")
+    if wrong:
+        first = next(iter(wrong.values()))
+        raise FlowspecError(first if len(wrong) == 1 else f"{len(wrong)} parts are wrong, the first: {first}")
+
+
+def _stored_dtype(dtype: StoredDtype | None, kernels: Path | None) -> ShardDtype | None:
+    if dtype != "4bit":
+        return dtype
+    if kernels is None:
+        return _fastest_here()
+    try:
+        fastest = json.loads(kernels.read_text(encoding="utf-8"))["fastest"]
+    except OSError as error:
+        raise UsageError(f"cannot read {kernels}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{kernels} is not a file of `flowspec device kernels --out`: it has no key "
+                         "\"fastest\"") from error
+    if fastest is None:
+        raise UsageError(f"{kernels} says that no 4-bit kind works on that device: use --dtype fp16 or bf16")
+    if fastest not in get_args(QuantKind):
+        raise UsageError(f"{kernels} says that {fastest!r} is the fastest, which is no 4-bit kind")
+    return cast(QuantKind, fastest)
+
+
+def _fastest_here() -> QuantKind:
+    """Measuring takes some seconds."""
+    import torch
+
+    from flowspec_edge.fleet.profiling.kernels import measure_kernels
+
+    report = measure_kernels("cuda" if torch.cuda.is_available() else "cpu")
+    if report.fastest is None:
+        raise UsageError("no 4-bit kind works on this machine: give a board's file of `flowspec device "
+                         "kernels --out` as --kernels FILE, or name a kind")
+    print(f"the fastest 4-bit kind on {report.name}: {report.fastest}")
+    return report.fastest
+
+
+def _summary(plan: ShardingPlan) -> str:
+    recipe = plan.recipe
+    how: str = recipe.dtype
+    if recipe.kind == "int4":
+        how += f" in groups of {recipe.group}"
+    if plan.kept:
+        how += f" ({len(plan.kept)} matrices in 16 bit: no group divides them)"
+    drafts = ", ".join(draft.kind for draft in plan.source.drafts) or "no draft model"
+    return f"{len(plan.ranges)} stages, {how}, {drafts}"
+
+
+def _figures(manifest: Manifest, context: int) -> list[dict[str, Any]]:
+    """One row per part, D0's last."""
+    found = []
+    for name, part in manifest.parts.items():
+        layers = None if name == DRAFT else manifest.ranges[int(name.rpartition("-")[2]) - 1]
+        found.append({
+            "part": name, "layers": layers, "parameters": part.parameters, "disk_bytes": part.size,
+            "weight_bytes": part.weight_bytes, "cache_bytes": part.row_bytes * context,
+            "memory_bytes": part.weight_bytes + part.row_bytes * context, "here": manifest.has_part(name),
+        })
+    return found
+
+
+def _print_table(manifest: Manifest, rows: list[dict[str, Any]], context: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    how = manifest.quantisation
+    kind = f"{how.kind} in groups of {how.group}" if how else manifest.dtype
+    table = Table(title=f"{manifest.source.name}: {manifest.model_type}, {manifest.layers} layers of width "
+                        f"{manifest.hidden_width}, {kind}, computing in {manifest.compute_dtype}; "
+                        f"caches of {context} rows; sizes in MB", title_justify="left")
+    table.add_column("part", no_wrap=True)
+    for heading in ("layers", "parameters", "on disk", "weights", "cache", "in memory"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        layers = f"{row['layers'][0]}–{row['layers'][1] - 1}" if row["layers"] else "–"
+        sizes = [f"{row[f'{what}_bytes'] / 1e6:,.1f}" for what in ("disk", "weight", "cache", "memory")]
+        table.add_row(row["part"] + ("" if row["here"] else " (not here)"), layers,
+                      f"{row['parameters'] / 1e6:,.1f} M", *sizes)
+    Console().print(table)
+    if how and how.kept:
+        print(f"{len(how.kept)} matrices stay in 16 bit, since no group divides them")
+
+
+@contextmanager
+def _interrupts_between_writes() -> Iterator[Callable[[], None]]:
+    """Delay Ctrl-C until the yielded function is called, which raises it: inside a library it might become
+    another exception, with a traceback.  A second Ctrl-C raises at once."""
+    interrupted = False
+
+    def note(*_: object) -> None:
+        nonlocal interrupted
+        if interrupted:
+            raise KeyboardInterrupt
+        interrupted = True
+
+    def check() -> None:
+        if interrupted:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda done: progress.advance(task, done)

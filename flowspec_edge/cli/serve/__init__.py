@@ -1,0 +1,1 @@
+"""The long-running programs: ``flowspec serve``, ``draft`` and ``worker``; begin at ``service``."""

@@ -1,0 +1,146 @@
+"""``flowspec serve``: an OpenAI-compatible endpoint for a model over a cluster."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flowspec_edge.cli.common.clusters import choose_clock, open_boards, open_processes
+from flowspec_edge.cli.common.defaults import device_of, dtype_of, stages_of
+from flowspec_edge.cli.common.options import (
+    BoardModelOption,
+    ChatTemplateOption,
+    DeviceOption,
+    DtypeOption,
+    EmulateOption,
+    LogJsonOption,
+    ModelOption,
+    StagesOption,
+    with_dataclasses,
+)
+from flowspec_edge.cli.common.workload import require_runnable
+from flowspec_edge.cli.serve.service import Service
+from flowspec_edge.errors import UsageError
+from flowspec_edge.model.modeldir import DEMO, resolve_model
+from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
+
+if TYPE_CHECKING:
+    from flowspec_edge.fleet.inventory import Inventory
+    from flowspec_edge.runtime.cluster.clusters import SharingOptions
+    from flowspec_edge.runtime.request import SharedCluster
+
+
+
+@with_dataclasses(params=Params)
+def serve(
+    local: Annotated[bool, typer.Option(
+        "--local", show_default=False,
+        help="Run all devices as processes on this machine (the default).")] = False,
+    cluster: Annotated[Path | None, typer.Option(
+        "--cluster", metavar="FILE", show_default=False,
+        help="Serve on the boards of this cluster.toml; this machine is the draft device.")] = None,
+    board_model: BoardModelOption = None,
+    model: ModelOption = DEMO,
+    name: Annotated[str | None, typer.Option(
+        "--name", help="The model's name in the API; by default its directory's name.", metavar="NAME",
+        show_default=False)] = None,
+    strategy: Annotated[str, typer.Option(
+        "--strategy", help="Default of requests; see: flowspec strategies.")] = DEFAULT_STRATEGY,
+    stages: StagesOption = 0,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    chat_template: ChatTemplateOption = None,
+    host: Annotated[str, typer.Option("--host", help="The address to listen on; other than loopback "
+                                                     "needs an API key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free port.")] = 8000,
+    api_key: Annotated[str | None, typer.Option(
+        "--api-key", envvar="FLOWSPEC_API_KEY", metavar="KEY", show_default=False,
+        help="The key that clients must send; other users cannot see it in the environment.")] = None,
+    queue: Annotated[int, typer.Option(
+        "--queue", min=0, help="Requests that may wait; more are refused with 429.")] = 16,
+    at_once: Annotated[int, typer.Option(
+        "--at-once", min=0, show_default=False,
+        help="Requests that share the stages; 0: the number of stages, at least 2.")] = 0,
+    context: Annotated[int, typer.Option(
+        "--context", min=1, metavar="N", help=(
+            "Tokens of all requests together, cached prefixes included, that the caches hold; as in "
+            "flowspec plan --context N --at-once M."))] = 4096,
+    answer_tokens: Annotated[int, typer.Option(
+        "--answer-tokens", min=1, help="Most tokens of an answer in a chat without a limit.")] = 1024,
+    ready_within: Annotated[float, typer.Option(
+        "--ready-within", min=1, help="/ready needs a token in the last S seconds; an idle cluster generates "
+                                      "one twice as often.", metavar="S")] = 60.0,
+    rejoin_within: Annotated[float, typer.Option(
+        "--rejoin-within", min=0, metavar="S", help="Seconds for a lost stage to rejoin before open requests "
+                                                    "fail; 0: they fail at once.")] = 60.0,
+    emulate: EmulateOption = None,
+    log_json: LogJsonOption = False,
+    *,
+    params: Params,
+) -> None:
+    """Serve OpenAI's API, with a page that shows the cluster at work.
+
+    /v1/chat/completions, /v1/completions and /v1/models are OpenAI's; / is the page, /metrics is for
+    Prometheus.  A few requests share the stages, others wait.  /health: the server is alive; /ready: a token
+    passed the pipeline recently.  Ctrl-C or SIGTERM ends the server and its devices.
+
+    Examples:
+
+      flowspec serve
+      flowspec up --local
+      flowspec serve --model vicuna-7b-v1.5 --name vicuna --port 9000 --log-json
+      FLOWSPEC_API_KEY=… flowspec serve --host 0.0.0.0 --at-once 4 --queue 8
+      flowspec serve --cluster cluster.toml --model llama-13b
+      curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json"
+      -d '{"model": "demo", "prompt": "def f(x):", "max_tokens": 32}'
+    """
+    found = resolve_model(model)
+    boards = _boards(cluster, board_model, local, stages, emulate, device)
+    stages = stages_of(found, len(boards.verify) if boards else stages)
+    at_once = at_once or max(2, stages)
+    clock_settings = choose_clock("wall", "paper-7b", emulate)
+    require_runnable([strategy], found, params, "wall", stages)
+    if api_key is not None and not (api_key and api_key.isascii()):
+        raise UsageError("the API key must not be empty, and of ASCII characters only")
+
+    if boards is None:
+        device = device_of(device, found, dtype_of(found, dtype), processes=clock_settings.processes(stages),
+                           rows=context)
+    service = Service(
+        model=found, name=name or found.name, strategy=strategy, stages=stages, dtype=dtype_of(found, dtype),
+        params=params, chat_template=chat_template, api_key=api_key, queue=queue, at_once=at_once,
+        context=context, answer_tokens=answer_tokens, ready_within=ready_within, rejoin_within=rejoin_within,
+        cluster=boards.cluster.name if boards else None, profile=emulate,
+        device=None if boards else device)
+
+    def open_cluster(sharing: SharingOptions) -> AbstractContextManager[SharedCluster]:
+        if boards:
+            return open_boards(boards, found, board_model, dtype, **sharing)
+        return open_processes(clock_settings, found, stages, dtype, device=device, **sharing)
+
+    from flowspec_edge.serving.server import listen
+
+    with listen(host, port, api_key) as listener:
+        if boards is None and device == "cpu":
+            from flowspec_edge.runtime.cluster.forkserver import preload
+
+            preload()  # it imports torch while this process does
+        service.run(listener, open_cluster, lambda line: print(line, flush=True), log_json)
+
+
+def _boards(cluster: Path | None, board_model: str | None, local: bool, stages: int, emulate: str | None,
+            device: str) -> Inventory | None:
+    if cluster is None:
+        if board_model is not None:
+            raise UsageError("--board-model works with --cluster only")
+        return None
+    others = {"--local": local, "--stages": stages > 0, "--emulate": emulate is not None,
+              "--device": device != "auto"}
+    if given := [name for name, is_given in others.items() if is_given]:
+        raise UsageError(f"give --cluster or {given[0]}, not both: the cluster file names the devices")
+    from flowspec_edge.fleet.inventory import load_inventory
+
+    return load_inventory(cluster)

@@ -1,0 +1,135 @@
+"""A served model, for ``flowspec serve`` and ``flowspec draft``: queue, endpoints, metrics, page."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flowspec_edge.cli.common.options import Dtype
+from flowspec_edge.cli.common.workload import require_runnable
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.registry import STRATEGIES, draft_kind, strategy_class
+from flowspec_edge.strategies.tree_strategy import TreeStrategy
+
+if TYPE_CHECKING:
+    from flowspec_edge.runtime.cluster.clusters import SharingOptions
+    from flowspec_edge.runtime.observe.observer import Observer
+    from flowspec_edge.runtime.observe.system_stats import SystemStats
+    from flowspec_edge.runtime.request import SharedCluster
+    from flowspec_edge.serving.admission import AdmissionQueue
+    from flowspec_edge.serving.dashboard.feed import Feed
+    from flowspec_edge.serving.dashboard.live import Description, Live
+    from flowspec_edge.serving.metrics import Metrics
+    from flowspec_edge.serving.openai.prepare import ServedModel
+
+    Open = Callable[[SharingOptions], AbstractContextManager[SharedCluster]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """A model and the options of its service.
+
+    context       tokens of all requests together that caches hold
+    ready_within  seconds for which a token proves that the pipeline works
+    cluster       None: the devices are on this machine
+    profile       the emulated one; None: real time
+    device        torch's, of D0 and stages on this machine; None: as configured on the boards
+    """
+
+    model: ModelDir
+    name: str
+    strategy: str
+    stages: int
+    dtype: Dtype
+    params: Params
+    chat_template: str | None
+    api_key: str | None
+    queue: int
+    at_once: int
+    context: int
+    answer_tokens: int
+    ready_within: float
+    rejoin_within: float
+    cluster: str | None = None
+    profile: str | None = None
+    device: str | None = None
+
+    def run(self, listener: socket.socket, open_cluster: Open, ready: Callable[[str], None],
+            log_json: bool = False, watchers: Sequence[Observer] = ()) -> None:
+        """Serve until SIGINT or SIGTERM, in the main thread; ``ready`` gets a line after the first token."""
+        from flowspec_edge.model.text import Tokenizer
+        from flowspec_edge.runtime.draft_device.capacity import cache_rows
+        from flowspec_edge.runtime.observe.observer import Observers
+        from flowspec_edge.runtime.observe.power import board_meter
+        from flowspec_edge.runtime.observe.system_stats import SystemStats
+        from flowspec_edge.serving.admission import AdmissionQueue
+        from flowspec_edge.serving.app import make_app
+        from flowspec_edge.serving.dashboard.live import Description
+        from flowspec_edge.serving.openai.prepare import ServedModel
+        from flowspec_edge.serving.server import log_to_stderr, serve_app, url_of
+
+        served = ServedModel(self.model, Tokenizer(self.model, self.chat_template), self.name, self.strategy,
+                             self._runnable(), self.params, self.answer_tokens, self.context)
+        about = Description(self.name, self.strategy, self.dtype, self._layers(), self.profile,
+                            self.api_key is not None, served.tokenizer.chats,
+                            issubclass(strategy_class(self.strategy), TreeStrategy))
+        admission = AdmissionQueue(served.probe(), self.queue, self.ready_within, at_once=self.at_once)
+        log_to_stderr(log_json)
+        says = self._first_line(url_of(listener))
+        with board_meter(wanted=self.profile is None) as meter:
+            metrics, feed, live = _watching(about, admission, served, SystemStats(meter=meter))
+            opened = open_cluster({
+                "at_once": self.at_once, "rejoin_within": self.rejoin_within,
+                "cache_rows": cache_rows(self.context, self.at_once, self.params, self.stages),
+                "observer": Observers([metrics, feed, *watchers]), "meter": meter})
+            app = make_app(admission, served, self.api_key, metrics=metrics, live=live)
+            serve_app(listener, app, admission, opened, lambda: ready(says))
+
+    def _first_line(self, url: str) -> str:
+        where = f", cluster {self.cluster}" if self.cluster else ""
+        emulated = f", emulating {self.profile}" if self.profile else ""
+        device = f", {self.device}" if self.device not in (None, "cpu") else ""
+        return (f"flowspec: serving {self.name} ({self.strategy}, {self.stages} stages, {self.dtype}"
+                f"{device}{where}{emulated}) at {url}/v1, the page at {url}/")
+
+    def _layers(self) -> list[tuple[int, int] | None]:
+        """None for tensor-parallel stages."""
+        from flowspec_edge.stage.shard import stage_ranges
+
+        if strategy_class(self.strategy).parallelism != "pipeline":
+            return [None] * self.stages
+        return [*stage_ranges(self.model.stages, self.stages)]
+
+    def _runnable(self) -> list[str]:
+        """The strategies that need no other models than ``strategy``."""
+        chosen = strategy_class(self.strategy)
+        loaded = {None, "ngram", draft_kind(chosen, self.params, self.model)}
+        names = []
+        for other in STRATEGIES.values():
+            try:
+                require_runnable([other.name], self.model, self.params, "wall", self.stages)
+                fits = (other.parallelism == chosen.parallelism
+                        and draft_kind(other, self.params, self.model) in loaded)
+            except FlowspecError:
+                fits = False
+            if fits:
+                names.append(other.name)
+        return names
+
+
+def _watching(about: Description, admission: AdmissionQueue, served: ServedModel, system_stats: SystemStats
+              ) -> tuple[Metrics, Feed, Live]:
+    from flowspec_edge.serving.dashboard.feed import Feed
+    from flowspec_edge.serving.dashboard.live import Live
+    from flowspec_edge.serving.metrics import Metrics
+
+    feed, stages = Feed(), len(about.layers)
+    metrics = Metrics(stages, system_stats.read, {"model": about.model, "strategy": about.strategy,
+                                                  "stages": str(stages), "dtype": about.dtype,
+                                                  "emulates": about.profile or ""})
+    return metrics, feed, Live(feed, admission, about, served.tokenizer.decode, system_stats.read)

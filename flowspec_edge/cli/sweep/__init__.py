@@ -1,0 +1,1 @@
+"""``flowspec sweep``: one measurement at several values of an axis; begin at ``commands``."""

@@ -1,0 +1,123 @@
+"""How a sweep opens clusters; torch and the runtime are imported only then."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flowspec_edge.bench.sweeps.runner import OpenPoint, PointCluster, profile_at, stages_at
+from flowspec_edge.bench.sweeps.sweep import Axis, Links, Value
+from flowspec_edge.cli.common.clusters import ClockSettings, open_cluster
+from flowspec_edge.cli.common.defaults import dtype_of
+from flowspec_edge.cli.common.options import DtypeChoice
+from flowspec_edge.config import Profile
+from flowspec_edge.model.modeldir import ModelDir
+
+if TYPE_CHECKING:
+    from flowspec_edge.fleet.inventory import Inventory
+    from flowspec_edge.runtime.virtual.cluster import VirtualCluster
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SweepSetup:
+    """What the axis does not change."""
+
+    axis: Axis
+    model: ModelDir
+    stages: int
+    profile: Profile
+    dtype: DtypeChoice
+    inventory: Inventory | None = None  # of real boards
+    board_model: str = ""  # the model's directory on the boards
+    device: str = "cpu"  # torch's, here
+    idle_s: float = 0.0  # seconds before the first request, for the boards' idle power
+
+
+def open_points(link_kind: Links, setup: SweepSetup) -> AbstractContextManager[OpenPoint]:
+    """The returned context yields a function that opens the cluster of a value."""
+    return _OPENERS[link_kind](setup)
+
+
+@contextmanager
+def _virtual(setup: SweepSetup) -> Iterator[OpenPoint]:
+    """Points share the weights."""
+    from flowspec_edge.runtime.virtual.cluster import VirtualCluster
+    from flowspec_edge.util.device_memory import memory_errors
+
+    loaded: list[VirtualCluster] = []
+
+    @contextmanager
+    def open_point(value: Value) -> Iterator[PointCluster]:
+        stages = stages_at(setup.stages, setup.axis, value)
+        profile = profile_at(setup.profile, setup.axis, value)
+        if loaded:
+            loaded.append(loaded.pop().under(profile, stages))
+        else:
+            loaded.append(VirtualCluster(setup.model.path, stages, profile,
+                                         dtype_of(setup.model, setup.dtype), device=setup.device))
+        yield PointCluster(loaded[0], None)
+
+    with memory_errors(setup.device):
+        yield open_point
+
+
+@contextmanager
+def _namespaces(setup: SweepSetup) -> Iterator[OpenPoint]:
+    """Real processes that take the profile's time and send its bytes, over links that the kernel shapes."""
+    from flowspec_edge.fleet.network.namespaces import NetnsTestbed, measure_links
+
+    with NetnsTestbed(setup.stages) as bed:
+
+        @contextmanager
+        def open_point(value: Value) -> Iterator[PointCluster]:
+            assert not isinstance(value, tuple)
+            bed.shape(value)
+            given = [link.mbps for link in measure_links(bed)]
+            profile = profile_at(setup.profile, setup.axis, value)
+            clock_settings = ClockSettings("wall", profile, real_links=True)
+            with open_cluster(clock_settings, setup.model, setup.stages, setup.dtype, bed,
+                              device=setup.device) as cluster:
+                yield PointCluster(cluster, given)
+
+        yield open_point
+
+
+@contextmanager
+def _cluster(setup: SweepSetup) -> Iterator[OpenPoint]:
+    """Real boards in their own time; their kernels shape what they send."""
+    from flowspec_edge.fleet.network.remote_shaping import RemoteShaping
+    from flowspec_edge.fleet.remote_cluster import SshClusters
+    from flowspec_edge.runtime.observe.power import board_meter
+
+    assert setup.inventory is not None
+    inventory = setup.inventory
+    with RemoteShaping(inventory) as shaping, board_meter() as meter:
+
+        @contextmanager
+        def open_point(value: Value) -> Iterator[PointCluster]:
+            assert not isinstance(value, tuple)
+            shaping.apply(value)
+            links = shaping.measure()
+            for link in links:
+                if link.measure is None:
+                    log.warning("%s to %s was not measured: %s", link.source, link.target, link.error)
+            shaping.renew()
+            clusters = SshClusters(inventory, setup.model.path, setup.board_model,
+                                      dtype_of(setup.model, setup.dtype), shaping.renew, meter=meter,
+                                      idle_s=setup.idle_s)
+            try:
+                given = [link.measure.mbps for link in links if link.measure]
+                yield PointCluster(clusters, given if len(given) == len(links) else None)
+            finally:
+                clusters.close()
+
+        yield open_point
+
+
+_OPENERS: dict[Links, Callable[[SweepSetup], AbstractContextManager[OpenPoint]]] = {
+    "virtual": _virtual, "namespaces": _namespaces, "cluster": _cluster}

@@ -1,0 +1,137 @@
+"""Files of draft models: config.json and weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from flowspec_edge.errors import FlowspecError, UsageError
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
+_COMPUTED = "rotary_emb.inv_freq"  # stored by old releases of transformers; it follows from the config
+_PREFIXES = ("module.", "model.")  # of a training framework's wrapper, and of a whole model
+
+
+def read_config(directory: Path, what: str) -> dict[str, Any]:
+    """UsageError if config.json is missing, FlowspecError if it is not a JSON object; ``what``: the model's
+    name with its article."""
+    path = directory / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"no {_bare(what)} at {directory}: config.json is missing") from None
+    except (OSError, ValueError) as error:
+        raise FlowspecError(f"{path} is not readable as JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise FlowspecError(f"{path} must hold a JSON object")
+    return raw
+
+
+def read_weights(directory: Path, what: str) -> dict[str, Tensor]:
+    """Safetensors before ``.bin``, one file before shards with an index.  UsageError if there are none,
+    FlowspecError if they are unreadable."""
+    for name in (SAFE, f"{SAFE}.index.json", PICKLED, f"{PICKLED}.index.json"):
+        path = directory / name
+        if path.exists():
+            files = _shards(path) if name.endswith(".json") else [path]
+            return {key: tensor for file in files for key, tensor in _read(file).items()}
+    raise UsageError(f"no {_bare(what)} at {directory}: neither {SAFE} nor {PICKLED} is there")
+
+
+def plain_names(weights: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
+    """Strip the prefixes of names and drop computed tensors; FlowspecError if two names collide."""
+    plain: dict[str, Tensor] = {}
+    for stored, tensor in weights.items():
+        name = stored
+        for prefix in _PREFIXES:
+            name = name.removeprefix(prefix)
+        if name.endswith(_COMPUTED):
+            continue
+        if name in plain:
+            raise FlowspecError(f"{directory}: tensor {name} is stored twice, also as {stored}")
+        plain[name] = tensor
+    return plain
+
+
+def _shards(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FlowspecError(f"{index} is not an index of weights: {error!r}") from None
+    return [index.parent / name for name in names]
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if not path.exists():
+        raise FlowspecError(f"{path} is missing: copy the draft model again")
+    try:
+        if path.suffix == ".safetensors":
+            return safetensors.torch.load_file(path)
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
+    except Exception as error:  # both readers raise many kinds of errors for a bad file
+        raise FlowspecError(f"{path} cannot be read as weights: {first_line(error)}") from error
+
+
+def on_meta(kind: Callable[[LlamaConfig], _Module], config: LlamaConfig) -> _Module:
+    """On the meta device, without memory."""
+    with torch.device("meta"):
+        return kind(config)
+
+
+def build(kind: Callable[[LlamaConfig], _Module], config: LlamaConfig, weights: dict[str, Tensor],
+          directory: Path, what: str, dtype: torch.dtype) -> _Module:
+    """A module of ``weights``, as :func:`_assign` checks them."""
+    module = on_meta(kind, config)
+    _assign(module, weights, directory, what, dtype)
+    module.rotary_emb = LlamaRotaryEmbedding(config)  # its buffers are computed, not stored
+    return module.eval()
+
+
+def _assign(module: nn.Module, weights: dict[str, Tensor], directory: Path, what: str, dtype: torch.dtype
+            ) -> None:
+    """Replace all parameters by ``weights`` in ``dtype``; integer and bool tensors keep theirs.
+    FlowspecError that names a missing, unexpected or misshapen tensor, or one of another kind."""
+    held = module.state_dict()
+    wanted = {name: tuple(w.shape) for name, w in held.items()}
+    for name in wanted:
+        if name not in weights:
+            raise FlowspecError(f"{directory}: tensor {name} is missing from the {_bare(what)}")
+    for name, weight in weights.items():
+        if name not in wanted:
+            raise FlowspecError(f"{directory}: tensor {name} does not belong in {what}")
+        if tuple(weight.shape) != wanted[name]:
+            raise FlowspecError(
+                f"{directory}: tensor {name} has shape {list(weight.shape)}, "
+                f"config.json asks for {list(wanted[name])}"
+            )
+        if weight.is_floating_point() != held[name].is_floating_point():
+            raise FlowspecError(f"{directory}: tensor {name} holds {weight.dtype}, not {held[name].dtype}")
+    placed = {name: w.to(dtype if w.is_floating_point() else held[name].dtype) for name, w in weights.items()}
+    module.load_state_dict(placed, strict=True, assign=True)
+
+
+def write(directory: Path, config: dict[str, Any], weights: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Floating-point tensors are stored in ``dtype``, others as they are."""
+    directory.mkdir(parents=True, exist_ok=True)
+    stored = {name: w.detach().to("cpu", dtype if w.is_floating_point() else w.dtype).contiguous()
+              for name, w in weights.items()}
+    safetensors.torch.save_file(stored, directory / SAFE, metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _bare(what: str) -> str:
+    return what.split(" ", 1)[1]
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

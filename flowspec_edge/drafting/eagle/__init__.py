@@ -1,0 +1,1 @@
+"""EAGLE draft heads; begin with ``eagle2``, the smaller of the two."""

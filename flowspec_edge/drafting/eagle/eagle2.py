@@ -1,0 +1,146 @@
+"""The EAGLE-1/2 draft head: one decoder layer that continues the target's features.
+
+Row i pairs feature f_i (the target's post-norm hidden state of token i) with token i + 1, at position i. Its
+output approximates f_{i+1}, so lm_head on it ranks the children of token i + 1.  Text rows have true
+features; a tree row uses its parent's *output*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+
+from flowspec_edge.drafting import checkpoint
+from flowspec_edge.drafting.eagle.head_drafter import HeadDrafter, KeyValueCache
+from flowspec_edge.errors import FlowspecError
+
+
+class EagleLayer(nn.Module):
+    """A Llama decoder layer without the norm before the attention."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.self_attn: nn.Module = LlamaAttention(config, layer_idx=0)
+        if getattr(config, "qkv_bias", False):  # heads of Qwen2: biases on these three only
+            for name in ("q_proj", "k_proj", "v_proj"):
+                plain = getattr(self.self_attn, name)
+                setattr(self.self_attn, name, nn.Linear(plain.in_features, plain.out_features))
+        self.mlp = LlamaMLP(config)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class EagleHead(nn.Module):
+    """fc([embedding of token i + 1; f_i]), one layer, no final norm."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        config._attn_implementation = "sdpa"
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
+        self.layers = nn.ModuleList([EagleLayer(config)])
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+
+    def forward(self, features: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor,
+                cache: KeyValueCache) -> Tensor:
+        """One pass over n rows of each of B sequences.
+
+        features   [B, n, H]     f_i, true or approximated
+        tokens     [B, n]        token i + 1, int64
+        positions  [B, n]        i
+        mask       [B, 1, n, m]  over the cache's m rows: bool, or additive
+        returns    [B, n, H]     approximates f_{i+1}
+        """
+        x = self.fc(torch.cat((self.embed_tokens(tokens), features), dim=-1))
+        rotary = self.rotary_emb(x, position_ids=positions)
+        layer = cast(EagleLayer, self.layers[0])
+        attended, _ = layer.self_attn(
+            x, position_embeddings=rotary, attention_mask=mask, past_key_values=cache
+        )
+        x = x + attended
+        out: Tensor = x + layer.mlp(layer.post_attention_layernorm(x))
+        return out
+
+
+class EagleDrafter(HeadDrafter):
+    """``lm_head`` [V, H] is the target's, of the head's dtype and on its device."""
+
+    def __init__(self, head: EagleHead, lm_head: Tensor) -> None:
+        super().__init__(head, lambda outputs: F.linear(outputs, lm_head))
+
+    def _text_states(self, features: Tensor, rows: Sequence[int]) -> Tensor:
+        return features.to(self._device, self._dtype)
+
+    def _to_head_input(self, states: Tensor) -> Tensor:
+        return states
+
+
+_WHAT = "an EAGLE head"
+EMBEDDING = "embed_tokens.weight"
+PUBLISHED = (  # keys of a head's config.json for its layer
+    "attention_bias", "bos_token_id", "eos_token_id", "head_dim", "hidden_act", "hidden_size",
+    "intermediate_size", "max_position_embeddings", "mlp_bias", "model_type", "num_attention_heads",
+    "num_hidden_layers", "num_key_value_heads", "pad_token_id", "qkv_bias", "rms_norm_eps",
+    "rope_parameters", "tie_word_embeddings", "vocab_size",
+)
+
+
+def load_head(directory: Path, embedding: Tensor | None, dtype: torch.dtype) -> EagleHead:
+    """``embedding`` [V, H], the target's, is used if the file has none.  UsageError for a missing file,
+    FlowspecError that names a missing, unexpected, misshapen or unreadable tensor."""
+    config = head_config(directory)
+    stored = checkpoint.plain_names(checkpoint.read_weights(directory, _WHAT), directory)
+    if embedding is not None:
+        require_fit(directory, "width", config.hidden_size, embedding.shape[1])
+        require_fit(directory, "vocabulary", config.vocab_size, len(embedding))
+        stored.setdefault(EMBEDDING, embedding)
+    return checkpoint.build(EagleHead, config, stored, directory, _WHAT, dtype)
+
+
+def save_head(head: EagleHead, directory: Path, dtype: torch.dtype, with_embedding: bool = True) -> None:
+    write_head(head, directory, dtype, with_embedding, PUBLISHED, architectures=["LlamaForCausalLM"],
+               bias=head.fc.bias is not None)
+
+
+def write_head(head: nn.Module, directory: Path, dtype: torch.dtype, with_embedding: bool,
+               keys: Sequence[str], **settings: object) -> None:
+    """config.json has the config's ``keys``, and ``settings``."""
+    facts = cast(LlamaConfig, head.config).to_dict()
+    config = {key: facts[key] for key in keys if key in facts}
+    config.update(settings, rope_theta=facts["rope_parameters"]["rope_theta"],
+                  torch_dtype=str(dtype).removeprefix("torch."))
+    stored = {name: weight for name, weight in head.state_dict().items()
+              if with_embedding or name != EMBEDDING}
+    checkpoint.write(directory, config, stored, dtype)
+
+
+def require_fit(directory: Path, what: str, heads: int, targets: int) -> None:
+    """FlowspecError if the head was trained for another target."""
+    if heads != targets:
+        unit = " tokens" if what == "vocabulary" else ""
+        raise FlowspecError(f"{directory}: the head's {what} is {heads}{unit}, the target's {targets}; "
+                            "a head works with the target that it was trained for only")
+
+
+def head_config(directory: Path) -> LlamaConfig:
+    """UsageError or FlowspecError if config.json is missing or unusable."""
+    raw = checkpoint.read_config(directory, _WHAT)
+    raw.setdefault("bias", True)  # the published convention: absent means that fc has one
+    raw.pop("model_type", None)  # the layer is Llama's in heads of Qwen2, too
+    config = LlamaConfig.from_dict(raw)
+    if config.num_hidden_layers != 1:
+        raise FlowspecError(f"{directory / 'config.json'}: an EAGLE-1/2 head has one layer, "
+                            f"not {config.num_hidden_layers}")
+    return config

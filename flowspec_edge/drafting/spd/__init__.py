@@ -1,0 +1,1 @@
+"""Speculative Pipeline Decoding: the speculation module and its drafter."""

@@ -1,0 +1,155 @@
+"""SPD's drafter: the speculation module on the states that have arrived.
+
+The strategy times requests so that these are the states at the *start* of a step (SPD, section 3.4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flowspec_edge.drafting.base import NO_ROOT, Drafter, parent_missing_error, root_misplaced_error
+from flowspec_edge.drafting.spd.module import KeyValues, SpdModule
+from flowspec_edge.drafting.spd.rows import RowStore, SpdRow
+from flowspec_edge.errors import ProtocolError
+from flowspec_edge.messages import Tap
+from flowspec_edge.sampling.rule import Rank, Sampling
+from flowspec_edge.sampling.sampler import rank_children
+from flowspec_edge.tree.draft_api import DraftNode, DraftOutput, DraftRequest
+from flowspec_edge.util.tensors import indices, to_device
+
+_FIRST_CAPACITY = 256
+
+
+class SpdDrafter(Drafter):
+    """``embedding`` [V, H] is the target's, of the module's dtype and on its device.  A row's feature uses
+    its deepest state so far and the one at half that depth; late or lost taps only worsen the drafts."""
+
+    taps: tuple[int, ...] = ()  # none are required; the strategy requests what it can use
+
+    def __init__(self, module: SpdModule, embedding: Tensor) -> None:
+        self._module = module.eval().requires_grad_(False)
+        self._embedding = embedding
+        self._rows = RowStore(module.target_layers, embedding.dtype, embedding.device)
+        self._cache: list[KeyValues] = []  # by layer: 2 x [1, kv_heads, capacity, head_dim]
+        self._grow(_FIRST_CAPACITY)
+        self.reset(Sampling(), "draft", 1.0)
+
+    def reset(self, sampling: Sampling, rank: Rank, tau: float) -> None:
+        self._ranking = (sampling, rank, tau)
+        self._rows.reset()
+        self._root = NO_ROOT
+        self._nodes: dict[int, SpdRow] = {}
+
+    def rewind(self, tokens: int, sampling: Sampling, rank: Rank, tau: float) -> bool:
+        """Always False: rows that still improve are keyed by the numbers of their session."""
+        return False
+
+    def commit(self, tokens: Sequence[int], features: Tensor | None, rows: Sequence[int] = ()) -> None:
+        started = bool(self._rows.text)
+        if features is None:
+            if started or len(tokens) != 1:
+                raise ProtocolError("only the first token of a text comes without its feature")
+            self._rows.begin(tokens[0])
+        elif not started or not len(features) == len(rows) == len(tokens):
+            raise ProtocolError(
+                f"{len(tokens)} committed tokens need as many features and row numbers after the text's "
+                f"first token, not {len(features)} and {len(rows)} after {len(self._rows.text)}"
+            )
+        elif len(tokens):
+            self._rows.commit(tokens, features, rows)
+
+    def tap(self, message: Tap) -> None:
+        self._rows.tap(message)
+
+    @torch.inference_mode()
+    def expand(self, request: DraftRequest) -> DraftOutput:
+        if request.root != self._root:
+            self._root = request.root
+            self._nodes = {i: row for i, row in self._nodes.items() if row.slot >= 0 and not row.is_text}
+        if not request.nodes:
+            return DraftOutput.empty(0, 0)
+        queries = [self._row(node) for node in request.nodes]
+        self._grow(self._rows.slots)
+        self._look_back(queries)
+        logits = self._module.lm_head(self._speculate(queries))
+        positions = np.fromiter((row.position for row in queries), np.int64)
+        sampling, rank, tau = self._ranking
+        return DraftOutput(*rank_children(logits, positions, request.children, sampling, rank, tau))
+
+    def _row(self, node: DraftNode) -> SpdRow:
+        text = self._rows.text
+        if node.id == self._root:
+            if not text or node.position != text[-1].position:
+                raise root_misplaced_error(node, len(text))
+            row = text[-1]
+        else:
+            parent = text[-1] if node.parent == self._root and text else self._nodes.get(node.parent)
+            if parent is None:
+                raise parent_missing_error(node)
+            row = self._nodes[node.id] = self._rows.child(parent, node.token)
+        self._rows.number(row, node.number)
+        return row
+
+    def _look_back(self, queries: Sequence[SpdRow]) -> None:
+        """Update the outdated keys and values that the queries see."""
+        stale = self._rows.stale_rows(queries)
+        if not stale:
+            return
+        embeddings = self._embed([row for row, _ in stale])
+        features = torch.empty_like(embeddings)
+        # Indices, since the size of a mask's result would need a wait for the device.
+        bare = [i for i, (_, depth) in enumerate(stale) if depth == 0]
+        if bare:
+            at = indices(bare, embeddings.device)
+            features[at] = self._module.newest(embeddings[at])
+        if len(bare) < len(stale):
+            known = [(i, row, depth) for i, (row, depth) in enumerate(stale) if depth]
+            at = indices([i for i, _, _ in known], embeddings.device)
+            deepest = torch.stack([self._rows.state(row, depth) for _, row, depth in known])
+            middle = torch.stack([self._rows.state(row, depth // 2) if depth // 2 else embeddings[i]
+                                  for i, row, depth in known])
+            features[at] = self._module.feature(embeddings[at], middle, deepest)
+        rows = [row for row, _ in stale]
+        self._write(rows, self._module.keys_values(features[None], self._positions(rows)))
+        self._rows.mark_computed(stale)
+
+    def _speculate(self, queries: Sequence[SpdRow]) -> Tensor:
+        """The module's outputs [n, H] for ``queries`` as the newest rows."""
+        slots = self._rows.slots
+        context = [(keys[:, :, :slots], values[:, :, :slots]) for keys, values in self._cache]
+        own = torch.eye(len(queries), dtype=torch.bool, device=self._embedding.device)
+        mask = torch.cat((to_device(self._rows.visible(queries), own.device), own), dim=1)
+        features = self._module.newest(self._embed(queries))
+        out: Tensor = self._module(features[None], self._positions(queries), context, mask[None, None])
+        return out[0]
+
+    def _write(self, rows: Sequence[SpdRow], computed: Sequence[KeyValues]) -> None:
+        at = indices([row.slot for row in rows], self._embedding.device)
+        for held, new in zip(self._cache, computed, strict=True):
+            for buffer, values in zip(held, new, strict=True):
+                buffer.index_copy_(2, at, values)
+
+    def _embed(self, rows: Sequence[SpdRow]) -> Tensor:
+        return F.embedding(indices([row.token for row in rows], self._embedding.device), self._embedding)
+
+    def _positions(self, rows: Sequence[SpdRow]) -> Tensor:
+        return indices([[row.position for row in rows]], self._embedding.device)
+
+    def _grow(self, needed: int) -> None:
+        held = self._cache[0][0].shape[2] if self._cache else 0
+        if needed <= held:
+            return
+        config = self._module.config
+        shape = (1, config.num_key_value_heads, max(needed, 2 * held), config.head_dim)
+        grown = []
+        for layer in range(len(self._module.layers)):
+            keys, values = (self._embedding.new_zeros(shape) for _ in range(2))
+            if held:
+                keys[:, :, :held], values[:, :, :held] = self._cache[layer]
+            grown.append((keys, values))
+        self._cache = grown

@@ -1,0 +1,1 @@
+"""Reads boards' states and runs actions on them.  Begin with ``desired_state``."""

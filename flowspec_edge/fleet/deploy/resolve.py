@@ -1,0 +1,296 @@
+"""Resolves a cluster file: the boards' roles, their order and their layers.
+
+The file takes precedence, then how a sharded model was cut, then the planner, which needs a profile of every
+board.  If a profile is missing, boards count as equal: they are used in file order, the first with role
+"auto" drafts unless another does, layers are split evenly, and memory is checked only where a profile has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flowspec_edge.config import Profile
+from flowspec_edge.errors import UsageError
+from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory, beside, device_profile
+from flowspec_edge.fleet.planning.draft_turn import DraftTurn, device_mismatch, draft_turn
+from flowspec_edge.fleet.planning.layer_split import Ranges, split_evenly
+from flowspec_edge.fleet.probe.preflight import Needs
+from flowspec_edge.fleet.services.status import BoardStatus, FleetStatus
+from flowspec_edge.model.manifest import DRAFT, Manifest, ShardDtype, stage_part
+from flowspec_edge.model.modeldir import ModelDir, resolve_model, shipped_models
+from flowspec_edge.runtime.draft_device.capacity import cache_rows
+from flowspec_edge.strategies.params import Params
+from flowspec_edge.util.jetson import process_memory
+
+if TYPE_CHECKING:
+    from flowspec_edge.fleet.planning.memory_check import MemoryCheck
+    from flowspec_edge.fleet.planning.model_size import PlanDtype
+
+Stages = tuple[tuple[DeviceEntry, tuple[int, int]], ...]
+LeftOut = tuple[tuple[DeviceEntry, str], ...]
+_Chosen = tuple[DeviceEntry, Stages, LeftOut]
+PLAN_DTYPES: Mapping[str, PlanDtype] = {
+    "auto": "fp16", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "int4": "int4", "nf4": "int4",
+    "fp4": "int4"}
+# An environment's wheels (70 MB), their unpacked files (209), compiled .pyc files (115 at most),
+# and bitsandbytes (91): measured with the versions of deploy/constraints.txt on x86_64.
+ENVIRONMENT_BYTES = 500_000_000
+_MEGA = 10**6
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A resolved cluster file."""
+
+    inventory: Inventory
+    path: Path  # of the cluster file
+    model: ModelDir
+    head: Path | None  # a separate draft head; None: the model's own
+    dtype: ShardDtype | None  # to store weights in; None: unchanged
+    draft: DeviceEntry
+    stages: Stages  # V1…VN, each with its layers [lo, hi)
+    left_out: LeftOut = ()  # unused boards, and why
+    notes: tuple[str, ...] = ()  # unknown facts, and what will be slow
+    turn: DraftTurn | None = None  # None unless all profiles are known
+
+    @property
+    def cluster(self) -> ClusterSettings:
+        return self.inventory.cluster
+
+    @property
+    def boards(self) -> list[DeviceEntry]:
+        """The ring: D0, V1…VN."""
+        return [self.draft, *(device for device, _ in self.stages)]
+
+    @property
+    def ranges(self) -> Ranges:
+        """[lo, hi) of each stage."""
+        return tuple(layers for _, layers in self.stages)
+
+    @property
+    def at_once(self) -> int:
+        return _at_once(self.cluster, len(self.stages))
+
+    @property
+    def work(self) -> Path:
+        """The directory of a rollout's local files, next to the cluster file."""
+        return self.path.parent / ".flowspec" / self.cluster.name
+
+    @property
+    def shards(self) -> Path:
+        """Where the sharded model is or will be."""
+        return self.model.path if self.model.sharded else self.work / "model"
+
+    @property
+    def keys(self) -> Path:
+        return beside(self.path, self.cluster.keys)
+
+    @property
+    def wheelhouse(self) -> Path:
+        return beside(self.path, self.cluster.wheelhouse)
+
+    @property
+    def decided(self) -> Inventory:
+        """The inventory of the boards in use, in ring order, with definite roles."""
+        boards = [device.model_copy(update={"role": "verify" if i else "draft", "layers": None})
+                  for i, device in enumerate(self.boards)]
+        return self.inventory.model_copy(update={"device": boards})
+
+
+def resolve_deployment(inventory: Inventory, path: Path) -> Deployment:
+    """Decide what ``path``, read as ``inventory``, leaves open.
+
+    UsageError for a model that is missing or contradicts the file; ``planner.DoesNotFit`` if a board's memory
+    is too small.
+    """
+    path = path.absolute()
+    model, head = _model(inventory.cluster, path)
+    profiles = {device.name: profile for device in inventory.device
+                if (profile := device_profile(device, path)) and profile.memory}
+    missing = [device.name for device in inventory.device if device.name not in profiles]
+    chosen = _Choice(inventory, path, model, profiles)
+    if model.sharded:
+        draft, stages, left_out = chosen.as_cut()
+    elif inventory.decided:
+        draft, stages, left_out = chosen.as_listed()
+    elif missing:
+        draft, stages, left_out = chosen.alike()
+    else:
+        draft, stages, left_out = chosen.planned()
+    dtype = None if inventory.cluster.dtype == "auto" else inventory.cluster.dtype
+    notes = [f"no profile with [memory] for {', '.join(missing)}: whether the model fits there is seen when "
+             "they are looked at" + ("" if inventory.decided else ", and boards count as alike")
+             + "; measure with: flowspec device profile"] if missing else []
+    turn = chosen.turn(draft, stages)
+    notes += [f"{device.name}: {why}" for device in inventory.device if device.name in profiles
+              and (why := device_mismatch(profiles[device.name], inventory.torch_device(device)))]
+    if turn is not None and turn.is_bottleneck:
+        notes.append(turn.warning(draft.name))
+    return Deployment(inventory, path, model, head, dtype, draft, stages, left_out, tuple(notes), turn)
+
+
+def _model(cluster: ClusterSettings, path: Path) -> tuple[ModelDir, Path | None]:
+    if not cluster.model:
+        raise UsageError(f'{path}: [cluster] has no model: give a directory, or model = "demo" to try')
+    model = resolve_model(cluster.model if cluster.model in shipped_models() else
+                          beside(path, cluster.model))
+    if not cluster.draft:
+        return model, None
+    head = beside(path, cluster.draft)
+    if model.sharded:
+        raise UsageError(f"{path}: cluster.draft: {model.path} is sharded and has its draft models already: "
+                         "leave draft out, or give the checkpoint as the model")
+    if not (head / "config.json").is_file():
+        raise UsageError(f"{path}: cluster.draft: {head} is not a draft model's directory: it has no "
+                         "config.json")
+    return model, head
+
+
+class _Choice:
+    """Each public method returns the draft device, the stages and the unused boards."""
+
+    def __init__(self, inventory: Inventory, path: Path, model: ModelDir, profiles: Mapping[str, Profile]
+                 ) -> None:
+        self._inventory, self._path, self._model, self._profiles = inventory, path, model, profiles
+
+    def as_cut(self) -> _Chosen:
+        """As many stages as the sharded model has; boards with role "auto" may be left out."""
+        cluster, path, manifest = self._inventory.cluster, self._path, Manifest.read(self._model.path)
+        home, count = manifest.directory, manifest.stages
+        if cluster.dtype not in ("auto", manifest.dtype):
+            raise UsageError(f"{path}: cluster.dtype: {home} was made with {manifest.dtype}, not "
+                             f"{cluster.dtype}: leave dtype out, or give the checkpoint as the model")
+        draft, others = _in_file_order(self._inventory)
+        wanted = sum(device.role == "verify" for device in others)
+        if not wanted <= count <= len(others):
+            has = max(wanted, min(len(others), count))
+            raise UsageError(
+                f"{path}: {home} was cut into {count} stages, and beside {draft.name} the file lists {has} "
+                f"board{'s' if has != 1 else ''} for them: list {count}, cut it again with: flowspec models "
+                f"shard --stages {has}, or give the checkpoint as the model")
+        used, spare = _first(others, count)
+        stages = tuple(zip(used, manifest.ranges, strict=True))
+        for device, layers in stages:
+            if device.layers not in (None, layers):
+                raise UsageError(f"{path}: device {device.name}: {home} was cut so that it has layers "
+                                 f"{list(layers)}: leave layers out, or give the checkpoint as the model")
+        if self._profiles:
+            from flowspec_edge.fleet.planning.memory_check import check_parts
+
+            check_parts(manifest, cluster, _at_once(cluster, count), stages, self._profiles)
+        return draft, stages, tuple((device, f"{home} was cut into {count} stages") for device in spare)
+
+    def as_listed(self) -> _Chosen:
+        """All boards in file order, with their own layers or the split whose slowest stage is fastest."""
+        draft, verify, layers = self._inventory.draft, self._inventory.verify, self._model.layers
+        given = [device.layers for device in verify if device.layers is not None]
+        if given and given[-1][1] != layers:
+            raise UsageError(f"{self._path}: device {verify[-1].name}: its layers end with {given[-1][1]}, "
+                             f"and {self._model.name} has {layers}: the last one ends with {layers}")
+        if len(verify) > layers:
+            raise UsageError(f"{self._path}: {len(verify)} verify devices are more than the {layers} layers "
+                             f"of {self._model.name}: leave some out")
+        if not given and len(self._profiles) == len(self._inventory.device):
+            return draft, tuple(zip(verify, self._fitting().split(draft, verify), strict=True)), ()
+        stages = tuple(zip(verify, given or split_evenly(layers, len(verify)), strict=True))
+        self._check(draft, stages)
+        return draft, stages, ()
+
+    def alike(self) -> _Chosen:
+        """Boards without profiles: file order and an even split."""
+        draft, others = _in_file_order(self._inventory)
+        used, spare = _first(others, self._model.layers)
+        stages = tuple(zip(used, split_evenly(self._model.layers, len(used)), strict=True))
+        self._check(draft, stages)
+        why = f"{self._model.name} has no more than {self._model.layers} layers"
+        return draft, stages, tuple((device, why) for device in spare)
+
+    def planned(self) -> _Chosen:
+        from flowspec_edge.fleet.planning.planner import DoesNotFit, plan
+
+        fitting, entries = self._fitting(), {device.name: device for device in self._inventory.device}
+        boards = [fitting.board(device) for device in self._inventory.device]
+        try:
+            made = plan(boards, fitting.problem)
+        except DoesNotFit:
+            raise fitting.error(boards) from None
+        return (entries[made.d0.name], tuple((entries[s.board.name], s.layers) for s in made.stages),
+                tuple((entries[board.name], why) for board, why in made.left_out))
+
+    def turn(self, draft: DeviceEntry, stages: Stages) -> DraftTurn | None:
+        """None unless every profile is known, or for a sharded model, for which profiles are not scaled."""
+        if self._model.sharded or any(device.name not in self._profiles
+                                      for device in (draft, *(device for device, _ in stages))):
+            return None
+        fitting, cluster = self._fitting(), self._inventory.cluster
+        rows = fitting.problem.rows
+        slot = max(fitting.board(device).profile.stage_seconds(rows, hi - lo, cluster.context)
+                   for device, (lo, hi) in stages)
+        return draft_turn(fitting.board(draft).profile, slot, rows)
+
+    def _check(self, draft: DeviceEntry, stages: Stages) -> None:
+        if self._profiles:
+            self._fitting().check(draft, stages)
+
+    def _fitting(self) -> MemoryCheck:
+        from flowspec_edge.fleet.planning.memory_check import MemoryCheck
+
+        cluster, boards = self._inventory.cluster, len(self._inventory.device)
+        return MemoryCheck(str(self._model.path), PLAN_DTYPES[cluster.dtype], cluster,
+                       _at_once(cluster, boards - 1), boards, self._profiles)
+
+
+def _at_once(cluster: ClusterSettings, stages: int) -> int:
+    return cluster.at_once or max(2, stages)
+
+
+def _in_file_order(inventory: Inventory) -> tuple[DeviceEntry, list[DeviceEntry]]:
+    draft = min(inventory.device, key=lambda device: ("draft", "auto", "verify").index(device.role))
+    return draft, [device for device in inventory.device if device is not draft]
+
+
+def _first(devices: list[DeviceEntry], count: int) -> tuple[list[DeviceEntry], list[DeviceEntry]]:
+    """``count`` of ``devices``, those with role "verify" preferred, and the rest; both in order."""
+    kept = sorted(devices, key=lambda device: device.role != "verify")[:count]
+    names = {device.name for device in kept}
+    return ([device for device in devices if device.name in names],
+            [device for device in devices if device.name not in names])
+
+
+def process_bytes(deployment: Deployment, device: DeviceEntry) -> int:
+    """Of a service without weights and caches: from a profile of the same torch device, or known boards."""
+    torch_device = deployment.inventory.torch_device(device)
+    profile = device_profile(device, deployment.path)
+    if profile and profile.memory and not device_mismatch(profile, torch_device):
+        return round(profile.memory.process_mb * _MEGA)
+    memory = process_memory()
+    return round((memory.cuda if torch_device.startswith("cuda") else memory.cpu) * _MEGA)
+
+
+def needs_of(deployment: Deployment, manifest: Manifest, status: FleetStatus) -> dict[str, Needs]:
+    """What a deployment takes on each board; what is on a board already (``status``) takes no more disk."""
+    cluster, stages = deployment.cluster, len(deployment.stages)
+    rows = cache_rows(cluster.context, deployment.at_once, Params(), stages)
+    now = {board.name: board for board in status.boards}
+    found = {}
+    for place, device in enumerate(deployment.boards):
+        name = stage_part(place - 1) if place else DRAFT
+        part, here = manifest.part(name), now[device.name]
+        ports = (cluster.data_port,) if place else (cluster.control_port, cluster.data_port,
+                                                    cluster.serve_port)
+        found[device.name] = Needs(
+            home_bytes=ENVIRONMENT_BYTES,
+            state_bytes=0 if _has(here, manifest, place) else part.size,
+            memory_bytes=part.weight_bytes + rows * part.row_bytes + process_bytes(deployment, device),
+            ports=ports,
+            dtype=manifest.dtype if place else "")
+    return found
+
+
+def _has(board: BoardStatus, manifest: Manifest, place: int) -> bool:
+    """Whether the board's current or previous release has this part."""
+    return any(release is not None and release.model == manifest.request and release.stage == place
+               for release in (board.current, board.previous))

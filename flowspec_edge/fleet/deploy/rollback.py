@@ -1,0 +1,119 @@
+"""Returns all boards to the previous release, or removes the services."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.fleet.deploy.engine.desired_state import BoardState
+from flowspec_edge.fleet.deploy.report import DeployReport, Watch
+from flowspec_edge.fleet.deploy.rollout_log import RolloutLog
+from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
+from flowspec_edge.fleet.paths import CURRENT, PREVIOUS, release_dir
+from flowspec_edge.fleet.remote.runner import as_root
+from flowspec_edge.fleet.remote.ssh import runner_for
+from flowspec_edge.fleet.services.keys import forget
+from flowspec_edge.fleet.services.status import BoardStatus, FleetStatus, Installed, look
+
+_MIXED = ("boards may run different releases, or none: see flowspec deploy status; flowspec deploy up brings "
+          "all to one")
+
+
+def roll_back(inventory: Inventory, watch: Watch | None = None) -> DeployReport:
+    """Activate the previous release on all boards; a second call undoes it.
+
+    FlowspecError if a board cannot be reached, or the boards' previous releases are missing or differ.
+    Boards without a release are skipped: they are not part of the cluster.
+    """
+    status = look(inventory)
+    _require_answers(status)
+    if not any(board.current for board in status.boards):
+        raise FlowspecError("nothing is deployed: flowspec deploy up")
+    befores = {board.name: board.previous for board in status.boards if board.current or board.previous}
+    absent = [name for name, release in befores.items() if release is None]
+    if absent:
+        raise FlowspecError(f"{', '.join(absent)}: there is no release before this one; deploy the one "
+                            "that you want, with: flowspec deploy up")
+    ids = {name: release.id for name, release in befores.items() if release}
+    if len(set(ids.values())) > 1:
+        told = ", ".join(f"{name} {release}" for name, release in ids.items())
+        raise FlowspecError(f"the boards' releases before this one differ ({told}): deploy the one that you "
+                            "want, with: flowspec deploy up")
+    log = RolloutLog(inventory, befores, watch or Watch())
+    activate(inventory, befores, log)
+    return log.report(next(iter(ids.values())), left=_MIXED)
+
+
+def go_back(inventory: Inventory, before: FleetStatus, log: RolloutLog) -> tuple[str | None, str]:
+    """Undo a failed rollout; the id of the release that runs again, if any, and a sentence for the report."""
+    releases = {board.name: board.current for board in before.boards}
+    own = RolloutLog(inventory, releases, log.watch)
+    spare = [(device, BoardState(device.name)) for device in inventory.device
+             if releases[device.name] is None]
+    own.run("down", spare, "stopping what did not become ready")
+    activate(inventory, releases, own)
+    _restore_links(inventory, before)
+    log.add(own, "going back")
+    if own.failed:
+        return None, _MIXED
+    ids = {release.id for release in releases.values() if release}
+    if not ids:
+        return None, "no release was there before it to go back to, so its services are stopped"
+    if len(ids) > 1:
+        return None, "the boards run again what they ran before, each its own release"
+    release, stopped = ids.pop(), [device.name for device, _ in spare]
+    if stopped:
+        return release, f"release {release} runs again where it ran, and nothing on {', '.join(stopped)}"
+    return release, f"release {release} runs again on all boards"
+
+
+def activate(inventory: Inventory, releases: Mapping[str, Installed | None], log: RolloutLog) -> None:
+    """Run releases that are already on the boards: stages first, then the draft device."""
+    for role, says in (("verify", "stages"), ("draft", "the draft device, until a token comes through")):
+        states = [(device, BoardState(device.name, release=release.id, unit=release.unit))
+                  for device in inventory.device
+                  if (release := releases.get(device.name)) is not None and release.role == role]
+        if not log.run("activate", states, f"back to the release before: {says}"):
+            return  # the draft device would wait for a token that cannot come
+
+
+def take_down(inventory: Inventory, keys: Path, purge: bool = False, watch: Watch | None = None
+              ) -> DeployReport:
+    """Stop and remove the services; ``purge``: remove all of flowspec's files, and the public keys in
+    ``keys``.
+
+    FlowspecError if a board cannot be reached; then no board is changed.
+    """
+    _require_answers(look(inventory))
+    log = RolloutLog(inventory, [device.name for device in inventory.device], watch or Watch())
+    states = [(device, BoardState(device.name)) for device in inventory.device]
+    if log.run("down", states, "stopping services") and purge:
+        log.run("purge", states, "removing everything")
+        forget(keys, (device.name for device in inventory.device if not log.error(device.name)))
+    again = "flowspec deploy down --purge" if purge else "flowspec deploy down"
+    return log.report(left=f"boards without an error are down; to continue: {again}")
+
+
+def _require_answers(status: FleetStatus) -> None:
+    if silent := [board for board in status.boards if board.error]:
+        raise FlowspecError("; ".join(board.error for board in silent) + "; no board was touched")
+
+
+def _restore_links(inventory: Inventory, before: FleetStatus) -> None:
+    """A release that never was ready must not become ``previous``.  Boards that fail are skipped."""
+    def restore(pair: tuple[DeviceEntry, BoardStatus]) -> None:
+        device, status = pair
+        command = ["rm", "-f", PREVIOUS]
+        if status.previous:
+            command = ["ln", "-sfn", release_dir(status.previous.id), PREVIOUS]
+        elif not status.current:
+            command.append(CURRENT)
+        try:
+            runner_for(inventory, device).run(as_root(command))
+        except FlowspecError:
+            return
+
+    with ThreadPoolExecutor(len(before.boards)) as pool:
+        list(pool.map(restore, zip(inventory.device, before.boards, strict=True)))

@@ -1,0 +1,184 @@
+"""Brings a release to all boards of a cluster.
+
+1. Here: shard the model, gather the wheels.
+2. Read every board's state and make the diff; any problem ends the rollout with no board changed.
+3. Install next to the running release: environment, keys, shards, files.  It keeps running after a failure.
+4. Restart the stages, then the draft device, which is up once a token has come through all stages.  On a
+   failure all boards go back to the previous release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.fleet.deploy import wheels
+from flowspec_edge.fleet.deploy.diff import Diff, make_diff, part_name, part_wanted, state_of
+from flowspec_edge.fleet.deploy.engine.desired_state import Environment, Step
+from flowspec_edge.fleet.deploy.engine.facts import BoardFacts, ask_boards
+from flowspec_edge.fleet.deploy.release import digests_of, sharded_model
+from flowspec_edge.fleet.deploy.report import DeployReport, Watch
+from flowspec_edge.fleet.deploy.resolve import Deployment, needs_of
+from flowspec_edge.fleet.deploy.rollback import go_back
+from flowspec_edge.fleet.deploy.rollout_log import RolloutLog
+from flowspec_edge.fleet.deploy.wheels import WheelTarget
+from flowspec_edge.fleet.probe.preflight import environment_problems, preflight
+from flowspec_edge.fleet.services import keys
+from flowspec_edge.fleet.services.status import look
+from flowspec_edge.fleet.transfer.push import push
+from flowspec_edge.model.manifest import Manifest
+
+
+class Rollout:
+    def __init__(self, deployment: Deployment, watch: Watch | None = None) -> None:
+        self._deployment = deployment
+        self._inventory = deployment.decided
+        self._boards = deployment.boards
+        self._log = RolloutLog(self._inventory, [device.name for device in self._boards], watch or Watch())
+        self._watch = self._log.watch
+        self._activated = False  # whether the running release may have changed
+
+    def plan(self) -> DeployReport:
+        """What ``up`` would change; boards are only read."""
+        diff = self._decide()
+        for board in diff.boards if diff else ():
+            for step in board.steps():
+                self._log.add_step(step)
+        return self._log.report(diff.release if diff else None)
+
+    def up(self, going_back: bool = True) -> DeployReport:
+        """Bring all boards to the release that the cluster file, this package and the model define.
+
+        ``going_back``: to the previous release if the new one does not become ready; otherwise the caller
+        decides about ``take_back``.  UsageError for errors in the input, FlowspecError if model or wheels
+        cannot be made here; failures on boards are in the report.
+        """
+        diff = self._decide()
+        if diff is None:
+            return self._log.report()
+        log = self._log
+        if not log.carry_out([(board.device, board.software) for board in diff.boards],
+                             "software and environments"):
+            return log.report()
+        diff = self._make_keys(diff)
+        if log.failed or not self._send_parts(diff):
+            return log.report()
+        if not log.carry_out([(board.device, board.release) for board in diff.boards], "the release's files"):
+            return log.report(diff.release)
+        self._activated = True
+        if self._activate(diff):
+            if going_back and any(self._facts[board.device.name].public_before and board.key != "undo"
+                                  for board in diff.boards):  # else a rotation is still in progress
+                keys.settle(self._inventory, self._boards, _pythons(diff), self._deployment.keys)
+            return log.report(diff.release)
+        rolled_back, left = self.take_back() if going_back else (None, "")
+        return log.report(diff.release, rolled_back=rolled_back, left=left)
+
+    def take_back(self) -> tuple[str | None, str]:
+        """Restore what ran before ``up`` (``go_back``), if ``up`` activated anything."""
+        return go_back(self._inventory, self._status, self._log) if self._activated else (None, "")
+
+    # ---- the decision --------------------------------------------------------------------------
+
+    def _decide(self) -> Diff | None:
+        """None if a problem prevents the deployment; it is in the report."""
+        self._watch.phase("the model's parts")
+        self._manifest = sharded_model(self._deployment,
+                                       lambda done, total: self._watch.amount("here", done, total))
+        environments = self._look(self._manifest)
+        if environments is None:
+            return None
+        self._watch.phase("looking at the boards")
+        asked = ask_boards(self._inventory, [
+            (device, state_of(self._deployment, place, environments[device.name]),
+             part_wanted(self._manifest, place)) for place, device in enumerate(self._boards)])
+        self._log.problems = [str(facts) for facts in asked if isinstance(facts, FlowspecError)]
+        if self._log.problems:
+            return None
+        self._environments = environments
+        self._facts: Mapping[str, BoardFacts] = {
+            device.name: facts for device, facts in zip(self._boards, asked, strict=True)
+            if isinstance(facts, BoardFacts)}
+        self._recorded = keys.recorded(self._boards, self._deployment.keys)
+        diff = self._diff(self._facts)
+        self._log.problems = [*diff.problems]
+        return None if diff.problems else diff
+
+    def _diff(self, facts: Mapping[str, BoardFacts]) -> Diff:
+        return make_diff(self._deployment, self._manifest, self._environments, facts, self._recorded,
+                         self._status, digests_of(self._manifest))
+
+    def _look(self, manifest: Manifest) -> dict[str, Environment] | None:
+        """The environments, by board; None as in ``_decide``."""
+        self._watch.phase("looking at the boards")
+        self._status = look(self._inventory)
+        needs = needs_of(self._deployment, manifest, self._status)
+        found = preflight(self._inventory, needs)
+        self._log.notes = [str(problem) for problem in found.problems if problem.note]
+        problems = [problem for problem in found.problems if not problem.note]
+        # The previous release must be known: a failed rollout goes back to it.
+        silent = [board.error for board in self._status.boards
+                  if board.error and board.name not in {problem.board for problem in problems}]
+        self._log.problems = [*map(str, problems), *silent]
+        if self._log.problems:
+            return None
+        made = self._gather_wheels({name: WheelTarget.of(facts, needs[name].dtype)
+                                    for name, facts in found.facts.items()})
+        digests = {name: environment.digest for name, environment in made.items()}
+        self._log.problems = [str(problem) for problem in environment_problems(found, needs, digests)]
+        return None if self._log.problems else made
+
+    def _gather_wheels(self, targets: Mapping[str, WheelTarget]) -> dict[str, Environment]:
+        self._watch.phase("wheels")
+        house, python = self._deployment.wheelhouse, self._inventory.cluster.board_python
+        wheels.build_wheel(house)
+        wheels.fill(house, targets.values(), lambda text: self._watch.phase(f"wheels: {text}"))
+        made = {target: wheels.environment(house, target, python) for target in set(targets.values())}
+        return {name: made[target] for name, target in targets.items()}
+
+    # ---- its execution -------------------------------------------------------------------------
+
+    def _make_keys(self, diff: Diff) -> Diff:
+        """Make and record the boards' keys; the diff with all keys."""
+        self._watch.phase("keys")
+        changed = {board.device.name for board in diff.boards if board.key != "show"}
+        if not changed:
+            keys.record(self._deployment.keys, {
+                name: facts.public for name, facts in self._facts.items() if name not in self._recorded})
+            for device in self._boards:
+                self._log.add_step(Step(device.name, "key", changed=False))
+            return diff
+        found = keys.change_keys(self._inventory, self._boards, _pythons(diff),
+                                 {board.device.name: board.key for board in diff.boards},
+                                 self._deployment.keys)
+        for key in found:
+            self._log.add_step(Step(key.name, "key", key.name in changed), key.error)
+        if self._log.failed:
+            return diff
+        return self._diff({key.name: replace(self._facts[key.name], public=key.public)
+                           if board.key == "make" else self._facts[key.name]
+                           for board, key in zip(diff.boards, found, strict=True)})
+
+    def _send_parts(self, diff: Diff) -> bool:
+        """Whether every board has its part."""
+        self._watch.phase("shards")
+        for board in diff.boards:
+            if not board.transfer:
+                self._log.add_step(Step(board.device.name, "shards", changed=False))
+        sent = push(self._manifest.directory, [
+            (board.device, part_name(place), board.python) for place, board in enumerate(diff.boards)
+            if board.transfer], self._inventory, progress=self._watch.amount)
+        for result in sent:
+            self._log.add_step(Step(result.board, "shards", changed=True), result.error)
+        return not self._log.failed
+
+    def _activate(self, diff: Diff) -> bool:
+        """Whether a token came through."""
+        boards = [(board.device, board.activate) for board in diff.boards]
+        return (self._log.carry_out(boards[1:], "stages")
+                and self._log.carry_out(boards[:1], "the draft device, until a token comes through"))
+
+
+def _pythons(diff: Diff) -> dict[str, str]:
+    return {board.device.name: board.python for board in diff.boards}

@@ -1,0 +1,122 @@
+"""activate: makes a release the running one.
+
+Links are replaced atomically.  The next run completes an interrupted one, as it decides from facts alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flowspec_edge.fleet import paths
+from flowspec_edge.fleet.deploy.engine.desired_state import Action, BoardState
+from flowspec_edge.fleet.deploy.engine.facts import BoardFacts, ServiceFacts
+from flowspec_edge.fleet.deploy.engine.run import quote
+from flowspec_edge.fleet.deploy.steps.power import power_at_boot
+from flowspec_edge.fleet.deploy.steps.release import file_digests
+from flowspec_edge.fleet.deploy.steps.remove import stop_and_forget
+
+_KEPT = 3  # releases kept besides current and previous
+_START_S = 960.0  # longer than any TimeoutStartSec, so that systemd reports the failure
+# Prints the last line that the unit's program logged since the start, else systemd's last line about it.
+_START = """since=$(date +%s.%N)
+sync -f {home}; sync -f {units}
+systemctl reset-failed {unit} 2>/dev/null || true
+systemctl restart {unit} && exit
+journalctl --sync
+for match in _SYSTEMD_UNIT={unit} --unit={unit}; do
+    said=$(journalctl --no-pager --quiet --output=cat --lines=20 --since=@$since $match | grep . | tail -n 1)
+    [ -z "$said" ] || {{ echo "$said" >&2; exit 1; }}
+done
+exit 1"""
+
+
+def activate(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
+    units_action, links_action = units(state, facts), links(state, facts)
+    yield units_action
+    yield links_action
+    yield stop_and_forget("units of another role", [unit for unit in facts.services if unit != state.unit])
+    yield from power_at_boot(state, facts, links_action.changes)
+    unit = facts.services.get(state.unit, ServiceFacts())
+    yield Action("enabled at boot", () if unit.enabled else (
+        f"systemctl enable --quiet {quote(state.unit)}",))
+    yield started(state, facts, unit, units_action.changes)
+    yield tidy(state, facts)
+    yield from old_parts(state, facts)
+
+
+def units(state: BoardState, facts: BoardFacts) -> Action:
+    """Install the release's units where systemd reads them."""
+    there = facts.releases.get(state.release)
+    files = file_digests(state) if state.files else there.files if there else {}
+    wanted = {path.removeprefix("units/"): sha256 for path, sha256 in files.items()
+              if path.startswith("units/")}
+    changed = sorted(name for name, sha256 in wanted.items() if facts.units.get(name) != sha256)
+    new = {name: f"{paths.UNITS}/.{name}.new" for name in changed}
+    place = f"{paths.release_dir(state.release)}/units"
+    # Synced before renaming: a power failure could leave an empty unit file, which systemd
+    # treats as masked.
+    return Action("units", (
+        *(quote("install", "-m", "644", f"{place}/{name}", new[name]) for name in changed),
+        f"sync -f {paths.UNITS}",
+        *(quote("mv", "-T", new[name], f"{paths.UNITS}/{name}") for name in changed),
+        "systemctl daemon-reload") if changed else ())
+
+
+def links(state: BoardState, facts: BoardFacts) -> Action:
+    """Point ``current`` at the release; ``previous`` moves only when ``current`` does."""
+    target = paths.release_dir(state.release)
+    if facts.current == target:
+        return Action("current release")
+    before = (_link(facts.current, paths.PREVIOUS),) if facts.current else ()
+    return Action("current release", (*before, _link(target, paths.CURRENT)))
+
+
+def started(state: BoardState, facts: BoardFacts, unit: ServiceFacts, changed: bool) -> Action:
+    """Restart the unit unless it is active with this release and key.
+
+    A unit's working directory is ``current``, so its process shows which release it was started in.
+    """
+    other_key = unit.key and unit.key != facts.key
+    if unit.active and unit.release == paths.release_dir(state.release) and not changed and not other_key:
+        return Action("running")
+    # Synced first, so that the board boots with the started release after a power failure: only links
+    # and units, a few kilobytes; the rest was synced before.
+    return Action("running", (_START.format(home=paths.HOME, units=paths.UNITS, unit=quote(state.unit)),),
+                  timeout_s=_START_S)
+
+
+def tidy(state: BoardState, facts: BoardFacts) -> Action:
+    """Remove old releases, and environments that no release uses."""
+    switched = facts.current != paths.release_dir(state.release)
+    used = {state.release, _name(facts.current if switched and facts.current else facts.previous)}
+    spare = [name for name in facts.releases if name not in used and not name.endswith((".partial", ".old"))]
+    kept = used | {*spare[:_KEPT]}
+    in_use = {_name(release.venv) for name, release in facts.releases.items() if name in kept}
+    if state.environment:
+        in_use.add(state.environment.digest)
+    releases = [paths.release_dir(name) for name in facts.releases if name not in kept]
+    venvs = [f"{paths.VENVS}/{name}" for name in facts.venvs if name not in in_use]
+    # The mark first: half an environment must not count as complete.
+    marks = (quote("rm", "-f", "--", *(f"{venv}/.complete" for venv in venvs)),) if venvs else ()
+    gone = (quote("rm", "-rf", "--", *releases, *venvs),) if releases or venvs else ()
+    return Action("old releases", (*marks, *gone))
+
+
+def old_parts(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
+    """Remove parts of models that neither this release nor the previous one needs."""
+    if state.parts is None:
+        return
+    models = {part.partition("/")[0] for part in state.parts}
+    gone = {part if (model := part.partition("/")[0]) in models else model for part in facts.parts
+            if part not in state.parts}
+    if gone:
+        yield Action("old shards", (quote("rm", "-rf", "--", *(f"{paths.MODELS}/{name}" for name in
+                                                               sorted(gone))),))
+
+
+def _link(target: str, path: str) -> str:
+    return f"ln -sfn {quote(target)} {path}.new && mv -T {path}.new {path}"
+
+
+def _name(target: str) -> str:
+    return target.rpartition("/")[2]

@@ -1,0 +1,193 @@
+"""Discovers bare boards over ssh, for `flowspec deploy init`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from flowspec_edge.config import load_profile
+from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.fleet import paths as places
+from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory, resolve
+from flowspec_edge.fleet.network.addresses import address_problem, on_network
+from flowspec_edge.fleet.probe.board import BoardInfo, board_of, mode_numbers
+from flowspec_edge.fleet.probe.facts import board_facts
+from flowspec_edge.fleet.probe.software import judge_software
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,59}")
+_TARGET = re.compile(r"(?:(?P<user>[^@]+)@)?(?P<host>[^:@]+)(?::(?P<port>\d{1,5}))?")
+# (L4T's name for a board, the profiles that may fit, the one of a faster power mode first).
+_PROFILES = (("Orin Nano", ("orin-nano-8gb-super", "orin-nano-8gb")), ("Orin NX", ("orin-nx-16gb",)),
+             ("AGX Orin", ("agx-orin-64gb",)), ("Thor", ("thor-t5000",)))
+_FAST_MODES = re.compile(r"SUPER|25W")
+_SAME_MEMORY = 0.1  # boards of one name come with several sizes, half or twice as large
+
+
+@dataclass(frozen=True)
+class DiscoveredBoard:
+    """A board as its probe describes it.
+
+    device     named by the board's host name, or by the address if that is no valid name
+    interface  the network interface that has the address; "" if unknown
+    torch      version of the torch of the board's own python3; None without one
+    cuda       whether that torch sees a GPU
+    problem    why the installed torch cannot be imported; else ""
+    faults     the problems of `deploy up`'s preflight
+    gpu        whether the system has an NVIDIA GPU, whether or not torch sees it
+    disk_mb    free where releases and shards will lie, 10^6 bytes
+    profile    the matching profile in the package; "" without one
+    """
+
+    device: DeviceEntry
+    hostname: str
+    arch: str
+    board: BoardInfo
+    interface: str
+    python: str
+    torch: str | None
+    cuda: bool
+    problem: str
+    gpu: bool
+    modes: tuple[str, ...]
+    disk_mb: float
+    profile: str
+    faults: tuple[str, ...] = ()
+
+    @property
+    def torch_device(self) -> str:
+        """CUDA on a Jetson, if torch sees a GPU, or if there is a GPU and no torch yet."""
+        return "cuda" if self.cuda or self.board.l4t or (self.gpu and self.torch is None) else "cpu"
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields that ``deploy init --json`` promises."""
+        board = self.board
+        return {"name": self.device.name, "address": self.device.address, "hostname": self.hostname,
+                "machine": board.machine, "arch": self.arch, "l4t": board.l4t, "total_mb": board.total_mb,
+                "available_mb": board.available_mb, "disk_mb": self.disk_mb, "interface": self.interface,
+                "python": self.python, "torch": self.torch, "cuda": self.cuda, "gpu": self.gpu,
+                "torch_device": self.torch_device, "power_mode": board.power_mode,
+                "power_modes": list(self.modes), "profile": self.profile, "problem": self.problem,
+                "faults": list(self.faults)}
+
+
+def parse_hosts(hosts: Sequence[str], user: str = "", port: int = 22, key: str = "", ssh_config: str = ""
+            ) -> Inventory:
+    """An inventory of ``hosts``, each [USER@]HOST[:PORT]; the other arguments are defaults for ssh.
+
+    UsageError for a malformed host, a duplicate, and fewer than two hosts.
+    """
+    if len(hosts) < 2:
+        raise UsageError("a cluster needs two boards at least, one that drafts and one that verifies: give "
+                         "more hosts")
+    devices: list[DeviceEntry] = []
+    for text in hosts:
+        parts = _TARGET.fullmatch(text)
+        if parts is None:
+            raise UsageError(f"{text!r} is not [USER@]HOST[:PORT]")
+        host = parts["host"]
+        if any(device.address.casefold() == host.casefold() for device in devices):
+            raise UsageError(f"{host} is given twice: each board needs an address of its own")
+        try:
+            devices.append(DeviceEntry(name=host[:63], address=host, ssh_user=parts["user"] or user,
+                                       ssh_port=int(parts["port"] or port), ssh_key=key))
+        except ValidationError as error:
+            message = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise UsageError(f"{text}: {message[:1].lower()}{message[1:]}") from error
+    cluster = ClusterSettings(name="discover", ssh_config=ssh_config, torch_device="cuda")
+    return Inventory(cluster=cluster, device=devices)
+
+
+def discover(inventory: Inventory, done: Callable[[str], None] = lambda name: None) -> list[DiscoveredBoard]:
+    """Probe all boards concurrently; ``done`` is called with the name of each that has answered.
+
+    A loopback address, as Ubuntu's /etc/hosts gives to a machine's own name, becomes this machine's address
+    on the network.  FlowspecError names every board that cannot be reached, and why; UsageError for addresses
+    that other boards cannot reach.
+    """
+    inventory = on_network(inventory)
+    unreachable = [f"{device.name}: {', '.join(problem)}" for device in inventory.device
+                   if (problem := address_problem(inventory, device))]
+    if unreachable:
+        raise UsageError("; ".join(unreachable))
+
+    def ask(device: DeviceEntry) -> DiscoveredBoard | str:
+        try:
+            found = _probe(inventory, device)
+        except FlowspecError as error:
+            return str(error)
+        done(device.name)
+        return found
+
+    with ThreadPoolExecutor(len(inventory.device)) as pool:
+        answers = list(pool.map(ask, inventory.device))
+    wrong = [answer for answer in answers if isinstance(answer, str)]
+    if wrong:
+        raise FlowspecError(f"{'; '.join(wrong)}: ssh there by hand; the board must be up, its host key "
+                            "known, and your key let in without a password")
+    return with_host_names([answer for answer in answers if isinstance(answer, DiscoveredBoard)])
+
+
+def _probe(inventory: Inventory, device: DeviceEntry) -> DiscoveredBoard:
+    try:
+        resolve(device)
+    except FlowspecError as error:
+        raise FlowspecError(f"{error}: ssh's own configuration may know it, but boards do not: give an IPv4 "
+                            "address, or a name that /etc/hosts or DNS knows") from error
+    facts, python = board_facts(inventory, device), inventory.cluster.board_python
+    if facts["python"] is None:
+        raise FlowspecError(f"{device.name} ({device.address}): there is no {python}")
+    try:
+        return of_facts(device, facts)
+    except (KeyError, TypeError) as error:
+        raise FlowspecError(f"{device.name} ({device.address}): {python} gave no answer that can be read"
+                            ) from error
+
+
+def of_facts(device: DeviceEntry, facts: dict[str, Any]) -> DiscoveredBoard:
+    """KeyError or TypeError if facts are missing."""
+    board, torch = board_of(facts), facts["torch"]
+    absent = torch["why"].startswith("ModuleNotFoundError")
+    found = DiscoveredBoard(
+        device=device, hostname=facts["hostname"], arch=facts["machine"], board=board,
+        interface=facts["network"]["interface"], python=".".join(map(str, facts["python"])),
+        torch=torch["version"] or None, cuda=bool(torch["cuda"]), problem="" if absent else torch["why"],
+        gpu=facts["gpu"] or bool(board.l4t), modes=tuple(mode_numbers(facts["files"]["etc/nvpmodel.conf"])),
+        disk_mb=facts["disks"][places.HOME]["free"] / 1e6, profile=profile_of(board))
+    return replace(found, faults=tuple(map(str, judge_software(facts, "python3", found.torch_device))))
+
+
+def profile_of(board: BoardInfo) -> str:
+    """By the board's model, memory and power mode; "" without one."""
+    for model, names in _PROFILES:
+        if model not in board.machine or board.total_mb is None:
+            continue
+        for name in names:
+            memory = load_profile(name).memory
+            alike = memory and abs(board.total_mb / memory.total_mb - 1) <= _SAME_MEMORY
+            fast = name == names[-1] or _FAST_MODES.search(board.power_mode)
+            if alike and fast:
+                return name
+    return ""
+
+
+def with_host_names(boards: list[DiscoveredBoard]) -> list[DiscoveredBoard]:
+    """The boards renamed by their valid host names, with a number appended to duplicates."""
+    taken = {board.device.name.casefold() for board in boards}
+    found = []
+    for board in boards:
+        name, own = board.hostname.partition(".")[0], board.device
+        if _NAME.fullmatch(name) and name != "localhost":
+            wanted = name
+            for number in range(2, len(boards) + 2):
+                if wanted.casefold() == own.name.casefold() or wanted.casefold() not in taken:
+                    break
+                wanted = f"{name}-{number}"
+            taken.add(wanted.casefold())
+            own = own.model_copy(update={"name": wanted})
+        found.append(replace(board, device=own))
+    return found

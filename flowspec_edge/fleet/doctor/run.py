@@ -1,0 +1,90 @@
+"""The doctor on one machine, and its harmless remedies: the clock, a power mode, groups.
+
+On a board that has a release, `flowspec doctor --cluster` runs this file, which prints one line of JSON:
+``python -m flowspec_edge.fleet.doctor.run``.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.fleet.doctor.checks import Finding, check_l4t, check_system
+from flowspec_edge.fleet.doctor.compute import check_compute
+from flowspec_edge.fleet.probe.board import l4t_of, read_board
+from flowspec_edge.fleet.probe.system import system_facts
+from flowspec_edge.fleet.remote.runner import LocalRunner, Runner, as_root
+
+_EFFECTIVE_LATER = {"groups": "log in again, or restart the service: new groups count from then on"}
+
+
+def check_machine(storage: Path | None = None, fix: bool = False) -> list[Finding]:
+    """``storage``: where shards will lie; None for the home directory."""
+    where = storage or Path.home()
+
+    facts = system_facts([str(where)])
+    system = _check_system(facts, where)
+    if fix:
+        system = apply_remedies(system, lambda: _check_system(system_facts([str(where)]), where))
+    found = [_installed(), *system, *check_l4t(facts), *check_compute(l4t_of(facts))]
+    return [replace(finding, fixed=bool(finding.fixed)) for finding in found] if fix else found
+
+
+def apply_remedies(findings: Sequence[Finding], check: Callable[[], Sequence[Finding]],
+                   runner: Runner | None = None) -> list[Finding]:
+    """Run the remedies; return the findings afterwards, all with ``fixed``; ``check`` repeats the checks."""
+    where = runner or LocalRunner()
+    errors = {finding.check: _run(finding, where) for finding in findings if finding.remedy}
+    now = {finding.check: finding for finding in check()} if "" in errors.values() else {}
+    return [_after(finding, errors.get(finding.check), now.get(finding.check)) for finding in findings]
+
+
+def _check_system(facts: dict[str, Any], where: Path) -> list[Finding]:
+    findings = check_system(facts | {"python": sys.version_info[:3]}, own=True)
+    missing = Finding("disk", "failed", f"{where}: No such directory", "name a directory that exists")
+    return [missing if finding.check == "disk" and not where.is_dir() else finding for finding in findings]
+
+
+def _run(finding: Finding, runner: Runner) -> str:
+    """Why the remedy failed; "" if it succeeded."""
+    for command in finding.remedy:
+        try:
+            runner.run(as_root(command))
+        except FlowspecError as error:
+            return f"{shlex.join(command)}: {error}"
+    return ""
+
+
+def _after(finding: Finding, error: str | None, now: Finding | None) -> Finding:
+    """``error``: None without a remedy, "" if it succeeded; ``now``: the check's finding afterwards."""
+    if error is None:
+        return replace(finding, fixed=False)
+    if error:
+        return replace(finding, found=f"{finding.found}; could not be fixed: {error}", fixed=False)
+    done = f"{finding.found}; done: {', then '.join(shlex.join(command) for command in finding.remedy)}"
+    if finding.check in _EFFECTIVE_LATER:
+        return replace(finding, state="ok", found=done, advice=_EFFECTIVE_LATER[finding.check], fixed=True)
+    if now is None or now.remedy:
+        return replace(finding, found=f"{done}, without effect", fixed=False)
+    return replace(now, found=f"{done}; now: {now.found}", fixed=True)
+
+
+def _installed() -> Finding:
+    return Finding("flowspec", "ok", version("flowspec-edge"))
+
+
+def main() -> None:
+    """Print the findings that only the release itself can make; the exit code is always 0."""
+    findings = [_installed(), *check_compute(read_board().l4t)]
+    print(json.dumps([finding.as_json() for finding in findings]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Link measurement, traffic shaping and network namespaces.  Begin with ``linktest`` or ``tc``."""

@@ -1,0 +1,44 @@
+"""File layout of a board that ``flowspec deploy`` manages.
+
+    /opt/flowspec/releases/ID/      a release: release.json, venv (a link), etc/, units/
+    /opt/flowspec/venvs/DIGEST/     an environment, by its contents; releases may share one
+    /opt/flowspec/wheels/           the wheels of the newest environment
+    /opt/flowspec/current           → the running release; previous → the release before
+    /var/lib/flowspec/models/ID/    a sharded model's manifest.json and this board's part
+    /etc/flowspec/board.key         this board's CURVE key pair, which never leaves it
+"""
+
+from __future__ import annotations
+
+HOME = "/opt/flowspec"
+RELEASES = f"{HOME}/releases"
+VENVS = f"{HOME}/venvs"
+WHEELS = f"{HOME}/wheels"
+CURRENT = f"{HOME}/current"
+PREVIOUS = f"{HOME}/previous"
+PYTHON = f"{CURRENT}/venv/bin/python"
+STATE = "/var/lib/flowspec"
+MODELS = f"{STATE}/models"
+CACHE = "/var/cache/flowspec"  # created by systemd for the services
+ETC = "/etc/flowspec"
+KEY = f"{ETC}/board.key"
+API_KEY = f"{ETC}/api.key"  # on the draft device, if it accepts clients from other machines
+POWER_BEFORE = f"{ETC}/power-before"  # directory: power mode and clocks before the first `up`
+UNITS = "/etc/systemd/system"
+USER = "flowspec"
+DRAFT_UNIT = "flowspec-draft.service"
+POWER_UNIT = "flowspec-power.service"
+VERIFY_UNIT = "flowspec-verify@.service"
+
+
+def verify_unit(stage: int) -> str:
+    return f"flowspec-verify@{stage}.service"
+
+
+def release_dir(release: str) -> str:
+    return f"{RELEASES}/{release}"
+
+
+def model_dir(request: str) -> str:
+    """``request``: of the manifest."""
+    return f"{MODELS}/{request[:16]}"

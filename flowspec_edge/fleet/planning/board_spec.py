@@ -1,0 +1,83 @@
+"""Reads the boards of a plan: profiles by name or path, with a count, or a cluster.toml."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flowspec_edge.config import Profile, load_profile
+from flowspec_edge.errors import UsageError
+from flowspec_edge.fleet.inventory import Role, device_profile, load_inventory
+from flowspec_edge.fleet.planning.planner import CandidateBoard
+from flowspec_edge.fleet.planning.scaling import scaled
+
+if TYPE_CHECKING:
+    from flowspec_edge.fleet.planning.model_size import ModelBytes
+
+_CLUSTER = re.compile(r"^\s*\[\s*cluster\s*\]", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class BoardSpec:
+    """``layers`` ([lo, hi)) and ``torch_device`` come from a cluster.toml only."""
+
+    name: str
+    profile: Profile
+    role: Role = "auto"
+    layers: tuple[int, int] | None = None
+    torch_device: str = ""
+
+    def for_model(self, size: ModelBytes) -> tuple[CandidateBoard, str]:
+        """The board with its profile scaled to the model, and a description of the scaling ("" for none)."""
+        profile, how = scaled(self.profile, size)
+        return CandidateBoard(self.name, profile, self.role), how
+
+
+def parse_devices(given: Sequence[str]) -> list[BoardSpec]:
+    """Boards from ``PROFILE``, ``PROFILE:COUNT`` (a name or a TOML file) and cluster files, with their roles.
+
+    UsageError for an unknown profile, a count below 1, or duplicate names.
+    """
+    profiles, boards = [], []
+    for text in given:
+        if _is_cluster(Path(text)):
+            boards += _cluster(Path(text))
+            continue
+        name, _, count = text.rpartition(":")
+        if not name or not count.removeprefix("-").isdigit():
+            name, count = text, "1"
+        if int(count) < 1:
+            raise UsageError(f"--devices {text}: the count must be at least 1, not {count}")
+        profiles += [load_profile(name)] * int(count)
+    total, seen = Counter(p.name for p in profiles), Counter[str]()
+    for profile in profiles:
+        seen[profile.name] += 1
+        number = f"-{seen[profile.name]}" if total[profile.name] > 1 else ""
+        boards.append(BoardSpec(f"{profile.name}{number}", profile))
+    for name, times in Counter(board.name for board in boards).items():
+        if times > 1:
+            raise UsageError(f"{times} boards have the name {name}: give each a unique name in its file")
+    return boards
+
+
+def _is_cluster(path: Path) -> bool:
+    if path.suffix != ".toml" or not path.is_file():
+        return False
+    return bool(_CLUSTER.search(path.read_text(encoding="utf-8", errors="replace")))
+
+
+def _cluster(path: Path) -> list[BoardSpec]:
+    """The relative path of a profile starts at the file's directory."""
+    boards, inventory = [], load_inventory(path)
+    for device in inventory.device:
+        profile = device_profile(device, path)
+        if profile is None:
+            raise UsageError(f"{path}: device {device.name} has no profile, so its memory and speed are "
+                             "unknown: measure it with flowspec device profile, and add profile = \"FILE\"")
+        boards.append(BoardSpec(device.name, profile, device.role, device.layers,
+                                inventory.torch_device(device)))
+    return boards

@@ -1,0 +1,177 @@
+"""The memory footprint of a model's parts in bytes, computed without loading the model.
+
+Sizes follow from config.json, through transformers' classes on the meta device; weight files must agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import LlamaConfig
+
+from flowspec_edge.drafting.checkpoint import on_meta
+from flowspec_edge.drafting.eagle.eagle2 import EagleHead, head_config
+from flowspec_edge.drafting.eagle.eagle3 import Eagle3Head, head3_config
+from flowspec_edge.errors import UsageError
+from flowspec_edge.model.modeldir import (
+    DRAFT_PARTS,
+    WEIGHTS,
+    ModelDir,
+    position_limit,
+    resolve_model,
+    shipped_models,
+)
+from flowspec_edge.stage.families import load_config, skeleton
+from flowspec_edge.stage.quant.schemes import scheme
+from flowspec_edge.stage.weights.checkpoint import Checkpoint, check_shape
+
+PlanDtype = Literal["fp32", "bf16", "fp16", "int4"]
+_WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "int4": 2}  # bytes of a value outside the decoder's matrices
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """A model's parts in bytes, in the element type ``dtype``.
+
+    max_positions    the model's limit on tokens of prompt and answer together
+    layer            weights of one decoder layer (the largest)
+    lm_head          a copy of the embeddings if the model ties the two
+    draft            the EAGLE head's fc and layer
+    draft_embedding  the token embeddings that the head looks up, its own or the target's
+    kv_row           keys and values of one row in one layer; draft_kv_row: in the draft head
+    from_weights     whether weight files were present and agreed
+    draft_estimated  whether the model has no head, and a head of the target's shape was assumed
+    """
+
+    name: str
+    dtype: PlanDtype
+    layers: int
+    hidden_width: int
+    vocabulary: int
+    max_positions: int
+    layer: int
+    embedding: int
+    norm: int
+    lm_head: int
+    draft: int
+    draft_embedding: int
+    kv_row: int
+    draft_kv_row: int
+    from_weights: bool
+    draft_estimated: bool
+
+    @property
+    def bytes_per_value(self) -> int:
+        """Of a hidden state on the wire."""
+        return _WIDTH[self.dtype]
+
+    @property
+    def d0_weights(self) -> int:
+        """lm_head, and the draft head with its embeddings."""
+        return self.lm_head + self.draft + self.draft_embedding
+
+    @property
+    def target_weights(self) -> int:
+        return self.layers * self.layer + self.embedding + self.norm
+
+    def segment_bytes(self, rows: int) -> int:
+        """The hidden states of a segment, without its header."""
+        return rows * self.hidden_width * self.bytes_per_value
+
+
+def model_bytes(name_or_path: str, dtype: PlanDtype) -> ModelBytes:
+    """Of a packaged model, a model directory (``target/``, ``eagle2/``), or a checkpoint or its config.json.
+
+    "int4": 4 bits for the matrices of the decoder layers, 16 bits for all else (lm_head, draft head).
+    UsageError if there is no model that stages can run; FlowspecError for damaged or incomplete weights.
+    """
+    path, target, draft = _locate(name_or_path)
+    config = load_config(target, quantised=True)
+    if getattr(config, "quantization_config", None) is not None:
+        raise UsageError(f"{target} is a quantised checkpoint: give the 16 bit one, and --dtype int4")
+    core = skeleton(config)
+    from_weights = any((target / file).is_file() for file in WEIGHTS)
+    if from_weights:
+        _check(target, config, core)
+    head = _head(draft, config)
+    width, vocabulary = _WIDTH[dtype], int(config.vocab_size)
+    matrix = vocabulary * int(config.hidden_size) * width
+    looked_up = head.embed_tokens.weight.numel() * width
+    return ModelBytes(
+        name=path.resolve().name, dtype=dtype, layers=int(config.num_hidden_layers),
+        hidden_width=int(config.hidden_size), vocabulary=vocabulary,
+        max_positions=position_limit(config.to_dict()),
+        layer=max(_layer(layer, dtype) for layer in core.layers),
+        embedding=matrix, norm=_numel(core.norm.parameters()) * width, lm_head=matrix,
+        draft=_numel(head.parameters()) * width - looked_up, draft_embedding=looked_up,
+        kv_row=_kv_values(config) * width, draft_kv_row=_kv_values(head.config) * width,
+        from_weights=from_weights, draft_estimated=draft is None,
+    )
+
+
+def _locate(name_or_path: str) -> tuple[Path, Path, Path | None]:
+    """(model, its target's directory, its EAGLE head's directory or None)."""
+    path = resolve_model(name_or_path).path if name_or_path in shipped_models() else Path(name_or_path)
+    if path.name == "config.json" and path.is_file():
+        path = path.parent
+    if not path.is_dir():
+        known = ", ".join(shipped_models()) or "none"
+        raise UsageError(f"no model {name_or_path!r}: not a directory, and the package comes with: {known}")
+    model = ModelDir(path)
+    if model.sharded:
+        raise UsageError(f"{path} is sharded already: give the checkpoint that it was made from, or see the "
+                         f"sizes of its parts with: flowspec models inspect {path}")
+    return path, model.target, model.draft("eagle2") or model.draft("eagle3")
+
+
+def _check(target: Path, config: Any, core: Any) -> None:
+    checkpoint = Checkpoint(target)
+    wanted = {f"model.{name}": parameter.shape for name, parameter in core.named_parameters()}
+    if not config.tie_word_embeddings:
+        wanted["lm_head.weight"] = core.embed_tokens.weight.shape
+    stored = checkpoint.shapes(list(wanted))
+    for name, shape in wanted.items():
+        check_shape(target, name, stored[name], shape)
+
+
+def _head(draft: Path | None, config: Any) -> EagleHead | Eagle3Head:
+    """The EAGLE head in ``draft``, or one as it would be trained for this target; on the meta device."""
+    if draft is None:
+        return on_meta(EagleHead, _assumed_head(config))
+    if draft.name == DRAFT_PARTS["eagle3"]:
+        return on_meta(Eagle3Head, head3_config(draft))
+    return on_meta(EagleHead, head_config(draft))
+
+
+def _assumed_head(config: Any) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=config.vocab_size, hidden_size=config.hidden_size, num_hidden_layers=1,
+        intermediate_size=config.intermediate_size, num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads, head_dim=getattr(config, "head_dim", None), bias=True)
+
+
+def _layer(layer: nn.Module, dtype: PlanDtype) -> int:
+    if dtype != "int4":
+        return _numel(layer.parameters()) * _WIDTH[dtype]
+    how = scheme("int4")
+    shapes = [m.weight.shape for m in layer.modules() if isinstance(m, nn.Linear)]
+    packed = [shape for shape in shapes if how.fits(*shape)]
+    stored = [tensor for shape in packed for tensor in how.stored(*shape).values()]
+    kept = _numel(layer.parameters()) - sum(rows * columns for rows, columns in packed)
+    return sum(prod(shape) * element.itemsize for shape, element in stored) + kept * _WIDTH[dtype]
+
+
+def _numel(parameters: Iterable[torch.Tensor]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def _kv_values(config: Any) -> int:
+    heads = config.num_key_value_heads or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * int(heads) * int(head_dim)

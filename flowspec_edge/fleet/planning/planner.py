@@ -1,0 +1,311 @@
+"""Finds the best split of a model: which board is D0, which are stages, their order and their layers.
+
+Objectives, in this order, with memory as a hard limit:
+1. The time of the slowest stage, which limits throughput: its compute for a segment, or its port's time for
+   the segment's hidden states if that is longer.
+2. The latency of one segment: all stages and hops, and lm_head on D0.
+3. The number of boards.
+
+The search is exact over every choice of D0, stages, V1, order and layers, with two simplifications: a hop
+takes as long as the slower of its two ports (token ids from D0 to V1 take no bandwidth), and each stage is
+charged for the final norm (some KB), because any may become the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowspec_edge.config import Memory, Profile
+from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.fleet.inventory import Role
+
+if TYPE_CHECKING:
+    from flowspec_edge.fleet.planning.model_size import ModelBytes
+
+Int64 = NDArray[np.int64]
+
+_NS = 1e9
+_LONGEST = 1e4  # seconds; longer times are clipped, so that sums stay within 64 bits
+_COUNT = 4096  # a cost is whole nanoseconds × _COUNT + boards: boards decide exact ties only
+_NEVER = np.int64(2**61)
+
+
+@dataclass(frozen=True)
+class CandidateBoard:
+    """``role``: "draft" must be D0; "verify" is a stage or unused; for "auto" the planner decides."""
+
+    name: str
+    profile: Profile
+    role: Role = "auto"
+
+    @property
+    def memory(self) -> Memory:
+        """UsageError for a profile without [memory]."""
+        if self.profile.memory is None:
+            raise UsageError(f"profile {self.profile.name} has no [memory]: a plan needs total_mb, usable_mb "
+                             "and process_mb; measure the board with: flowspec device profile")
+        return self.profile.memory
+
+    @property
+    def room(self) -> int:
+        """Bytes for weights and caches."""
+        return round((self.memory.usable_mb - self.memory.process_mb) * 1e6)
+
+
+@dataclass(frozen=True)
+class SplitProblem:
+    """``tentative``: further cache rows, for the drafts of all requests (the coordinator's ``cache_rows``).
+
+    ``rows``: of the segment whose time is minimised.
+    """
+
+    size: ModelBytes
+    context: int
+    tentative: int
+    rows: int = 16
+
+    @property
+    def cached(self) -> int:
+        return self.context + self.tentative
+
+    @property
+    def layer(self) -> int:
+        """Bytes of one layer with its cache."""
+        return self.size.layer + self.cached * self.size.kv_row
+
+    def stage(self, layers: int, first: bool) -> int:
+        """Bytes: layers, their cache, the final norm, and V1's embeddings."""
+        return layers * self.layer + self.size.norm + first * self.size.embedding
+
+    @property
+    def d0(self) -> int:
+        return self.size.d0_weights + self.cached * self.size.draft_kv_row
+
+    def layers_within(self, board: CandidateBoard, first: bool) -> int:
+        left = board.room - self.stage(0, first)
+        return min(max(left, 0) // self.layer, self.size.layers)
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    board: CandidateBoard
+    layers: tuple[int, int]
+    seconds: float  # compute for a segment, at the planned context
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    problem: SplitProblem
+    d0: CandidateBoard
+    stages: tuple[PlannedStage, ...]
+    left_out: tuple[tuple[CandidateBoard, str], ...]  # (board, reason)
+    slowest: float  # seconds: objective 1
+    latency: float  # seconds: objective 2
+
+    @property
+    def link_bound(self) -> bool:
+        return self.slowest > max(stage.seconds for stage in self.stages) + 1 / _NS
+
+
+class DoesNotFit(FlowspecError):
+    exit_code = 2
+
+
+def plan(boards: Sequence[CandidateBoard], problem: SplitProblem) -> PipelinePlan:
+    """The best split by the objectives of this module; :class:`DoesNotFit` if there is none.
+
+    UsageError for fewer than two boards, several with the role "draft", or a profile without [memory].
+    """
+    tables = [_Table(board, problem) for board in boards]
+    layers = problem.size.layers
+    best: tuple[int, int, _Table, list[tuple[_Table, int, bool]]] | None = None
+    for d0 in _candidates(tables, problem):
+        others = [t for t in tables if t is not d0]
+        slowest = _slowest(others, layers, d0.occupied)
+        if slowest is None or (best is not None and slowest > best[0]):
+            continue
+        # The least maximum first, then the least sum among the splits with that maximum.  One dynamic
+        # program over the pair would be wrong, because optimal substructure does not hold: a part may
+        # trade its own maximum, if it is below that of the rest, for a smaller sum.
+        cost, chosen = _least_latency(d0, others, layers, slowest)
+        if best is None or (slowest, cost) < best[:2]:
+            best = slowest, cost, d0, chosen
+    if best is None:
+        raise DoesNotFit(f"{problem.size.name} does not fit on {len(boards)} boards")
+    slowest, cost, d0, chosen = best
+    left, order = list(tables), _in_order(d0, chosen)
+    drafting = _take(left, d0)
+    stages, placed = [], 0
+    for table, k in order:
+        seconds = table.board.profile.stage_seconds(problem.rows, k, problem.context)
+        stages.append(PlannedStage(_take(left, table), (placed, placed + k), seconds))
+        placed += k
+    left_out = tuple((table.board, table.reason_unused(slowest)) for table in left)
+    return PipelinePlan(problem, drafting, tuple(stages), left_out, slowest / _NS, cost // _COUNT / _NS)
+
+
+def single_board_headroom(board: CandidateBoard, problem: SplitProblem) -> int:
+    """Bytes left if ``board`` runs both D0 and a V1 with all layers, in two processes; negative: too few."""
+    return board.room - round(board.memory.process_mb * 1e6) - problem.d0 - problem.stage(
+        problem.size.layers, True)
+
+
+def most_layers(boards: Sequence[CandidateBoard], problem: SplitProblem) -> int:
+    """The number of layers that fit, for the best choice of D0; -1 if no board can be D0."""
+    most = -1
+    for d0 in [b for b in boards if b.role == "draft"] or [b for b in boards if b.role == "auto"]:
+        if d0.room < problem.d0:
+            continue
+        rest = [(problem.layers_within(b, True), problem.layers_within(b, False)) for b in boards
+                if b is not d0 and b.role != "draft"]
+        plain = sum(b for _, b in rest)
+        most = max([most, 0, *(plain - b + a for a, b in rest if a > 0)])
+    return most
+
+
+class _Table:
+    """A board's times in nanoseconds, by number of layers."""
+
+    def __init__(self, board: CandidateBoard, problem: SplitProblem) -> None:
+        profile, layers = board.profile, problem.size.layers
+        self.board, self.problem = board, problem
+        self.stage = np.array([0, *(_ns(profile.stage_seconds(problem.rows, k, problem.context))
+                                    for k in range(1, layers + 1))], dtype=np.int64)
+        occupied, latency = profile.link_seconds(problem.size.segment_bytes(problem.rows))
+        self.occupied, self.latency = _ns(occupied), _ns(latency)
+        self.port = self.occupied + self.latency  # a hop's time if this is the slower port
+        self.lm_head = _ns(profile.verify_seconds(problem.rows))
+        never = board.role == "draft"
+        self.first = 0 if never else problem.layers_within(board, True)  # as V1
+        self.later = 0 if never else problem.layers_within(board, False)
+        self.key = (board.profile, board.role)
+
+    def within(self, limit: int) -> tuple[int, int]:
+        """The most layers as V1 and as a later stage that keep every time within ``limit``."""
+        if self.occupied > limit:
+            return 0, 0
+        k = int(np.searchsorted(self.stage, limit, side="right")) - 1  # stage[0] = 0: at least 0
+        return min(k, self.first), min(k, self.later)
+
+    def reason_unused(self, slowest: int) -> str:
+        if self.board.role == "draft":
+            return "another board drafts"
+        if not self.later:
+            needs, has = self.problem.stage(1, False), max(self.board.room, 0)
+            return f"too little memory for one layer: needs {needs / 1e6:,.0f} MB, has {has / 1e6:,.0f} MB"
+        if self.occupied > slowest:
+            return f"its port takes {self.occupied / 1e6:.3g} ms a segment, longer than the slowest stage"
+        if self.stage[1] > slowest:
+            return f"its {self.stage[1] / 1e6:.3g} ms a layer would make it the slowest stage"
+        return "would not make the slowest stage faster"
+
+
+def _ns(seconds: float) -> int:
+    return round(min(seconds, _LONGEST) * _NS)
+
+
+def _candidates(tables: Sequence[_Table], problem: SplitProblem) -> list[_Table]:
+    """The boards that may be D0; of identical ones, only the first."""
+    if len(tables) < 2:
+        raise UsageError("a pipeline needs at least two boards: D0 and a stage")
+    if len(tables) >= _COUNT:
+        raise UsageError(f"{len(tables)} boards are too many: a plan takes at most {_COUNT - 1}")
+    wanted = [t for t in tables if t.board.role == "draft"]
+    if len(wanted) > 1:
+        raise UsageError('only one board can have the role "draft", but '
+                         f"{', '.join(t.board.name for t in wanted)} have it")
+    able: list[_Table] = []
+    for table in wanted or [t for t in tables if t.board.role == "auto"]:
+        if table.board.room >= problem.d0 and all(table.key != other.key for other in able):
+            able.append(table)
+    return able
+
+
+def _slowest(others: Sequence[_Table], layers: int, at_least: int) -> int | None:
+    """The least time limit within which ``others`` hold all layers; D0's port takes ``at_least``."""
+    every = {at_least, *(t.occupied for t in others)}
+    for table in others:
+        every.update(table.stage[1:].tolist())
+    limits = sorted(limit for limit in every if limit >= at_least)
+    low, high = 0, len(limits)
+    while low < high:
+        middle = (low + high) // 2
+        if _holds(others, layers, limits[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return limits[low] if low < len(limits) else None
+
+
+def _holds(others: Sequence[_Table], layers: int, limit: int) -> bool:
+    """Whether all layers can be placed if one board is V1 and each takes as many as it can."""
+    within = [table.within(limit) for table in others]
+    plain = sum(later for _, later in within)
+    return any(first > 0 and plain - later + first >= layers for first, later in within)
+
+
+def _least_latency(d0: _Table, others: Sequence[_Table], layers: int, limit: int,
+                  ) -> tuple[int, list[tuple[_Table, int, bool]]]:
+    """The least latency with no stage slower than ``limit``: (cost, [(stage, layers, is V1)]).
+
+    A dynamic program over (boards considered, V1 chosen, layers placed).  In the best order the cost of the
+    hops depends on the chosen boards alone: on the path from V1 = v to D0 = d each hop costs the larger of
+    its two ports p.  For a threshold t, the hops that cost at least t are those that touch a port of at least
+    t.  In the best order these ports are neighbours, at an end of the path if an end is among them; the
+    number of such hops is then the number of such ports, plus one if neither end is among them, minus one if
+    all ports are.  Summed over t: sum p - min p + max p - max(p_v, p_d).  (``_in_order`` produces this
+    order.)  Boards are visited in the order of their ports, so the first one used contributes the minimum and
+    the last one the maximum.
+    """
+    ordered = sorted(others, key=lambda t: t.port)
+    ways = np.full((2, layers + 1), _NEVER, dtype=np.int64)
+    ways[0, 0] = (d0.lm_head + d0.port) * _COUNT + 1
+    steps: list[tuple[Int64, Int64]] = []
+    for table in ordered:
+        following = ways.copy()
+        taken = np.zeros((2, layers + 1), dtype=np.int64)  # layers; 0 where the board is not used
+        as_first = np.zeros((2, layers + 1), dtype=np.int64)
+        first, later = table.within(limit)
+        ends = max(table.port, d0.port)
+        v1 = max(table.latency, d0.latency) - ends
+        for k in range(1, max(first, later) + 1):
+            cost = (int(table.stage[k]) + table.port) * _COUNT + 1
+            step = np.full(layers + 1 - k, cost, dtype=np.int64)  # from [0, layers - k] placed
+            step[0] -= min(table.port, d0.port) * _COUNT
+            step[-1] += ends * _COUNT
+            moves = [(f, f, 0) for f in (0, 1) if k <= later] + [(0, 1, v1)] * (k <= first)
+            for before, after, extra in moves:
+                reached = ways[before, : layers + 1 - k] + step + extra * _COUNT
+                better = (reached < following[after, k:]) & (ways[before, : layers + 1 - k] < _NEVER)
+                following[after, k:][better] = reached[better]
+                taken[after, k:][better] = k
+                as_first[after, k:][better] = after - before
+        steps.append((taken, as_first))
+        ways = following
+    chosen, flag, placed = [], 1, layers
+    for table, (taken, as_first) in zip(reversed(ordered), reversed(steps), strict=True):
+        k = int(taken[flag, placed])
+        if k:
+            is_first = bool(as_first[flag, placed])
+            chosen.append((table, k, is_first))
+            flag, placed = flag - is_first, placed - k
+    return int(ways[1, layers]), chosen
+
+
+def _in_order(d0: _Table, chosen: list[tuple[_Table, int, bool]]) -> list[tuple[_Table, int]]:
+    """V1 first, then by port, the slow ports next to the slower one of V1 and D0."""
+    [first] = [(t, k) for t, k, is_first in chosen if is_first]
+    rest = sorted(((t, k) for t, k, is_first in chosen if not is_first), key=lambda s: s[0].port,
+                  reverse=first[0].port >= d0.port)
+    return [first, *rest]
+
+
+def _take(left: list[_Table], wanted: _Table) -> CandidateBoard:
+    found = next(table for table in left if table.key == wanted.key)
+    left.remove(found)
+    return found.board

@@ -1,0 +1,179 @@
+"""Checks, before any board is changed, that the boards can take a deployment (`flowspec deploy`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
+from flowspec_edge.fleet.network.addresses import address_problem
+from flowspec_edge.fleet.paths import HOME, STATE
+from flowspec_edge.fleet.probe.board import l4t_of
+from flowspec_edge.fleet.probe.facts import board_facts
+from flowspec_edge.fleet.probe.software import BoardProblem, judge_jetpack, judge_software
+
+_MIN_SYSTEMD = 247  # LoadCredential=
+MAX_CLOCK_SKEW_S = 30.0
+
+# (ssh's error, its meaning, the next step).  {address} and {port} are the board's.
+_SSH = (
+    ("Host key verification failed",
+     "its host key is unknown here, or not the one that was known",
+     "compare ssh-keyscan -p {port} {address} with the board's own; then ssh there once by hand, or after "
+     "flashing it, ssh-keygen -R {address} first"),
+    ("Permission denied", "it does not let this user in with this key",
+     "see ssh_user and ssh_key in the cluster file; ssh-copy-id -p {port} puts a key there"),
+    ("Connection refused", "nothing answers at port {port}",
+     "start sshd there (sudo systemctl enable --now ssh), or see ssh_port in the cluster file"),
+    ("timed out|No route to host|Network is unreachable", "{address} does not answer",
+     "see whether the board is up, its cable, and the address in the cluster file"),
+    ("Could not resolve|is unknown here", "the name {address} is unknown here",
+     "give the board's address in the cluster file, or make the name known"),
+)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a deployment needs on one board.
+
+    home_bytes   below /opt/flowspec, if the environment is missing: environment and release
+    state_bytes  below /var/lib/flowspec: the missing part of the model
+    dtype        of the weights that a stage multiplies: fp16, int4, …
+    """
+
+    home_bytes: int = 0
+    state_bytes: int = 0
+    memory_bytes: int = 0
+    ports: tuple[int, ...] = ()
+    dtype: str = ""
+
+
+@dataclass(frozen=True)
+class PreflightReport:
+    """``facts`` by board; a board that cannot be reached is in ``problems`` only."""
+
+    problems: list[BoardProblem]
+    facts: dict[str, dict[str, Any]]
+
+
+def preflight(inventory: Inventory, needs: Mapping[str, Needs]) -> PreflightReport:
+    """Probe the boards in ``needs`` concurrently; problems are in the inventory's order."""
+    devices = [device for device in inventory.device if device.name in needs]
+
+    def one(device: DeviceEntry) -> tuple[dict[str, Any], list[BoardProblem]]:
+        if problem := address_problem(inventory, device):
+            found, advice = problem
+            return {"python": None}, [BoardProblem("address", found, f"{advice} in the cluster file",
+                                                   board=device.name)]
+        try:
+            facts = board_facts(inventory, device, needs[device.name].ports)
+        except FlowspecError as error:
+            return {"python": None}, [unreachable(device, str(error))]
+        return facts, judge(device.name, needs[device.name], facts, inventory.cluster.board_python,
+                            inventory.torch_device(device))
+
+    with ThreadPoolExecutor(max(1, len(devices))) as pool:
+        found = list(pool.map(one, devices))
+    told = {device.name: facts for device, (facts, _) in zip(devices, found, strict=True) if facts["python"]}
+    unlike = differences({name: facts["machine"] for name, facts in told.items()})
+    return PreflightReport([*(problem for _, own in found for problem in own), *unlike], told)
+
+
+def unreachable(device: DeviceEntry, error: str) -> BoardProblem:
+    values = {"address": device.address, "port": device.ssh_port}
+    for pattern, found, advice in _SSH:
+        if re.search(pattern, error):
+            return BoardProblem("ssh", f"{found.format(**values)} ({error})", advice.format(**values),
+                                board=device.name)
+    return BoardProblem("ssh", error, "ssh there by hand, and see what it says", board=device.name)
+
+
+def judge(board: str, needs: Needs, facts: dict[str, Any], python: str, torch_device: str = "cpu"
+          ) -> list[BoardProblem]:
+    """The obstacles on one board; ``python`` is its interpreter's name in the cluster file."""
+    return [replace(problem, board=board) for problem in _problems(needs, facts, python, torch_device)]
+
+
+def _problems(needs: Needs, facts: dict[str, Any], python: str, torch_device: str) -> Iterator[BoardProblem]:
+    if facts["python"] is None:
+        yield BoardProblem("python", f"there is no {python}",
+                           "sudo apt-get install python3, or see board_python in the cluster file")
+        return
+    yield from judge_software(facts, python, torch_device, needs.dtype)
+    if (jetpack := judge_jetpack(l4t_of(facts))) and not jetpack.note:
+        return
+    if not facts["systemd"]["runs"]:
+        yield BoardProblem("systemd", "the board was not started by systemd", "services need it")
+    elif facts["systemd"]["version"] < _MIN_SYSTEMD:
+        yield BoardProblem("systemd", f"version {facts['systemd']['version']}",
+                           f"{_MIN_SYSTEMD} or newer is needed: upgrade the board's system")
+    if abs(facts["ahead"]) - facts["within"] > MAX_CLOCK_SKEW_S:
+        yield _clock(facts["ahead"], facts["ntp"])
+    # Whether one of the existing environments is the right one is known after the wheels are built:
+    # environment_problems.
+    yield from _disks(needs.home_bytes * (not facts["environments"]), needs.state_bytes, facts["disks"])
+    yield from _memory(needs, facts["memory"])
+    for port, (pid, name) in sorted(facts["ports"].items(), key=lambda item: int(item[0])):
+        holder = f"{name or 'something'} (process {pid})" if pid else "another program"
+        yield BoardProblem("port", f"{port} is taken by {holder}",
+                           "end it, or give another port in the cluster file")
+
+
+def differences(machines: Mapping[str, str]) -> list[BoardProblem]:
+    """A note for each board whose processor differs from the most common; "" is an unknown processor."""
+    known = [machine for machine in machines.values() if machine]
+    usual = max(known, key=known.count, default="")
+    return [BoardProblem("machine", f"{machine}, and others are {usual}",
+                         "the wheelhouse needs wheels for both", note=True, board=board)
+            for board, machine in machines.items() if machine not in ("", usual)]
+
+
+def environment_problems(found: PreflightReport, needs: Mapping[str, Needs], digests: Mapping[str, str]
+                         ) -> list[BoardProblem]:
+    """Disk problems of boards that have environments, but not the one with this digest."""
+    return [replace(problem, board=board) for board, digest in digests.items()
+            if (facts := found.facts[board])["environments"] and digest not in facts["environments"]
+            for problem in _disks(needs[board].home_bytes, needs[board].state_bytes, facts["disks"])]
+
+
+def _clock(ahead: float, ntp: str) -> BoardProblem:
+    """`deploy up` sets a clock that NTP does not keep; if NTP keeps both, one of the two is wrong."""
+    if ntp != "yes":
+        return BoardProblem("clock", f"{ahead:+.0f} s against this machine's, and NTP has not set it",
+                            "flowspec deploy up sets it", note=True)
+    return BoardProblem("clock", f"{ahead:+.0f} s against this machine's, although NTP keeps it",
+                        "one of the two is wrong: see date and timedatectl, there and here")
+
+
+def _disks(home_bytes: int, state_bytes: int, disks: dict[str, Any]) -> Iterator[BoardProblem]:
+    on: dict[int, list[str]] = {}
+    for path, disk in disks.items():
+        on.setdefault(disk["device"], []).append(path)
+        if not disk["writable"]:
+            yield BoardProblem("disk", f"{path} is on a file system that is mounted read-only",
+                               "see dmesg; sudo mount -o remount,rw, once the disk is sound")
+    wanted = {HOME: home_bytes, STATE: state_bytes}
+    for paths in on.values():
+        needed, free = sum(wanted.get(path, 0) for path in paths), disks[paths[0]]["free"]
+        if needed > free:
+            where = f"{' and '.join(paths)} need{'s' if len(paths) == 1 else ''}"
+            yield BoardProblem("disk", f"{where} {_gb(needed)}, {_gb(free)} are free",
+                               "make room, or mount a larger disk there")
+
+
+def _memory(needs: Needs, memory: dict[str, int]) -> Iterator[BoardProblem]:
+    free = memory["available"] + memory["held"]
+    if needs.memory_bytes > free:
+        own = f", with the {_gb(memory['held'])} of the service that runs" if memory["held"] else ""
+        yield BoardProblem("memory", f"{_gb(needs.memory_bytes)} are needed, {_gb(free)} of "
+                                     f"{_gb(memory['total'])} are available{own}",
+                           "give it fewer layers, or all a shorter context or int4, or end what else runs "
+                           "there (a desktop: sudo systemctl set-default multi-user.target)")
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.2f} GB"

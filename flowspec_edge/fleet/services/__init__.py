@@ -1,0 +1,1 @@
+"""Status, control, keys and client of the deployed services.  Begin with ``status``."""

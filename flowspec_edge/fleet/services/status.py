@@ -1,0 +1,210 @@
+"""Status, journals, start and stop of the services of a deployed cluster."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
+from flowspec_edge.fleet.paths import API_KEY, HOME
+from flowspec_edge.fleet.probe.facts import program
+from flowspec_edge.fleet.remote.runner import as_root
+from flowspec_edge.fleet.remote.ssh import runner_for
+from flowspec_edge.fleet.services import board_status
+from flowspec_edge.fleet.services.board_status import unit_of
+from flowspec_edge.runtime.observe import power_rails as rails
+from flowspec_edge.util.jetson import power_rails
+
+_START_S = 960.0  # longer than any unit's TimeoutStartSec, so that systemd reports the failure
+# reset-failed: a manual start ignores systemd's start limit.
+_ACT = 'verb=$1; shift; [ "$verb" = stop ] || systemctl reset-failed "$1" 2>/dev/null; ' \
+       'exec systemctl "$verb" "$@"'
+Verb = Literal["start", "stop", "restart"]
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A release on a board: its release.json."""
+
+    id: str
+    role: str  # "draft" or "verify"
+    stage: int  # 0 for the draft device
+    unit: str
+    model: str = ""  # its manifest's request
+    environment: str = ""
+
+    @classmethod
+    def of(cls, told: dict[str, Any] | None) -> Installed | None:
+        if told is None:
+            return None
+        return cls(told["id"], told["role"], told["stage"], unit_of(told), told.get("model", ""),
+                   told.get("environment", ""))
+
+
+@dataclass(frozen=True)
+class BoardStatus:
+    name: str
+    current: Installed | None = None
+    previous: Installed | None = None
+    state: str = "unknown"  # systemd's: active, failed, …; "absent" without a release
+    since: str = ""  # when the unit became active, as systemd prints it
+    restarts: int = 0
+    status: str = ""
+    said: str = ""  # last line of the unit's log, if it failed or is not active yet
+    ready: bool | None = None
+    reason: str = ""
+    error: str = ""  # why the board could not be asked
+    watts: float | None = None  # from the board's own sensor; None without one
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields of ``deploy status --json``, which are stable."""
+        here = self.current
+        return {"name": self.name, "role": here.role if here else None, "stage": here.stage if here else None,
+                "reachable": not self.error, "release": here.id if here else None,
+                "previous": self.previous.id if self.previous else None, "unit": here.unit if here else None,
+                "state": self.state, "since": self.since, "restarts": self.restarts, "status": self.status,
+                "watts": self.watts,
+                "error": self.error or self.said}
+
+
+@dataclass(frozen=True)
+class FleetStatus:
+    """All boards, in the inventory's order."""
+
+    boards: list[BoardStatus]
+
+    @property
+    def release(self) -> str | None:
+        """The common release; None without one, or if they differ.  Boards outside the cluster have none."""
+        found = {board.current.id for board in self.boards if board.current}
+        return next(iter(found)) if len(found) == 1 else None
+
+    @property
+    def ready(self) -> bool:
+        """Whether a token came through the pipeline recently."""
+        return any(board.ready for board in self.boards)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every board answers, all releases are the same, and the pipeline is ready."""
+        runs = all(board.state == "active" for board in self.boards if board.current)
+        return self.release is not None and self.ready and runs and not any(b.error for b in self.boards)
+
+    @property
+    def reason(self) -> str:
+        """Why the cluster is not ready; "" if it is, or the reason is unknown."""
+        said = next((board.reason for board in self.boards if board.reason), "")
+        if said or self.release is not None or any(board.error for board in self.boards):
+            return said
+        if any(board.current for board in self.boards):
+            return "the boards have different releases: flowspec deploy up brings all to one"
+        return "nothing is deployed: flowspec deploy up"
+
+    @property
+    def disorder(self) -> str:
+        """Faults on the boards of a ready cluster; "" without any."""
+        if self.ready and self.release is None:
+            return "the boards have different releases: flowspec deploy up brings all to one"
+        wrong = [board for board in self.boards if board.error or (board.current and board.state != "active")]
+        return ", ".join(f"{board.name} was not reached" if board.current is None else
+                         f"{board.current.unit} on {board.name} is {board.state}" for board in wrong)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"ok": self.ok, "release": self.release, "ready": self.ready, "reason": self.reason,
+                "boards": [board.as_json() for board in self.boards]}
+
+
+def look(inventory: Inventory) -> FleetStatus:
+    """All boards in parallel."""
+    with ThreadPoolExecutor(len(inventory.device)) as pool:
+        return FleetStatus(list(pool.map(lambda device: look_at(inventory, device), inventory.device)))
+
+
+def look_at(inventory: Inventory, device: DeviceEntry) -> BoardStatus:
+    """Never raises FlowspecError: an error is in the status."""
+    cluster = inventory.cluster
+    call = (f"watts = read_watts(total_rails(system_root(), {power_rails()!r}))\n"
+            f"told = describe({HOME!r}, {cluster.serve_address!r}, {cluster.serve_port}, {API_KEY!r})\n"
+            "print(json.dumps({**told, 'watts': watts}))\n")
+    try:
+        told = json.loads(runner_for(inventory, device).run(
+            [cluster.board_python, "-"], program(call, rails, board_status)).splitlines()[-1])
+        unit, ready = told["unit"] or {}, told["ready"] or {}
+        return BoardStatus(
+            device.name, Installed.of(told["current"]), Installed.of(told["previous"]),
+            state=unit.get("state", "absent"), since=unit.get("since", ""), restarts=unit.get("restarts", 0),
+            status=unit.get("status", ""), said=unit.get("said", ""), ready=ready.get("ready"),
+            reason=ready.get("reason") or "", watts=told["watts"])
+    except FlowspecError as error:
+        return BoardStatus(device.name, error=str(error))
+    except (ValueError, LookupError, TypeError):
+        return BoardStatus(device.name, error=f"{device.name}: {cluster.board_python} gave no answer: see "
+                                              "whether board_python in the cluster file is a Python")
+
+
+def control(inventory: Inventory, verb: Verb, names: Sequence[str] = (),
+            done: Callable[[str, str], None] = lambda name, error: None) -> dict[str, str]:
+    """``systemctl verb`` on the boards ``names`` (default: all); returns the errors, by board.
+
+    Stages start before the draft device, which waits for a token through all of them, and stop after it.  If
+    a stage failed to start, the draft device starts without waiting and becomes ready when the stage does.
+    Without ``names``, boards outside the cluster are skipped.  ``done`` receives each board and its error
+    ("": none).  UsageError for an unknown board.
+    """
+    boards = {device.name: device for device in chosen(inventory, names)}
+    status = {board.name: board for board in look(inventory).boards if board.name in boards}
+    failed = {name: board.error or f"{name}: nothing is deployed there: flowspec deploy up"
+              for name, board in status.items() if board.current is None}
+    if not names and any(board.current for board in status.values()):
+        failed = {name: error for name, error in failed.items() if status[name].error}
+    stages = [b for b in status.values() if b.current is not None and b.current.role == "verify"]
+    drafts = [b for b in status.values() if b.current is not None and b.current.role == "draft"]
+
+    def act(verb: Verb, board: BoardStatus) -> None:
+        assert board.current is not None
+        error = ""
+        try:
+            runner = runner_for(inventory, boards[board.name], _START_S)
+            lost = verb != "stop" and board.current.role == "draft" and failed
+            runner.run(as_root(["sh", "-c", _ACT, "sh", verb, board.current.unit,
+                                *(["--no-block"] if lost else [])]))
+        except FlowspecError as failure:
+            now = look_at(inventory, boards[board.name])
+            error = f"{board.name}: {board.current.unit}: {now.said}" if now.said else str(failure)
+            failed[board.name] = error
+        done(board.name, error)
+
+    for name, error in failed.items():
+        done(name, error)
+    if verb == "restart" and stages and drafts:  # else the draft device would wait for stopped stages
+        rounds: list[tuple[Verb, list[BoardStatus]]] = [("stop", drafts), ("restart", stages),
+                                                        ("start", drafts)]
+    elif verb == "stop":
+        rounds = [(verb, drafts), (verb, stages)]
+    else:
+        rounds = [(verb, stages), (verb, drafts)]
+    for what, group in rounds:
+        with ThreadPoolExecutor(max(1, len(group))) as pool:
+            list(pool.map(lambda board, what=what: act(what, board), group))
+    return failed
+
+
+def logs_command(inventory: Inventory, device: DeviceEntry, unit: str, lines: int, follow: bool) -> list[str]:
+    options = ["--follow"] if follow else []
+    return runner_for(inventory, device).command(as_root(
+        ["journalctl", "--unit", unit, "--lines", str(lines), "--output", "short-iso", "--no-pager",
+         "--no-hostname", *options]))
+
+
+def chosen(inventory: Inventory, names: Sequence[str]) -> list[DeviceEntry]:
+    """The boards of these names, default all; UsageError for an unknown name."""
+    known = {device.name: device for device in inventory.device}
+    for name in names:
+        if name not in known:
+            raise UsageError(f"no board {name!r} in cluster {inventory.cluster.name}; there are "
+                             f"{', '.join(known)}")
+    return [known[name] for name in names] or list(inventory.device)

@@ -1,0 +1,116 @@
+"""Chat messages, and the chat formats of Llama-2-chat and Vicuna, which predate tokenizer templates."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from flowspec_edge.errors import UsageError
+from flowspec_edge.model.modeldir import MANIFEST, ModelDir
+
+Role = Literal["system", "user", "assistant"]
+
+# Vicuna's since v1.1; Llama-2-chat was also trained without a system message.
+VICUNA_SYSTEM = ("A chat between a curious user and an artificial intelligence assistant. "
+                 "The assistant gives helpful, detailed, and polite answers to the user's questions.")
+
+# End-of-turn tokens of tokenizers' templates, which generation_config.json may not list.
+TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "</s>")
+
+
+@dataclass(frozen=True)
+class Message:
+    role: Role
+    content: str
+
+    def __post_init__(self) -> None:
+        if self.role not in get_args(Role):
+            raise UsageError(f"no role {self.role!r}; there are {', '.join(get_args(Role))}")
+
+
+@dataclass(frozen=True)
+class PromptPiece:
+    """A text that is encoded on its own, as in training: ``add_bos`` and ``add_eos`` add BOS and EOS."""
+
+    text: str
+    add_bos: bool
+    add_eos: bool
+
+
+def llama_2(messages: Sequence[Message]) -> list[PromptPiece]:
+    """Each exchange is a sequence of its own, with the system message inside the first."""
+    system, turns = _split(messages)
+    prefix = f"<<SYS>>\n{system}\n<</SYS>>\n\n" if system is not None else ""
+    pieces = []
+    for i, (user, assistant) in enumerate(turns):
+        asked = f"[INST] {((prefix if i == 0 else '') + user).strip()} [/INST]"
+        answered = "" if assistant is None else f" {assistant.strip()} "
+        pieces.append(PromptPiece(asked + answered, add_bos=True, add_eos=assistant is not None))
+    return pieces
+
+
+def vicuna(messages: Sequence[Message]) -> list[PromptPiece]:
+    """Vicuna from v1.1 on: one sequence, with EOS after each answer."""
+    system, turns = _split(messages)
+    pieces = []
+    for i, (user, assistant) in enumerate(turns):
+        opening = f"{VICUNA_SYSTEM if system is None else system} " if i == 0 else ""
+        answered = "" if assistant is None else f" {assistant}"
+        text = f"{opening}USER: {user} ASSISTANT:{answered}"
+        pieces.append(PromptPiece(text, add_bos=i == 0, add_eos=assistant is not None))
+    return pieces
+
+
+BUILT_IN: dict[str, Callable[[Sequence[Message]], list[PromptPiece]]] = {"llama-2": llama_2, "vicuna": vicuna}
+_NAME_PATTERNS = {"llama-2": re.compile(r"llama[-_ ]?2.*chat"), "vicuna": re.compile(r"vicuna")}
+
+
+def recognise(model: ModelDir) -> str | None:
+    """The built-in format for the model's name; None if none matches."""
+    for name in _names(model):
+        for kind, pattern in _NAME_PATTERNS.items():
+            if pattern.search(name.lower()):
+                return kind
+    return None
+
+
+def read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"no chat template {str(path)!r}: neither {', '.join(BUILT_IN)} nor a file that can "
+                         f"be read ({reason})") from error
+
+
+def _split(messages: Sequence[Message]) -> tuple[str | None, list[tuple[str, str | None]]]:
+    system = messages[0].content if messages and messages[0].role == "system" else None
+    turns = messages[1:] if system is not None else messages
+    for i, message in enumerate(turns):
+        if message.role != ("user", "assistant")[i % 2]:
+            raise UsageError("a chat is at most one system message, then user and assistant in turn: "
+                             f"message {i + 1 + (system is not None)} is the {message.role}'s")
+    if len(turns) % 2 == 0:
+        raise UsageError("a chat must end with a user message")
+    answers = [message.content for message in turns[1::2]]
+    return system, list(zip([message.content for message in turns[::2]], [*answers, None], strict=True))
+
+
+def _names(model: ModelDir) -> list[str]:
+    names = [model.name]
+    origins = ((model.target / "config.json", ("_name_or_path",)),
+               (model.target / "tokenizer_config.json", ("name_or_path",)),
+               (model.path / MANIFEST, ("source", "name")))
+    for path, keys in origins:
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            for key in keys:
+                found = found[key]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # only a hint here: a reader that needs the file reports the error
+        names.append(str(found))
+    return names

@@ -1,0 +1,202 @@
+"""``manifest.json`` of a sharded model, without torch or transformers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+
+from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.model.modeldir import MANIFEST
+
+FORMAT = 1
+DRAFT = "draft"  # D0's part
+DRAFT_TARGET = Path(DRAFT, "target")  # the config, the tokenizer and lm_head
+_BLOCK = 1 << 20
+
+ComputeDtype = Literal["fp32", "bf16", "fp16"]
+QuantKind = Literal["int4", "nf4", "fp4"]
+ShardDtype = Literal["fp32", "bf16", "fp16", "int4", "nf4", "fp4"]
+Count = Annotated[int, Field(ge=1)]
+Bytes = Annotated[int, Field(ge=0)]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Progress = Callable[[int], None]  # called with the bytes done since the last call
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class PartFile(_Strict):
+    """``path`` is relative to the model's directory, with forward slashes."""
+
+    path: str
+    size: Bytes
+    sha256: Sha256
+
+
+class ShardPart(_Strict):
+    """parameters    before quantisation; on D0 of lm_head, embeddings and draft models
+    weight_bytes  in memory, in the compute dtype
+    row_bytes     of one row's keys and values in this part's caches, in the compute dtype
+    """
+
+    files: tuple[PartFile, ...]
+    parameters: Bytes
+    weight_bytes: Bytes
+    row_bytes: Bytes
+
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+class ModelOrigin(_Strict):
+    """``revision``: a commit on the hub."""
+
+    name: str
+    config_sha256: Sha256
+    revision: str | None = None
+
+
+class Quantisation(_Strict):
+    """``kept``: matrices of decoder layers that stay in 16 bits, since no group divides them."""
+
+    kind: QuantKind
+    group: Count
+    kept: tuple[str, ...] = ()
+
+
+class Manifest(_Strict):
+    """dtype          as requested
+    compute_dtype  of activations, caches and 16-bit weights
+    request        fingerprint of everything that determines the output
+    parts          "stage-1" … "stage-N" and "draft"
+    """
+
+    format: Literal[1]
+    source: ModelOrigin
+    model_type: str
+    layers: Count
+    hidden_width: Count
+    vocabulary: Count
+    ranges: tuple[tuple[int, int], ...]
+    dtype: ShardDtype
+    compute_dtype: ComputeDtype
+    quantisation: Quantisation | None
+    request: Sha256
+    parts: dict[str, ShardPart]
+    _directory: Path = PrivateAttr(default=Path())
+
+    @classmethod
+    def read(cls, directory: Path | str) -> Manifest:
+        """UsageError if there is no manifest; FlowspecError if it is invalid or of another format."""
+        path = Path(directory) / MANIFEST
+        try:
+            raw = path.read_bytes()
+        except FileNotFoundError:
+            raise UsageError(f"{directory} is not a sharded model: {MANIFEST} is missing; make one with: "
+                             "flowspec models shard") from None
+        except OSError as error:
+            raise UsageError(f"cannot read {path}: {error.strerror}") from error
+        try:
+            fields = json.loads(raw)
+        except ValueError as error:
+            raise FlowspecError(f"{path} is not valid JSON ({error}): copy it again") from error
+        found = fields.get("format") if isinstance(fields, dict) else None
+        if found != FORMAT:
+            raise FlowspecError(f"{path} has format {found!r}, and this flowspec reads {FORMAT}: shard the "
+                                "model again, or use the flowspec that wrote it")
+        try:
+            manifest = cls.model_validate_json(raw)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "the file"
+            raise FlowspecError(f"{path}: {where}: {first['msg']}") from error
+        manifest._directory = Path(directory)
+        return manifest
+
+    @property
+    def directory(self) -> Path:
+        return self._directory
+
+    @property
+    def stages(self) -> int:
+        return len(self.ranges)
+
+    def part(self, name: str) -> ShardPart:
+        if name not in self.parts:
+            raise UsageError(f"{self._directory} has no part {name!r}, only {', '.join(self.parts)}")
+        return self.parts[name]
+
+    def check_stages(self, stages: int) -> None:
+        if stages != self.stages:
+            raise UsageError(f"{self._directory} was sharded into {self.stages} stages, not {stages}: use "
+                             f"{self.stages}, or shard it again: flowspec models shard --stages {stages}")
+
+    def has_part(self, part: str) -> bool:
+        """Whether the part's directory exists: a board has only its own part."""
+        return (self._directory / part).is_dir()
+
+    def check(self, part: str, progress: Progress | None = None) -> None:
+        """FlowspecError that names the first file that is missing, altered, or not in the manifest."""
+        files = self.part(part).files
+        home = self._directory / part
+        for file in files:
+            path = self._directory / file.path
+            if not path.is_file():
+                raise FlowspecError(f"{path} is missing: copy {home} again")
+            if path.stat().st_size != file.size:
+                raise FlowspecError(f"{path} has {path.stat().st_size} bytes, and {MANIFEST} says "
+                                    f"{file.size}: copy {home} again")
+        known = {self._directory / file.path for file in files}
+        foreign = sorted(path for path in home.rglob("*") if not path.is_dir() and path not in known)
+        if foreign:
+            raise FlowspecError(f"{foreign[0]} is not in {MANIFEST}: remove it, or copy {home} again")
+        for file in files:
+            if sha256_of(self._directory / file.path, progress) != file.sha256:
+                raise FlowspecError(f"{self._directory / file.path} has been altered: its sha256 is not the "
+                                    f"one in {MANIFEST}; copy {home} again")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Manifest:
+        at = 0
+        for lo, hi in self.ranges:
+            if lo != at or hi <= lo:
+                raise ValueError(f"ranges of layers must follow one another, and [{lo}, {hi}) does not")
+            at = hi
+        if at != self.layers:
+            raise ValueError(f"the ranges end at layer {at} of {self.layers}")
+        names = {*(stage_part(i) for i in range(len(self.ranges))), DRAFT}
+        if set(self.parts) != names:
+            raise ValueError(f"there must be the parts {', '.join(sorted(names))}")
+        for name, part in self.parts.items():
+            for file in part.files:
+                pure = PurePosixPath(file.path)
+                if pure.is_absolute() or ".." in pure.parts or len(pure.parts) < 2 or pure.parts[0] != name:
+                    raise ValueError(f"{file.path!r} does not lie in {name}")
+        return self
+
+
+def stage_part(index: int) -> str:
+    """The part of stage ``index`` (from 0); directories count from 1."""
+    return f"stage-{index + 1}"
+
+
+def sha256_of(path: Path, progress: Progress | None = None) -> str:
+    """Hexadecimal; FlowspecError if the file cannot be read."""
+    sha, block = hashlib.sha256(), bytearray(_BLOCK)
+    view = memoryview(block)
+    try:
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(block):
+                sha.update(view[:count])
+                if progress is not None:
+                    progress(count)
+    except OSError as error:
+        raise FlowspecError(f"cannot read {path}: {error.strerror}") from error
+    return sha.hexdigest()

@@ -1,0 +1,170 @@
+"""A model on disk: its parts, and the facts in its config.json files, without torch or transformers.
+
+Layouts: flowspec's own (``DIR/target`` and draft parts such as ``DIR/eagle2``), a plain Hugging Face
+checkpoint, and a sharded model (``DIR/manifest.json``, ``DIR/stage-1`` …, and ``DIR/draft`` for D0, which has
+flowspec's own layout).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from flowspec_edge.errors import UsageError
+from flowspec_edge.util.resources import resource_dir
+
+DEMO = "demo"
+MANIFEST = "manifest.json"
+# Draft kind -> directory.  "eagle2-deep" is a second EAGLE-2 head, used only if named; "ngram" has none.
+DRAFT_PARTS = {"eagle2": "eagle2", "eagle2-deep": "eagle2-deep", "eagle3": "eagle3", "lm": "draft-lm",
+               "spd": "spd"}
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
+           "pytorch_model.bin.index.json")
+_TOKENIZER = ("tokenizer.json", "tokenizer.model")
+
+
+@dataclass(frozen=True)
+class ModelDir:
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def sharded(self) -> bool:
+        return is_sharded(self.path)
+
+    @property
+    def target(self) -> Path:
+        """The directory of the target's config and tokenizer, and of its weights: if sharded, only D0's."""
+        own = self.parts / "target"
+        return own if own.is_dir() or self.sharded else self.path
+
+    @property
+    def stages(self) -> Path:
+        """The directory from which stages load: the target, or the sharded model."""
+        return self.path if self.sharded else self.target
+
+    @property
+    def parts(self) -> Path:
+        """The directory of D0's parts, including the draft models."""
+        return self.path / "draft" if self.sharded else self.path
+
+    def draft(self, kind: str) -> Path | None:
+        """``kind`` is a key of ``DRAFT_PARTS``; None if the model has no such draft."""
+        path = self.parts / DRAFT_PARTS[kind]
+        return path if (path / "config.json").is_file() else None
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        return _read_json(self.target / "config.json")
+
+    @property
+    def layers(self) -> int:
+        return int(self.config["num_hidden_layers"])
+
+    @property
+    def hidden_width(self) -> int:
+        return int(self.config["hidden_size"])
+
+    @property
+    def max_positions(self) -> int:
+        return position_limit(self.config)
+
+    @cached_property
+    def generation_config(self) -> dict[str, Any]:
+        """Empty if the file is missing."""
+        path = self.target / "generation_config.json"
+        return _read_json(path) if path.is_file() else {}
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """End-of-sequence ids: generation_config.json's, else config.json's."""
+        ids = self.generation_config.get("eos_token_id")
+        ids = self.config.get("eos_token_id", []) if ids is None else ids
+        return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+
+
+def is_sharded(model_dir: Path | str) -> bool:
+    return (Path(model_dir) / MANIFEST).is_file()
+
+
+def resolve_model(name_or_path: str | Path | None = None) -> ModelDir:
+    """A shipped model by name, or any by directory; UsageError if it or a file of its target is missing."""
+    name = str(name_or_path or DEMO)
+    path = resource_dir("models") / name if name in shipped_models() else Path(name)
+    if not path.is_dir():
+        known = ", ".join(shipped_models()) or "none"
+        raise UsageError(f"no model {name!r}: not a directory, and the package contains only: {known}")
+    model = ModelDir(path)
+    needed = [("config.json",), WEIGHTS, _TOKENIZER]
+    for names in needed:
+        if not any((model.target / file).is_file() for file in names):
+            raise UsageError(f"{model.target} is incomplete: {' or '.join(names)} is missing")
+    for key in ("num_hidden_layers", "hidden_size", "max_position_embeddings"):
+        if not isinstance(model.config.get(key), int):
+            raise UsageError(f"{model.target / 'config.json'} has no {key}")
+    return model
+
+
+def shipped_models() -> list[str]:
+    return sorted(path.parent.parent.name for path in resource_dir("models").glob("*/target/config.json"))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise UsageError(f"{path} must hold a JSON object")
+    return data
+
+
+# transformers' default where a Mistral's config.json has none (the value of Mistral-7B-v0.1).
+_MISTRAL_WINDOW = 4096
+
+
+def position_limit(config: Mapping[str, Any]) -> int:
+    """The maximum number of tokens, prompt and answer together, that stages can run.
+
+    At most ``max_position_embeddings``, whatever the rope scaling, and at most any layer's sliding window:
+    stages compute full attention only, which is the same within the window.
+    """
+    limit = int(config["max_position_embeddings"])
+    window = sliding_window(config)
+    return limit if window is None else min(limit, window)
+
+
+def sliding_window(config: Mapping[str, Any]) -> int | None:
+    """Rows that a layer with sliding attention sees, its own included; None without such layers.
+
+    In a Mistral every layer slides; in a Qwen only with ``use_sliding_window``, from layer
+    ``max_window_layers`` on or as ``layer_types`` says.
+    """
+    family = config.get("model_type")
+    if family == "mistral":
+        window = config.get("sliding_window", _MISTRAL_WINDOW)
+    elif family in ("qwen2", "qwen3") and config.get("use_sliding_window", False):
+        window = config.get("sliding_window", 4096)
+        kinds = config.get("layer_types")
+        if kinds is None:
+            slides = config.get("max_window_layers", 28) < config["num_hidden_layers"]
+        else:
+            slides = "sliding_attention" in kinds
+        window = window if slides else None
+    else:
+        window = None
+    return None if window is None else int(window)

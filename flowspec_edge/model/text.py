@@ -1,0 +1,153 @@
+"""Text to token ids and back, also incrementally for streams; the target's chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from flowspec_edge.errors import UsageError
+from flowspec_edge.model.chat import BUILT_IN, TURN_ENDS, Message, read_template, recognise
+from flowspec_edge.model.modeldir import ModelDir
+
+_UNFINISHED = "\ufffd"  # what decoders write for bytes that are not (yet) a character
+_CONTEXT = 8  # preceding tokens that affect the text of the next
+
+
+class Tokenizer:
+    """``chat_template``: one of ``chat.BUILT_IN``, or a file with a Jinja template.
+
+    None uses the tokenizer's own template, else the built-in one for the model's name.
+    """
+
+    def __init__(self, model: ModelDir, chat_template: str | None = None) -> None:
+        from transformers import AutoTokenizer  # slow to import
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(model.target, local_files_only=True,
+                                                                 trust_remote_code=False)
+        except Exception as error:  # tokenizers raises bare Exceptions for a file it cannot read
+            raise UsageError(f"the tokenizer in {model.target} cannot be loaded: {_first_line(error)}"
+                             ) from error
+        self._model = model
+        self._jinja: str | None = None
+        if chat_template is not None and chat_template not in BUILT_IN:
+            self._jinja = read_template(Path(chat_template))
+        elif chat_template is None:
+            self._jinja = self._own_template()
+        self._built_in = None if self._jinja is not None else chat_template or recognise(model)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids with the model's special tokens; UsageError if ``text`` is empty."""
+        ids: list[int] = list(self._tokenizer(text, verbose=False)["input_ids"]) if text else []
+        if not ids:
+            raise UsageError("the prompt is empty; give some text to continue")
+        return ids
+
+    def chat(self, messages: Sequence[Message]) -> list[int]:
+        """Ends where the answer begins; UsageError without a template, or if the template rejects it."""
+        if self._jinja is not None:
+            return self._rendered(messages, self._jinja)
+        if self._built_in is None:
+            raise UsageError(f"{self._model.path} has no chat template, and its name matches no "
+                             f"built-in one; give --chat-template {', '.join(BUILT_IN)} or a file with a "
+                             "Jinja template")
+        ids: list[int] = []
+        for piece in BUILT_IN[self._built_in](messages):
+            begin, end = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
+            ids += [begin] if piece.add_bos and begin is not None else []
+            ids += self._tokenizer(piece.text, add_special_tokens=False, verbose=False)["input_ids"]
+            ids += [end] if piece.add_eos and end is not None else []
+        return ids
+
+    @property
+    def chats(self) -> bool:
+        return self._jinja is not None or self._built_in is not None
+
+    @property
+    def chat_stop_ids(self) -> frozenset[int]:
+        """Further ids that end an answer: the tokenizer's EOS, and the chat template's end of turn."""
+        ends = {self._tokenizer.eos_token_id} - {None}
+        special = {str(token): number for number, token in self._tokenizer.added_tokens_decoder.items()
+                   if token.special}
+        template = self._jinja or ""
+        return frozenset(ends | {special[end] for end in TURN_ENDS if end in special and end in template})
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Skips special tokens."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True,
+                                          clean_up_tokenization_spaces=False))
+
+    def _own_template(self) -> str | None:
+        own = self._tokenizer.chat_template
+        if isinstance(own, dict):
+            own = own.get("default")
+        return None if own is None else str(own)
+
+    def _rendered(self, messages: Sequence[Message], template: str) -> list[int]:
+        from jinja2 import TemplateError
+
+        chat = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            ids: list[int] = self._tokenizer.apply_chat_template(
+                chat, chat_template=template, add_generation_prompt=True, tokenize=True, return_dict=False)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise UsageError(f"the chat template of {self._model.path} cannot be used for this chat: "
+                             f"{_first_line(error)}") from error
+        if not ids:
+            raise UsageError(f"the chat template of {self._model.path} gives no tokens for this chat")
+        return list(ids)
+
+
+class TextStream:
+    """Writes the text of tokens as they arrive; a character split over tokens waits for its last byte.
+
+    The text does not depend on how many tokens arrive at a time.  It equals that of all tokens decoded
+    together, except near invalid UTF-8, where some tokenizers change characters already written.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], write: Callable[[str], None],
+                 after: Sequence[int] = ()) -> None:
+        """``after``: the preceding ids.  Some tokenizers drop the leading space of a text's first token."""
+        self._decode, self._write = decode, write
+        self._ids = self._lead(after)
+        self._done = len(self._ids)  # ids whose text has been written
+        self._context = 0  # preceding ids that are decoded again as context
+
+    def push(self, ids: Sequence[int]) -> None:
+        pieces = []
+        for token in ids:
+            self._ids.append(token)
+            new = self._new_text()
+            if new and not new.endswith(_UNFINISHED):
+                pieces.append(self._take(new))
+        if pieces:
+            self._write("".join(pieces))
+
+    def close(self) -> None:
+        """Write the rest, even if its last character is incomplete."""
+        if left := self._take(self._new_text()):
+            self._write(left)
+
+    def _lead(self, ids: Sequence[int]) -> list[int]:
+        """The last few of ``ids``, starting at a character: a partial one would change the text after it."""
+        starts = range(max(0, len(ids) - _CONTEXT), len(ids))
+        tails = (list(ids[start:]) for start in starts)
+        return next((tail for tail in tails if _UNFINISHED not in self._decode(tail)), [])
+
+    def _new_text(self) -> str:
+        before = self._decode(self._ids[self._context : self._done])
+        text = self._decode(self._ids[self._context :])
+        if text.startswith(before):
+            return text[len(before) :]
+        # The new tokens begin with incomplete bytes, and a decoder with byte fallback rejects the whole
+        # run of bytes, valid characters included.
+        return self._decode(self._ids[self._done :])
+
+    def _take(self, text: str) -> str:
+        self._context, self._done = self._done, len(self._ids)
+        return text
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,184 @@
+"""Clusters that start, or connect to, the processes that a request's strategy needs.
+
+Pipelines and tensor-parallel groups cut the model differently, and a board has no memory for both.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
+
+import torch
+
+from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.runtime.cluster.addresses import Addresses, Placement
+from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.draft_device.config import DraftConfig
+from flowspec_edge.runtime.emulation.engine import Emulation
+from flowspec_edge.runtime.observe.observer import Observer
+from flowspec_edge.runtime.observe.power import PowerMeter
+from flowspec_edge.runtime.request import (
+    ClusterState,
+    ClusterStatus,
+    OnTokens,
+    Request,
+    RequestHandle,
+    Result,
+)
+from flowspec_edge.runtime.worker.sd_notify import Notifier
+from flowspec_edge.strategies.base import Parallelism
+from flowspec_edge.strategies.registry import strategy_class
+from flowspec_edge.transport import keys
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
+
+
+class SharingOptions(TypedDict, total=False):
+    """Arguments of :class:`ProcessCluster`, with its defaults, that every kind of cluster accepts."""
+
+    at_once: int
+    cache_rows: int
+    rejoin_within: float
+    observer: Observer
+    meter: PowerMeter | None
+    idle_s: float
+
+
+class OnDemandCluster(ABC):
+    """Starts the processes that a request needs, and keeps them until a request needs others. Only one thread
+    may call :meth:`generate`, :meth:`submit` and :meth:`serve`: they start processes."""
+
+    clock = "wall"
+
+    def __init__(self) -> None:
+        self._cluster: ProcessCluster | None = None
+        self._closed = False
+        self._lost = False  # the last cluster ended by itself, and no other is up yet
+
+    @abstractmethod
+    def _start(self, parallelism: Parallelism) -> ProcessCluster:
+        ...
+
+    @property
+    def running(self) -> ProcessCluster | None:
+        return self._cluster
+
+    @property
+    def status(self) -> ClusterStatus:
+        running = self._cluster
+        return running.status if running else ClusterStatus(ClusterState.STOPPED)
+
+    def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
+        """Run one request, on a new cluster after a loss; raises the errors of ProcessCluster."""
+        return self._for(request.strategy).generate(request, on_tokens)
+
+    def submit(self, request: Request, on_tokens: OnTokens | None = None) -> RequestHandle:
+        """Queue a request, and start the right kind of cluster if necessary. UsageError if another kind
+        still has open requests."""
+        return self._for(request.strategy).submit(request, on_tokens)
+
+    def serve(self, stop: Callable[[], bool]) -> None:
+        if self._cluster is None:
+            raise FlowspecError("no cluster is up: submit a request first")
+        self._cluster.serve(stop)
+
+    def close(self) -> None:
+        self._closed = True
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _for(self, strategy: str) -> ProcessCluster:
+        if self._closed:
+            raise FlowspecError("the clusters are closed; start new ones")
+        wanted = strategy_class(strategy).parallelism
+        running = self._cluster
+        if running is None or running.closed or running.parallelism != wanted:
+            if running is not None and not running.closed and running.busy:
+                raise UsageError(f"strategy {strategy} needs devices that share the model in another way "
+                                 "than those that answer other requests now; try again when these are done")
+            self._lost |= running is not None and running.closed
+            self._end()
+            running = self._cluster = self._start(wanted)
+            if self._lost:
+                self._lost = False
+                running.observer.recovered(time.monotonic())
+        return running
+
+    def _end(self) -> None:
+        if self._cluster is not None:
+            self._cluster.close()
+            self._cluster = None
+
+
+class LocalCluster(OnDemandCluster):
+    """All processes run on this machine."""
+
+    def __init__(self, model_dir: Path, stages: int, dtype: str = "fp32", *, device: str = "cpu",
+                 threads: int | None = None, dead_after: float = 5.0, placement: Placement | None = None,
+                 emulation: Emulation | None = None, **sharing: Unpack[SharingOptions]) -> None:
+        super().__init__()
+        self._make = partial(ProcessCluster, model_dir, stages, dtype, device=device, threads=threads,
+                             dead_after=dead_after, placement=placement, emulation=emulation, **sharing)
+
+    def _start(self, parallelism: Parallelism) -> ProcessCluster:
+        return self._make(parallelism=parallelism)
+
+
+class DeployedCluster(OnDemandCluster):
+    """A pipeline of services on boards; D0 connects to them, but neither starts nor ends them."""
+
+    def __init__(self, config: DraftConfig, notifier: Notifier, **sharing: Unpack[SharingOptions]) -> None:
+        """``notifier`` gets keep-alives from the driving thread and the names of missing stages. UsageError
+        for an invalid public key."""
+        super().__init__()
+        self._config = config
+        self._notifier = notifier
+        self._sharing = sharing
+        self._addresses = Addresses(
+            control=config.control, output=config.output, first=config.first, instances=config.instances,
+            key_file=Path(config.key_file) if config.key_file else None,
+            worker_keys=[keys.parse_public(key) for key in config.worker_keys],
+            unencrypted=config.unencrypted, digests=config.digests)
+
+    def _start(self, parallelism: Parallelism) -> ProcessCluster:
+        config = self._config
+        if parallelism != "pipeline":
+            raise UsageError(f"the stages of {config.cluster} are services that form a pipeline, not a "
+                             f"{parallelism} group")
+        self._notifier.alive()
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        return ProcessCluster(
+            Path(config.model), len(config.instances), config.dtype, device=config.device,
+            addresses=self._addresses, start_within=config.start_within_s, watch=self._watch,
+            waiting=self._waiting, slow=self._notifier.slow, **self._sharing)
+
+    def _watch(self) -> None:
+        """Send a keep-alive; the driving thread calls this several times a second."""
+        self._notifier.alive()
+
+    def _waiting(self, stages: list[str]) -> None:
+        self._notifier.status(f"waiting for {', '.join(stages)}")
+
+
+class OutageStatus(Observer):
+    """Reports lost stages, and their return, to the service manager."""
+
+    def __init__(self, notifier: Notifier) -> None:
+        self._notifier = notifier
+
+    def lost(self, reason: str, at: float) -> None:
+        self._notifier.status(f"recovering: {reason}")
+
+    def recovered(self, at: float) -> None:
+        self._notifier.status("all stages are back")

@@ -1,0 +1,318 @@
+"""D0's event loop in real time: requests share the links to the stages.
+
+Knows the order in which D0 sends, computes and receives; does not know what the coordinators decide.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+
+from flowspec_edge.errors import FlowspecError, PeerLost
+from flowspec_edge.messages import Cancel, Computed, Credit, Open, Output, Prune, Segment, Tap
+from flowspec_edge.runtime.cluster.stage_links import StageLinks
+from flowspec_edge.runtime.cluster.timing import ClusterTiming
+from flowspec_edge.runtime.draft_device.capacity import session_rows
+from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.prefix_cache import PrefixCache
+from flowspec_edge.runtime.draft_device.scheduler import Job, Scheduler
+from flowspec_edge.runtime.emulation.engine import Emulation, wait_until
+from flowspec_edge.runtime.observe.observer import Observer
+from flowspec_edge.runtime.observe.power import SessionEnergy, cluster_energy
+from flowspec_edge.runtime.request import Request, RequestHandle
+
+log = logging.getLogger(__name__)
+
+_LATE_SHARE = 0.02  # of the decode time: how late an emulation may be without a warning
+_LAST_REPORT_S = 2.0  # timeout of the stages' session reports
+_STALL_S = 120.0  # without any output while requests run and all stages answer
+_MAX_LOSSES = 5  # in a row without a new token: the request may be what kills the stages
+
+# (handle, session number, the request's coordinator before a loss or None) -> coordinator
+MakeCoordinator = Callable[[RequestHandle, int, Coordinator | None], Coordinator]
+
+
+class SessionState(Enum):
+    OPEN = auto()
+    CLOSING = auto()  # the request is over; waiting for the stages' reports
+    SUSPENDED = auto()  # the stages are lost; the request will resume in another session
+
+
+@dataclass(eq=False)
+class _Active:
+    handle: RequestHandle
+    coordinator: Coordinator = field(init=False)
+    state: SessionState = SessionState.OPEN
+    watched: bool = False  # the observer wants the stages' times
+    overrun_s: float = 0.0  # by how much D0's own work exceeded the emulated time
+    report_deadline: float = 0.0  # of the stages, while closing
+    losses: int = 0  # of stages, in a row without a new token
+    tokens_before: int = 0  # at the last loss
+
+    @property
+    def session(self) -> int:
+        return self.coordinator.builder.session
+
+
+class EventLoop:
+    """Runs any number of requests over one set of links. Not thread-safe."""
+
+    def __init__(self, links: StageLinks, make: MakeCoordinator, emulation: Emulation | None,
+                 observer: Observer, energy: SessionEnergy, timing: ClusterTiming,
+                 cache_rows: int | None = None) -> None:
+        """``cache_rows``: limit for the rows in the stages' caches; None: no limit, and no prefix cache."""
+        self.warming_up = False  # the curve learns from every request, whatever its strategy
+        self.pool = PrefixCache(cache_rows)
+        self._observer = observer
+        self._energy = energy
+        self._timing = timing
+        self._curve = timing.curve
+        self._links = links
+        self._make = make
+        self._emulation = emulation
+        self._scheduler = Scheduler(clock=time.monotonic)
+        self._active: list[_Active] = []  # oldest first
+        self._session = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._active)
+
+    @property
+    def open(self) -> int:
+        """Number of unfinished requests."""
+        return len(self._active) - len(self._in_state(SessionState.CLOSING))
+
+    def has_room(self, request: Request) -> bool:
+        return self.pool.fits(session_rows(request, len(self._links.members.instances)))
+
+    def start(self, handle: RequestHandle) -> None:
+        """Start a request; one that cannot run gets its error immediately."""
+        idle = not self.busy
+        opening = self._open(_Active(handle), None)
+        if opening is None:
+            return
+        if idle:
+            self._links.members.drop_reports()
+            self._links.collect(self._receive)  # heartbeats since the last request
+            self._links.expect_from_now()
+        self._links.send(opening)
+
+    # ---- losses --------------------------------------------------------------------------------
+
+    def suspend(self, reason: str) -> None:
+        """After the loss of a stage, keep unfinished requests for :meth:`resume` and answer the others. A
+        request that repeatedly loses stages without progress ends with PeerLost and ``reason``."""
+        sessions = [active.session for active in self._active if active.state is not SessionState.SUSPENDED]
+        for active in list(self._active):
+            if active.coordinator.finished:
+                self._active.remove(active)
+                self._answer(active)
+            else:
+                active.state = SessionState.SUSPENDED
+                made = len(active.coordinator.tokens)
+                active.losses = active.losses + 1 if made == active.tokens_before else 1
+                active.tokens_before = made
+        # V1's queue and the stages' caches are gone; stages may come back on other devices.
+        self._scheduler = Scheduler(clock=time.monotonic)
+        self.pool.clear()
+        if self._curve is not None:
+            self._curve.clear()
+        self._links.close_all(sessions)
+        if self._active and self._active[0].losses > _MAX_LOSSES:  # the oldest: its segments go first
+            active = self._active.pop(0)
+            self._fail(active, PeerLost(f"stages were lost {active.losses} times, and this request "
+                                        f"got no new token meanwhile: {reason}"))
+        self.answer_cancelled()
+
+    def answer_cancelled(self) -> None:
+        for active in self._in_state(SessionState.SUSPENDED):
+            if active.handle.cancel_requested:
+                self._active.remove(active)
+                active.coordinator.cancel()
+                self._answer(active)
+
+    def resume(self) -> None:
+        """Open a new session for each suspended request; the stages are back, without sessions. PeerLost if a
+        stage is lost again."""
+        self._links.close_all([self._session])
+        self._links.reset()
+        for active in self._in_state(SessionState.SUSPENDED):
+            opening = self._open(active, active.coordinator)
+            if opening is not None:
+                self._links.send(opening)
+
+    def abandon(self, error: BaseException) -> None:
+        """End every request: finished ones with their results, the others with ``error``."""
+        self.pool.clear()
+        for active in self._in_state(SessionState.OPEN):
+            closing = self._scheduler.remove(active.session)
+            with suppress(FlowspecError):
+                self._links.send(closing)
+        ending, self._active = self._active, []
+        with ExitStack() as each:  # an observer that raises must not block the other answers
+            for active in ending:
+                match active.state:
+                    case SessionState.CLOSING:
+                        each.callback(self._answer, active)
+                    case SessionState.OPEN | SessionState.SUSPENDED:
+                        each.callback(self._fail, active, error)
+
+    # ---- one step ------------------------------------------------------------------------------
+
+    def step(self, idle_s: float) -> None:
+        """Send, do the most urgent work, receive; with nothing to do, wait up to ``idle_s`` s for a message.
+        PeerLost or ProtocolError if the stages cannot continue."""
+        for active in self._in_state(SessionState.OPEN):
+            if active.handle.cancel_requested:
+                active.coordinator.cancel()
+                self._end(active)
+        self._dispatch(self._scheduler.take_messages())
+        job = self._scheduler.next_job()
+        if job is not None:
+            self._dispatch(self._scheduler.take_ahead(job))
+            self._work(job)
+        received = self._links.collect(self._receive)
+        self._settle()
+        if not received and job is None:
+            self._links.sleep(idle_s)
+            self._energy.update()
+        self._links.check()
+        if self._in_state(SessionState.OPEN) and time.monotonic() - self._links.output_at > _STALL_S:
+            raise PeerLost(f"no output for {_STALL_S:g} s, though every stage answers: a segment "
+                           "was lost; start the cluster again")
+
+    def _in_state(self, state: SessionState) -> list[_Active]:
+        return [active for active in self._active if active.state is state]
+
+    def _find(self, session: int) -> _Active | None:
+        return next((active for active in self._active
+                     if active.session == session and active.state is not SessionState.SUSPENDED), None)
+
+    def _open(self, active: _Active, before: Coordinator | None) -> Open | None:
+        """Open a session for a request; ``before`` is its coordinator before a loss. Returns the message for
+        the stages, or None if the request cannot run and was given its error."""
+        # Above those of a former D0, although a board's clock may be behind after a reboot: a stage does not
+        # wait for the Open of a session whose number is lower than one that it knows.
+        self._session = max(self._session, self._links.members.newest, int(time.time() * 1e3)) + 1
+        session, sent = self._session, 0
+        if before:
+            sent = self._links.bytes.pop(before.builder.session)
+            self._energy.close(before.builder.session)
+        try:
+            active.coordinator = self._make(active.handle, session, before)
+        except BaseException as error:
+            if before:
+                self._active.remove(active)
+            active.handle.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+            return None
+        self._links.bytes[session] = sent
+        self._energy.open(session)
+        active.state = SessionState.OPEN
+        if not before:
+            self._active.append(active)
+        opening = self._scheduler.add(active.coordinator)
+        held = self.pool.begin(opening.session, opening.capacity, opening.parent_session)
+        self._observer.opened(active.coordinator, time.monotonic())
+        active.watched = self._observer.wants_times
+        strategy = active.coordinator.strategy
+        learns = self._curve is not None and (self.warming_up or strategy.wants_stage_times)
+        return replace(opening, retained=held, timed=active.watched or learns)
+
+    def _receive(self, message: Output | Credit | Tap | Computed) -> None:
+        if isinstance(message, Computed):
+            self._learn(message)
+            return
+        self._observer.arrived(message, time.monotonic())
+        self._scheduler.receive(message)
+
+    def _learn(self, times: Computed) -> None:
+        active = self._find(times.session)
+        if active is None:
+            return  # of a session before a loss
+        if active.watched:
+            self._observer.arrived(times, time.monotonic())
+        if self._curve is not None:
+            self._curve.observe(times.stage, times.rows, (times.end - times.start) * 1e-6)
+
+    def _dispatch(self, messages: Sequence[Segment | Prune | Cancel]) -> None:
+        for message in messages:
+            self._links.send(message)
+            self._observer.sent(message, time.monotonic())
+        self._links.flush()
+
+    def _work(self, job: Job) -> None:
+        session = job.coordinator.builder.session
+        active = self._find(session)
+        assert active is not None
+        self._energy.work_for(session)
+        start, began = time.perf_counter(), time.monotonic()
+        job.coordinator.complete(job.task)
+        self._energy.work_for(None)
+        if self._emulation:
+            seconds = self._emulation.devices.task_seconds(job.coordinator, job.task)
+            active.overrun_s += wait_until(start, seconds)
+        self._scheduler.worked(job, time.perf_counter() - start)
+        self._observer.worked(job, began, time.monotonic())
+        handle = active.handle
+        handle.likelihoods += job.coordinator.new_likelihoods()
+        if handle.on_tokens and (new := job.coordinator.new_tokens()):
+            try:
+                handle.on_tokens(new)  # may block: messages are read before silence is checked
+            except Exception as error:
+                handle.set_exception(error)
+                job.coordinator.cancel()
+        if job.coordinator.finished:
+            self._end(active)
+
+    # ---- results -------------------------------------------------------------------------------
+
+    def _end(self, active: _Active) -> None:
+        """Close the session, but wait for the stages' reports: they are part of the result."""
+        active.state = SessionState.CLOSING
+        active.report_deadline = time.monotonic() + _LAST_REPORT_S
+        kept = self.pool.retain(active.coordinator)
+        self._links.send(replace(self._scheduler.remove(active.session), retain=kept))
+
+    def _settle(self) -> None:
+        """Answer the requests whose reports are complete or overdue."""
+        for active in self._in_state(SessionState.CLOSING):
+            if self._links.members.all_reported(active.session) or time.monotonic() > active.report_deadline:
+                self._active.remove(active)
+                self._answer(active)
+
+    def _fail(self, active: _Active, error: BaseException) -> None:
+        self._links.bytes.pop(active.session, None)
+        self._energy.close(active.session)
+        try:
+            self._observer.failed(active.coordinator, time.monotonic())
+        finally:
+            if not active.handle.done():
+                active.handle.set_exception(error)
+
+    def _answer(self, active: _Active) -> None:
+        stages = self._links.members.take_reports(active.session)
+        total = self._links.bytes.pop(active.session) + sum(
+            int(counters.get(kind, 0)) for counters in stages for kind in ("bytes_out", "collective_bytes"))
+        slot_s = self._timing.slot_s or max(counters.get("slot_s", 0.0) for counters in stages)
+        result = active.coordinator.result(slot_s, total, stages)
+        own = self._energy.close(active.session)
+        if not active.losses:  # a lost stage never reported its part
+            energy, above_idle = cluster_energy([own, *stages])
+            result = replace(result, stats=replace(result.stats, energy_j=energy,
+                                                   energy_above_idle_j=above_idle))
+        late = active.overrun_s + sum(counters.get("late_s", 0.0) for counters in stages)
+        if len(result.tokens) > 1 and late > _LATE_SHARE * result.stats.decode_s:
+            log.warning("emulation: this machine was too slow or too busy by %.2f s in %.2f s of decoding; "
+                        "figures are too low", late, result.stats.decode_s)
+        try:
+            self._observer.settled(active.coordinator, result, time.monotonic())
+        finally:  # also if an observer raises
+            if not active.handle.done():
+                active.handle.set_result(result)

@@ -1,0 +1,181 @@
+"""Workers forked from ``multiprocessing``'s fork server, which has already imported torch and transformers.
+
+The imports take seconds, and forks share their memory. CPU only: no other torch device survives a fork.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from types import ModuleType
+
+from flowspec_edge.errors import FlowspecError
+
+_PRELOAD = ["flowspec_edge.runtime.worker.load", "flowspec_edge.runtime.worker.process", __name__]
+_FIRST_START_S = 120.0  # imports included, from a slow disk
+_START_S = 5.0  # once the fork server has started a worker
+_EXIT_CODE_S = 5.0  # between a worker's end and the fork server's report of its exit code
+
+_context = multiprocessing.get_context("forkserver")
+_starting = threading.Lock()
+_answered: int | None = None  # process id of the fork server that has started a worker
+
+
+def preload() -> None:
+    """Start this process' fork server unless it runs; its imports continue in the background."""
+    _context.set_forkserver_preload(_PRELOAD)
+    resource_tracker.ensure_running()  # first: it changes the signal mask
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for this process
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def server_pid() -> int | None:
+    """Return the fork server's process id; None before the first :func:`preload`."""
+    pid: int | None = vars(forkserver)["_forkserver"]._forkserver_pid  # no public API
+    return pid
+
+
+@atexit.register  # before multiprocessing's own handler, which waits for every worker without limit
+def _end_server() -> None:
+    server = server_pid()
+    if server is not None:
+        _kill(server)
+        with suppress(ChildProcessError):
+            os.waitpid(server, 0)
+
+
+class WorkerProcess:
+    def __init__(self, config: Path, output: Path, listen_fd: int = -1, verbose: bool = False) -> None:
+        """Start a worker that reads ``config`` and writes stdout and stderr to ``output``.
+
+        It inherits this process' environment (except what torch reads at import time), and ends when this
+        process or the fork server ends. FlowspecError if the fork server fails.
+        """
+        listener = socket.socket(fileno=os.dup(listen_fd)) if listen_fd >= 0 else None
+        try:
+            self._process, self._server = _start(config, output, dict(os.environ), listener, verbose)
+        finally:
+            if listener:
+                listener.close()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        self._code: int | None = None
+        try:  # the kernel reports every exit; the fork server only while it runs
+            self._pidfd = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            self._code = self._reap()
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while the worker runs; 255 if the fork server ended first."""
+        if self._code is None and connection.wait([self._pidfd], 0):
+            self._code = self._reap()
+            os.close(self._pidfd)
+        return self._code
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
+        if self._code is None:
+            connection.wait([self._pidfd], timeout)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired("worker", timeout or 0.0)
+        return code
+
+    def terminate(self) -> None:
+        self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL, which ends even a stopped process."""
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def _reap(self) -> int | None:
+        self._process.join(_EXIT_CODE_S)
+        if self._process.exitcode is None:  # the fork server hangs
+            _kill(self._server)
+            self._process.join()
+        code = self._process.exitcode
+        self._process.close()
+        return code
+
+
+def _start(*args: object) -> tuple[ForkServerProcess, int]:
+    """Start a worker; return it and its fork server's process id. A fork server that does not answer in time
+    is killed and replaced once, then FlowspecError."""
+    global _answered
+    retry = True
+    with _starting:
+        while True:
+            preload()
+            server = server_pid()
+            assert server is not None
+            process = _context.Process(target=_run, args=(server, *args), daemon=True)
+            guard = threading.Timer(_START_S if server == _answered else _FIRST_START_S, _kill, [server])
+            guard.start()
+            try:
+                with _no_main_module():
+                    process.start()
+                _answered = server
+                return process, server
+            except (EOFError, OSError) as error:
+                if not retry:
+                    raise FlowspecError(f"the fork server for workers fails: {error}") from error
+                retry = False
+                if server_pid() == server:
+                    _kill(server)
+            finally:
+                guard.cancel()
+
+
+def _kill(pid: int) -> None:
+    """Kill a fork server and wait for its end; multiprocessing reaps it.
+
+    Without the wait, the next start would find a server that still seems to run but refuses connections.
+    """
+    with suppress(ProcessLookupError, ChildProcessError):
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # no deadline: SIGKILL ends a stopped process, too
+
+
+@contextmanager
+def _no_main_module() -> Iterator[None]:
+    """Keep multiprocessing from importing this process' main script in the worker."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _run(parent: int, config: Path, output: Path, environment: Mapping[str, str],
+         listener: socket.socket | None, verbose: bool) -> None:
+    from flowspec_edge.runtime.worker import process  # here: the parent process does not need it
+
+    os.setsid()  # Ctrl-C is for D0, which then ends its workers in order
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    os.environ.clear()
+    os.environ.update(environment)
+    changes = {"listen_fd": listener.detach() if listener else -1, "parent": parent}
+    sys.exit(process.serve(config, verbose, changes))

@@ -1,0 +1,315 @@
+"""A cluster of processes over ZeroMQ: D0 in this process, the stages as child processes or on other hosts.
+
+Tensor-parallel ranks use the same chain of links as a pipeline: each rank forwards segments unchanged, and
+the last one sends the outputs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from flowspec_edge.errors import FlowspecError, PeerLost, UsageError
+from flowspec_edge.model.manifest import ComputeDtype
+from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.runtime.cluster.addresses import (
+    Addresses,
+    LocalPlan,
+    Loopback,
+    Placement,
+    threads_per_process,
+)
+from flowspec_edge.runtime.cluster.event_loop import EventLoop
+from flowspec_edge.runtime.cluster.membership import Membership
+from flowspec_edge.runtime.cluster.recovery import Recovery
+from flowspec_edge.runtime.cluster.stage_links import StageLinks
+from flowspec_edge.runtime.cluster.subprocesses import WorkerProcesses
+from flowspec_edge.runtime.cluster.timing import ClusterTiming
+from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.models import DraftModels
+from flowspec_edge.runtime.emulation.engine import Emulation
+from flowspec_edge.runtime.emulation.links import EmulatedTransport
+from flowspec_edge.runtime.observe.observer import Observer
+from flowspec_edge.runtime.observe.power import PowerMeter, SessionEnergy
+from flowspec_edge.runtime.request import (
+    ClusterState,
+    ClusterStatus,
+    OnTokens,
+    Request,
+    RequestHandle,
+    Result,
+    Stats,
+)
+from flowspec_edge.stage.shard import stage_ranges
+from flowspec_edge.strategies.base import Parallelism
+from flowspec_edge.strategies.registry import strategy_class
+from flowspec_edge.transport import keys
+from flowspec_edge.transport.zmq_links import ZmqTransport
+from flowspec_edge.util.tensors import parse_dtype
+
+_CHECK_S = 0.1  # poll interval of a thread that waits while another one drives
+_IDLE_S = 0.02  # poll interval of an idle cluster
+_SHUTDOWN_S = 1.0  # for a stage to end after Shutdown
+_CLOSED = "the cluster is closed; start a new one"
+
+
+class ProcessCluster:
+    """A ``runtime.request.SharedCluster`` whose stages are processes. Any thread may submit requests; one
+    thread at a time drives the event loop for all of them."""
+
+    clock = "wall"
+
+    def __init__(self, model_dir: Path, stages: int, dtype: str = "fp32", *, device: str = "cpu",
+                 parallelism: Parallelism = "pipeline", threads: int | None = None,
+                 encrypted: bool = False, dead_after: float = 5.0, start_within: float = 180.0,
+                 addresses: Addresses | None = None, placement: Placement | None = None,
+                 emulation: Emulation | None = None, at_once: int = 8, cache_rows: int | None = None,
+                 rejoin_within: float = 0.0, watch: Callable[[], str | None] = lambda: None,
+                 waiting: Callable[[list[str]], None] = lambda stages: None,
+                 slow: Callable[[], AbstractContextManager[None]] = nullcontext,
+                 observer: Observer | None = None, meter: PowerMeter | None = None, idle_s: float = 0.0,
+                 ) -> None:
+        """Start the stages, or connect to those at ``addresses``, and wait until all have loaded.
+
+        device         torch device of D0 and of the stages that are started here
+        threads        torch threads per stage and, meanwhile, of this process; None divides the cores
+        encrypted      CURVE on every link, with keys made for this cluster
+        dead_after     seconds of silence after which a stage counts as lost
+        start_within   seconds for all stages to say Hello
+        at_once        number of concurrent requests, each with its own caches
+        cache_rows     limit for the rows in a stage's caches (``capacity.cache_rows``): requests wait for
+                       room, and free room keeps prefixes. None: no limit, and no prefix cache
+        rejoin_within  seconds for a lost stage to come back, while open requests wait; 0, or ranks at
+                       ``addresses``: every loss is final. Stages that were started here are restarted
+        watch          returns why a stage at ``addresses`` has ended for good, or None
+        waiting        called repeatedly with the stages that have not said Hello: ["V1", …]
+        slow           entered around calls that may take minutes on a slow disk (loading D0's models)
+        meter          running power meter of this board; results have the energy if every board has one
+        idle_s         seconds to measure idle power before the first request; only with a meter
+
+        UsageError, before anything is started, if the model cannot be cut into so many stages or encryption
+        is not possible; PeerLost if a stage does not start.
+        """
+        parse_dtype(dtype)
+        grouped = parallelism != "pipeline"
+        stage_ranges(ModelDir(Path(model_dir)).stages, stages, allow_empty=grouped)
+        if grouped and encrypted:
+            raise UsageError(f"{parallelism}: collectives cannot be encrypted; "
+                             "use a pipeline, or a network that you trust")
+        self.parallelism = parallelism
+        self._at_once = at_once
+        self.observer = observer or Observer()
+        self._queue: deque[RequestHandle] = deque()
+        self._driver = threading.Lock()
+        self._closed = False
+        self._threads = torch.get_num_threads()
+        with ExitStack() as undo:
+            self._workers = WorkerProcesses()
+            undo.callback(self._workers.end)
+            place = placement or Loopback()
+            plan = None if addresses else LocalPlan(stages, self._workers.directory, encrypted, place)
+            self._plan = plan
+            if plan:
+                undo.callback(plan.close)
+                addresses = plan.addresses
+            assert addresses is not None
+            pair = keys.load(addresses.key_file) if addresses.key_file else None
+            self._transport = (
+                EmulatedTransport(emulation, 0, addresses.instances, pair, addresses.unencrypted)
+                if emulation else ZmqTransport(pair, unencrypted=addresses.unencrypted))
+            undo.callback(self._transport.close)
+            self._members = Membership(addresses.instances, dead_after, tensor_parallel=grouped,
+                                       fail_on_rejoin=rejoin_within > 0, digests=addresses.digests)
+            self._links = StageLinks(self._transport, addresses, place, self._members,
+                                     lambda within: self._workers.exited(within) or watch(),
+                                     self.observer.heartbeat)
+            self._timing = ClusterTiming(emulation, parallelism, stages,
+                                         lambda kind: self._draft_models.pass_seconds(kind))
+            self._energy = SessionEnergy(meter)
+            self._loop = EventLoop(self._links, self._coordinator, emulation, self.observer, self._energy,
+                                   self._timing, cache_rows)
+            self._recovery = Recovery(self._links, self._workers,
+                                      rejoin_within if plan or not grouped else 0.0, self.observer, watch,
+                                      plan.new_group if plan and grouped else None)
+            if plan:
+                emulate = self._workers.directory / "emulation.json" if emulation else None
+                if emulation and emulate:
+                    emulation.save(emulate)
+                fair = threads or threads_per_process(stages)
+                self._workers.start(plan.configs(self._links.control_endpoint, self._links.output_endpoint,
+                                                 Path(model_dir), cast(ComputeDtype, dtype), fair,
+                                                 parallelism, emulate, device),
+                                    wrap=place.command if placement else None)
+                undo.callback(torch.set_num_threads, self._threads)
+                torch.set_num_threads(fair)
+                if not rejoin_within:
+                    plan.close()
+            with slow():
+                # In parallel with the stages' loading.
+                self._draft_models = DraftModels(Path(model_dir), dtype, device, slow)
+            self._links.wait_for_hello(start_within, waiting)
+            with slow():
+                self._loop.warming_up = True
+                self._timing.warm_up(self._run_alone)
+                self._loop.warming_up = False
+            if meter and idle_s:
+                over = time.monotonic() + idle_s
+                self._drive(lambda: time.monotonic() > over)
+            undo.pop_all()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def pids(self) -> list[int]:
+        """The stages' process ids, V1's first; empty if they were started elsewhere."""
+        return self._workers.pids
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._queue) or self._loop.busy
+
+    @property
+    def status(self) -> ClusterStatus:
+        return ClusterStatus(ClusterState.STOPPED) if self._closed else self._recovery.status
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def submit(self, request: Request, on_tokens: OnTokens | None = None) -> RequestHandle:
+        """Queue a request, from any thread; requests start oldest first. UsageError if the strategy needs
+        another parallelism; other errors come through the handle."""
+        chosen = strategy_class(request.strategy)
+        if chosen.parallelism != self.parallelism:
+            raise UsageError(f"strategy {chosen.name} runs on {_named(chosen.parallelism)}, but this cluster "
+                             f"is {_named(self.parallelism)}; start one for it")
+        return self._enqueue(request, on_tokens)
+
+    def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
+        """Run one request. UsageError if it does not fit or needs another parallelism; PeerLost if a stage is
+        lost for good, which ends the cluster."""
+        return self._answers([self.submit(request, on_tokens)])[0]
+
+    def generate_many(self, requests: Sequence[Request]) -> list[Result]:
+        """Run requests concurrently; results in their order, errors as in :meth:`generate`."""
+        return self._answers([self.submit(request) for request in requests])
+
+    def serve(self, stop: Callable[[], bool]) -> None:
+        with self._driver:
+            self._drive(stop)
+
+    def _enqueue(self, request: Request, on_tokens: OnTokens | None = None) -> RequestHandle:
+        if self._closed:
+            raise FlowspecError(_CLOSED)
+        handle = RequestHandle(request, on_tokens)
+        self._queue.append(handle)
+        return handle
+
+    def _answers(self, handles: list[RequestHandle]) -> list[Result]:
+        """Return all results; drives the event loop unless another thread does."""
+        def done() -> bool:
+            return all(handle.done() for handle in handles)
+
+        while not done():
+            if self._driver.acquire(blocking=False):
+                try:
+                    self._drive(done)
+                finally:
+                    self._driver.release()
+            else:
+                futures.wait(handles, _CHECK_S)
+        return [handle.result() for handle in handles]
+
+    def _run_alone(self, request: Request) -> Stats:
+        stats = self._answers([self._enqueue(request)])[0].stats
+        self._loop.pool.clear()
+        return stats
+
+    # ---- the driving thread --------------------------------------------------------------------
+
+    def _drive(self, stop: Callable[[], bool]) -> None:
+        self._energy.skip()  # since the last drive this process may have done other work
+        try:
+            while not stop():
+                if self._closed:
+                    raise FlowspecError(_CLOSED)
+                try:
+                    self._step()
+                except PeerLost as error:
+                    self._recovery.begin(error)  # raises it if recovery is not possible
+                    self._loop.suspend(str(error))
+        except FlowspecError as error:
+            try:
+                if self.status.state is ClusterState.RUNNING:
+                    self.observer.lost(str(error), time.monotonic())
+            finally:
+                self._abandon(error)
+                self.close()
+            raise
+        except BaseException as error:  # Ctrl-C, or a bug: the stages can go on
+            self._abandon(error)
+            raise
+
+    def _step(self) -> None:
+        for handle in [handle for handle in list(self._queue) if handle.cancel_requested]:
+            self._queue.remove(handle)
+            handle.set_cancelled()
+        if self._recovery.status.state is ClusterState.RECOVERING:
+            if not self._recovery.poll():
+                self._loop.answer_cancelled()
+                return
+            self._loop.resume()
+            self._recovery.end()
+        while (self._queue and self._loop.open < self._at_once
+               and self._loop.has_room(self._queue[0].request)):  # strictly in order
+            self._loop.start(self._queue.popleft())
+        self._loop.step(_CHECK_S if self._loop.busy else _IDLE_S)
+
+    def _abandon(self, error: BaseException) -> None:
+        self._loop.abandon(error)
+        while self._queue:
+            self._queue.popleft().set_exception(error)
+
+    def _coordinator(self, handle: RequestHandle, session: int, before: Coordinator | None) -> Coordinator:
+        request = handle.request
+        prefix = None if before else self._loop.pool.find(
+            request.prompt, lambda cached: self._draft_models.can_share_drafter(cached.request, request))
+        return self._draft_models.coordinator(
+            request, len(self._members.instances), time.monotonic, session,
+            lambda kind: self._timing.draft_passes(kind, request.params.segment),
+            self._timing.slot_seconds(), predecessor=before, prefix=prefix)
+
+    # ---- the end -------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the processes started here and close all sockets; idempotent. No thread may be driving."""
+        if self._closed:
+            return
+        self._closed = True
+        for instance in self._members.instances if self.pids else ():  # stages elsewhere stay up
+            with suppress(PeerLost):
+                self._links.shut_down(instance)
+        torch.set_num_threads(self._threads)
+        self._workers.wait(_SHUTDOWN_S)
+        self._workers.end()
+        if self._plan:
+            self._plan.close()
+        self._transport.close()
+
+    def __enter__(self) -> ProcessCluster:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _named(parallelism: Parallelism) -> str:
+    return "a pipeline" if parallelism == "pipeline" else f"a {parallelism} group"

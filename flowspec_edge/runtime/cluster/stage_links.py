@@ -1,0 +1,193 @@
+"""D0's ends of the links to its stages; detects broken links and ended processes."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+from flowspec_edge.errors import PeerLost, ProtocolError
+from flowspec_edge.messages import (
+    Cancel,
+    Close,
+    Computed,
+    Credit,
+    Failed,
+    Heartbeat,
+    Hello,
+    Open,
+    Output,
+    Prune,
+    Segment,
+    SessionReport,
+    Shutdown,
+    Tap,
+)
+from flowspec_edge.runtime.cluster.addresses import Addresses, Placement
+from flowspec_edge.runtime.cluster.membership import Membership
+from flowspec_edge.transport.zmq_links import ZmqTransport
+
+ADVICE = "; start the cluster again"  # ends the message of a PeerLost
+_CHECK_S = 0.1  # between checks for exits and silence
+_EXIT_S = 3.0  # between the close of a dying process' links and its exit
+
+
+class StageLinks:
+    """Links to V1…VN. Not thread-safe.
+
+    bytes      by session: sent by D0 and received over the control channel; only for sessions entered here
+    output_at  when the last output came (time.monotonic)
+    """
+
+    def __init__(self, transport: ZmqTransport, addresses: Addresses, place: Placement, members: Membership,
+                 exited: Callable[[float], str | None],
+                 on_heartbeat: Callable[[Heartbeat, float], None]) -> None:
+        """exited        waits up to that many seconds for a stage to end; returns why one has, or None
+        on_heartbeat  gets every heartbeat and its time of arrival (time.monotonic)
+        """
+        self.members = members
+        self.bytes: dict[int, int] = {}
+        self.output_at = 0.0
+        self._transport = transport
+        self._exited = exited
+        self._on_heartbeat = on_heartbeat
+        self._outbox: deque[Segment] = deque()
+        self._disconnects = 0  # of the link to V1, already handled
+        self._check_at = 0.0
+        allowed = addresses.worker_keys
+        with place.entered(0):  # ZeroMQ's I/O thread keeps the namespace it was created in
+            self._hub = transport.hub(addresses.control, "D0 control", allowed)
+            self._output = transport.pull(addresses.output, "D0 data in", allowed[-1:])
+            self._first = transport.push(addresses.first, "D0 data out", allowed[:1])
+
+    @property
+    def control_endpoint(self) -> str:
+        return self._hub.endpoint
+
+    @property
+    def output_endpoint(self) -> str:
+        return self._output.endpoint
+
+    # ---- messages ------------------------------------------------------------------------------
+
+    def wait_for_hello(self, within: float, waiting: Callable[[list[str]], None]) -> None:
+        """Wait until every stage has said Hello; PeerLost if one ends, or after ``within`` seconds.
+        ``waiting`` is called repeatedly with the missing stages: ["V1", …]."""
+        deadline = time.monotonic() + within
+        while missing := self.members.missing():
+            waiting(missing)
+            if time.monotonic() > deadline:
+                raise PeerLost(f"no Hello from {', '.join(missing)} within {within:g} s: check that they "
+                               f"run, can reach D0 at {self.control_endpoint} and have the right keys")
+            self.expect_from_now()
+            self.check()
+            self.sleep()
+            self.collect(lambda message: None)
+
+    def send(self, message: Segment | Open | Close | Prune | Cancel) -> None:
+        """Queue a segment for V1 (:meth:`flush`); send anything else to all stages. PeerLost if a stage is
+        disconnected or its queue is full."""
+        if isinstance(message, Segment):
+            self._outbox.append(message)
+            return
+        before = self._hub.bytes_out
+        for stage, instance in enumerate(self.members.instances, start=1):
+            try:
+                taken = self._hub.send(instance, message)
+            except PeerLost as error:
+                self._blame_exit(within=_EXIT_S)
+                raise PeerLost(f"V{stage} left the control channel{ADVICE}") from error
+            if not taken:
+                raise PeerLost(f"V{stage} no longer takes control messages{ADVICE}")
+        self._count(message.session, self._hub.bytes_out - before)
+
+    def shut_down(self, instance: str) -> None:
+        self._hub.send(instance, Shutdown("D0 closed the cluster"))
+
+    def flush(self) -> None:
+        """Send the queued segments that fit into V1's link."""
+        before = self._first.bytes_out
+        while self._outbox and self._first.send(self._outbox[0]):
+            self._count(self._outbox.popleft().session, self._first.bytes_out - before)
+            before = self._first.bytes_out
+
+    def collect(self, take: Callable[[Output | Credit | Tap | Computed], None]) -> bool:
+        """Pass all arrived messages to ``take`` or ``members``; return whether there were any."""
+        found = False
+        while (output := self._output.receive()) is not None:
+            found = True
+            self.output_at = time.monotonic()
+            if not isinstance(output, Output):
+                raise ProtocolError(f"{self._output.name}: a {type(output).__name__} is not an output")
+            take(output)
+        before = self._hub.bytes_in
+        while (item := self._hub.receive()) is not None:
+            found = True
+            sender, message = item
+            match message:
+                case Hello() | Heartbeat() | SessionReport() | Failed():
+                    self.members.receive(sender, message, time.monotonic())
+                    if isinstance(message, Heartbeat):
+                        self._on_heartbeat(message, time.monotonic())
+                case Credit() | Tap() | Computed():
+                    self._count(message.session, self._hub.bytes_in - before)
+                    take(message)
+                case _:
+                    raise ProtocolError(f"{self._hub.name}: {sender} sent a {type(message).__name__}")
+            before = self._hub.bytes_in
+        return found
+
+    def sleep(self, max_s: float = _CHECK_S) -> None:
+        """Wait up to ``max_s`` seconds for a message, room for a queued segment, or the next check."""
+        due = max(0.0, min(max_s, self._check_at - time.monotonic()))
+        self._transport.wait([self._output, self._hub], [self._first] if self._outbox else [], due)
+
+    def _count(self, session: int, size: int) -> None:
+        if session in self.bytes:
+            self.bytes[session] += size
+
+    # ---- losses --------------------------------------------------------------------------------
+
+    def expect_from_now(self) -> None:
+        self.output_at = time.monotonic()
+        self.members.reset_silence(self.output_at)
+
+    def check(self) -> None:
+        """Raise PeerLost if a stage has ended or is silent, or the link to V1 broke."""
+        now = time.monotonic()
+        if now < self._check_at:
+            return
+        self._check_at = now + _CHECK_S
+        self._blame_exit()
+        self.members.check(now)
+        if self._first.disconnects() != self._disconnects:
+            self._blame_exit(within=_EXIT_S)
+            raise PeerLost(f"{self._first.name}: the connection to V1 broke, segments may be lost{ADVICE}")
+
+    def close_all(self, sessions: Iterable[int]) -> None:
+        """After a loss: drop the queue and close ``sessions`` at the connected stages, which then no longer
+        wait for the Open of any session up to the last of these."""
+        self._outbox.clear()
+        for instance in self.members.instances:
+            for session in sessions:
+                with suppress(PeerLost):
+                    self._hub.send(instance, Close(session))
+
+    @property
+    def reaches_v1(self) -> bool:
+        return not self._first.disconnected_for()
+
+    def reset(self) -> None:
+        """All stages are back: count silence, standstill and disconnects from now."""
+        self._disconnects = self._first.disconnects()
+        self.expect_from_now()
+
+    def wait(self, seconds: float) -> None:
+        """Wait up to ``seconds`` for a message, without sending."""
+        self._transport.wait([self._output, self._hub], [], seconds)
+
+    def _blame_exit(self, within: float = 0.0) -> None:
+        cause = self._exited(within)
+        if cause is not None:
+            raise PeerLost(cause + ADVICE)

@@ -1,0 +1,118 @@
+"""Worker processes on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import flowspec_edge
+from flowspec_edge.runtime.cluster.forkserver import WorkerProcess
+from flowspec_edge.runtime.worker.config import WorkerConfig
+
+Wrap = Callable[[int, Sequence[str]], list[str]]
+AnyWorker = subprocess.Popen[bytes] | WorkerProcess
+
+_GRACE_S = 2.0  # between SIGTERM and SIGKILL
+_POLL_S = 0.02
+
+
+class WorkerProcesses:
+    """One process per stage; ``directory`` holds their configurations, keys and outputs."""
+
+    def __init__(self) -> None:
+        self._temporary = TemporaryDirectory(prefix="flowspec-")
+        self.directory = Path(self._temporary.name)
+        self._starters: list[Callable[[], AnyWorker]] = []  # by stage
+        self._workers: list[AnyWorker] = []
+
+    @property
+    def pids(self) -> list[int]:
+        return [worker.pid for worker in self._workers]
+
+    def start(self, configs: Sequence[WorkerConfig], verbose: bool = False, wrap: Wrap | None = None) -> None:
+        """``wrap``: (stage, command) -> command at the stage's place; without it, CPU workers are forked."""
+        for config in configs:
+            file = self.directory / f"v{config.stage}.toml"
+            file.write_text(config.dump(), encoding="utf-8")
+            if wrap is None and config.device == "cpu":
+                starter: Callable[[], AnyWorker] = partial(
+                    WorkerProcess, file, self._output(config.stage), config.listen_fd, verbose)
+            else:
+                starter = partial(self._spawn, config, file, verbose, wrap)
+            self._starters.append(starter)
+            self._workers.append(starter())
+
+    def restart(self, stages: Sequence[int], between: Callable[[], None] | None = None) -> None:
+        """Kill and restart these workers; ``between`` is called when all have ended. Their listening sockets
+        must still be open in this process."""
+        for stage in stages:
+            self._workers[stage - 1].kill()  # ends a stopped process, too
+            self._workers[stage - 1].wait()
+        if between:
+            between()
+        for stage in stages:
+            self._workers[stage - 1] = self._starters[stage - 1]()
+
+    def _spawn(self, config: WorkerConfig, file: Path, verbose: bool, wrap: Wrap | None
+               ) -> subprocess.Popen[bytes]:
+        package = str(Path(flowspec_edge.__file__).parent.parent)
+        path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+        command = [sys.executable, "-m", "flowspec_edge.runtime.worker", "--config", str(file),
+                   *(["--verbose"] if verbose else [])]
+        with self._output(config.stage).open("wb") as output:
+            return subprocess.Popen(
+                wrap(config.stage, command) if wrap else command, stdin=subprocess.DEVNULL,
+                stdout=output, stderr=output,  # this process' stdout is for the answer only
+                pass_fds=[config.listen_fd] if config.listen_fd >= 0 else [],
+                start_new_session=True,  # Ctrl-C is for D0, which then ends its workers in order
+                env={**os.environ, "PYTHONPATH": path})
+
+    def ended(self) -> dict[int, str]:
+        """Return why workers have ended, by stage: "V2 was killed by SIGKILL"."""
+        codes = {stage: worker.poll() for stage, worker in enumerate(self._workers, start=1)}
+        return {stage: f"V{stage} {self._cause(stage, code)}"
+                for stage, code in codes.items() if code is not None}
+
+    def exited(self, within: float = 0.0) -> str | None:
+        """Wait up to ``within`` seconds for a worker to end; return the reason of the first one, or None."""
+        deadline = time.monotonic() + within
+        while self._workers and not self.ended() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)  # polled: workers may be forks or programs, which have no common handle
+        return next(iter(self.ended().values()), None)
+
+    def wait(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        with suppress(subprocess.TimeoutExpired):
+            for worker in self._workers:
+                worker.wait(max(0.0, deadline - time.monotonic()))
+
+    def end(self) -> None:
+        """End all workers within about two seconds; idempotent."""
+        running = [worker for worker in self._workers if worker.poll() is None]
+        for worker in running:
+            worker.terminate()
+        self.wait(_GRACE_S)
+        for worker in running:
+            worker.kill()
+            worker.wait()
+        self._temporary.cleanup()
+
+    def _cause(self, stage: int, code: int) -> str:
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        file = self._output(stage)
+        lines = file.read_text(encoding="utf-8", errors="replace").split("\n") if file.exists() else []
+        messages = [line.strip() for line in lines if line.strip()]
+        last = messages[-1].removeprefix("flowspec worker: ") if messages else "no error message"
+        return f"ended with exit code {code}: {last}"
+
+    def _output(self, stage: int) -> Path:
+        return self.directory / f"v{stage}.stderr"

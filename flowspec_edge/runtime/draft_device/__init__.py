@@ -1,0 +1,1 @@
+"""D0, the draft device: ``coordinator`` handles one request, ``scheduler`` several."""

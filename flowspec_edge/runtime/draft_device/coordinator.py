@@ -1,0 +1,257 @@
+"""D0's side of one request as small steps, shared by the real-time and virtual-time drivers.
+
+A driver polls for messages and tasks, runs each task when it likes, and passes in arrivals. Knows the order
+of D0's steps. Does not know sockets or how time passes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flowspec_edge.drafting.base import Drafter
+from flowspec_edge.errors import ProtocolError, UsageError
+from flowspec_edge.messages import Cancel, Open, Output, Prune, Segment, Tap
+from flowspec_edge.runtime.draft_device.capacity import session_rows
+from flowspec_edge.runtime.draft_device.generation import Generation
+from flowspec_edge.runtime.draft_device.lm_head import LmHead
+from flowspec_edge.runtime.request import FinishReason, Likelihood, Request, Result
+from flowspec_edge.strategies.base import Strategy
+from flowspec_edge.tree.draft_api import Commit, DraftRequest
+from flowspec_edge.tree.segment_builder import SegmentBuilder
+
+
+@dataclass(frozen=True)
+class Verify:
+    """lm_head on an output's rows, the tree walk, and the decisions that follow."""
+
+    output: Output
+
+
+@dataclass(frozen=True)
+class DraftPass:
+    request: DraftRequest
+
+
+Task = Verify | DraftPass
+
+
+class Coordinator:
+    def __init__(self, request: Request, make: Callable[[SegmentBuilder], Strategy], drafter: Drafter | None,
+                 head: LmHead, clock: Callable[[], float], session: int = 1,
+                 predecessor: Coordinator | None = None, cached_rows: int = 0, parent_session: int = -1
+                 ) -> None:
+        """predecessor  the request's coordinator before a loss: its prompt and answer become this one's
+                     prompt
+        cached_rows  rows of the prompt that the stages retain from ``parent_session``; at least one must be
+                     left to prefill, and a drafter must have been rewound to one token more
+        """
+        assert not (predecessor and cached_rows)
+        assert 0 <= cached_rows < max(len(request.prompt), 1)
+        if not request.prompt:
+            raise UsageError("the prompt is empty; give at least one token")
+        if request.max_new_tokens < 1:
+            raise UsageError(f"max-new-tokens must be at least 1, not {request.max_new_tokens}")
+        self.request = request
+        self._needed = frozenset(drafter.taps if drafter else ())  # layers whose states the drafter needs
+        self.builder = SegmentBuilder(session, 0, tuple(sorted(self._needed)), cached_rows)
+        self.strategy = make(self.builder)
+        self.drafter = drafter
+        self._cached_rows, self._parent_session = cached_rows, parent_session
+        self._head = head
+        self._generation = Generation(request, clock)
+        if predecessor:
+            assert not predecessor.finished
+            self._generation = predecessor._generation
+            self._generation.suspend(predecessor.strategy.counters)
+        self._text = [*request.prompt, *self.tokens]  # to prefill
+        self._prompt = deque(self._text[cached_rows:])
+        self._prompt_left = len(self._prompt)  # rows of it that have not come back
+        self._read = list(self._text)  # all accepted tokens, also those after the end of the answer
+        self._chain = list(range(cached_rows))  # numbers of its rows that have come back
+        self._outputs: deque[Output] = deque()
+        self._taps: list[Tap] = []  # not passed to the drafter yet
+        self._tapped: dict[int, set[int]] = {}  # run -> needed layers whose states have come
+        self._hidden: dict[int, tuple[Tensor, int]] = {}  # number -> states [n, H] and its row in them
+        self._rounds = 0
+        if drafter and not cached_rows:
+            drafter.reset(request.sampling, request.params.rank, request.params.tau)
+
+    # ---- messages to send ------------------------------------------------------------------
+
+    def open_message(self) -> Open:
+        capacity = session_rows(self.request, self.strategy.pipeline.stages)
+        return Open(self.builder.session, self.builder.epoch, capacity, parent_session=self._parent_session,
+                    rows=self._cached_rows)
+
+    def controls(self) -> list[Prune | Cancel]:
+        return [] if self._prompt_left else self.strategy.controls()
+
+    def next_segment(self) -> Segment | None:
+        """Return the best segment that may be sent now; the caller checks that V1 has room."""
+        if self.finished:
+            return None
+        if self._prompt:
+            return self._next_chunk()
+        if self._prompt_left or self.builder.in_flight >= self.strategy.max_in_flight:
+            return None
+        return self.strategy.next_segment()
+
+    def _next_chunk(self) -> Segment:
+        """Chunked prefill (paper, III-A): a slice of the prompt as a chain of committed tokens."""
+        position = len(self._text) - len(self._prompt)
+        parent = -1
+        for _ in range(min(self.request.params.prefill_chunk, len(self._prompt))):
+            parent = self.builder.add(self._prompt.popleft(), position, parent, committed=True)
+            position += 1
+        return self.builder.seal(self.strategy.prompt_taps)
+
+    # ---- arrivals --------------------------------------------------------------------------
+
+    def receive(self, message: Output | Tap) -> None:
+        """Store an arrival for the tasks, without processing it; stale messages are ignored."""
+        if (message.session, message.epoch) != (self.builder.session, self.builder.epoch):
+            return
+        match message:
+            case Output():
+                self._outputs.append(message)
+            case Tap():
+                self._taps.append(message)
+                if message.layer in self._needed:
+                    self._tapped.setdefault(message.run, set()).add(message.layer)
+
+    # ---- tasks -----------------------------------------------------------------------------
+
+    def next_output(self) -> Verify | None:
+        """Return the oldest output, if all taps of its rows have arrived."""
+        if self.finished or not self._outputs or not self._is_complete(self._outputs[0]):
+            return None
+        return Verify(self._outputs.popleft())
+
+    def next_draft(self) -> DraftPass | None:
+        if self.finished or self._prompt_left or self.drafter is None:
+            return None
+        request = self.strategy.next_draft()
+        if request is None:
+            return None
+        self._pass_on_taps(self.drafter)  # now: those that arrive during a pass are for the next one
+        return DraftPass(request)
+
+    def _is_complete(self, output: Output) -> bool:
+        """Return whether the drafter's taps have arrived; they come over other links than the output. Every
+        stage has tapped a row that comes out; an output without rows predicts nothing."""
+        return not len(output.numbers) or self._needed <= self._tapped.get(output.run, set())
+
+    def _pass_on_taps(self, drafter: Drafter) -> None:
+        for tap in self._taps:
+            drafter.tap(tap)
+        self._taps.clear()
+
+    def complete(self, task: Task) -> None:
+        if isinstance(task, Verify):
+            self._verify(task.output)
+        elif self.drafter is not None:
+            self.strategy.on_draft(task.request, self.drafter.expand(task.request))
+
+    def _verify(self, output: Output) -> None:
+        try:
+            numbers, positions = self.builder.pop_returned(output.run)
+        except KeyError:
+            raise ProtocolError(f"output of segment {output.run}, which is not in flight") from None
+        at = np.searchsorted(numbers, output.numbers)
+        if (at >= len(numbers)).any() or (numbers[at] != output.numbers).any():
+            raise ProtocolError(f"the output of segment {output.run} has rows that were not sent in it")
+        if self.drafter and self._needed:
+            self._pass_on_taps(self.drafter)  # before the commits that use them
+            self._tapped = {run: layers for run, layers in self._tapped.items() if run > output.run}
+        if self._prompt_left:
+            self._verify_prompt(output, positions[at])
+            return
+        states = self._head.states(output.hidden)
+        successors = self._head.next_tokens(states, positions[at], self.request.sampling)
+        for row, number in enumerate(output.numbers.tolist()):
+            self._hidden[number] = (states, row)
+        self._rounds = self.strategy.counters.rounds
+        commits = self.strategy.on_verified(output.run, output.numbers.tolist(), successors.tolist())
+        self._commit(commits)
+
+    def _verify_prompt(self, output: Output, positions: NDArray[np.int32]) -> None:
+        """Pass the features of prompt rows to the drafter; the last row gives the first token."""
+        self._prompt_left -= len(output.numbers)
+        self._chain += output.numbers.tolist()
+        states = self._head.states(output.hidden)
+        if self.drafter:
+            text = self._text
+            if positions[0] == 0:
+                self.drafter.commit(text[:1], None)
+            following = [text[p + 1] for p in positions.tolist() if p + 1 < len(text)]
+            if following:
+                self.drafter.commit(following, states[: len(following)],
+                                    output.numbers[: len(following)].tolist())
+        if self._prompt_left:
+            return
+        last = states[-1:].clone()  # frees the chunk's other rows
+        token = int(self._head.next_tokens(last, positions[-1:], self.request.sampling)[0])
+        self._hidden[int(output.numbers[-1])] = (last, 0)
+        self.builder.skip_prune()
+        self._generation.prefilled()
+        self.strategy.begin(self._text, self.request.sampling)
+        self.strategy.start(token, len(self._text))
+        self._commit([Commit(token, int(output.numbers[-1]))])
+
+    def _commit(self, commits: list[Commit]) -> None:
+        if not commits:
+            return
+        features = torch.stack([states[row] for states, row in (self._hidden[c.source] for c in commits)])
+        if self.drafter:
+            self.drafter.commit([c.token for c in commits], features, [c.source for c in commits])
+        likelihoods = self._likelihoods(commits, features)
+        self._read += [c.token for c in commits]
+        self._chain += [c.source for c in commits if c.source > self._chain[-1]]  # has the prompt's last
+        newest = commits[-1].source  # older rows predict nothing any more
+        self._hidden = {n: v for n, v in self._hidden.items() if n >= newest}
+        self._generation.extend(commits, likelihoods)
+
+    def _likelihoods(self, commits: list[Commit], features: Tensor) -> list[Likelihood]:
+        """Run lm_head again, for these rows only, if the request asks for likelihoods."""
+        count = self.request.logprobs
+        return [] if count is None else self._head.likelihoods(features, [c.token for c in commits], count)
+
+    # ---- the answer ------------------------------------------------------------------------
+
+    def cancel(self) -> None:
+        self._generation.cancel()
+
+    def retainable_rows(self) -> tuple[list[int], list[int]]:
+        """Return numbers and tokens of the text's rows that have come back: every stage has these."""
+        return self._chain, self._read[: len(self._chain)]
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """None while the answer is incomplete."""
+        return self._generation.finish_reason
+
+    @property
+    def finished(self) -> bool:
+        return self._generation.finish_reason is not None
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        return self._generation.tokens
+
+    def new_likelihoods(self) -> list[Likelihood]:
+        return self._generation.new_likelihoods()
+
+    def new_tokens(self) -> list[int]:
+        return self._generation.new_tokens()
+
+    def result(self, slot_s: float, bytes_sent: int, stages: tuple[dict[str, float], ...] = ()) -> Result:
+        """``slot_s``: time of one segment in the slowest stage."""
+        return self._generation.result(self.strategy.counters, self._rounds, slot_s, bytes_sent, stages,
+                                       self._cached_rows)

@@ -1,0 +1,49 @@
+"""The target's lm_head on D0's device; only ids and requested log-probabilities are copied back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flowspec_edge.messages import Payload
+from flowspec_edge.runtime.request import Likelihood
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.sampling.sampler import choose, log_probs
+from flowspec_edge.util.tensors import to_device, to_torch
+
+
+class LmHead:
+    """``weight`` is the target's output matrix, [V, H]."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    @property
+    def vocabulary(self) -> int:
+        return len(self.weight)
+
+    def states(self, hidden: Payload) -> Tensor:
+        """Copy received post-norm hidden states, [n, H], to the device, in the weight's dtype."""
+        return to_device(to_torch(hidden), self.weight.device).to(self.weight.dtype)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[n, H] to [n, V], in the weight's dtype, on its device."""
+        return states @ self.weight.mT
+
+    @torch.inference_mode()
+    def next_tokens(self, states: Tensor, positions: NDArray[np.integer], sampling: Sampling
+                    ) -> NDArray[np.int32]:
+        """Choose the token after each row, int32 [n]; ``positions`` [n] are those of the rows."""
+        return choose(self.logits(states), positions, sampling)
+
+    @torch.inference_mode()
+    def likelihoods(self, states: Tensor, tokens: Sequence[int], most: int) -> list[Likelihood]:
+        """Log-probabilities of the rows' successors ``tokens`` [n], and of the ``most`` likeliest tokens."""
+        own, top, values = log_probs(self.logits(states), np.asarray(tokens), most)
+        return [Likelihood(token, float(own[row]),
+                           tuple(zip(top[row].tolist(), values[row].tolist(), strict=True)))
+                for row, token in enumerate(tokens)]

@@ -1,0 +1,132 @@
+"""D0's models: lm_head, and draft models that are loaded on first use."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from flowspec_edge.drafting.base import Drafter
+from flowspec_edge.drafting.load import load_drafters
+from flowspec_edge.drafting.ngram import MergedDrafter, NgramDrafter
+from flowspec_edge.errors import UsageError
+from flowspec_edge.messages import Tap
+from flowspec_edge.model.manifest import DRAFT
+from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.lm_head import LmHead
+from flowspec_edge.runtime.draft_device.prefix_cache import PrefixHit
+from flowspec_edge.runtime.request import Request
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.stage.families import load_config
+from flowspec_edge.stage.shard import find_embedding, load_lm_head, stage_ranges
+from flowspec_edge.stage.weights.load import part_of
+from flowspec_edge.strategies.base import Pipeline
+from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.registry import draft_kind, strategy_class
+from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
+from flowspec_edge.util.device_memory import allocation
+from flowspec_edge.util.tensors import from_torch
+from flowspec_edge.util.torchdevice import use_exact_kernels
+
+_TIMED_PASSES = 6
+_MEMORY_ADVICE = "end other programs, take a smaller draft model, or let D0 compute on the CPU (torch_device)"
+
+
+class DraftModels:
+    def __init__(self, model_dir: Path, dtype: str = "fp32", device: torch.device | str = "cpu",
+                 slow: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """device  torch device for lm_head and the draft models; the tree stays on the CPU
+        slow    entered while a draft model is loaded and makes its first passes
+        """
+        self._slow = slow
+        use_exact_kernels()
+        self._model = ModelDir(model_dir)
+        self._dtype = dtype
+        part_of(model_dir, DRAFT)  # checks every file of a sharded model
+        with allocation("lm_head on the draft device", 0, _MEMORY_ADVICE):
+            self._lm_head = LmHead(load_lm_head(self._model.target, dtype, device))
+        load_config(self._model.target)  # refuses a model that stages cannot run
+        self._limit = self._model.max_positions
+        self._drafters: dict[str, Callable[[], Drafter]] = {}
+
+    def can_share_drafter(self, one: Request, other: Request) -> bool:
+        """Return whether one request's drafter can serve the other; UsageError if either cannot run."""
+        return self._drafter_key(one) == self._drafter_key(other)
+
+    def _drafter_key(self, request: Request) -> tuple[object, ...]:
+        params = request.params
+        kind = draft_kind(strategy_class(request.strategy), params, self._model)
+        looks_up = kind == "ngram" or (kind is not None and params.ngram)
+        return (kind, looks_up, *((params.ngram_max, params.ngram_min) if looks_up else ()))
+
+    def coordinator(self, request: Request, stages: int, clock: Callable[[], float], session: int,
+                    passes: Callable[[str], float], slot: Callable[[int], float] | None = None,
+                    predecessor: Coordinator | None = None, prefix: PrefixHit | None = None) -> Coordinator:
+        """Create D0's side of one request; UsageError if it cannot run on this model.
+
+        passes       kind of draft model -> passes per full segment's latency through the pipeline
+        slot         rows -> time of a segment in the slowest stage and on a link, if known
+        predecessor  the request's coordinator that lost its stages
+        prefix       retained rows of a request that :meth:`can_share_drafter` with this one; excludes
+                     ``predecessor``
+        """
+        chosen = strategy_class(request.strategy)
+        length = len(request.prompt) + request.max_new_tokens
+        if length > self._limit:
+            raise UsageError(
+                f"the prompt has {len(request.prompt)} tokens and {request.max_new_tokens} more are "
+                f"asked for, but the model stops at {self._limit}; shorten the prompt or lower "
+                "--max-new-tokens"
+            )
+        vocabulary = self._lm_head.vocabulary
+        if not all(0 <= token < vocabulary for token in request.prompt):
+            raise UsageError(f"the prompt has a token id outside the vocabulary of {vocabulary}")
+        kind = draft_kind(chosen, request.params, self._model)
+        drafter = prefix.prefix.drafter if prefix else None
+        ranking = request.sampling, request.params.rank, request.params.tau
+        if prefix and drafter and not drafter.rewind(prefix.rows + 1, *ranking):
+            prefix = drafter = None
+        if kind and drafter is None:
+            drafter = self._drafter(kind, request.params)
+        cached_rows, parent = (prefix.rows, prefix.prefix.session) if prefix else (0, -1)
+        depths = tuple(hi for _, hi in stage_ranges(self._model.stages, stages, allow_empty=True))
+        pipeline = Pipeline(stages, depths, passes(kind) if kind else 1.0, slot)
+        return Coordinator(request, lambda builder: chosen(request.params, builder, pipeline), drafter,
+                           self._lm_head, clock, session, predecessor=predecessor,
+                           cached_rows=cached_rows, parent_session=parent)
+
+    def pass_seconds(self, kind: str) -> float:
+        """Measure a pass over one row on this machine: the fastest of a few."""
+        drafter = self._drafter(kind, Params())
+        with self._slow():
+            drafter.reset(Sampling(), "draft", 1.0)
+            state = self._lm_head.weight.new_zeros(1, self._lm_head.weight.shape[1])
+            for layer in drafter.taps:
+                drafter.tap(Tap(0, 0, 0, layer, np.zeros(1, np.int32), from_torch(state)))
+            drafter.commit([0], None)
+            drafter.commit([0], state, [0])
+            request = DraftRequest(0, (DraftNode(0, -1, 0, 1),), 1)
+            seconds = []
+            for child in range(1, _TIMED_PASSES + 1):
+                start = time.perf_counter()
+                drafter.expand(request)
+                seconds.append(time.perf_counter() - start)
+                request = DraftRequest(0, (DraftNode(child, child - 1, 0, child + 1),), 1)
+            return min(seconds[1:])  # the first one reads the text
+
+    def _drafter(self, kind: str, params: Params) -> Drafter:
+        looked_up = NgramDrafter(params.ngram_max, params.ngram_min)
+        if kind == "ngram":
+            return looked_up
+        if kind not in self._drafters:
+            with self._slow(), allocation(f"the draft model {kind}", 0, _MEMORY_ADVICE):
+                embedding = find_embedding(self._model.target, self._dtype, self._lm_head.weight.device)
+                self._drafters[kind] = load_drafters(kind, self._model.parts, self._lm_head.weight,
+                                                     embedding, self._dtype, self._model.layers)
+        drafter = self._drafters[kind]()
+        return MergedDrafter(drafter, looked_up) if params.ngram else drafter

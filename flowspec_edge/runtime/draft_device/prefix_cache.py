@@ -1,0 +1,108 @@
+"""Prefix cache: which ended sessions' rows the stages retain, and which request reuses them.
+
+A request whose prompt starts with a retained text takes over its rows, so they serve one request only.
+Eviction is least recently retained first. Row counts are the same for all stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flowspec_edge.drafting.base import Drafter
+from flowspec_edge.messages import Int32
+from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.request import Request
+
+# Fewer rows save no time: a segment of this many takes as long as a single row (Params.segment).
+MIN_ROWS = 16
+# Do not give up a long chat's rows to a request that shares only its system prompt.
+MIN_SHARE = 0.5
+
+
+@dataclass(frozen=True, eq=False)
+class CachedPrefix:
+    """The retained rows of an ended session: ``tokens`` int32 [rows], all read by ``drafter``."""
+
+    session: int
+    tokens: Int32
+    request: Request
+    drafter: Drafter | None
+
+    def shared_with(self, prompt: Sequence[int]) -> int:
+        length = min(len(self.tokens), len(prompt))
+        differ = self.tokens[:length] != np.asarray(prompt[:length], dtype=np.int64)
+        return int(differ.argmax()) if differ.any() else length
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixHit:
+    """A request reuses the first ``rows`` rows of ``prefix``. Its drafter has read one token more, whose
+    feature is the first that the stages compute."""
+
+    prefix: CachedPrefix
+    rows: int
+
+
+class PrefixCache:
+    """Counts the rows of open sessions, at their capacities, and of retained prefixes."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        """``limit``: rows at a time; None: no limit, and no rows are retained."""
+        self._limit = limit
+        self._open: dict[int, int] = {}  # capacities by session
+        self._retained: dict[int, CachedPrefix] = {}  # by session, the oldest first
+
+    @property
+    def retained(self) -> tuple[int, ...]:
+        """Sessions whose rows are retained, the oldest first."""
+        return tuple(self._retained)
+
+    @property
+    def rows(self) -> int:
+        return sum(self._open.values()) + sum(len(prefix.tokens) for prefix in self._retained.values())
+
+    def fits(self, rows: int) -> bool:
+        """Return whether ``rows`` more rows fit, after evictions if necessary; a lone session always fits."""
+        return self._limit is None or not self._open or sum(self._open.values()) + rows <= self._limit
+
+    def find(self, prompt: Sequence[int], usable: Callable[[CachedPrefix], bool]) -> PrefixHit | None:
+        """Return the prefix with the most rows in common, the newest of equal ones. The hit has one row less
+        than prompt and prefix share, so that at least one is left to compute."""
+        best: PrefixHit | None = None
+        for prefix in self._retained.values():
+            rows = prefix.shared_with(prompt) - 1
+            enough = rows >= MIN_ROWS and rows >= MIN_SHARE * len(prefix.tokens)
+            if enough and (best is None or rows >= best.rows) and usable(prefix):
+                best = PrefixHit(prefix, rows)
+        return best
+
+    def begin(self, session: int, rows: int, parent_session: int = -1) -> tuple[int, ...]:
+        """Begin a session of at most ``rows`` rows, which takes over those of ``parent_session``; return
+        the sessions whose rows the stages still retain."""
+        self._retained.pop(parent_session, None)
+        self._open[session] = rows
+        while self._limit is not None and self._retained and self.rows > self._limit:
+            del self._retained[next(iter(self._retained))]
+        return self.retained
+
+    def retain(self, coordinator: Coordinator) -> tuple[int, ...]:
+        """End a session; return the numbers of its rows that the stages retain. Empty if they are too few, or
+        its drafter cannot be reused. Not for a session whose stages were lost."""
+        session, request, drafter = coordinator.builder.session, coordinator.request, coordinator.drafter
+        del self._open[session]
+        numbers, tokens = coordinator.retainable_rows()
+        if self._limit is None or len(numbers) <= MIN_ROWS:
+            return ()
+        # Also frees what the drafter holds beyond the text.
+        if drafter and not drafter.rewind(len(numbers), request.sampling, request.params.rank,
+                                          request.params.tau):
+            return ()
+        self._retained[session] = CachedPrefix(session, np.array(tokens, dtype=np.int32), request, drafter)
+        return tuple(numbers)
+
+    def clear(self) -> None:
+        self._open.clear()
+        self._retained.clear()

@@ -1,0 +1,102 @@
+"""Observers of a cluster's events, called synchronously in the thread that drives it.
+
+Every call delays the requests, so an observer only takes notes. An observer that raises ends the run, because
+a trace with holes is worse than none; :class:`Observers` (servers) only logs the error.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from flowspec_edge.messages import Cancel, Computed, Credit, Heartbeat, Output, Prune, Segment, Tap
+from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.scheduler import Job
+from flowspec_edge.runtime.request import Result
+
+log = logging.getLogger(__name__)
+
+
+class Observer:
+    """Base class that ignores everything. Times (``at``) are seconds of time.monotonic(), or virtual."""
+
+    @property
+    def wants_times(self) -> bool:
+        """Whether the stages have to report each segment's times (Computed), in requests that begin now."""
+        return False
+
+    def opened(self, coordinator: Coordinator, at: float) -> None:
+        """A request begins, or continues after a loss, in a new session."""
+
+    def sent(self, message: Segment | Prune | Cancel, at: float) -> None:
+        ...
+
+    def arrived(self, message: Output | Credit | Tap | Computed, at: float) -> None:
+        """D0 reads a message from its links; it may be stale."""
+
+    def worked(self, job: Job, start: float, end: float) -> None:
+        """D0 drafted or verified; the coordinator has processed the result."""
+
+    def settled(self, coordinator: Coordinator, result: Result, at: float) -> None:
+        """A request is answered."""
+
+    def failed(self, coordinator: Coordinator, at: float) -> None:
+        """An opened request ends with an error instead."""
+
+    def heartbeat(self, beat: Heartbeat, at: float) -> None:
+        ...
+
+    def lost(self, reason: str, at: float) -> None:
+        """A stage is lost; the cluster waits for it, or ends."""
+
+    def recovered(self, at: float) -> None:
+        """All stages, or their replacements, are back."""
+
+
+class Observers(Observer):
+    """Several observers as one; an error affects nothing else, and is logged once per kind of event."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = tuple(observers)
+        self._failed: set[tuple[Observer, str]] = set()
+
+    @property
+    def wants_times(self) -> bool:
+        return any(observer.wants_times for observer in self._observers)
+
+    def opened(self, coordinator: Coordinator, at: float) -> None:
+        self._notify("opened", lambda observer: observer.opened(coordinator, at))
+
+    def sent(self, message: Segment | Prune | Cancel, at: float) -> None:
+        self._notify("sent", lambda observer: observer.sent(message, at))
+
+    def arrived(self, message: Output | Credit | Tap | Computed, at: float) -> None:
+        self._notify("arrived", lambda observer: observer.arrived(message, at))
+
+    def worked(self, job: Job, start: float, end: float) -> None:
+        self._notify("worked", lambda observer: observer.worked(job, start, end))
+
+    def settled(self, coordinator: Coordinator, result: Result, at: float) -> None:
+        self._notify("settled", lambda observer: observer.settled(coordinator, result, at))
+
+    def failed(self, coordinator: Coordinator, at: float) -> None:
+        self._notify("failed", lambda observer: observer.failed(coordinator, at))
+
+    def heartbeat(self, beat: Heartbeat, at: float) -> None:
+        self._notify("heartbeat", lambda observer: observer.heartbeat(beat, at))
+
+    def lost(self, reason: str, at: float) -> None:
+        self._notify("lost", lambda observer: observer.lost(reason, at))
+
+    def recovered(self, at: float) -> None:
+        self._notify("recovered", lambda observer: observer.recovered(at))
+
+    def _notify(self, event: str, call: Callable[[Observer], None]) -> None:
+        for observer in self._observers:
+            try:
+                call(observer)
+            except Exception:
+                if (observer, event) not in self._failed:
+                    self._failed.add((observer, event))
+                    log.exception("a fault of this program: what is shown of the requests may be wrong (%s)",
+                                  type(observer).__name__)

@@ -1,0 +1,149 @@
+"""A cluster in virtual time: one process, discrete events, bit-for-bit reproducible figures.
+
+Compute and links are charged with the hidden width and layers of the profile's model, not of the loaded one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+from flowspec_edge.config import Profile
+from flowspec_edge.errors import UsageError
+from flowspec_edge.model.modeldir import ModelDir, is_sharded
+from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.models import DraftModels
+from flowspec_edge.runtime.draft_device.slot_curve import WARM_UP_ROWS, SlotCurve
+from flowspec_edge.runtime.observe.observer import Observer
+from flowspec_edge.runtime.request import OnTokens, Request, Result
+from flowspec_edge.runtime.virtual.clock import EventClock, Span
+from flowspec_edge.runtime.virtual.devices import Devices
+from flowspec_edge.runtime.virtual.run import VirtualRun
+from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.shard import Shard, load_shard, stage_ranges
+from flowspec_edge.strategies.base import Parallelism
+from flowspec_edge.strategies.registry import strategy_class
+
+
+class StageWeights:
+    """The target's weights, loaded once for all stages. A checkpoint can be split at any layer, a sharded
+    model only where it was sharded."""
+
+    def __init__(self, model_dir: Path, dtype: str, device: str = "cpu") -> None:
+        self._model_dir, self._dtype, self._device = model_dir, dtype, device
+        self._loaded: list[Shard] = []
+
+    def shards(self, stages: int) -> list[Shard]:
+        """Return ``stages`` pieces with shared weights; the last may be empty. Raises as ``load_shard``."""
+        ranges = stage_ranges(self._model_dir, stages, allow_empty=True)
+        if not self._loaded:
+            pieces = stages if is_sharded(self._model_dir) else 1
+            self._loaded = [load_shard(self._model_dir, i, pieces, self._dtype, self._device)
+                            for i in range(pieces)]
+        if len(self._loaded) > 1:
+            return self._loaded
+        return [self._loaded[0].subset(i, stages, layers) for i, layers in enumerate(ranges)]
+
+
+class VirtualCluster:
+    """If a single profile is given, all devices have it and share the layers of its model evenly."""
+
+    clock = "virtual"
+    spans: list[Span]  # of the newest run
+
+    def __init__(self, model_dir: Path, stages: int, profile: Profile | Devices, dtype: str = "fp32",
+                 observer: Observer | None = None, *, device: str = "cpu", learn: bool = False) -> None:
+        """device  torch device for D0's weights and the stages'
+        learn   D0 learns segment times from the stages' reports (``slot_curve``), instead of from the profile
+        """
+        self.devices = profile if isinstance(profile, Devices) else Devices.even(profile, stages)
+        self._draft_models = DraftModels(model_dir, dtype, device)
+        self._stages = stages
+        self._observer = observer or Observer()
+        self._weights = StageWeights(ModelDir(model_dir).stages, dtype, device)
+        self._curve = self._warm_curve() if learn else None
+        self._engines: dict[int, list[StageEngine]] = {}  # by the number of pieces
+        self._session = 0
+        self.spans = []
+        self._engines_of(stages)
+
+    def under(self, profile: Profile | Devices, stages: int) -> VirtualCluster:
+        """Return a cluster of other devices that takes over these weights; do not use this one again."""
+        other = copy(self)
+        other.devices = profile if isinstance(profile, Devices) else Devices.even(profile, stages)
+        other._stages = stages
+        other._curve = other._warm_curve() if self._curve else None
+        other._engines = {n: engines for n, engines in self._engines.items() if n in (1, stages)}
+        other._engines_of(stages)
+        return other
+
+    def _warm_curve(self) -> SlotCurve:
+        curve = SlotCurve()
+        curve.link_row_s = self.devices.link_row_seconds()
+        for place, rows in product(range(1, self._stages + 1), WARM_UP_ROWS):
+            curve.observe(place, rows, self.devices.stage_seconds(place, rows))
+        return curve
+
+    def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
+        return self.generate_many([request], on_tokens=[on_tokens])[0]
+
+    def generate_many(self, requests: Sequence[Request], arrivals: Sequence[float] | None = None, *,
+                      leaves: Sequence[float | None] | None = None,
+                      follows: Sequence[int | None] | None = None,
+                      on_tokens: Sequence[OnTokens | None] | None = None) -> list[Result]:
+        """Run requests concurrently; results in their order.
+
+        arrivals   virtual seconds at which each arrives; all at 0 by default
+        leaves     when each is cancelled, or None; its result is the text until then
+        follows    index of the request whose end starts each, instead of a time
+
+        UsageError if one does not fit, or if they need different parallelism.
+        """
+        chosen = {strategy_class(request.strategy).parallelism for request in requests}
+        if len(chosen) > 1:
+            raise UsageError("concurrent requests must share one kind of parallelism, "
+                             f"not {' and '.join(sorted(chosen))}")
+        [parallelism] = chosen or {"pipeline"}
+        clock = EventClock()
+        self.spans = []
+        engines = self._engines_of(self._stages if parallelism == "pipeline" else 1)
+        run = VirtualRun(engines, self.devices, parallelism, clock, self.spans, self._observer,
+                         self._curve)
+        results: dict[int, Result] = {}
+
+        def start(place: int) -> None:
+            coordinator = self._coordinator(requests[place], parallelism, clock)
+            if leaves and (leave := leaves[place]) is not None:
+                clock.at(max(leave, clock.now), lambda: run.cancel(coordinator))
+            listener = on_tokens[place] if on_tokens else None
+            run.start(coordinator, listener, partial(done, place))
+
+        def done(place: int, result: Result) -> None:
+            results[place] = result
+            for following in [other for other, first in enumerate(follows or ()) if first == place]:
+                start(following)
+
+        order = sorted((place for place in range(len(requests)) if not follows or follows[place] is None),
+                       key=lambda place: arrivals[place] if arrivals else 0.0)
+        run.expect([(arrivals[place] if arrivals else 0.0, partial(start, place)) for place in order])
+        run.run()
+        return [results[place] for place in range(len(requests))]
+
+    def _coordinator(self, request: Request, parallelism: Parallelism, clock: EventClock) -> Coordinator:
+        self._session += 1
+        latency = self.devices.latency_seconds(request.params.segment, parallelism)
+        return self._draft_models.coordinator(
+            request, self._stages, lambda: clock.now, self._session,
+            lambda kind: latency / max(self.devices.d0.draft_seconds(kind), 1e-9),
+            self._curve.seconds if self._curve else self.devices.occupied_seconds)
+
+    def _engines_of(self, stages: int) -> list[StageEngine]:
+        if stages not in self._engines:
+            self._engines[stages] = [StageEngine(shard) for shard in self._weights.shards(stages)]
+        return self._engines[stages]
+
+    def close(self) -> None:
+        """A virtual cluster holds no processes or sockets."""

@@ -1,0 +1,100 @@
+"""The cost model of a cluster: a profile and a share of the layers for each device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+from flowspec_edge.config import Profile
+from flowspec_edge.errors import UsageError
+from flowspec_edge.runtime.draft_device.coordinator import Coordinator, Task, Verify
+from flowspec_edge.runtime.virtual.collectives import tensor_seconds
+from flowspec_edge.strategies.base import Parallelism
+
+
+@dataclass(frozen=True)
+class Devices:
+    """D0 (place 0) and its stages V1…VN (places 1 to N).
+
+    layers  of the profiles' model, by stage; a fraction is allowed
+    name    label of figures under these devices
+    """
+
+    d0: Profile
+    stages: tuple[Profile, ...]
+    layers: tuple[float, ...]
+    name: str
+
+    def __post_init__(self) -> None:
+        if not self.stages or len(self.stages) != len(self.layers):
+            raise UsageError(f"{len(self.stages)} stages cannot have {len(self.layers)} shares of the layers")
+        shapes = {(p.model.layers, p.model.hidden_width, p.model.bytes_per_value)
+                  for p in (self.d0, *self.stages)}
+        if len(shapes) > 1:
+            raise UsageError("the devices' profiles describe different models (layers, width, bytes a value: "
+                             f"{', '.join(map(str, sorted(shapes)))}); use profiles of one model")
+        if abs(sum(self.layers) - self.d0.model.layers) > 1e-6:
+            raise UsageError(f"the stages have {sum(self.layers):g} layers in all, "
+                             f"but the profiles' model has {self.d0.model.layers}")
+
+    @classmethod
+    def even(cls, profile: Profile, stages: int) -> Devices:
+        """``stages`` equal devices that share the model's layers evenly, and an equal D0."""
+        return cls(profile, (profile,) * stages, (profile.model.layers / stages,) * stages, profile.name)
+
+    def stage_seconds(self, place: int, rows: int, context: int = 0) -> float:
+        """Time of Vi (``place`` = i) for ``rows`` rows with ``context`` tokens in its cache."""
+        return self.stages[place - 1].stage_seconds(rows, self.layers[place - 1], context)
+
+    def slot_seconds(self, rows: int) -> float:
+        """Time of a segment in the slowest stage."""
+        return max(self.stage_seconds(place, rows) for place in range(1, len(self.stages) + 1))
+
+    def occupied_seconds(self, rows: int) -> float:
+        """Time of a segment in the slowest stage plus the slowest link after a stage."""
+        size = rows * self.d0.model.hidden_width * self.d0.model.bytes_per_value
+        ring = [*range(1, len(self.stages) + 1), 0]
+        return self.slot_seconds(rows) + max(self.hop_seconds(a, b, size)[0] for a, b in pairwise(ring))
+
+    def link_row_seconds(self) -> float:
+        """Mean time of a row's hidden state over a link after a stage, as a round trip measures it."""
+        size = self.d0.model.hidden_width * self.d0.model.bytes_per_value
+        ring = [*range(1, len(self.stages) + 1), 0]
+        return sum(self.hop_seconds(a, b, size)[0] for a, b in pairwise(ring)) / len(self.stages)
+
+    def hop_seconds(self, sender: int, receiver: int, size: int) -> tuple[float, float]:
+        """(Time that ``size`` bytes occupy the link, latency after that), at the speed of the slower port."""
+        sent = self._profile(sender).link_seconds(size)
+        received = self._profile(receiver).link_seconds(size)
+        return max(sent[0], received[0]), max(sent[1], received[1])
+
+    def compute_seconds(self, parallelism: Parallelism) -> Sequence[Callable[[int, int], float]]:
+        """Return (rows, context) -> seconds for each stage of a pipeline, or one for a tensor-parallel
+        group, which shares the layers evenly and is as fast as its slowest device."""
+        places = range(1, len(self.stages) + 1)
+        if parallelism == "pipeline":
+            return [partial(self.stage_seconds, place) for place in places]
+        distinct = {id(p): p for p in self.stages}.values()
+        n = len(self.stages)
+        return [lambda rows, context: max(tensor_seconds(p, parallelism, rows, n, context) for p in distinct)]
+
+    def latency_seconds(self, rows: int, parallelism: Parallelism) -> float:
+        """Time of a segment from D0 through all stages to its tokens."""
+        parts = self.compute_seconds(parallelism)
+        hidden = rows * self.d0.model.hidden_width * self.d0.model.bytes_per_value
+        following = [*range(2, len(parts) + 1), 0]  # the receiver of each part's results
+        hops = sum(sum(self.hop_seconds(place, receiver, hidden))
+                   for place, receiver in enumerate(following, start=1))
+        return sum(seconds(rows, 0) for seconds in parts) + hops + self.d0.verify_seconds(rows)
+
+    def task_seconds(self, coordinator: Coordinator, task: Task) -> float:
+        if isinstance(task, Verify):
+            return self.d0.verify_seconds(len(task.output.numbers))
+        kind = coordinator.strategy.drafts_with(coordinator.request.params)
+        assert kind is not None
+        return self.d0.draft_seconds(kind, len(task.request.nodes))
+
+    def _profile(self, place: int) -> Profile:
+        return self.stages[place - 1] if place else self.d0

@@ -1,0 +1,1 @@
+"""A verification device's process: one layer shard, one loop."""

@@ -1,0 +1,50 @@
+"""Loads a worker's part of the model; importing this module imports torch, which takes seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from flowspec_edge.messages import Hello
+from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.runtime.emulation.collectives import EmulatedGroup, GroupCharge
+from flowspec_edge.runtime.emulation.engine import Charge, EmulatedEngine, Emulation, stage_charge
+from flowspec_edge.runtime.worker.config import WorkerConfig
+from flowspec_edge.stage.base import Engine
+from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.families import load_config
+from flowspec_edge.stage.shard import Shard, load_shard
+from flowspec_edge.stage.tensor_parallel.engine import TensorEngine
+from flowspec_edge.stage.tensor_parallel.process_group import GlooGroup, ProcessGroup
+from flowspec_edge.stage.tensor_parallel.shard import load_tensor_shard
+from flowspec_edge.stage.warmup import warm_up
+
+
+def load_engine(config: WorkerConfig, emulation: Emulation | None) -> tuple[Engine, Hello]:
+    """Return the engine with the stage's shard, warmed up on CUDA, and the Hello that describes it."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    rank, stages = config.stage - 1, config.stages
+    weights = ModelDir(Path(config.model)).stages
+    charge: Charge | None = (
+        stage_charge(emulation.devices, config.parallelism, config.stage) if emulation else None)
+    shard: Shard
+    engine: Engine
+    if config.parallelism == "pipeline":
+        shard = load_shard(weights, rank, stages, config.dtype, config.device)
+        if shard.device.type == "cuda":
+            warm_up(shard)
+        engine = StageEngine(shard)
+    else:
+        group: ProcessGroup = GlooGroup(rank, stages, config.group, config.interface, config.group_within_s)
+        if emulation and emulation.links == "real":
+            profile = emulation.devices.stages[rank]
+            wide = group = EmulatedGroup(group, profile, load_config(weights).num_hidden_layers)
+            charge = GroupCharge(wide, profile, overlaps=config.parallelism == "galaxy")
+        rank_shard = load_tensor_shard(weights, config.parallelism, group, config.dtype, config.device)
+        shard, engine = rank_shard, TensorEngine(rank_shard, group)
+    if emulation and charge:
+        engine = EmulatedEngine(engine, charge, emulation.devices.layers[rank],
+                                cancels_end_segments=not config.tensor_parallel)
+    return engine, Hello(config.instance, config.stage, stages, shard.layers, shard.digest)

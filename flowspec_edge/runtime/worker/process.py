@@ -1,0 +1,85 @@
+"""A verification device's process.
+
+    python -m flowspec_edge.runtime.worker --config FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from flowspec_edge.config import load_toml
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.messages import Failed
+from flowspec_edge.runtime.emulation.engine import Emulation
+from flowspec_edge.runtime.emulation.links import EmulatedTransport
+from flowspec_edge.runtime.observe.power import board_meter
+from flowspec_edge.runtime.worker.config import WorkerConfig
+from flowspec_edge.runtime.worker.reports import one_line
+from flowspec_edge.runtime.worker.sd_notify import Notifier
+from flowspec_edge.runtime.worker.worker import Stopped, Worker, connect
+from flowspec_edge.transport import keys
+from flowspec_edge.transport.zmq_links import ZmqTransport
+
+log = logging.getLogger(__name__)
+
+
+def run_worker(config: WorkerConfig, notifier: Notifier | None = None) -> None:
+    """Load the shard and serve until Shutdown or SIGTERM; errors are sent to D0 (Failed), then raised."""
+    emulation = Emulation.load(Path(config.emulate)) if config.emulate else None
+    pair = keys.load(Path(config.key_file)) if config.key_file else None
+    transport = (EmulatedTransport(emulation, config.stage, keys=pair, unencrypted=config.unencrypted)
+                 if emulation else ZmqTransport(pair, unencrypted=config.unencrypted))
+    try:
+        links = connect(config, transport)
+        try:
+            from flowspec_edge.runtime.worker.load import load_engine  # here: it imports torch
+
+            engine, hello = load_engine(config, emulation)
+            with board_meter(wanted=emulation is None) as meter:
+                Worker(config, links, engine, hello, notifier, meter).run()
+        except Stopped:
+            return
+        except Exception as error:
+            links.control.send(Failed(config.instance, config.stage, one_line(error)))
+            raise
+    finally:
+        transport.close()
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not cut the shutdown short
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise Stopped
+
+
+def serve(path: Path, verbose: bool = False, changes: Mapping[str, Any] | None = None,
+          notifier: Notifier | None = None) -> int:
+    """Run a configuration file's worker, with ``changes``; return the exit code. Errors go to stderr."""
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING)
+    signal.signal(signal.SIGTERM, _on_signal)
+    signal.signal(signal.SIGINT, _on_signal)
+    try:
+        run_worker(load_toml(path, WorkerConfig).model_copy(update=changes or {}), notifier)
+    except Stopped:
+        return 0
+    except Exception as error:
+        if not isinstance(error, FlowspecError):
+            log.exception("V: unexpected error")
+        print(f"flowspec worker: {one_line(error)}", file=sys.stderr)
+        return error.exit_code if isinstance(error, FlowspecError) else 1
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="One verification device of a flowspec cluster.")
+    parser.add_argument("--config", type=Path, required=True, help="a worker's TOML file")
+    parser.add_argument("--verbose", action="store_true", help="log what happens")
+    arguments = parser.parse_args()
+    return serve(arguments.config, arguments.verbose)

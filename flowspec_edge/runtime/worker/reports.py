@@ -1,0 +1,78 @@
+"""A stage's reports to D0: Hello, heartbeats, session reports, timings, failures.
+
+Best effort: a report that does not fit into the queue is dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.messages import Computed, Failed, Heartbeat, Hello, Segment, SessionReport
+from flowspec_edge.runtime.observe.power import SessionEnergy
+from flowspec_edge.runtime.observe.system_stats import SystemStats
+from flowspec_edge.runtime.worker.config import WorkerConfig
+from flowspec_edge.runtime.worker.stats import WorkerStats
+from flowspec_edge.stage.base import Engine
+from flowspec_edge.transport.base import ClientLink
+
+
+class Reports:
+    """``due_at``: when the next heartbeat is due (time.monotonic)."""
+
+    def __init__(self, config: WorkerConfig, control: ClientLink, following: ClientLink, engine: Engine,
+                 stats: WorkerStats, hello: Hello, system_stats: SystemStats, energy: SessionEnergy) -> None:
+        """``control``: to D0; ``following``: to the next device."""
+        self._config = config
+        self._control = control
+        self._following = following
+        self._engine = engine
+        self._stats = stats
+        self._hello = hello
+        self._system_stats = system_stats
+        self._energy = energy
+        self._greeted = 0  # disconnects of the control link before the last Hello
+        self.due_at = 0.0
+
+    def send_hello(self) -> None:
+        disconnects = self._control.disconnects()
+        hello = replace(self._hello, newest=self._stats.newest)
+        if self._control.send(hello):  # else the queue is full of old heartbeats: try again
+            self._greeted = disconnects
+
+    def send_hello_again(self) -> None:
+        """Send Hello if the connection to D0, or to a new D0, is back."""
+        if self._control.disconnects() > self._greeted and not self._control.disconnected_for():
+            self.send_hello()
+
+    def send_heartbeat(self) -> None:
+        self.due_at = time.monotonic() + self._config.heartbeat_s
+        self._energy.update()
+        counters = {**self._engine.counters, **self._stats.total.counters(), "since": self._stats.since,
+                    "cache_bytes": self._engine.cache_bytes, **self._system_stats.read()}
+        self._control.send(Heartbeat(self._config.instance, self._config.stage, counters,
+                                     isolated=bool(self._following.disconnected_for())))
+
+    def send_session_report(self, session: int) -> None:
+        """Send the final figures, energy included, of an open session that is about to be closed."""
+        counters = {**self._engine.counters_of(session), **self._stats.counters_for(session)[-1].counters(),
+                    **self._energy.close(session)}
+        self._control.send(SessionReport(self._config.instance, self._config.stage, session, counters))
+
+    def send_timing(self, segment: Segment, rows: int, start: float, end: float) -> None:
+        """Report the time of ``rows`` rows of a segment, in a timed session; seconds of time.monotonic()."""
+        if self._stats.timed(segment.session):
+            times = (round(moment * 1e6) for moment in (start, end, time.monotonic()))
+            self._control.send(Computed(segment.session, segment.epoch, segment.run, self._config.stage,
+                                        rows, *times))
+
+    def send_failure(self, reason: str) -> None:
+        """The open sessions cannot continue."""
+        self._control.send(Failed(self._config.instance, self._config.stage, reason))
+
+
+def one_line(error: BaseException) -> str:
+    """Format an error as one line; unexpected ones with their type."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, FlowspecError) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,92 @@
+"""Counters of a stage's loop, per open session and in total."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from statistics import median
+
+_NEWEST = 1024
+
+
+@dataclass(eq=False)
+class SessionStats:
+    epoch: int = 0
+    timed: bool = False  # D0 wants a Computed for each segment
+    compute_s: float = 0.0
+    wait_s: float = 0.0  # idle while the session was open
+    tokens: int = 0  # committed
+    rows: int = 0  # that went through the layers
+    bytes_in: int = 0  # over the data links
+    bytes_out: int = 0
+    slots: deque[float] = field(default_factory=lambda: deque(maxlen=_NEWEST))  # s, segments with rows
+
+    def counters(self) -> dict[str, float]:
+        """``slot_s`` is the median over segments."""
+        return {"compute_s": self.compute_s, "wait_s": self.wait_s,
+                "slot_s": median(self.slots) if self.slots else 0.0, "tokens": self.tokens, "rows": self.rows,
+                "bytes_in": self.bytes_in, "bytes_out": self.bytes_out}
+
+
+class WorkerStats:
+    """total   over all sessions since ``since``, the last one opened while no other was open
+    newest  highest session number opened or skipped so far
+    """
+
+    def __init__(self) -> None:
+        self.total = SessionStats()
+        self.since = -1
+        self.newest = -1
+        self._stats: dict[int, SessionStats] = {}  # of the open sessions
+
+    def __bool__(self) -> bool:
+        """Whether a session is open."""
+        return bool(self._stats)
+
+    def __contains__(self, session: int) -> bool:
+        return session in self._stats
+
+    @property
+    def sessions(self) -> tuple[int, ...]:
+        """The open ones, oldest first."""
+        return tuple(self._stats)
+
+    def open(self, session: int, epoch: int, concurrent: Iterable[int], timed: bool = False) -> bool:
+        """Open a session and close those not ``concurrent``; return whether it is the only open one. An
+        epoch no newer than the session's changes nothing."""
+        if session in self._stats and self._stats[session].epoch >= epoch:
+            return False
+        self.newest = max(self.newest, session)
+        stay = set(concurrent) - {session}
+        self._stats = {n: stats for n, stats in self._stats.items() if n in stay}
+        alone = not self._stats
+        if alone:
+            self.total, self.since = SessionStats(), session
+        self._stats[session] = SessionStats(epoch, timed)
+        return alone
+
+    def close(self, session: int) -> None:
+        """Close a session; ``total`` keeps its counts."""
+        del self._stats[session]
+
+    def timed(self, session: int) -> bool:
+        return session in self._stats and self._stats[session].timed
+
+    def mark_ended(self, session: int) -> None:
+        """A session ended before its Open came; neither it nor an earlier one will be opened."""
+        self.newest = max(self.newest, session)
+
+    def awaits_open(self, session: int, epoch: int) -> bool:
+        """Return whether the Open is still to come: sessions are opened in numerical order."""
+        return session > self.newest or (session in self._stats and self._stats[session].epoch < epoch)
+
+    def counters_for(self, session: int) -> list[SessionStats]:
+        """Return the counters for a session's work: the total and, while it is open, its own."""
+        own = self._stats.get(session)
+        return [self.total] if own is None else [self.total, own]
+
+    def add_wait(self, seconds: float) -> None:
+        """Count idle time for all open sessions."""
+        for stats in [self.total, *self._stats.values()] if self else ():
+            stats.wait_s += seconds

@@ -1,0 +1,296 @@
+"""A stage's loop: control messages first, then segments, reports and connection checks.
+
+Knows the order of a stage's steps and when it must end by itself; does not know sockets or segments.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import multiprocessing
+import os
+import time
+from dataclasses import dataclass
+from typing import cast
+
+from flowspec_edge.errors import PeerLost, ProtocolError
+from flowspec_edge.messages import (
+    Cancel,
+    Close,
+    Credit,
+    Hello,
+    Message,
+    Open,
+    Output,
+    Prune,
+    Segment,
+    Shutdown,
+    Tap,
+)
+from flowspec_edge.runtime.observe.power import PowerMeter, SessionEnergy
+from flowspec_edge.runtime.observe.system_stats import SystemStats
+from flowspec_edge.runtime.worker.config import WorkerConfig
+from flowspec_edge.runtime.worker.reports import Reports, one_line
+from flowspec_edge.runtime.worker.sd_notify import Notifier
+from flowspec_edge.runtime.worker.stats import WorkerStats
+from flowspec_edge.stage.base import Engine
+from flowspec_edge.transport import keys
+from flowspec_edge.transport.base import ClientLink, Link, Transport
+
+log = logging.getLogger(__name__)
+
+_CHECK_S = 0.25  # between checks of the links and the parent process
+
+
+class Stopped(BaseException):
+    """D0 or a signal asked the process to end. A BaseException, because library code in which it may be
+    raised must not handle it."""
+
+
+@dataclass
+class Links:
+    transport: Transport
+    control: ClientLink  # to and from D0
+    previous: Link  # segments in
+    next: ClientLink  # segments or outputs out; a rank but the last forwards segments unchanged
+
+
+def connect(config: WorkerConfig, transport: Transport) -> Links:
+    name = f"V{config.stage}"
+    control_key, next_key, previous_key = (
+        [keys.parse_public(key)] if config.key_file else []
+        for key in (config.control_key, config.next_key, config.previous_key))
+    return Links(
+        transport,
+        transport.control(config.control, f"{name} control", config.instance, control_key),
+        transport.pull(config.listen, f"{name} data in", previous_key, config.listen_fd),
+        transport.push(config.next, f"{name} data out", next_key),
+    )
+
+
+class Worker:
+    def __init__(self, config: WorkerConfig, links: Links, engine: Engine, hello: Hello,
+                 notifier: Notifier | None = None, meter: PowerMeter | None = None) -> None:
+        """``notifier``: the service manager's; ``meter``: of the board's power."""
+        self._config = config
+        self._links = links
+        self._engine = engine
+        self._bytes_in = 0  # of the data link, counted so far
+        self._stats = WorkerStats()
+        self._energy = SessionEnergy(meter)
+        self._reports = Reports(config, links.control, links.next, engine, self._stats, hello,
+                                SystemStats(meter=meter), self._energy)
+        self._check_at = 0.0
+        # When the first of the open sessions began: seconds, and disconnects of the links to D0 and the next
+        self._open_at = 0.0
+        self._disconnects = (0, 0)
+        self._isolated = False  # no connection to the next device at the last check
+        self._notifier = notifier or Notifier({})
+        self._title = f"V{hello.stage} of {hello.stages}, layers [{hello.layers[0]}, {hello.layers[1]})"
+
+    def run(self) -> None:
+        """Serve until Shutdown; raises FlowspecError when the stage cannot continue."""
+        self._reports.send_hello()
+        self._notifier.ready(self._title)
+        try:
+            while True:
+                self._tick()
+                segment = self._next_segment()
+                if segment is not None:
+                    self._work(segment)
+        except Stopped:
+            return
+
+    # ---- data ----------------------------------------------------------------------------------
+
+    def _next_segment(self) -> Segment | None:
+        message = self._links.previous.receive()
+        if message is None:
+            self._sleep()
+            return None
+        if not isinstance(message, Segment):
+            raise ProtocolError(f"{self._links.previous.name}: a {type(message).__name__} is not a segment")
+        # The two channels are not ordered: a session's first segment may overtake its Open.
+        deadline = time.monotonic() + self._config.open_within_s
+        while self._stats.awaits_open(message.session, message.epoch):
+            if time.monotonic() > deadline:
+                raise ProtocolError(f"received a segment of session {message.session}, but no Open for it "
+                                    f"within {self._config.open_within_s:g} s")
+            self._sleep(data=False)
+            self._tick()
+        received = self._links.previous.bytes_in - self._bytes_in  # since the last one: emulated links delay
+        self._bytes_in += received
+        for stats in self._stats.counters_for(message.session):
+            stats.bytes_in += received
+        return message
+
+    def _work(self, segment: Segment) -> None:
+        start, before = time.monotonic(), self._rows(segment.session)
+        try:
+            admitted = self._engine.admit(segment)
+        except ProtocolError as error:  # such as a gap: a segment before it was lost
+            if self._config.tensor_parallel:
+                raise
+            self._abandon_sessions(one_line(error))
+            admitted = None
+        if admitted is None:
+            self._credit(segment)  # it occupied a slot at V1 nevertheless
+            return
+        forwards = self._config.tensor_parallel and self._config.stage < self._config.stages
+        if forwards:  # first: no rank can begin without the next one
+            self._send_on(segment)
+        self._energy.work_for(segment.session)
+        try:
+            taps, result = self._engine.compute(admitted, self._tick)
+        except PeerLost:
+            self._drain()
+            raise
+        self._energy.work_for(None)
+        end = time.monotonic()
+        seconds = end - start
+        rows = max(0, self._rows(segment.session) - before)  # 0 if the session has ended meanwhile
+        for stats in self._stats.counters_for(segment.session):
+            stats.compute_s += seconds
+            stats.tokens += len(segment.committed)
+            stats.rows += rows
+            if len(admitted.numbers):
+                stats.slots.append(seconds)
+        self._credit(segment)  # first: this stage may have nothing else to do
+        for tap in taps:
+            self._send(self._links.control, tap)
+        if not forwards:
+            self._send_on(result)
+        self._reports.send_timing(segment, rows, start, end)
+
+    def _rows(self, session: int) -> int:
+        return int(self._engine.counters_of(session).get("rows", 0))
+
+    def _credit(self, segment: Segment) -> None:
+        """V1 tells D0 that it has room for another segment."""
+        if self._config.stage == 1:
+            self._send(self._links.control, Credit(segment.session, segment.epoch, segment.run))
+
+    def _send_on(self, message: Segment | Output) -> None:
+        before = self._links.next.bytes_out
+        self._send(self._links.next, message)
+        for stats in self._stats.counters_for(message.session):
+            stats.bytes_out += self._links.next.bytes_out - before
+
+    def _drain(self) -> None:
+        """Another rank is lost: keep answering D0 until D0 has had time to find out which."""
+        deadline = time.monotonic() + self._config.broken_after_s
+        while time.monotonic() < deadline:
+            self._tick()
+            self._sleep(data=False)
+
+    def _send(self, link: ClientLink, message: Message) -> None:
+        """Send ``message``; serve control messages while the peer has no room.
+
+        Data of a session that ends meanwhile is dropped, because a restarted peer must not get it. Ranks drop
+        nothing: all must see the same segments.
+        """
+        data = isinstance(message, Segment | Output | Tap) and not self._config.tensor_parallel
+        while not link.send(message):
+            self._sleep(data=False, room=link)
+            self._tick()
+            if data and cast(Segment | Output | Tap, message).session not in self._stats:
+                return
+
+    def _sleep(self, data: bool = True, room: Link | None = None, max_s: float = math.inf) -> None:
+        """Wait for a message, for room on ``room``, or until the next heartbeat or check is due. ``max_s``:
+        seconds that an emulated segment has left; they count as computing, not as waiting."""
+        start = time.monotonic()
+        incoming = [self._links.control, self._links.previous] if data else [self._links.control]
+        due = max(0.0, min(self._reports.due_at - start, self._check_at - start, max_s))
+        self._links.transport.wait(incoming, [room] if room else [], due)
+        if max_s == math.inf:
+            self._stats.add_wait(time.monotonic() - start)
+
+    # ---- control -------------------------------------------------------------------------------
+
+    def _tick(self, wait: float = 0.0) -> None:
+        """Handle control messages, checks and heartbeats; also called between layers."""
+        if wait > 0:
+            self._sleep(data=False, max_s=wait)
+        while (message := self._links.control.receive()) is not None:
+            self._handle_control(message)
+        self._notifier.alive()
+        now = time.monotonic()
+        if now >= self._check_at:
+            self._check_at = now + _CHECK_S
+            self._check()
+        if now >= self._reports.due_at:
+            self._reports.send_heartbeat()
+
+    def _handle_control(self, message: Message) -> None:
+        match message:
+            case Prune():
+                self._engine.prune(message)
+            case Cancel():
+                self._engine.cancel(message)
+            case Open():
+                self._engine.open(message)
+                alone = self._stats.open(message.session, message.epoch, message.concurrent, message.timed)
+                self._energy.open(message.session, self._stats.sessions)
+                if alone:
+                    self._open_at = time.monotonic()
+                    self._disconnects = self._links.control.disconnects(), self._links.next.disconnects()
+            case Close():
+                if message.session in self._stats:
+                    self._reports.send_session_report(message.session)
+                    self._stats.close(message.session)
+                    self._reports.send_heartbeat()  # the totals, with the end of this session
+                else:
+                    self._stats.mark_ended(message.session)
+                self._engine.close(message)
+            case Shutdown():
+                log.info("V%d ends: %s", self._config.stage, message.reason)
+                raise Stopped
+            case _:
+                raise ProtocolError(f"{self._links.control.name}: D0 sent a {type(message).__name__}")
+
+    def _check(self) -> None:
+        """End, or abandon the sessions, if a peer that they need is gone."""
+        config, links = self._config, self._links
+        d0 = multiprocessing.parent_process()  # of a forked worker, whose parent is the fork server
+        if (config.parent and os.getppid() != config.parent) or (d0 and not d0.is_alive()):
+            raise PeerLost("the process that started this stage is gone")
+        d0_lost_s = links.control.disconnected_for()
+        if d0_lost_s > config.lost_after_s:
+            reason = f"{links.control.name}: no connection to D0 for {config.lost_after_s:g} s"
+            if config.parent:
+                raise PeerLost(reason)
+            if self._stats:  # a stage that is a service waits for another D0
+                self._abandon_sessions(reason)
+        self._notifier.status(f"{self._title}: {'waiting for D0' if d0_lost_s else 'connected to D0'}")
+        self._reports.send_hello_again()
+        next_lost_s = links.next.disconnected_for()
+        if bool(next_lost_s) != self._isolated:
+            self._isolated = not self._isolated
+            self._reports.due_at = 0.0  # D0 waits for this heartbeat after a loss
+        reason = self._next_outage(min(next_lost_s, time.monotonic() - self._open_at))
+        if self._stats and reason:
+            if config.tensor_parallel:
+                raise PeerLost(reason)
+            self._abandon_sessions(reason)
+
+    def _next_outage(self, lost_s: float) -> str:
+        """Why the open sessions cannot continue, if their link to the next device has been down for
+        ``lost_s`` seconds. "" if they can, or if D0 may still find out which device is to blame."""
+        config, link = self._config, self._links.next
+        broken = link.disconnects() != self._disconnects[1]
+        if broken and (not lost_s or lost_s > config.broken_after_s):
+            return f"{link.name}: the connection broke during a session; messages may be lost"
+        if lost_s > config.lost_after_s:
+            return f"{link.name}: no connection to the next device for {config.lost_after_s:g} s"
+        return ""
+
+    def _abandon_sessions(self, reason: str) -> None:
+        """Close the open sessions but keep the stage running; tell D0, unless D0 itself was disconnected."""
+        log.warning("V%d abandons its sessions: %s", self._config.stage, reason)
+        for session in self._stats.sessions:
+            self._stats.close(session)
+            self._energy.close(session)
+            self._engine.close(Close(session))
+        if self._links.control.disconnects() == self._disconnects[0]:
+            self._reports.send_failure(reason)

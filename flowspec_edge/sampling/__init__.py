@@ -1,0 +1,1 @@
+"""Choosing the next token: ``rule`` is the definition in numpy, ``sampler`` its equivalent in torch."""

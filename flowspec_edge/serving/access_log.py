@@ -1,0 +1,88 @@
+"""The access log: one line per request, with its figures and outcome but never its text."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+
+requests = logging.getLogger("flowspec_edge.serving.requests")
+
+GONE = 499  # nginx's status for a client that closed its connection
+
+
+@dataclass
+class AccessRecord:
+    """Times are seconds since the request's arrival, None for events that did not happen. ``energy_j``: of
+    all boards; None if not measured, or if a stop string ended the answer."""
+
+    path: str
+    id: str | None = None
+    status: int = 200
+    finish: str | None = None
+    strategy: str | None = None
+    stream: bool = False
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    energy_j: float | None = None
+    queued_s: float | None = None
+    first_token_s: float | None = None
+    seconds: float = 0.0
+    error: str | None = None
+    _start: float = field(default_factory=time.monotonic, repr=False)
+    _gaps: list[float] = field(default_factory=list, repr=False)
+
+    def add_tokens(self, tokens: Sequence[tuple[float, int]]) -> None:
+        """Set the arrivals of the tokens, in order: (time.monotonic, count)."""
+        self._gaps.clear()
+        for (before, _), (at, count) in pairwise([(0.0, 0), *tokens]):
+            self._gaps += [at - before, *[0.0] * (count - 1)]
+        if tokens:
+            self.first_token_s = tokens[0][0] - self._start
+            del self._gaps[0]
+
+    @property
+    def gaps(self) -> Sequence[float]:
+        """Seconds between consecutive tokens; 0 for tokens that came together."""
+        return self._gaps
+
+    def write(self) -> None:
+        self.seconds = time.monotonic() - self._start
+        requests.info("%s", self.path, extra={"record": self})
+
+    def as_json(self) -> str:
+        return json.dumps({name: round(value, 4) if isinstance(value, float) else value
+                           for name, value in asdict(self).items() if not name.startswith("_")})
+
+    def __str__(self) -> str:
+        queued = "" if self.queued_s is None else f", queued {self.queued_s:.2f} s"
+        ended = self.error or self.finish or "client gone"
+        tokens = f"{self.prompt_tokens} + {self.completion_tokens} tokens"
+        energy = "" if self.energy_j is None else f", {self.energy_j:.1f} J"
+        took = f"{tokens} in {self.seconds:.2f} s{queued}{energy}"
+        return f"{self.path} {self.status} {self.id or '-'}: {took}, {ended}"
+
+
+class LogFormatter(logging.Formatter):
+    """Log lines with timestamps, as text or as JSON objects."""
+
+    def __init__(self, as_json: bool) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+        self._as_json = as_json
+
+    def format(self, record: logging.LogRecord) -> str:
+        about: AccessRecord | None = getattr(record, "record", None)
+        if self._as_json:
+            when = {"time": round(record.created, 3), "level": record.levelname}
+            if about is not None:
+                return json.dumps(when | {"event": "request"} | json.loads(about.as_json()))
+            message = {"event": "log", "message": record.getMessage()}
+            if record.exc_info:
+                message["exception"] = self.formatException(record.exc_info)
+            return json.dumps(when | message)
+        if about is not None:
+            record.msg, record.args = str(about), ()
+        return super().format(record)

@@ -1,0 +1,334 @@
+"""Admission: requests queue for the cluster's few places.
+
+One thread owns the cluster and runs :meth:`AdmissionQueue.run`; all other methods are thread-safe.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.runtime.cluster.stage_links import ADVICE
+from flowspec_edge.runtime.request import (
+    ClusterState,
+    Likelihood,
+    Request,
+    RequestHandle,
+    Result,
+    SharedCluster,
+)
+from flowspec_edge.serving.fair_queue import FairQueue
+
+log = logging.getLogger(__name__)
+
+_PAUSE_S = 0.5  # before a lost cluster is tried again; doubled every time
+_MAX_PAUSE_S = 15.0
+_STARTING = "no token has come through the pipeline yet: the cluster is starting"
+_ENDING = "the server is shutting down"
+
+
+class QueueFull(FlowspecError):
+    """``retry_after`` is in seconds."""
+
+    def __init__(self, waiting: int, retry_after: int) -> None:
+        super().__init__(f"{waiting} requests are waiting already; try again in {retry_after} s")
+        self.retry_after = retry_after
+
+
+class ClusterUnavailable(FlowspecError):
+    """The cluster is down, or lost the request."""
+
+    retry_after = 5  # seconds
+
+
+Event = list[int] | Result | Exception  # new tokens; or the end of the request: its result or its error
+Deliver = Callable[[Event], None]
+
+
+@dataclass(eq=False)
+class PendingRequest:
+    """An admitted request; ``deliver`` gets its events, in the cluster's thread.
+
+    position   requests, at its arrival, that had to end before its turn
+    waited_s   seconds until it got a place; None before that
+    handle     the cluster's, once it has a place
+    """
+
+    request: Request
+    deliver: Deliver
+    arrived_at: float
+    position: int = 0
+    waited_s: float | None = None
+    cancelled: bool = False
+    handle: RequestHandle | None = None
+
+    @property
+    def likelihoods(self) -> list[Likelihood]:
+        """Of the delivered tokens, if requested."""
+        return self.handle.likelihoods if self.handle else []
+
+
+@dataclass(frozen=True)
+class Readiness:
+    """Whether a token came through the pipeline recently; ``reason`` says why not."""
+
+    ready: bool
+    reason: str
+    running: int  # requests that have a place in the cluster
+    waiting: int
+    token_age_s: float | None  # seconds since the last token; None: none has come
+
+
+class AdmissionQueue:
+    def __init__(self, probe: Request, capacity: int = 16, recent_s: float = 60.0, patience_s: float = 60.0,
+                 at_once: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
+        """No request is accepted before :meth:`run` has seen a token.
+
+        probe       a request of one token, run at the start, after a loss, and when the cluster was idle
+                    for half of ``recent_s``
+        capacity    how many requests may wait, in addition to those that run
+        recent_s    seconds for which a token shows that the pipeline works
+        patience_s  seconds that waiting requests stay queued while a lost cluster does not come back
+        at_once     how many requests run concurrently
+        """
+        self._probe = probe
+        self._capacity = capacity
+        self._recent_s = recent_s
+        self._patience_s = patience_s
+        self._at_once = at_once
+        self._clock = clock
+        self._changed = threading.Condition()  # guards all that follows
+        self._cluster: SharedCluster | None = None
+        self._waiting: FairQueue[PendingRequest] = FairQueue()
+        self._running: set[PendingRequest] = set()
+        self._fault: str | None = _STARTING
+        self._closed = False
+        self._token_at: float | None = None
+        self._usual_s = 1.0  # moving average of a request's duration
+
+    # ---- from any thread -----------------------------------------------------------------------
+
+    def submit(self, request: Request, caller: str, deliver: Deliver) -> PendingRequest:
+        """Queue a request; callers take turns. QueueFull or ClusterUnavailable if it is refused. ``deliver``
+        gets token lists, then one Result or exception; nothing after :meth:`cancel`."""
+        with self._changed:
+            if self._closed:
+                raise ClusterUnavailable(_ENDING)
+            if self._fault is not None:
+                raise ClusterUnavailable(self._fault)
+            before = len(self._waiting) + len(self._running)
+            if before >= self._capacity + self._at_once:
+                wait = before * self._usual_s / self._at_once
+                raise QueueFull(len(self._waiting), max(1, min(60, round(wait))))
+            pending = PendingRequest(request, deliver, self._clock())
+            self._waiting.put(caller, pending)
+            pending.position = self._requests_ahead(pending) or 0
+        return pending
+
+    def cancel(self, pending: PendingRequest) -> None:
+        """Remove a request from the queue, or end it within a turn or two."""
+        with self._changed:
+            pending.cancelled = True
+            self._waiting.remove(pending)
+            if pending.handle is not None:
+                pending.handle.cancel()
+
+    def status_line(self, pending: PendingRequest) -> str:
+        """Return what a request without tokens is waiting for, in one line."""
+        with self._changed:
+            if reason := self._reason():
+                return f"waiting: {' '.join(reason.split())}"
+            before = self._requests_ahead(pending)
+            return "working" if before is None else f"waiting, {before} before you"
+
+    def readiness(self) -> Readiness:
+        with self._changed:
+            age = None if self._token_at is None else self._clock() - self._token_at
+            reason = self._reason()
+            if reason is None and age is not None and age > self._recent_s:
+                reason = f"no token for {age:.0f} s"
+            return Readiness(reason is None, reason or "", len(self._running), len(self._waiting), age)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """End :meth:`run`; every open request ends with an error. Idempotent."""
+        with self._changed:
+            self._closed = True
+            left = [*self._running, *self._waiting.clear()]
+            self._running.clear()
+            for pending in left:
+                if pending.handle is not None:
+                    pending.handle.cancel()
+            self._changed.notify_all()
+        for pending in left:
+            self._deliver(pending, ClusterUnavailable(_ENDING))
+
+    def _reason(self) -> str | None:
+        """Why no request can start; None if one can."""
+        if self._closed:
+            return _ENDING
+        if self._fault is None and self._cluster is not None:
+            status = self._cluster.status
+            if status.state is ClusterState.RECOVERING:
+                return f"the cluster is recovering: {status.outage}"
+        return self._fault
+
+    def _requests_ahead(self, pending: PendingRequest) -> int | None:
+        """How many requests must end before this one starts; None if it is not queued."""
+        before = self._waiting.before(pending)
+        return None if before is None else max(0, before + 1 + len(self._running) - self._at_once)
+
+    # ---- in the thread that owns the cluster -----------------------------------------------------
+
+    def run(self, cluster: SharedCluster, ready: Callable[[], None] = lambda: None) -> None:
+        """Answer requests until :meth:`close`; ``ready`` is called after the first token. Raises errors
+        before that; later ones go to the clients."""
+        try:
+            with self._changed:
+                self._cluster = cluster
+            self._check(cluster)
+            if not self._closed:
+                ready()
+            while not self._closed:
+                self._serve(cluster)
+                if self._fault is not None and not self._closed:
+                    self._recover(cluster)
+        finally:
+            self.close()
+
+    def _serve(self, cluster: SharedCluster) -> None:
+        while (pending := self._next()) is not None:
+            self._start(cluster, pending)
+        if self._fault is not None:
+            return
+        if self._probe_due():
+            self._probe_cluster(cluster)
+            return
+        try:
+            cluster.serve(self._has_work)
+        except Exception as error:
+            self._mark_lost(error)
+
+    def _next(self) -> PendingRequest | None:
+        with self._changed:
+            if not self._can_start():
+                return None
+            pending = self._waiting.take()
+            self._running.add(pending)
+            pending.waited_s = self._clock() - pending.arrived_at
+            return pending
+
+    def _can_start(self) -> bool:
+        open_ = not self._closed and self._reason() is None
+        return open_ and len(self._waiting) > 0 and len(self._running) < self._at_once
+
+    def _probe_due(self) -> bool:
+        """Return whether nothing runs and a probe is due."""
+        with self._changed:
+            last = self._token_at
+            quiet = last is not None and self._clock() - last >= self._recent_s / 2
+            return quiet and not self._running and self._reason() is None
+
+    def _has_work(self) -> bool:
+        """Return whether the cluster's thread has to leave ``serve`` to do something else."""
+        with self._changed:
+            return self._closed or self._fault is not None or self._can_start() or self._probe_due()
+
+    def _start(self, cluster: SharedCluster, pending: PendingRequest) -> None:
+        start = self._clock()
+
+        def on_tokens(tokens: list[int]) -> None:
+            self._token_at = self._clock()
+            self._deliver(pending, tokens)
+
+        try:
+            handle = cluster.submit(pending.request, on_tokens)
+        except Exception as error:
+            self._ended(pending, start, error)
+            return
+        with self._changed:
+            pending.handle = handle
+            if pending.cancelled or self._closed:
+                handle.cancel()
+        handle.add_done_callback(
+            lambda handle: self._ended(pending, start, handle.exception() or handle.result()))
+
+    def _ended(self, pending: PendingRequest, start: float, outcome: Result | BaseException) -> None:
+        """Free the place, and deliver the outcome unless :meth:`close` did."""
+        event: Event
+        match outcome:
+            case Result() | UsageError():
+                event = outcome
+            case Exception():
+                event = ClusterUnavailable(self._mark_lost(outcome))
+            case _:  # a signal during ``serve``
+                event = ClusterUnavailable(_ENDING)
+        with self._changed:
+            if pending not in self._running:
+                return
+            self._running.remove(pending)
+            self._usual_s += (self._clock() - start - self._usual_s) / 4
+        self._deliver(pending, event)
+
+    def _check(self, cluster: SharedCluster) -> None:
+        """Run the probe; raises an error if no token comes, unless the queue is closed."""
+        came: list[int] = []
+        probe = cluster.submit(self._probe, came.extend)
+        cluster.serve(lambda: probe.done() or self._closed)
+        if self._closed:
+            probe.cancel()
+            return
+        probe.result()
+        if not came:
+            raise FlowspecError("the cluster ended a request of one token without a token")
+        with self._changed:
+            self._token_at, self._fault = self._clock(), None
+
+    def _probe_cluster(self, cluster: SharedCluster) -> str | None:
+        """Run the probe; return why no token came, or None."""
+        try:
+            self._check(cluster)
+        except Exception as error:
+            return self._mark_lost(error)
+        return None
+
+    def _mark_lost(self, error: Exception) -> str:
+        """Note that the cluster has to pass a probe again; return the reason for clients, which see only the
+        type of a bug."""
+        if not isinstance(error, FlowspecError):
+            log.error("a fault of this program", exc_info=error)
+            error = FlowspecError(f"internal error ({type(error).__name__})")
+        reason = f"the cluster was lost: {str(error).removesuffix(ADVICE)}"
+        with self._changed:
+            known, self._fault = self._fault == reason, reason
+        if not known:  # every open request brings the same error
+            log.warning("%s", reason)
+        return reason
+
+    def _recover(self, cluster: SharedCluster) -> None:
+        """Probe until a token comes; after ``patience_s`` the waiting requests end with an error."""
+        lost_at, pause = self._clock(), _PAUSE_S
+        while not self._closed:
+            reason = self._probe_cluster(cluster)
+            if reason is None:
+                log.warning("the cluster is back after %.1f s", self._clock() - lost_at)
+                return
+            with self._changed:
+                patient = self._clock() - lost_at < self._patience_s
+                left = [] if patient else self._waiting.clear()
+            for pending in left:
+                self._deliver(pending, ClusterUnavailable(reason))
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed, pause)
+            pause = min(2 * pause, _MAX_PAUSE_S)
+
+    def _deliver(self, pending: PendingRequest, event: Event) -> None:
+        if not pending.cancelled:
+            pending.deliver(event)

@@ -1,0 +1,165 @@
+"""An observer that takes notes for the page in the cluster's thread; the event loop's thread reads them."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from flowspec_edge.messages import Cancel, Heartbeat, Prune, Segment
+from flowspec_edge.runtime.draft_device.coordinator import Coordinator, Verify
+from flowspec_edge.runtime.draft_device.scheduler import Job
+from flowspec_edge.runtime.observe.clock_sync import StageClocks
+from flowspec_edge.runtime.observe.timeline import (
+    Cancelled,
+    DraftDeviceWork,
+    OutputArrived,
+    Pruned,
+    SegmentSent,
+    SessionEnded,
+    StagesLost,
+    StageTimes,
+    Timeline,
+    TimelineEvent,
+)
+from flowspec_edge.runtime.request import Result
+from flowspec_edge.serving.dashboard.boards import Boards
+from flowspec_edge.serving.dashboard.snapshots import Snapshot, take_snapshot
+from flowspec_edge.serving.dashboard.stats import RequestStats
+
+_MAX_FLOW = 8192  # events between two calls of take_flow, a tenth of a second apart
+_MAX_TREES = 64
+_TREE_S = 0.2  # between two snapshots
+_DRIFT_S = 1e-5  # that a stage's clock may gain on D0's from one message to the next
+
+
+class Feed(Timeline):
+    """Notes for any number of viewers; the event loop's thread takes them. While ``watched``, set from
+    outside, is False only heartbeats, tokens, rounds and losses are noted."""
+
+    def __init__(self) -> None:
+        self._flow: deque[TimelineEvent] = deque(maxlen=_MAX_FLOW)
+        super().__init__(self._flow)
+        self.watched = False
+        self.boards = Boards()
+        self.stats = RequestStats()
+        self.loss_reason: str | None = None  # why the stages cannot continue; None while they can
+        self._trees: deque[Snapshot] = deque(maxlen=_MAX_TREES)
+        self._open: dict[int, Coordinator] = {}  # by session, the oldest first
+        self._seen: tuple[int, int] | None = None  # session and root's position of the newest snapshot
+        self._due = 0.0  # when the next snapshot is
+
+    @property
+    def wants_times(self) -> bool:
+        return self.watched
+
+    def follows(self, session: int) -> bool:
+        return self.watched
+
+    def opened(self, coordinator: Coordinator, at: float) -> None:
+        super().opened(coordinator, at)
+        self._open[coordinator.builder.session] = coordinator
+        self.stats.opened(coordinator, at)
+
+    def sent(self, message: Segment | Prune | Cancel, at: float) -> None:
+        super().sent(message, at)
+        if self.watched:
+            if isinstance(message, Segment):
+                self.boards.sent(len(message.numbers))
+            self._snap_if_due(at)
+
+    def worked(self, job: Job, start: float, end: float) -> None:
+        super().worked(job, start, end)
+        if isinstance(job.task, Verify):
+            self.stats.verified(job.coordinator, end)
+        if self.watched:
+            self.boards.computed(end - start)
+            self._snap_if_due(end)
+
+    def settled(self, coordinator: Coordinator, result: Result, at: float) -> None:
+        super().settled(coordinator, result, at)
+        self.stats.settled(coordinator, result)
+        if self.watched and coordinator is self._oldest():
+            self._snap(coordinator, at, over=True)
+        self._open.pop(coordinator.builder.session, None)
+
+    def failed(self, coordinator: Coordinator, at: float) -> None:
+        super().failed(coordinator, at)
+        self.stats.failed(coordinator)
+        self._open.pop(coordinator.builder.session, None)
+
+    def heartbeat(self, beat: Heartbeat, at: float) -> None:
+        self.boards.add_heartbeat(beat.stage, beat.counters, at)
+
+    def lost(self, reason: str, at: float) -> None:
+        super().lost(reason, at)
+        self.loss_reason = reason
+        self._open.clear()  # requests that continue are opened again
+        self.stats.lost()
+
+    def recovered(self, at: float) -> None:
+        self.loss_reason = None
+
+    def _oldest(self) -> Coordinator | None:
+        return next(iter(self._open.values()), None)
+
+    def _snap_if_due(self, at: float) -> None:
+        if at >= self._due and (oldest := self._oldest()) is not None:
+            self._snap(oldest, at)
+
+    def _snap(self, coordinator: Coordinator, at: float, over: bool = False) -> None:
+        session = coordinator.builder.session
+        since = self._seen[1] if self._seen and self._seen[0] == session else None
+        snapshot = take_snapshot(coordinator, at, since, over)
+        if snapshot is not None:
+            self._due = at + _TREE_S
+            self._seen = (session, snapshot.root.position)
+            self._trees.append(snapshot)
+
+    # ---- in the event loop's thread ----------------------------------------------------------------
+
+    def take_flow(self) -> list[TimelineEvent]:
+        """Return the timeline's events since the last call."""
+        return _drain(self._flow)
+
+    def take_trees(self) -> list[Snapshot]:
+        """Return the snapshots since the last call."""
+        return _drain(self._trees)
+
+
+class FlowEvents:
+    """Converts the timeline's events to the page's ``flow`` events (docs/serving.md)."""
+
+    def __init__(self) -> None:
+        self._clocks = StageClocks(_DRIFT_S)
+
+    def event(self, event: TimelineEvent) -> dict[str, Any] | None:
+        """Return None for an event that the page does not show."""
+        match event:
+            case StagesLost():
+                self._clocks = StageClocks(_DRIFT_S)
+                return None
+            case StageTimes(times=times):
+                self._clocks.learn(times, event.at)
+                start, end = self._clocks.times(times)
+                about: dict[str, Any] = {"kind": "computed", "run": times.run, "place": times.stage,
+                                         "rows": times.rows, "start": start, "end": end}
+            case DraftDeviceWork():
+                about = {"kind": event.kind, "start": event.start, "end": event.at}
+            case SegmentSent():
+                about = {"kind": "sent", "run": event.run, "rows": len(event.numbers), "at": event.at}
+            case OutputArrived():
+                about = {"kind": "returned", "run": event.run, "rows": event.rows, "at": event.at}
+            case Pruned():
+                about = {"kind": "pruned", "kept": len(event.kept), "at": event.at}
+            case Cancelled():
+                about = {"kind": "cancelled", "runs": list(event.runs), "at": event.at}
+            case SessionEnded():
+                about = {"kind": "ended", "at": event.at}
+            case _:
+                return None
+        return {"session": event.session, **about}
+
+
+def _drain(notes: deque[Any]) -> list[Any]:
+    """Remove the current items; another thread may keep appending."""
+    return [notes.popleft() for _ in range(len(notes))]

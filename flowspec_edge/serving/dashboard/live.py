@@ -1,0 +1,199 @@
+"""GET /live: the cluster's activity as server-sent events (fields: docs/serving.md).
+
+Events are made in the event loop's thread, once for all viewers, and only if there are any.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from flowspec_edge.runtime.observe.counters import HeartbeatCounters
+from flowspec_edge.serving import sse
+from flowspec_edge.serving.admission import AdmissionQueue
+from flowspec_edge.serving.dashboard.feed import Feed, FlowEvents
+from flowspec_edge.serving.dashboard.snapshots import TreeEvents
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.1
+_SLOW_TICKS = 10  # between two events of boards and of figures
+_STATES = ("cluster", "boards", "figures")  # events that replace older ones of their kind
+_MAX_WAITING = 64  # events for a viewer; about six seconds of them
+
+
+@dataclass(frozen=True)
+class Description:
+    """What does not change while the server runs.
+
+    layers   of each stage, [lo, hi); None: a slice of all
+    profile  emulated devices; None: real ones
+    chat     whether the model has a chat template
+    tree     whether the strategy has a draft tree
+    """
+
+    model: str
+    strategy: str
+    dtype: str
+    layers: Sequence[tuple[int, int] | None]
+    profile: str | None = None
+    needs_key: bool = False
+    chat: bool = False
+    tree: bool = True
+
+    def event(self, state: str, reason: str | None) -> dict[str, Any]:
+        """Return the ``cluster`` event; ``state``: "starting", "up" or "lost"."""
+        boards = [{"place": place, "name": f"V{place}" if place else "D0", "layers": layers}
+                  for place, layers in enumerate([None, *self.layers])]
+        return {"model": self.model, "strategy": self.strategy, "stages": len(self.layers),
+                "dtype": self.dtype, "profile": self.profile, "needs_key": self.needs_key, "chat": self.chat,
+                "tree": self.tree, "boards": boards, "state": state, "reason": reason}
+
+
+class Viewer:
+    """A bounded queue of encoded events, in which a slow viewer loses old events. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[str, bytes]] = deque()
+        self._some = asyncio.Event()
+
+    def put(self, name: str, data: bytes) -> None:
+        if name in _STATES:
+            self._waiting = deque(item for item in self._waiting if item[0] != name)
+        self._waiting.append((name, data))
+        if len(self._waiting) > _MAX_WAITING:
+            oldest = next(i for i, item in enumerate(self._waiting) if item[0] not in _STATES)
+            del self._waiting[oldest]
+        self._some.set()
+
+    async def take(self) -> bytes:
+        """Wait for an event; return all queued ones, concatenated."""
+        await self._some.wait()
+        self._some.clear()
+        data = b"".join(data for _, data in self._waiting)
+        self._waiting.clear()
+        return data
+
+
+class Live:
+    """The endpoint, an ASGI application."""
+
+    def __init__(self, feed: Feed, admission: AdmissionQueue, description: Description,
+                 decode: Callable[[Sequence[int]], str],
+                 system_stats: Callable[[], HeartbeatCounters]) -> None:
+        """``decode``: the text of token ids; ``system_stats``: D0's own (``SystemStats.read``)."""
+        self._feed, self._admission, self._description = feed, admission, description
+        self._system_stats = system_stats
+        self._trees = TreeEvents(decode)
+        self._flow = FlowEvents()
+        self._viewers: set[Viewer] = set()
+        self._ticker: asyncio.Task[None] | None = None
+        self._cluster: dict[str, Any] = {}
+        self._ends = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send events until the viewer has disconnected or the server ends."""
+        viewer = self._add_viewer()
+        gone = asyncio.ensure_future(sse.disconnected(receive))
+        try:
+            await sse.begin(send)
+            while not gone.done() and self._ticker and not self._ticker.done():
+                coming = asyncio.ensure_future(viewer.take())
+                either: set[asyncio.Future[Any]] = {coming, gone, self._ticker}
+                try:
+                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                    if coming.done():
+                        await sse.send_data(send, coming.result())
+                finally:
+                    coming.cancel()
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            gone.cancel()
+            self._remove_viewer(viewer)
+
+    def _add_viewer(self) -> Viewer:
+        viewer, now = Viewer(), time.monotonic()
+        if not self._viewers:
+            self._feed.take_flow()  # what the last viewer left
+            self._feed.take_trees()
+            self._trees.forget()
+            self._flow = FlowEvents()
+            self._feed.watched = True
+            self._ticker = asyncio.ensure_future(self._tick())
+        self._send_cluster()
+        self._viewers.add(viewer)
+        viewer.put("cluster", encoded("cluster", self._cluster))
+        viewer.put("boards", encoded("boards", self._boards_event(now)))
+        viewer.put("figures", encoded("figures", self._stats_event()))
+        return viewer
+
+    def _remove_viewer(self, viewer: Viewer) -> None:
+        self._viewers.discard(viewer)
+        if not self._viewers and self._ticker:
+            self._feed.watched = False
+            self._ticker.cancel()
+            self._ticker = None
+
+    async def _tick(self) -> None:
+        tick = 0
+        while not self._admission.closed:
+            await asyncio.sleep(_TICK_S)  # the pace of the events themselves
+            tick += 1
+            try:
+                self._send_news(slow=tick % _SLOW_TICKS == 0)
+            except Exception:
+                log.exception("a fault of this program: the live page lacks some events")
+
+    def _send_news(self, slow: bool) -> None:
+        """``slow``: also the events that come once a second."""
+        now = time.monotonic()
+        self._send_cluster()
+        flow = [made for event in self._feed.take_flow() if (made := self._flow.event(event))]
+        if flow:
+            self._send("flow", {"at": now, "events": flow})
+        for snapshot in self._feed.take_trees():
+            self._send("tree", self._trees.event(snapshot))
+        ends = self._feed.stats.ends
+        if slow:
+            self._send("boards", self._boards_event(now))
+        if slow or ends != self._ends:
+            self._ends = ends
+            self._send("figures", self._stats_event())
+
+    def _send(self, name: str, event: dict[str, Any]) -> None:
+        data = encoded(name, event)
+        for viewer in self._viewers:
+            viewer.put(name, data)
+
+    def _send_cluster(self) -> None:
+        event = self._cluster_event()
+        if event != self._cluster:
+            self._cluster = event
+            self._send("cluster", event)
+
+    def _cluster_event(self) -> dict[str, Any]:
+        ready = self._admission.readiness()
+        reason = self._feed.loss_reason or (None if ready.ready else ready.reason)
+        if reason is None:
+            return self._description.event("up", None)
+        return self._description.event("starting" if ready.token_age_s is None else "lost", reason)
+
+    def _boards_event(self, now: float) -> dict[str, Any]:
+        self._feed.boards.sample(self._system_stats(), now)
+        return self._feed.boards.event(now)
+
+    def _stats_event(self) -> dict[str, Any]:
+        return self._feed.stats.event(self._admission.readiness().waiting)
+
+
+def encoded(name: str, event: dict[str, Any]) -> bytes:
+    """Encode a server-sent event; NumPy numbers become JSON numbers."""
+    return f"event: {name}\ndata: {json.dumps(event, ensure_ascii=False, default=float)}\n\n".encode()

@@ -1,0 +1,1 @@
+"""OpenAI's API; in order of use: ``schemas``, ``prepare``, ``handler``, ``detokenize``, ``responses``."""

@@ -1,0 +1,57 @@
+"""Errors in OpenAI's format: an HTTP status and an error object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.responses import JSONResponse
+
+from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.serving.admission import ClusterUnavailable, QueueFull
+
+_TYPES = {429: "rate_limit_error"}
+
+
+class ApiError(FlowspecError):
+    """An error response: HTTP status, message, the invalid field, OpenAI's code."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None,
+                 retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
+
+    @property
+    def body(self) -> dict[str, Any]:
+        other = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": _TYPES.get(self.status, other),
+                          "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return JSONResponse(self.body, self.status, headers)
+
+
+def api_error(error: Exception) -> ApiError:
+    """Convert any error to a response; unexpected ones show clients no details."""
+    match error:
+        case ApiError():
+            return error
+        case QueueFull():
+            return ApiError(429, str(error), code="rate_limit_exceeded", retry_after=error.retry_after)
+        case ClusterUnavailable():
+            return ApiError(503, str(error), code="cluster_unavailable", retry_after=error.retry_after)
+        case UsageError():
+            return ApiError(400, str(error))
+        case _:
+            return ApiError(500, "internal error; the server's log says more")
+
+
+def invalid(error: ValidationError) -> ApiError:
+    """The first validation error of a body, with the field's path."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])[1:]
+    message = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{place}: {message}" if place else message, place or None)

@@ -1,0 +1,184 @@
+"""Request bodies of OpenAI's API.
+
+Unsupported features are refused if ignoring them would change the answer; unknown fields are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from flowspec_edge.serving.openai.errors import ApiError, invalid
+
+_MAX_STOPS = 4
+_MAX_TOP_LOGPROBS = 20  # OpenAI's limit for chats
+# Field -> accepted values, which ask for nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",),
+    "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "tools": ([],),
+    "functions": ([],), "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (), "prediction": (),
+}
+
+
+class _Ignoring(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+
+
+def _stops(value: Any) -> Any:
+    stops: Any = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise ValueError("must be a string, or a list of strings that are not empty")
+    if len(stops) > _MAX_STOPS:
+        raise ValueError(f"at most {_MAX_STOPS} stop strings, not {len(stops)}")
+    return stops
+
+
+def _text(value: Any) -> Any:
+    """A message's content: a string, or parts of type text."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    parts: list[Any] = value if isinstance(value, list) else [None]
+    if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+               for part in parts):
+        raise ValueError('must be a string, or parts of {"type": "text"}: this server reads text only')
+    return "".join(part["text"] for part in parts)
+
+
+def _prompt(value: Any) -> Any:
+    """A completion's prompt: one text, or the token ids of one."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):
+        value = value[0]
+    ids = isinstance(value, list) and value and all(type(item) is int for item in value)
+    if not isinstance(value, str) and not ids:
+        raise ValueError("must be one string, or the token ids of one; send one request for each prompt")
+    return value
+
+
+def _count(value: Any) -> Any:
+    """Some clients send false for none."""
+    return None if value is False else value
+
+
+class StreamOptions(_Ignoring):
+    include_usage: bool | None = None
+
+
+class Extensions(_Ignoring):
+    """This server's own fields, under "flowspec"; an unknown one is an error."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    strategy: str | None = None
+    tokens: bool = False  # whether the answer's last object has its token ids and the run's statistics
+
+
+class ChatMessage(_Ignoring):
+    """A turn; newer clients send "developer" instead of "system"."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_text)] = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_content(cls, turn: Any) -> Any:
+        """Only an assistant's turn may lack content: it may have called a tool."""
+        if isinstance(turn, dict) and turn.get("content") is None and turn.get("role") != "assistant":
+            raise ValueError("needs content: a string, or text parts")
+        return turn
+
+
+class Body(_Ignoring):
+    """The fields of both endpoints."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Annotated[list[str], BeforeValidator(_stops)] = []
+    user: str | None = None
+    flowspec: Extensions = Extensions()
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def likelihoods(self) -> int | None:
+        """Number of alternatives per token; None: no log-probabilities."""
+        return None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the token counts."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatBody(Body):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP_LOGPROBS)] | None = None
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def likelihoods(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs goes with logprobs: true", "top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionBody(Body):
+    """POST /v1/completions."""
+
+    prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
+    logprobs: Annotated[int | None, Field(ge=0, le=_MAX_TOP_LOGPROBS), BeforeValidator(_count)] = None
+
+    @property
+    def likelihoods(self) -> int | None:
+        return self.logprobs
+
+
+B = TypeVar("B", bound=Body)
+
+
+def read_body(kind: type[B], data: bytes) -> B:
+    """Parse a body; ApiError names a field that is invalid or not supported."""
+    try:
+        fields = json.loads(data, parse_constant=_no_constant)
+        if b"\\u" in data:  # JSON can spell half a surrogate pair, which is no text
+            json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ApiError(400, "the body has a \\u escape that is no character") from error
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise ApiError(400, "the body is nested too deeply") from error
+    if not isinstance(fields, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    for name, neutral in _UNSUPPORTED.items():
+        value = fields.get(name)
+        if value is not None and value not in neutral:
+            advice = f", or send {json.dumps(neutral[0])}" if neutral else ""
+            raise ApiError(400, f"{name} is not supported by this server: leave it out{advice}", name,
+                           "unsupported_parameter")
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise invalid(error) from error
+
+
+def _no_constant(name: str) -> None:
+    """Reject NaN and Infinity, which Python's JSON parser accepts."""
+    raise ValueError(f"{name} is no JSON")

@@ -1,0 +1,41 @@
+"""The engine interface that a worker drives."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from flowspec_edge.messages import Cancel, Close, Open, Output, Prune, Segment, Tap
+
+
+class Poll(Protocol):
+    """A callback between layers; it may block for up to ``wait`` seconds, listening for messages."""
+
+    def __call__(self, wait: float = 0.0) -> None: ...
+
+
+class Engine(Protocol):
+    """One device's part of the model, as a state machine: messages in, messages out."""
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """Sums over all sessions since the last Open that found no other session."""
+
+    def counters_of(self, session: int) -> dict[str, float]: ...
+
+    @property
+    def cache_bytes(self) -> int: ...
+
+    def cached(self, session: int) -> int:
+        """Rows in a session's cache."""
+
+    def open(self, message: Open) -> None: ...
+
+    def close(self, message: Close) -> None: ...
+
+    def prune(self, message: Prune) -> None: ...
+
+    def cancel(self, message: Cancel) -> None: ...
+
+    def admit(self, segment: Segment) -> Segment | None: ...
+
+    def compute(self, admitted: Segment, poll: Poll | None = None) -> tuple[list[Tap], Segment | Output]: ...

@@ -1,0 +1,167 @@
+"""The interfaces of 4-bit weights: ``Scheme`` stores and quantises, ``QuantLinear`` multiplies."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from flowspec_edge.errors import FlowspecError, UsageError
+
+Kind = Literal["int4", "nf4", "fp4"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+DEFAULT_GROUP = 128
+# Slices of rows start at multiples of this, since kernels pack blocks of 16, 32 or 64 rows on CPUs and
+# of 8 on GPUs.
+ROW_BLOCK = 64
+_SLICE_WEIGHTS = 1 << 20  # unpacked at a time: 4 MB in 32 bits
+
+
+class QuantLinear(nn.Module, ABC):
+    """y = x Wᵀ + b with W [out_features, in_features] in 4 bits; replaces ``nn.Linear``.
+
+    The packed weights are buffers outside ``state_dict``, in the kernel's layout (files hold
+    ``Scheme.stored``), undefined before ``fill``, for one device and dtype.  ``forward`` takes
+    [..., in_features] with any number of rows including none.
+    """
+
+    bias: Tensor | None
+    row_dims: ClassVar[Mapping[str, int]] = {}  # buffer -> dimension of the rows, if not 0
+
+    def __init__(self, scheme: Scheme, rows: int, columns: int, bias: bool, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        super().__init__()
+        self.scheme = scheme
+        self.out_features, self.in_features, self.dtype = rows, columns, dtype
+        self.group = scheme.group_of(rows, columns)
+        self.register_packed("bias", torch.empty(rows, dtype=dtype, device=device) if bias else None)
+        self.allocate(device)
+
+    def allocate(self, device: torch.device) -> None:
+        """Make the buffers of the packed weights; by default those of ``Scheme.stored``."""
+        for name, (shape, dtype) in self.scheme.stored(self.out_features, self.in_features).items():
+            self.register_packed(name, torch.empty(shape, dtype=dtype, device=device))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
+
+    @torch.no_grad()
+    def fill(self, stored: Mapping[str, Tensor], bias: Tensor | None = None) -> None:
+        """Pack ``stored`` and ``bias`` [rows], a slice of rows at a time.
+
+        FlowspecError unless names, shapes and dtypes are those of ``Scheme.stored`` and a bias is given
+        exactly if the module has one.
+        """
+        self._check(stored, bias)
+        for lo, hi in slices(self.out_features, self.in_features):
+            self.fill_rows(lo, {name: tensor[lo:hi] for name, tensor in stored.items()})
+        if self.bias is not None and bias is not None:
+            self.bias.copy_(bias)
+
+    @torch.no_grad()
+    def joined(self, others: Sequence[QuantLinear]) -> QuantLinear | None:
+        """One module with the rows of this and ``others``; None if the kernel's layout forbids it."""
+        parts = (self, *others)
+        first, rows = next(self.buffers()), sum(part.out_features for part in parts)
+        if (any(part.out_features % ROW_BLOCK for part in parts[:-1])
+                or self.scheme.fits(rows, self.in_features) is None
+                or len({(part.scheme, part.in_features, part.bias is None) for part in parts}) > 1):
+            return None
+        whole = self.scheme.linear(rows, self.in_features, self.bias is not None, self.dtype, first.device)
+        for name, buffer in whole.named_buffers():
+            torch.cat([part.get_buffer(name) for part in parts], self.row_dims.get(name, 0), out=buffer)
+        return whole
+
+    def fill_rows(self, lo: int, stored: Mapping[str, Tensor]) -> None:
+        """Pack rows from ``lo`` on; ``lo`` and all slices but the last are multiples of ``ROW_BLOCK``."""
+        for name, tensor in stored.items():
+            self.get_buffer(name)[lo:lo + len(tensor)].copy_(tensor)
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> Tensor: ...
+
+    def register_packed(self, name: str, value: Tensor | None) -> None:
+        """Register a buffer that is not saved."""
+        self.register_buffer(name, value, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
+        """Does nothing: the packing fits one device and dtype, and casting would change the scales."""
+        return self
+
+    def extra_repr(self) -> str:
+        return (f"{self.scheme.kind}, in_features={self.in_features}, out_features={self.out_features}, "
+                f"bias={self.bias is not None}")
+
+    def _check(self, stored: Mapping[str, Tensor], bias: Tensor | None) -> None:
+        what = f"a {self.scheme.kind} matrix of {self.out_features} x {self.in_features}"
+        wanted = self.scheme.stored(self.out_features, self.in_features)
+        if stored.keys() != wanted.keys():
+            raise FlowspecError(f"{what} is stored as {', '.join(wanted)}, not as {', '.join(stored)}")
+        for name, (shape, dtype) in wanted.items():
+            found = stored[name]
+            if tuple(found.shape) != shape or found.dtype != dtype:
+                raise FlowspecError(f"{name} of {what} must be {dtype} {list(shape)}, "
+                                    f"and is {found.dtype} {list(found.shape)}")
+        if (bias is None) != (self.bias is None):
+            raise FlowspecError(f"{what} must {'not ' if self.bias is None else ''}have a bias")
+        if bias is not None and bias.shape != (self.out_features,):
+            raise FlowspecError(f"the bias of {what} has shape {list(bias.shape)}")
+
+
+class Scheme(ABC):
+    """One way to store matrices in 4 bits.  Row i of each stored tensor belongs to row i of the matrix."""
+
+    kind: Kind
+
+    @abstractmethod
+    def fits(self, rows: int, columns: int) -> int | None:
+        """The group size for this shape; None if the matrix must stay in 16 bits."""
+
+    @abstractmethod
+    def stored(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Suffix -> (shape with ``rows`` first, dtype); UsageError for an unsupported shape."""
+
+    @abstractmethod
+    def quantise(self, weight: Tensor) -> dict[str, Tensor]:
+        """The stored tensors of ``weight`` [n, columns] of any floating type, on its device.
+
+        Rows are independent, so slices can be quantised one by one.  FlowspecError for values that are not
+        finite.
+        """
+
+    @abstractmethod
+    def dequantise(self, stored: Mapping[str, Tensor]) -> Tensor:
+        """[n, columns] float32."""
+
+    @abstractmethod
+    def linear(self, rows: int, columns: int, bias: bool, dtype: torch.dtype,
+               device: torch.device | str = "cpu") -> QuantLinear:
+        """An unfilled module; ``dtype`` is that of activations.  UsageError for an unsupported shape."""
+
+    def caveat(self, dtype: torch.dtype, capability: tuple[int, int]) -> str:
+        """One line of advice if ``dtype`` is slow on a GPU of that compute capability, else ""."""
+        return ""
+
+    def group_of(self, rows: int, columns: int) -> int:
+        """``fits``, with a UsageError instead of None."""
+        group = self.fits(rows, columns)
+        if group is None:
+            raise UsageError(f"{self.kind} cannot hold a matrix of {rows} x {columns}: keep it in 16 bits")
+        return group
+
+
+def slices(rows: int, columns: int, weights: int = _SLICE_WEIGHTS) -> Iterator[tuple[int, int]]:
+    """Split rows into runs [lo, hi) of about ``weights`` weights; every lo is a multiple of ``ROW_BLOCK``."""
+    step = max(1, weights // columns // ROW_BLOCK) * ROW_BLOCK
+    for lo in range(0, rows, step):
+        yield lo, min(lo + step, rows)
+
+
+def require_finite(weight: Tensor) -> None:
+    """FlowspecError unless ``weight`` is finite: an infinite scale would ruin its group."""
+    if not bool(torch.isfinite(weight).all()):
+        raise FlowspecError("a weight is infinite or not a number: the checkpoint is damaged")

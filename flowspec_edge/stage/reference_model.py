@@ -1,0 +1,52 @@
+"""The whole model as transformers runs it: the reference for pipelines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from flowspec_edge.model.manifest import DRAFT, DRAFT_TARGET, Manifest, stage_part
+from flowspec_edge.model.modeldir import is_sharded
+from flowspec_edge.stage.families import load_config
+from flowspec_edge.stage.weights import tensor_names
+from flowspec_edge.stage.weights.checkpoint import Checkpoint
+from flowspec_edge.stage.weights.load import fast_layout, load_modules, load_tensor, part_of, scheme_of
+from flowspec_edge.util.tensors import parse_dtype
+
+
+def load_reference_model(model_dir: Path | str, dtype: str, device: torch.device | str = "cpu") -> Any:
+    """transformers' causal language model, quantised matrices included; errors as for ``load_shard``."""
+    torch_dtype, torch_device = parse_dtype(dtype), torch.device(device)
+    config = load_config(model_dir)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    core = model.model
+    runs = [(0, len(core.layers))]
+    if is_sharded(model_dir):
+        runs = list(Manifest.read(model_dir).ranges)
+    for index, (lo, hi) in enumerate(runs):
+        parts: dict[str, nn.Module] = {f"model.layers.{i}": core.layers[i] for i in range(lo, hi)}
+        if index == 0:
+            parts["model.embed_tokens"] = core.embed_tokens
+        if index == len(runs) - 1:
+            parts["model.norm"] = core.norm
+        checkpoint = Checkpoint(part_of(model_dir, stage_part(index)))
+        read = load_modules(parts, checkpoint, torch_dtype, torch_device, scheme_of(model_dir))
+        wanted = read if is_sharded(model_dir) else tensor_names.whole_model(core)
+        tensor_names.check_no_unexpected(checkpoint.directory, checkpoint.names, wanted)
+    core.rotary_emb = type(core.rotary_emb)(config=config).to(torch_device)
+    home = Path(model_dir) / DRAFT_TARGET if is_sharded(model_dir) else Path(model_dir)
+    if config.tie_word_embeddings:
+        model.lm_head.weight = core.embed_tokens.weight
+    else:
+        part_of(model_dir, DRAFT)
+        head = load_tensor(Checkpoint(home), tensor_names.LM_HEAD, core.embed_tokens.weight.shape,
+                           torch_dtype, torch_device)
+        model.lm_head.weight = nn.Parameter(fast_layout(head), requires_grad=False)
+    if (home / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(home)
+    return model.requires_grad_(False).eval()

@@ -1,0 +1,1 @@
+"""Tensor parallelism for the Megatron and Galaxy baselines; ``layout`` is where the two differ."""

@@ -1,0 +1,1 @@
+"""Reading a model's weights: files, checkpoints, tensor names, loading into modules."""

@@ -1,0 +1,42 @@
+"""The tensors that a checkpoint must hold, and those that checks ignore."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from flowspec_edge.errors import FlowspecError
+
+LM_HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+# Buffers that older releases of transformers saved, and that are now computed from the configuration.
+# (Sharding also drops biases of zero that some tools write for quantised linears without a bias.)
+_IGNORABLE = (
+    re.compile(r"(.*\.)?rotary_emb\.inv_freq"),
+    re.compile(r".*\.(self_attn|attn|attention)\.(masked_bias|bias)"),
+)
+
+
+def whole_model(core: Any) -> set[str]:
+    """All tensors of a causal language model whose decoder is ``core``."""
+    return {*(f"model.{name}" for name in core.state_dict()), LM_HEAD}
+
+
+def missing(wanted: Iterable[str], stored: Iterable[str], tied: bool) -> list[str]:
+    """The wanted tensors that are not stored, sorted; lm_head may be absent if ``tied``."""
+    return sorted(set(wanted) - set(stored) - ({LM_HEAD} if tied else set()))
+
+
+def is_ignorable(name: str) -> bool:
+    return any(pattern.fullmatch(name) for pattern in _IGNORABLE)
+
+
+def check_no_unexpected(directory: Path, stored: Iterable[str], wanted: Iterable[str]) -> None:
+    """FlowspecError that names a stored tensor which is neither wanted nor ignorable."""
+    for name in sorted(set(stored) - set(wanted)):
+        if not is_ignorable(name):
+            raise FlowspecError(f"{directory}: no module of the model has a place for tensor {name}: "
+                                "the weights are not those of its config.json")

@@ -1,0 +1,214 @@
+"""Training text from a user's files: plain text, and JSON lines in the usual formats."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.progress import track
+from torch import Tensor
+
+from flowspec_edge.errors import UsageError
+
+HELD_OUT_ONE_IN = 50  # tokens
+_SUFFIXES = (".txt", ".py", ".md", ".jsonl")  # files read from a directory
+_KEYS = 'none of the keys "text", "prompt" and "messages"'
+
+
+@dataclass(frozen=True)
+class Document:
+    """``templated``: a chat template has already added the special tokens."""
+
+    text: str
+    templated: bool = False
+
+    @property
+    def key(self) -> bytes:
+        return hashlib.sha256(self.text.encode()).digest()
+
+
+@dataclass(frozen=True)
+class TrainingText:
+    """Token ids as int32 vectors; ``described`` lists the sources."""
+
+    train: Tensor
+    held_out: Tensor
+    described: list[str]
+
+
+def data_files(given: Sequence[Path]) -> list[Path]:
+    """Files, and those in directories, without hidden ones; UsageError for a path without usable files."""
+    files: list[Path] = []
+    for path in given:
+        if not path.exists():
+            raise UsageError(f"no training text at {path}: give files or directories that are there")
+        if path.is_dir():
+            found = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file()
+                           and not any(part.startswith(".") for part in file.relative_to(path).parts))
+            if not found:
+                raise UsageError(f"{path} has no {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]} file in it; "
+                                 "give another directory")
+            files += found
+        else:
+            files.append(path)
+    return files
+
+
+def digest(files: Sequence[Path]) -> str:
+    """sha256 over the contents in order; names do not matter."""
+    sha = hashlib.sha256()
+    for file in files:
+        sha.update(hashlib.sha256(_bytes(file)).digest())
+    return sha.hexdigest()
+
+
+def documents(files: Sequence[Path], tokenizer: Any) -> Iterator[Document]:
+    """All texts of all files, without exact duplicates; a UsageError names the file and the line.
+
+    A line of a .jsonl file has "text"; or "prompt" with "completion" (appended as it is) or "answer"; or
+    "messages".  The last two use the tokenizer's chat template, or without one are joined by newlines.
+    Every other file is one text.
+    """
+    seen: set[bytes] = set()
+    for file in files:
+        for document in _lines(file, tokenizer) if file.suffix == ".jsonl" else [Document(_text(file))]:
+            if document.text.strip() and document.key not in seen:
+                seen.add(document.key)
+                yield document
+
+
+def prepare_files(work: Path, files: Sequence[Path], tokenizer: Any, eos: int, window: int, held_out: int
+                  ) -> TrainingText:
+    """Tokenize and split into training and held-out text; ``work`` caches the result.
+
+    ``eos`` ends every text; ``window`` and ``held_out`` are minimum token counts.  UsageError for unusable
+    files, and for too little text.
+    """
+    made, wanted = work / "text.json", digest(files)
+    if not made.is_file() or json.loads(made.read_text(encoding="utf-8"))["digest"] != wanted:
+        made.unlink(missing_ok=True)
+        _build(work, files, tokenizer, eos, window, held_out)
+        size = sum(file.stat().st_size for file in files)
+        names = ", ".join(dict.fromkeys(file.name for file in files[:8])) + (", …" if len(files) > 8 else "")
+        facts = {"digest": wanted, "described": [f"{len(files)} file(s), {size} bytes: {names}"]}
+        partial = made.with_suffix(".partial")
+        partial.write_text(json.dumps(facts), encoding="utf-8")
+        os.replace(partial, made)
+    train, held = (torch.from_numpy(np.load(work / f"text-{part}.npy")) for part in ("train", "held-out"))
+    return TrainingText(train, held, json.loads(made.read_text(encoding="utf-8"))["described"])
+
+
+def split(texts: list[np.ndarray[Any, Any]], keys: Sequence[bytes], wanted: int
+          ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """(training tokens, ``wanted`` held-out tokens), independent of the order of the texts.
+
+    Holds out whole texts in the order of their ``keys``, and the end of the last one.
+    """
+    held: list[np.ndarray[Any, Any]] = []
+    kept = list(texts)
+    for index in sorted(range(len(texts)), key=lambda i: keys[i]):
+        if not wanted:
+            break
+        cut = max(0, len(texts[index]) - wanted)
+        kept[index], taken = texts[index][:cut], texts[index][cut:]
+        held.append(taken)
+        wanted -= len(taken)
+    return np.concatenate(kept), np.concatenate(held)
+
+
+def _build(work: Path, files: Sequence[Path], tokenizer: Any, eos: int, window: int, held_out: int) -> None:
+    ids: list[np.ndarray[Any, Any]] = []
+    keys: list[bytes] = []
+    for document in track(documents(files, tokenizer), description="tokenizing"):
+        special = not document.templated
+        found = tokenizer(document.text, add_special_tokens=special, verbose=False)["input_ids"]
+        if found[-1:] != [eos]:
+            found.append(eos)
+        ids.append(np.asarray(found, dtype=np.int32))
+        keys.append(document.key)
+    total = sum(len(found) for found in ids)
+    if total < window + held_out:
+        names = ", ".join(map(str, files[:3])) + (", …" if len(files) > 3 else "")
+        raise UsageError(f"too little text to train on: {names} has {total} tokens in all, and {window} for "
+                         f"a window and {held_out} to be held out are needed; give more text")
+    train, held = split(ids, keys, max(held_out, total // HELD_OUT_ONE_IN))
+    np.save(work / "text-train.npy", train)
+    np.save(work / "text-held-out.npy", held)
+
+
+def _bytes(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise UsageError(f"cannot read {file}: {error.strerror}") from error
+
+
+def _text(file: Path) -> str:
+    try:
+        return _bytes(file).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file} is not UTF-8 text (at byte {error.start}); convert it, or leave it out"
+                         ) from None
+
+
+def _lines(file: Path, tokenizer: Any) -> Iterator[Document]:
+    for number, line in enumerate(_text(file).split("\n"), 1):
+        if line.strip():
+            try:
+                document = _document(json.loads(line), tokenizer)
+                document.text.encode()
+            except UnicodeEncodeError:
+                problem = "half of a surrogate pair is no character"
+            except ValueError as error:
+                problem = f"it is not JSON ({error})"
+            except _UnusableLine as error:
+                problem = str(error)
+            else:
+                yield document
+                continue
+            raise UsageError(f"{file}, line {number}: {problem}; mend the line, or leave it out")
+
+
+class _UnusableLine(Exception):
+    ...
+
+
+def _document(row: Any, tokenizer: Any) -> Document:
+    if not isinstance(row, dict):
+        raise _UnusableLine("it is not an object")
+    if "messages" in row:
+        messages = row["messages"]
+        if not isinstance(messages, list) or not messages or not all(
+                isinstance(m, dict) and all(isinstance(m.get(k), str) for k in ("role", "content"))
+                for m in messages):
+            raise _UnusableLine('"messages" must be a list of objects with the strings "role" and "content"')
+        return _conversation(messages, tokenizer)
+    texts = {key: row[key] for key in ("text", "prompt", "completion", "answer") if row.get(key) is not None}
+    for key, value in texts.items():
+        if not isinstance(value, str):
+            raise _UnusableLine(f'"{key}" must be a string')
+    if "text" in texts:
+        return Document(texts["text"])
+    if "prompt" not in texts:
+        raise _UnusableLine(f"it has {_KEYS}")
+    if "answer" in texts and "completion" not in texts:
+        return _conversation([{"role": "user", "content": texts["prompt"]},
+                              {"role": "assistant", "content": texts["answer"]}], tokenizer)
+    return Document(texts["prompt"] + texts.get("completion", ""))
+
+
+def _conversation(messages: list[dict[str, str]], tokenizer: Any) -> Document:
+    if not tokenizer.chat_template:
+        return Document("\n".join(message["content"] for message in messages))
+    try:
+        return Document(tokenizer.apply_chat_template(messages, tokenize=False), templated=True)
+    except Exception as error:  # templates raise their own errors and jinja's
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise _UnusableLine(f"the tokenizer's chat template refuses it ({reason})") from error

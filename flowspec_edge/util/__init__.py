@@ -1,0 +1,1 @@
+"""Independent helpers: files, TOML, /proc, tensors and torch devices."""

@@ -1,0 +1,150 @@
+"""Facts about Jetson boards and JetPack releases, from ``profiles/jetson/``, each with its source."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from flowspec_edge.util.resources import resource_dir
+from flowspec_edge.util.tomlfile import load_toml
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ProcessMemory(_Strict):
+    """Memory of a service besides weights and caches, in 10^6 bytes; ``cuda`` includes the context."""
+
+    cpu: float
+    cuda: float
+    provenance: Literal["estimated", "published", "measured"]
+    source: str
+
+
+class JetPack(_Strict):
+    """One JetPack release, or several equivalent ones.
+
+    l4t        prefix of the L4T release, such as "36.4."
+    supported  whether flowspec runs on it; if not, ``reason`` says why, and ``advice`` what to do
+    torch      requirement, such as "torch==2.8.0"; "" if there is none
+    index      package index of that torch; "" for PyPI
+    protected  whether pip refuses to install for all users without --break-system-packages (PEP 668)
+    """
+
+    l4t: str
+    name: str
+    cuda: str
+    python: str
+    supported: bool = True
+    reason: str = ""
+    advice: str = ""
+    torch: str = ""
+    numpy: str = ""
+    index: str = ""
+    protected: bool = False
+    source: str
+
+    def install(self, python: str = "python3") -> str:
+        """Installs for all users; "" without a torch."""
+        if not self.torch:
+            return ""
+        pip = "pip3" if python == "python3" else f"{python} -m pip"
+        options = [*["--break-system-packages"] * self.protected,
+                   *[f"--index-url {self.index}"] * bool(self.index)]
+        return " ".join(["sudo", pip, "install", *options, f"'{self.torch}'", f"'{self.numpy}'"])
+
+
+class _JetPacks(_Strict):
+    jetpack: tuple[JetPack, ...]
+
+
+class _Process(_Strict):
+    process: ProcessMemory
+
+
+@cache
+def process_memory() -> ProcessMemory:
+    return load_toml(resource_dir("profiles") / "jetson" / "process.toml", _Process).process
+
+
+@cache
+def jetpacks() -> tuple[JetPack, ...]:
+    """Oldest first."""
+    return load_toml(resource_dir("profiles") / "jetson" / "jetpacks.toml", _JetPacks).jetpack
+
+
+def jetpack_of(l4t: str) -> JetPack | None:
+    """By L4T release, such as "36.4.3"."""
+    return next((known for known in jetpacks() if f"{l4t}.".startswith(known.l4t)), None)
+
+
+class BoardRails(_Strict):
+    """``rails``: INA3221 labels whose sum is the power of boards with ``model`` in their device-tree name."""
+
+    model: str
+    rails: tuple[str, ...]
+    provenance: Literal["estimated", "published", "measured"]
+    source: str
+
+
+class _Boards(_Strict):
+    board: tuple[BoardRails, ...]
+
+
+@cache
+def power_rails() -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """As ``runtime.observe.power_rails.total_rails`` takes them."""
+    boards = load_toml(resource_dir("profiles") / "jetson" / "boards.toml", _Boards).board
+    return tuple((board.model, board.rails) for board in boards)
+
+
+class UsbNetwork(_Strict):
+    """The network at a Jetson's USB device port: CIDR, and name prefixes of the board's interfaces."""
+
+    network: str
+    interfaces: tuple[str, ...]
+    source: str
+
+
+class Desktop(_Strict):
+    """``memory_mb`` is in 10^6 bytes."""
+
+    memory_mb: int
+    source: str
+
+
+class KernelModule(_Strict):
+    """A traffic-shaping module that L4T's kernel may lack, and its Kconfig option."""
+
+    name: str
+    option: str
+    source: str
+
+
+class SharedLibrary(_Strict):
+    """A library that a torch for L4T needs and the system may lack; ``l4t`` is a prefix, "" for all."""
+
+    l4t: str
+    name: str
+    install: str
+    source: str
+
+
+class L4tSystem(_Strict):
+    usb_network: UsbNetwork
+    desktop: Desktop
+    kernel_module: tuple[KernelModule, ...]
+    shared_library: tuple[SharedLibrary, ...]
+
+
+@cache
+def system() -> L4tSystem:
+    return load_toml(resource_dir("profiles") / "jetson" / "system.toml", L4tSystem)
+
+
+def shared_library_of(l4t: str, file: str) -> SharedLibrary | None:
+    return next((known for known in system().shared_library
+                 if f"{l4t}.".startswith(known.l4t) and file.startswith(known.name)), None)

@@ -1,0 +1,18 @@
+"""The package's data files: in the source tree (editable install) or in ``flowspec_edge/_data`` (wheel)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flowspec_edge.errors import FlowspecError
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+KINDS = ("deploy", "profiles", "models")
+
+
+def resource_dir(kind: str) -> Path:
+    """``kind`` is one of ``KINDS``."""
+    for root in (_PACKAGE / "_data", _PACKAGE.parent):
+        if (root / kind).is_dir() and (root != _PACKAGE.parent or (root / "pyproject.toml").is_file()):
+            return root / kind
+    raise FlowspecError(f"the package is incomplete: no {kind}/ beside {_PACKAGE}; install it again")

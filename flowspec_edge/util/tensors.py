@@ -1,0 +1,89 @@
+"""Conversions between message payloads and torch tensors, without a copy on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flowspec_edge.errors import ProtocolError, UsageError
+from flowspec_edge.messages import Payload
+
+DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
+}
+_WIRE: dict[str, tuple[torch.dtype, type[np.generic]]] = {
+    "float32": (torch.float32, np.float32),
+    "float16": (torch.float16, np.float16),
+    "bfloat16": (torch.bfloat16, np.uint16),
+}
+_WIRE_NAMES = {dtype: name for name, (dtype, _) in _WIRE.items()}
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """The torch dtype called "fp32", "fp16" or "bf16"; UsageError otherwise."""
+    try:
+        return DTYPES[name]
+    except KeyError:
+        raise UsageError(f"no dtype {name!r}: use one of {', '.join(DTYPES)}") from None
+
+
+def wire_name(dtype: torch.dtype) -> str:
+    """A Payload's name for ``dtype``: "float32", "float16" or "bfloat16"."""
+    return _WIRE_NAMES[dtype]
+
+
+def to_torch(payload: Payload, device: torch.device | str = "cpu") -> Tensor:
+    """Shares a CPU payload's memory, which may be a received frame and must not be written to.
+
+    ProtocolError if the array's dtype is not the one that the payload states.
+    """
+    try:
+        dtype, element = _WIRE[payload.dtype]
+    except KeyError:
+        raise ProtocolError(f"payload of unknown dtype {payload.dtype!r}") from None
+    if payload.array.dtype != element:
+        raise ProtocolError(f"payload says {payload.dtype} but holds {payload.array.dtype}")
+    tensor = torch.from_numpy(_writable(payload.array))
+    if tensor.dtype != dtype:
+        tensor = tensor.view(dtype)
+    return tensor.to(device)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copies from the CPU to CUDA are enqueued through pinned memory; ``tensor`` may be changed at once."""
+    if tensor.device == device or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def indices(values: Sequence[int] | Sequence[Sequence[int]] | NDArray[np.integer], device: torch.device
+            ) -> Tensor:
+    """``values`` as int64, without waiting for the device's queue."""
+    return to_device(torch.from_numpy(np.asarray(values, np.int64)), device)
+
+
+def from_torch(tensor: Tensor) -> Payload:
+    """A payload of a float32, float16 or bfloat16 tensor; shares the memory of a contiguous CPU tensor."""
+    name = wire_name(tensor.dtype)
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    return Payload(name, tensor.numpy())
+
+
+class _Unlocked:
+    def __init__(self, array: NDArray[Any]) -> None:
+        self.array = array  # keeps the memory alive
+        interface = dict(array.__array_interface__)
+        interface["data"] = (interface["data"][0], False)
+        self.__array_interface__ = interface
+
+
+def _writable(array: NDArray[Any]) -> NDArray[Any]:
+    """Avoids torch's warning about read-only memory."""
+    return array if array.flags.writeable else np.asarray(_Unlocked(array))

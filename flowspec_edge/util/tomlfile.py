@@ -1,0 +1,170 @@
+"""TOML files as pydantic models; every fault is one line with file, line, key and advice."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import AfterValidator, BaseModel, ValidationError
+
+from flowspec_edge.errors import UsageError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+M = TypeVar("M", bound=BaseModel)
+KeyPath = tuple[str | int, ...]  # keys from the top of the file down, and array indexes from 0
+
+_SYNTAX = {"Cannot overwrite a value": "; this key is given twice", "Invalid value": "; texts need quotes",
+           "Cannot declare": "; this table is given twice, and [[NAME]] is for several"}
+_ADVICE = {("int_type", str): "write it without quotes", ("float_type", str): "write it without quotes",
+           ("bool_type", str): "write it without quotes", ("string_type", int): "write it in quotes",
+           ("string_type", float): "write it in quotes", ("string_type", bool): "write it in quotes"}
+
+
+class Misplaced(ValueError):
+    """A validator's error at ``where`` inside the value that it checks."""
+
+    def __init__(self, message: str, *where: str | int) -> None:
+        super().__init__(message)
+        self.where = where
+
+
+def matching(pattern: str, what: str) -> AfterValidator:
+    """A validator: the whole string must match ``pattern``, which the error calls ``what``."""
+    compiled = re.compile(pattern)
+
+    def check(value: str) -> str:
+        if not compiled.fullmatch(value):
+            raise ValueError(f"{value!r} is not {what}")
+        return value
+
+    return AfterValidator(check)
+
+
+def load_toml(path: Path, model: type[M]) -> M:
+    """UsageError with file, line and key of every fault."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        text = raw.decode()
+        data: dict[str, Any] = tomllib.loads(text)
+    except UnicodeDecodeError as error:
+        before = raw[: error.start].count(b"\n")
+        raise UsageError(f"{path}:{before + 1} is not valid TOML: a byte that is not UTF-8") from error
+    except tomllib.TOMLDecodeError as error:
+        found = re.search(r"at line (\d+)", str(error))
+        at_line = found[1] if found else text.count("\n") + 1
+        advice = next((advice for said, advice in _SYNTAX.items() if str(error).startswith(said)), "")
+        raise UsageError(f"{path}:{at_line} is not valid TOML: {error}{advice}") from error
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        lines = key_lines(text)
+        faults, at = [], None
+        for number, (where, fault) in enumerate(_faults(error, model)):
+            line = nearest_line(lines, where)
+            if not number:
+                at = line
+            faults.append(fault if line in (None, at) else f"line {line}: {fault}")
+        raise UsageError(f"{path}{f':{at}' if at else ''}: {'; '.join(faults)}") from error
+
+
+def toml_table(values: Mapping[str, Any]) -> str:
+    """The lines of a table; JSON's strings, numbers and lists are valid TOML."""
+    return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items())
+
+
+def _faults(error: ValidationError, model: type[BaseModel]) -> Iterator[tuple[list[str | int], str]]:
+    for fault in error.errors():
+        where = list(fault["loc"])
+        cause = fault.get("ctx", {}).get("error")
+        if isinstance(cause, Misplaced):
+            where += cause.where
+        yield where, _message(fault, where, model)
+
+
+def _message(fault: Any, where: list[str | int], model: type[BaseModel]) -> str:
+    key = ".".join(map(str, where))
+    if fault["type"] == "extra_forbidden":
+        return f"unknown key {key!r}{_suggestion(where, model)}"
+    if fault["type"] == "missing":
+        return f"missing key {key!r}"
+    message = fault["msg"].removeprefix("Value error, ")
+    text = f"{key}: {message[:1].lower()}{message[1:]}" if key else message
+    if fault["type"] != "value_error" and isinstance(fault["input"], (str, int, float)):
+        text += f", not {_as_toml(fault['input'])}"
+    advice = _ADVICE.get((fault["type"], type(fault["input"])))
+    return f"{text}: {advice}" if advice else text
+
+
+def _as_toml(value: str | float) -> str:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, (str, bool)) else str(value)
+
+
+def _suggestion(where: Sequence[str | int], model: type[BaseModel]) -> str:
+    *outer, wrong = where
+    here = model
+    for part in outer:
+        if isinstance(part, str):
+            here = _inner(here.model_fields[part].annotation) or here
+    for name, field in model.model_fields.items():
+        other = _inner(field.annotation)
+        if other is not None and wrong in other.model_fields:
+            many = str(field.annotation).startswith("list")
+            return f": it belongs to {f'[[{name}]]' if many else f'[{name}]'}"
+    known = list(here.model_fields)
+    if near := get_close_matches(str(wrong), known, n=1):
+        return f": did you mean {near[0]!r}?"
+    return f": known here are {', '.join(known)}"
+
+
+def _inner(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for argument in get_args(annotation) if (found := _inner(argument))), None)
+
+
+def key_lines(text: str) -> dict[KeyPath, int]:
+    """The line, from 1, of every table, key and array element in ``text``, which must be valid TOML.
+
+    ("device", 1) is where the second [[device]] begins, ("device", 1, "name") where its name is set.
+    tomllib does not report lines, so this parses ever longer prefixes, closing arrays that they cut.
+    """
+    rows = text.replace("\r\n", "\n").split("\n")
+    lines: dict[KeyPath, int] = {}
+    begin = 0
+    for end in range(1, len(rows) + 1):
+        prefix = "\n".join(rows[:end])
+        for closing in ("", "\n]", "\n]]"):
+            try:
+                found = tomllib.loads(prefix + closing)
+            except tomllib.TOMLDecodeError:
+                continue
+            for where in _paths(found):
+                lines.setdefault(where, begin + 1)
+            begin = end
+            break
+    return lines
+
+
+def _paths(value: Any, where: KeyPath = ()) -> Iterator[KeyPath]:
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in inside:
+        yield (*where, key)
+        yield from _paths(inner, (*where, key))
+
+
+def nearest_line(lines: Mapping[KeyPath, int], where: Sequence[str | int]) -> int | None:
+    """The line of ``where`` or of its innermost table that has one; None for the whole file."""
+    place = tuple(where)
+    return next((lines[place[:n]] for n in range(len(place), 0, -1) if place[:n] in lines), None)

@@ -1,0 +1,101 @@
+"""``flowspec doctor`` on this machine."""
+
+from __future__ import annotations
+
+import json
+from typing import Literal
+
+import pytest
+import torch
+
+from flowspec_edge.cli.main import main
+from flowspec_edge.fleet.doctor import run
+from flowspec_edge.fleet.doctor.checks import Finding
+from flowspec_edge.fleet.gpu_check import report as gpu_report
+from flowspec_edge.fleet.gpu_check.report import GpuCheck, GpuReport
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
+    """What computing finds: tests/fleet asks the real libraries, which takes seconds."""
+    findings = [Finding("torch", "ok", "2.13.0")]
+    monkeypatch.setattr(run, "check_compute", lambda l4t: findings)
+    return findings
+
+
+def test_a_table_and_json_say_the_same(quick: list[Finding], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["ok"] is True
+    (board,) = document["boards"]
+    assert board["name"] == "this machine"
+    assert [finding["check"] for finding in board["findings"]][:3] == ["flowspec", "board", "python"]
+    assert board["findings"][-1] == {"check": "torch", "state": "ok", "found": "2.13.0", "advice": ""}
+    assert main(["doctor"]) == 0
+    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line[:1].strip()]
+    assert rows[:4] == ["this", "flowspec", "board", "python"]
+
+
+def test_what_failed_is_the_exit_code_and_has_its_next_step(quick: list[Finding],
+                                                            capsys: pytest.CaptureFixture[str]) -> None:
+    quick[0] = Finding("gpu", "failed", "sees no [GPU]", "see the groups")
+    assert main(["doctor"]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "failed sees no [GPU]" in out
+    assert "→ see the groups" in out
+    assert main(["doctor", "--json", "--storage", "/nowhere/at/all"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["ok"] is False
+    failed = {f["check"] for f in document["boards"][0]["findings"] if f["state"] == "failed"}
+    assert failed >= {"gpu", "disk"}
+
+
+def test_fixes_are_reported_only_with_fix(quick: list[Finding], monkeypatch: pytest.MonkeyPatch,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    """The machine's own findings are left alone here: what is done with remedies, tests/fleet shows."""
+    found = [Finding("memory", "ok", "enough")]
+    monkeypatch.setattr(run, "check_system", lambda facts, own: found)
+    assert main(["doctor", "--json", "--fix"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [finding["fixed"] for finding in document["boards"][0]["findings"]] == [False, False, False]
+    found[0] = Finding("time", "warning", "NTP is off", "switch it on", (("true",),))
+    assert main(["doctor", "--fix"]) == 0
+    assert "NTP is off; done: true, without effect" in " ".join(capsys.readouterr().out.split())
+    assert main(["doctor", "--json"]) == 0
+    assert "fixed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("state", ["ok", "failed"])
+def test_the_report_on_a_gpu(state: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+                             ) -> None:
+    """As a table and as JSON; tests/fleet makes a real one."""
+    tokens: Literal["ok", "failed"] = "failed" if state == "failed" else "ok"
+    checks = [GpuCheck("products", "fp16", "ok", "", 4e-4),
+              GpuCheck("products", "nf4", "skipped", "not [here]"),
+              GpuCheck("tokens", "fp16 flowspec_plus T=1", tokens, "96 tokens")]
+    monkeypatch.setattr(gpu_report, "check_gpu",
+                        lambda model, device, report: GpuReport(device, "Orin", (8, 7), checks))
+    code = int(state == "failed")
+    assert main(["doctor", "--gpu"]) == code
+    out = capsys.readouterr().out
+    assert "Orin, compute capability 8.7" in out
+    assert "not [here]" in out
+    assert ("1 of 3 checks failed on cuda" in out) == (state == "failed")
+    assert main(["doctor", "--gpu", "--device", "cuda:1", "--json"]) == code
+    told = json.loads(capsys.readouterr().out)
+    assert (told["ok"], told["device"], told["compute_capability"]) == (state == "ok", "cuda:1", [8, 7])
+    assert told["checks"][0] == {"group": "products", "name": "fp16", "state": "ok", "found": "",
+                                 "error": 4e-4}
+
+
+def test_without_a_gpu_there_is_nothing_to_test(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["doctor", "--gpu"] + (["--device", "cuda:99"] if torch.cuda.is_available() else [])
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "no cuda" in err
+    assert main(["doctor", "--gpu", "--fix"]) == 2
+    assert "on each board" in capsys.readouterr().err
+    for device in ("cpu", "cuda"):
+        assert main(["doctor", "--device", device]) == 2
+        assert "--device works with --gpu only" in capsys.readouterr().err

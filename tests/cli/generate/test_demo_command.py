@@ -1,0 +1,41 @@
+"""``flowspec demo`` with a tiny model: real processes, then virtual time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_dir import tiny_model_dir
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from flowspec_edge.bench.run.tasks import load_prompts
+from flowspec_edge.cli.common.workload import demo_prompts
+from flowspec_edge.cli.main import main
+
+
+def test_streams_over_processes_then_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_model_dir(tmp_path, layers=2, hidden=32)
+    capsys.readouterr()
+    few = ("--stages", "2", "--prompts", "2", "--max-new-tokens", "8")
+    assert main(["demo", "--model", str(model), *few]) == 0
+    out = capsys.readouterr().out
+
+    prompt = load_prompts(demo_prompts(), 1)[0].text
+    tokenizer = AutoTokenizer.from_pretrained(model / "target")
+    target = AutoModelForCausalLM.from_pretrained(model / "target")
+    ids = tokenizer(prompt, return_tensors="pt")
+    new = target.generate(**ids, max_new_tokens=8, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    assert prompt + tokenizer.decode(new) in out
+
+    assert "FlowSpec over 3 processes" in out
+    virtual, wall = out.split("VIRTUAL TIME under paper-7b, 2 stages")[1].split("wall clock on this machine")
+    for part in (virtual, wall):
+        for strategy in ("flowspec_plus", "flowspec", "chunk_pp", "autoregressive"):
+            assert strategy in part
+        assert part.count("identical") >= 4
+    assert f"All {4 * 8 + 4 * 16} tokens are identical" in out
+
+
+def test_without_the_model_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--model", "nowhere"]) == 2
+    assert capsys.readouterr().err.startswith("flowspec: error: no model 'nowhere'")

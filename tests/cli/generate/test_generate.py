@@ -1,0 +1,156 @@
+"""``flowspec generate`` against transformers' own generate, in virtual time and over processes."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_dir import tiny_model_dir
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from flowspec_edge.cli.main import main
+
+PROMPT = "def f(x):\n    return"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2, hidden=32)
+
+
+def generate(model: Path, *arguments: str, clock: str = "virtual") -> int:
+    return main(["generate", "--model", str(model), "--clock", clock, "--stages", "2",
+                 "--max-new-tokens", "12", *arguments])
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> tuple[list[int], str]:
+    """Greedy tokens and their text, from transformers alone."""
+    tokenizer = AutoTokenizer.from_pretrained(model / "target")
+    target = AutoModelForCausalLM.from_pretrained(model / "target")
+    ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
+    out = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    new = out[0, ids.shape[1] :].tolist()
+    return new, tokenizer.decode(new)
+
+
+@pytest.mark.parametrize("clock", ["virtual", "wall"])
+def test_json_is_greedy_decoding_with_figures(model: Path, reference: tuple[list[int], str], clock: str,
+                                              capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(model, PROMPT, "--json", clock=clock) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["tokens"], result["text"]) == reference
+    assert result["finish_reason"] == "length"
+    assert {"turns", "rounds", "alt", "alr", "tokens_per_second", "ttft_s", "drafted", "verified", "accepted",
+            "bytes"} <= result["stats"].keys()
+    assert result["stats"]["drafted"] > 0
+
+
+def test_without_json_the_text_is_streamed_and_the_figures_go_to_stderr(
+        model: Path, reference: tuple[list[int], str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(model, PROMPT, "--strategy", "chunk_pp") == 0
+    out, err = capsys.readouterr()
+    assert out == reference[1] + "\n"
+    assert "chunk_pp, 2 stages, VIRTUAL TIME under paper-7b" in err
+
+
+def test_the_prompt_may_be_a_file_or_standard_input(
+        model: Path, reference: tuple[list[int], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_text(PROMPT)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(PROMPT.encode())))
+    for source in (str(path), "-"):
+        assert generate(model, "--prompt-file", source) == 0
+        assert capsys.readouterr().out == reference[1] + "\n"
+
+
+def test_sampled_text_depends_on_the_seed_and_not_on_the_method(model: Path,
+                                                                capsys: pytest.CaptureFixture[str]) -> None:
+    def sampled(seed: int, *how: str) -> list[int]:
+        assert generate(model, PROMPT, "--json", "--temperature", "1", "--top-p", "0.9", "--seed", str(seed),
+                        *how) == 0
+        tokens: list[int] = json.loads(capsys.readouterr().out)["tokens"]
+        return tokens
+
+    one = sampled(1)
+    assert one == sampled(1, "--strategy", "autoregressive")
+    assert one == sampled(1, "--rank", "draft", "--tree-size", "7")
+    assert one != sampled(2)
+
+
+def test_parameters_of_the_tree_reach_the_strategy(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drafted = []
+    for size in ("3", "60"):
+        assert generate(model, PROMPT, "--json", "--strategy", "chunk_pp", "--tree-size", size) == 0
+        drafted.append(json.loads(capsys.readouterr().out)["stats"]["drafted"])
+    assert drafted[0] < drafted[1]
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    ([], "give either a prompt or --prompt-file"),
+    (["text", "--prompt-file", "also"], "give either a prompt or --prompt-file"),
+    ([""], "the prompt is empty"),
+    (["--prompt-file", "/nowhere/at-all"], "cannot read /nowhere/at-all: No such file"),
+    (["x", "--strategy", "magic"], "no strategy 'magic'; there are autoregressive"),
+    (["x", "--profile", "magic"], "no profile 'magic'"),
+    (["x", "--model", "magic"], "no model 'magic'"),
+    (["x", "--stages", "0"], "Invalid value for '--stages'"),
+    (["x", "--dtype", "fp8"], "Invalid value for '--dtype'"),
+    (["x", "--temperature", "-1"], "temperature must be 0 (greedy)"),
+    (["x", "--tree-size", "0"], "tree-size must be at least 1"),
+    (["x", "--colour"], "No such option: --colour"),
+    (["x" * 2100], "the model stops at 2048"),
+])
+def test_bad_input_is_one_line_and_exit_code_2(model: Path, arguments: list[str], says: str,
+                                               capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(model, *arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("flowspec: error: ")
+    assert says in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("clock", ["virtual", "wall"])
+def test_a_truncated_shard_is_one_line(tmp_path: Path, clock: str,
+                                       capsys: pytest.CaptureFixture[str]) -> None:
+    broken = tiny_model_dir(tmp_path, layers=2, hidden=32)
+    weights = broken / "target" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    capsys.readouterr()
+    assert generate(broken, PROMPT, clock=clock) != 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("flowspec: error: ")
+    assert "model.safetensors" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["--strategy", "pipedec"], "pipedec drafts with draft-lm/, which"),
+    (["--strategy", "pipedec"], "choose another kind with --draft (it has: eagle2/)"),
+    (["--strategy", "flowspec", "--draft", "lm"], "flowspec drafts with draft-lm/, which"),
+    (["--strategy", "spd", "--draft", "eagle2"], "make it with: flowspec models train-spd --model "),
+])
+@pytest.mark.parametrize("command", ["generate", "bench timeline"])
+def test_a_missing_draft_model_is_named_before_anything_is_loaded(
+        model: Path, tmp_path: Path, command: str, arguments: list[str], says: str,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    for part in ("target", "eagle2"):
+        (tmp_path / part).symlink_to(model / part)
+    prompt = ["x"] if command == "generate" else ["--prompt", "x"]
+    assert main([*command.split(), *prompt, "--model", str(tmp_path), *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert says in err
+
+
+def test_more_stages_than_layers_over_processes(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(model, PROMPT, "--stages", "3", clock="wall") == 2
+    assert capsys.readouterr().err == ("flowspec: error: flowspec_plus: 3 stages are more than the model's 2 "
+                                       "layers: use at most --stages 2, or --clock virtual\n")

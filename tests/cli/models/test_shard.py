@@ -1,0 +1,316 @@
+"""``flowspec models shard``, ``inspect`` and ``verify``, on the command line, with a local hub."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+from shardkit import as_bin
+from tiny import tiny_llama
+from tiny_dir import tiny_model_dir
+
+from flowspec_edge.cli.main import main
+from flowspec_edge.messages import Open
+from flowspec_edge.model.manifest import Manifest
+from flowspec_edge.sharding.job import JOURNAL
+from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.shard import load_shard
+
+COMMIT = "c0ffee" + "0" * 34
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def sharded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("sharded") / "out"
+    assert main(["models", "shard", "--model", str(model), "--split", "1,3", "--dtype", "int4",
+                 "--group", "64", "--out", str(out)]) == 0
+    return out
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one line that the command ends with."""
+    capsys.readouterr()
+    assert main(["models", *map(str, arguments)]) != 0
+    said = capsys.readouterr().err.strip().splitlines()
+    assert len(said) == 1
+    return said[0]
+
+
+def test_inspect_says_what_stages_take(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["models", "inspect", str(sharded), "--context", "100", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["dtype"], found["compute_dtype"], found["quantisation"]["group"]) == ("int4", "bf16", 64)
+    parts = {part["part"]: part for part in found["parts"]}
+    assert list(parts) == ["stage-1", "stage-2", "draft"]
+    for index, name in enumerate(("stage-1", "stage-2")):
+        shard = load_shard(sharded, index, 2, "bf16")
+        engine = StageEngine(shard)
+        engine.open(Open(session=0, epoch=0, capacity=100))
+        assert engine.cache_of(0) is not None
+        assert parts[name]["layers"] == list(shard.layers)
+        assert parts[name]["weight_bytes"] == shard.nbytes
+        assert parts[name]["cache_bytes"] == engine.cache_of(0).nbytes
+        assert parts[name]["memory_bytes"] == shard.nbytes + engine.cache_of(0).nbytes
+        assert parts[name]["disk_bytes"] == sum(f.stat().st_size for f in (sharded / name).iterdir())
+    layer = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 2 * 64
+    assert parts["stage-1"]["parameters"] == 300 * 64 + layer
+    assert parts["stage-2"]["parameters"] == 3 * layer + 64
+    assert main(["models", "inspect", str(sharded)]) == 0
+    table = " ".join(capsys.readouterr().out.split())
+    for piece in ("int4 in groups of 64", "computing in bf16", "stage-2", "1–3", "caches of 4096 rows"):
+        assert piece in table
+
+
+def test_verify_and_a_board(sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["models", "verify", str(sharded)]) == 0
+    assert capsys.readouterr().out.count("files are as written") == 3
+    board = tmp_path / "board"
+    shutil.copytree(sharded / "stage-2", board / "stage-2")
+    shutil.copy(sharded / "manifest.json", board)
+    assert main(["models", "verify", str(board), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"sound": ["stage-2"], "wrong": {},
+                                                   "absent": ["stage-1", "draft"]}
+    assert main(["models", "inspect", str(board)]) == 0
+    assert "draft (not here)" in " ".join(capsys.readouterr().out.split())
+    norm = board / "stage-2" / "norm.safetensors"
+    norm.write_bytes(norm.read_bytes()[:-1] + b"\x99")
+    assert "norm.safetensors has been altered" in fails(capsys, "verify", board)
+    shutil.rmtree(board / "stage-2")
+    assert "has none of the parts stage-1, stage-2, draft" in fails(capsys, "verify", board)
+    assert "is not a sharded model: manifest.json is missing" in fails(capsys, "verify", tmp_path)
+    assert "is not a sharded model" in fails(capsys, "inspect", "demo")
+
+
+def test_again_it_is_finished(model: Path, sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["models", "shard", "--model", str(model), "--split", "1,3", "--dtype", "int4",
+             "--out", str(sharded)]
+    capsys.readouterr()
+    assert main([*asked, "--group", "64"]) == 0
+    assert "is finished already" in capsys.readouterr().out
+    assert "already holds a sharded model" in fails(capsys, *asked[1:])
+    assert main(["models", "verify", str(sharded)]) == 0
+
+
+@pytest.mark.parametrize(("options", "complaint"), [
+    (["--stages", "9"], "9 stages are more than the model's 4 layers"),
+    (["--stages", "0"], "stages must be at least 1"),
+    (["--split", "2,3"], "makes 5 layers, and the model has 4"),
+    (["--split", "4,0"], "--split must be whole numbers from 1"),
+    (["--split", "4,x"], "--split must be whole numbers from 1, separated by commas"),
+    ([], "give either --stages N or --split"),
+    (["--stages", "2", "--split", "2,2"], "give either --stages N or --split"),
+    (["--stages", "2", "--group", "64"], "--group goes with --dtype int4"),
+    (["--stages", "2", "--kernels", "x.json"], "--kernels goes with --dtype 4bit"),
+    (["--stages", "2", "--draft", "nowhere"], "no draft model at nowhere"),
+    (["--stages", "2", "--dtype", "int3"], "int3"),
+])
+def test_bad_options_write_nothing(model: Path, tmp_path: Path, options: list[str], complaint: str,
+                                              capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert complaint in fails(capsys, "shard", "--model", model, "--out", out, *options)
+    assert not out.exists()
+
+
+def test_where_nothing_can_be_written(model: Path, tmp_path: Path,
+                                      capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("shard", "--model", model, "--stages", 2, "--out")
+    assert "cannot write /proc/flowspec" in fails(capsys, *asked, "/proc/flowspec")
+    (tmp_path / "notes").touch()
+    assert "is not empty (it holds notes)" in fails(capsys, *asked, tmp_path)
+
+
+@pytest.mark.parametrize(("content", "result"), [
+    ('{"fastest": "nf4"}', "nf4"), ('{"fastest": "int4", "more": 1}', "int4"),
+    ('{"fastest": null}', "no 4-bit kind works on that device"),
+    ('{"fastest": "fp8"}', "'fp8' is the fastest, which is no 4-bit kind"),
+    ("{}", 'it has no key "fastest"'), ("[", 'it has no key "fastest"'), (None, "cannot read"),
+])
+def test_the_boards_fastest_kind(model: Path, tmp_path: Path, content: str | None, result: str,
+                                 capsys: pytest.CaptureFixture[str]) -> None:
+    kernels, out = tmp_path / "kernels.json", tmp_path / "out"
+    if content is not None:
+        kernels.write_text(content)
+    asked = ("shard", "--model", model, "--stages", 2, "--dtype", "4bit", "--kernels", kernels, "--out", out)
+    if result in ("nf4", "int4"):
+        assert main(["models", *map(str, asked)]) == 0
+        assert Manifest.read(out).dtype == result
+    else:
+        assert result in fails(capsys, *asked)
+        assert not out.exists()
+
+
+def flowspec(*arguments: object, **environment: str) -> subprocess.Popen[str]:
+    """The command in a process of its own."""
+    return subprocess.Popen([sys.executable, "-m", "flowspec_edge.cli.main", *map(str, arguments)], text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **environment})
+
+
+def ends(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Exit code and errors."""
+    _, errors = process.communicate(timeout=120)
+    return process.returncode, errors
+
+
+def forked(work: Callable[[], int], errors: Path) -> tuple[BaseProcess, Path]:
+    """Start ``work`` in a copy of this process, which has imported everything; its errors go to a file."""
+
+    def child() -> None:
+        torch.set_num_threads(1)
+        sys.stderr = errors.open("w")
+        code = work()
+        sys.stderr.flush()
+        sys.exit(code)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of threads, which do nothing
+        process = multiprocessing.get_context("fork").Process(target=child)
+        process.start()
+    return process, errors
+
+
+def test_interrupted_it_goes_on(tmp_path: Path) -> None:
+    model, out = tiny_llama(tmp_path / "model", layers=6, hidden=512), tmp_path / "out"
+    journal = out / JOURNAL
+    asked = ("models", "shard", "--model", model, "--stages", 3, "--dtype", "int4", "--out", out)
+    process, errors = forked(lambda: main([str(word) for word in asked]), tmp_path / "errors")
+    while process.is_alive() and not (journal.is_file() and journal.read_text().count("\n") > 1):
+        time.sleep(0.01)  # another process' file is polled
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGINT)
+    process.join(60)
+    assert process.exitcode == 130
+    assert errors.read_text().strip() == f"flowspec: interrupted; the same command resumes in {out}"
+    assert not (out / "manifest.json").exists()
+    assert main([str(word) for word in asked]) == 0
+    for part in Manifest.read(out).parts:
+        Manifest.read(out).check(part)
+
+
+# -- the hub -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def hub(repositories: dict[str, Path]) -> Iterator[tuple[str, list[str]]]:
+    """A server that answers what the client of the Hugging Face hub asks; its address, and what was asked."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            path = urlsplit(self.path).path
+            asked.append(path)
+            for name, home in repositories.items():
+                files = sorted(p.relative_to(home).as_posix() for p in home.rglob("*") if p.is_file())
+                if path in (f"/api/models/{name}", f"/api/models/{name}/revision/main",
+                            f"/api/models/{name}/revision/{COMMIT}"):
+                    return self.json({"id": name, "sha": COMMIT,
+                                      "siblings": [{"rfilename": f} for f in files]})
+                if path in (f"/api/models/{name}/tree/{COMMIT}", f"/api/models/{name}/tree/main"):
+                    return self.json([{"type": "file", "path": f, "oid": self.etag(home / f),
+                                       "size": (home / f).stat().st_size} for f in files])
+                for prefix in (f"/{name}/resolve/{COMMIT}/", f"/{name}/resolve/main/"):
+                    if path.startswith(prefix) and path.removeprefix(prefix) in files:
+                        return self.file(home / path.removeprefix(prefix))
+            return self.say(b'{"error": "Repository not found"}', {"X-Error-Code": "RepoNotFound"}, 404)
+
+        do_HEAD = do_GET
+
+        def json(self, content: object) -> None:
+            self.say(json.dumps(content).encode(), {"Content-Type": "application/json"})
+
+        def file(self, path: Path) -> None:
+            self.say(path.read_bytes(), {"X-Repo-Commit": COMMIT, "ETag": f'"{self.etag(path)}"'})
+
+        def etag(self, path: Path) -> str:
+            return hashlib.sha1(path.read_bytes()).hexdigest()
+
+        def say(self, body: bytes, headers: dict[str, str], status: int = 200) -> None:
+            self.send_response(status)
+            for key, value in {**headers, "Content-Length": str(len(body))}.items():
+                self.send_header(key, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize("pickled", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_a_model_from_the_hub(tmp_path: Path, pickled: bool) -> None:
+    home = tiny_llama(tmp_path / "tiny", layers=2)
+    if pickled:
+        as_bin(home)
+    else:
+        (home / "pytorch_model.bin").write_bytes(b"not wanted")
+    (home / "onnx").mkdir()
+    (home / "onnx" / "model.safetensors").write_bytes(b"not wanted either")
+    (home / "README.md").write_text("nor this")
+    cache, out = tmp_path / "cache", tmp_path / "out"
+    with hub({"someone/tiny": home}) as (address, asked):
+        here = {"HF_ENDPOINT": address, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0"}
+        process = flowspec("models", "shard", "--model", "someone/tiny", "--stages", 2, "--out", out, **here)
+        output, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        assert "2 stages, fp16, no draft model" in output
+        manifest = Manifest.read(out)
+        assert (manifest.source.name, manifest.source.revision) == ("someone/tiny", COMMIT)
+        got = {path.rpartition("/")[2] for path in asked if "/resolve/" in path}
+        weights = "pytorch_model.bin" if pickled else "model.safetensors"
+        assert got == {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+                       weights}
+        assert not any("onnx" in path for path in asked if "/resolve/" in path)
+
+
+@pytest.mark.soak
+def test_offline_the_cache_is_enough(tmp_path: Path) -> None:
+    home, cache = tiny_llama(tmp_path / "tiny", layers=2), tmp_path / "cache"
+    with hub({"someone/tiny": home}) as (address, _):
+        here = {"HF_ENDPOINT": address, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0"}
+        asked = ("models", "shard", "--model", "someone/tiny", "--stages", 2, "--out")
+        assert ends(flowspec(*asked, tmp_path / "a", **here))[0] == 0
+        code, errors = ends(flowspec(*asked[:3], "someone/else", *asked[4:], tmp_path / "d", **here))
+        assert code == 2
+        assert "no directory someone/else, and the hub does not provide it" in errors
+        assert len(errors.strip().splitlines()) == 1
+    for place, environment in (("b", here), ("c", {**here, "HF_HUB_OFFLINE": "1"})):
+        assert ends(flowspec(*asked, tmp_path / place, **environment))[0] == 0
+        Manifest.read(tmp_path / place).check("stage-1")
+        code, errors = ends(flowspec(*asked[:3], "someone/else", *asked[4:], tmp_path / "d", **environment))
+        assert code == 2
+        assert len(errors.strip().splitlines()) == 1

@@ -1,0 +1,59 @@
+"""A sharded model on the command line: it decides what the options leave open."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_dir import tiny_model_dir
+
+from flowspec_edge.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=5)
+
+
+@pytest.fixture(scope="module")
+def cut(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("cut") / "model"
+    assert main(["models", "shard", "--model", str(whole), "--split", "2,1,2", "--dtype", "fp32",
+                 "--out", str(out)]) == 0
+    return out
+
+
+def generate(model: Path, *options: str) -> int:
+    return main(["generate", "x = 1", "--model", str(model), "--clock", "virtual", "--max-new-tokens", "8",
+                 "--json", *options])
+
+
+def test_stages_are_those_of_the_cut(whole: Path, cut: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(whole) == generate(cut) == 0
+    one, other = map(json.loads, capsys.readouterr().out.splitlines())
+    assert other["tokens"] == one["tokens"]
+    assert (len(one["stats"]["stages"]), len(other["stats"]["stages"])) == (4, 3)
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    (["--stages", "4"], "was sharded into 3 stages, not 4: use 3, or shard it again"),
+    (["--strategy", "megatron"], "megatron gives every device a slice of all layers, but"),
+    (["--draft", "eagle3"], "flowspec_plus drafts with eagle3/, which"),
+])
+def test_what_does_not_go_with_it_is_one_line(cut: Path, options: list[str], said: str,
+                                              capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(cut, *options) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert said in err
+
+
+def test_a_benchmark_checks_it_against_its_own_weights(cut: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    assert main(["bench", "run", "--model", str(cut), "--strategies", "flowspec,chunk_pp", "--limit", "1",
+                 "--max-new-tokens", "6", "--json", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert (report["settings"]["stages"], report["settings"]["dtype"]) == (3, "fp32")
+    assert len(report["rows"]) == 2

@@ -1,0 +1,184 @@
+"""``flowspec draft`` and its stages as processes: ready, a stage that is killed, the end; and what keeps
+it from starting."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from clusterkit import PATIENCE
+from openai import OpenAI
+from servicekit import Ear, Services, drafting
+from shardkit import cut
+from tiny_dir import tiny_model_dir
+from transformers import AutoTokenizer
+
+from flowspec_edge.cli.main import main
+from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.sampling.rule import Sampling
+
+PROMPT = "def f(x): return"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2, hidden=32, vocab=97)
+
+
+@pytest.fixture(scope="module")
+def sharded(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("cut") / "model"
+    cut(whole, out)
+    return out
+
+
+@pytest.fixture
+def services(sharded: Path, tmp_path: Path) -> Iterator[Services]:
+    made = Services(sharded, tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def ear(tmp_path: Path) -> Iterator[Ear]:
+    made = Ear(str(tmp_path / "notify"))
+    yield made
+    made.close()
+
+
+def answer(services: Services, tokens: int = 12) -> str:
+    with OpenAI(base_url=f"{services.url}/v1", api_key="none", max_retries=0) as client:
+        return client.completions.create(model="tiny", prompt=PROMPT, max_tokens=tokens,
+                                         timeout=PATIENCE).choices[0].text
+
+
+def expected(whole: Path, tokens: int = 12) -> str:
+    tokenizer = AutoTokenizer.from_pretrained(whole / "target")
+    new, _ = PlainDecoder(whole).generate(tokenizer(PROMPT)["input_ids"], tokens, Sampling(),
+                                          ModelDir(whole).stop_ids)
+    return str(tokenizer.decode(new))
+
+
+@pytest.mark.soak  # whole boards show the same, under the real systemd: `make test-fleet`
+@pytest.mark.parametrize("forked", [True, False])
+def test_it_waits_for_its_stages_and_for_one_that_is_killed(whole: Path, services: Services, ear: Ear,
+                                                            forked: bool) -> None:
+    services.start(2, forked)
+    with drafting(services, ear) as process:
+        ear.until("STATUS=waiting for V1")
+        services.start(1, forked)
+        said = ear.until("READY=1")
+        assert said[-1].startswith("READY=1\nSTATUS=flowspec: serving tiny (flowspec_plus, 2 stages, fp32, "
+                                   f"cluster test) at {services.url}/v1")
+        ear.until("WATCHDOG=1")  # though nobody asks for anything
+        assert answer(services) == expected(whole)
+        services.kill(2)
+        ear.until("STATUS=recovering: ")
+        services.start(2, forked)
+        ear.until("STATUS=all stages are back")
+        assert answer(services) == expected(whole)
+        process.send_signal(signal.SIGTERM)
+        ear.until("STOPPING=1")
+        process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0
+    assert [worker.poll() for worker in services.workers.values()] == [None, None]
+
+
+@pytest.mark.soak
+def test_another_draft_device_meets_the_same_stages(whole: Path, services: Services, ear: Ear) -> None:
+    for stage in (1, 2):
+        services.start(stage)
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        with drafting(services, ear) as process:
+            ear.until("READY=1")
+            assert answer(services) == expected(whole)
+            process.send_signal(number)
+            process.communicate(timeout=PATIENCE)
+    assert [worker.poll() for worker in services.workers.values()] == [None, None]
+
+
+def failed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """What the command exits with, and its one line."""
+    code = main(list(arguments))
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    return code, err
+
+
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"model": "nowhere"}, "no model 'nowhere'"),
+    ({"strategy": "magic"}, "no strategy 'magic'"),
+    ({"device": "gpu"}, "no torch device 'gpu': use cpu, cuda"),
+    ({"device": "cuda:99"}, "no cuda:99 here: "),
+    ({"host": "0.0.0.0"}, "others can reach 0.0.0.0"),
+    ({"api_key_file": "/nowhere"}, "cannot read the API key /nowhere: No such file"),
+    ({"api_key_file": "/dev/null"}, "/dev/null must hold an API key"),
+    ({"worker_keys": ["x", "y"]}, "'x' is not a CURVE key"),
+])
+def test_a_wrong_configuration_is_one_line(sharded: Path, tmp_path: Path, changes: dict[str, object],
+                                           says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The unit is not started again after exit code 2."""
+    services = Services(sharded, tmp_path, changes)
+    code, err = failed(capsys, "draft", "--config", str(services.draft_file))
+    assert (code, says in err) == (2, True), err
+
+
+def test_links_beyond_loopback_without_keys_are_one_line(sharded: Path, tmp_path: Path,
+                                                         capsys: pytest.CaptureFixture[str]) -> None:
+    services = Services(sharded, tmp_path, {"key_file": "", "worker_keys": [], "unencrypted": True,
+                                            "control": "tcp://192.0.2.1:7701"})
+    text = services.draft_file.read_text()
+    services.draft_file.write_text(text.replace("unencrypted = true", "unencrypted = false"))
+    code, err = failed(capsys, "draft", "--config", str(services.draft_file))
+    assert code == 2
+    assert "control: tcp://192.0.2.1:7701 is beyond loopback, where links have to be encrypted" in err
+
+
+def test_a_number_of_stages_that_the_model_was_not_cut_into(sharded: Path, tmp_path: Path,
+                                                           capsys: pytest.CaptureFixture[str]) -> None:
+    services = Services(sharded, tmp_path, {"instances": ["v1"], "worker_keys": ["x"]})
+    errors = failed(capsys, "draft", "--config", str(services.draft_file))[1]
+    assert "was sharded into 2 stages, not 1" in errors
+
+
+def test_a_key_file_elsewhere(sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    services = Services(sharded, tmp_path)
+    config = ["--config", str(services.draft_file), "--key-file", "/nowhere"]
+    assert "cannot read the key file /nowhere" in failed(capsys, "draft", *config)[1]
+    open_ = Services(sharded, tmp_path / "open", {"key_file": "", "worker_keys": []})
+    code, err = failed(capsys, "draft", "--config", str(open_.draft_file), "--key-file", "/nowhere")
+    assert (code, "its links are not encrypted" in err) == (2, True)
+
+
+def test_an_api_key_elsewhere(sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """systemd gives an empty credential where the board has no such file."""
+    services = Services(sharded, tmp_path, {"host": "0.0.0.0", "api_key_file": "/etc/flowspec/api.key"})
+    config = ["--config", str(services.draft_file), "--api-key-file"]
+    (tmp_path / "empty").touch()
+    assert failed(capsys, "draft", *config, str(tmp_path / "empty")) == (
+        2, "flowspec: error: /etc/flowspec/api.key must hold an API key, of ASCII characters only\n")
+    closed = Services(sharded, tmp_path / "closed", {"host": "0.0.0.0"})  # which asks for none
+    assert "others can reach 0.0.0.0" in failed(
+        capsys, "draft", "--config", str(closed.draft_file), "--api-key-file", str(tmp_path / "empty"))[1]
+
+
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """A worker takes them for its process, which here is the tests' own."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("own_signals")
+def test_a_worker_whose_configuration_is_wrong(sharded: Path, tmp_path: Path,
+                                               capsys: pytest.CaptureFixture[str]) -> None:
+    services = Services(sharded, tmp_path)
+    config = str(services.worker_files[0])
+    assert failed(capsys, "worker", "--config", config, "--key-file", "/nowhere") == (
+        2, "flowspec worker: cannot read the key file /nowhere: No such file or directory\n")
+    assert failed(capsys, "worker", "--config", "nowhere.toml")[0] == 2

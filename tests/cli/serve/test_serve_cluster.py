@@ -1,0 +1,51 @@
+"""``flowspec serve --cluster``: boards with a real sshd each, a client on the draft device."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sshkit
+from clusterkit import PATIENCE
+from openai import OpenAI
+from tiny_dir import tiny_model_dir
+from transformers import AutoTokenizer
+
+from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.sampling.rule import Sampling
+
+PROMPT = "def f(x): return"
+
+
+@pytest.mark.soak
+@sshkit.needs_boards
+def test_boards_answer_clients_and_nothing_stays_on_them(tmp_path: Path) -> None:
+    model = tiny_model_dir(tmp_path / "model", layers=2, hidden=32, vocab=97)
+    with sshkit.boards(2, tmp_path) as boards, boards.bed.entered(0):
+        command = [sys.executable, "-m", "flowspec_edge.cli.main", "serve", "--cluster", str(boards.file),
+                   "--model", str(model), "--name", "tiny", "--port", "0"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                line = process.stdout.readline()
+                found = re.fullmatch(r"flowspec: serving tiny \(flowspec_plus, 2 stages, fp32, cluster bed\) "
+                                     r"at (http://127.0.0.1:\d+/v1)\n", line)
+                assert found, process.communicate()
+                with OpenAI(base_url=found[1], api_key="none") as client:
+                    done = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12)
+                process.send_signal(signal.SIGTERM)
+                _, said = process.communicate(timeout=PATIENCE)
+            finally:
+                process.kill()
+        assert process.returncode == 0, said
+        for place in (1, 2):
+            assert boards.left(place, f"{sys.executable} -m flowspec_edge.runtime.worker") == 0
+    tokenizer = AutoTokenizer.from_pretrained(model / "target")
+    new, _ = PlainDecoder(model).generate(tokenizer(PROMPT)["input_ids"], 12, Sampling(),
+                                          ModelDir(model).stop_ids)
+    assert done.choices[0].text == tokenizer.decode(new)

@@ -1,0 +1,196 @@
+"""``flowspec serve`` as a process: its line, its log, its end; and what keeps it from starting."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import httpx2
+import pytest
+from clusterkit import PATIENCE, alive, until
+from openai import BadRequestError, OpenAI
+from powerkit import board
+from tiny_dir import tiny_model_dir
+from transformers import AutoTokenizer
+
+from flowspec_edge.cli.main import main
+from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.sampling.rule import Sampling
+
+PROMPT = "def f(x): return"
+WATTS = 12.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2, hidden=32, vocab=97)
+
+
+@contextmanager
+def started(model: Path, temporary: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """The command, which keeps what it makes on disk below ``temporary``."""
+    command = [sys.executable, "-m", "flowspec_edge.cli.main", "serve", "--local", "--model", str(model),
+               "--name", "tiny", "--stages", "2", "--port", "0", *arguments]
+    with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "TMPDIR": str(temporary)},
+            # A shell's background job ignores SIGINT, and what it starts inherits that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def line_of(stream: IO[str] | None) -> str:
+    assert stream is not None
+    return stream.readline()
+
+
+def descendants(pid: int) -> set[int]:
+    """Process ids of all that it started, directly or not."""
+    children = {int(child) for task in Path(f"/proc/{pid}/task").iterdir()
+                for child in (task / "children").read_text().split()}
+    return children.union(*(descendants(child) for child in children))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])
+def test_it_serves_logs_and_leaves_nothing_behind(
+        model: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, number: signal.Signals,
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOWSPEC_SYSFS", str(board(tmp_path_factory.mktemp("board"), WATTS)))
+    with started(model, tmp_path, "--log-json", "--api-key", "key", "--context", "1800") as process:
+        line = line_of(process.stdout)
+        found = re.fullmatch(r"flowspec: serving tiny \(flowspec_plus, 2 stages, fp32\) at "
+                             r"(http://127.0.0.1:\d+)/v1, the page at \1/\n", line)
+        assert found, line
+        pids = descendants(process.pid)
+        assert len(pids) >= 3  # the fork server and the stages
+        with OpenAI(base_url=f"{found[1]}/v1", api_key="key") as client:
+            done = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12)
+            logged = json.loads(line_of(process.stderr))
+            metrics = httpx2.get(f"{found[1]}/metrics", headers={"authorization": "Bearer key"}).text
+            with pytest.raises(BadRequestError, match="context is 1800 tokens here"):
+                client.completions.create(model="tiny", prompt=PROMPT, max_tokens=1900)
+            assert json.loads(line_of(process.stderr))["status"] == 400
+            text = PROMPT + done.choices[0].text
+            again = client.completions.create(model="tiny", prompt=text, max_tokens=2)
+            assert again.usage is not None
+            assert again.usage.prompt_tokens_details is not None
+            cached = again.usage.prompt_tokens_details.cached_tokens
+            assert len(PROMPT) <= (cached or 0) < len(text)  # a character is a token
+            line_of(process.stderr)
+            with client.completions.create(model="tiny", prompt=PROMPT, max_tokens=1500,
+                                           stream=True) as endless:
+                next(iter(endless))
+                process.send_signal(number)
+                _, rest = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0
+    until(lambda: not any(map(alive, pids)))  # helpers of multiprocessing end a moment later
+    assert list(tmp_path.iterdir()) == []
+    ids = AutoTokenizer.from_pretrained(model / "target")(PROMPT)["input_ids"]
+    new, _ = PlainDecoder(model).generate(ids, 12, Sampling(), ModelDir(model).stop_ids)
+    assert done.choices[0].text == AutoTokenizer.from_pretrained(model / "target").decode(new)
+    assert (logged["event"], logged["id"], logged["status"], logged["completion_tokens"]) == \
+           ("request", done.id, 200, 12)
+    assert 'emulates="",model="tiny",stages="2",strategy="flowspec_plus"' in metrics
+    assert "flowspec_generated_tokens_total 12.0\n" in metrics
+    assert done.usage is not None
+    assert round(done.usage.model_dump()["flowspec"]["energy_j"], 4) == logged["energy_j"] > 0
+    assert f'flowspec_device_power_watts{{device="D0"}} {WATTS}' in metrics
+    assert re.findall(r'^flowspec_device_energy_joules_total{device="(\w+)"}', metrics, re.M) == ["D0"]
+    assert [json.loads(line)["error"] for line in rest.splitlines()] == ["the server is shutting down"]
+
+
+@pytest.mark.soak
+def test_it_can_be_ended_while_the_cluster_starts(model: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        port = door.getsockname()[1]
+    with started(model, tmp_path, "--port", str(port)) as process:
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=PATIENCE) as client:
+            while True:
+                assert process.poll() is None
+                try:
+                    status = client.get("/ready").status_code
+                    break
+                except httpx2.ConnectError:
+                    continue
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, err) == (0, "")
+    assert (status, out) == (503, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["--host", "0.0.0.0"], "others can reach 0.0.0.0: set FLOWSPEC_API_KEY (or --api-key)"),
+    (["--model", "magic"], "no model 'magic'"),
+    (["--strategy", "magic"], "no strategy 'magic'"),
+    (["--stages", "3"], "3 stages are more than the model's 2 layers"),
+    (["--emulate", "magic"], "no profile 'magic'"),
+    (["--api-key", ""], "the API key must not be empty"),
+    (["--chat-template", "alpaca"], "no chat template 'alpaca'"),
+    (["--port", "70000"], "Invalid value for '--port'"),
+    (["--queue", "-1"], "Invalid value for '--queue'"),
+    (["--context", "0"], "Invalid value for '--context'"),
+    (["--at-once", "-1"], "Invalid value for '--at-once'"),
+    (["--local", "--cluster", "x.toml"], "give --cluster or --local, not both"),
+    (["--cluster", "x.toml"], "give --cluster or --stages, not both"),
+    (["--board-model", "/model"], "--board-model works with --cluster only"),
+])
+def test_what_keeps_it_from_starting_is_one_line(model: Path, arguments: list[str], says: str,
+                                                 monkeypatch: pytest.MonkeyPatch,
+                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("FLOWSPEC_API_KEY", raising=False)
+    assert main(["serve", "--port", "0", "--model", str(model), "--stages", "2", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert says in err
+
+
+def test_a_port_in_use_is_one_line(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert main(["serve", "--model", str(model), "--stages", "2", "--port", str(port)]) == 1
+    assert capsys.readouterr().err == (f"flowspec: error: cannot listen on 127.0.0.1, port {port}: Address "
+                                       "already in use; choose with --host and --port\n")
+
+
+def test_no_tokenizer_is_one_line(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / "target" / "tokenizer.json").unlink()
+    assert main(["serve", "--model", str(tmp_path / "model"), "--port", "0"]) == 2
+    err = capsys.readouterr().err
+    assert "tokenizer.json or tokenizer.model is missing" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.soak
+def test_a_stage_that_cannot_start_is_one_line(model: Path, tmp_path: Path,
+                                               capsys: pytest.CaptureFixture[str]) -> None:
+    broken = shutil.copytree(model, tmp_path / "model")
+    weights = broken / "target" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    capsys.readouterr()
+    assert main(["serve", "--model", str(broken), "--stages", "2", "--port", "0"]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "model.safetensors" in err
+
+
+def test_no_cluster_file_is_one_line(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--model", str(model), "--port", "0", "--cluster", "nowhere.toml"]) == 2
+    err = capsys.readouterr().err
+    assert "cannot read nowhere.toml" in err
+    assert err.count("\n") == 1

@@ -1,0 +1,66 @@
+"""Commands of a Markdown document that a test runs, and their expected output.
+
+A comment above a block of commands says where they run, ``<!-- run on WHERE -->``; a text block after it is
+the expected output, in which ``…`` matches anything within a line, and as a line of its own any lines.  A
+comment ``<!-- do ACTION -->`` is a manual step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+_STEP = re.compile(r"<!-- (?P<kind>run on|do) (?P<what>[^>]+) -->\n"
+                   r"(?:```sh\n(?P<script>.*?)```\n(?:\n?```text\n(?P<output>.*?)```\n)?)?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Commands, or a manual step (``script`` is "").
+
+    output  expected output; None if the document has none
+    span    of the output in the document's text
+    """
+
+    what: str
+    script: str
+    output: str | None
+    span: tuple[int, int]
+
+
+def steps(text: str) -> list[Step]:
+    found = []
+    for match in _STEP.finditer(text):
+        assert bool(match["script"]) == (match["kind"] == "run on"), f"no commands follow {match[0][:60]!r}"
+        found.append(Step(match["what"], match["script"] or "", match["output"], match.span("output")))
+    return found
+
+
+def difference(expected: str, printed: str) -> str:
+    """The first line of ``expected`` that ``printed`` lacks; "" if they match."""
+    lines = expected.splitlines()
+    for count in range(1, len(lines) + 1):
+        if not re.match(_pattern(lines[:count]), printed):
+            return lines[count - 1]
+    return "" if re.fullmatch(_pattern(lines), printed) else "the end"
+
+
+def renewed(text: str, outputs: Sequence[str | None]) -> str:
+    """The document with its outputs replaced; ``outputs`` has one for each step."""
+    for step, output in reversed([*zip(steps(text), outputs, strict=True)]):
+        if step.output is not None and output is not None:
+            text = text[:step.span[0]] + output + text[step.span[1]:]
+    return text
+
+
+def masked(printed: str, changes: Sequence[tuple[str, str | Callable[[re.Match[str]], str]]]) -> str:
+    """``printed`` after (pattern, replacement) substitutions for everything that differs between runs."""
+    for pattern, replacement in changes:
+        printed = re.sub(pattern, replacement, printed)
+    return "".join(f"{line.rstrip()}\n" for line in printed.strip("\n").splitlines())
+
+
+def _pattern(lines: Sequence[str]) -> str:
+    return "".join(r"(?:.*\n)*?" if line == "…" else ".*".join(map(re.escape, line.split("…"))) + r"\n"
+                   for line in lines)

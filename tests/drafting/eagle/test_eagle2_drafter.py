@@ -1,0 +1,158 @@
+"""EagleDrafter against a float64 recomputation written from the formulas, without any cache."""
+
+import numpy as np
+import pytest
+import torch
+from headkit import GREEDY, Eagle2, Session, log_softmax
+from transformers import LlamaConfig
+
+from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, EagleHead
+from flowspec_edge.errors import ProtocolError
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
+
+H, V, HEADS, KV_HEADS = 32, 61, 4, 2
+
+
+def make_head(seed, **extra):
+    torch.manual_seed(seed)
+    config = LlamaConfig(vocab_size=V, hidden_size=H, intermediate_size=48, num_hidden_layers=1,
+                         num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, bias=True, **extra)
+    head = EagleHead(config).double()
+    with torch.no_grad():
+        for p in head.parameters():
+            p.copy_(torch.randn_like(p) * 0.8 / p.shape[-1] ** 0.5)
+    return head
+
+
+def reference_of(head, lm_head):
+    weights = {n: p.detach().double().numpy() for n, p in head.state_dict().items()}
+    return Eagle2(weights, lm_head.double().numpy(), HEADS, KV_HEADS, head.config.rms_norm_eps,
+                  head.config.max_position_embeddings)
+
+
+def session(seed, sampling=GREEDY, rank="draft", tau=0.7, **config):
+    head = make_head(seed, **config)
+    lm_head = torch.randn(V, H, dtype=torch.float64)
+    return Session(reference_of(head, lm_head), EagleDrafter(head, lm_head), H, V, seed, sampling, rank, tau)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_histories_agree_with_full_recomputation(seed):
+    noisy = seed % 2 == 1
+    s = session(seed, Sampling(temperature=0.8 if noisy else 0.0, seed=seed), "noise" if noisy else "draft")
+    s.random_history(25)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_rewound_drafter_knows_the_text_up_to_there(seed):
+    session(seed + 20).rewinds()
+
+
+def test_a_rewound_cache_gives_memory_back():
+    s = session(3)
+    s.commit(s.rng.integers(0, V, size=1200).tolist())
+    s.plant()
+    s.expand([s.root.id])
+    assert s.drafter._cache._capacity == 1199
+    s.rewind(5)
+    assert s.drafter._cache._capacity == 256
+    s.random_history(4)
+
+
+def test_every_node_again_after_every_commit():
+    s = session(11)
+    s.commit([3, 1, 4, 1, 5])
+    s.plant()
+    s.expand([s.root.id])
+    s.every_node_again()
+
+
+@pytest.mark.parametrize("limit", [2, 5, 12])
+def test_rows_see_no_further_than_the_head_was_trained_for(limit):
+    """Prompts longer than the limit at once, texts that grow past it, trees deeper than it."""
+    s = session(limit, max_position_embeddings=limit)
+    s.random_history(25, prompt=limit + 3)
+    s = session(limit + 1, max_position_embeddings=limit)
+    s.commit([4, 2])
+    s.plant()
+    s.expand([s.root.id])
+    at = s.root.id
+    for _ in range(4):
+        at = s.children[at][0]
+        s.expand([at])
+    s.every_node_again(3)
+
+
+def test_the_cache_grows_past_its_first_size():
+    s = session(5)
+    s.commit([int(t) for t in s.rng.integers(0, V, size=240)])
+    s.plant()
+    s.expand([s.root.id])
+    s.expand(s.children[s.root.id])
+    s.descend([s.children[s.root.id][1]])
+    s.commit([int(t) for t in s.rng.integers(0, V, size=40)])
+    s.plant()
+    s.expand([s.root.id])
+    s.expand(s.children[s.root.id])
+
+
+def test_root_again_without_new_text_runs_no_row():
+    s = session(2)
+    s.commit([1, 2, 3])
+    s.plant()
+    first = s.expand([s.root.id])
+    rows = []
+    s.drafter._head.register_forward_hook(lambda *_: rows.append(1))
+    again = s.drafter.expand(DraftRequest(s.root.id, (s.root,), 3))
+    assert not rows
+    assert again.tokens.tolist() == first.tokens.tolist()
+    assert again.scores.tolist() == first.scores.tolist()
+
+
+def test_reset_forgets_everything():
+    s = session(3)
+    s.commit([1, 2, 3, 4])
+    s.plant()
+    s.expand([s.root.id])
+    s.expand(s.children[s.root.id])
+    s.drafter.reset(*s.ranking)
+    s.text, s.states = [], []
+    s.commit([9, 8])
+    s.plant()
+    s.expand([s.root.id])
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 0.05), ("bfloat16", 0.3)])
+def test_half_precision_heads_take_features_of_their_dtype(dtype, tolerance):
+    head, lm_head = make_head(4), torch.randn(V, H, dtype=torch.float64) / 8
+    features = torch.randn(6, H).to(getattr(torch, dtype))
+    reference = reference_of(head, lm_head)
+    rows = [(f, t, i) for i, (f, t) in enumerate(zip(features.double().numpy(), range(1, 7), strict=True))]
+    x = reference.logits(reference.row(rows))
+    drafter = EagleDrafter(head.to(getattr(torch, dtype)), lm_head.to(getattr(torch, dtype)))
+    drafter.commit([0], None)
+    drafter.commit(list(range(1, 7)), features)
+    got = drafter.expand(DraftRequest(0, (DraftNode(0, -1, 6, 6),), V))
+    want = log_softmax(x)
+    assert np.abs(got.scores[0] - want[got.tokens[0]]).max() < tolerance * np.abs(want).max()
+
+
+def test_misuse_is_named():
+    s = session(6)
+    s.commit([5])
+    with pytest.raises(ProtocolError, match="nothing has been committed"):
+        s.drafter.expand(DraftRequest(0, (DraftNode(0, -1, 5, 0),), 2))
+    with pytest.raises(ProtocolError, match="only the first token"):
+        s.drafter.commit([1], None)
+    with pytest.raises(ProtocolError, match="as many features"):
+        s.drafter.commit([1, 2], torch.zeros(1, H))
+    s.commit([5, 6])
+    s.plant()
+    s.expand([s.root.id])
+    with pytest.raises(ProtocolError, match="before its parent 77"):
+        s.drafter.expand(DraftRequest(s.root.id, (DraftNode(80, 77, 1, 5),), 2))
+    with pytest.raises(ProtocolError, match="before its parent 81"):  # 81 becomes root, unexpanded
+        s.drafter.expand(DraftRequest(81, (DraftNode(82, 81, 1, 6),), 2))
+    with pytest.raises(ProtocolError, match="root stands at position 9"):
+        s.drafter.expand(DraftRequest(s.root.id, (DraftNode(s.root.id, -1, 1, 9),), 2))

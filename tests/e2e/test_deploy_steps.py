@@ -1,0 +1,156 @@
+"""The deployment's steps on boards with a real systemd: what they bring about, and what comes between.
+
+Two boards; what a step looks at is real.
+"""
+
+from __future__ import annotations
+
+import nspawnkit
+import pytest
+from enginekit import PLACES, Bench
+
+from flowspec_edge.fleet import paths
+
+pytestmark = [pytest.mark.fleet, nspawnkit.needs_fleet]
+
+def test_software_is_complete_and_changes_nothing_the_second_time(bench: Bench) -> None:
+    assert bench.well("software") == [0, 0]
+    python = f"{paths.VENVS}/{bench.environment.digest}/bin/python"
+    show = "import torch, flowspec_edge.cli.main as m; print(torch.__file__, m.__file__)"
+    for place in PLACES:
+        shell = bench.fleet.shell
+        torch, own = shell(place, f'setpriv --reuid flowspec --clear-groups {python} -c "{show}"').split()
+        assert torch.startswith("/usr/local/lib/python3.11/dist-packages/")
+        assert own.startswith(paths.VENVS)
+        assert shell(place, f"id -nG {paths.USER}").split() == ["flowspec", "video", "render"]
+        assert shell(place, f"getent passwd {paths.USER}").endswith(f":{paths.STATE}:/usr/sbin/nologin\n")
+        modes = shell(place, f"stat -c '%a %U' {paths.ETC} {paths.STATE} {paths.MODELS} {paths.HOME}")
+        assert modes.split("\n")[:4] == ["700 root", "755 flowspec", "755 root", "755 root"]
+
+
+def test_a_full_disk_is_one_boards_trouble_and_the_next_run_completes_what_is_there(bench: Bench) -> None:
+    fleet, venv = bench.fleet, f"{paths.VENVS}/{bench.environment.digest}"
+    count = len(bench.environment.wheels)
+    fleet.shell(1, f"rm -r {venv}/.complete {venv}/lib/python*/site-packages/transformers; "
+                   f"mount -t tmpfs -o size=20m tmpfs {paths.WHEELS}")
+    try:
+        first, second = bench.run("software")
+    finally:
+        fleet.shell(1, f"umount {paths.WHEELS}")
+    assert first.error.startswith(f"wheels ({count} of {count}): ")
+    assert "No space left on device" in first.error
+    assert (second.error, second.changes) == ("", 0)
+    # Wheels that were half there, damaged, or are of no use any more.
+    fleet.shell(1, f"cd {paths.WHEELS} && rm msgpack-* && truncate -s -1 typer-* && echo > stranger.whl")
+    first, second = bench.run("software")
+    assert [step.name for step in first.steps if step.changed] == [f"wheels (2 of {count})", "environment"]
+    assert (first.error, second.error, second.changes) == ("", "", 0)
+    assert fleet.shell(1, f"ls {paths.WHEELS} | wc -l").strip() == str(count)
+    assert bench.well("software") == [0, 0]
+
+
+def test_what_a_board_lacks_is_said_before_anything_runs_there(bench: Bench) -> None:
+    fleet = bench.fleet
+    fleet.shell(1, f"mv /etc/sudoers.d/{nspawnkit.USER} /srv/")
+    try:
+        first, second = bench.run("software")
+    finally:
+        fleet.shell(1, f"mv /srv/{nspawnkit.USER} /etc/sudoers.d/")
+    assert first.error == f"connect: board-1 ({fleet.address(1)}): sudo: a password is required"
+    assert (second.error, second.changes) == ("", 0)
+
+
+def test_what_runs_already_is_left_alone(running: Bench) -> None:
+    """Also where systemd has restarted it, or the board."""
+    assert [running.says(place) for place in PLACES] == ["stage 1 of first", "stage 2 of first"]
+    before = [running.pid(place) for place in PLACES]
+    assert running.well("release") == running.well("activate") == [0, 0]
+    assert [running.pid(place) for place in PLACES] == before
+    unit = paths.verify_unit(1)
+    # Then it is systemd's turn, which says nothing when it has had it.
+    running.fleet.shell(1, f"systemctl kill -s KILL {unit}; "
+                           f"until [ $(systemctl show -p MainPID --value {unit}) != {before[0]} ] && "
+                           f"systemctl is-active {unit}; do sleep 0.1; done")
+    running.fleet.reboot(2)
+    assert running.well("activate") == [0, 0]
+    running.fleet.shell(1, f"systemctl stop {unit}")
+    assert running.well("activate") == [1, 0]
+    assert running.says(1) == "stage 1 of first"
+
+
+def test_an_upgrade_restarts_what_it_concerns(running: Bench) -> None:
+    fleet, second = running.fleet, running.state(1, "second")
+    other = running.pid(2)
+    assert running.well("release", second, running.state(2)) == [1, 0]
+    assert running.says(1) == "stage 1 of first"  # which a release alone does not touch
+    (outcome, untouched) = running.run("activate", second, running.state(2))
+    assert [step.name for step in outcome.steps if step.changed] == ["units", "current release", "running"]
+    assert (untouched.changes, running.pid(2)) == (0, other)
+    assert running.says(1) == "stage 1 of second"
+    links = fleet.shell(1, f"readlink {paths.CURRENT} {paths.PREVIOUS}").split()
+    assert links == [paths.release_dir("second"), paths.release_dir("first")]
+    assert running.well("activate", second) == [0]
+    # As an engine would leave it that was ended just before the restart.
+    first = paths.release_dir("first")
+    fleet.shell(1, f"cp {first}/units/* {paths.UNITS}; systemctl daemon-reload; "
+                   f"ln -sfn {first} {paths.CURRENT}")
+    (outcome,) = running.run("activate", running.state(1))
+    assert [step.name for step in outcome.steps if step.changed] == ["running"]
+    assert running.says(1) == "stage 1 of first"
+
+
+def test_a_release_that_does_not_start_says_why_in_its_own_words(running: Bench) -> None:
+    broken = running.state(1, "broken", "echo no shard for me; exit 2;")
+    assert running.well("release", broken, running.state(2, "broken")) == [1, 1]
+    first, second = running.run("activate", broken, running.state(2, "broken"))
+    assert first.error == "running: no shard for me"
+    assert second.error == ""
+    assert running.says(2) == "stage 2 of broken"
+    assert min(running.well("activate")) > 0  # back, though systemd has seen too many starts
+    assert [running.says(place) for place in PLACES] == ["stage 1 of first", "stage 2 of first"]
+    assert running.well("activate") == [0, 0]
+
+
+def test_a_board_with_another_role_forgets_the_one_before(running: Bench) -> None:
+    moved = running.state(1, stage=7)
+    (outcome,) = running.run("activate", moved)
+    assert [step.name for step in outcome.steps if step.changed] == [
+        "units of another role", "enabled at boot", "running"]
+    wants = running.fleet.shell(1, f"ls {paths.UNITS}/multi-user.target.wants | grep flowspec; "
+                                   "systemctl list-units --plain --no-legend 'flowspec-*' | cut -d' ' -f1")
+    assert wants.split() == [paths.verify_unit(7)] * 2
+    assert running.well("activate", moved) == [0]
+
+
+def test_old_releases_and_what_only_they_used_go(running: Bench) -> None:
+    fleet, releases = running.fleet, paths.RELEASES
+    fleet.shell(1, f"cd {releases}; mkdir {paths.VENVS}/unused {paths.VENVS}/used; mkdir half.partial; "
+                   "mkdir old1 old2 old3 old4 old5; ln -s ../../venvs/used old4/venv; "
+                   "ln -s ../../venvs/unused old1/venv; "
+                   "for i in 1 2 3 4 5; do touch -d 2020-01-0$i old$i; done; "
+                   f"ln -sfn {releases}/old2 {paths.PREVIOUS}")
+    # Of old2 … old5 one is `previous`, three may be gone back to.
+    (outcome,) = running.run("activate", running.state(1))
+    assert [step.name for step in outcome.steps if step.changed] == ["old releases"]
+    assert fleet.shell(1, f"ls {releases}").split() == ["first", "old2", "old3", "old4", "old5"]
+    assert fleet.shell(1, f"ls {paths.VENVS}").split() == sorted([running.environment.digest, "used"])
+    assert running.well("activate", running.state(1)) == [0]
+    fleet.shell(1, f"rm -r {paths.VENVS}/used")
+
+
+def test_a_release_that_was_touched_is_put_right(running: Bench) -> None:
+    place = paths.release_dir("first")
+    running.fleet.shell(1, f"echo more >> {place}/etc/verify.toml; touch {place}/etc/stranger")
+    assert running.well("release") == [1, 0]
+    assert running.fleet.shell(1, f"cat {place}/etc/verify.toml; ls {place}/etc").split() == ["verify.toml"]
+    assert running.well("release") == [0, 0]
+
+
+def test_down_leaves_nothing_that_starts(running: Bench) -> None:
+    would = running.well("down", dry_run=True)
+    assert would == [2, 2]
+    assert running.says(1) == "stage 1 of first"
+    assert running.well("down") == would
+    assert running.well("down") == [0, 0]
+    assert running.fleet.shell(1, f"systemctl list-units --all --no-legend 'flowspec*'; "
+                                  f"find {paths.UNITS} -name '*flowspec*'") == ""

@@ -1,0 +1,186 @@
+"""The power of a board fails during `up`, `rollback` and `keys rotate`, and right after: it boots with a
+whole release, and the next `up` completes.
+
+The tests follow one another: each finds the cluster as the one before it left it.  Two boards; what a board
+had not synced when its power failed is lost (``powercutkit``).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import imagekit
+import nspawnkit
+import pytest
+from deploykit import PATIENCE, PROMPT, Cluster
+from powercutkit import PowerFleet, power_fleet
+
+from flowspec_edge.fleet import paths
+from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.model.text import Tokenizer
+from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.sampling.rule import Sampling
+
+pytestmark = [pytest.mark.fleet, nspawnkit.needs_fleet]
+
+COUNT = 8
+DRAFT, STAGE = 0, 1  # the boards
+UNITS = (paths.DRAFT_UNIT, paths.verify_unit(1))
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PowerFleet]:
+    with power_fleet(tmp_path_factory.mktemp("power"), 2) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def cluster(fleet: PowerFleet, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    return Cluster(fleet, tmp_path_factory.mktemp("cluster"))
+
+
+@contextmanager
+def interrupted(fleet: PowerFleet, cluster: Cluster, command: tuple[str, ...], when: str, name: str,
+                pattern: str, board: int = STAGE) -> Iterator[None]:
+    """``command`` up to where the board begins or has ended the program ``name``; the block is what happens
+    then, and makes it fail with one line."""
+    fleet.hold(board, when, name, pattern)
+    line = [sys.executable, "-m", "flowspec_edge.cli.main", *command, "--json", "--cluster"]
+    with subprocess.Popen(fleet.command([*line, str(cluster.file)]), stdin=subprocess.DEVNULL,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                          cwd=imagekit.REPOSITORY) as running:
+        fleet.held(board, running)
+        yield
+        said, complaint = running.communicate(timeout=PATIENCE)
+    assert running.returncode == 1
+    assert "Traceback" not in complaint
+    assert said or complaint.startswith("flowspec: error: ")
+    assert fleet.name(board) in said + complaint
+
+
+def whole(fleet: PowerFleet, board: int) -> str:
+    """The release that is the board's after it has booted; no file of it is empty."""
+    current = fleet.shell(board, f"readlink {paths.CURRENT}").strip()
+    assert fleet.shell(board, f"find {current}/ {paths.UNITS}/flowspec-* -type f -size 0") == ""
+    return current.rpartition("/")[2]
+
+
+def runs_whole(fleet: PowerFleet, board: int) -> str:
+    """The same; and its service is up."""
+    assert fleet.shell(board, f"systemctl is-active {UNITS[board]} || true").strip() == "active"
+    return whole(fleet, board)
+
+
+def both_fail(fleet: PowerFleet, names: bool) -> None:
+    """Both boards' power fails, and is back: the draft device boots until a token comes through the stage."""
+    for board in (DRAFT, STAGE):
+        fleet.cut_power(board, names)
+    for board in (DRAFT, STAGE):
+        fleet.start(board, wait=False)
+    fleet.wait_ready()
+
+
+def completes(cluster: Cluster) -> str:
+    """The release that `up` brings about, and that answers as plain decoding does."""
+    told = cluster.deploy("up")
+    assert told["ok"], told["problems"] or told
+    demo = resolve_model("demo")
+    prompt = Tokenizer(demo).encode(PROMPT)
+    expected = PlainDecoder(demo.path).generate(prompt, COUNT, Sampling(), demo.stop_ids)[0]
+    assert cluster.tokens("--max-new-tokens", str(COUNT)) == expected
+    release: str = told["release"]
+    return release
+
+
+def test_a_power_cut_loses_what_was_not_synced(fleet: PowerFleet) -> None:
+    """Else the tests below could not fail."""
+    write = "mkdir -p /srv/cut && cd /srv/cut && head -c 99999 /dev/zero > "
+    fleet.shell(STAGE, f"{write} kept; sync -f kept; {write} lost; {write} lost.new; mv lost.new moved")
+    fleet.cut_power(STAGE)
+    fleet.start(STAGE)
+    assert fleet.shell(STAGE, "cd /srv/cut; stat -c %s kept lost moved").split() == ["99999", "0", "0"]
+    fleet.shell(STAGE, f"{write} unknown; rm kept")
+    fleet.cut_power(STAGE, names=False)
+    fleet.start(STAGE)
+    assert fleet.shell(STAGE, "cd /srv/cut; ls").split() == ["kept", "lost", "moved"]
+    fleet.shell(STAGE, "rm -r /srv/cut")
+
+
+FIRST = (
+    ("wheels", "before", "sha256sum", "--check*"),
+    ("environment", "before", "sudo", "*board_key?make*"),
+    ("shard", "before", "sudo", "*/releases/*.partial*"),
+    ("release", "after", "mv", "-T?*.partial*"),
+    ("units", "after", "systemctl", "daemon-reload"),
+    ("current", "after", "mv", f"-T?{paths.CURRENT}.new*"),
+)
+
+
+@pytest.mark.parametrize("moment", FIRST, ids=lambda moment: moment[0])
+def test_during_the_first_up(fleet: PowerFleet, cluster: Cluster, moment: tuple[str, str, str, str]) -> None:
+    """Each goes on where the one before was cut off."""
+    with interrupted(fleet, cluster, ("deploy", "up"), *moment[1:]):
+        fleet.cut_power(STAGE)
+    fleet.start(STAGE)
+    if moment[0] == "current":
+        whole(fleet, STAGE)
+
+
+@pytest.mark.parametrize("names", [False, True])
+def test_right_after_success(fleet: PowerFleet, cluster: Cluster, names: bool) -> None:
+    """Then the new release runs again by itself."""
+    cluster.write(context=512 + 64 * names)
+    release = completes(cluster)
+    both_fail(fleet, names)
+    assert cluster.becomes_ready()["release"] == release
+    assert [runs_whole(fleet, board) for board in (DRAFT, STAGE)] == [release] * 2
+    assert completes(cluster) == release
+    assert cluster.deploy("up")["changed"] == 0
+
+
+@pytest.mark.parametrize("moment", FIRST[3:], ids=lambda moment: moment[0])
+def test_during_an_upgrade(fleet: PowerFleet, cluster: Cluster, moment: tuple[str, str, str, str]) -> None:
+    before = cluster.deploy("status")["release"]
+    cluster.write(context=1024 + len(moment[0]))
+    after = cluster.deploy("plan")["release"]
+    assert before != after
+    if moment[0] == "units":  # which are the same in both releases, and so would not be installed
+        fleet.shell(STAGE, f"echo '# edited' >> {paths.UNITS}/{paths.VERIFY_UNIT}; sync -f {paths.UNITS}")
+    with interrupted(fleet, cluster, ("deploy", "up"), *moment[1:]):
+        fleet.cut_power(STAGE)
+    fleet.start(STAGE)
+    assert runs_whole(fleet, STAGE) in (before, after)
+    assert completes(cluster) == after
+
+
+def test_during_a_rollback(fleet: PowerFleet, cluster: Cluster) -> None:
+    status = cluster.deploy("status")
+    with interrupted(fleet, cluster, ("deploy", "rollback"), *FIRST[-1][1:]):
+        fleet.cut_power(STAGE)
+    fleet.start(STAGE)
+    both = [board[which] for board in status["boards"] for which in ("release", "previous")]
+    assert runs_whole(fleet, STAGE) in both
+    assert completes(cluster) == status["release"]
+    assert cluster.deploy("rollback")["ok"]
+    both_fail(fleet, names=True)
+    assert cluster.becomes_ready()["release"] == both[1]
+    assert completes(cluster) == status["release"]
+
+
+@pytest.mark.parametrize("action", ["rotate", "settle"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_while_keys_are_rotated(fleet: PowerFleet, cluster: Cluster, action: str, when: str) -> None:
+    """The stage's board has its new pair, or none yet, and the draft device has one."""
+    with interrupted(fleet, cluster, ("keys", "rotate"), when, "sudo", f"*board_key?{action}*"):
+        fleet.cut_power(STAGE)
+    fleet.start(STAGE)
+    whole(fleet, STAGE)  # with the new pair, which the draft device does not know, it cannot run yet
+    completes(cluster)
+    for board in (DRAFT, STAGE):
+        assert fleet.shell(board, f"ls -A {paths.ETC}").split() == ["board.key"]
+    keys = json.loads(cluster.flowspec("keys", "show", "--json").stdout)["boards"]
+    assert all(key["public"] == key["recorded"] for key in keys)

@@ -1,0 +1,165 @@
+"""Sizes from config.json against stored files and loaded shards."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import tiny_llama, tiny_model
+from tiny_dir import tiny_eagle3, tiny_model_dir
+
+from flowspec_edge.drafting.eagle.eagle2 import load_head
+from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.fleet.planning.model_size import PlanDtype, model_bytes
+from flowspec_edge.sharding.job import run
+from flowspec_edge.sharding.plan import make_plan, recipe_for
+from flowspec_edge.sharding.source import open_source
+from flowspec_edge.stage.layers.kv_cache import KVCache
+from flowspec_edge.stage.shard import load_lm_head, load_shard
+
+LLAMA_2_7B = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+              "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000,
+              "max_position_embeddings": 4096}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=3)
+
+
+def checkpoint(path: Path, family: str) -> Path:
+    extra: dict[str, dict[str, Any]] = {"qwen3": {"tie_word_embeddings": True},
+                                        "mistral": {"sliding_window": None}}
+    return tiny_model(family, path, layers=3, **extra.get(family, {}))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_equals_the_bytes_of_a_loaded_shard(tmp_path: Path, family: str, dtype: PlanDtype) -> None:
+    path = checkpoint(tmp_path, family)
+    size = model_bytes(str(path), dtype)
+    assert load_shard(path, 0, 3, dtype).nbytes == size.layer + size.embedding
+    assert load_shard(path, 1, 3, dtype).nbytes == size.layer
+    assert load_shard(path, 2, 3, dtype).nbytes == size.layer + size.norm
+    assert load_shard(path, 0, 1, dtype).nbytes == size.target_weights
+    assert load_lm_head(path, dtype).nbytes == size.lm_head
+
+
+def test_equals_the_bytes_of_the_files(model: Path) -> None:
+    size = model_bytes(str(model), "fp32")
+    file = model / "target" / "model.safetensors"
+    header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    assert file.stat().st_size - header == size.target_weights + size.lm_head
+    head = load_head(model / "eagle2", None, torch.float32)
+    assert sum(p.nbytes for p in head.parameters()) == size.draft + size.draft_embedding
+    assert size.from_weights
+    assert not size.draft_estimated
+    assert size.d0_weights == size.lm_head + size.draft + size.draft_embedding
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_a_row_equals_what_the_cache_allocates(model: Path, dtype: PlanDtype) -> None:
+    shard = load_shard(model / "target", 0, 1, dtype)
+    cache = KVCache((0, 3), shard.kv_heads, shard.head_dim, 100, shard.dtype, shard.device)
+    assert cache.nbytes == 3 * 100 * model_bytes(str(model), dtype).kv_row
+
+
+def test_int4_packs_the_layers_matrices_and_nothing_else(tmp_path: Path) -> None:
+    path = tiny_model("qwen2", tmp_path / "model", layers=2, hidden=192)  # 192 is a group and a half
+    whole, packed = model_bytes(str(path), "bf16"), model_bytes(str(path), "int4")
+    source = open_source(str(path))
+    run(make_plan(source, recipe_for(source, "int4"), [(0, 1), (1, 2)]), tmp_path / "cut")
+    first, last = (load_shard(tmp_path / "cut", i, 2, "bf16").nbytes for i in (0, 1))
+    assert first == packed.layer + packed.embedding
+    assert last == packed.layer + packed.norm
+    assert packed.layer < whole.layer / 3
+    for part in ("embedding", "norm", "lm_head", "draft", "draft_embedding", "kv_row", "draft_kv_row"):
+        assert getattr(packed, part) == getattr(whole, part)
+    assert packed.bytes_per_value == 2
+
+
+def test_without_weights_a_config_is_enough(model: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "model" / "target"
+    bare.mkdir(parents=True)
+    shutil.copy(model / "target" / "config.json", bare)
+    with_weights, without = model_bytes(str(model), "fp16"), model_bytes(str(bare), "fp16")
+    assert not without.from_weights
+    assert without.draft_estimated
+    parts = ("layers", "layer", "embedding", "norm", "lm_head", "kv_row", "hidden_width")
+    assert [getattr(without, p) for p in parts] == [getattr(with_weights, p) for p in parts]
+    assert model_bytes(str(bare / "config.json"), "fp16") == without
+    assert model_bytes(str(bare.parent), "fp16").layer == without.layer
+
+
+def test_a_seven_billion_model_before_it_is_downloaded(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_2_7B))
+    size = model_bytes(str(tmp_path), "fp16")
+    # The published checkpoint has 6 738 415 616 parameters.
+    assert size.target_weights + size.lm_head == 2 * 6_738_415_616
+    assert size.layer == 2 * 202_383_360
+    assert size.kv_row == 2 * 2 * 4096
+    # A layer without the norm in front of the attention, and fc from 2 H to H with a bias.
+    assert size.draft == 2 * (202_383_360 - 4096 + 2 * 4096 * 4096 + 4096)
+    assert model_bytes(str(tmp_path), "int4").layer == (202_383_360 - 2 * 4096) * 17 // 32 + 2 * 2 * 4096
+
+
+def test_a_model_that_comes_with_the_package() -> None:
+    assert model_bytes("demo", "fp16").layers == 8
+
+
+def test_weights_that_are_not_the_configs(tmp_path: Path) -> None:
+    path = tiny_llama(tmp_path / "m", layers=2)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "intermediate_size": 100}))
+    with pytest.raises(FlowspecError, match=r"mlp\.\w+_proj\.weight has shape .* config.json asks for"):
+        model_bytes(str(path), "fp16")
+    (path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    with pytest.raises(FlowspecError, match=r"no tensor model\.layers\.2\..* incomplete"):
+        model_bytes(str(path), "fp16")
+
+
+def test_the_checkpoint_of_an_untied_model_needs_its_lm_head(tmp_path: Path) -> None:
+    path = tiny_llama(tmp_path / "m", layers=1)
+    file = path / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items() if name != "lm_head.weight"}
+    save_file(tensors, file)
+    with pytest.raises(FlowspecError, match=r"no tensor lm_head\.weight"):
+        model_bytes(str(path), "fp16")
+
+
+def test_models_that_cannot_be_planned(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no model 'nowhere': not a directory, and the package comes"):
+        model_bytes("nowhere", "fp16")
+    with pytest.raises(UsageError, match=r"config\.json is missing"):
+        model_bytes(str(tmp_path), "fp16")
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_2_7B, "model_type": "gpt2"}))
+    with pytest.raises(UsageError, match="stages cannot run 'gpt2' models"):
+        model_bytes(str(tmp_path), "fp16")
+    quantised = {**LLAMA_2_7B, "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(quantised))
+    with pytest.raises(UsageError, match="is a quantised checkpoint"):
+        model_bytes(str(tmp_path), "fp16")
+
+
+def test_a_head_of_either_kind_is_counted(tmp_path: Path) -> None:
+    path = tiny_model_dir(tmp_path / "model", layers=6)
+    shutil.rmtree(path / "eagle2")
+    tiny_eagle3(path, drafted=40)
+    size = model_bytes(str(path), "fp32")
+    stored = load_file(path / "eagle3" / "model.safetensors")
+    assert size.draft == sum(t.nbytes for t in stored.values() if t.is_floating_point())
+    assert size.draft_embedding == size.embedding
+    assert not size.draft_estimated
+
+
+def test_a_sharded_model_cannot_be_planned(tmp_path: Path) -> None:
+    path = tiny_model("llama", tmp_path / "model", layers=2)
+    source = open_source(str(path))
+    run(make_plan(source, recipe_for(source, "fp16"), [(0, 1), (1, 2)]), tmp_path / "cut")
+    with pytest.raises(UsageError, match="cut is sharded already: give the checkpoint"):
+        model_bytes(str(tmp_path / "cut"), "fp16")

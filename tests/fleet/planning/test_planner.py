@@ -1,0 +1,205 @@
+"""The planner against all possible splits on small instances, and its reasons for unused boards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations, pairwise, permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plankit import MB, board, problem, size
+
+from flowspec_edge.errors import UsageError
+from flowspec_edge.fleet.planning.layer_split import plan_as_listed
+from flowspec_edge.fleet.planning.planner import (
+    CandidateBoard,
+    DoesNotFit,
+    PipelinePlan,
+    SplitProblem,
+    most_layers,
+    plan,
+    single_board_headroom,
+)
+
+NS = 1e-9
+
+
+def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write ``total`` as ``parts`` positive numbers, in order."""
+    for cuts in combinations(range(1, total), parts - 1):
+        edges = (0, *cuts, total)
+        yield tuple(b - a for a, b in pairwise(edges))
+
+
+def fits(b: CandidateBoard, weights_and_cache: int) -> bool:
+    assert b.profile.memory is not None
+    return weights_and_cache + b.profile.memory.process_mb * MB <= b.profile.memory.usable_mb * MB
+
+
+def objectives(p: SplitProblem, d0: CandidateBoard, stages: tuple[CandidateBoard, ...],
+               layers: tuple[int, ...]) -> tuple[float, float, int] | None:
+    """(slowest stage, latency of a segment, boards) from the profiles; None if memory is too small."""
+    s, rows = p.size, p.context + p.tentative
+    if not fits(d0, s.lm_head + s.draft + s.draft_embedding + rows * s.draft_kv_row):
+        return None
+    for i, (b, k) in enumerate(zip(stages, layers, strict=True)):
+        if not fits(b, k * (s.layer + rows * s.kv_row) + s.norm + (s.embedding if i == 0 else 0)):
+            return None
+    computes = [b.profile.stage_seconds(p.rows, k, p.context) for b, k in zip(stages, layers, strict=True)]
+    bits = p.rows * s.hidden_width * 2 * 8
+    ring = [*stages, d0]
+    hops = [max(bits / (b.profile.link.mbps * 1e6) + b.profile.link.latency_ms / 1e3 for b in pair)
+            for pair in pairwise(ring)]
+    hops.append(max(d0.profile.link.latency_ms, stages[0].profile.link.latency_ms) / 1e3)
+    busy = max(bits / (b.profile.link.mbps * 1e6) for b in ring)
+    way = sum(computes) + sum(hops) + d0.profile.lm_head.ms / 1e3
+    return max(*computes, busy), way, len(ring)
+
+
+def brute_force(boards: list[CandidateBoard], p: SplitProblem) -> tuple[float, float, int] | None:
+    """Every D0, subset, order and composition."""
+    best = None
+    for d0 in (b for b in boards if b.role != "verify"):
+        if any(b.role == "draft" and b is not d0 for b in boards):
+            continue
+        rest = [b for b in boards if b is not d0]
+        for n in range(1, min(len(rest), p.size.layers) + 1):
+            for stages in permutations(rest, n):
+                for layers in compositions(p.size.layers, n):
+                    found = objectives(p, d0, stages, layers)
+                    if found and (best is None or found < best):
+                        best = found
+    return best
+
+
+def of_plan(p: SplitProblem, made: PipelinePlan) -> tuple[float, float, int] | None:
+    return objectives(p, made.d0, tuple(s.board for s in made.stages),
+                      tuple(hi - lo for lo, hi in (s.layers for s in made.stages)))
+
+
+@st.composite
+def instances(draw: st.DrawFn) -> tuple[list[CandidateBoard], SplitProblem]:
+    """Two to four boards for which memory, speed and ports all matter, with ties."""
+    latency = draw(st.booleans())
+    roles = st.sampled_from(["auto", "auto", "auto", "verify"])
+    boards = [board(
+        f"b{i}", role=draw(roles), layer_ms=draw(st.sampled_from([1.0, 1.5, 2.0, 3.0, 7.0])),
+        usable_mb=draw(st.integers(3, 26)) * 100.0, process_mb=100.0,
+        overhead_ms=draw(st.sampled_from([0.0, 0.5, 2.0])), lm_head_ms=draw(st.sampled_from([1.0, 4.0])),
+        **draw(st.sampled_from([{"mbps": 1000, "latency_ms": 0.2}, {"mbps": 400, "latency_ms": 0.2 + latency},
+                                {"mbps": 125, "latency_ms": 0.2 + 2 * latency}])))
+        for i in range(draw(st.integers(2, 4)))]
+    of = size(layers=draw(st.integers(1, 6)), layer_mb=200,
+              embedding_mb=draw(st.sampled_from([10, 150, 300])), draft_mb=draw(st.sampled_from([390, 900])),
+              hidden_width=draw(st.sampled_from([512, 4096])))
+    return boards, problem(of, context=1000, tentative=1000)
+
+
+@settings(max_examples=120, deadline=None)
+@given(instances())
+def test_never_worse_than_every_split_there_is(instance: tuple[list[CandidateBoard], SplitProblem]) -> None:
+    boards, p = instance
+    best = brute_force(boards, p)
+    if best is None:
+        with pytest.raises(DoesNotFit):
+            plan(boards, p)
+        return
+    made = plan(boards, p)
+    ours = of_plan(p, made)
+    assert ours is not None, "memory is exceeded"
+    assert ours[0] == pytest.approx(best[0], abs=10 * NS)
+    assert ours[1] == pytest.approx(best[1], abs=10 * NS)
+    assert ours[2] <= best[2]
+    assert made.slowest == pytest.approx(ours[0], abs=10 * NS)
+    assert made.latency == pytest.approx(ours[1], abs=10 * NS)
+    assert {b.name for b in boards} == {made.d0.name, *(s.board.name for s in made.stages),
+                                        *(b.name for b, _ in made.left_out)}
+
+
+@settings(max_examples=50, deadline=None)
+@given(instances())
+def test_the_same_split_as_listed_is_as_good(instance: tuple[list[CandidateBoard], SplitProblem]) -> None:
+    boards, p = instance
+    if brute_force(boards, p) is None:
+        return
+    made = plan(boards, p)
+    verify, ranges = [s.board for s in made.stages], tuple(s.layers for s in made.stages)
+    listed = plan_as_listed(made.d0, verify, p, ranges)
+    assert listed.stages == made.stages
+    assert (listed.slowest, listed.latency) == (pytest.approx(made.slowest, abs=10 * NS),
+                                            pytest.approx(made.latency, abs=20 * NS))
+    # In this order no other split has a faster slowest stage: the layers alone would be enough.
+    again = plan_as_listed(made.d0, verify, p)
+    assert again.slowest == pytest.approx(made.slowest, abs=10 * NS)
+
+
+@settings(max_examples=50, deadline=None)
+@given(instances())
+def test_most_layers_is_what_memory_alone_allows(
+        instance: tuple[list[CandidateBoard], SplitProblem]) -> None:
+    boards, p = instance
+    fitting = [0]
+    for d0 in boards:
+        if d0.role == "verify" or not fits(d0, p.d0):
+            continue
+        for v1 in (b for b in boards if b is not d0):
+            held = [max(k for k in range(p.size.layers + 1)
+                        if k == 0 or fits(b, p.stage(k, b is v1))) for b in boards if b is not d0]
+            if fits(v1, p.stage(1, True)):
+                fitting.append(sum(held))
+    assert max(most_layers(boards, p), 0) == max(fitting)
+
+
+def test_a_layer_goes_where_it_costs_least() -> None:
+    made = plan([board("d"), board("fast", layer_ms=1, usable_mb=30_000), board("slow", layer_ms=3,
+                 usable_mb=30_000)], problem(size(layers=8)))
+    assert made.d0.name == "d"
+    assert {s.board.name: s.layers[1] - s.layers[0] for s in made.stages} == {"fast": 6, "slow": 2}
+    assert made.slowest == pytest.approx(6e-3)
+
+
+def test_boards_left_out_say_why() -> None:
+    boards = [board("d", role="draft"), board("a", usable_mb=9000), board("b", usable_mb=9000),
+              board("small", usable_mb=600), board("slow", layer_ms=90), board("far", mbps=1)]
+    made = plan(boards, problem(size(layers=8)))
+    why = {b.name: text for b, text in made.left_out}
+    assert why["small"] == "too little memory for one layer: needs 449 MB, has 100 MB"
+    assert why["slow"] == "its 90 ms a layer would make it the slowest stage"
+    assert "its port takes 1.05e+03 ms a segment" in why["far"]
+    spare = plan([*boards[:3], board("c", role="verify")], problem(size(layers=1)))
+    assert {text for _, text in spare.left_out} == {"would not make the slowest stage faster"}
+
+
+def test_roles_are_kept() -> None:
+    boards = [board("a", role="verify"), board("b"), board("c", role="draft", layer_ms=0.1)]
+    assert plan(boards, problem(size(layers=4))).d0.name == "c"
+    with pytest.raises(UsageError, match='only one board can have the role "draft", but a, b have it'):
+        plan([board("a", role="draft"), board("b", role="draft")], problem())
+
+
+def test_one_board_is_no_pipeline() -> None:
+    with pytest.raises(UsageError, match="at least two boards"):
+        plan([board()], problem())
+
+
+def test_one_board_holds_both_processes() -> None:
+    p = problem(size(layers=2))
+    needed = p.d0 + p.stage(2, True) + 2 * 500 * MB
+    assert single_board_headroom(board(usable_mb=needed / MB), p) == 0
+    assert single_board_headroom(board(usable_mb=needed / MB - 1), p) < 0
+
+
+def test_a_profile_without_memory_cannot_be_planned() -> None:
+    bare = CandidateBoard("x", board().profile.model_copy(update={"memory": None}))
+    with pytest.raises(UsageError, match=r"profile board has no \[memory\]"):
+        plan([bare, board()], problem())
+
+
+def test_a_link_may_be_the_bottleneck() -> None:
+    p = problem(size(layers=4))
+    quick = [board("a"), board("b", usable_mb=9000)]
+    assert not plan(quick, p).link_bound
+    slow = plan([board("a", mbps=10), board("b", usable_mb=9000, mbps=1000)], p)
+    assert slow.link_bound  # D0's own port counts, too
+    assert slow.slowest == pytest.approx(16 * 4096 * 2 * 8 / 10e6)

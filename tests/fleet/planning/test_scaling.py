@@ -1,0 +1,148 @@
+"""Profiles scaled to another model, boards as the user gives them, and the plan as a table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from plankit import MB, profile, size
+
+from flowspec_edge.config import StageCurve
+from flowspec_edge.errors import UsageError
+from flowspec_edge.fleet.planning.board_spec import BoardSpec, parse_devices
+from flowspec_edge.fleet.planning.plan_table import alone_rows, plan_rows
+from flowspec_edge.fleet.planning.planner import CandidateBoard, SplitProblem, plan
+from flowspec_edge.fleet.planning.scaling import at_context, scaled
+from flowspec_edge.fleet.profiling.profile_toml import render
+
+CLUSTER = """
+[cluster]
+name = "desk"
+
+[[device]]
+name = "left"
+address = "10.0.0.1"
+role = "draft"
+profile = "mine.toml"
+
+[[device]]
+name = "right"
+address = "10.0.0.2"
+role = "verify"
+profile = "paper-7b"
+"""
+
+
+def write_profile(path: Path) -> Path:
+    """A profile as a file."""
+    path.write_text(render(profile(name="mine")))
+    return path
+
+
+def test_no_scaling_for_the_measured_model() -> None:
+    own = profile()
+    fitted, how = scaled(own, size())
+    assert how == ""
+    assert fitted.stage == own.stage
+    assert fitted.lm_head == own.lm_head
+    assert fitted.model.layer_mb == 400
+
+
+def test_times_scale_with_bytes() -> None:
+    measured = profile(layer_ms=8.0, overhead_ms=1.0)
+    measured = measured.model_copy(update={"stage": StageCurve(
+        layers=2, rows=[16, 64], ms=[16.0, 20.0], context_ms=[1.0, 2.0], overhead_ms=1.0)})
+    # Half as large a layer, half as wide; a layer of 400 MB takes 8 ms, so a MB takes 0.02 ms.
+    other = size(layers=12, layer_mb=200, embedding_mb=100, draft_mb=350, hidden_width=2048)
+    fitted, how = scaled(measured, other)
+    assert how == "scaled from layers of 400 MB and width 4096 to 200 MB and 2048"
+    assert fitted.stage.ms == pytest.approx([8.0, 10.0])
+    assert fitted.stage.context_ms == pytest.approx([0.5, 1.0])
+    assert fitted.stage.overhead_ms == 1.0
+    assert fitted.lm_head.ms == pytest.approx(100 * 0.02)
+    assert fitted.draft.pass_ms == pytest.approx((250 + 100) * 0.02)
+    assert fitted.draft.spd_pass_ms == pytest.approx((2 * 200 + 100) * 0.02)
+    assert (fitted.model.layers, fitted.model.hidden_width) == (12, 2048)
+    assert (fitted.link, fitted.memory, fitted.draft.lm_pass_ms) == (measured.link, measured.memory, 30)
+
+
+def test_a_profile_without_layer_mb_cannot_be_scaled() -> None:
+    unknown = profile(layer_mb=None)
+    assert scaled(unknown, size())[1] == ""
+    with pytest.raises(UsageError, match=r"profile board is for 32 layers of width 4096 and does not say"):
+        scaled(unknown, size(layers=40, hidden_width=5120))
+
+
+def test_a_full_cache_from_the_start() -> None:
+    curve = StageCurve(layers=1, rows=[16, 64], ms=[6.0, 12.0], context_ms=[1.0, 3.0])
+    whole = profile().model_copy(update={"stage": curve})
+    full = at_context(whole, 2000)
+    for rows in (1, 16, 40, 64, 100):
+        assert full.stage_seconds(rows, 8, 0) == pytest.approx(whole.stage_seconds(rows, 8, 2000))
+        assert full.stage_seconds(rows, 8, 500) == full.stage_seconds(rows, 8, 0)
+    assert at_context(profile(), 2000) == profile()
+
+
+def test_devices_by_name_by_path_and_several_alike(tmp_path: Path) -> None:
+    path = write_profile(tmp_path / "mine.toml")
+    members = parse_devices([str(path), "paper-7b:2", f"{path}:1"])
+    assert [m.name for m in members] == ["mine-1", "paper-7b-1", "paper-7b-2", "mine-2"]
+    assert [m.profile.name for m in members] == ["mine", "paper-7b", "paper-7b", "mine"]
+    assert {m.role for m in members} == {"auto"}
+    assert [m.name for m in parse_devices(["paper-7b"])] == ["paper-7b"]
+
+
+def test_a_cluster_file_keeps_its_roles_and_reads_profiles_beside_it(tmp_path: Path) -> None:
+    write_profile(tmp_path / "mine.toml")
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text(CLUSTER)
+    members = parse_devices([str(cluster)])
+    assert [(m.name, m.role, m.profile.name) for m in members] == [
+        ("left", "draft", "mine"), ("right", "verify", "paper-7b")]
+    with pytest.raises(UsageError, match="2 boards have the name left"):
+        parse_devices([str(cluster), str(cluster)])
+    cluster.write_text(CLUSTER.replace('profile = "mine.toml"\n', ""))
+    with pytest.raises(UsageError, match=r"cluster\.toml: device left has no profile"):
+        parse_devices([str(cluster)])
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ("nothing-like-it", "no profile 'nothing-like-it'"),
+    ("paper-7b:0", "the count must be at least 1"),
+    ("paper-7b:-2", "the count must be at least 1"),
+    ("away/mine.toml", "cannot read"),
+])
+def test_invalid_devices(given: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse_devices([given])
+
+
+def test_rows_add_up_to_what_the_model_needs() -> None:
+    of = size(layers=10)
+    p = SplitProblem(of, 2048, 1024)
+    boards = [BoardSpec(f"b{i}", profile(usable_mb=2500 + 800 * i)).for_model(of)[0] for i in range(4)]
+    rows = plan_rows(plan(boards, p), {b.name: "" for b in boards})
+    used = [row for row in rows if row.role]
+    assert used[0].role == "D0"
+    assert [row.role for row in used[1:]] == [f"V{i}" for i in range(1, len(used))]
+    assert sum(row.weights_mb for row in used) == pytest.approx((of.target_weights + of.d0_weights) / MB)
+    assert sum(row.kv_mb for row in used) == pytest.approx(3072 * (10 * of.kv_row + of.draft_kv_row) / MB)
+    assert [row.layers[0] for row in used[1:] if row.layers] == [0, *(
+        row.layers[1] for row in used[1:-1] if row.layers)]
+    for row in used:
+        assert row.headroom_mb == pytest.approx(row.usable_mb - row.weights_mb - row.kv_mb - 500)
+        assert row.headroom_mb >= 0
+        assert row.used_mb == pytest.approx(row.usable_mb - row.headroom_mb)
+
+
+def test_a_single_board_row_has_two_processes() -> None:
+    of = size(layers=4)
+    p = SplitProblem(of, 1000, 1000)
+    big, other = CandidateBoard("big", profile(usable_mb=20_000)), CandidateBoard("other", profile())
+    row, left = alone_rows(big, [other], p, {"big": "", "other": ""})
+    assert (row.role, row.layers, row.process_mb) == ("D0+V1", (0, 4), 1000)
+    assert row.weights_mb == pytest.approx((of.target_weights + of.d0_weights) / MB)
+    assert row.stage_ms == pytest.approx(24)
+    assert left.role is None
+    assert left.why is not None
+    assert "big alone holds everything" in left.why

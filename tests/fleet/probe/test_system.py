@@ -1,0 +1,92 @@
+"""The probe's facts on a system: real interfaces, packages in dpkg's own files, and an older Python."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import fleetkit
+import pytest
+
+from flowspec_edge.fleet.network import interfaces
+from flowspec_edge.fleet.network.namespaces import NetnsTestbed
+from flowspec_edge.fleet.probe import script, system
+from flowspec_edge.fleet.probe.facts import program, torch_check_program
+
+LINKS = program("import json; print(json.dumps(links()))", interfaces, system)
+
+
+@fleetkit.needs_netns
+def test_an_address_that_is_leased() -> None:
+    """As a DHCP client sets one, with a lifetime."""
+    with NetnsTestbed(2) as bed:
+        name = bed.interface(1)
+        for place, leased in ((0, False), (1, True)):
+            if leased:
+                subprocess.run(bed.command(1, ["ip", "addr", "change", f"{bed.address(1)}/24", "dev", name,
+                                               "valid_lft", "3600", "preferred_lft", "3600"]), check=True)
+            done = subprocess.run(bed.command(place, [sys.executable, "-s", "-"]), input=LINKS, check=True,
+                                  capture_output=True, text=True)
+            link = json.loads(done.stdout)[bed.interface(place)]
+            assert (link["dynamic"], link["wireless"]) == (leased, False)
+            show = bed.command(place, ["cat", f"/sys/class/net/{bed.interface(place)}/speed"])
+            speed = subprocess.run(show, capture_output=True, text=True, check=False).stdout.strip()
+            assert link["mbps"] == (int(speed) if speed.isdigit() else None)
+
+
+def test_wifi_and_a_slow_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below a /sys/class/net as kernels write it; the addresses are this machine's."""
+    monkeypatch.setattr(system, "_NET_CLASS", str(tmp_path))
+    (tmp_path / "lo/phy80211").mkdir(parents=True)
+    (tmp_path / "lo/speed").write_text("-1\n")
+    assert system.links()["lo"] == {"wireless": True, "mbps": None, "dynamic": False}
+    (tmp_path / "lo/phy80211").rmdir()
+    (tmp_path / "lo/speed").write_text("100\n")
+    assert system.links()["lo"] == {"wireless": False, "mbps": 100, "dynamic": False}
+
+
+@pytest.mark.skipif(shutil.which("dpkg-query") is None,
+                    reason="dpkg-query is missing: this machine has no Debian packages")
+def test_packages_that_apt_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = {"nvidia-l4t-core": "hold ok installed", "nvidia-l4t-cuda": "install ok installed",
+              "nvidia-l4t-old": "deinstall ok config-files", "bash": "install ok installed"}
+    (tmp_path / "status").write_text("\n".join(
+        f"Package: {name}\nStatus: {state}\nVersion: 36.4.3\nArchitecture: all\n"
+        for name, state in states.items()))
+    monkeypatch.setenv("DPKG_ADMINDIR", str(tmp_path))
+    assert system.l4t_packages() == {"nvidia-l4t-core": True, "nvidia-l4t-cuda": False}
+
+
+def test_the_probe_is_one_program_for_an_older_python() -> None:
+    """Its modules share one namespace, and a board has none of flowspec's."""
+    call = f"main('127.0.0.1', ['/opt'], [], time.time(), {torch_check_program('cpu')!r})"
+    text = program(call, interfaces, system, script)
+    tree = ast.parse(text, feature_version=(3, 8))
+    imported = {name for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))
+                for name in ([node.module] if isinstance(node, ast.ImportFrom) else
+                             [alias.name for alias in node.names])}
+    assert imported <= set(sys.stdlib_module_names)
+    defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    defined += [target.id for node in tree.body if isinstance(node, ast.Assign) for target in node.targets
+                if isinstance(target, ast.Name)]
+    assert len(defined) == len(set(defined))
+    python = shutil.which("python3", path=os.defpath) or sys.executable
+    done = subprocess.run([python, "-s", "-"], input=text, capture_output=True, text=True, check=True)
+    facts = json.loads(done.stdout)
+    assert facts.keys() > {*system.system_facts(["/opt"]), "torch", "ports", "seconds"}
+    assert facts["ntp"] in facts["timedatectl"] or facts["ntp"] == "unknown"
+
+
+def test_files_by_pattern(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for zone in ("0", "12"):
+        (tmp_path / f"thermal_zone{zone}").mkdir()
+        (tmp_path / f"thermal_zone{zone}/temp").write_text(f"{zone}000\n")
+    place = str(tmp_path)[1:]
+    monkeypatch.setattr(system, "FILES", (f"{place}/thermal_zone*/temp", "no/such/file"))
+    assert system.files() == {f"{place}/thermal_zone0/temp": "0000\n",
+                              f"{place}/thermal_zone12/temp": "12000\n", "no/such/file": ""}

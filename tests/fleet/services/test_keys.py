@@ -1,0 +1,155 @@
+"""The boards' public keys over a real ssh: asked for, recorded, and changed on all of them or on none."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sshkit
+
+from flowspec_edge.cli.main import main
+from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.fleet.remote.runner import as_root
+from flowspec_edge.fleet.remote.ssh import SshRunner
+from flowspec_edge.fleet.services.keys import BoardKey, change_keys, record, recorded, rotate_keys, shown
+
+PATH = "/run/flowspec/board.key"  # every board here has a /run of its own
+pytestmark = sshkit.needs_boards
+
+
+@pytest.fixture(scope="module")
+def boards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sshkit.Boards]:
+    with sshkit.boards(1, tmp_path_factory.mktemp("boards")) as boards, boards.bed.entered(boards.outside):
+        yield boards
+
+
+def pythons(boards: sshkit.Boards) -> dict[str, str]:
+    return {device.name: sys.executable for device in boards.inventory.device}
+
+
+def on(boards: sshkit.Boards, place: int, *command: str) -> str:
+    return SshRunner(boards.inventory, boards.inventory.device[place]).run(as_root(command))
+
+
+def make(boards: sshkit.Boards, here: Path, **actions: str) -> list[BoardKey]:
+    """Have every board make its pair, but for those with another action."""
+    devices = boards.inventory.device
+    wanted: Any = {device.name: actions.get(device.name.replace("-", "_"), "make") for device in devices}
+    return change_keys(boards.inventory, devices, pythons(boards), wanted, here, PATH)
+
+
+def test_keys_are_made_once_recorded_and_compared(boards: sshkit.Boards, tmp_path: Path) -> None:
+    inventory, devices, here = boards.inventory, boards.inventory.device, tmp_path / "keys"
+    for place in range(2):
+        on(boards, place, "rm", "-rf", "/run/flowspec")
+    found = make(boards, here)
+    assert [(key.name, key.made, key.error) for key in found] == [
+        (f"board-{place}", True, "") for place in range(2)]
+    publics = {key.name: key.public for key in found}
+    assert len(set(publics.values())) == 2
+    assert recorded(devices, here) == publics
+    assert (here / "board-1.pub").stat().st_mode & 0o777 == 0o644
+    for place in range(2):
+        secret = json.loads(on(boards, place, "cat", PATH))["secret"]
+        assert all(secret not in file.read_text() for file in here.iterdir())
+        assert on(boards, place, "stat", "-c", "%a %U", PATH).split() == ["400", "root"]
+
+    again = make(boards, here)
+    assert {key.name: key.public for key in again} == publics
+    assert not any(key.made for key in again)
+
+    on(boards, 1, "rm", PATH)
+    changed = make(boards, here)
+    assert [bool(key.error) for key in changed] == [False, True]
+    assert changed[1].error.startswith("board-1: its key has changed: it has ")
+    assert f"{here / 'board-1.pub'} says {publics['board-1'][:10]}…: if you replaced" in changed[1].error
+    assert recorded(devices, here) == publics
+    assert shown(inventory, devices, pythons(boards), here, PATH)[1].error == changed[1].error
+    (here / "board-1.pub").unlink()
+    assert not any(key.error for key in make(boards, here))
+
+
+def test_all_keys_are_changed_or_none(boards: sshkit.Boards, tmp_path: Path) -> None:
+    inventory, devices, here = boards.inventory, boards.inventory.device, tmp_path / "keys"
+    make(boards, here)
+    before = recorded(devices, here)
+    calls: list[dict[str, str]] = []
+
+    def now() -> dict[str, str]:
+        """What the boards have."""
+        return {key.name: key.public for key in shown(inventory, devices, pythons(boards), tmp_path, PATH)}
+
+    def apply() -> None:
+        calls.append(recorded(devices, here))
+        raise FlowspecError("not ready")
+
+    with pytest.raises(FlowspecError, match="not ready"):
+        rotate_keys(inventory, devices, pythons(boards), here, apply, lambda: calls.append(now()), PATH)
+    assert calls[0].keys() == before.keys()
+    assert not set(calls[0].values()) & set(before.values())
+    assert calls[1] == recorded(devices, here) == now() == before
+
+    without = {**pythons(boards), "board-1": "/usr/bin/false"}
+    with pytest.raises(FlowspecError, match=r"^board-1 \(.*\): exit code 1$"):
+        rotate_keys(inventory, devices, without, here, lambda: None, lambda: None, PATH)
+    assert recorded(devices, here) == now() == before
+
+    publics = rotate_keys(inventory, devices, pythons(boards), here, lambda: None, lambda: None, PATH)
+    assert recorded(devices, here) == now() == publics
+    assert not set(publics.values()) & set(before.values())
+    for place in range(2):
+        assert on(boards, place, "ls", "/run/flowspec").split() == ["board.key"]
+
+
+def test_a_rotation_that_a_power_failure_cut_off_is_taken_back_or_ended(boards: sshkit.Boards,
+                                                                        tmp_path: Path) -> None:
+    """Board 0 missed the order to settle, board 1 everything after its new pair."""
+    inventory, devices, here = boards.inventory, boards.inventory.device, tmp_path / "keys"
+    make(boards, here)
+    program = [sys.executable, "-m", "flowspec_edge.fleet.services.board_key"]
+    told = [json.loads(on(boards, place, *program, "rotate", PATH)) for place in range(2)]
+    record(here, {"board-0": told[0]["public"]})
+    found = make(boards, here, board_1="undo")
+    assert [(key.public, key.made, key.error) for key in found] == [
+        (told[0]["public"], False, ""), (told[1]["before"], True, "")]
+    assert {key.name: key.public for key in found} == recorded(devices, here)
+    assert on(boards, 0, "ls", "/run/flowspec").split() == ["board.key", "board.key.old"]
+    assert on(boards, 1, "ls", "/run/flowspec").split() == ["board.key"]
+
+    def apply() -> None:
+        raise FlowspecError("not ready")
+
+    with pytest.raises(FlowspecError, match="not ready"):  # back to the recorded pair, not the one before
+        rotate_keys(inventory, devices, pythons(boards), here, apply, lambda: None, PATH)
+    found = make(boards, here)
+    assert [(key.public, key.before, key.error) for key in found] == [
+        (told[0]["public"], "", ""), (told[1]["before"], "", "")]
+
+
+def test_a_board_that_cannot_be_asked_is_named(boards: sshkit.Boards, tmp_path: Path) -> None:
+    devices = boards.inventory.device
+    found = change_keys(boards.inventory, devices, {**pythons(boards), "board-1": "/nowhere"},
+                        {device.name: "make" for device in devices}, tmp_path, PATH)
+    assert [key.error.split(" (")[0] for key in found] == ["", "board-1"]
+    assert recorded(devices, tmp_path).keys() == {"board-0"}
+    found = shown(boards.inventory, devices, {**pythons(boards), "board-1": "/usr/bin/true"}, tmp_path, PATH)
+    assert "is not a compatible flowspec" in found[1].error
+
+
+def test_a_record_that_is_no_key(boards: sshkit.Boards, tmp_path: Path) -> None:
+    (tmp_path / "board-1.pub").write_text("x\n")
+    with pytest.raises(UsageError, match=r"board-1\.pub: 'x' is not a CURVE key"):
+        recorded(boards.inventory.device, tmp_path)
+
+
+def test_the_command_shows_who_has_none(boards: sshkit.Boards, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys", "show", "--cluster", str(boards.file), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)["boards"]
+    assert [board["name"] for board in told] == ["board-0", "board-1"]
+    assert all("cannot read the key file /etc/flowspec/board.key" in board["error"] for board in told)
+    assert main(["keys", "show", "--cluster", str(boards.file)]) == 1
+    assert capsys.readouterr().out.count("✗ board-") == 2

@@ -1,0 +1,44 @@
+"""The table of JetPack releases in docs/first-hour.md is that of profiles/jetson/jetpacks.toml.
+
+FLOWSPEC_UPDATE_DOCS=1 puts the data into the document.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from flowspec_edge.util.jetson import JetPack, jetpack_of, jetpacks, shared_library_of
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "first-hour.md"
+TABLE = re.compile(r"(?<=<!-- jetpacks -->\n).*?(?=<!-- end of jetpacks -->)", re.DOTALL)
+HEAD = ("| JetPack | L4T | CUDA | Python | torch | how to get it |", "|---|---|---|---|---|---|")
+
+
+def row(known: JetPack) -> str:
+    how = f"`{known.install()}`" if known.supported else f"not supported: {known.reason}; {known.advice}"
+    torch = f"`{known.torch}`" if known.torch else "–"
+    return f"| {known.name} | {known.l4t}x | {known.cuda} | {known.python} | {torch} | {how} |"
+
+
+def test_the_table_of_jetpacks_is_the_data() -> None:
+    text = DOCUMENT.read_text()
+    table = "".join(f"{line}\n" for line in (*HEAD, *map(row, jetpacks())))
+    if os.environ.get("FLOWSPEC_UPDATE_DOCS"):
+        DOCUMENT.write_text(TABLE.sub(lambda _: table, text))
+    else:
+        assert TABLE.findall(text) == [table]
+
+
+def test_torch_and_its_libraries_are_installed_as_the_data_say() -> None:
+    """Those of JetPack 6.2; a block in the document has a command a line."""
+    text, known = DOCUMENT.read_text(), jetpack_of("36.4.3")
+    assert known
+    assert f"\n{known.install()}\n" in text
+    for file in ("libcudss.so.0", "libopenblas.so.0"):
+        library = shared_library_of("36.4.3", file)
+        assert library
+        *_, last = library.install.split(" && ")
+        assert last.split()[-1] in text
+        assert all(command in text for command in library.install.split(" && ")[:-1])

@@ -1,0 +1,194 @@
+"""Chat formats against what was published for them, and through real tokenizers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny import EOS, tiny_llama, tiny_tokenizer
+from tokenizerkit import save, sentencepiece_style
+
+from flowspec_edge.errors import UsageError
+from flowspec_edge.model.chat import Message, PromptPiece, llama_2, recognise, vicuna
+from flowspec_edge.model.modeldir import ModelDir, resolve_model
+from flowspec_edge.model.text import Tokenizer
+
+ASK = [Message("user", "Who are you?")]
+BRIEF = [Message("system", "Be brief."), *ASK]
+LONG = [Message("user", "Hi!"), Message("assistant", "Hello."), Message("user", "And you?"),
+        Message("assistant", "Fine."), Message("user", "Bye")]
+CHATS = [ASK, BRIEF, LONG, [BRIEF[0], *LONG]]
+
+# As it comes with meta-llama/Llama-2-7b-chat-hf's tokenizer_config.json.
+LLAMA_2_JINJA = (
+    "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
+    "{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}"
+    "{% set system_message = false %}{% endif %}{% for message in loop_messages %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if loop.index0 == 0 and system_message != false %}"
+    "{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}"
+    "{% else %}{% set content = message['content'] %}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}"
+    "{% elif message['role'] == 'assistant' %}{{ ' '  + content.strip() + ' ' + eos_token }}{% endif %}"
+    "{% endfor %}")
+CHATML = ("{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content "
+          "+ '<|im_end|>' + '\n' }}{% endfor %}"
+          "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+
+
+def written(pieces: list[PromptPiece]) -> str:
+    return "".join(("<s>" if p.add_bos else "") + p.text + ("</s>" if p.add_eos else "") for p in pieces)
+
+
+def plain(messages: list[Message]) -> list[dict[str, str]]:
+    return [{"role": m.role, "content": m.content} for m in messages]
+
+
+@pytest.mark.parametrize(("messages", "text"), [
+    (ASK, "<s>[INST] Who are you? [/INST]"),
+    (BRIEF, "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nWho are you? [/INST]"),
+    (LONG, "<s>[INST] Hi! [/INST] Hello. </s><s>[INST] And you? [/INST] Fine. </s><s>[INST] Bye [/INST]"),
+    ([BRIEF[0], *LONG[:3]], "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi! [/INST] Hello. </s>"
+                            "<s>[INST] And you? [/INST]"),
+])
+def test_llama_2_as_published(messages: list[Message], text: str) -> None:
+    assert written(llama_2(messages)) == text
+
+
+VICUNA = ("A chat between a curious user and an artificial intelligence assistant. The assistant gives "
+          "helpful, detailed, and polite answers to the user's questions.")
+
+
+@pytest.mark.parametrize(("messages", "text"), [
+    (ASK, f"<s>{VICUNA} USER: Who are you? ASSISTANT:"),
+    (BRIEF, "<s>Be brief. USER: Who are you? ASSISTANT:"),
+    (LONG, f"<s>{VICUNA} USER: Hi! ASSISTANT: Hello.</s>USER: And you? ASSISTANT: Fine.</s>"
+           "USER: Bye ASSISTANT:"),
+])
+def test_vicuna_as_published(messages: list[Message], text: str) -> None:
+    assert written(vicuna(messages)) == text
+
+
+@pytest.mark.parametrize("messages", [*CHATS, [Message("system", " s "), Message("user", " \n padded  ")],
+                                      [Message("user", "\n x\n"), Message("assistant", " y "),
+                                       Message("user", " ")]])
+def test_llama_2_is_what_transformers_makes_of_the_models_template(messages: list[Message]) -> None:
+    rendered = sentencepiece_style().apply_chat_template(plain(messages), chat_template=LLAMA_2_JINJA,
+                                                         tokenize=False)
+    assert written(llama_2(messages)) == rendered
+
+
+@pytest.mark.parametrize("write", [llama_2, vicuna])
+@pytest.mark.parametrize(("messages", "says"), [
+    ([], "must end with a user message"),
+    (LONG[:2], "must end with a user message"),
+    (LONG[1:], "message 1 is the assistant's"),
+    ([BRIEF[0], BRIEF[0], *ASK], "message 2 is the system's"),
+    ([BRIEF[0], *ASK, *ASK], "message 3 is the user's"),
+])
+def test_chats_that_are_none(write: object, messages: list[Message], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        write(messages)  # type: ignore[operator]
+
+
+def test_roles_are_three() -> None:
+    with pytest.raises(UsageError, match="no role 'tool'; there are system, user, assistant"):
+        Message("tool", "x")  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model with no known name and a sentencepiece-style tokenizer without a template."""
+    target = tiny_llama(tmp_path / "model" / "target", layers=1, hidden=32, vocab=400)
+    save(sentencepiece_style(), target)
+    return target.parent
+
+
+def rename(model: Path, name: str) -> ModelDir:
+    return resolve_model(model.rename(model.with_name(name)))
+
+
+@pytest.mark.parametrize(("name", "kind"), [
+    ("Llama-2-7b-chat-hf", "llama-2"), ("llama2-13b-chat", "llama-2"), ("Llama-2-7b-hf", None),
+    ("vicuna-7b-v1.5", "vicuna"), ("Vicuna_13B", "vicuna"), ("Mistral-7B-Instruct-v0.1", None),
+])
+def test_models_are_known_by_name(model: Path, name: str, kind: str | None) -> None:
+    assert recognise(rename(model, name)) == kind
+
+
+@pytest.mark.parametrize(("file", "content"), [
+    ("target/config.json", {"_name_or_path": "lmsys/vicuna-7b-v1.3"}),
+    ("target/tokenizer_config.json", {"name_or_path": "lmsys/vicuna-7b-v1.3"}),
+])
+def test_models_are_known_by_their_origin(model: Path, file: str, content: dict[str, object]) -> None:
+    path = model / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | content))
+    assert recognise(resolve_model(model)) == "vicuna"
+
+
+def test_a_sharded_model_is_known_by_its_source(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(json.dumps({"source": {"name": "meta-llama/Llama-2-7b-chat-hf"}}))
+    assert recognise(ModelDir(tmp_path)) == "llama-2"
+
+
+def test_exchanges_are_encoded_one_by_one(model: Path) -> None:
+    """As the models were trained: a sequence of its own, which begins with "▁", for each exchange."""
+    raw = sentencepiece_style()
+
+    def encoded(text: str) -> list[int]:
+        ids: list[int] = raw(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    ids = Tokenizer(resolve_model(model), "llama-2").chat(LONG[:3])
+    assert ids == [1, *encoded("[INST] Hi! [/INST] Hello. "), 2, 1, *encoded("[INST] And you? [/INST]")]
+    tokenizer = Tokenizer(rename(model, "vicuna-7b"))
+    assert tokenizer.chat(LONG[:3]) == [1, *encoded(f"{VICUNA} USER: Hi! ASSISTANT: Hello."), 2,
+                                        *encoded("USER: And you? ASSISTANT:")]
+    assert tokenizer.chat_stop_ids == {2}
+
+
+def test_the_tokenizers_own_template_comes_first(model: Path) -> None:
+    own = tiny_tokenizer(300)
+    own.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|eot_id|>"]})
+    own.chat_template = CHATML
+    save(own, model / "target")
+    found = rename(model, "vicuna-7b")
+    tokenizer = Tokenizer(found)
+    ids = tokenizer.chat(BRIEF)
+    assert ids == own.apply_chat_template(plain(BRIEF), add_generation_prompt=True, return_dict=False)
+    assert own.decode(ids) == ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWho are you?"
+                               "<|im_end|>\n<|im_start|>assistant\n")
+    # The end of a turn in this template ends an answer, the end in another's does not.
+    assert tokenizer.chat_stop_ids == set(own.convert_tokens_to_ids([EOS, "<|im_end|>"]))
+    other = Tokenizer(found, "llama-2")
+    assert own.decode(other.chat(ASK)) == f"{EOS}[INST] Who are you? [/INST]"  # its <s> is its <eos>
+    assert other.chat_stop_ids == {0}
+
+
+def test_without_a_template_one_line_names_the_choices(model: Path) -> None:
+    with pytest.raises(UsageError, match=r"model has no chat template, .* give --chat-template llama-2, "
+                                         r"vicuna or a file with a Jinja template"):
+        Tokenizer(resolve_model(model)).chat(ASK)
+
+
+def test_a_template_from_a_file(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "mine.jinja"
+    path.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:")
+    found = resolve_model(model)
+    expected = sentencepiece_style()("user: Who are you?\nassistant:", add_special_tokens=False)["input_ids"]
+    assert Tokenizer(found, str(path)).chat(ASK) == expected
+    for content, says in (("{{ raise_exception('no system') }}", "cannot be used for this chat: no system"),
+                          ("{% for %}", "cannot be used for this chat: "),
+                          ("{{ missing.thing }}", "cannot be used for this chat: 'missing' is undefined"),
+                          ("", "gives no tokens for this chat")):
+        path.write_text(content)
+        with pytest.raises(UsageError, match=says) as caught:
+            Tokenizer(found, str(path)).chat(BRIEF)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(UsageError, match=r"no chat template 'alpaca': neither llama-2, vicuna nor a file"):
+        Tokenizer(found, "alpaca")
+    path.write_bytes(b"\xff")
+    with pytest.raises(UsageError, match="it is not UTF-8 text"):
+        Tokenizer(found, str(path))

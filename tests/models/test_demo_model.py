@@ -1,0 +1,107 @@
+"""The demonstration model is what its card says, and as good as every later figure needs it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from flowspec_edge.config import load_profile
+from flowspec_edge.drafting.spd.module import load_module
+from flowspec_edge.model.modeldir import ModelDir, resolve_model
+from flowspec_edge.runtime.request import Request, Result
+from flowspec_edge.runtime.virtual.cluster import VirtualCluster
+from flowspec_edge.strategies.params import Params
+from flowspec_edge.util.resources import resource_dir
+
+PROMPTS = 3
+
+
+@pytest.fixture(scope="module")
+def demo() -> ModelDir:
+    return resolve_model("demo")
+
+
+def prompts(demo: ModelDir) -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(demo.target)
+    lines = (resource_dir("models") / "demo" / "prompts.jsonl").read_text().splitlines()
+    return [tokenizer.encode(json.loads(line)["prompt"]) for line in lines[:PROMPTS]]
+
+
+def test_it_is_small(demo: ModelDir) -> None:
+    assert demo.size <= 40e6
+
+
+@pytest.mark.parametrize("part", ["target", "draft-lm"])
+def test_transformers_loads_it(demo: ModelDir, part: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo.path / part)
+    model = AutoModelForCausalLM.from_pretrained(demo.path / part)
+    text = "def read(path):\n    return path  # ünïcode ✓"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert model.config.vocab_size == len(tokenizer)
+
+
+@pytest.mark.soak
+def test_spds_module_is_what_its_card_says(demo: ModelDir) -> None:
+    """Its agreement on held-out text is the share of tokens that SPD foresees in a real run."""
+    assert demo.draft("spd") is not None
+    lines = (line.split(" = ", 1) for line in (demo.draft("spd") / "card.toml").read_text().splitlines())
+    card = {key: json.loads(value) for key, value in lines}
+    module = load_module(demo.draft("spd"), torch.float32)
+    assert card["parameters"] == sum(p.numel() for p in module.parameters())
+    assert card["bytes"] <= 8e6
+    results = run(demo, "spd")
+    foreseen = sum(r.stats.accepted for r in results) / sum(len(r.tokens) - 1 for r in results)
+    assert foreseen == pytest.approx(card["agreement_greedy"][card["stages"].index(4)], abs=0.12)
+
+
+def test_the_deep_head_is_what_its_card_says_and_drafts_losslessly(demo: ModelDir) -> None:
+    deep, first = demo.draft("eagle2-deep"), demo.draft("eagle2")
+    assert deep is not None
+    assert first is not None
+    lines = (line.split(" = ", 1) for line in (deep / "card.toml").read_text().splitlines())
+    card = {key: json.loads(value) for key, value in lines}
+    assert "a demonstration" in card["summary"]
+    files = [path for path in deep.iterdir() if path.name != "card.toml"]
+    assert card["bytes"] == sum(path.stat().st_size for path in files) <= 1e6
+    weights = load_file(deep / "model.safetensors")
+    assert card["parameters"] == sum(w.numel() for w in weights.values())
+    # It is the first head, trained on: its weights are like, where those of another head are not (0.02).
+    for name, old in load_file(first / "model.safetensors").items():
+        if name in weights and old.dim() == 2:
+            likeness = torch.cosine_similarity(weights[name].float().flatten(), old.float().flatten(), dim=0)
+            assert likeness > 0.2
+    cluster = VirtualCluster(demo.path, 4, load_profile("paper-7b"))
+    request = Request(prompts(demo)[0], "flowspec", 48, stop_ids=demo.stop_ids)
+    drafted = cluster.generate(replace(request, params=Params(draft="eagle2-deep")))
+    assert drafted.tokens == cluster.generate(replace(request, strategy="autoregressive")).tokens
+    assert drafted.stats.accepted > 0.6 * card["agreement_greedy"][0] * len(drafted.tokens)
+
+
+def run(demo: ModelDir, strategy: str) -> list[Result]:
+    cluster = VirtualCluster(demo.path, 4, load_profile("paper-7b"))
+    return [cluster.generate(Request(p, strategy, 48, stop_ids=demo.stop_ids)) for p in prompts(demo)]
+
+
+def per_second(results: list[Result]) -> float:
+    return sum(r.stats.tokens_per_second for r in results) / len(results)
+
+
+def test_chunk_pp_accepts_enough_and_flowspec_outruns_it(demo: ModelDir) -> None:
+    """The papers' claim in virtual time, which does not depend on the machine that runs the test."""
+    chunk, flowspec = run(demo, "chunk_pp"), run(demo, "flowspec")
+    tokens = sum(len(r.tokens) - 1 for r in chunk)
+    assert tokens / sum(r.stats.rounds for r in chunk) >= 4.0
+    assert per_second(flowspec) >= 1.5 * per_second(chunk)
+    assert [r.tokens for r in flowspec] == [r.tokens for r in chunk]
+
+
+def test_the_card_tells_the_figures(demo: ModelDir) -> None:
+    card = (demo.path / "README.md").read_text(encoding="utf-8")
+    assert "demonstration" in card
+    assert Path(demo.path / "card.toml").is_file()

@@ -1,0 +1,110 @@
+"""Boards that lose what was not synced when their power is cut.
+
+The writable disk of each is an ext4 file system in an image file, mounted so that the kernel commits its
+journal when a program asks for it, and else after ten minutes.  A power cut copies the image while it is
+still mounted: the copy has what reached the block device, and no more.  The board boots from the copy.
+
+ext4 allocates blocks when it writes data back.  So a journal commit, which the fsync of any file brings
+about, makes the names of all files durable, and leaves those without synced data empty: ``names`` cuts the
+power right after such a commit, which is the worst moment.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from nspawnkit import Fleet
+
+_SIZE = "4G"  # of an image, which is sparse
+_MOUNT = 'mount -o loop,commit=600 "{image}" "{store}"'
+# Before the board's own programs in root's and in ssh's PATH; each becomes its own name's.
+_HOLDABLE = ("mv", "sha256sum", "sudo", "systemctl")
+_HOLD = "/run/hold"  # WHEN NAME PATTERN; gone when the board is off
+_HELD = "/run/held"  # is not empty when it does
+_WRAPPER = f"""#!/bin/sh
+if read -r when name pattern 2>/dev/null < {_HOLD} && [ "$name" = "${{0##*/}}" ]; then
+    case "$*" in $pattern)
+        [ $when = before ] || /usr/bin/$name "$@"
+        echo yes > {_HELD}
+        exec sleep infinity
+    esac
+fi
+exec /usr/bin/${{0##*/}} "$@"
+"""
+
+
+class PowerFleet(Fleet):
+    """A fleet whose boards' power can be cut at a moment that a test chooses."""
+
+    def hold(self, board: int, when: str, command: str, pattern: str) -> None:
+        """Have the next command on the board whose arguments match a shell pattern never return.
+
+        when     "before": it does not do anything either; "after": it has done its work
+        command  one of ``mv``, ``sha256sum``, ``sudo``, ``systemctl``
+        """
+        assert command in _HOLDABLE
+        self.shell(board, f"echo '{when} {command} {pattern}' > {_HOLD}; > {_HELD}; chmod 666 {_HELD}")
+
+    def held(self, board: int, deploy: subprocess.Popen[str]) -> None:
+        """Wait until that command holds; ``deploy`` must not end before."""
+        while not self.shell(board, f"timeout 1 sh -c 'until [ -s {_HELD} ]; do sleep 0.1; done' && echo held"
+                                    " || true"):
+            assert deploy.poll() is None, deploy.communicate()
+
+    def cut_power(self, board: int, names: bool = True) -> None:
+        """The board is off, and only what reached its disk is there when it is started.
+
+        names  whether the file system's journal was committed right before
+        """
+        if names:
+            self.shell(board, "echo > /var/tmp/synced; sync /var/tmp/synced")
+        image, copy = self._image_file(board), self._image_file(board).with_suffix(".copy")
+        # Holds the mount: an end of the last process would unmount the disk, and so write everything.
+        mounts = os.open(f"/proc/{self.leader(board)}/ns/mnt", os.O_RDONLY)
+        try:
+            self.cut_off(board)
+            subprocess.run(["cp", "--sparse=always", str(image), str(copy)], check=True)
+        finally:
+            os.close(mounts)
+        copy.replace(image)  # the kernel still writes to the file that had this name
+
+    def _disk(self, board: int) -> tuple[Path, str]:
+        store = self.directory / self.name(board) / "store"
+        return store, _MOUNT.format(image=self._image_file(board), store=store)
+
+    def _prepare(self, board: int) -> None:
+        super()._prepare(board)
+        place = self.directory / self.name(board)
+        seed = place / "seed"
+        seed.mkdir()
+        (place / "store").mkdir()
+        for name in ("disk", "work"):
+            (place / name).rename(seed / name)
+        for directory in ("usr", "usr/local", "usr/local/bin", "usr/local/sbin"):
+            (seed / "disk" / directory).mkdir()
+        for command in _HOLDABLE:
+            for directory in ("bin", "sbin"):
+                wrapper = seed / "disk/usr/local" / directory / command
+                wrapper.write_text(_WRAPPER)
+                wrapper.chmod(0o755)
+        subprocess.run(["mke2fs", "-q", "-t", "ext4", "-d", str(seed), str(self._image_file(board)), _SIZE],
+                       check=True)
+        shutil.rmtree(seed)
+
+    def _image_file(self, board: int) -> Path:
+        return self.directory / self.name(board) / "image"
+
+
+@contextmanager
+def power_fleet(directory: Path, boards: int) -> Iterator[PowerFleet]:
+    """Boards that run while the block does; ``directory`` is empty, and their disks are in it."""
+    running = PowerFleet(directory, boards)
+    try:
+        yield running
+    finally:
+        running.close()

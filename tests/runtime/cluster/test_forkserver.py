@@ -1,0 +1,161 @@
+"""Forked workers: their exits are noticed, and they end with D0 and with the fork server."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from multiprocessing import connection
+from pathlib import Path
+
+import fleetkit
+import pytest
+from clusterkit import PATIENCE, until
+from powerkit import board
+
+from flowspec_edge.runtime.cluster import forkserver
+from flowspec_edge.runtime.cluster.forkserver import WorkerProcess, server_pid
+from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.request import Request
+from flowspec_edge.runtime.worker.config import WorkerConfig
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny_model: Path) -> Path:
+    """Of a worker whose D0 never comes."""
+    made = WorkerConfig(instance="v1", stage=1, stages=2, model=str(tiny_model / "target"), threads=1,
+                        control="tcp://127.0.0.1:1", listen="tcp://127.0.0.1:*", next="tcp://127.0.0.1:2")
+    path = tmp_path / "v1.toml"
+    path.write_text(made.dump())
+    return path
+
+
+def status(pid: int, field: str) -> str:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(line.split(maxsplit=1)[1] for line in lines if line.startswith(f"{field}:"))
+
+
+def handles_sigterm(worker: WorkerProcess) -> bool:
+    return bool(int(status(worker.pid, "SigCgt"), 16) >> signal.SIGTERM - 1 & 1)
+
+
+@pytest.mark.parametrize(("act", "code"), [("terminate", 0), ("kill", -signal.SIGKILL)])
+def test_a_worker_runs_until_it_is_ended(config: Path, tmp_path: Path, act: str, code: int) -> None:
+    worker, other = WorkerProcess(config, tmp_path / "output"), WorkerProcess(config, tmp_path / "other")
+    try:
+        with pytest.raises(subprocess.TimeoutExpired):
+            worker.wait(0.2)
+        assert worker.poll() is None
+        until(lambda: handles_sigterm(worker))
+        assert os.getsid(worker.pid) == worker.pid  # Ctrl-C does not reach it
+        server = server_pid()
+        assert server is not None
+        assert int(status(server, "SigBlk"), 16) >> signal.SIGINT - 1 & 1
+        getattr(worker, act)()
+        assert worker.wait(PATIENCE) == code
+        assert worker.poll() == code
+        worker.kill()  # too late, and harmless
+        assert other.poll() is None
+    finally:
+        other.kill()
+    assert other.wait(PATIENCE) == -signal.SIGKILL
+
+
+def test_a_worker_has_the_environment_of_its_start(tiny_model: Path, tmp_path: Path,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fork server, which may be older, has another one."""
+    forkserver.preload()
+    monkeypatch.setenv("FLOWSPEC_SYSFS", str(board(tmp_path, 7.0)))
+    with ProcessCluster(tiny_model, 1, threads=1) as cluster:
+        stage = cluster.generate(Request(list(range(9)), "autoregressive", 2)).stats.stages[0]
+    assert stage["session_j"] > 0
+
+
+def test_descriptors_above_those_of_select(tmp_path: Path) -> None:
+    with ExitStack() as opened:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limit)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, limit[1]), limit[1]))
+        highest = 0
+        while highest < 1024:
+            highest = os.dup(0)
+            opened.callback(os.close, highest)
+        assert WorkerProcess(tmp_path / "nothing.toml", tmp_path / "output").wait(PATIENCE) == 2
+
+
+def test_an_error_is_in_the_output_and_the_exit_code(tmp_path: Path) -> None:
+    worker = WorkerProcess(tmp_path / "nothing.toml", tmp_path / "output")
+    assert worker.wait(PATIENCE) == 2
+    alone = subprocess.run([sys.executable, "-m", "flowspec_edge.runtime.worker", "--config",
+                            str(tmp_path / "nothing.toml")], capture_output=True, text=True, check=False)
+    assert ((tmp_path / "output").read_text(), 2) == (alone.stderr, alone.returncode)
+
+
+def test_workers_end_with_their_fork_server_and_the_next_has_another(config: Path, tmp_path: Path) -> None:
+    worker = WorkerProcess(config, tmp_path / "output")
+    server = server_pid()
+    assert server is not None
+    os.kill(server, signal.SIGKILL)
+    assert worker.wait(PATIENCE) == 255
+    assert "the process that started this stage is gone" in (tmp_path / "output").read_text()
+    another = WorkerProcess(config, tmp_path / "output")
+    assert server_pid() != server
+    another.kill()
+    assert another.wait(PATIENCE) == -signal.SIGKILL
+
+
+def test_a_killed_worker_is_noticed_though_the_fork_server_is_stopped(
+        config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forkserver, "_EXIT_CODE_S", 0.1)
+    worker = WorkerProcess(config, tmp_path / "output")
+    server = server_pid()
+    assert server is not None
+    os.kill(server, signal.SIGSTOP)
+    start = time.monotonic()
+    worker.kill()
+    assert worker.wait(PATIENCE) == 255
+    assert time.monotonic() - start < PATIENCE
+    assert fleetkit.ended(server, PATIENCE)
+
+
+def test_a_fork_server_that_does_not_answer_is_replaced(config: Path, tmp_path: Path,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forkserver, "_START_S", 0.5)
+    worker = WorkerProcess(config, tmp_path / "output")
+    server = server_pid()
+    assert server is not None
+    os.kill(server, signal.SIGSTOP)
+    another = WorkerProcess(config, tmp_path / "another")
+    assert server_pid() != server
+    assert worker.wait(PATIENCE) == 255
+    another.kill()
+    assert another.wait(PATIENCE) == -signal.SIGKILL
+
+
+STARTS_ONE = """
+import sys
+from pathlib import Path
+from flowspec_edge.runtime.cluster.forkserver import WorkerProcess, server_pid
+worker = WorkerProcess(Path(sys.argv[1]), Path(sys.argv[2]))
+print(server_pid(), worker.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_an_unguarded_script_starts_workers_that_do_not_outlive_it(config: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(STARTS_ONE)
+    with subprocess.Popen([sys.executable, str(script), str(config), str(tmp_path / "output")],
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as asking:
+        assert asking.stdout is not None
+        pids = [int(pid) for pid in asking.stdout.readline().split()]
+        assert len(pids) == 2
+        ends = [os.pidfd_open(pid) for pid in pids]
+        asking.kill()
+    for end in ends:
+        assert connection.wait([end], PATIENCE)
+        os.close(end)

@@ -1,0 +1,232 @@
+"""The cluster as it really runs: processes, sockets, signals.
+
+Tokens are compared with transformers' own decoding of the unsharded model; processes are killed,
+stopped and orphaned.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from multiprocessing import connection
+from pathlib import Path
+
+import pytest
+import torch
+from clusterkit import PATIENCE, PROMPT, alive, on_third
+from tiny_dir import tiny_model_dir
+from transformers import AutoModelForCausalLM
+
+from flowspec_edge.errors import FlowspecError, PeerLost, UsageError
+from flowspec_edge.runtime.cluster.addresses import Addresses
+from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.runtime.request import Request, Result
+from flowspec_edge.runtime.worker.config import WorkerConfig
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.strategies.registry import STRATEGIES
+
+PIPELINED = [name for name, cls in STRATEGIES.items() if cls.parallelism == "pipeline"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=3)
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> PlainDecoder:
+    return PlainDecoder(model)
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path) -> Iterator[ProcessCluster]:
+    with ProcessCluster(model, 3, threads=1) as made:
+        yield made
+
+
+def greedy(model: Path, count: int) -> list[int]:
+    """transformers' own generate."""
+    whole = AutoModelForCausalLM.from_pretrained(model / "target", dtype=torch.float32)
+    ids = torch.tensor([PROMPT])
+    out = whole.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False,
+                         eos_token_id=None, pad_token_id=0)
+    return [int(token) for token in out[0, len(PROMPT):]]
+
+
+@pytest.mark.parametrize("strategy", PIPELINED)
+def test_greedy_text_is_that_of_transformers(cluster: ProcessCluster, model: Path, strategy: str) -> None:
+    streamed: list[int] = []
+    result = cluster.generate(Request(PROMPT, strategy, max_new_tokens=20), streamed.extend)
+    assert result.tokens == greedy(model, 20) == streamed
+    assert result.finish_reason == "length"
+
+
+@pytest.mark.parametrize("strategy", PIPELINED)
+def test_sampled_text_is_that_of_plain_decoding(cluster: ProcessCluster, plain: PlainDecoder,
+                                               strategy: str) -> None:
+    sampling = Sampling(temperature=1.0, top_p=0.9, seed=5)
+    result = cluster.generate(Request(PROMPT, strategy, max_new_tokens=16, sampling=sampling))
+    assert result.tokens == plain.generate(PROMPT, 16, sampling)[0]
+
+
+def check_stats(result: Result, stages: int) -> None:
+    stats = result.stats
+    assert len(stats.stages) == stages
+    for before, after in zip(stats.stages, stats.stages[1:], strict=False):
+        assert after["bytes_in"] == before["bytes_out"] > 0
+    assert all(stage["rows"] >= len(PROMPT) and stage["compute_s"] > 0 for stage in stats.stages)
+    assert stats.slot_s > 0
+    assert stats.bytes > sum(stage["bytes_out"] for stage in stats.stages)
+    assert stats.decode_s > 0
+    assert stats.ttft_s > 0
+    assert stats.turns == pytest.approx(stats.decode_s / stats.slot_s)
+
+
+def test_the_stages_last_counters_are_in_the_result(cluster: ProcessCluster) -> None:
+    check_stats(cluster.generate(Request(PROMPT, "chunk_pp", max_new_tokens=6)), 3)
+
+
+def test_a_request_that_cannot_fit_leaves_the_cluster_up(cluster: ProcessCluster, model: Path) -> None:
+    with pytest.raises(UsageError, match="the model stops at"):
+        cluster.generate(Request(PROMPT, "autoregressive", max_new_tokens=5000))
+    assert cluster.generate(Request(PROMPT, "autoregressive", max_new_tokens=3)).tokens == greedy(model, 3)
+
+
+def test_an_interrupted_request_leaves_the_cluster_up(cluster: ProcessCluster, model: Path) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cluster.generate(Request(PROMPT, "flowspec", max_new_tokens=200), on_third(interrupt))
+    assert cluster.generate(Request(PROMPT, "flowspec", max_new_tokens=5)).tokens == greedy(model, 5)
+
+
+def test_more_stages_than_layers_is_an_error_before_anything_starts(model: Path) -> None:
+    with pytest.raises(UsageError, match="4 stages are more than the model's 3 layers"):
+        ProcessCluster(model, 4)
+
+
+def test_no_model_is_an_error_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no model at"):
+        ProcessCluster(tmp_path, 1)
+
+
+def test_d0_takes_no_more_threads_than_its_share_while_the_cluster_is_up(model: Path) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(7)
+    try:
+        with ProcessCluster(model, 1):
+            assert torch.get_num_threads() == max(1, (os.cpu_count() or 1) // 2)
+        assert torch.get_num_threads() == 7
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_encrypted_cluster_ends_cleanly(model: Path) -> None:
+    cluster = ProcessCluster(model, 2, threads=1, encrypted=True)
+    pids = cluster.pids
+    try:
+        assert cluster.generate(Request(PROMPT, "flowspec", max_new_tokens=8)).tokens == greedy(model, 8)
+    finally:
+        cluster.close()
+    cluster.close()
+    assert not any(map(alive, pids))
+    with pytest.raises(FlowspecError, match="the cluster is closed"):
+        cluster.generate(Request(PROMPT))
+
+
+@pytest.mark.parametrize(("number", "dead_after", "text"), [
+    (signal.SIGKILL, PATIENCE, "V2 was killed by SIGKILL"),
+    (signal.SIGSTOP, 2.0, "V2 has been silent for 2 s"),
+    pytest.param(signal.SIGTERM, PATIENCE, "V2 ended with exit code 0", marks=pytest.mark.soak),
+])
+def test_a_lost_stage_is_named_and_the_others_are_reaped(model: Path, number: signal.Signals,
+                                                         dead_after: float, text: str) -> None:
+    with ProcessCluster(model, 2, threads=1, dead_after=dead_after) as cluster:
+        pids = cluster.pids
+        with pytest.raises(PeerLost, match=text):
+            cluster.generate(Request(PROMPT, "flowspec", max_new_tokens=1000),
+                             on_third(lambda: os.kill(pids[1], number)))
+        assert not any(map(alive, pids))
+
+
+def test_a_truncated_shard_is_told_by_the_stage_that_reads_it(model: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    whole = AutoModelForCausalLM.from_pretrained(model / "target", dtype=torch.float32)
+    (broken / "target" / "model.safetensors").unlink()
+    whole.save_pretrained(broken / "target", max_shard_size="40KB")
+    index = json.loads((broken / "target" / "model.safetensors.index.json").read_text())["weight_map"]
+    others = {file for tensor, file in index.items() if not tensor.startswith("model.layers.1.")}
+    name = next(file for file in index.values() if file not in others)  # only V2 reads it
+    file = broken / "target" / name
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(FlowspecError, match=name) as caught:
+        ProcessCluster(broken, 3, threads=1)
+    assert str(caught.value).startswith("V2 ")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+ORPHANS = """
+import signal, sys
+from pathlib import Path
+from flowspec_edge.runtime.cluster.forkserver import server_pid
+from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+cluster = ProcessCluster(Path(sys.argv[1]), 2, threads=1)
+print(server_pid(), *cluster.pids, flush=True)
+signal.pause()
+"""
+
+
+def test_stages_and_their_fork_server_do_not_outlive_a_d0_that_is_killed(model: Path) -> None:
+    command = [sys.executable, "-c", ORPHANS, str(model)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as d0:
+        assert d0.stdout is not None
+        pids = [int(pid) for pid in d0.stdout.readline().split()]
+        assert len(pids) == 3
+        assert all(map(alive, pids))
+        ends = [os.pidfd_open(pid) for pid in pids]
+        d0.kill()
+    for end in ends:
+        assert connection.wait([end], PATIENCE), "a process lives on"
+        os.close(end)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_stages_elsewhere_serve_one_d0_after_another(model: Path, tmp_path: Path) -> None:
+    control, data, output = (f"tcp://127.0.0.1:{_free_port()}" for _ in range(3))
+    config = WorkerConfig(instance="board-1", stage=1, stages=1, model=str(model / "target"), threads=1,
+                          control=control, listen=data, next=output, lost_after_s=PATIENCE)
+    file = tmp_path / "worker.toml"
+    file.write_text(config.dump())
+    command = [sys.executable, "-m", "flowspec_edge.runtime.worker", "--config", str(file)]
+    with subprocess.Popen(command) as worker:
+        for _ in range(2):
+            with ProcessCluster(model, 1, addresses=Addresses(control, output, data, ["board-1"])) as cluster:
+                assert cluster.pids == []
+                result = cluster.generate(Request(PROMPT, "autoregressive", max_new_tokens=4))
+                assert result.tokens == greedy(model, 4)
+            assert worker.poll() is None
+        worker.terminate()
+        assert worker.wait(PATIENCE) == 0
+
+
+def test_a_worker_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "w.toml").write_text('stage = 1\n')
+    command = [sys.executable, "-m", "flowspec_edge.runtime.worker", "--config", str(tmp_path / "w.toml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == UsageError.exit_code
+    assert done.stderr.startswith("flowspec worker: ")
+    assert "missing key 'instance'" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,160 @@
+"""A stage is lost while requests run: it is named and restarted, and the answers are complete.
+
+Processes are really killed, stopped and cut off; tokens are compared with plain decoding of the unsharded
+model.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from clusterkit import PATIENCE, PROMPT, alive, on_third
+from losskit import Striker, own_texts
+from tiny_dir import tiny_model_dir
+
+from flowspec_edge.errors import PeerLost
+from flowspec_edge.runtime.cluster import forkserver
+from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.draft_device.capacity import cache_rows
+from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.runtime.request import ClusterState, Request
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.strategies.params import Params
+
+TWO = [Request(PROMPT, "flowspec", 40),
+       Request(PROMPT[:20], "flowspec", 30, Sampling(temperature=1.0, top_p=0.9, seed=5))]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=3)
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> PlainDecoder:
+    return PlainDecoder(model)
+
+
+@pytest.fixture(scope="module")
+def striker() -> Striker:
+    return Striker()
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, striker: Striker) -> Iterator[ProcessCluster]:
+    with ProcessCluster(model, 3, threads=1, dead_after=2.0, rejoin_within=PATIENCE, observer=striker
+                        ) as made:
+        yield made
+
+
+@pytest.mark.parametrize(("stage", "number", "text"), [
+    (2, signal.SIGKILL, "V2 was killed by SIGKILL"),
+    (3, signal.SIGSTOP, "V3 has been silent for 2 s"),
+])
+def test_two_answers_go_on_after_a_stage_was_lost(
+        cluster: ProcessCluster, plain: PlainDecoder, striker: Striker, stage: int, number: signal.Signals,
+        text: str) -> None:
+    striker.losses.clear()
+    before, back = cluster.pids, striker.times_back
+    streamed: list[list[int]] = [[], []]
+
+    def third(new: list[int]) -> None:
+        streamed[0].extend(new)
+        act(new)
+
+    act = on_third(lambda: os.kill(before[stage - 1], number))
+    handles = [cluster.submit(TWO[0], third), cluster.submit(TWO[1], streamed[1].extend)]
+    cluster.serve(lambda: all(handle.done() for handle in handles))
+    results = [handle.result() for handle in handles]
+    assert [result.tokens for result in results] == own_texts(plain, TWO) == streamed
+    assert [reason[:len(text)] for reason in striker.losses] == [text]
+    assert striker.times_back == back + 1
+    assert cluster.status.state is ClusterState.RUNNING
+    after = cluster.pids
+    assert [i + 1 for i in range(3) if before[i] != after[i]] == [stage]  # the others stayed up
+    assert not alive(before[stage - 1])
+    for result in results:
+        assert result.stats.ttft_s > 0
+        assert result.stats.accepted <= len(result.tokens)
+        assert result.stats.bytes > sum(stage["bytes_out"] for stage in result.stats.stages)
+
+
+def test_another_stage_is_lost_meanwhile_and_a_cancelled_request_is_not_resumed(
+        cluster: ProcessCluster, plain: PlainDecoder, striker: Striker) -> None:
+    before = cluster.pids
+    stays = cluster.submit(TWO[0], on_third(lambda: os.kill(before[0], signal.SIGKILL)))
+    goes = cluster.submit(Request(TWO[1].prompt, "chunk_pp", 1000, TWO[1].sampling))
+    resumed: list[int] = []
+
+    def lost() -> None:
+        goes.cancel()
+        os.kill(before[2], signal.SIGKILL)
+        striker.on_opened = lambda coordinator: resumed.append(len(coordinator.request.prompt))
+
+    striker.on_lost = lost
+    cluster.serve(lambda: stays.done() and goes.done())
+    striker.on_opened = lambda coordinator: None
+    assert stays.result().tokens == own_texts(plain, TWO[:1])[0]
+    assert set(resumed) == {len(TWO[0].prompt)}
+    left = goes.result()
+    assert left.finish_reason == "cancelled"
+    assert left.tokens == plain.generate(TWO[1].prompt, 200, TWO[1].sampling)[0][: len(left.tokens)]
+    assert len(left.tokens) < 200
+    assert [i + 1 for i in range(3) if before[i] == cluster.pids[i]] == [2]
+
+
+def test_a_stage_that_does_not_come_back_is_named(model: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "model"
+    shutil.copytree(model, copy)
+
+    def strike() -> None:
+        shutil.rmtree(copy / "target")
+        os.kill(pids[1], signal.SIGKILL)
+
+    with ProcessCluster(copy, 2, threads=1, rejoin_within=1.0) as cluster:
+        pids = cluster.pids
+        begun = cluster.submit(Request(PROMPT, "flowspec", 1000), on_third(strike))
+        with pytest.raises(PeerLost, match=r"V2 was killed by SIGKILL; not back within 1 s: V2 .*no model"):
+            cluster.serve(begun.done)
+        with pytest.raises(PeerLost, match="not back within 1 s: V2"):
+            begun.result(0)
+        assert cluster.closed
+        assert not any(map(alive, pids))
+
+
+def test_kept_rows_go_with_a_lost_stage(model: Path, plain: PlainDecoder) -> None:
+    """After the loss a turn that reused a prefix is read in whole; the next turn reuses one again."""
+    rows = cache_rows(400, 1, Params(), 3)
+    with ProcessCluster(model, 3, threads=1, rejoin_within=PATIENCE, cache_rows=rows) as cluster:
+        text, reused = list(PROMPT), []
+        for turn in range(4):
+            request = Request(text, "flowspec", 24, Sampling(temperature=1.0, seed=turn))
+            strike = on_third(partial(os.kill, cluster.pids[turn % 3], signal.SIGKILL))
+            result = cluster.generate(request, strike if 0 < turn < 3 else None)
+            assert result.tokens == own_texts(plain, [request])[0]
+            reused.append((result.stats.reused, len(text)))
+            text += [*result.tokens, 11, 12, 13]
+        assert reused[0][0] == 0
+        assert len(PROMPT) < reused[3][0] < reused[3][1]  # what was read in again was kept
+
+
+def test_a_stopped_fork_server_is_replaced_with_all_its_workers(
+        cluster: ProcessCluster, plain: PlainDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forkserver, "_EXIT_CODE_S", 0.5)
+    before, server = cluster.pids, forkserver.server_pid()
+    assert server is not None
+
+    def strike() -> None:
+        os.kill(server, signal.SIGSTOP)
+        os.kill(before[1], signal.SIGKILL)
+
+    assert cluster.generate(TWO[0], on_third(strike)).tokens == own_texts(plain, TWO[:1])[0]
+    assert forkserver.server_pid() != server
+    assert not set(before) & set(cluster.pids)
+    assert not any(map(alive, before))

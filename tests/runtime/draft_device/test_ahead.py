@@ -1,0 +1,162 @@
+"""What goes ahead of a draft pass: that it does, for whom, and how much of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flowspec_edge.config import load_profile
+from flowspec_edge.messages import Credit, Output, Payload, Segment
+from flowspec_edge.runtime.draft_device.coordinator import Coordinator, DraftPass, Verify
+from flowspec_edge.runtime.draft_device.models import DraftModels
+from flowspec_edge.runtime.draft_device.scheduler import Job, Scheduler
+from flowspec_edge.runtime.request import Request
+from flowspec_edge.runtime.virtual.cluster import VirtualCluster
+from flowspec_edge.strategies.params import Params
+from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
+
+SLOT, PASS = 1.0, 0.4
+A_PASS = DraftPass(DraftRequest(0, (DraftNode(0, -1, 1, 1),), 4))  # whose duration alone matters
+NOTHING = Payload("float32", np.empty((0, 64), np.float32))
+AN_OUTPUT = Verify(Output(1, 0, 0, np.empty(0, np.int32), NOTHING))
+
+
+def prompt(i: int, length: int = 12) -> list[int]:
+    return [int(token) for token in np.random.default_rng(i).integers(1, 97, length)]
+
+
+class D0:
+    """Requests whose prompts are longer than anybody looks here, so there is always a segment to send."""
+
+    def __init__(self, model: Path, *strategies: str, clock: bool = True, without: str = "") -> None:
+        self.now = 0.0
+        device0 = DraftModels(model)
+        self.sessions = Scheduler(clock=(lambda: self.now) if clock else None)
+        self.coordinators: list[Coordinator] = []
+        for session, name in enumerate(strategies, start=1):
+            request = Request(prompt(session, 500), name, 4,
+                              params=Params(prefill_chunk=16, plus_without=without))
+            self.coordinators.append(device0.coordinator(request, 4, lambda: 0.0, session, lambda kind: 1.0))
+            self.sessions.add(self.coordinators[-1])
+
+    def job(self, task: DraftPass | Verify) -> Job:
+        return Job(self.coordinators[0], task)
+
+    def send(self) -> Segment:
+        """The segment that V1 has room for."""
+        [segment] = self.sessions.take_messages()
+        assert isinstance(segment, Segment)
+        return segment
+
+    def done(self, segment: Segment) -> None:
+        self.sessions.receive(Credit(segment.session, segment.epoch, segment.run))
+
+    def practise(self) -> None:
+        """What a segment, a pass and an output take becomes known; then a segment is at V1, sent now."""
+        for _ in range(3):
+            segment = self.send()
+            self.now += SLOT
+            self.done(segment)
+            self.sessions.worked(self.job(A_PASS), PASS)
+            self.sessions.worked(self.job(AN_OUTPUT), PASS)
+        self.at_v1 = self.send()
+
+    def ahead(self, task: DraftPass | Verify = A_PASS) -> list[int]:
+        """Scheduler whose segments would go before this."""
+        return [segment.session for segment in self.sessions.take_ahead(self.job(task))]
+
+
+def test_before_a_pass_that_would_end_too_late_one_segment_goes_ahead(tiny_model: Path) -> None:
+    d0 = D0(tiny_model, "flowspec_plus")
+    d0.practise()
+    d0.now += SLOT - PASS - 0.05
+    assert d0.ahead() == []  # the pass ends before the segment does
+    d0.now += 0.1
+    assert d0.ahead() == [1]
+    assert d0.ahead() == []  # one more than V1 has room for
+    d0.now += 10
+    assert d0.ahead() == []
+
+
+def test_what_went_ahead_is_at_v1_like_any_other(tiny_model: Path) -> None:
+    d0 = D0(tiny_model, "flowspec_plus")
+    d0.practise()
+    d0.now += SLOT - 0.1
+    assert d0.ahead() == [1]
+    assert d0.sessions.take_messages() == []
+    d0.now += 0.1
+    d0.done(d0.at_v1)
+    assert d0.sessions.take_messages() == []  # V1 has that one
+    assert d0.ahead() == []  # for a whole slot
+    d0.now += SLOT - 0.1
+    assert d0.ahead() == [1]
+
+
+def test_the_work_that_an_output_makes_waits_for_nobody(tiny_model: Path) -> None:
+    """It tells what is worth sending."""
+    d0 = D0(tiny_model, "flowspec_plus")
+    d0.practise()
+    d0.now += SLOT - 0.1
+    assert d0.ahead(AN_OUTPUT) == []
+    assert d0.ahead() == [1]
+
+
+@pytest.mark.parametrize(("strategies", "without", "ahead"), [
+    (["flowspec_plus"], "ahead", []), (["flowspec"], "", []), (["autoregressive", "flowspec"], "", []),
+    (["flowspec", "flowspec_plus"], "", []), (["flowspec_plus", "flowspec"], "", [1]),
+    (["flowspec_plus", "flowspec_plus"], "", [1]),
+])
+def test_the_oldest_goes_ahead_if_its_strategy_does(tiny_model: Path, strategies: list[str], without: str,
+                                                    ahead: list[int]) -> None:
+    d0 = D0(tiny_model, *strategies, without=without)
+    d0.practise()
+    d0.now += SLOT
+    assert d0.ahead() == ahead
+
+
+def test_a_younger_one_does_not_take_the_place_of_the_oldest_that_has_nothing(tiny_model: Path) -> None:
+    """It would be in V1's queue when an output tells the oldest what to send."""
+    d0 = D0(tiny_model, "flowspec_plus", "flowspec_plus")
+    d0.practise()
+    d0.now += SLOT
+    d0.coordinators[0].cancel()
+    assert d0.ahead() == []
+
+
+def test_without_a_clock_nobody_knows_when(tiny_model: Path) -> None:
+    d0 = D0(tiny_model, "flowspec_plus", clock=False)
+    d0.practise()
+    d0.now += SLOT
+    assert d0.ahead() == []
+
+
+def test_nothing_goes_ahead_to_an_idle_stage_or_of_a_text_that_is_over(tiny_model: Path) -> None:
+    d0 = D0(tiny_model, "flowspec_plus")
+    d0.practise()
+    d0.done(d0.at_v1)
+    d0.now += SLOT
+    assert d0.ahead() == []  # what can be sent to it is sent by ``take_messages``
+    d0.practise()
+    d0.now += SLOT
+    d0.coordinators[0].cancel()
+    assert d0.ahead() == []
+
+
+@pytest.mark.parametrize("stages", [4, pytest.param(8, marks=pytest.mark.soak)])
+def test_v1_waits_less_for_draft_passes(demo_model: Path, stages: int) -> None:
+    """In virtual time, a pass lasts a fifth of a slot at four stages; the text is the same."""
+    cluster = VirtualCluster(demo_model, stages, load_profile("paper-7b"))
+    idle, texts = {}, []
+    for without in ("", "ahead"):
+        result = cluster.generate(Request(prompt(1), "flowspec_plus", 24,
+                                          params=Params(plus_without=without)))
+        first, end = result.stats.ttft_s, result.stats.ttft_s + result.stats.decode_s
+        busy = sum(min(span.end, end) - span.start for span in cluster.spans
+                   if span.device == 1 and first <= span.start < end)
+        idle[without] = 1 - busy / (end - first)
+        texts.append(result.tokens)
+    assert texts[0] == texts[1]
+    # The pace is learned from the first few segments; after that V1 hardly waits.
+    assert idle[""] < 0.8 * idle["ahead"]

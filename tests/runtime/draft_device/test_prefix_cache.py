@@ -1,0 +1,118 @@
+"""The pool of cache rows against a plain list of what was left, and what the rule says about it."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowspec_edge.runtime.draft_device.capacity import cache_rows, session_rows, tentative_rows
+from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.lm_head import LmHead
+from flowspec_edge.runtime.draft_device.prefix_cache import MIN_ROWS, CachedPrefix, PrefixCache
+from flowspec_edge.runtime.request import Request
+from flowspec_edge.strategies.autoregressive import Autoregressive
+from flowspec_edge.strategies.base import Pipeline
+from flowspec_edge.strategies.params import Params
+
+LIMIT = 100
+# Few texts, many beginnings in common: a stem, and another end from some place on.
+texts = st.builds(lambda length, cut, end: [1] * min(cut, length) + [end] * max(length - cut, 0),
+                  st.integers(1, 60), st.integers(0, 60), st.integers(2, 3))
+
+
+def ended(session: int, text: list[int]) -> Coordinator:
+    """One that knows rows of ``text``, all but the last, and goes away before it reads that in."""
+    request = Request(text, "autoregressive")
+    return Coordinator(request, lambda builder: Autoregressive(request.params, builder, Pipeline(1)), None,
+                       LmHead(torch.empty(0, 0)), lambda: 0.0, session, cached_rows=len(text) - 1)
+
+
+def common(one: list[int], other: list[int]) -> int:
+    count = 0
+    while count < min(len(one), len(other)) and one[count] == other[count]:
+        count += 1
+    return count
+
+
+def best(left: list[tuple[int, list[int]]], prompt: list[int], odd: bool) -> tuple[int, int] | None:
+    """(session, rows) of those that are left, which ``odd`` ones may use if theirs is odd."""
+    found = [(common(text, prompt) - 1, place, session) for place, (session, text) in enumerate(left)
+             if session % 2 == odd]
+    found = [item for item in found if item[0] >= 16 and 2 * item[0] >= len(left[item[1]][1])]
+    return (max(found)[2], max(found)[0]) if found else None
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_any_coming_and_going(data: st.DataObject) -> None:
+    pool = PrefixCache(LIMIT)
+    left: list[tuple[int, list[int]]] = []  # the one left longest ago first
+    running: dict[int, tuple[list[int], int]] = {}
+    for session in range(1, data.draw(st.integers(2, 12))):
+        prompt, odd = data.draw(texts), data.draw(st.booleans())
+        rows = len(prompt) + data.draw(st.integers(0, 70))
+        while not pool.fits(rows):  # whoever is here goes, until there is room
+            assert running
+            assert rows + sum(r for _, r in running.values()) > LIMIT
+            gone = data.draw(st.sampled_from(sorted(running)))
+            text, _ = running.pop(gone)
+            numbers = pool.retain(ended(gone, text))
+            assert numbers == (tuple(range(len(text) - 1)) if len(text) - 1 > MIN_ROWS else ())
+            left += [(gone, text[:-1])] if numbers else []
+        assert not running or rows + sum(r for _, r in running.values()) <= LIMIT
+        reuse = pool.find(prompt, lambda prefix, odd=odd: prefix.session % 2 == odd)
+        assert (reuse and (reuse.prefix.session, reuse.rows)) == best(left, prompt, odd)
+        held = pool.begin(session, rows, reuse.prefix.session if reuse else -1)
+        running[session] = (prompt, rows)
+        left = [item for item in left if not reuse or item[0] != reuse.prefix.session]
+        taken = sum(r for _, r in running.values())
+        while left and taken + sum(len(text) for _, text in left) > LIMIT:
+            left.pop(0)
+        assert held == pool.retained == tuple(item[0] for item in left)
+        assert pool.rows == taken + sum(len(text) for _, text in left)
+        assert pool.rows <= max(LIMIT, rows if len(running) == 1 else 0)
+
+
+def test_a_loss_takes_all() -> None:
+    pool = PrefixCache(LIMIT)
+    for session in (1, 2):
+        assert pool.begin(session, 40) == ()
+    pool.retain(ended(1, [1] * 30))
+    assert pool.retained == (1,)
+    assert pool.rows == 40 + 29
+    pool.clear()
+    assert pool.rows == 0
+    assert pool.fits(LIMIT)
+    assert pool.find([1] * 30, lambda prefix: True) is None
+
+
+def test_without_a_limit_everybody_fits_and_nothing_is_kept() -> None:
+    pool = PrefixCache()
+    for session in range(1, 9):
+        assert pool.fits(10**9)
+        assert pool.begin(session, 10**9) == ()
+    assert pool.retain(ended(3, [1] * 30)) == ()
+    assert pool.find([1] * 30, lambda prefix: True) is None
+
+
+def test_of_equals_the_one_left_last() -> None:
+    pool = PrefixCache(LIMIT)
+    for session in (1, 2):
+        pool.begin(session, 30)
+    for session in (2, 1):
+        pool.retain(ended(session, [1] * 30))
+    seen: list[CachedPrefix] = []
+    reuse = pool.find([1] * 25, lambda prefix: not seen.append(prefix))
+    assert reuse is not None
+    assert (reuse.prefix.session, reuse.rows) == (1, 24)
+    assert [prefix.session for prefix in seen] == [2, 1]
+
+
+def test_a_budget_counts_what_sessions_take() -> None:
+    """Texts and as many drafts as there are sessions: what a plan reserves is what requests need."""
+    params = Params(tree_size=400)
+    requests = [Request([1] * 300, max_new_tokens=200, params=params),
+                Request([1] * 700, max_new_tokens=300, params=params)]
+    assert sum(session_rows(request, 3) for request in requests) == cache_rows(1500, 2, params, 3)
+    assert cache_rows(1500, 1, params, 3) == 1500 + tentative_rows(params, 3)

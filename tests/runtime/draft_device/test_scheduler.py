@@ -1,0 +1,294 @@
+"""Requests beside one another: each gets the very tokens of its run alone, whoever else is there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowspec_edge.config import load_profile
+from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.messages import Credit, Segment
+from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.draft_device.models import DraftModels
+from flowspec_edge.runtime.draft_device.scheduler import Scheduler
+from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.runtime.request import Request
+from flowspec_edge.runtime.virtual.cluster import VirtualCluster
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.registry import STRATEGIES
+
+PROFILE = load_profile("paper-7b")
+PIPELINED = [name for name, cls in STRATEGIES.items() if cls.parallelism == "pipeline"]
+SAMPLINGS = (Sampling(), Sampling(1.0, seed=11), Sampling(1.0, top_p=0.9, seed=12))
+SMALL = Params(segment=4, width=4, tree_size=20, depth=3, prefill_chunk=16)
+
+
+@cache
+def plain(model: Path) -> PlainDecoder:
+    return PlainDecoder(model)
+
+
+@cache
+def virtual(model: Path, stages: int) -> VirtualCluster:
+    return VirtualCluster(model, stages, PROFILE)
+
+
+@cache
+def text(model: Path, prompt: tuple[int, ...], count: int, sampling: Sampling) -> list[int]:
+    return plain(model).generate(list(prompt), count, sampling)[0]
+
+
+def own_text(model: Path, request: Request) -> list[int]:
+    """What plain decoding makes of a request without an end of sequence."""
+    return text(model, tuple(request.prompt), request.max_new_tokens, request.sampling)
+
+
+def prompt(i: int, length: int = 12) -> list[int]:
+    return np.random.default_rng(i).integers(1, 97, length).tolist()
+
+
+def some(count: int, names: list[str], start: int = 0) -> list[Request]:
+    """Different prompts, samplings and lengths; of strategies one after the other."""
+    return [Request(prompt(start + i, 5 + 13 * i), names[(start + i) % len(names)], 8 + 3 * i,
+                    SAMPLINGS[(start + i) % 3], SMALL) for i in range(count)]
+
+
+# ---- virtual time ----------------------------------------------------------------------------------
+
+
+GRID = [(count, stages) for count in (2, 3, 4) for stages in (1, 2, 3, 4)]
+QUICK = {(4, 1), (2, 2), (3, 3), (4, 4)}
+
+
+@pytest.mark.parametrize(("count", "stages"), [
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.soak) for case in GRID])
+def test_different_requests_beside_one_another(tiny_model: Path, count: int, stages: int) -> None:
+    requests = some(count, PIPELINED, start=3 * stages + count)
+    results = virtual(tiny_model, stages).generate_many(requests)
+    for request, result in zip(requests, results, strict=True):
+        assert result.tokens == own_text(tiny_model, request), request.strategy
+        assert result.finish_reason == "length"
+
+
+@pytest.mark.parametrize("name", PIPELINED)
+def test_the_same_request_three_times(tiny_model: Path, name: str) -> None:
+    """The same prompt with other noise, at other times: caches and draft models are each one's own."""
+    requests = [Request(prompt(1), name, 10, sampling, SMALL) for sampling in SAMPLINGS]
+    results = virtual(tiny_model, 3).generate_many(requests, [0.0, 0.7, 1.1])
+    for request, result in zip(requests, results, strict=True):
+        assert result.tokens == own_text(tiny_model, request)
+
+
+@pytest.mark.parametrize("kind", ["megatron", "galaxy"])
+def test_a_tensor_parallel_group_takes_several(tiny_model: Path, kind: str) -> None:
+    requests = some(3, [kind])
+    results = virtual(tiny_model, 2).generate_many(requests)
+    assert [result.tokens for result in results] == [own_text(tiny_model, request) for request in requests]
+
+
+def test_one_ends_early_and_one_goes_away(tiny_model: Path) -> None:
+    """The others do not notice; of the one that went away there is what it had."""
+    requests = some(4, ["flowspec", "chunk_pp", "autoregressive"])
+    whole = own_text(tiny_model, requests[1])
+    stop = next(token for i, token in enumerate(whole) if i and token not in whole[:i])
+    requests[1] = Request(requests[1].prompt, "chunk_pp", 11, requests[1].sampling, SMALL, frozenset({stop}))
+    alone = virtual(tiny_model, 3).generate(requests[2])
+    leave = alone.stats.ttft_s + alone.stats.decode_s / 2
+    cluster = VirtualCluster(tiny_model, 3, PROFILE)  # which counts its sessions from 1
+    results = cluster.generate_many(requests, leaves=[None, None, leave, None])
+    assert results[1].tokens == whole[: whole.index(stop)]
+    assert results[1].finish_reason == "stop"
+    assert results[2].finish_reason == "cancelled"
+    expected = own_text(tiny_model, requests[2])
+    assert results[2].tokens == expected[: len(results[2].tokens)]
+    assert len(results[2].tokens) < len(expected)
+    for i in (0, 3):
+        assert results[i].tokens == own_text(tiny_model, requests[i])
+    late = [span for span in cluster.spans if span.session == 3 and span.start > leave + 0.5]
+    assert not late  # what it had in the pipeline is given up
+
+
+def test_alone_means_alone(tiny_model: Path) -> None:
+    """A request that others follow when it is over has the figures of its run alone, and they theirs."""
+    requests = some(2, ["flowspec"])
+    cluster = virtual(tiny_model, 3)
+    alone = [cluster.generate(request) for request in requests]
+    apart = cluster.generate_many(requests, [0.0, 100.0])
+    assert apart[0] == alone[0]
+    assert apart[1].tokens == alone[1].tokens
+    assert apart[1].stats.ttft_s == pytest.approx(alone[1].stats.ttft_s)
+    assert apart[1].stats.bytes == pytest.approx(alone[1].stats.bytes, rel=0.01)
+
+
+def test_two_clients_who_ask_again_when_they_are_answered(tiny_model: Path) -> None:
+    """The first asks three times, the second, from 0.5 s on, twice."""
+    requests = some(5, ["flowspec", "autoregressive"])
+    cluster = virtual(tiny_model, 2)
+    results = cluster.generate_many(requests, [0.0, 9.0, 9.0, 0.5, 9.0], follows=[None, 0, 1, None, 3])
+    assert [result.tokens for result in results] == [own_text(tiny_model, request) for request in requests]
+    seconds = [result.stats.ttft_s + result.stats.decode_s for result in results]
+    end = max(span.end for span in cluster.spans)
+    assert end == pytest.approx(max(sum(seconds[:3]), 0.5 + sum(seconds[3:])), rel=0.02)
+    assert end < sum(seconds)  # not one after the other
+
+
+def test_the_oldest_is_hardly_disturbed_and_the_others_fill_its_bubbles(tiny_model: Path) -> None:
+    requests = [Request(prompt(i), "autoregressive", 12, params=SMALL) for i in range(3)]
+    cluster = virtual(tiny_model, 4)
+    alone = cluster.generate(requests[0])
+    together = cluster.generate_many(requests)
+    first, *others = [result.stats.ttft_s + result.stats.decode_s for result in together]
+    one = alone.stats.ttft_s + alone.stats.decode_s
+    assert first < 1.25 * one
+    assert max(others) < 1.5 * one  # three one after the other: 3
+    for result in together:
+        rows = [stage["rows"] for stage in result.stats.stages]
+        assert rows == [stage["rows"] for stage in alone.stats.stages]
+
+
+@pytest.mark.parametrize("name", [
+    "flowspec", *(pytest.param(name, marks=pytest.mark.soak) for name in ("chunk_pp", "autoregressive"))])
+def test_two_at_once_give_more_tokens_a_second(demo_model: Path, demo_prompts: list[list[int]], name: str
+                                               ) -> None:
+    requests = [Request(tokens, name, 20) for tokens in demo_prompts[:2]]
+    cluster = virtual(demo_model, 4)
+    alone = [cluster.generate(request) for request in requests]
+    together = cluster.generate_many(requests)
+    assert [result.tokens for result in together] == [result.tokens for result in alone]
+    seconds = [[r.stats.ttft_s + r.stats.decode_s for r in results] for results in (alone, together)]
+    assert max(seconds[1]) < 0.95 * sum(seconds[0])
+
+
+def test_what_cannot_be_beside_one_another_is_refused(tiny_model: Path) -> None:
+    cluster = virtual(tiny_model, 2)
+    with pytest.raises(UsageError, match="one kind of parallelism, not galaxy and pipeline"):
+        cluster.generate_many([Request(prompt(1), "flowspec", 4), Request(prompt(1), "galaxy", 4)])
+    assert cluster.generate_many([]) == []
+
+
+# ---- who goes next ---------------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(removed=st.integers(0, 2), order=st.permutations([0, 1, 2]))
+def test_one_segment_at_v1_and_the_oldest_first(tiny_model: Path, removed: int, order: list[int]) -> None:
+    device0 = DraftModels(tiny_model)
+    sessions = Scheduler()
+    for number in (1, 2, 3):
+        request = Request(prompt(number, 40), "autoregressive", 4, params=SMALL)
+        opening = sessions.add(device0.coordinator(request, 2, lambda: 0.0, number, lambda kind: 1.0))
+        assert opening.concurrent == tuple(range(1, number))
+    [first] = sessions.take_messages()
+    assert isinstance(first, Segment)
+    assert (first.session, first.run) == (1, 0)
+    gone = removed + 1
+    assert sessions.remove(gone).session == gone
+    assert sessions.take_messages() == []  # V1 has it still, whoever it was for
+    for i in order:  # what is not at V1 frees nothing
+        sessions.receive(Credit(i + 1, 0, 7))
+    assert sessions.take_messages() == []
+    sessions.receive(Credit(1, 0, 0))
+    [second] = sessions.take_messages()
+    oldest = min({1, 2, 3} - {gone})
+    assert isinstance(second, Segment)
+    assert (second.session, second.run) == (oldest, int(oldest == 1))
+
+
+# ---- processes -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def processes(tiny_model: Path) -> Iterator[ProcessCluster]:
+    with ProcessCluster(tiny_model, 2, threads=1) as made:
+        yield made
+
+
+def test_processes_answer_several_at_once(processes: ProcessCluster, tiny_model: Path) -> None:
+    requests = some(4, ["flowspec", "chunk_pp", "pipeinfer"])
+    results = processes.generate_many(requests)
+    assert [result.tokens for result in results] == [own_text(tiny_model, request) for request in requests]
+    alone = processes.generate(requests[1])
+    for mine, its in zip(results[1].stats.stages, alone.stats.stages, strict=True):
+        # Drafts depend on the moment, so rows may differ, but not by another request's.
+        assert mine["segments"] < its["segments"] + 10
+        assert mine["rows"] >= len(requests[1].prompt)
+
+
+def test_a_server_takes_requests_from_other_threads(processes: ProcessCluster, tiny_model: Path) -> None:
+    """One goes away, one cannot run, one's listener fails; the others get their texts."""
+    stopped = threading.Event()
+    server = threading.Thread(target=processes.serve, args=(stopped.is_set,))
+    server.start()
+    try:
+        requests = some(3, ["flowspec", "autoregressive"])
+        streamed: list[int] = []
+        heard = threading.Event()
+        endless = processes.submit(Request(prompt(9), "flowspec", 1500), lambda new: heard.set())
+        tickets = [processes.submit(requests[0], streamed.extend), processes.submit(requests[1])]
+        unfit = processes.submit(Request(prompt(9), "flowspec", 5000))
+
+        def fail(new: list[int]) -> None:
+            raise ValueError("the listener is gone")
+
+        failing = processes.submit(requests[2], fail)
+        assert heard.wait(60)
+        endless.cancel()
+        result = endless.result(60)
+        assert result.finish_reason == "cancelled"
+        assert 0 < len(result.tokens) < 1500
+        assert result.tokens[:20] == text(tiny_model, tuple(prompt(9)), 20, Sampling())[: len(result.tokens)]
+        for ticket, request in zip(tickets, requests, strict=False):
+            assert ticket.result(60).tokens == own_text(tiny_model, request)
+        assert streamed == tickets[0].result().tokens
+        with pytest.raises(UsageError, match="the model stops at"):
+            unfit.result(60)
+        with pytest.raises(ValueError, match="the listener is gone"):
+            failing.result(60)
+        assert processes.generate(requests[2]).tokens == own_text(tiny_model, requests[2])
+    finally:
+        stopped.set()
+        server.join(60)
+    assert not server.is_alive()
+    assert processes.generate(requests[1]).tokens == own_text(tiny_model, requests[1])
+
+
+def test_what_is_cancelled_while_it_waits_is_not_begun(processes: ProcessCluster, tiny_model: Path) -> None:
+    request = some(1, ["flowspec"])[0]
+    gone, stays = processes.submit(request), processes.submit(request)
+    gone.cancel()
+    assert processes.busy
+    processes.serve(gone.done)
+    result = gone.result(0)
+    assert (result.tokens, result.finish_reason, result.stats.stages) == ([], "cancelled", ())
+    processes.serve(stays.done)
+    assert stays.result(0).tokens == own_text(tiny_model, request)
+    assert not processes.busy
+
+
+def test_a_lost_stage_ends_every_request(tiny_model: Path) -> None:
+    with ProcessCluster(tiny_model, 2, threads=1) as cluster:
+        other = cluster.submit(Request(prompt(2), "flowspec", 500))
+        with pytest.raises(FlowspecError, match="V2 was killed by SIGKILL"):
+            cluster.generate(Request(prompt(1), "flowspec", 500),
+                             lambda new: os.kill(cluster.pids[1], signal.SIGKILL))
+        with pytest.raises(FlowspecError, match="V2 was killed by SIGKILL"):
+            other.result(1)
+
+
+@pytest.mark.soak
+def test_real_tensor_parallel_ranks_take_several(tiny_model: Path) -> None:
+    with ProcessCluster(tiny_model, 2, threads=1, parallelism="megatron") as cluster:
+        requests = some(2, ["megatron"])
+        results = cluster.generate_many(requests)
+        assert [r.tokens for r in results] == [own_text(tiny_model, request) for request in requests]
+        assert all(stage["collective_bytes"] > 0 for r in results for stage in r.stats.stages)

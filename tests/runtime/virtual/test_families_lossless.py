@@ -1,0 +1,79 @@
+"""Every family, every strategy: the tokens are those of transformers' own greedy ``generate``."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+from familykit import FAMILIES, family_dir
+from transformers import AutoModelForCausalLM
+
+from flowspec_edge.config import load_profile
+from flowspec_edge.runtime.request import Request
+from flowspec_edge.runtime.virtual.cluster import VirtualCluster
+from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.registry import STRATEGIES
+
+PROMPT = [5, 17, 42, 3, 3, 58, 11]
+NEW = 8
+SMALL = Params(tree_size=12, width=3, depth=3, expand_depth=2, expand_size=8, extend_size=8, segment=5,
+               pipedec_width=4, pipedec_children=3)
+STAGES = (2, 4)
+# One of each family; tests/stage compares the logits of all, `make soak` the tokens.
+SOME = ("llama-llama3", "mistral-window", "qwen2-tied", "qwen3-tied-yarn")
+PAIRS = [(family, name) for family in SOME for name in STRATEGIES]
+
+
+class Models(dict[str, Path]):
+    """Model directories by family, each made when it is first wanted."""
+
+    def __init__(self, base: Path) -> None:
+        self._base = base
+
+    def __missing__(self, family: str) -> Path:
+        self[family] = family_dir(family, self._base / family)
+        return self[family]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return Models(tmp_path_factory.mktemp("families"))
+
+
+@lru_cache(maxsize=4)
+def cluster(model: Path, stages: int) -> VirtualCluster:
+    return VirtualCluster(model, stages, load_profile("paper-7b"))
+
+
+@lru_cache(maxsize=len(FAMILIES))
+def generated(target: Path) -> list[int]:
+    """transformers' own continuation of the prompt; end-of-sequence is a token like any other here."""
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    ids = torch.tensor([PROMPT])
+    model.generation_config.eos_token_id = None
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW)
+    tokens: list[int] = out[0, len(PROMPT):].tolist()
+    return tokens
+
+
+def check(model: Path, name: str, stages: int) -> None:
+    expected = generated(model / "target")
+    assert len(expected) == NEW
+    result = cluster(model, stages).generate(Request(PROMPT, name, NEW, params=SMALL))
+    assert result.tokens == expected, f"{name}, {stages} stages"
+
+
+@pytest.mark.parametrize(("family", "name"), PAIRS)
+def test_tokens_of_all_strategies(models: dict[str, Path], family: str, name: str) -> None:
+    """Two stages and four in turn; `make soak` runs every family over both."""
+    check(models[family], name, STAGES[PAIRS.index((family, name)) % 2])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_whole_grid(models: dict[str, Path], family: str, name: str, stages: int) -> None:
+    check(models[family], name, stages)

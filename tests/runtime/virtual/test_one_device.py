@@ -1,0 +1,44 @@
+"""D0 and its stages compute on one device, shown without a GPU: no operation mixes devices, and no logits
+come down.  All values on the stand-in are zeros, so the texts mean nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from metakit import MetaDevice
+from tiny_dir import tiny_eagle3, tiny_model_dir
+
+from flowspec_edge.config import load_profile
+from flowspec_edge.runtime.request import Request
+from flowspec_edge.runtime.virtual.cluster import VirtualCluster
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.registry import STRATEGIES
+
+VOCABULARY = 300  # more than any other width here
+CASES = [(name, "own") for name in STRATEGIES] + [("flowspec", kind) for kind in ("eagle3", "lm", "ngram")]
+SAMPLINGS = [Sampling(), Sampling(1.0, seed=1), Sampling(0.7, top_k=20, top_p=0.8, seed=2)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2, vocab=VOCABULARY)
+    tiny_eagle3(path)
+    return path
+
+
+@pytest.mark.parametrize(("strategy", "draft"), CASES)
+def test_no_strategy_mixes_devices(model: Path, strategy: str, draft: str) -> None:
+    params = Params(draft=draft)
+    for sampling in SAMPLINGS:
+        with MetaDevice() as device:
+            cluster = VirtualCluster(model, 2, load_profile("paper-7b"), "fp16", device="meta")
+            assert cluster._draft_models._lm_head.weight.is_meta
+            assert [engine.shard.device.type for engine in cluster._engines[2]] == ["meta"] * 2
+            device.downloads.clear()
+            result = cluster.generate(Request([1, 2, 3], strategy, 6, sampling, params))
+        assert len(result.tokens) == 6
+        assert device.downloads
+        if sampling.greedy:  # sampled, the sampler looks at rows where it sees a tie, and zeros all tie
+            assert [shape for shape in device.downloads if VOCABULARY in shape] == []

@@ -1,0 +1,50 @@
+"""Requests on sharded models whose draft device holds no more than its draft models need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from shardkit import cut
+from tiny_dir import tiny_eagle3, tiny_model_dir
+from transformers import AutoModelForCausalLM
+
+from flowspec_edge.config import load_profile
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.runtime.request import Request
+from flowspec_edge.runtime.virtual.cluster import VirtualCluster
+from flowspec_edge.strategies.params import Params
+
+PROMPT = [5, 17, 42, 3, 3, 58, 11]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tiny_model_dir(tmp_path_factory.mktemp("model"), layers=3)
+    tiny_eagle3(path)
+    return path
+
+
+@pytest.mark.parametrize(("part", "kind"), [
+    ("eagle2", "eagle2"), ("eagle3", "eagle3"), ("draft-lm", "lm"), ("", "ngram")])
+def test_each_draft_alone(model: Path, tmp_path: Path, part: str, kind: str) -> None:
+    out = tmp_path / "out"
+    cut(model / "target", out, dtype="fp32", split=(1, 2), drafts=[model / part] if part else [])
+    stored = load_file(out / "draft" / "target" / "model.safetensors")
+    assert ("model.embed_tokens.weight" in stored) == (kind == "eagle3")
+    cluster = VirtualCluster(out, 2, load_profile("paper-7b"), "fp32")
+    found = cluster.generate(Request(PROMPT, "flowspec", 8, params=Params(draft=kind)))  # type: ignore[arg-type]
+    truth = AutoModelForCausalLM.from_pretrained(model / "target").generate(
+        torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert list(found.tokens) == truth[0, len(PROMPT):].tolist()
+
+
+def test_d0_checks_its_part(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    cut(model / "target", out, dtype="fp32", drafts=[model / "eagle2"])
+    weights = out / "draft" / "eagle2" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    with pytest.raises(FlowspecError, match=r"eagle2/model\.safetensors has been altered"):
+        VirtualCluster(out, 2, load_profile("paper-7b"), "fp32").generate(Request(PROMPT, "flowspec", 8))

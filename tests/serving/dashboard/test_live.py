@@ -1,0 +1,214 @@
+"""What viewers are told, over real sockets and from real processes, held against the answers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from clusterkit import until
+from livekit import STAGES, Watchable, Watched, Watcher, watchable, watched_cluster
+from openai import APIError
+from servekit import NAME
+
+from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.text import Tokenizer
+from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.sampling.rule import Sampling
+
+PROMPT = "def f(x): return"
+TOKENS = 48
+STATES = {"drafted", "sent", "accepted", "pruned"}
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path) -> Iterator[Watched]:
+    with watched_cluster(model) as found:
+        yield found
+
+
+@pytest.fixture
+def watched(cluster: Watched) -> Iterator[Watchable]:
+    with watchable(cluster) as found:
+        yield found
+
+
+def ask(watched: Watchable, strategy: str = "flowspec", tokens: int = TOKENS) -> str:
+    answer = watched.server.client.completions.create(
+        model=NAME, prompt=PROMPT, max_tokens=tokens, extra_body={"flowspec": {"strategy": strategy}})
+    return answer.choices[0].text
+
+
+def flow_of(watcher: Watcher, session: int) -> list[dict[str, Any]]:
+    events = [event for batch in watcher.named("flow") for event in batch["events"]]
+    return [event for event in events if event["session"] == session]
+
+
+def last_session(watcher: Watcher) -> int:
+    """Of the request that has the highest number, once it is over."""
+    return max(event["session"] for batch in watcher.named("flow") for event in batch["events"])
+
+
+def told_of(watched: Watchable, watcher: Watcher, strategy: str = "flowspec") -> int:
+    """Ask, and wait until all is told; the session."""
+    ends = watched.feed.stats.event(0)["total"]["requests"] + 1
+    ask(watched, strategy)
+    until(lambda: any(event["total"]["requests"] == ends for event in watcher.named("figures")))
+    return last_session(watcher)
+
+
+def test_figures_are_those_of_the_answer(watched: Watchable) -> None:
+    before = watched.feed.stats.event(0)
+    with Watcher(watched.server.url) as watcher:
+        told_of(watched, watcher)
+        figures, boards = watcher.named("figures")[-1], watcher.named("boards")[-1]["boards"]
+    stats = watched.recorder.results[-1].stats
+    for name in ("tokens_per_second", "alt", "alr", "ttft_s"):
+        assert figures[name] == getattr(stats, name)
+    assert {name: figures["total"][name] - before["total"][name] for name in figures["total"]} == {
+        "requests": 1, "tokens": TOKENS, "drafted": stats.drafted, "accepted": stats.accepted}
+    assert (figures["running"], figures["waiting"]) == (0, 0)
+    assert figures["rounds"] - before["rounds"] == stats.rounds
+    assert figures["acceptance"] == sorted(figures["acceptance"], reverse=True)
+    accepted = [sum(event["acceptance"]) * event["rounds"] for event in (before, figures)]
+    assert accepted[1] - accepted[0] == pytest.approx(stats.accepted)
+    assert [board["place"] for board in boards] == [0, 1, 2]
+    assert all(board["memory_total"] > board["resident"] > 0 for board in boards)
+
+
+def test_segments_are_told_of_as_the_stages_and_the_answer_have_them(watched: Watchable) -> None:
+    with Watcher(watched.server.url) as watcher:
+        assert watcher.events[0][0] == "cluster"
+        session = told_of(watched, watcher)
+    cluster = watcher.named("cluster")[0]
+    assert [board["name"] for board in cluster["boards"]] == ["D0", "V1", "V2"]
+    assert [board["layers"] for board in cluster["boards"]] == [None, [0, 1], [1, 2]]
+    assert (cluster["state"], cluster["chat"], cluster["stages"]) == ("up", False, STAGES)
+    result, flow = watched.recorder.results[-1], flow_of(watcher, session)
+    rows: dict[int, dict[str, int]] = defaultdict(dict)
+    for event in flow:
+        if event["kind"] in ("sent", "computed", "returned"):
+            place = f"V{event['place']}" if event["kind"] == "computed" else event["kind"]
+            assert place not in rows[event["run"]]  # once
+            assert rows[event["run"]] or place == "sent"  # first
+            rows[event["run"]][place] = event["rows"]
+    for run in rows.values():
+        assert run["sent"] >= run.get("V1", 0) >= run.get("V2", 0) >= run.get("returned", 0)
+    prompt = len(PROMPT)
+    assert sum(run.get("returned", 0) for run in rows.values()) >= result.stats.verified + prompt
+    for place, counters in enumerate(result.stats.stages, start=1):
+        assert sum(run.get(f"V{place}", 0) for run in rows.values()) == counters["rows"]
+    assert all(event["start"] <= event["end"] for event in flow if "start" in event)
+    kinds = {event["kind"] for event in flow}
+    assert {"draft", "verify", "pruned"} <= kinds
+    assert [event["kind"] for event in flow].count("ended") == 1
+
+
+@pytest.mark.parametrize("strategy", ["flowspec", "chunk_pp"])
+def test_what_became_text_is_one_chain_through_all_trees(watched: Watchable, plain: PlainDecoder, model: Path,
+                                                         strategy: str) -> None:
+    with Watcher(watched.server.url) as watcher:
+        session = told_of(watched, watcher, strategy)
+    trees = [tree for tree in watcher.named("tree") if tree["session"] == session]
+    assert [tree["over"] for tree in trees] == [False] * (len(trees) - 1) + [True]
+    text, at = [], None
+    ids: dict[str, set[int]] = {state: set() for state in STATES}
+    for tree in trees:
+        nodes = {node["id"]: node for node in tree["nodes"]}
+        assert len(nodes) == len(tree["nodes"])
+        assert {node["state"] for node in nodes.values()} <= STATES
+        chain = [node for node in tree["nodes"] if node["state"] == "accepted"]
+        for node in nodes.values():
+            if node["parent"] != -1:
+                assert node["depth"] == nodes[node["parent"]]["depth"] + 1
+        assert [node["parent"] for node in chain] == [-1, *(node["id"] for node in chain[:-1])]
+        root = chain[-1]
+        assert (root["id"], root["depth"], root["text"]) == (tree["root"], 0, tree["root_text"])
+        if at is None:
+            text = [None] * (tree["position"] - len(PROMPT)) + [chain[0]["token"]]  # before anybody looked
+        else:
+            assert chain[0]["id"] == at
+            text += [node["token"] for node in chain[1:]]
+        at = tree["root"]
+        for node in nodes.values():
+            ids[node["state"]].add(node["id"])
+    prompt = Tokenizer(ModelDir(model)).encode(PROMPT)
+    expected = plain.generate(prompt, TOKENS, Sampling())[0]
+    assert text == [None if seen is None else token for seen, token in zip(text, expected, strict=True)]
+    assert ids["drafted"] | ids["sent"] <= ids["accepted"] | ids["pruned"]  # each had an end, and was told of
+    assert not ids["accepted"] & ids["pruned"]
+
+
+def test_plain_decoding_has_no_tree_and_guesses_nothing(watched: Watchable) -> None:
+    with Watcher(watched.server.url) as watcher:
+        session = told_of(watched, watcher, "autoregressive")
+    assert [tree for tree in watcher.named("tree") if tree["session"] == session] == []
+
+
+def test_two_viewers_see_the_same_and_one_that_reads_nothing_holds_nobody_up(watched: Watchable) -> None:
+    address = httpx2.URL(watched.server.url)
+    with socket.create_connection((address.host, address.port)) as idle:
+        idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        idle.sendall(f"GET /live HTTP/1.1\r\nHost: {address.host}\r\n\r\n".encode())
+        with Watcher(watched.server.url) as one, Watcher(watched.server.url) as other:
+            session = told_of(watched, one)
+            until(lambda: len(flow_of(other, session)) >= len(flow_of(one, session)))
+            assert flow_of(one, session) == flow_of(other, session)
+
+
+def test_without_a_viewer_nothing_is_timed_or_noted(watched: Watchable) -> None:
+    until(lambda: not watched.feed.watched)
+    ask(watched)  # the one that may have begun before
+    before = watched.recorder.timed
+    ask(watched)
+    assert watched.recorder.timed == before
+    assert watched.feed.take_flow() == []
+    assert watched.feed.take_trees() == []
+
+
+def test_a_loss_is_told_with_its_reason_and_so_is_the_end_of_it(watched: Watchable) -> None:
+    with Watcher(watched.server.url) as watcher:
+        watched.feed.lost("V2 was switched off", 0.0)
+        assert watcher.wait("cluster", state="lost")["reason"] == "V2 was switched off"
+        watched.feed.recovered(1.0)
+        until(lambda: watcher.named("cluster")[-1]["state"] == "up")
+
+
+@pytest.mark.soak
+def test_a_stage_that_dies_is_named_and_so_is_its_return(watched: Watchable) -> None:
+    assert watched.clusters.running is not None
+    with Watcher(watched.server.url) as watcher:
+        os.kill(watched.clusters.running.pids[1], signal.SIGKILL)
+        with suppress(APIError):  # whether it is answered in the end is not the matter here
+            ask(watched)
+        assert "V2" in watcher.wait("cluster", state="lost")["reason"]
+        until(lambda: watcher.named("cluster")[-1]["state"] == "up")
+        told_of(watched, watcher)
+
+
+def test_the_page_needs_no_key_and_what_it_shows_does(cluster: Watched) -> None:
+    with watchable(cluster, api_key="secret") as watched:
+        server = watched.server
+        for path in ("/", "/page/main.js", "/page/style.css"):
+            answer = server.http.get(path)
+            assert answer.status_code == 200
+            assert "default-src 'self'" in answer.headers["content-security-policy"]
+        assert server.http.get("/page/..%2fapp.py").status_code == 404
+        assert server.http.get("/page/nothing.js").status_code == 404
+        assert server.http.get("/live").status_code == 401
+        assert server.http.get("/v1/models").status_code == 401
+        with Watcher(server.url, {"Authorization": "Bearer secret"}) as watcher:
+            assert watcher.named("cluster")[0]["needs_key"] is True
+            server.admission.close()
+            until(lambda: watcher.ended)  # nobody who watches keeps the server from ending
+
+
+def test_without_a_key_the_page_is_this_machines_alone(watched: Watchable) -> None:
+    assert watched.server.http.get("/", headers={"Host": "example.org"}).status_code == 403

@@ -1,0 +1,162 @@
+"""Many clients, one cluster: who waits, who is refused, who goes away; judged by events, not by time."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import openai
+import pytest
+from clusterkit import PATIENCE, until
+from servekit import LONG, NAME, Held, ask, post, running, served
+from transformers import AutoTokenizer
+
+from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.runtime.request import Result
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.serving.access_log import GONE
+
+
+def broken_off(end: Result | BaseException) -> bool:
+    """Whether a request ended because nobody waited for it any more."""
+    return isinstance(end, Result) and end.finish_reason == "cancelled" and len(end.tokens) < LONG
+
+
+def test_eight_at_once_with_room_for_two_to_wait(held: Held, model: Path, plain: PlainDecoder) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model / "target")
+    prompts = [f"prompt {i}" for i in range(8)]
+    refused: list[openai.RateLimitError] = []
+    all_refused = threading.Event()
+
+    def one(prompt: str) -> str | None:
+        try:
+            return str(ask(server, prompt).choices[0].text)
+        except openai.RateLimitError as error:
+            refused.append(error)
+            if len(refused) == 5:
+                all_refused.set()
+            return None
+
+    with running(served(model), held, capacity=2) as server, ThreadPoolExecutor(8) as pool:
+        held.may_go.clear()
+        answers = pool.map(one, prompts)
+        assert all_refused.wait(PATIENCE)
+        held.may_go.set()
+        texts = dict(zip(prompts, answers, strict=True))
+        assert {error.response.headers["retry-after"] for error in refused} <= {str(s) for s in range(1, 61)}
+        assert {error.code for error in refused} == {"rate_limit_exceeded"}
+        assert ask(server, prompts[0]).choices[0].text  # nothing is held back for those who were refused
+    answered = {prompt: text for prompt, text in texts.items() if text is not None}
+    assert len(answered) == 3
+    for prompt, text in answered.items():
+        new, _ = plain.generate(tokenizer(prompt)["input_ids"], 6, Sampling(), ModelDir(model).stop_ids)
+        assert text == tokenizer.decode(new)
+
+
+def test_eight_at_once_with_room_for_all(held: Held, model: Path) -> None:
+    with running(served(model), held) as server, ThreadPoolExecutor(8) as pool:
+        held.may_go.clear()
+        one = server.client.completions.with_raw_response
+        asked = [pool.submit(one.create, model=NAME, prompt="x", max_tokens=6) for _ in range(8)]
+        until(lambda: server.admission.readiness().waiting == 7)
+        held.may_go.set()
+        answers = [future.result(PATIENCE) for future in asked]
+    assert len({answer.parse().choices[0].text for answer in answers}) == 1
+    assert sorted(int(answer.headers["x-flowspec-position"]) for answer in answers) == list(range(8))
+
+
+def test_the_unmodified_client_comes_back_when_told(held: Held, model: Path) -> None:
+    with running(served(model), held, capacity=0) as server, ThreadPoolExecutor(2) as pool:
+        held.may_go.clear()
+        first = pool.submit(ask, server, "first")
+        until(lambda: len(held.started) == 2)  # the probe, and this one
+        patient = server.client.with_options(max_retries=3)
+        second = pool.submit(patient.completions.create, model=NAME, prompt="second", max_tokens=2)
+        server.records.wait(429)
+        held.may_go.set()
+        assert first.result(PATIENCE).choices[0].text
+        assert second.result(PATIENCE).choices[0].text
+
+
+def test_callers_take_turns_and_each_ones_order_is_kept(held: Held, model: Path) -> None:
+    with running(served(model), held) as server, ThreadPoolExecutor(8) as pool:
+        held.may_go.clear()
+        asked = []
+        for waiting, (user, length) in enumerate([("a", 1), ("a", 2), ("a", 3), ("b", 4)]):
+            asked.append(pool.submit(ask, server, "x " * length, user=user))
+            until(lambda n=waiting: (server.admission.readiness().waiting, len(held.started)) == (n, 2))
+        held.may_go.set()
+        for answer in asked:
+            answer.result(PATIENCE)
+        lengths = [len(request.prompt) for request in held.started[1:]]
+        shortest = sorted(lengths)
+        assert lengths == [shortest[0], shortest[1], shortest[3], shortest[2]]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_ends_its_request_with_the_next_tokens(held: Held, model: Path,
+                                                                       stream: bool) -> None:
+    with running(served(model), held) as server:
+        held.may_go.clear()
+        connection = post(server, {"prompt": "x", "max_tokens": LONG, "stream": stream})
+        until(lambda: (len(held.started), held.pieces) == (2, 1))
+        if stream:
+            assert connection.recv(100).startswith(b"HTTP/1.1 200 OK")
+        connection.close()
+        line = server.records.wait(GONE)
+        assert line.completion_tokens <= 1
+        held.may_go.set()
+        assert ask(server, "next").choices[0].text
+    assert broken_off(held.ends[1])
+    assert len(held.started) == 3
+
+
+def test_the_official_client_closing_its_stream_is_seen(held: Held, model: Path) -> None:
+    with running(served(model), held) as server:
+        with ask(server, "x", max_tokens=LONG, stream=True) as stream:
+            assert next(iter(stream)).choices[0].finish_reason is None
+        assert ask(server, "next").choices[0].text
+        server.records.wait(GONE)
+    assert broken_off(held.ends[1])
+
+
+def test_a_stop_string_frees_the_cluster(held: Held, model: Path) -> None:
+    with running(served(model), held) as server:
+        first = ask(server, "x").choices[0].text[0]
+        assert ask(server, "x", max_tokens=LONG, stop=first).choices[0].finish_reason == "stop"
+        assert ask(server, "next").choices[0].text
+    assert broken_off(held.ends[2])
+
+
+def test_who_goes_away_while_waiting_leaves_the_queue(held: Held, model: Path) -> None:
+    with running(served(model), held, capacity=1) as server, ThreadPoolExecutor(1) as pool:
+        held.may_go.clear()
+        first = pool.submit(ask, server, "first")
+        until(lambda: len(held.started) == 2)
+        connection = post(server, {"prompt": "never", "max_tokens": 2})
+        until(lambda: server.admission.readiness().waiting == 1)
+        connection.close()
+        assert server.records.wait(GONE).queued_s is None
+        assert server.admission.readiness().waiting == 0
+        held.may_go.set()
+        assert first.result(PATIENCE).choices[0].text
+        assert ask(server, "last").choices[0].text
+    assert len(held.started) == 3  # the probe, the first and the last
+
+
+def test_the_end_of_the_server_is_told_to_everybody(held: Held, model: Path) -> None:
+    with ThreadPoolExecutor(2) as pool, running(served(model), held) as server:
+        held.may_go.clear()
+        asked = [pool.submit(ask, server, "x", max_tokens=LONG) for _ in range(2)]
+        until(lambda: (len(held.started), server.admission.readiness().waiting) == (2, 1))
+        server.admission.close()
+        for answer in asked:
+            with pytest.raises(openai.InternalServerError, match="shutting down"):
+                answer.result(PATIENCE)
+        with pytest.raises(openai.InternalServerError, match="shutting down"):
+            ask(server, "late")
+        assert server.ready() == (503, "the server is shutting down")
+    held.serve(lambda: len(held.ends) == 2)  # whoever serves the cluster next has no use for it
+    assert broken_off(held.ends[1])

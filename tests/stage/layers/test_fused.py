@@ -1,0 +1,190 @@
+"""Fused layers against transformers, and the number of their launches."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from familykit import shake
+from quantkit import DEVICES
+from shardkit import cut
+from stagekit import Book, Oracle, assert_cache, assert_rows, engines, random_tokens, through
+from tiny import tiny_llama, tiny_model
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flowspec_edge.messages import Open
+from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.layers.fused import join
+from flowspec_edge.stage.quant.schemes import scheme
+from flowspec_edge.stage.shard import Shard, load_shard
+from flowspec_edge.util.tensors import to_torch
+
+VOCAB = 97
+SHAPES: list[tuple[str, dict[str, object]]] = [
+    ("llama", {}), ("llama", {"num_key_value_heads": 4}), ("llama", {"num_key_value_heads": 1}),
+    ("llama", {"attention_bias": True, "mlp_bias": True}), ("mistral", {"sliding_window": None}),
+    ("qwen2", {}), ("qwen3", {}), ("qwen3", {"head_dim": 16}),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("family", "extra"), SHAPES)
+def test_texts_and_trees_equal_transformers(tmp_path: Path, family: str, extra: dict[str, object],
+                                            device: str) -> None:
+    """With 1 to 40 rows, so that every length of padding occurs; keys and values too."""
+    path = tiny_model(family, tmp_path, layers=3, hidden=32, vocab=VOCAB, **extra)
+    shake(path / "model.safetensors")  # or all norms are alike
+    book, oracle, chain = Book(), Oracle(path), engines(path, 2, device=device, fused=True)
+    rng = np.random.default_rng(0)
+    for rows in (40, 1, 16, 17):
+        text = random_tokens(rows, VOCAB, seed=rows)
+        assert_rows(through(chain, book.text(text))[1], book, oracle)
+        nodes = book.committed[-1:]
+        for _ in range(rows):
+            nodes.append(book.add(int(rng.integers(1, VOCAB)), int(rng.choice(nodes))))
+        assert_rows(through(chain, book.builder.seal())[1], book, oracle)
+        book.commit(nodes[1])
+    if device == "cpu":
+        for engine in chain:
+            assert_cache(engine, book, oracle)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_layer_leaves_its_inputs_as_they_were(tmp_path: Path, device: str) -> None:
+    """Inputs of a layer may be tapped, and are copied when all layers have run."""
+    path, text = tiny_llama(tmp_path, layers=3, hidden=32), random_tokens(20, VOCAB, seed=2)
+    chain, oracle = engines(path, 1, device=device, fused=True), Oracle(path)
+    taps, _ = through(chain, replace(Book().text(text), taps=(0, 1, 2)))
+    assert [tap.layer for tap in taps] == [0, 1, 2]
+    for tap in taps:
+        expected = torch.stack([oracle.truth(tuple(text[: i + 1])).layer_inputs[tap.layer]
+                                for i in range(20)])
+        torch.testing.assert_close(to_torch(tap.hidden), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dtype", "torch_dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_16_bits_are_no_worse_than_transformers(tmp_path: Path, dtype: str, torch_dtype: torch.dtype,
+                                                device: str) -> None:
+    path, text = tiny_llama(tmp_path, layers=8, hidden=32), random_tokens(24, VOCAB, seed=1)
+    _, output = through(engines(path, 1, dtype, device=device, fused=True), Book().text(text))
+    truth = Oracle(path).forward(text)
+    ours = (to_torch(output.hidden).float() - truth).abs().mean()
+    theirs = (Oracle(path, torch_dtype).forward(text).float() - truth).abs().mean()
+    assert 0 < ours < 1.2 * theirs
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["int4", "nf4"])
+def test_joined_4_bit_matrices_give_what_each_gives(kind: str, dtype: str, tmp_path: Path) -> None:
+    """Joined products differ by the order of sums alone."""
+    path = tiny_model("qwen2", tmp_path / "model", layers=2, hidden=128, heads=4, kv_heads=2, vocab=VOCAB)
+    cut(path, tmp_path / "cut", 1, kind)
+    apart, joined = (through(engines(tmp_path / "cut", 1, dtype, fused=fused), Book().text(range(1, 25)))[1]
+                     for fused in (False, True))
+    a, b = to_torch(apart.hidden).float(), to_torch(joined.hidden).float()
+    assert (a - b).abs().max() < (1e-4 if dtype == "fp32" else 0.1)
+    assert (a - b).abs().mean() < (1e-5 if dtype == "fp32" else 0.02)
+
+
+@pytest.mark.parametrize("rows", [(64, 64), (128, 64, 48), (48, 64), (64, 0)])
+def test_joining_keeps_every_output(rows: tuple[int, ...]) -> None:
+    """Also if the kernel's blocks forbid one matrix, and if only some matrices are packed."""
+    torch.manual_seed(0)
+    x, chosen = torch.randn(5, 64), scheme("int4")
+    parts: list[nn.Module] = []
+    for n in rows:
+        weight = torch.randn(n or 64, 64)
+        if n:
+            linear = chosen.linear(n, 64, bias=False, dtype=torch.float32)
+            linear.fill(chosen.quantise(weight))
+            parts.append(linear)
+        else:
+            parts.append(nn.Linear(64, 64))
+    with torch.inference_mode():
+        expected = torch.cat([part(x) for part in parts], dim=-1)
+        whole = join(parts)
+        torch.testing.assert_close(whole(x), expected)
+    assert (len(list(whole.children())) == 0) == (rows in ((64, 64), (128, 64, 48)))
+
+
+@pytest.mark.parametrize("biases", [(True, True), (True, False), (False, True)])
+def test_joining_keeps_biases(biases: tuple[bool, bool]) -> None:
+    """If only one part has biases, the parts are not joined."""
+    torch.manual_seed(0)
+    x, chosen, parts = torch.randn(5, 64), scheme("int4"), list[nn.Module]()
+    for bias in biases:
+        linear = chosen.linear(64, 64, bias=bias, dtype=torch.float32)
+        linear.fill(chosen.quantise(torch.randn(64, 64)), torch.randn(64) if bias else None)
+        parts.append(linear)
+    with torch.inference_mode():
+        torch.testing.assert_close(join(parts)(x), torch.cat([part(x) for part in parts], dim=-1))
+
+
+def test_nothing_is_in_memory_twice(tmp_path: Path) -> None:
+    path = tiny_llama(tmp_path, layers=3, hidden=136)  # a width that no other test has
+    apart, fused = (load_shard(path, 0, 1, "fp32", fused=fused) for fused in (False, True))
+    assert fused.digest == apart.digest
+    assert fused.nbytes == apart.nbytes
+    del apart
+    gc.collect()
+    held = Counter(tuple(t.shape) for t in gc.get_objects() if type(t) is nn.Parameter and not t.is_meta)
+    assert held[272, 136] == 3  # q, k and v, with two key/value heads to four; gate or up would be as large
+    assert held[544, 136] == 3  # gate and up
+    assert held[68, 136] == 0  # k, v
+
+
+class Launches(TorchDispatchMode):
+    """Operations that would be a kernel on a GPU: those that write, or that allocate their result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        results = out if isinstance(out, (tuple, list)) else [out]
+        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        is_view = all(t.untyped_storage().data_ptr() in given for t in results)
+        if func._schema.is_mutable or not (is_view or "empty" in str(func)):
+            self.names[str(func.overloadpacket)] += 1
+        return out
+
+
+def launches_a_layer(path: Path, dtype: str, fused: bool) -> Counter[str]:
+    """The launches that one layer adds to a segment of 16 rows."""
+    counted = []
+    for layers in (1, 2):
+        shard: Shard = load_shard(path, 0, 1, dtype, fused=fused)
+        shard = Shard(**{**vars(shard), "layers": (0, layers), "modules": shard.modules[:layers]})
+        engine = StageEngine(shard)
+        engine.open(Open(session=1, epoch=0, capacity=64))
+        admitted = engine.admit(Book().text(range(1, 17)))
+        assert admitted is not None
+        with Launches() as launches:
+            engine.compute(admitted)
+        counted.append(launches.names)
+    return counted[1] - counted[0]
+
+
+@pytest.mark.parametrize(("family", "extra", "kind", "most"), [
+    ("llama", {"num_key_value_heads": 4}, None, 14), ("llama", {}, None, 16), ("qwen3", {}, None, 20),
+    ("llama", {"num_key_value_heads": 4}, "int4", 15),
+])
+def test_launches_a_layer(tmp_path: Path, family: str, extra: dict[str, object], kind: str | None,
+                          most: int) -> None:
+    """A launch costs a board's CPU core 25 to 40 µs."""
+    path = tiny_model(family, tmp_path / "model", layers=2, hidden=256, vocab=VOCAB, **extra)
+    if kind is not None:
+        cut(path, tmp_path / "cut", 1, kind)
+        path = tmp_path / "cut"
+    fused, apart = (launches_a_layer(path, "bf16", fused) for fused in (True, False))
+    assert fused.total() == most, fused
+    assert apart.total() >= 2 * most, apart

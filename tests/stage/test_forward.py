@@ -1,0 +1,194 @@
+"""How far a pass runs ahead of its device, when it polls, and the memory layout of its masks on CUDA."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gpukit import needs_cuda
+from quantkit import DEVICES
+from stagekit import Book, engines, random_tokens
+from tiny import tiny_llama
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flowspec_edge.messages import Cancel, Output, Prune
+from flowspec_edge.stage.forward import AHEAD, LaunchPacer, to_host
+from flowspec_edge.stage.layers.attention import attend, folded_mask, register
+from flowspec_edge.util.tensors import to_device
+
+LAYERS = 6
+
+
+class Queue:
+    """The slowest possible device: it does enqueued work only when it is waited for."""
+
+    def __init__(self) -> None:
+        self.enqueued = 0
+        self.done = 0
+        self.log: list[str] = []
+
+    def record(self) -> Reached:
+        self.enqueued += 1
+        self.log.append(f"enqueue {self.enqueued}")
+        return Reached(self, self.enqueued)
+
+
+class Reached:
+    def __init__(self, queue: Queue, step: int) -> None:
+        self._queue = queue
+        self._step = step
+
+    def synchronize(self) -> None:
+        assert self._step == self._queue.done + 1  # in order, and each once
+        self._queue.done = self._step
+        self._queue.log.append(f"done {self._step}")
+
+
+def test_the_host_runs_two_layers_ahead() -> None:
+    queue = Queue()
+    pace = LaunchPacer(queue.record)
+    for step in range(1, LAYERS + 1):
+        pace.enqueued()
+        assert queue.done == max(0, step - AHEAD)
+    asked: list[int] = []
+    assert pace.finish(lambda: asked.append(queue.done) is None)
+    assert asked == [LAYERS - 1, LAYERS]
+
+
+def test_a_pass_that_is_given_up_is_not_waited_for() -> None:
+    queue = Queue()
+    pace = LaunchPacer(queue.record)
+    for _ in range(LAYERS):
+        pace.enqueued()
+    assert not pace.finish(lambda: False)
+    assert queue.done == LAYERS - 1
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("llama"), layers=LAYERS, hidden=32)
+
+
+@pytest.mark.parametrize("cancel_at", range(LAYERS + 3))
+def test_a_cancel_counts_until_the_device_is_done(model: Path, cancel_at: int,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """A poll before each layer, and after each of the last three steps: two layers and the copy out.
+
+    Cancelled at any of them, the run comes out empty and the cache is as it was."""
+    queue = Queue()
+    monkeypatch.setattr(LaunchPacer, "of", lambda device: LaunchPacer(queue.record))
+    (engine,) = engines(model, 1)
+    admitted = engine.admit(Book().text(random_tokens(5, 97, seed=1)))
+    assert admitted is not None
+    polls: list[int] = []
+
+    def poll() -> None:
+        if len(polls) == cancel_at:
+            engine.cancel(Cancel(1, 0, (admitted.run,)))
+        polls.append(queue.done)
+
+    _, output = engine.compute(admitted, poll)
+    full = [max(0, layer - AHEAD) for layer in range(LAYERS)] + [LAYERS, LAYERS + 1]
+    assert isinstance(output, Output)
+    if cancel_at < len(full):
+        assert polls == full[: cancel_at + 1]
+        assert len(output.numbers) == len(output.hidden.array) == engine.cached(1) == 0
+        assert engine.counters["cancelled"] == 1
+    else:
+        assert polls == full
+        assert len(output.numbers) == engine.cached(1) == 5
+
+
+def test_rows_pruned_while_the_device_is_waited_for_are_not_sent(model: Path,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = Queue()
+    monkeypatch.setattr(LaunchPacer, "of", lambda device: LaunchPacer(queue.record))
+    (engine,) = engines(model, 1)
+    book = Book()
+    first = engine.admit(book.text([5, 6, 7]))
+    assert first is not None
+    engine.compute(first)
+    kept, lost = (book.add(token, book.committed[-1]) for token in (8, 9))
+    admitted = engine.admit(book.builder.seal())
+    assert admitted is not None
+    queue.done = queue.enqueued = 0
+
+    def poll() -> None:
+        if queue.done == LAYERS + 1:
+            engine.prune(Prune(1, 0, 0, lost, lost + 1, np.empty(0, np.int32)))
+
+    _, output = engine.compute(admitted, poll)
+    assert output.numbers.tolist() == [kept]
+    assert engine.cache_of(1) is not None
+    assert engine.cache_of(1).numbers.tolist() == [0, 1, 2, kept]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_copies_there_and_back(device: str) -> None:
+    tensors = [torch.randn(5, 3), torch.arange(7), torch.zeros(0, 4)]
+    there = [to_device(tensor, torch.device(device)) for tensor in tensors]
+    pace = LaunchPacer.of(torch.device(device))
+    back = to_host(there)
+    pace.enqueued()
+    assert pace.finish(lambda: True)
+    for tensor, copy in zip(tensors, back, strict=True):
+        assert torch.equal(tensor, copy)
+
+
+def arguments(rows: int, columns: int, groups: int, device: str, dtype: torch.dtype
+              ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, np.ndarray]:
+    """Queries, keys and values as from a cache of 300 slots, and a mask."""
+    torch.manual_seed(columns)
+    visible = np.random.default_rng(rows).random((rows, columns)) < 0.5
+    visible[:, -1] = True
+    mask = folded_mask(visible, groups, dtype, torch.device(device))
+    query = torch.randn(1, 2 * groups, rows, 64, dtype=dtype, device=device)
+    store = torch.randn(2, 300, 2, 64, dtype=dtype, device=device)
+    keys, values = (part.transpose(0, 1)[None].narrow(2, 0, columns) for part in store)
+    return query, keys, values, mask, visible
+
+
+@pytest.mark.parametrize("columns", [1, 7, 8, 9, 100, 255])
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("rows", [1, 5, 16])
+def test_masks_are_aligned_and_right(rows: int, groups: int, columns: int) -> None:
+    """CUDA's kernel does not copy a mask if all strides but the last are multiples of 8."""
+    query, keys, values, mask, visible = arguments(rows, columns, groups, "cpu", torch.float32)
+    assert mask.shape == (1, 1, groups * rows, columns)
+    assert all(stride % 8 == 0 for stride in mask.stride()[:-1])
+    assert mask.stride(-1) == 1
+    out, _ = attend(torch.nn.Identity(), query, keys, values, mask)
+    scores = query.double() @ keys.double().repeat_interleave(groups, 1).transpose(2, 3) / 8
+    weights = scores.masked_fill(torch.from_numpy(~visible), float("-inf")).softmax(-1)
+    expected = (weights @ values.double().repeat_interleave(groups, 1)).transpose(1, 2)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_padding_rows_see_everything() -> None:
+    mask = folded_mask(np.eye(3, dtype=bool), 2, torch.float32, torch.device("cpu"), rows=5)
+    for group in mask[0, 0].view(2, 5, 3):
+        assert group.isfinite().tolist() == [*np.eye(3, dtype=bool).tolist(), [True] * 3, [True] * 3]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_fused_kernel_is_chosen(device: str) -> None:
+    """The CPU has one kernel with masks, CUDA two; cuDNN's would be planned for each length."""
+    register()
+    dtype, wanted = ((torch.float32, SDPBackend.FLASH_ATTENTION) if device == "cpu" else
+                     (torch.float16, SDPBackend.EFFICIENT_ATTENTION))
+    for columns in (7, 16, 255):
+        query, keys, values, mask, _ = arguments(16, columns, 1, device, dtype)
+        assert SDPBackend(torch._fused_sdp_choice(query, keys, values, attn_mask=mask)) == wanted
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@needs_cuda
+@pytest.mark.parametrize("columns", [7, 16, 255])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_the_memory_efficient_kernel_takes_the_mask_without_a_copy(groups: int, columns: int) -> None:
+    query, keys, values, mask, _ = arguments(16, columns, groups, "cuda", torch.float16)
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION), torch.profiler.profile() as profile:
+        attend(torch.nn.Identity(), query, keys, values, mask)
+    assert not [event.name for event in profile.events() if "pad" in event.name]

@@ -1,0 +1,64 @@
+"""Payloads and tensors: no copy on the CPU, bits unchanged, wrong types refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from flowspec_edge.errors import ProtocolError, UsageError
+from flowspec_edge.messages import Payload
+from flowspec_edge.util.tensors import from_torch, parse_dtype, to_torch
+
+NAMES = {"fp32": ("float32", np.float32), "fp16": ("float16", np.float16), "bf16": ("bfloat16", np.uint16)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_round_trip_shares_memory(name: str) -> None:
+    tensor = torch.randn(3, 5).to(parse_dtype(name))
+    payload = from_torch(tensor)
+    assert (payload.dtype, payload.array.dtype) == NAMES[name]
+    assert payload.array.ctypes.data == tensor.data_ptr()
+    back = to_torch(payload)
+    assert back.data_ptr() == tensor.data_ptr()
+    assert back.dtype == tensor.dtype
+    assert torch.equal(back, tensor)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_received_frame_is_read_in_place(name: str) -> None:
+    """Frames are read-only bytes; torch must neither copy nor warn (warnings are errors here)."""
+    tensor = torch.randn(2, 4).to(parse_dtype(name))
+    frame = from_torch(tensor).array.tobytes()
+    array = np.frombuffer(frame, dtype=NAMES[name][1]).reshape(2, 4)
+    assert not array.flags.writeable
+    back = to_torch(Payload(NAMES[name][0], array))
+    assert back.data_ptr() == array.ctypes.data
+    assert torch.equal(back, tensor)
+
+
+def test_the_tensor_keeps_the_frame_alive() -> None:
+    back = to_torch(Payload("float32", np.frombuffer(np.arange(6, dtype=np.float32).tobytes(), np.float32)))
+    np.random.default_rng(0).bytes(1 << 20)
+    assert back.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_bfloat16_bits_are_the_upper_half_of_float32() -> None:
+    values = np.array([1.0, -2.5, 3.140625], dtype=np.float32)
+    payload = from_torch(torch.from_numpy(values).to(torch.bfloat16))
+    assert payload.array.tolist() == (values.view(np.uint32) >> 16).tolist()
+
+
+def test_strided_and_empty_tensors() -> None:
+    tensor = torch.arange(12.0).reshape(3, 4).t()
+    assert np.array_equal(from_torch(tensor).array, tensor.numpy())
+    assert to_torch(from_torch(torch.empty(0, 7, dtype=torch.bfloat16))).shape == (0, 7)
+
+
+def test_wrong_types_are_refused() -> None:
+    with pytest.raises(ProtocolError, match="unknown dtype 'int4'"):
+        to_torch(Payload("int4", np.zeros(2, np.uint8)))
+    with pytest.raises(ProtocolError, match="says float16 but holds float32"):
+        to_torch(Payload("float16", np.zeros(2, np.float32)))
+    with pytest.raises(UsageError, match="no dtype 'fp8': use one of fp32, fp16, bf16"):
+        parse_dtype("fp8")
