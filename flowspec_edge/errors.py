@@ -22,5 +22,16 @@ class ProtocolError(FlowspecError):
     """A peer sent something that the protocol does not allow."""
 
 
+class PeerFault(ProtocolError):
+    """A peer whose key was checked broke the protocol; ``peer``: its identity on the control channel."""
+
+    def __init__(self, text: str, peer: str = "") -> None:
+        super().__init__(text, peer)
+        self.peer = peer
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class PeerLost(FlowspecError):
     """A device stopped answering, or reported that it failed."""

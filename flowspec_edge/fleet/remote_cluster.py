@@ -16,7 +16,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO, TYPE_CHECKING, Any
 
-from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.inventory import Inventory
 from flowspec_edge.fleet.network.addresses import network_address
 from flowspec_edge.fleet.remote.runner import failure
@@ -36,9 +35,9 @@ if TYPE_CHECKING:
 
 _GRACE_S = 3.0  # for an ssh client to exit
 
-# A shell on the board runs this with Python and a line count as arguments.  Stdin has one line with the key
-# (empty: no key), then that many lines of configuration without ``parent``.  The shell execs the worker,
-# which reads both from file descriptors; $PPID is the connection's sshd.
+# A shell on the board runs this with Python and a line count as arguments.  Stdin has one line with the key,
+# then that many lines of configuration without ``parent``.  The shell execs the worker, which reads both from
+# file descriptors; $PPID is the connection's sshd.
 _START = """
 IFS= read -r key
 config=$(head -n "$1")
@@ -81,8 +80,7 @@ class SshClusters(OnDemandCluster):
 
     def _start(self, parallelism: Parallelism) -> ProcessCluster:
         stages = self._stages = RemoteStages(
-            self._inventory, self._board_model, self._dtype, parallelism=parallelism,
-            encrypted=parallelism == "pipeline")
+            self._inventory, self._board_model, self._dtype, parallelism=parallelism)
         return ProcessCluster(
             self._model_dir, len(self._inventory.verify), self._dtype, parallelism=parallelism,
             device=self._device,
@@ -106,23 +104,20 @@ class RemoteStages:
     """One worker on each verify device; pass ``addresses`` to ``ProcessCluster`` on the draft device."""
 
     def __init__(self, inventory: Inventory, model: str, dtype: ComputeDtype, *,
-                 parallelism: Parallelism = "pipeline", encrypted: bool = True, threads: int = 0) -> None:
+                 parallelism: Parallelism = "pipeline", threads: int = 0) -> None:
         """Start the workers without waiting: D0's handshake finds out whether they run.
 
-        model      directory on the boards, the same on all; each needs only its own part
-        encrypted  CURVE on every link, with keys generated for this run
-        threads    torch threads in each stage; 0: torch's default
+        model    directory on the boards, the same on all; each needs only its own part
+        threads  torch threads in each stage; 0: torch's default
 
-        UsageError for encrypted tensor parallelism; FlowspecError if a host name does not resolve.
+        Links are encrypted, with keys generated for this run; the collectives of tensor-parallel ranks cannot
+        be.  FlowspecError if a host name does not resolve.
         """
-        if encrypted and parallelism != "pipeline":
-            raise UsageError(f"{parallelism}: collectives cannot be encrypted; "
-                             "use a pipeline, or a network that you trust")
         self._stages: list[_Stage] = []
         self._undo = ExitStack()
         try:
             directory = Path(self._undo.enter_context(TemporaryDirectory(prefix="flowspec-")))
-            pairs = [keys.generate() for _ in inventory.device] if encrypted else []
+            pairs = [keys.generate() for _ in inventory.device]
             for place, pair in enumerate(pairs):
                 keys.save(pair, directory / f"key{place}")
             self.addresses = _addresses(inventory, pairs, directory / "key0")
@@ -130,12 +125,12 @@ class RemoteStages:
                 "model": model, "dtype": dtype, "threads": threads,
                 "parallelism": parallelism})
             for device, config in zip(inventory.verify, configs, strict=True):
-                key = (directory / f"key{config.stage}").read_text(encoding="ascii") if pairs else ""
+                key = (directory / f"key{config.stage}").read_text(encoding="ascii")
                 runner = SshRunner(inventory, device, own_connection=True)
                 lines = _without_parent(config)
                 self._start(device.name, runner.command(
                     ["sh", "-c", _START, inventory.python(device), str(len(lines))]),
-                    "".join([key or "\n", *lines]))
+                    "".join([key, *lines]))
         except BaseException:
             self.close()
             raise
@@ -191,31 +186,28 @@ def _addresses(inventory: Inventory, pairs: Sequence[keys.KeyPair], key_file: Pa
         control=f"tcp://{d0}:{cluster.control_port}", output=f"tcp://{d0}:{cluster.data_port}",
         first=f"tcp://{first}:{cluster.data_port}",
         instances=[f"v{stage}-{life}" for stage in range(1, len(inventory.verify) + 1)],
-        key_file=key_file if pairs else None, worker_keys=[pair.public for pair in pairs[1:]],
-        unencrypted=not pairs)
+        key_file=key_file, worker_keys=[pair.public for pair in pairs[1:]])
 
 
 def _configs(inventory: Inventory, addresses: Addresses, pairs: Sequence[keys.KeyPair],
              shared: dict[str, Any]) -> list[WorkerConfig]:
     """Without ``parent``, which only the board knows."""
     devices = inventory.verify
+    public = [pair.public.decode() for pair in pairs]
     hosts = [network_address(inventory, device) for device in devices]
     listen = [f"tcp://{host}:{inventory.cluster.data_port}" for host in hosts]
     following = [*listen[1:], addresses.output]
     found = []
     for i, device in enumerate(devices):
         own: dict[str, Any] = {}
-        if pairs:
-            public = [pair.public.decode() for pair in pairs]
-            own = {"key_file": "/dev/fd/4", "control_key": public[0], "previous_key": public[i],
-                   "next_key": public[(i + 2) % len(public)]}
         if shared["parallelism"] != "pipeline":
-            own |= {"group": f"tcp://{hosts[0]}:{inventory.cluster.group_port}",
-                    "interface": inventory.interface(device)}
+            own = {"group": f"tcp://{hosts[0]}:{inventory.cluster.group_port}", "unencrypted": True,
+                   "interface": inventory.interface(device)}
         found.append(WorkerConfig(
             instance=addresses.instances[i], stage=i + 1, stages=len(devices),
             device=inventory.torch_device(device), control=addresses.control, listen=listen[i],
-            next=following[i], unencrypted=addresses.unencrypted, **own, **shared))
+            next=following[i], key_file="/dev/fd/4", control_key=public[0], previous_key=public[i],
+            next_key=public[(i + 2) % len(public)], **own, **shared))
     return found
 
 

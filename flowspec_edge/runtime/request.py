@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
@@ -99,6 +100,12 @@ class RequestHandle(Future[Result]):
         gets a result: the tokens generated so far, ``cancelled``."""
         self.cancel_requested = True
         return not self.done()
+
+    def fail(self, error: BaseException) -> None:
+        """For the cluster: end with a copy of ``error``, because several threads may raise what ended all."""
+        own = copy.copy(error)
+        own.__cause__ = error
+        self.set_exception(own)
 
     def set_cancelled(self) -> None:
         """For the cluster: the request was cancelled before it began."""

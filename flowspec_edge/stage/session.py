@@ -77,6 +77,9 @@ class Session:
             raise ProtocolError(f"{name} came after segment {self.run}: one is lost")
         if segment.base < self.base:
             raise ProtocolError(f"{name}: base {segment.base} is behind {self.base}")
+        if len(segment.numbers) > self.cache.capacity:
+            raise ProtocolError(f"{name}: {len(segment.numbers)} rows are more than the session's capacity "
+                                f"of {self.cache.capacity}")
         held = self.cache.numbers
         if len(held) and len(segment.numbers) and segment.numbers[0] <= held[-1]:
             raise ProtocolError(f"{name}: number {segment.numbers[0]} is not above {held[-1]}, held already")

@@ -6,10 +6,13 @@ returns False when the peer cannot take more.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 from flowspec_edge.messages import Message
+
+NO_PEERS: Mapping[str, bytes] = MappingProxyType({})
 
 
 class Link(Protocol):
@@ -21,7 +24,11 @@ class Link(Protocol):
         """Queue ``message``; False if there was no room within ``timeout`` seconds."""
 
     def receive(self, timeout: float = 0.0) -> Message | None:
-        """None after ``timeout`` seconds; ProtocolError, which names the link, for anything but a message."""
+        """None if nothing arrived within ``timeout`` seconds; anything but a message is rejected."""
+
+    def reject(self, reason: str) -> None:
+        """The peer's last message breaks the protocol: PeerFault, which names the link, if the peer's key was
+        checked. Otherwise anybody may have sent it: it is dropped, counted and logged."""
 
     def close(self) -> None:
         """Queued messages still have a moment to leave."""
@@ -49,12 +56,16 @@ class Hub(Protocol):
     def receive(self, timeout: float = 0.0) -> tuple[str, Message] | None:
         """The sender and the next message; None if none arrived within ``timeout`` seconds."""
 
+    def reject(self, reason: str, peer: str) -> None:
+        """As :meth:`Link.reject`, for a message from ``peer``."""
+
     def close(self) -> None:
         ...
 
 
 class Transport(Protocol):
-    """``peer_keys``, with encryption: the keys that a bound end admits, or the one key of the bound end."""
+    """``peer_keys``, with encryption: the keys that a bound end admits (of a hub: by the peer's identity,
+    which no other key can use), or the one key of the bound end."""
 
     def pull(self, endpoint: str, name: str, peer_keys: Collection[bytes] = (), fd: int = -1) -> Link:
         """Bind the receiving end of a data link; ``fd``: a listening socket that is already bound."""
@@ -62,7 +73,7 @@ class Transport(Protocol):
     def push(self, endpoint: str, name: str, peer_keys: Collection[bytes] = ()) -> ClientLink:
         """Connect the sending end of a data link."""
 
-    def hub(self, endpoint: str, name: str, peer_keys: Collection[bytes] = (), fd: int = -1) -> Hub:
+    def hub(self, endpoint: str, name: str, peer_keys: Mapping[str, bytes] = NO_PEERS, fd: int = -1) -> Hub:
         """Bind D0's end of the control channel."""
 
     def control(self, endpoint: str, name: str, identity: str,

@@ -22,6 +22,7 @@ from flowspec_edge.errors import ProtocolError
 from flowspec_edge.transport.fields import (
     ABSENT,
     MAX_DIM,
+    MAX_TEXT,
     Array,
     ArrayField,
     Arrays,
@@ -39,6 +40,9 @@ from flowspec_edge.transport.fields import (
 
 MAX_HEADER_BYTES = 4 * 1024 * 1024  # the small arrays of the longest prompt chunk fit
 MAX_FRAMES = 2
+MAX_ITEMS = 2 * MAX_DIM  # of a header; a list or map counts as _CONTAINER more
+_CONTAINER = 1024
+_MAX_MAP = 1024
 
 Field = Scalar | ArrayField
 
@@ -46,13 +50,14 @@ _SESSION: dict[str, Field] = {"session": Int(), "epoch": Int()}
 _RUN: dict[str, Field] = {**_SESSION, "run": Int()}
 _STAGE: dict[str, Field] = {"instance": Text(), "stage": Int()}
 _ROWS = Array("int32", ("n",))
+_NUMBER = Int(high=2**31)  # of a row, or one past
 
 # The fields of each message; its scalars and its arrays are each in wire order.
 FIELDS: dict[type, dict[str, Field]] = {
     m.Open: {**_SESSION, "capacity": Int(low=1), "version": Int(), "concurrent": Ints(), "retained": Ints(),
              "parent_session": Int(low=-1), "rows": Int(), "timed": Bool()},
     m.Close: {"session": Int(), "retain": Ints()},
-    m.Segment: {**_RUN, "first": Int(), "stop": Int(), "base": Int(), "taps": Ints(), "numbers": _ROWS,
+    m.Segment: {**_RUN, "first": _NUMBER, "stop": _NUMBER, "base": _NUMBER, "taps": Ints(), "numbers": _ROWS,
                 "positions": _ROWS, "committed": Array("int32", ("c",)),
                 "tokens": Array("int32", ("n",), optional=True), "bits": Array("uint8", ("n", "w")),
                 "hidden": Dense(optional=True)},
@@ -90,23 +95,26 @@ _FORMS = {kind.__name__: _form(kind, table) for kind, table in FIELDS.items()}
 
 
 def encode(message: m.Message) -> list[Buffer]:
-    """The payload is not copied.  ProtocolError for an array without the dtype or shape of ``messages``."""
+    """The payload is not copied.  ProtocolError for a value without the type, range or shape of
+    ``messages``."""
     name = type(message).__name__
     form = _FORMS[name]
     arrays = Arrays()
     codes: list[str] = []
+    scalars: list[Any] = []
     key = ""
     try:
+        for key, scalar in form.scalars:
+            scalars.append(scalar.pack(getattr(message, key)))
         for key, field in form.arrays:
             value = getattr(message, key)
             absent = value is None and field.optional
             codes.append(ABSENT if absent else field.pack(value, arrays, message))
-    except ProtocolError as error:
-        raise ProtocolError(f"cannot send {name}.{key}: {error}") from None
+    except (ProtocolError, TypeError, ValueError, AttributeError) as error:
+        raise ProtocolError(f"cannot send {name}.{key}: {error}") from error
     if form.optional and sum(getattr(message, key) is not None for key in form.optional) != 1:
         raise ProtocolError(f"cannot send {name}: it has exactly one of {' and '.join(form.optional)}")
-    header = [name, " ".join(codes), [*arrays.sizes.values()], b"".join(arrays.parts)]
-    header += [scalar.pack(getattr(message, key)) for key, scalar in form.scalars]
+    header = [name, " ".join(codes), [*arrays.sizes.values()], b"".join(arrays.parts), *scalars]
     return [cast(bytes, msgpack.packb(header)), *arrays.frames]
 
 
@@ -144,8 +152,19 @@ def decode(frames: Sequence[Buffer]) -> m.Message:
 def _header(frames: Sequence[Buffer]) -> list[Any]:
     if not frames or len(frames[0]) > MAX_HEADER_BYTES:
         raise ProtocolError(f"no header of at most {MAX_HEADER_BYTES} bytes; is the peer a flowspec device?")
+    left = MAX_ITEMS
+
+    def count(items: Any) -> Any:
+        nonlocal left
+        left -= _CONTAINER + len(items)
+        if left < 0:
+            raise ProtocolError("the header has more lists, maps or values than any message's; "
+                                "is the peer a flowspec device?")
+        return items
+
     try:
-        header = msgpack.unpackb(frames[0], max_ext_len=0, max_array_len=MAX_DIM)
+        header = msgpack.unpackb(frames[0], max_ext_len=0, max_array_len=MAX_DIM, max_map_len=_MAX_MAP,
+                                 max_str_len=4 * MAX_TEXT, list_hook=count, object_hook=count)
     except (ValueError, TypeError, msgpack.UnpackException):
         header = None
     if type(header) is not list or len(header) < 4:

@@ -41,16 +41,17 @@ class Scalar(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Int:
-    """An integer from ``low``, below 2^63."""
+    """An integer from ``low`` to ``high``."""
 
     low: int = 0
+    high: int = 2**63 - 1
 
     def pack(self, value: Any) -> int:
-        return int(value)
+        return self.unpack(int(value))
 
     def unpack(self, value: Any) -> int:
-        if type(value) is not int or not self.low <= value < 2**63:
-            raise ProtocolError(f"expected an integer from {self.low} below 2^63, got {short(value)}")
+        if type(value) is not int or not self.low <= value <= self.high:
+            raise ProtocolError(f"expected an integer from {self.low} to {self.high}, got {short(value)}")
         return value
 
 
@@ -65,10 +66,11 @@ class Bool:
 
 
 class Text:
-    """Truncated to MAX_TEXT characters when sent, since a cause may be any length."""
+    """Truncated to MAX_TEXT characters when sent, since a cause may be any length. Surrogates (of a file name
+    that is not UTF-8) are replaced."""
 
     def pack(self, value: Any) -> str:
-        return str(value)[:MAX_TEXT]
+        return str(value)[:MAX_TEXT].encode(errors="replace").decode()
 
     def unpack(self, value: Any) -> str:
         if type(value) is not str or len(value) > MAX_TEXT:
@@ -83,7 +85,11 @@ class Ints:
     length: int | None = None
 
     def pack(self, value: Any) -> list[int]:
-        return [int(v) for v in value]
+        packed = [int(v) for v in value]
+        if len(packed) > MAX_DIM:
+            raise ProtocolError(f"{len(packed)} integers are more than {MAX_DIM}")
+        self.unpack(packed)
+        return packed
 
     def unpack(self, value: Any) -> tuple[int, ...]:
         if type(value) is not list or any(type(v) is not int or not 0 <= v < 2**63 for v in value):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-from flowspec_edge.errors import PeerLost, UsageError
+from flowspec_edge.errors import PeerFault, PeerLost, UsageError
 from flowspec_edge.messages import Message
-from flowspec_edge.transport.base import Hub, Link
+from flowspec_edge.transport.base import NO_PEERS, Hub, Link
 from flowspec_edge.transport.codec import decode, encode
 
 
@@ -45,7 +45,8 @@ class MemoryTransport:
     def push(self, endpoint: str, name: str, peer_keys: Collection[bytes] = ()) -> MemoryLink:
         return self._keep(MemoryLink(self, name, outbox=self._box(endpoint, self._data_queue)))
 
-    def hub(self, endpoint: str, name: str, peer_keys: Collection[bytes] = (), fd: int = -1) -> MemoryHub:
+    def hub(self, endpoint: str, name: str, peer_keys: Mapping[str, bytes] = NO_PEERS, fd: int = -1
+            ) -> MemoryHub:
         inbox = self._bind(endpoint, self._control_queue)
         hub = MemoryHub(self, name, inbox, lambda peer: self._boxes.get(f"{endpoint}/{peer}"))
         self._ends.append(hub)
@@ -90,6 +91,10 @@ class _End:
         self.bytes_out = 0
         self._changed = network.changed
         self._inbox = inbox
+
+    def reject(self, reason: str, peer: str = "") -> None:
+        """Always raises: every peer is a thread of this process."""
+        raise PeerFault(f"{self.name}: {reason}", peer)
 
     def ready(self) -> bool:
         return self._inbox is not None and bool(self._inbox.items)

@@ -6,22 +6,28 @@ ZMTP heartbeats detect a vanished peer; ZeroMQ's own thread answers them, howeve
 from __future__ import annotations
 
 import errno
+import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from flowspec_edge.errors import FlowspecError, PeerLost, ProtocolError, UsageError
+from flowspec_edge.errors import FlowspecError, PeerFault, PeerLost, ProtocolError, UsageError
 from flowspec_edge.messages import Message
-from flowspec_edge.transport.base import Hub, Link
+from flowspec_edge.transport.base import NO_PEERS, Hub, Link
 from flowspec_edge.transport.bind_check import unencrypted_bind_problem
 from flowspec_edge.transport.codec import MAX_FRAMES, decode, encode
 from flowspec_edge.transport.fields import Buffer
 from flowspec_edge.transport.key_allow_list import KeyAllowList
 from flowspec_edge.transport.keys import KeyPair
+
+log = logging.getLogger(__name__)
+
+_LOG_INTERVAL_S = 60.0  # between two lines on an endpoint's dropped messages
+_SHOWN = 80  # characters of an unknown peer's identity
 
 _EVENTS = (zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
@@ -50,11 +56,16 @@ class Tuning:
 
 
 class Endpoint:
+    """``authenticated``: CURVE has checked the peers' keys; ``dropped``: messages from peers without keys."""
+
     def __init__(self, socket: zmq.Socket[bytes], name: str, tuning: Tuning) -> None:
         self.socket = socket
         self.name = name
         self.bytes_in = 0
         self.bytes_out = 0
+        self.authenticated = socket.get(zmq.MECHANISM) == zmq.CURVE
+        self.dropped = 0
+        self._log_at = 0.0
         self._zero_copy = tuning.zero_copy_bytes
         self._timeout_ms = -1  # the socket's receive timeout, remembered because setting it is slow
 
@@ -65,6 +76,20 @@ class Endpoint:
 
     def close(self) -> None:
         self.socket.close()
+
+    def reject(self, reason: str, peer: str = "") -> None:
+        if peer:
+            reason = f"from {peer[:_SHOWN]!r}: {reason}"
+        if self.authenticated:
+            raise PeerFault(f"{self.name}: {reason}", peer)
+        self._drop(reason)
+
+    def _drop(self, reason: str) -> None:
+        self.dropped += 1
+        now = time.monotonic()
+        if now >= self._log_at:
+            self._log_at = now + _LOG_INTERVAL_S
+            log.warning("%s: dropped a message, number %d: %s", self.name, self.dropped, reason)
 
     def _frames(self, message: Message, peer: str = "") -> list[Buffer]:
         """Subclasses may add to it; ``peer``: a hub's receiver."""
@@ -101,9 +126,9 @@ class Endpoint:
                 if timeout_ms != self._timeout_ms:
                     socket.set(_RCVTIMEO, timeout_ms)
                     self._timeout_ms = timeout_ms
-                frames = [socket.recv()]
+                frames = [self._receive_first(0)]
             elif zmq.zmq_poll([(socket, _POLLIN)], 0):  # cheaper than the exception for an empty queue
-                frames = [socket.recv(_NOBLOCK)]
+                frames = [self._receive_first(_NOBLOCK)]
             else:
                 return None
         except zmq.Again:  # also in the middle of a handshake, which can look like a message
@@ -116,6 +141,9 @@ class Endpoint:
                 frames.append(frame)
         self.bytes_in += size
         return frames
+
+    def _receive_first(self, flags: int) -> bytes:
+        return self.socket.recv(flags)
 
 
 class ZmqLink(Endpoint):
@@ -131,7 +159,8 @@ class ZmqLink(Endpoint):
         try:
             return decode(frames)
         except ProtocolError as error:
-            raise ProtocolError(f"{self.name}: {error}") from None
+            self.reject(str(error))
+        return None  # not the next message: a flood of wrong ones must not keep the caller here
 
 
 class ZmqClientLink(ZmqLink):
@@ -176,7 +205,14 @@ class ZmqClientLink(ZmqLink):
 
 
 class ZmqHub(Endpoint):
-    """A ROUTER socket; routing ids identify its DEALER peers."""
+    """A ROUTER socket; routing ids identify its DEALER peers.
+
+    ``peer_keys``: the key that belongs to each routing id; of a message with another key only the key is
+    proven, so the message is dropped.
+    """
+
+    peer_keys: Mapping[str, bytes] = NO_PEERS
+    _key: str = ""  # of the last message's sender
 
     def send(self, peer: str, message: Message) -> bool:
         try:
@@ -196,7 +232,26 @@ class ZmqHub(Endpoint):
         try:
             return peer, decode(frames[1:])
         except ProtocolError as error:
-            raise ProtocolError(f"{self.name}, from {peer[:80]!r}: {error}") from None
+            self.reject(str(error), peer)
+        return None
+
+    def _receive(self, timeout: float, most: int) -> list[bytes] | None:
+        frames = super()._receive(timeout, most)
+        if frames is None or not self.authenticated:
+            return frames
+        peer = frames[0].decode(errors="replace")
+        own = self.peer_keys.get(peer, b"").decode()
+        if own != self._key:
+            self._drop(f"its sender calls itself {peer[:_SHOWN]!r}, but has the key {self._key}")
+            return None
+        return frames
+
+    def _receive_first(self, flags: int) -> bytes:
+        if not self.authenticated:
+            return super()._receive_first(flags)
+        frame = self.socket.recv(flags, copy=False)
+        self._key = str(frame.get("User-Id"))
+        return frame.bytes
 
 
 class ZmqTransport:
@@ -227,12 +282,15 @@ class ZmqTransport:
         socket.immediate = True  # else messages queued in an outage reach the peer's next process
         return self._connect(socket, endpoint, name, peer_keys)
 
-    def hub(self, endpoint: str, name: str, peer_keys: Collection[bytes] = (), fd: int = -1) -> ZmqHub:
+    def hub(self, endpoint: str, name: str, peer_keys: Mapping[str, bytes] = NO_PEERS, fd: int = -1
+            ) -> ZmqHub:
         socket = self._socket(zmq.ROUTER, self._tuning.control_queue)
         socket.router_handover = True
         socket.router_mandatory = True
-        bound = self._bind(socket, endpoint, name, peer_keys, fd)
-        return self._keep(self.hub_class(bound, name, self._tuning))
+        bound = self._bind(socket, endpoint, name, peer_keys.values(), fd)
+        hub = self._keep(self.hub_class(bound, name, self._tuning))
+        hub.peer_keys = peer_keys
+        return hub
 
     def control(self, endpoint: str, name: str, identity: str,
                 peer_keys: Collection[bytes] = ()) -> ZmqClientLink:
@@ -269,10 +327,11 @@ class ZmqTransport:
         if self._keys is None and not self._unencrypted and (reason := unencrypted_bind_problem(endpoint)):
             socket.close()
             raise UsageError(f"{name}: {reason}")
+        # Every socket has its own ZAP domain: its allow-list.  Without keys there is no list, but the domain
+        # makes libzmq refuse ZMTP 1.0, for which it takes bytes such as an HTTP request.
+        socket.zap_domain = name.encode()
         if self._keys is not None:
-            # Every socket has its own ZAP domain: its allow-list.  Without an authenticator CURVE would
-            # admit any key.
-            socket.zap_domain = name.encode()
+            # Without an authenticator CURVE would admit any key.
             socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
             self._allow_list().admit(name, peer_keys)
             socket.curve_secretkey = self._keys.secret

@@ -97,6 +97,11 @@ class SegmentBuilder:
         """Remove ``run`` from those in flight; its numbers and positions.  KeyError if it is not there."""
         return self._sent_positions.pop(run)
 
+    def sent_numbers(self, run: int) -> Int32 | None:
+        """The numbers of ``run``; None if it is not in flight."""
+        sent = self._sent_positions.get(run)
+        return None if sent is None else sent[0]
+
     @property
     def in_flight(self) -> int:
         return len(self._sent_positions)

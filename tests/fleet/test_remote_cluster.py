@@ -15,7 +15,6 @@ import sshkit
 from clusterkit import PROMPT
 from tiny_dir import tiny_model_dir
 
-from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.remote_cluster import RemoteStages
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.plain import PlainDecoder
@@ -38,14 +37,13 @@ def boards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sshkit.Boards]:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("strategy", "parallelism", "encrypted"), [
-    ("flowspec", "pipeline", True), ("megatron", "megatron", False)])
-def test_a_request_over_boards(boards: sshkit.Boards, model: Path, strategy: str, parallelism: Parallelism,
-                               encrypted: bool) -> None:
+@pytest.mark.parametrize(("strategy", "parallelism"), [("flowspec", "pipeline"), ("megatron", "megatron")])
+def test_a_request_over_boards(boards: sshkit.Boards, model: Path, strategy: str, parallelism: Parallelism
+                               ) -> None:
     request = Request(PROMPT, strategy, max_new_tokens=8)
     expected, _ = PlainDecoder(model).generate(PROMPT, 8, request.sampling)
-    with RemoteStages(boards.inventory, str(model), "fp32", parallelism=parallelism, encrypted=encrypted,
-                      threads=1) as stages:
+    with RemoteStages(boards.inventory, str(model), "fp32", parallelism=parallelism, threads=1) as stages:
+        assert stages.addresses.key_file is not None
         with ProcessCluster(model, 2, parallelism=parallelism, addresses=stages.addresses) as cluster:
             assert cluster.generate(request).tokens == expected
         assert stages.exited() is None
@@ -63,7 +61,7 @@ import sys
 from pathlib import Path
 from flowspec_edge.fleet.inventory import load_inventory
 from flowspec_edge.fleet.remote_cluster import RemoteStages
-with RemoteStages(load_inventory(Path(sys.argv[1])), sys.argv[2], "fp32", encrypted=False, threads=1):
+with RemoteStages(load_inventory(Path(sys.argv[1])), sys.argv[2], "fp32", threads=1):
     print("started", flush=True)
     sys.stdin.read()
 """
@@ -86,15 +84,10 @@ def test_stages_end_when_the_controller_is_killed(boards: sshkit.Boards, model: 
 def test_a_stage_that_cannot_start_says_why(boards: sshkit.Boards) -> None:
     cluster = boards.inventory.cluster.model_copy(update={"python": "/nowhere/python"})
     inventory = boards.inventory.model_copy(update={"cluster": cluster})
-    with RemoteStages(inventory, "/model", "fp32", encrypted=False) as stages:
+    with RemoteStages(inventory, "/model", "fp32") as stages:
         for stage in stages._stages:
             stage.client.wait(30)
         cause = stages.exited()
     assert cause is not None
     assert cause.startswith("board-1: ")
     assert "/nowhere/python" in cause
-
-
-def test_collectives_cannot_be_encrypted(boards: sshkit.Boards) -> None:
-    with pytest.raises(UsageError, match="cannot be encrypted"):
-        RemoteStages(boards.inventory, "/model", "fp32", parallelism="megatron")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import fields, replace
 from typing import Any, get_args
 
@@ -18,6 +19,7 @@ from flowspec_edge.transport.codec import FIELDS, MAX_FRAMES, MAX_HEADER_BYTES, 
 from flowspec_edge.transport.fields import MAX_DIM, MAX_TEXT
 
 ints = st.integers(0, 2**63 - 1)
+row_numbers = st.integers(0, 2**31)
 rows = st.integers(0, 5)
 texts = st.text(max_size=20)
 counters = st.dictionaries(texts, st.floats(allow_nan=False), max_size=5)
@@ -37,8 +39,8 @@ def payloads(draw: Any, n: int) -> m.Payload:
 def segments(draw: Any) -> m.Segment:
     n, to_first = draw(rows), draw(st.booleans())
     return m.Segment(
-        session=draw(ints), epoch=draw(ints), run=draw(ints), first=draw(ints), stop=draw(ints),
-        numbers=draw(int32(n)), positions=draw(int32(n)), base=draw(ints),
+        session=draw(ints), epoch=draw(ints), run=draw(ints), first=draw(row_numbers),
+        stop=draw(row_numbers), numbers=draw(int32(n)), positions=draw(int32(n)), base=draw(row_numbers),
         bits=draw(hnp.arrays(np.uint8, (n, draw(st.integers(0, 3))))), committed=draw(int32(draw(rows))),
         tokens=draw(int32(n)) if to_first else None, hidden=None if to_first else draw(payloads(n)),
         taps=tuple(draw(st.lists(ints, max_size=3))),
@@ -191,6 +193,9 @@ PRUNE = m.Prune(1, 0, 0, 4, 9, np.array([4, 8], np.int32))
     ([msgpack.packb(["Close", "", []])], "the header is not a message's"),
     ([b"\x00" * (MAX_HEADER_BYTES + 1)], "no header of at most"),
     ([], "no header of at most"),
+    ([msgpack.packb(["Close", "", [], b"", 1, [{}] * 1000])], "more lists, maps or values than any"),
+    ([b"\x91" * 100_000], "the header is not a message's"),
+    (altered(segment(), "base", 2**31 + 1), "Segment.base: expected an integer from 0 to 2147483648"),
     ([msgpack.packb(["Close", "", [], b"", 1])], "Close: expected 2 scalar fields, got 1"),
     ([msgpack.packb(["Close", "", [], b""])], "Close: expected 2 scalar fields, got 0"),
     (altered(m.Credit(1, 2, 3), "run", -1), "Credit.run: expected an integer"),
@@ -251,6 +256,13 @@ def test_each_fault_has_its_line(frames: list[bytes], text: str) -> None:
     (segment(tokens=None, hidden=m.Payload("bfloat16", HIDDEN.array)), "cannot be held in float16"),
     (m.Prune(1, 0, 0, 4, 9, np.array([8, 4], np.int32)), "expected increasing numbers"),
     (segment(committed=np.zeros(MAX_DIM + 1, np.int32)), "its c is 65537, not 65536"),
+    (segment(numbers=[0, 1]), "cannot send Segment.numbers: 'list' object has no attribute 'dtype'"),
+    (segment(base=None), "cannot send Segment.base: int() argument must be"),
+    (m.Credit(1, 0, -1), "cannot send Credit.run: expected an integer from 0"),
+    (m.Credit(1, 0, 2**63), "cannot send Credit.run: expected an integer from 0"),
+    (m.Close(1, ("one",)), "cannot send Close.retain: invalid literal"),  # type: ignore[arg-type]
+    (m.Close(1, (0,) * (MAX_DIM + 1)), "cannot send Close.retain: 65537 integers are more than 65536"),
+    (m.Heartbeat("v1", 1, {"rows": None}), "cannot send Heartbeat.counters"),  # type: ignore[dict-item]
 ])
 def test_a_wrong_message_is_not_sent(message: m.Message, text: str) -> None:
     with pytest.raises(ProtocolError) as caught:
@@ -289,6 +301,24 @@ def test_a_prune_takes_the_shortest_form(keep: Any, size: int) -> None:
     stop = 1080 if len(numbers) == 80 else 3000
     frames = frames_of(m.Prune(1, 0, 0, 1000, stop, numbers))
     assert len(msgpack.unpackb(frames[0])[INDEX]) == size
+
+
+def test_a_header_of_many_small_maps_takes_no_memory() -> None:
+    maps = b"\xdd" + (MAX_DIM).to_bytes(4, "big") + b"\x80" * MAX_DIM
+    header = b"\xdc\x00\x3b" + maps * 59
+    assert 3_800_000 < len(header) < MAX_HEADER_BYTES
+    tracemalloc.start()
+    with pytest.raises(ProtocolError, match="more lists, maps or values"):
+        decode([header])
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 2e6
+
+
+def test_a_text_with_bytes_that_are_no_utf8_can_be_sent() -> None:
+    decoded = decode(encode(m.Failed("v1", 1, "no \udcff file")))
+    assert isinstance(decoded, m.Failed)
+    assert decoded.cause == "no ? file"
 
 
 def test_long_texts_are_cut() -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 import zmq
 
-from flowspec_edge.errors import FlowspecError, PeerLost, ProtocolError
+from flowspec_edge.errors import FlowspecError, PeerFault, PeerLost
 from flowspec_edge.messages import Cancel, Close, Credit, Failed, Hello, Message, Output, Payload
 from flowspec_edge.transport import keys
 from flowspec_edge.transport.base import ClientLink, Hub, Link, Transport
@@ -38,7 +40,8 @@ class Network:
         return receiver, self.client.push(where(receiver), "data out", self.to_server)
 
     def control(self, *identities: str) -> tuple[Hub, list[Link]]:
-        hub = self.server.hub(next(self.endpoints), "D0 control", self.to_client)
+        keys_of = dict.fromkeys(identities, self.to_client[0]) if self.to_client else {}
+        hub = self.server.hub(next(self.endpoints), "D0 control", keys_of)
         return hub, [self.client.control(where(hub), f"{name} control", name, self.to_server)
                      for name in identities]
 
@@ -179,20 +182,89 @@ def plain() -> Iterator[ZmqTransport]:
     transport.close()
 
 
-def test_bytes_that_are_no_message_are_protocol_errors(plain: ZmqTransport) -> None:
+WRONG = [[b"GET / HTTP/1.1", b"", b"x", b"y", b"z"], [b""], [b"\x93\x01"]]
+
+
+def test_wrong_bytes_from_a_peer_without_a_key_are_dropped_and_fill_no_log(
+        plain: ZmqTransport, caplog: pytest.LogCaptureFixture) -> None:
     link, hub = plain.pull("tcp://127.0.0.1:*", "V2 data in"), plain.hub("tcp://127.0.0.1:*", "D0 control")
     with zmq.Context() as context, context.socket(zmq.PUSH) as push, context.socket(zmq.DEALER) as dealer:
         push.connect(link.endpoint)
         dealer.routing_id = b"scanner"
         dealer.connect(hub.endpoint)
-        push.send_multipart([b"GET / HTTP/1.1", b"", b"x", b"y", b"z"])
-        push.send(b"")
-        dealer.send(b"\x93\x01")
-        for _ in range(2):
-            with pytest.raises(ProtocolError, match=r"^V2 data in: "):
+        for frames in WRONG:
+            push.send_multipart(frames)
+            dealer.send_multipart(frames)
+            assert link.receive(PATIENCE) is None
+            assert hub.receive(PATIENCE) is None
+    assert (link.dropped, hub.dropped) == (3, 3)
+    assert [message.partition(": the")[0] for message in caplog.messages] == [
+        "V2 data in: dropped a message, number 1", "D0 control: dropped a message, number 1: from 'scanner'"]
+    ours = plain.push(link.endpoint, "data out")
+    assert ours.send(Close(1), PATIENCE)
+    assert link.receive(PATIENCE) == Close(1)
+
+
+def test_wrong_bytes_from_a_peer_with_a_key_are_its_fault() -> None:
+    server = ZmqTransport(SERVER, Tuning(linger_ms=0))
+    link = server.pull("tcp://127.0.0.1:*", "V2 data in", [CLIENT.public])
+    hub = server.hub("tcp://127.0.0.1:*", "D0 control", {"v1": CLIENT.public})
+    with zmq.Context() as context, context.socket(zmq.PUSH) as push, context.socket(zmq.DEALER) as dealer:
+        dealer.routing_id = b"v1"
+        for socket, end in ((push, link), (dealer, hub)):
+            socket.curve_serverkey = SERVER.public
+            socket.curve_secretkey, socket.curve_publickey = CLIENT.secret, CLIENT.public
+            socket.connect(end.endpoint)
+        for frames in WRONG:
+            push.send_multipart(frames)
+            dealer.send_multipart(frames)
+            with pytest.raises(PeerFault, match=r"^V2 data in: "):
                 link.receive(PATIENCE)
-        with pytest.raises(ProtocolError, match=r"^D0 control, from 'scanner': "):
-            hub.receive(PATIENCE)
+            with pytest.raises(PeerFault, match=r"^D0 control: from 'v1': ") as caught:
+                hub.receive(PATIENCE)
+            assert caught.value.peer == "v1"
+    server.close()
+
+
+@pytest.mark.parametrize("sent", [
+    b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n", b"\x03\x00ab\x03\x00cd",  # ZMTP 1.0: two messages
+    bytes(range(1, 200)), b"\x01\x00" * 50])
+def test_bytes_that_do_not_speak_zmtp_3_never_become_messages(plain: ZmqTransport, sent: bytes) -> None:
+    """libzmq reads any bytes that do not begin with 0xff as ZMTP 1.0, and passes on what it finds there."""
+    ends = [plain.pull("tcp://127.0.0.1:*", "V2 data in"), plain.hub("tcp://127.0.0.1:*", "D0 control")]
+    for end in ends:
+        with socket.create_connection(("127.0.0.1", int(end.endpoint.rpartition(":")[2]))) as raw:
+            raw.settimeout(PATIENCE)
+            with suppress(OSError):
+                raw.sendall(sent)
+                raw.shutdown(socket.SHUT_WR)
+                while raw.recv(4096):
+                    pass
+        assert end.receive() is None
+        assert end.dropped == 0
+
+
+def test_no_key_holder_can_take_anothers_identity(caplog: pytest.LogCaptureFixture) -> None:
+    other = keys.generate()
+    server, v1, v2 = (ZmqTransport(pair, Tuning(linger_ms=0)) for pair in (SERVER, CLIENT, other))
+    hub = server.hub("tcp://127.0.0.1:*", "D0 control", {"v1": CLIENT.public, "v2": other.public})
+    honest = v1.control(hub.endpoint, "V1 control", "v1", [SERVER.public])
+    assert honest.send(Credit(1, 0, 0), PATIENCE)
+    assert hub.receive(PATIENCE) == ("v1", Credit(1, 0, 0))
+    for identity in ("v1", "v3"):
+        false = v2.control(hub.endpoint, "V2 control", identity, [SERVER.public])
+        for run in range(3):
+            assert false.send(Credit(1, 0, run), PATIENCE)
+            assert hub.receive(PATIENCE) is None
+        false.close()
+    assert hub.dropped == 6
+    assert caplog.messages == ["D0 control: dropped a message, number 1: its sender calls itself 'v1', but "
+                               f"has the key {other.public.decode()}"]
+    own = v2.control(hub.endpoint, "V2 control", "v2", [SERVER.public])
+    assert own.send(Credit(1, 0, 7), PATIENCE)
+    assert hub.receive(PATIENCE) == ("v2", Credit(1, 0, 7))
+    for transport in (v1, v2, server):
+        transport.close()
 
 
 def test_a_restarted_peer_takes_over_its_identity(plain: ZmqTransport) -> None:

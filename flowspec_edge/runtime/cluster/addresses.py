@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from flowspec_edge.model.manifest import ComputeDtype
 from flowspec_edge.runtime.worker.config import WorkerConfig
@@ -83,7 +83,7 @@ class LocalPlan:
     This process keeps them open, so that peers of a restarting stage wait in the backlog and then reconnect.
     """
 
-    def __init__(self, stages: int, directory: Path, encrypted: bool, placement: Placement) -> None:
+    def __init__(self, stages: int, directory: Path, placement: Placement) -> None:
         """``directory`` receives the key files."""
         self._open = ExitStack()
         self._placement = placement
@@ -92,7 +92,7 @@ class LocalPlan:
         self._directory = directory
         self._group = directory / "group"
         self._public: list[str] = []  # D0's, then the stages'
-        for place in range(stages + 1) if encrypted else ():
+        for place in range(stages + 1):
             pair = keys.generate()
             keys.save(pair, self._key_file(place))
             self._public.append(pair.public.decode())
@@ -101,9 +101,7 @@ class LocalPlan:
             control=f"tcp://{self._placement.address(0)}:{self._placement.control_port or '*'}",
             output=f"tcp://{self._placement.address(0)}:*", first=self._listen[0],
             instances=[f"v{stage}-{life}" for stage in range(1, stages + 1)],
-            key_file=self._key_file(0) if encrypted else None,
-            worker_keys=[public.encode() for public in self._public[1:]], unencrypted=not encrypted,
-        )
+            key_file=self._key_file(0), worker_keys=[public.encode() for public in self._public[1:]])
 
     def configs(self, control: str, output: str, model: Path, dtype: ComputeDtype, threads: int,
                 parallelism: Parallelism, emulate: Path | None = None, device: str = "cpu",
@@ -120,8 +118,9 @@ class LocalPlan:
                 listen_fd=self._listeners[i].fileno(), parent=os.getpid(),
                 parallelism=parallelism, group=group,
                 interface=self._placement.interface(i + 1) if group else "",
-                emulate=str(emulate or ""), unencrypted=self.addresses.unencrypted,
-                **self._key_settings(i + 1),
+                emulate=str(emulate or ""), key_file=str(self._key_file(i + 1)),
+                control_key=self._public[0], previous_key=self._public[i],
+                next_key=self._public[(i + 2) % len(self._public)],  # VN's results go to D0
             )
             for i in range(stages)
         ]
@@ -139,13 +138,4 @@ class LocalPlan:
 
     def _key_file(self, place: int) -> Path:
         return self._directory / f"key{place}"
-
-    def _key_settings(self, stage: int) -> dict[str, Any]:
-        if not self._public:
-            return {}
-        return {
-            "key_file": str(self._key_file(stage)), "control_key": self._public[0],
-            "previous_key": self._public[stage - 1],
-            "next_key": self._public[(stage + 1) % len(self._public)],  # VN's results go to D0
-        }
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from functools import partial
+from typing import TypeVar
 
 from flowspec_edge.errors import FlowspecError, PeerLost
 from flowspec_edge.messages import Cancel, Computed, Credit, Open, Output, Prune, Segment, Tap
@@ -23,7 +25,7 @@ from flowspec_edge.runtime.draft_device.scheduler import Job, Scheduler
 from flowspec_edge.runtime.emulation.engine import Emulation, wait_until
 from flowspec_edge.runtime.observe.observer import Observer
 from flowspec_edge.runtime.observe.power import SessionEnergy, cluster_energy
-from flowspec_edge.runtime.request import Request, RequestHandle
+from flowspec_edge.runtime.request import Request, RequestHandle, Result
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +33,8 @@ _LATE_SHARE = 0.02  # of the decode time: how late an emulation may be without a
 _LAST_REPORT_S = 2.0  # timeout of the stages' session reports
 _STALL_S = 120.0  # without any output while requests run and all stages answer
 _MAX_LOSSES = 5  # in a row without a new token: the request may be what kills the stages
+
+T = TypeVar("T")
 
 # (handle, session number, the request's coordinator before a loss or None) -> coordinator
 MakeCoordinator = Callable[[RequestHandle, int, Coordinator | None], Coordinator]
@@ -98,9 +102,13 @@ class EventLoop:
             return
         if idle:
             self._links.members.drop_reports()
-            self._links.collect(self._receive)  # heartbeats since the last request
-            self._links.expect_from_now()
+            self._links.expect_outputs_from_now()
         self._links.send(opening)
+
+    def listen_again(self) -> None:
+        """Read what came while no thread drove the cluster, and count silence from now."""
+        self._links.collect(self._receive)
+        self._links.expect_from_now()
 
     # ---- losses --------------------------------------------------------------------------------
 
@@ -171,10 +179,10 @@ class EventLoop:
             if active.handle.cancel_requested:
                 active.coordinator.cancel()
                 self._end(active)
-        self._dispatch(self._scheduler.take_messages())
-        job = self._scheduler.next_job()
+        self._dispatch(self._ask(self._scheduler.take_messages) or [])
+        job = self._ask(self._scheduler.next_job)
         if job is not None:
-            self._dispatch(self._scheduler.take_ahead(job))
+            self._dispatch(self._ask(partial(self._scheduler.take_ahead, job)) or [])
             self._work(job)
         received = self._links.collect(self._receive)
         self._settle()
@@ -185,6 +193,16 @@ class EventLoop:
         if self._in_state(SessionState.OPEN) and time.monotonic() - self._links.output_at > _STALL_S:
             raise PeerLost(f"no output for {_STALL_S:g} s, though every stage answers: a segment "
                            "was lost; start the cluster again")
+
+    def _ask(self, question: Callable[[], T]) -> T | None:
+        """The scheduler's answer; None if a request's own strategy or drafter raised, which ends it."""
+        try:
+            return question()
+        except Exception as error:
+            if self._scheduler.turn is None:
+                raise
+            self._fail_alone(self._scheduler.turn.builder.session, error)
+            return None
 
     def _in_state(self, state: SessionState) -> list[_Active]:
         return [active for active in self._active if active.state is state]
@@ -250,11 +268,17 @@ class EventLoop:
     def _work(self, job: Job) -> None:
         session = job.coordinator.builder.session
         active = self._find(session)
-        assert active is not None
+        if active is None:
+            return  # it failed after this job was chosen
         self._energy.work_for(session)
         start, began = time.perf_counter(), time.monotonic()
-        job.coordinator.complete(job.task)
-        self._energy.work_for(None)
+        try:
+            job.coordinator.complete(job.task)
+        except Exception as error:
+            self._fail_alone(session, error)
+            return
+        finally:
+            self._energy.work_for(None)
         if self._emulation:
             seconds = self._emulation.devices.task_seconds(job.coordinator, job.task)
             active.overrun_s += wait_until(start, seconds)
@@ -287,6 +311,18 @@ class EventLoop:
                 self._active.remove(active)
                 self._answer(active)
 
+    def _fail_alone(self, session: int, error: Exception) -> None:
+        """What one request's strategy, drafter or sampling raises ends that request; the others go on."""
+        active = self._find(session)
+        assert active is not None
+        log.error("a request ends with an error: %s", error,
+                  exc_info=None if isinstance(error, FlowspecError) else error)
+        self._active.remove(active)
+        self.pool.drop(session)
+        closing = self._scheduler.remove(session)
+        self._fail(active, error)
+        self._links.send(closing)
+
     def _fail(self, active: _Active, error: BaseException) -> None:
         self._links.bytes.pop(active.session, None)
         self._energy.close(active.session)
@@ -294,9 +330,22 @@ class EventLoop:
             self._observer.failed(active.coordinator, time.monotonic())
         finally:
             if not active.handle.done():
-                active.handle.set_exception(error)
+                active.handle.fail(error)
 
     def _answer(self, active: _Active) -> None:
+        try:
+            result = self._result(active)
+        except Exception as error:  # such as a stage's absurd counters
+            log.exception("a request's figures are wrong")
+            self._fail(active, error)
+            return
+        try:
+            self._observer.settled(active.coordinator, result, time.monotonic())
+        finally:
+            if not active.handle.done():
+                active.handle.set_result(result)
+
+    def _result(self, active: _Active) -> Result:
         stages = self._links.members.take_reports(active.session)
         total = self._links.bytes.pop(active.session) + sum(
             int(counters.get(kind, 0)) for counters in stages for kind in ("bytes_out", "collective_bytes"))
@@ -311,8 +360,4 @@ class EventLoop:
         if len(result.tokens) > 1 and late > _LATE_SHARE * result.stats.decode_s:
             log.warning("emulation: this machine was too slow or too busy by %.2f s in %.2f s of decoding; "
                         "figures are too low", late, result.stats.decode_s)
-        try:
-            self._observer.settled(active.coordinator, result, time.monotonic())
-        finally:  # also if an observer raises
-            if not active.handle.done():
-                active.handle.set_result(result)
+        return result

@@ -5,15 +5,37 @@ Lost stages raise PeerLost here and in ``stage_links``; ``recovery`` handles it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from flowspec_edge.errors import PeerLost, ProtocolError
-from flowspec_edge.messages import PROTOCOL_VERSION, Failed, Heartbeat, Hello, SessionReport
+from flowspec_edge.messages import (
+    PROTOCOL_VERSION,
+    Computed,
+    Credit,
+    Failed,
+    Heartbeat,
+    Hello,
+    Message,
+    SessionReport,
+    Tap,
+)
 from flowspec_edge.runtime.observe.counters import LiveLines
 
 _SHOWN = 12  # hexadecimal digits of a digest, of 64
+_MAX_SESSION = 2**62  # numbers begin with the clock's milliseconds and grow by one
+
+
+class StageBroken(PeerLost):
+    """A stage whose key was checked broke the protocol: its process has to be replaced."""
+
+    def __init__(self, stage: int, reason: str) -> None:
+        super().__init__(stage, reason)
+        self.stage = stage
+
+    def __str__(self) -> str:
+        return f"V{self.stage} broke the protocol: {self.args[1]}"
 
 
 class StageState(Enum):
@@ -53,13 +75,9 @@ class Membership:
         self._lines = LiveLines()
 
     def receive(self, sender: str, message: Hello | Heartbeat | SessionReport | Failed, now: float) -> None:
-        """Process a message; unknown senders, such as a stage's replaced process, are ignored. PeerLost if
-        the stage failed or, with ``fail_on_rejoin``, restarted; ProtocolError for an unexpected stage."""
-        member = self._members.get(sender)
-        if member is None:
-            return
-        if message.stage != member.stage:
-            raise ProtocolError(f"{sender} says it is V{message.stage}, but it is set up as V{member.stage}")
+        """Process a message of which :meth:`objection` has none. PeerLost if the stage failed or, with
+        ``fail_on_rejoin``, restarted; ProtocolError if it is set up wrongly."""
+        member = self._members[sender]
         member.seen_at = now
         match message:
             case Hello():
@@ -80,6 +98,21 @@ class Membership:
             case Failed():
                 member.state = StageState.ABSENT
                 raise PeerLost(f"V{message.stage} failed: {message.cause}")
+
+    def objection(self, sender: str, message: Message) -> str:
+        """Why a message on the control channel cannot come from the stage ``sender``; "" if it can."""
+        member = self._members[sender]
+        match message:
+            case Hello(stage=n) | Heartbeat(stage=n) | SessionReport(stage=n) | Failed(stage=n) | Computed(
+                    stage=n) if n != member.stage:
+                return f"it says it is V{n}, but it is set up as V{member.stage}"
+            case Hello(newest=newest) if newest > _MAX_SESSION:
+                return f"it knows a session {newest}, which no draft device has reached"
+            case Credit() if member.stage != 1:
+                return "only V1 gives credits"
+            case Hello() | Heartbeat() | SessionReport() | Failed() | Credit() | Tap() | Computed():
+                return ""
+        return f"a {type(message).__name__} is not a stage's"
 
     @property
     def newest(self) -> int:
@@ -120,10 +153,10 @@ class Membership:
         for member in self._members.values():
             member.seen_at = max(member.seen_at, now)
 
-    def check(self, now: float) -> None:
-        """Raise PeerLost if a stage has been silent for too long."""
+    def check(self, now: float, stages: Collection[int] = ()) -> None:
+        """Raise PeerLost if a stage, or one of ``stages``, has been silent for too long."""
         for member in self._members.values():
-            if now - member.seen_at > self._dead_after:
+            if (not stages or member.stage in stages) and now - member.seen_at > self._dead_after:
                 raise PeerLost(f"V{member.stage} has been silent for {self._dead_after:g} s: "
                                "check that the device is up, reachable and not out of memory")
 

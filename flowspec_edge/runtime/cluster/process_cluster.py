@@ -37,7 +37,7 @@ from flowspec_edge.runtime.draft_device.coordinator import Coordinator
 from flowspec_edge.runtime.draft_device.models import DraftModels
 from flowspec_edge.runtime.emulation.engine import Emulation
 from flowspec_edge.runtime.emulation.links import EmulatedTransport
-from flowspec_edge.runtime.observe.observer import Observer
+from flowspec_edge.runtime.observe.observer import Observer, Observers
 from flowspec_edge.runtime.observe.power import PowerMeter, SessionEnergy
 from flowspec_edge.runtime.request import (
     ClusterState,
@@ -69,7 +69,7 @@ class ProcessCluster:
 
     def __init__(self, model_dir: Path, stages: int, dtype: str = "fp32", *, device: str = "cpu",
                  parallelism: Parallelism = "pipeline", threads: int | None = None,
-                 encrypted: bool = False, dead_after: float = 5.0, start_within: float = 180.0,
+                 dead_after: float = 5.0, start_within: float = 180.0,
                  addresses: Addresses | None = None, placement: Placement | None = None,
                  emulation: Emulation | None = None, at_once: int = 8, cache_rows: int | None = None,
                  rejoin_within: float = 0.0, watch: Callable[[], str | None] = lambda: None,
@@ -81,7 +81,6 @@ class ProcessCluster:
 
         device         torch device of D0 and of the stages that are started here
         threads        torch threads per stage and, meanwhile, of this process; None divides the cores
-        encrypted      CURVE on every link, with keys made for this cluster
         dead_after     seconds of silence after which a stage counts as lost
         start_within   seconds for all stages to say Hello
         at_once        number of concurrent requests, each with its own caches
@@ -95,18 +94,16 @@ class ProcessCluster:
         meter          running power meter of this board; results have the energy if every board has one
         idle_s         seconds to measure idle power before the first request; only with a meter
 
-        UsageError, before anything is started, if the model cannot be cut into so many stages or encryption
-        is not possible; PeerLost if a stage does not start.
+        Links to stages that are started here are encrypted, with keys made for this cluster; the collectives
+        of tensor-parallel ranks cannot be. UsageError, before anything is started, if the model cannot be cut
+        into so many stages; PeerLost if a stage does not start.
         """
         parse_dtype(dtype)
         grouped = parallelism != "pipeline"
         stage_ranges(ModelDir(Path(model_dir)).stages, stages, allow_empty=grouped)
-        if grouped and encrypted:
-            raise UsageError(f"{parallelism}: collectives cannot be encrypted; "
-                             "use a pipeline, or a network that you trust")
         self.parallelism = parallelism
         self._at_once = at_once
-        self.observer = observer or Observer()
+        self.observer = Observers([observer] if observer else [])
         self._queue: deque[RequestHandle] = deque()
         self._driver = threading.Lock()
         self._closed = False
@@ -115,7 +112,7 @@ class ProcessCluster:
             self._workers = WorkerProcesses()
             undo.callback(self._workers.end)
             place = placement or Loopback()
-            plan = None if addresses else LocalPlan(stages, self._workers.directory, encrypted, place)
+            plan = None if addresses else LocalPlan(stages, self._workers.directory, place)
             self._plan = plan
             if plan:
                 undo.callback(plan.close)
@@ -237,11 +234,15 @@ class ProcessCluster:
 
     def _drive(self, stop: Callable[[], bool]) -> None:
         self._energy.skip()  # since the last drive this process may have done other work
+        first = True
         try:
             while not stop():
                 if self._closed:
                     raise FlowspecError(_CLOSED)
                 try:
+                    if first:
+                        first = False
+                        self._loop.listen_again()
                     self._step()
                 except PeerLost as error:
                     self._recovery.begin(error)  # raises it if recovery is not possible
@@ -276,7 +277,7 @@ class ProcessCluster:
     def _abandon(self, error: BaseException) -> None:
         self._loop.abandon(error)
         while self._queue:
-            self._queue.popleft().set_exception(error)
+            self._queue.popleft().fail(error)
 
     def _coordinator(self, handle: RequestHandle, session: int, before: Coordinator | None) -> Coordinator:
         request = handle.request

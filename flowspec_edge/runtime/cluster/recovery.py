@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from flowspec_edge.errors import PeerLost
+from flowspec_edge.runtime.cluster.membership import StageBroken
 from flowspec_edge.runtime.cluster.stage_links import ADVICE, StageLinks
 from flowspec_edge.runtime.cluster.subprocesses import WorkerProcesses
 from flowspec_edge.runtime.observe.observer import Observer
@@ -62,7 +63,9 @@ class Recovery:
         log.warning("%s; waiting up to %.0f s for all stages to be back", outage, self._deadline - now)
         self._observer.lost(outage, now)
         self._links.members.expect_all()
-        if self._new_group:
+        if isinstance(error, StageBroken) and self._workers.pids:
+            self._restart({error.stage: outage})
+        elif self._new_group:
             self._restart(dict.fromkeys(range(1, len(self._workers.pids) + 1), outage))
 
     def poll(self) -> bool:
@@ -70,13 +73,17 @@ class Recovery:
         at the deadline or when a stage ends repeatedly."""
         members = self._links.members
         silent: list[int] = []
+        broken: dict[int, str] = {}
         try:
             self._links.collect(lambda message: None)
             silent = members.silent(time.monotonic())
         except PeerLost as error:  # wait for the stage's next heartbeat, or its end
             log.info("%s", error)
+            if isinstance(error, StageBroken):
+                broken[error.stage] = str(error)
         if self._workers.pids:
-            self._restart({**{stage: f"V{stage} is silent" for stage in silent}, **self._workers.ended()})
+            self._restart({**{stage: f"V{stage} is silent" for stage in silent}, **broken,
+                           **self._workers.ended()})
         if (gone := self._gone()) is not None:
             raise PeerLost(gone + ADVICE)
         absent = members.absent()

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from flowspec_edge.errors import PeerLost, ProtocolError
+from flowspec_edge.errors import PeerFault, PeerLost, ProtocolError
 from flowspec_edge.messages import (
     Cancel,
     Close,
@@ -25,7 +25,7 @@ from flowspec_edge.messages import (
     Tap,
 )
 from flowspec_edge.runtime.cluster.addresses import Addresses, Placement
-from flowspec_edge.runtime.cluster.membership import Membership
+from flowspec_edge.runtime.cluster.membership import Membership, StageBroken
 from flowspec_edge.transport.zmq_links import ZmqTransport
 
 ADVICE = "; start the cluster again"  # ends the message of a PeerLost
@@ -57,7 +57,8 @@ class StageLinks:
         self._check_at = 0.0
         allowed = addresses.worker_keys
         with place.entered(0):  # ZeroMQ's I/O thread keeps the namespace it was created in
-            self._hub = transport.hub(addresses.control, "D0 control", allowed)
+            self._hub = transport.hub(addresses.control, "D0 control",
+                                      dict(zip(addresses.instances, allowed, strict=False)))
             self._output = transport.pull(addresses.output, "D0 data in", allowed[-1:])
             self._first = transport.push(addresses.first, "D0 data out", allowed[:1])
 
@@ -96,7 +97,7 @@ class StageLinks:
             try:
                 taken = self._hub.send(instance, message)
             except PeerLost as error:
-                self._blame_exit(within=_EXIT_S)
+                self._blame_exit(stage)
                 raise PeerLost(f"V{stage} left the control channel{ADVICE}") from error
             if not taken:
                 raise PeerLost(f"V{stage} no longer takes control messages{ADVICE}")
@@ -113,29 +114,56 @@ class StageLinks:
             before = self._first.bytes_out
 
     def collect(self, take: Callable[[Output | Credit | Tap | Computed], None]) -> bool:
-        """Pass all arrived messages to ``take`` or ``members``; return whether there were any."""
+        """Pass all arrived messages to ``take``, which raises ProtocolError for impossible ones, or to
+        ``members``; return whether there were any. PeerLost if a stage failed or broke the protocol."""
+        try:
+            found = self._collect_outputs(take)
+        except PeerFault as error:  # the socket admits VN's key alone
+            raise StageBroken(len(self.members.instances), str(error)) from None
+        try:
+            return self._collect_control(take) or found
+        except PeerFault as error:
+            raise StageBroken(self.members.instances.index(error.peer) + 1, str(error)) from None
+
+    def _collect_outputs(self, take: Callable[[Output], None]) -> bool:
         found = False
         while (output := self._output.receive()) is not None:
             found = True
-            self.output_at = time.monotonic()
             if not isinstance(output, Output):
-                raise ProtocolError(f"{self._output.name}: a {type(output).__name__} is not an output")
-            take(output)
+                self._output.reject(f"a {type(output).__name__} is not an output")
+                continue
+            self.output_at = time.monotonic()
+            try:
+                take(output)
+            except ProtocolError as error:
+                self._output.reject(str(error))
+        return found
+
+    def _collect_control(self, take: Callable[[Credit | Tap | Computed], None]) -> bool:
+        found = False
         before = self._hub.bytes_in
         while (item := self._hub.receive()) is not None:
             found = True
             sender, message = item
+            size, before = self._hub.bytes_in - before, self._hub.bytes_in
+            if sender not in self.members.instances:
+                continue  # such as a stage's replaced process
+            if objection := self.members.objection(sender, message):
+                self._hub.reject(objection, sender)
+                continue
             match message:
+                case SessionReport() if message.session not in self.bytes:
+                    pass  # of a session before a loss
                 case Hello() | Heartbeat() | SessionReport() | Failed():
                     self.members.receive(sender, message, time.monotonic())
                     if isinstance(message, Heartbeat):
                         self._on_heartbeat(message, time.monotonic())
                 case Credit() | Tap() | Computed():
-                    self._count(message.session, self._hub.bytes_in - before)
-                    take(message)
-                case _:
-                    raise ProtocolError(f"{self._hub.name}: {sender} sent a {type(message).__name__}")
-            before = self._hub.bytes_in
+                    self._count(message.session, size)
+                    try:
+                        take(message)
+                    except ProtocolError as error:
+                        self._hub.reject(str(error), sender)
         return found
 
     def sleep(self, max_s: float = _CHECK_S) -> None:
@@ -149,8 +177,11 @@ class StageLinks:
 
     # ---- losses --------------------------------------------------------------------------------
 
-    def expect_from_now(self) -> None:
+    def expect_outputs_from_now(self) -> None:
         self.output_at = time.monotonic()
+
+    def expect_from_now(self) -> None:
+        self.expect_outputs_from_now()
         self.members.reset_silence(self.output_at)
 
     def check(self) -> None:
@@ -162,7 +193,7 @@ class StageLinks:
         self._blame_exit()
         self.members.check(now)
         if self._first.disconnects() != self._disconnects:
-            self._blame_exit(within=_EXIT_S)
+            self._blame_exit(1)
             raise PeerLost(f"{self._first.name}: the connection to V1 broke, segments may be lost{ADVICE}")
 
     def close_all(self, sessions: Iterable[int]) -> None:
@@ -187,7 +218,15 @@ class StageLinks:
         """Wait up to ``seconds`` for a message, without sending."""
         self._transport.wait([self._output, self._hub], [], seconds)
 
-    def _blame_exit(self, within: float = 0.0) -> None:
-        cause = self._exited(within)
-        if cause is not None:
-            raise PeerLost(cause + ADVICE)
+    def _blame_exit(self, stage: int = 0) -> None:
+        """Raise PeerLost if a stage has ended. ``stage``: its link broke, so it may also end in a moment, or
+        be silent because it was stopped."""
+        deadline = time.monotonic() + (_EXIT_S if stage else 0.0)
+        while True:
+            cause = self._exited(min(_CHECK_S, max(0.0, deadline - time.monotonic())))
+            if cause is not None:
+                raise PeerLost(cause + ADVICE)
+            now = time.monotonic()
+            if now >= deadline:
+                return
+            self.members.check(now, [stage])

@@ -76,6 +76,7 @@ class Coordinator:
         self._read = list(self._text)  # all accepted tokens, also those after the end of the answer
         self._chain = list(range(cached_rows))  # numbers of its rows that have come back
         self._outputs: deque[Output] = deque()
+        self._newest_run = -1  # of the outputs
         self._taps: list[Tap] = []  # not passed to the drafter yet
         self._tapped: dict[int, set[int]] = {}  # run -> needed layers whose states have come
         self._hidden: dict[int, tuple[Tensor, int]] = {}  # number -> states [n, H] and its row in them
@@ -115,16 +116,37 @@ class Coordinator:
     # ---- arrivals --------------------------------------------------------------------------
 
     def receive(self, message: Output | Tap) -> None:
-        """Store an arrival for the tasks, without processing it; stale messages are ignored."""
+        """Store an arrival for the tasks, without processing it; stale messages are ignored. ProtocolError
+        for one that does not answer what was sent."""
         if (message.session, message.epoch) != (self.builder.session, self.builder.epoch):
             return
+        self._check(message)
         match message:
             case Output():
+                self._newest_run = message.run
                 self._outputs.append(message)
             case Tap():
                 self._taps.append(message)
                 if message.layer in self._needed:
                     self._tapped.setdefault(message.run, set()).add(message.layer)
+
+    def _check(self, message: Output | Tap) -> None:
+        name = f"{type(message).__name__.lower()} of segment {message.run} of session {message.session}"
+        width = message.hidden.array.shape[1]
+        if width != self._head.hidden_size:
+            raise ProtocolError(f"{name}: its states have {width} values, not {self._head.hidden_size}")
+        sent, numbers = self.builder.sent_numbers(message.run), message.numbers
+        if isinstance(message, Output):
+            if sent is None or message.run <= self._newest_run:
+                raise ProtocolError(f"{name}: the segment is not in flight, or has an output already")
+            if self._prompt_left and len(numbers) != len(sent):
+                raise ProtocolError(f"{name}: it has {len(numbers)} rows of a prompt's {len(sent)}")
+        wrong = bool((numbers[1:] <= numbers[:-1]).any())
+        if sent is not None and not wrong:
+            at = np.searchsorted(sent, numbers)
+            wrong = bool((at >= len(sent)).any() or (sent[at] != numbers).any())
+        if wrong:
+            raise ProtocolError(f"{name}: it has rows that were not sent in it")
 
     # ---- tasks -----------------------------------------------------------------------------
 
@@ -160,13 +182,8 @@ class Coordinator:
             self.strategy.on_draft(task.request, self.drafter.expand(task.request))
 
     def _verify(self, output: Output) -> None:
-        try:
-            numbers, positions = self.builder.pop_returned(output.run)
-        except KeyError:
-            raise ProtocolError(f"output of segment {output.run}, which is not in flight") from None
+        numbers, positions = self.builder.pop_returned(output.run)
         at = np.searchsorted(numbers, output.numbers)
-        if (at >= len(numbers)).any() or (numbers[at] != output.numbers).any():
-            raise ProtocolError(f"the output of segment {output.run} has rows that were not sent in it")
         if self.drafter and self._needed:
             self._pass_on_taps(self.drafter)  # before the commits that use them
             self._tapped = {run: layers for run, layers in self._tapped.items() if run > output.run}

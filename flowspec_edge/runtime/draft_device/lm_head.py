@@ -26,6 +26,10 @@ class LmHead:
     def vocabulary(self) -> int:
         return len(self.weight)
 
+    @property
+    def hidden_size(self) -> int:
+        return int(self.weight.shape[1])
+
     def states(self, hidden: Payload) -> Tensor:
         """Copy received post-norm hidden states, [n, H], to the device, in the weight's dtype."""
         return to_device(to_torch(hidden), self.weight.device).to(self.weight.dtype)

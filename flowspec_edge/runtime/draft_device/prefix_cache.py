@@ -103,6 +103,10 @@ class PrefixCache:
         self._retained[session] = CachedPrefix(session, np.array(tokens, dtype=np.int32), request, drafter)
         return tuple(numbers)
 
+    def drop(self, session: int) -> None:
+        """End a session of which nothing is retained."""
+        del self._open[session]
+
     def clear(self) -> None:
         self._open.clear()
         self._retained.clear()

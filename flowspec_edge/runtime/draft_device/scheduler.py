@@ -21,12 +21,16 @@ class Job:
 
 
 class Scheduler:
-    """Collects the coordinators' messages and tasks; passes arrivals on to them."""
+    """Collects the coordinators' messages and tasks; passes arrivals on to them.
+
+    turn  the coordinator that was called last: the one to blame for an exception
+    """
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         """``clock``: the driver's, in seconds; None: no segment is sent ahead."""
         self._clock = clock
         self._predictor = SlotPredictor()
+        self.turn: Coordinator | None = None
         self._open: dict[int, Coordinator] = {}
         self._at_v1: set[tuple[int, int, int]] = set()  # session, epoch, run
 
@@ -52,9 +56,9 @@ class Scheduler:
     def take_messages(self) -> list[Segment | Prune | Cancel]:
         """Return control messages, then a segment if V1 has none."""
         messages: list[Segment | Prune | Cancel] = []
-        for coordinator in self._open.values():
+        for coordinator in self._turns():
             messages += coordinator.controls()
-        for coordinator in self._open.values():
+        for coordinator in self._turns():
             if not self._at_v1 and (segment := coordinator.next_segment()):
                 messages.append(self._to_v1(segment))
         return messages
@@ -69,7 +73,7 @@ class Scheduler:
             return []
         if not self._predictor.outlasts(_kind(job), self._clock()):
             return []
-        oldest = next(iter(self._open.values()))
+        oldest = next(self._turns())
         if oldest.strategy.allows_early_send and (segment := oldest.next_segment()):
             return [self._to_v1(segment)]
         return []
@@ -96,13 +100,18 @@ class Scheduler:
 
     def next_job(self) -> Job | None:
         """Return the most urgent job: outputs before draft passes, the oldest request first."""
-        for coordinator in self._open.values():
+        for coordinator in self._turns():
             if output := coordinator.next_output():
                 return Job(coordinator, output)
-        for coordinator in self._open.values():
+        for coordinator in self._turns():
             if draft := coordinator.next_draft():
                 return Job(coordinator, draft)
         return None
+
+    def _turns(self) -> Iterator[Coordinator]:
+        for coordinator in self._open.values():
+            self.turn = coordinator
+            yield coordinator
 
 
 def _kind(job: Job) -> str:

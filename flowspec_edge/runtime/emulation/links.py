@@ -11,7 +11,7 @@ import math
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Message
 from flowspec_edge.runtime.emulation.engine import Emulation, pause
 from flowspec_edge.runtime.virtual.links import added_bytes
-from flowspec_edge.transport.base import Hub, Link
+from flowspec_edge.transport.base import NO_PEERS, Hub, Link
 from flowspec_edge.transport.fields import Buffer
 from flowspec_edge.transport.keys import KeyPair
 from flowspec_edge.transport.zmq_links import Endpoint, ZmqClientLink, ZmqHub, ZmqLink, ZmqTransport
@@ -86,7 +86,8 @@ class _Emulated(Endpoint):
         while True:
             while (frames := super()._receive(patience, most + 1)) is not None:
                 if len(frames[-1]) < _STAMP.size:
-                    raise ProtocolError(f"{self.name}: a message came without its emulated time")
+                    self._drop("it came without its emulated time")
+                    continue
                 self._held.append((_STAMP.unpack_from(frames[-1])[0], frames[:-1]))
                 patience = 0.0
             now = time.monotonic()
@@ -131,7 +132,8 @@ class EmulatedTransport(ZmqTransport):
                 peer_keys: Collection[bytes] = ()) -> ZmqClientLink:
         return self._on(super().control(endpoint, name, identity, peer_keys), 0)
 
-    def hub(self, endpoint: str, name: str, peer_keys: Collection[bytes] = (), fd: int = -1) -> ZmqHub:
+    def hub(self, endpoint: str, name: str, peer_keys: Mapping[str, bytes] = NO_PEERS, fd: int = -1
+            ) -> ZmqHub:
         hub = super().hub(endpoint, name, peer_keys, fd)
         channels = {peer: self._channel(place) for peer, place in self._places.items()}
         cast(_EmulatedHub, hub).channels = channels

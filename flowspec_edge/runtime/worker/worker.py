@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import cast
 
-from flowspec_edge.errors import PeerLost, ProtocolError
+from flowspec_edge.errors import FlowspecError, PeerFault, PeerLost, ProtocolError
 from flowspec_edge.messages import (
     Cancel,
     Close,
@@ -39,6 +39,7 @@ from flowspec_edge.transport.base import ClientLink, Link, Transport
 
 log = logging.getLogger(__name__)
 
+_FAULT_S = 1.0  # between two reports to D0 while no session is open
 _CHECK_S = 0.25  # between checks of the links and the parent process
 
 
@@ -81,6 +82,7 @@ class Worker:
         self._reports = Reports(config, links.control, links.next, engine, self._stats, hello,
                                 SystemStats(meter=meter), self._energy)
         self._check_at = 0.0
+        self._gave_up_at = 0.0
         # When the first of the open sessions began: seconds, and disconnects of the links to D0 and the next
         self._open_at = 0.0
         self._disconnects = (0, 0)
@@ -104,34 +106,44 @@ class Worker:
     # ---- data ----------------------------------------------------------------------------------
 
     def _next_segment(self) -> Segment | None:
-        message = self._links.previous.receive()
-        if message is None:
-            self._sleep()
+        try:
+            message = self._links.previous.receive()
+            if message is not None and not isinstance(message, Segment):
+                self._links.previous.reject(f"a {type(message).__name__} is not a segment")
+                return None
+            if message is None:
+                self._sleep()
+                return None
+            if not self._wait_for_open(message):
+                self._links.previous.reject(f"received a segment of session {message.session}, but no Open "
+                                            f"for it within {self._config.open_within_s:g} s")
+                self._credit(message)
+                return None
+        except PeerFault as error:
+            self._give_up(error)
             return None
-        if not isinstance(message, Segment):
-            raise ProtocolError(f"{self._links.previous.name}: a {type(message).__name__} is not a segment")
-        # The two channels are not ordered: a session's first segment may overtake its Open.
-        deadline = time.monotonic() + self._config.open_within_s
-        while self._stats.awaits_open(message.session, message.epoch):
-            if time.monotonic() > deadline:
-                raise ProtocolError(f"received a segment of session {message.session}, but no Open for it "
-                                    f"within {self._config.open_within_s:g} s")
-            self._sleep(data=False)
-            self._tick()
         received = self._links.previous.bytes_in - self._bytes_in  # since the last one: emulated links delay
         self._bytes_in += received
         for stats in self._stats.counters_for(message.session):
             stats.bytes_in += received
         return message
 
+    def _wait_for_open(self, segment: Segment) -> bool:
+        """The two channels are not ordered: a session's first segment may overtake its Open."""
+        deadline = time.monotonic() + self._config.open_within_s
+        while self._stats.awaits_open(segment.session, segment.epoch):
+            if time.monotonic() > deadline:
+                return False
+            self._sleep(data=False)
+            self._tick()
+        return True
+
     def _work(self, segment: Segment) -> None:
         start, before = time.monotonic(), self._rows(segment.session)
         try:
             admitted = self._engine.admit(segment)
         except ProtocolError as error:  # such as a gap: a segment before it was lost
-            if self._config.tensor_parallel:
-                raise
-            self._abandon_sessions(one_line(error))
+            self._give_up(error)
             admitted = None
         if admitted is None:
             self._credit(segment)  # it occupied a slot at V1 nevertheless
@@ -145,7 +157,12 @@ class Worker:
         except PeerLost:
             self._drain()
             raise
-        self._energy.work_for(None)
+        except FlowspecError as error:  # rows that contradict each other, or do not fit
+            self._give_up(error)
+            self._credit(segment)
+            return
+        finally:
+            self._energy.work_for(None)
         end = time.monotonic()
         seconds = end - start
         rows = max(0, self._rows(segment.session) - before)  # 0 if the session has ended meanwhile
@@ -212,8 +229,13 @@ class Worker:
         """Handle control messages, checks and heartbeats; also called between layers."""
         if wait > 0:
             self._sleep(data=False, max_s=wait)
-        while (message := self._links.control.receive()) is not None:
-            self._handle_control(message)
+        try:
+            while (message := self._links.control.receive()) is not None:
+                self._handle_control(message)
+        except ProtocolError as error:
+            if self._config.tensor_parallel:
+                raise
+            self._abandon_sessions(one_line(error), tell=True)
         self._notifier.alive()
         now = time.monotonic()
         if now >= self._check_at:
@@ -229,6 +251,9 @@ class Worker:
             case Cancel():
                 self._engine.cancel(message)
             case Open():
+                if message.session not in self._stats:
+                    self._check_order(message.session)
+                    self._stats.mark_ended(message.session)  # if the engine refuses to open it
                 self._engine.open(message)
                 alone = self._stats.open(message.session, message.epoch, message.concurrent, message.timed)
                 self._energy.open(message.session, self._stats.sessions)
@@ -247,7 +272,14 @@ class Worker:
                 log.info("V%d ends: %s", self._config.stage, message.reason)
                 raise Stopped
             case _:
-                raise ProtocolError(f"{self._links.control.name}: D0 sent a {type(message).__name__}")
+                self._links.control.reject(f"D0 sent a {type(message).__name__}")
+
+    def _check_order(self, session: int) -> None:
+        """ProtocolError if D0 does not know how far this stage's session numbers have come: a segment that
+        overtook its Open would have been taken for a stale one. The Hello tells D0."""
+        if session <= self._stats.newest:
+            self._reports.send_hello()
+            raise ProtocolError(f"D0 opens session {session} after session {self._stats.newest}")
 
     def _check(self) -> None:
         """End, or abandon the sessions, if a peer that they need is gone."""
@@ -285,12 +317,23 @@ class Worker:
             return f"{link.name}: no connection to the next device for {config.lost_after_s:g} s"
         return ""
 
-    def _abandon_sessions(self, reason: str) -> None:
-        """Close the open sessions but keep the stage running; tell D0, unless D0 itself was disconnected."""
+    def _give_up(self, error: FlowspecError) -> None:
+        """The previous device broke the protocol, or a session cannot continue: abandon the sessions. Ranks
+        end, because all have to see the same segments."""
+        if self._config.tensor_parallel:
+            raise error
+        now = time.monotonic()
+        if self._stats or now >= self._gave_up_at + _FAULT_S:  # a flood must fill neither log nor queue
+            self._gave_up_at = now
+            self._abandon_sessions(one_line(error), tell=not self._stats)
+
+    def _abandon_sessions(self, reason: str, tell: bool = False) -> None:
+        """Close the open sessions but keep the stage running; tell D0, unless D0 itself was disconnected
+        since they began. ``tell``: in any case."""
         log.warning("V%d abandons its sessions: %s", self._config.stage, reason)
         for session in self._stats.sessions:
             self._stats.close(session)
             self._energy.close(session)
             self._engine.close(Close(session))
-        if self._links.control.disconnects() == self._disconnects[0]:
+        if tell or self._links.control.disconnects() == self._disconnects[0]:
             self._reports.send_failure(reason)

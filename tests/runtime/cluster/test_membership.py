@@ -8,7 +8,16 @@ from dataclasses import replace
 import pytest
 
 from flowspec_edge.errors import PeerLost, ProtocolError
-from flowspec_edge.messages import Failed, Heartbeat, Hello, SessionReport
+from flowspec_edge.messages import (
+    Close,
+    Computed,
+    Credit,
+    Failed,
+    Heartbeat,
+    Hello,
+    Message,
+    SessionReport,
+)
 from flowspec_edge.runtime.cluster.membership import Membership
 from flowspec_edge.runtime.observe.counters import LiveLines, line
 
@@ -49,8 +58,21 @@ def test_silence_is_counted_from_the_last_message_or_the_request(members: Member
         members.check(106.0)
 
 
-def test_an_unknown_instance_is_ignored(members: Membership) -> None:
-    members.receive("v1-of-yesterday", Failed("v1", 1, "old news"), 0.0)
+@pytest.mark.parametrize(("sender", "message", "text"), [
+    ("v1", V2, "it says it is V2, but it is set up as V1"),
+    ("v2", Heartbeat("v2", 1, {}), "it says it is V1, but it is set up as V2"),
+    ("v2", Computed(1, 0, 0, 1, 4, 0, 1, 2), "it says it is V1, but it is set up as V2"),
+    ("v1", replace(V1, newest=2**63 - 1), "it knows a session 9223372036854775807"),
+    ("v2", Credit(1, 0, 0), "only V1 gives credits"),
+    ("v1", Close(1), "a Close is not a stage's"),
+    ("v2", V2, ""),
+    ("v1", Credit(1, 0, 0), ""),
+])
+def test_what_a_stage_cannot_say_is_objected_to(members: Membership, sender: str, message: Message, text: str
+                                                ) -> None:
+    objection = members.objection(sender, message)
+    assert text in objection
+    assert bool(text) == bool(objection)
 
 
 def test_a_stage_that_failed_is_quoted(members: Membership) -> None:
@@ -62,7 +84,6 @@ def test_a_stage_that_failed_is_quoted(members: Membership) -> None:
     (replace(V2, version=99), "speaks protocol version 99"),
     (replace(V2, stages=3), "one of 3 stages"),
     (replace(V2, layers=(4, 5)), "V1 ends at layer 3, but V2 starts at 4"),
-    (replace(V2, stage=1), "it is set up as V2"),
 ])
 def test_a_stage_that_does_not_fit_is_refused(members: Membership, hello: Hello, text: str) -> None:
     members.receive("v1", V1, 0.0)

@@ -129,8 +129,8 @@ def test_d0_takes_no_more_threads_than_its_share_while_the_cluster_is_up(model: 
         torch.set_num_threads(before)
 
 
-def test_an_encrypted_cluster_ends_cleanly(model: Path) -> None:
-    cluster = ProcessCluster(model, 2, threads=1, encrypted=True)
+def test_a_cluster_ends_cleanly(model: Path) -> None:
+    cluster = ProcessCluster(model, 2, threads=1)
     pids = cluster.pids
     try:
         assert cluster.generate(Request(PROMPT, "flowspec", max_new_tokens=8)).tokens == greedy(model, 8)

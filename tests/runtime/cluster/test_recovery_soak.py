@@ -71,11 +71,9 @@ def strike_often(cluster: ProcessCluster, striker: Striker, own_text: Callable[[
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("encrypted", "losses"), [(False, 30), (True, 8)])
-def test_random_losses(model: Path, own_text: Callable[[Request], list[int]], encrypted: bool, losses: int
-                       ) -> None:
-    striker = Striker()
-    with ProcessCluster(model, 4, threads=1, dead_after=2.0, rejoin_within=PATIENCE, encrypted=encrypted,
+def test_random_losses(model: Path, own_text: Callable[[Request], list[int]]) -> None:
+    striker, losses = Striker(), 30
+    with ProcessCluster(model, 4, threads=1, dead_after=2.0, rejoin_within=PATIENCE,
                         observer=striker) as cluster:
         pids = strike_often(cluster, striker, own_text, PIPELINED, 2, seed=1)
         descriptors = len(os.listdir("/proc/self/fd"))

@@ -21,7 +21,6 @@ from flowspec_edge.errors import FlowspecError, PeerLost, ProtocolError, UsageEr
 from flowspec_edge.messages import Hello
 from flowspec_edge.runtime.cluster.clusters import LocalCluster
 from flowspec_edge.runtime.cluster.membership import Membership
-from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
@@ -140,11 +139,6 @@ def test_a_lost_rank_is_named_and_the_others_are_reaped(
         if kind == "megatron":  # the next request starts another cluster
             expected = plain.generate(PROMPT, 4, Sampling())[0]
             assert clusters.generate(Request(PROMPT, kind, 4)).tokens == expected
-
-
-def test_collectives_cannot_be_encrypted(model: Path) -> None:
-    with pytest.raises(UsageError, match="megatron: collectives cannot be encrypted"):
-        ProcessCluster(model, 2, parallelism="megatron", encrypted=True)
 
 
 def test_ranks_must_know_where_to_meet() -> None:

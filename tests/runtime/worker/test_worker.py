@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from workerkit import PATIENCE, HeldEngine, LonelyEngine, Start, segment
+from workerkit import PATIENCE, HeldEngine, LonelyEngine, Stage, Start, segment
 
-from flowspec_edge.errors import FlowspecError, PeerLost, ProtocolError
+from flowspec_edge.errors import FlowspecError, PeerLost
 from flowspec_edge.messages import (
     Cancel,
     Close,
@@ -24,6 +25,7 @@ from flowspec_edge.messages import (
     Failed,
     Heartbeat,
     Hello,
+    Message,
     Open,
     Output,
     Prune,
@@ -168,12 +170,18 @@ def test_a_segment_that_overtook_its_open_waits_for_it(start: Start, real: Stage
     assert stage.result().session == 2
 
 
-def test_a_segment_whose_open_never_comes_is_an_error(start: Start, real: StageEngine) -> None:
+def goes_on(stage: Stage, session: int) -> None:
+    stage.tell(Open(session, 0, 64))
+    stage.give(segment(0, session=session))
+    assert stage.result().session == session
+
+
+def test_a_segment_whose_open_never_comes_ends_the_sessions_and_not_the_stage(start: Start, real: StageEngine
+                                                                              ) -> None:
     stage = start(real, open_within_s=0.1)
     stage.give(segment(0, session=7))
-    error = stage.ended()
-    assert isinstance(error, ProtocolError)
-    assert "segment of session 7" in str(error)
+    assert "segment of session 7, but no Open for it within 0.1 s" in stage.hear(Failed).cause
+    goes_on(stage, 8)
 
 
 def test_two_sessions_each_have_their_own_counters(start: Start, real: StageEngine) -> None:
@@ -249,17 +257,64 @@ def test_a_stage_that_cannot_pass_its_results_on_lives_on(start: Start, real: St
 
 
 def test_what_is_not_a_segment_does_not_belong_on_the_data_link(start: Start, real: StageEngine) -> None:
+    """The device before this one is broken: D0 hears of it, and the stage goes on."""
     stage = start(real)
+    stage.tell(Open(1, 0, 64))
+    stage.give(segment(0))
+    stage.result()
     assert stage.first.send(Close(1))
-    error = stage.ended()
-    assert isinstance(error, ProtocolError)
-    assert "a Close is not a segment" in str(error)
+    assert "a Close is not a segment" in stage.hear(Failed).cause
+    assert not real.sessions
+    goes_on(stage, 2)
 
 
 def test_what_a_stage_says_is_not_what_it_obeys(start: Start, real: StageEngine) -> None:
     stage = start(real)
     stage.tell(Failed("v1", 1, "?"))
-    assert isinstance(stage.ended(), ProtocolError)
+    assert "D0 sent a Failed" in stage.hear(Failed).cause
+    goes_on(stage, 1)
+
+
+@pytest.mark.parametrize(("wrong", "text"), [
+    (Open(2, 0, 64, version=99), "D0 speaks protocol version 99"),
+    (Open(2, 0, 64, parent_session=1, rows=40), "rows of session 1"),
+    (Close(1, (5, 6)), "not all of them are among"),
+])
+def test_what_d0_asks_in_vain_ends_the_sessions_and_not_the_stage(start: Start, real: StageEngine,
+                                                                  wrong: Message, text: str) -> None:
+    stage = start(real)
+    stage.tell(Open(1, 0, 64))
+    stage.tell(wrong)
+    assert text in stage.hear(Failed).cause
+    goes_on(stage, 3)
+
+
+def test_rows_that_contradict_each_other_end_the_sessions_and_not_the_stage(start: Start, real: StageEngine
+                                                                            ) -> None:
+    stage = start(real)
+    stage.tell(Open(1, 0, 8))
+    stage.give(replace(segment(0, rows=2), bits=np.zeros((2, 1), np.uint8)))
+    assert "a row does not see itself" in stage.hear(Failed).cause
+    stage.hear(Credit)  # V1 has room again
+    stage.tell(Open(2, 0, 8))
+    stage.give(segment(0, rows=60, session=2))
+    assert "60 rows are more than the session's capacity" in stage.hear(Failed).cause
+    goes_on(stage, 3)
+
+
+def test_a_stage_tells_a_d0_that_counts_from_behind(start: Start, real: StageEngine) -> None:
+    """As after a reboot with the clock set back, if D0 has not heard how far the numbers have come: the
+    segment that overtakes its Open is taken for a stale one, but D0 is told."""
+    stage = start(real)
+    stage.tell(Open(1000, 0, 64))
+    stage.tell(Close(1000))
+    stage.hear(SessionReport)
+    stage.give(segment(0, session=5))
+    stage.hear(Credit, lambda credit: credit.session == 5)
+    stage.tell(Open(5, 0, 64))
+    assert stage.hear(Hello, lambda hello: hello.newest >= 0).newest == 1000
+    assert "D0 opens session 5 after session 1000" in stage.hear(Failed).cause
+    goes_on(stage, 1001)
 
 
 RANK = {"parallelism": "megatron", "stages": 2, "group": "file:///unused"}
