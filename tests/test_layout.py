@@ -48,7 +48,7 @@ ORDER: dict[str, list[str]] = {
               "engine", "warmup", "reference_model", "tensor_parallel"],
     "runtime": ["request", "plain", "draft_device", "observe", "virtual", "emulation", "worker", "cluster"],
     "serving": ["sse", "access_log", "fair_queue", "admission", "metrics", "openai", "conversation",
-                "dashboard", "app", "server"],
+                "dashboard", "access_control", "app", "server"],
     "fleet": ["paths", "inventory", "remote", "network", "remote_cluster", "probe", "gpu_check", "planning",
               "profiling", "services", "transfer", "deploy", "doctor"],
     "bench": ["results", "run", "render", "sweeps"],

@@ -1,9 +1,7 @@
-"""The ASGI application: routes and the API key."""
+"""The ASGI application: its routes."""
 
 from __future__ import annotations
 
-import hmac
-import ipaddress
 import logging
 import time
 from collections.abc import Callable
@@ -15,12 +13,13 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
+from flowspec_edge.serving.access_control import AccessMiddleware
 from flowspec_edge.serving.access_log import GONE, AccessRecord
 from flowspec_edge.serving.admission import AdmissionQueue
 from flowspec_edge.serving.dashboard.live import Live
-from flowspec_edge.serving.dashboard.pages import is_page, page_routes
+from flowspec_edge.serving.dashboard.pages import page_routes
 from flowspec_edge.serving.metrics import Metrics
 from flowspec_edge.serving.openai.errors import ApiError, api_error
 from flowspec_edge.serving.openai.handler import KEEP_ALIVE_S, ClientGone, ResponseHandler, StreamError
@@ -66,7 +65,7 @@ def make_app(admission: AdmissionQueue, served: ServedModel, api_key: str | None
     chat = CompletionEndpoint(admission, served.name, ChatBody, served.chat, keep_alive_s, observe)
     completion = CompletionEndpoint(admission, served.name, CompletionBody, served.completion, keep_alive_s,
                                     observe)
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
@@ -80,39 +79,8 @@ def make_app(admission: AdmissionQueue, served: ServedModel, api_key: str | None
         middleware=[Middleware(AccessMiddleware, api_key=api_key)],
         exception_handlers={HTTPException: _http_error, ApiError: _error, Exception: _error},
     )
-
-
-class AccessMiddleware:
-    """Checks the API key, except on /health and the page, which asks its user for the key.
-
-    Without a key only this machine can reach the server. That includes browsers, in which a foreign page's
-    name may resolve to loopback (DNS rebinding), so the Host must be one of loopback's own.
-    """
-
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
-        self._app = app
-        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refused = None
-        if scope["type"] == "http" and scope["path"] != "/health":
-            refused = self._refusal(Request(scope))
-        await (refused.response() if refused else self._app)(scope, receive, send)
-
-    def _refusal(self, http: Request) -> ApiError | None:
-        if self._expected is None:
-            if _is_loopback(http.url.hostname or ""):
-                return None
-            return ApiError(403, f"without an API key this server answers to localhost and 127.0.0.1 only, "
-                                 f"not to {http.url.hostname}")
-        if is_page(http.url.path):
-            return None
-        given = http.headers.get("authorization", "").encode("latin-1")
-        if hmac.compare_digest(given, self._expected):
-            return None
-        message = ("incorrect API key" if given else
-                   "no API key: send it as the header Authorization: Bearer KEY")
-        return ApiError(401, message, code="invalid_api_key")
+    app.router.redirect_slashes = False  # a redirect's target would come from the client's Host header
+    return app
 
 
 class CompletionEndpoint:
@@ -169,13 +137,6 @@ class CompletionEndpoint:
             record.add_tokens(handler.tokens)
 
 
-def _is_loopback(name: str) -> bool:
-    try:
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
-
-
 async def _body(http: Request) -> bytes:
     """Read the body. JSON only: a foreign web page cannot send that without a CORS preflight."""
     if http.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
@@ -191,7 +152,7 @@ async def _body(http: Request) -> bytes:
 async def _http_error(http: Request, error: Exception) -> Response:
     """Convert Starlette's errors (404, 405) to OpenAI's format."""
     assert isinstance(error, HTTPException)
-    message = f"{http.method} {http.url.path}: {error.detail.lower()}"
+    message = f"{http.method} {http.scope['path']}: {error.detail.lower()}"
     response = ApiError(error.status_code, message).response()
     response.headers.update(error.headers or {})
     return response
