@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,16 +19,15 @@ from flowspec_edge.serving.access_log import GONE, AccessRecord
 from flowspec_edge.serving.admission import AdmissionQueue
 from flowspec_edge.serving.dashboard.live import Live
 from flowspec_edge.serving.dashboard.pages import page_routes
+from flowspec_edge.serving.intake import Intake
 from flowspec_edge.serving.metrics import Metrics
 from flowspec_edge.serving.openai.errors import ApiError, api_error
 from flowspec_edge.serving.openai.handler import KEEP_ALIVE_S, ClientGone, ResponseHandler, StreamError
 from flowspec_edge.serving.openai.prepare import PreparedRequest, ServedModel
 from flowspec_edge.serving.openai.responses import Answer, model_object
-from flowspec_edge.serving.openai.schemas import B, ChatBody, CompletionBody, read_body
+from flowspec_edge.serving.openai.schemas import B, Body, ChatBody, CompletionBody, read_body
 
 log = logging.getLogger(__name__)
-
-MAX_BODY_BYTES = 2 * 2**20  # no model served here has room for a prompt of that size
 
 
 def make_app(admission: AdmissionQueue, served: ServedModel, api_key: str | None = None,
@@ -62,9 +60,10 @@ def make_app(admission: AdmissionQueue, served: ServedModel, api_key: str | None
         return Response(text, media_type=kind)
 
     observe = metrics.request_ended if metrics else lambda record: None
-    chat = CompletionEndpoint(admission, served.name, ChatBody, served.chat, keep_alive_s, observe)
-    completion = CompletionEndpoint(admission, served.name, CompletionBody, served.completion, keep_alive_s,
-                                    observe)
+    intake = Intake()
+    chat = CompletionEndpoint(admission, intake, served.name, ChatBody, served.chat, keep_alive_s, observe)
+    completion = CompletionEndpoint(admission, intake, served.name, CompletionBody, served.completion,
+                                    keep_alive_s, observe)
     app = Starlette(
         routes=[
             Route("/v1/models", models),
@@ -86,13 +85,17 @@ def make_app(admission: AdmissionQueue, served: ServedModel, api_key: str | None
 class CompletionEndpoint:
     """One of OpenAI's endpoints, as an ASGI application."""
 
-    def __init__(self, admission: AdmissionQueue, name: str, kind: type[B],
+    def __init__(self, admission: AdmissionQueue, intake: Intake, name: str, kind: type[B],
                  prepare: Callable[[B], PreparedRequest], keep_alive_s: float,
                  observe: Callable[[AccessRecord], None]) -> None:
         """``kind``: the type of its bodies; ``observe`` gets the record of every finished request."""
-        self._admission, self._name = admission, name
-        self._read: Callable[[bytes], Any] = lambda data: read_body(kind, data)
-        self._prepare: Callable[[Any], PreparedRequest] = prepare
+        self._admission, self._intake, self._name = admission, intake, name
+
+        def both(data: bytes) -> tuple[B, PreparedRequest]:
+            body = read_body(kind, data)
+            return body, prepare(body)
+
+        self._prepare: Callable[[bytes], tuple[Body, PreparedRequest]] = both
         self._chat = kind is ChatBody
         self._keep_alive_s = keep_alive_s
         self._observe = observe
@@ -117,9 +120,9 @@ class CompletionEndpoint:
 
     async def _serve(self, record: AccessRecord, scope: Scope, receive: Receive, send: Send) -> None:
         http = Request(scope, receive)
-        body = self._read(await _body(http))
+        async with self._intake.body(http) as data:
+            body, prepared = await self._intake.run(lambda: self._prepare(data))
         record.stream = bool(body.stream)
-        prepared = self._prepare(body)
         answer = Answer(self._chat, self._name, prepared.request, body.include_usage)
         record.id, record.strategy = answer.id, prepared.request.strategy
         record.prompt_tokens = len(prepared.request.prompt)
@@ -135,18 +138,6 @@ class CompletionEndpoint:
             record.energy_j = handler.energy_j
             record.queued_s = handler.pending.waited_s if handler.pending else None
             record.add_tokens(handler.tokens)
-
-
-async def _body(http: Request) -> bytes:
-    """Read the body. JSON only: a foreign web page cannot send that without a CORS preflight."""
-    if http.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
-        raise ApiError(400, "send the body as JSON, with the header Content-Type: application/json")
-    data = bytearray()
-    async for chunk in http.stream():
-        data += chunk
-        if len(data) > MAX_BODY_BYTES:
-            raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
-    return bytes(data)
 
 
 async def _http_error(http: Request, error: Exception) -> Response:
