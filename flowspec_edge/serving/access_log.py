@@ -68,8 +68,8 @@ class AccessRecord:
 
 
 class LimitedHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not generic in Python 3.10
-    """Writes to stderr: of one kind of lines some a minute, the others are counted, so that no client can fill
-    the disk. Answered requests are not limited: the cluster can answer only so many."""
+    """Writes to stderr: of each kind of line some a minute; the others are counted, so that no client can
+    fill the disk. Answered requests are not limited: the cluster can answer only so many."""
 
     def __init__(self, most: int = 60, clock: Callable[[], float] = time.monotonic) -> None:
         """``most``: lines a minute, of one logger, template and HTTP status."""
