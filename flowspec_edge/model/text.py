@@ -30,6 +30,8 @@ class Tokenizer:
             raise UsageError(f"the tokenizer in {model.target} cannot be loaded: {_first_line(error)}"
                              ) from error
         self._model = model
+        # In characters; byte-level vocabularies spell a byte as one, so that no text of a token is longer.
+        self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
         self._jinja: str | None = None
         if chat_template is not None and chat_template not in BUILT_IN:
             self._jinja = read_template(Path(chat_template))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 
@@ -64,6 +65,52 @@ class AccessRecord:
         energy = "" if self.energy_j is None else f", {self.energy_j:.1f} J"
         took = f"{tokens} in {self.seconds:.2f} s{queued}{energy}"
         return f"{self.path} {self.status} {self.id or '-'}: {took}, {ended}"
+
+
+class LimitedHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not generic in Python 3.10
+    """Writes to stderr: of each kind of line some a minute; the others are counted, so that no client can
+    fill the disk. Answered requests are not limited: the cluster can answer only so many."""
+
+    def __init__(self, most: int = 60, clock: Callable[[], float] = time.monotonic) -> None:
+        """``most``: lines a minute, of one logger, template and HTTP status."""
+        super().__init__()
+        self._most, self._clock = most, clock
+        self._kinds: dict[tuple[object, ...], _Minute] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._end_minutes(self._clock() - 60)
+        about: AccessRecord | None = getattr(record, "record", None)
+        if about is not None and about.status == 200:
+            super().emit(record)
+            return
+        kind = (record.name, record.msg, about and about.status)
+        minute = self._kinds.setdefault(kind, _Minute(self._clock()))
+        minute.lines += 1
+        if minute.lines <= self._most:
+            super().emit(record)
+
+    def close(self) -> None:
+        self._end_minutes(math.inf)
+        super().close()
+
+    def _end_minutes(self, before: float) -> None:
+        """Forget the minutes that began ``before``, and report what they left out."""
+        for kind, minute in list(self._kinds.items()):
+            if minute.start > before:
+                continue
+            del self._kinds[kind]
+            if minute.lines > self._most:
+                name, template, status = kind
+                like = f"of requests with status {status}" if status else f"like {template!r:.200}"
+                super().emit(logging.LogRecord(
+                    str(name), logging.WARNING, "", 0, "%d more lines in a minute, %s, were left out",
+                    (minute.lines - self._most, like), None))
+
+
+@dataclass
+class _Minute:
+    start: float
+    lines: int = 0
 
 
 class LogFormatter(logging.Formatter):

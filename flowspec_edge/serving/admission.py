@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from flowspec_edge.errors import FlowspecError, UsageError
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.5  # before a lost cluster is tried again; doubled every time
 _MAX_PAUSE_S = 15.0
+_POLL_S = 0.1
 _STARTING = "no token has come through the pipeline yet: the cluster is starting"
 _ENDING = "the server is shutting down"
 
@@ -101,7 +103,9 @@ class AdmissionQueue:
         self._patience_s = patience_s
         self._at_once = at_once
         self._clock = clock
-        self._changed = threading.Condition()  # guards all that follows
+        self._interrupt: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._ending = False
+        self._lock = threading.RLock()  # guards all that follows
         self._cluster: SharedCluster | None = None
         self._waiting: FairQueue[PendingRequest] = FairQueue()
         self._running: set[PendingRequest] = set()
@@ -115,7 +119,7 @@ class AdmissionQueue:
     def submit(self, request: Request, caller: str, deliver: Deliver) -> PendingRequest:
         """Queue a request; callers take turns. QueueFull or ClusterUnavailable if it is refused. ``deliver``
         gets token lists, then one Result or exception; nothing after :meth:`cancel`."""
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise ClusterUnavailable(_ENDING)
             if self._fault is not None:
@@ -131,7 +135,7 @@ class AdmissionQueue:
 
     def cancel(self, pending: PendingRequest) -> None:
         """Remove a request from the queue, or end it within a turn or two."""
-        with self._changed:
+        with self._lock:
             pending.cancelled = True
             self._waiting.remove(pending)
             if pending.handle is not None:
@@ -139,14 +143,14 @@ class AdmissionQueue:
 
     def status_line(self, pending: PendingRequest) -> str:
         """Return what a request without tokens is waiting for, in one line."""
-        with self._changed:
+        with self._lock:
             if reason := self._reason():
                 return f"waiting: {' '.join(reason.split())}"
             before = self._requests_ahead(pending)
             return "working" if before is None else f"waiting, {before} before you"
 
     def readiness(self) -> Readiness:
-        with self._changed:
+        with self._lock:
             age = None if self._token_at is None else self._clock() - self._token_at
             reason = self._reason()
             if reason is None and age is not None and age > self._recent_s:
@@ -159,16 +163,23 @@ class AdmissionQueue:
 
     def close(self) -> None:
         """End :meth:`run`; every open request ends with an error. Idempotent."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             left = [*self._running, *self._waiting.clear()]
             self._running.clear()
             for pending in left:
                 if pending.handle is not None:
                     pending.handle.cancel()
-            self._changed.notify_all()
         for pending in left:
             self._deliver(pending, ClusterUnavailable(_ENDING))
+
+    def end(self) -> None:
+        """Make :meth:`run` return within a moment. Takes no lock: for signal handlers."""
+        self._ending = True
+
+    @property
+    def _over(self) -> bool:
+        return self._closed or self._ending
 
     def _reason(self) -> str | None:
         """Why no request can start; None if one can."""
@@ -187,18 +198,21 @@ class AdmissionQueue:
 
     # ---- in the thread that owns the cluster -----------------------------------------------------
 
-    def run(self, cluster: SharedCluster, ready: Callable[[], None] = lambda: None) -> None:
-        """Answer requests until :meth:`close`; ``ready`` is called after the first token. Raises errors
-        before that; later ones go to the clients."""
+    def run(self, cluster: SharedCluster, ready: Callable[[], None] = lambda: None,
+            interrupt: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """Answer requests until :meth:`close` or :meth:`end`; ``ready`` is called after the first token, and
+        ``interrupt`` is entered around the start of a cluster. Raises errors before the first token; later
+        ones go to the clients."""
+        self._interrupt = interrupt
         try:
-            with self._changed:
+            with self._lock:
                 self._cluster = cluster
             self._check(cluster)
-            if not self._closed:
+            if not self._over:
                 ready()
-            while not self._closed:
+            while not self._over:
                 self._serve(cluster)
-                if self._fault is not None and not self._closed:
+                if self._fault is not None and not self._over:
                     self._recover(cluster)
         finally:
             self.close()
@@ -217,7 +231,7 @@ class AdmissionQueue:
             self._mark_lost(error)
 
     def _next(self) -> PendingRequest | None:
-        with self._changed:
+        with self._lock:
             if not self._can_start():
                 return None
             pending = self._waiting.take()
@@ -231,15 +245,15 @@ class AdmissionQueue:
 
     def _probe_due(self) -> bool:
         """Return whether nothing runs and a probe is due."""
-        with self._changed:
+        with self._lock:
             last = self._token_at
             quiet = last is not None and self._clock() - last >= self._recent_s / 2
             return quiet and not self._running and self._reason() is None
 
     def _has_work(self) -> bool:
         """Return whether the cluster's thread has to leave ``serve`` to do something else."""
-        with self._changed:
-            return self._closed or self._fault is not None or self._can_start() or self._probe_due()
+        with self._lock:
+            return self._over or self._fault is not None or self._can_start() or self._probe_due()
 
     def _start(self, cluster: SharedCluster, pending: PendingRequest) -> None:
         start = self._clock()
@@ -253,7 +267,7 @@ class AdmissionQueue:
         except Exception as error:
             self._ended(pending, start, error)
             return
-        with self._changed:
+        with self._lock:
             pending.handle = handle
             if pending.cancelled or self._closed:
                 handle.cancel()
@@ -268,9 +282,9 @@ class AdmissionQueue:
                 event = outcome
             case Exception():
                 event = ClusterUnavailable(self._mark_lost(outcome))
-            case _:  # a signal during ``serve``
+            case _:  # no Exception: the process ends
                 event = ClusterUnavailable(_ENDING)
-        with self._changed:
+        with self._lock:
             if pending not in self._running:
                 return
             self._running.remove(pending)
@@ -280,15 +294,16 @@ class AdmissionQueue:
     def _check(self, cluster: SharedCluster) -> None:
         """Run the probe; raises an error if no token comes, unless the queue is closed."""
         came: list[int] = []
-        probe = cluster.submit(self._probe, came.extend)
-        cluster.serve(lambda: probe.done() or self._closed)
-        if self._closed:
+        with self._interrupt():
+            probe = cluster.submit(self._probe, came.extend)
+        cluster.serve(lambda: probe.done() or self._over)
+        if self._over:
             probe.cancel()
             return
         probe.result()
         if not came:
             raise FlowspecError("the cluster ended a request of one token without a token")
-        with self._changed:
+        with self._lock:
             self._token_at, self._fault = self._clock(), None
 
     def _probe_cluster(self, cluster: SharedCluster) -> str | None:
@@ -306,7 +321,7 @@ class AdmissionQueue:
             log.error("a fault of this program", exc_info=error)
             error = FlowspecError(f"internal error ({type(error).__name__})")
         reason = f"the cluster was lost: {str(error).removesuffix(ADVICE)}"
-        with self._changed:
+        with self._lock:
             known, self._fault = self._fault == reason, reason
         if not known:  # every open request brings the same error
             log.warning("%s", reason)
@@ -315,18 +330,19 @@ class AdmissionQueue:
     def _recover(self, cluster: SharedCluster) -> None:
         """Probe until a token comes; after ``patience_s`` the waiting requests end with an error."""
         lost_at, pause = self._clock(), _PAUSE_S
-        while not self._closed:
+        while not self._over:
             reason = self._probe_cluster(cluster)
             if reason is None:
                 log.warning("the cluster is back after %.1f s", self._clock() - lost_at)
                 return
-            with self._changed:
+            with self._lock:
                 patient = self._clock() - lost_at < self._patience_s
                 left = [] if patient else self._waiting.clear()
             for pending in left:
                 self._deliver(pending, ClusterUnavailable(reason))
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed, pause)
+            again_at = time.monotonic() + pause
+            while not self._over and time.monotonic() < again_at:
+                time.sleep(_POLL_S)  # a signal handler must not notify of the end
             pause = min(2 * pause, _MAX_PAUSE_S)
 
     def _deliver(self, pending: PendingRequest, event: Event) -> None:

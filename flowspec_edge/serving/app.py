@@ -1,13 +1,10 @@
-"""The ASGI application: routes and the API key."""
+"""The ASGI application: its routes."""
 
 from __future__ import annotations
 
-import hmac
-import ipaddress
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,22 +12,22 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
+from flowspec_edge.serving.access_control import AccessMiddleware
 from flowspec_edge.serving.access_log import GONE, AccessRecord
 from flowspec_edge.serving.admission import AdmissionQueue
 from flowspec_edge.serving.dashboard.live import Live
-from flowspec_edge.serving.dashboard.pages import is_page, page_routes
+from flowspec_edge.serving.dashboard.pages import page_routes
+from flowspec_edge.serving.intake import Intake
 from flowspec_edge.serving.metrics import Metrics
 from flowspec_edge.serving.openai.errors import ApiError, api_error
 from flowspec_edge.serving.openai.handler import KEEP_ALIVE_S, ClientGone, ResponseHandler, StreamError
 from flowspec_edge.serving.openai.prepare import PreparedRequest, ServedModel
 from flowspec_edge.serving.openai.responses import Answer, model_object
-from flowspec_edge.serving.openai.schemas import B, ChatBody, CompletionBody, read_body
+from flowspec_edge.serving.openai.schemas import B, Body, ChatBody, CompletionBody, read_body
 
 log = logging.getLogger(__name__)
-
-MAX_BODY_BYTES = 2 * 2**20  # no model served here has room for a prompt of that size
 
 
 def make_app(admission: AdmissionQueue, served: ServedModel, api_key: str | None = None,
@@ -63,10 +60,11 @@ def make_app(admission: AdmissionQueue, served: ServedModel, api_key: str | None
         return Response(text, media_type=kind)
 
     observe = metrics.request_ended if metrics else lambda record: None
-    chat = CompletionEndpoint(admission, served.name, ChatBody, served.chat, keep_alive_s, observe)
-    completion = CompletionEndpoint(admission, served.name, CompletionBody, served.completion, keep_alive_s,
-                                    observe)
-    return Starlette(
+    intake = Intake()
+    chat = CompletionEndpoint(admission, intake, served.name, ChatBody, served.chat, keep_alive_s, observe)
+    completion = CompletionEndpoint(admission, intake, served.name, CompletionBody, served.completion,
+                                    keep_alive_s, observe)
+    app = Starlette(
         routes=[
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
@@ -80,51 +78,24 @@ def make_app(admission: AdmissionQueue, served: ServedModel, api_key: str | None
         middleware=[Middleware(AccessMiddleware, api_key=api_key)],
         exception_handlers={HTTPException: _http_error, ApiError: _error, Exception: _error},
     )
-
-
-class AccessMiddleware:
-    """Checks the API key, except on /health and the page, which asks its user for the key.
-
-    Without a key only this machine can reach the server. That includes browsers, in which a foreign page's
-    name may resolve to loopback (DNS rebinding), so the Host must be one of loopback's own.
-    """
-
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
-        self._app = app
-        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refused = None
-        if scope["type"] == "http" and scope["path"] != "/health":
-            refused = self._refusal(Request(scope))
-        await (refused.response() if refused else self._app)(scope, receive, send)
-
-    def _refusal(self, http: Request) -> ApiError | None:
-        if self._expected is None:
-            if _is_loopback(http.url.hostname or ""):
-                return None
-            return ApiError(403, f"without an API key this server answers to localhost and 127.0.0.1 only, "
-                                 f"not to {http.url.hostname}")
-        if is_page(http.url.path):
-            return None
-        given = http.headers.get("authorization", "").encode("latin-1")
-        if hmac.compare_digest(given, self._expected):
-            return None
-        message = ("incorrect API key" if given else
-                   "no API key: send it as the header Authorization: Bearer KEY")
-        return ApiError(401, message, code="invalid_api_key")
+    app.router.redirect_slashes = False  # a redirect's target would come from the client's Host header
+    return app
 
 
 class CompletionEndpoint:
     """One of OpenAI's endpoints, as an ASGI application."""
 
-    def __init__(self, admission: AdmissionQueue, name: str, kind: type[B],
+    def __init__(self, admission: AdmissionQueue, intake: Intake, name: str, kind: type[B],
                  prepare: Callable[[B], PreparedRequest], keep_alive_s: float,
                  observe: Callable[[AccessRecord], None]) -> None:
         """``kind``: the type of its bodies; ``observe`` gets the record of every finished request."""
-        self._admission, self._name = admission, name
-        self._read: Callable[[bytes], Any] = lambda data: read_body(kind, data)
-        self._prepare: Callable[[Any], PreparedRequest] = prepare
+        self._admission, self._intake, self._name = admission, intake, name
+
+        def both(data: bytes) -> tuple[B, PreparedRequest]:
+            body = read_body(kind, data)
+            return body, prepare(body)
+
+        self._prepare: Callable[[bytes], tuple[Body, PreparedRequest]] = both
         self._chat = kind is ChatBody
         self._keep_alive_s = keep_alive_s
         self._observe = observe
@@ -149,9 +120,9 @@ class CompletionEndpoint:
 
     async def _serve(self, record: AccessRecord, scope: Scope, receive: Receive, send: Send) -> None:
         http = Request(scope, receive)
-        body = self._read(await _body(http))
+        async with self._intake.body(http) as data:
+            body, prepared = await self._intake.run(lambda: self._prepare(data))
         record.stream = bool(body.stream)
-        prepared = self._prepare(body)
         answer = Answer(self._chat, self._name, prepared.request, body.include_usage)
         record.id, record.strategy = answer.id, prepared.request.strategy
         record.prompt_tokens = len(prepared.request.prompt)
@@ -169,29 +140,10 @@ class CompletionEndpoint:
             record.add_tokens(handler.tokens)
 
 
-def _is_loopback(name: str) -> bool:
-    try:
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
-
-
-async def _body(http: Request) -> bytes:
-    """Read the body. JSON only: a foreign web page cannot send that without a CORS preflight."""
-    if http.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
-        raise ApiError(400, "send the body as JSON, with the header Content-Type: application/json")
-    data = bytearray()
-    async for chunk in http.stream():
-        data += chunk
-        if len(data) > MAX_BODY_BYTES:
-            raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
-    return bytes(data)
-
-
 async def _http_error(http: Request, error: Exception) -> Response:
     """Convert Starlette's errors (404, 405) to OpenAI's format."""
     assert isinstance(error, HTTPException)
-    message = f"{http.method} {http.url.path}: {error.detail.lower()}"
+    message = f"{http.method} {http.scope['path']}: {error.detail.lower()}"
     response = ApiError(error.status_code, message).response()
     response.headers.update(error.headers or {})
     return response

@@ -1,6 +1,6 @@
 """The server process: its socket, its two threads, its shutdown.
 
-The main thread owns the cluster, so that a signal can interrupt it at any time; HTTP has a second thread.
+The main thread owns the cluster and gets the signals; HTTP has a second thread.
 """
 
 from __future__ import annotations
@@ -11,25 +11,33 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import partial
 from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.runtime.request import SharedCluster
-from flowspec_edge.serving.access_log import LogFormatter
+from flowspec_edge.serving.access_log import LimitedHandler, LogFormatter
 from flowspec_edge.serving.admission import AdmissionQueue
+from flowspec_edge.serving.connections import ConnectionLimits, LimitedProtocol, usual_limits
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 log = logging.getLogger(__name__)
 
 _BACKLOG = 128
 _GRACE_S = 2  # for connections to take their last bytes
+_SEND_BUFFER = 256 * 2**10  # bytes of an answer that a connection holds for a client that does not read
+_END_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class _Ended(BaseException):
-    """SIGINT or SIGTERM; a BaseException, so that no handler takes it for a failure."""
+    """A signal during the start; a BaseException, so that no handler takes it for a failure."""
 
 
 def listen(host: str, port: int, api_key: str | None) -> socket.socket:
@@ -44,7 +52,9 @@ def listen(host: str, port: int, api_key: str | None) -> socket.socket:
         raise UsageError(f"others can reach {host}: set FLOWSPEC_API_KEY (or --api-key), or listen on "
                          "127.0.0.1")
     try:
-        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # connections inherit it
+        return listener
     except OSError as error:
         reason = (error.strerror or str(error)).split(" (")[0]
         raise FlowspecError(f"cannot listen on {host}, port {port}: {reason}; choose with --host and "
@@ -57,7 +67,7 @@ def url_of(listener: socket.socket) -> str:
 
 
 def log_to_stderr(as_json: bool) -> None:
-    handler = logging.StreamHandler()
+    handler = LimitedHandler()
     handler.setFormatter(LogFormatter(as_json))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     logging.getLogger("flowspec_edge.serving").setLevel(logging.INFO)
@@ -67,39 +77,63 @@ def serve_app(listener: socket.socket, app: ASGIApp, admission: AdmissionQueue,
               opened: AbstractContextManager[SharedCluster], ready: Callable[[], None]) -> None:
     """Serve until SIGINT or SIGTERM, in the main thread; ``ready`` is called after the first token. Raises
     any error before that, and FlowspecError if HTTP ends by itself."""
-    try:
-        with _signals_end(), listening(listener, app, admission), opened as cluster:
-            admission.run(cluster, ready)
-    except _Ended:
-        return
-    raise FlowspecError("the HTTP server has ended by itself; see the line before")
+    with _EndSignals(admission) as signals, suppress(_Ended), ExitStack() as stack:
+        stack.enter_context(listening(listener, app, admission))
+        with signals.interrupt():  # imports torch
+            cluster = stack.enter_context(opened)
+        admission.run(cluster, ready, signals.interrupt)
+    if not signals.received:
+        raise FlowspecError("the HTTP server has ended by itself; see the line before")
 
 
-@contextmanager
-def _signals_end() -> Iterator[None]:
-    """The first signal raises _Ended in the main thread; further ones are ignored."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
+class _EndSignals:
+    """SIGINT and SIGTERM end :meth:`AdmissionQueue.run`; further ones are ignored."""
 
-    def end(number: int, frame: FrameType | None) -> None:
-        for other in numbers:
-            signal.signal(other, signal.SIG_IGN)
-        raise _Ended
+    def __init__(self, admission: AdmissionQueue) -> None:
+        self.received = False
+        self._admission = admission
+        self._interrupts = False
+        self._before: dict[int, Any] = {}
 
-    before = {number: signal.signal(number, end) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._receive) for number in _END_SIGNALS}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    @contextmanager
+    def interrupt(self) -> Iterator[None]:
+        """Within, a signal raises _Ended at any bytecode. Only for the start of a cluster, which may read a
+        model for minutes without asking for the end: nothing can be lost yet, and processes that the start
+        leaves behind end with this one."""
+        try:
+            self._interrupts = True
+            if self.received:
+                raise _Ended
+            yield
+        finally:
+            self._interrupts = False
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
+            return
+        self.received = True
+        self._admission.end()
+        if self._interrupts:
+            raise _Ended
+
 
 @contextmanager
-def listening(listener: socket.socket, app: ASGIApp, admission: AdmissionQueue) -> Iterator[None]:
+def listening(listener: socket.socket, app: ASGIApp, admission: AdmissionQueue,
+              limits: ConnectionLimits | None = None) -> Iterator[None]:
     """Serve HTTP in a thread; at the end open requests get an error, then the socket closes. If HTTP ends
-    by itself, the admission queue is closed."""
+    by itself, the admission queue is closed. ``limits``: instead of the usual ones."""
+    protocol: Any = partial(LimitedProtocol, limits=limits or usual_limits())
     config = uvicorn.Config(app, log_config=None, log_level="error", access_log=False, lifespan="off",
-                            loop="asyncio", http="h11", ws="none", timeout_graceful_shutdown=_GRACE_S,
-                            server_header=False)
+                            loop="asyncio", http=protocol, ws="none", timeout_graceful_shutdown=_GRACE_S,
+                            server_header=False, backlog=_BACKLOG)
     server = uvicorn.Server(config)
 
     def http() -> None:

@@ -205,3 +205,16 @@ def test_it_asks_for_the_key_once(browser: Browser, cluster: Watched) -> None:
         expect(page.locator("#state")).to_have_attribute("data-state", "cut")
         expect(page.locator("#state")).to_contain_text("trying again")
         expect(page.locator("#tree-idle")).to_be_visible()  # of its tree nothing is known any more
+
+
+def test_a_foreign_page_reaches_nothing_by_a_name_of_its_own(watched: Watchable) -> None:
+    """DNS rebinding: names that a strict parser of URLs cannot read, but that this browser asks for."""
+    port = urlsplit(watched.server.url).port
+    rules = "--host-resolver-rules=MAP *.example 127.0.0.1"
+    with (sync_playwright() as playwright,
+          closing(playwright.chromium.launch(executable_path=CHROMIUM, args=[*QUIET, rules])) as rebound,
+          closing(rebound.new_page()) as page):
+        for name in ("evil.example", "a`b.evil.example", "a{b}.evil.example"):
+            answer = page.goto(f"http://{name}:{port}/v1/models")
+            assert answer is not None
+            assert answer.status == 403, name

@@ -27,15 +27,17 @@ def test_a_signal_ends_it_without_an_error_whatever_it_does(held: Held, model: P
     before, what = signal.getsignal(signal.SIGTERM), served(model)
     admission, listener = AdmissionQueue(what.probe()), listen("127.0.0.1", 0, None)
     opened: AbstractContextManager[Held] = nullcontext(held)
+    pieces: list[None] = []
     if moment == "starting":
         opened = _killing(held)
     elif moment == "first token":
-        held.on_piece = kill_me
+        held.on_piece = lambda: pieces.append(kill_me())
     serve_app(listener, make_app(admission, what), admission, opened,
               kill_me if moment == "idle" else lambda: None)
     assert admission.readiness().reason == "the server is shutting down"
     assert listener.fileno() == -1
-    assert len(held.ends) == (moment != "starting")
+    assert len(held.started) == (moment != "starting")
+    assert len(pieces) == (moment == "first token")  # the cluster is not interrupted in what it does
     assert signal.getsignal(signal.SIGTERM) is before
 
 

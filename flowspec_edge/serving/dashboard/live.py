@@ -10,7 +10,8 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 _TICK_S = 0.1
 _SLOW_TICKS = 10  # between two events of boards and of figures
 _STATES = ("cluster", "boards", "figures")  # events that replace older ones of their kind
+_MAX_FAULTS = 20  # different ones
 _MAX_WAITING = 64  # events for a viewer; about six seconds of them
 
 
@@ -98,12 +100,14 @@ class Live:
         self._ticker: asyncio.Task[None] | None = None
         self._cluster: dict[str, Any] = {}
         self._ends = 0
+        self._faults: set[str] = set()  # logged already
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events until the viewer has disconnected or the server ends."""
-        viewer = self._add_viewer()
+        viewer = Viewer()
         gone = asyncio.ensure_future(sse.disconnected(receive))
         try:
+            self._add_viewer(viewer)
             await sse.begin(send)
             while not gone.done() and self._ticker and not self._ticker.done():
                 coming = asyncio.ensure_future(viewer.take())
@@ -119,8 +123,9 @@ class Live:
             gone.cancel()
             self._remove_viewer(viewer)
 
-    def _add_viewer(self) -> Viewer:
-        viewer, now = Viewer(), time.monotonic()
+    def _add_viewer(self, viewer: Viewer) -> None:
+        """Whatever source fails, the viewer gets the events of the others."""
+        now = time.monotonic()
         if not self._viewers:
             self._feed.take_flow()  # what the last viewer left
             self._feed.take_trees()
@@ -128,12 +133,14 @@ class Live:
             self._flow = FlowEvents()
             self._feed.watched = True
             self._ticker = asyncio.ensure_future(self._tick())
-        self._send_cluster()
+        with self._guard():
+            self._send_cluster()
         self._viewers.add(viewer)
         viewer.put("cluster", encoded("cluster", self._cluster))
-        viewer.put("boards", encoded("boards", self._boards_event(now)))
-        viewer.put("figures", encoded("figures", self._stats_event()))
-        return viewer
+        with self._guard():
+            viewer.put("boards", encoded("boards", self._boards_event(now)))
+        with self._guard():
+            viewer.put("figures", encoded("figures", self._stats_event()))
 
     def _remove_viewer(self, viewer: Viewer) -> None:
         self._viewers.discard(viewer)
@@ -147,26 +154,39 @@ class Live:
         while not self._admission.closed:
             await asyncio.sleep(_TICK_S)  # the pace of the events themselves
             tick += 1
-            try:
-                self._send_news(slow=tick % _SLOW_TICKS == 0)
-            except Exception:
+            self._send_news(slow=tick % _SLOW_TICKS == 0)
+
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        """Log a failure once, and go on without the events that it stopped."""
+        try:
+            yield
+        except Exception as error:
+            fault = f"{type(error).__name__}: {error}"
+            if fault not in self._faults and len(self._faults) < _MAX_FAULTS:
+                self._faults.add(fault)
                 log.exception("a fault of this program: the live page lacks some events")
 
     def _send_news(self, slow: bool) -> None:
         """``slow``: also the events that come once a second."""
         now = time.monotonic()
-        self._send_cluster()
-        flow = [made for event in self._feed.take_flow() if (made := self._flow.event(event))]
-        if flow:
-            self._send("flow", {"at": now, "events": flow})
-        for snapshot in self._feed.take_trees():
-            self._send("tree", self._trees.event(snapshot))
+        with self._guard():
+            self._send_cluster()
+        with self._guard():
+            flow = [made for event in self._feed.take_flow() if (made := self._flow.event(event))]
+            if flow:
+                self._send("flow", {"at": now, "events": flow})
+        with self._guard():
+            for snapshot in self._feed.take_trees():
+                self._send("tree", self._trees.event(snapshot))
         ends = self._feed.stats.ends
         if slow:
-            self._send("boards", self._boards_event(now))
+            with self._guard():
+                self._send("boards", self._boards_event(now))
         if slow or ends != self._ends:
             self._ends = ends
-            self._send("figures", self._stats_event())
+            with self._guard():
+                self._send("figures", self._stats_event())
 
     def _send(self, name: str, event: dict[str, Any]) -> None:
         data = encoded(name, event)

@@ -27,20 +27,17 @@ def is_page(path: str) -> bool:
 
 
 def page_routes() -> list[Route]:
-    return [Route("/", _index), Route("/page/{name}", _file)]
+    """Every file is read here, once: a client's name is looked up, and never becomes a path."""
+    files = {file.name: Response(file.read_bytes(), headers={**_HEADERS, "content-type": _TYPES[file.suffix]})
+             for file in _DIRECTORY.iterdir() if file.suffix in _TYPES}
 
+    async def index(http: Request) -> Response:
+        return files["index.html"]
 
-async def _index(http: Request) -> Response:
-    return _answer("index.html")
+    async def named(http: Request) -> Response:
+        try:
+            return files[http.path_params["name"]]
+        except KeyError:
+            raise HTTPException(404) from None
 
-
-async def _file(http: Request) -> Response:
-    return _answer(http.path_params["name"])
-
-
-def _answer(name: str) -> Response:
-    """{name} matches no slash, so no file outside the directory can be served."""
-    path = _DIRECTORY / name
-    if path.suffix not in _TYPES or not path.is_file():
-        raise HTTPException(404)
-    return Response(path.read_bytes(), headers={**_HEADERS, "content-type": _TYPES[path.suffix]})
+    return [Route("/", index), Route("/page/{name}", named)]

@@ -11,6 +11,7 @@ from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.serving.admission import ClusterUnavailable, QueueFull
 
 _TYPES = {429: "rate_limit_error"}
+_MAX_QUOTED = 500  # characters of a message or a field's name: they may quote the client, and are logged
 
 
 class ApiError(FlowspecError):
@@ -18,8 +19,9 @@ class ApiError(FlowspecError):
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None,
                  retry_after: int | None = None) -> None:
-        super().__init__(message)
-        self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
+        super().__init__(_cut(message))
+        self.status, self.code, self.retry_after = status, code, retry_after
+        self.param = None if param is None else _cut(param)
 
     @property
     def body(self) -> dict[str, Any]:
@@ -55,3 +57,7 @@ def invalid(error: ValidationError) -> ApiError:
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])[1:]
     message = first["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{place}: {message}" if place else message, place or None)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}…"

@@ -56,6 +56,9 @@ class ServedModel:
     def chat(self, body: ChatBody) -> PreparedRequest:
         """ApiError for another model, or a chat that does not fit this one."""
         self.check_name(body.model)
+        self._check_size(len(body.messages), "messages")
+        self._check_size(sum(len(turn.content) for turn in body.messages), "characters",
+                         self.tokenizer.longest_token)
         messages = [Message("system" if turn.role == "developer" else turn.role, turn.content)
                     for turn in body.messages]
         try:
@@ -72,12 +75,14 @@ class ServedModel:
         """ApiError for another model, or an invalid prompt."""
         self.check_name(body.model)
         if isinstance(body.prompt, str):
+            self._check_size(len(body.prompt), "characters", self.tokenizer.longest_token)
             try:
                 ids = self.tokenizer.encode(body.prompt)
             except UsageError as error:
                 raise ApiError(400, str(error), "prompt") from error
         else:
             ids = body.prompt
+            self._check_size(len(ids), "tokens")
             vocabulary = int(self.model.config["vocab_size"])
             if not all(0 <= token < vocabulary for token in ids):
                 raise ApiError(400, f"prompt: token ids go from 0 to {vocabulary - 1}", "prompt")
@@ -88,13 +93,26 @@ class ServedModel:
             raise ApiError(404, f"the model {name!r} does not exist here; there is {self.name!r}", "model",
                            "model_not_found")
 
+    @property
+    def _context_tokens(self) -> int:
+        return min(self.context or self.model.max_positions, self.model.max_positions)
+
+    def _check_size(self, count: int, unit: str, per_token: int = 1) -> None:
+        """ApiError for a prompt that cannot fit whatever its tokens are: found before it costs time to count
+        them. ``per_token``: units of a token, at most."""
+        most = self._context_tokens * per_token
+        if count > most:
+            fits = f", which are at most {most} {unit}" if per_token > 1 else ""
+            raise ApiError(400, f"the model's context is {self._context_tokens} tokens here{fits}; the "
+                                f"prompt has {count} {unit}", code="context_length_exceeded")
+
     def _prepared(self, body: Body, ids: list[int], stop_ids: frozenset[int], after: Sequence[int],
                usual: int) -> PreparedRequest:
         strategy = body.flowspec.strategy or self.strategy
         if strategy not in self.strategies:
             raise ApiError(400, f"the strategy {strategy!r} does not run here; there are "
                                 f"{', '.join(self.strategies)}", "flowspec.strategy")
-        context = min(self.context or self.model.max_positions, self.model.max_positions)
+        context = self._context_tokens
         room = context - len(ids)
         wanted = body.limit or min(usual, max(1, room))
         if wanted > room:

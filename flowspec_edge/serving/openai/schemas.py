@@ -6,6 +6,7 @@ Unsupported features are refused if ignoring them would change the answer; unkno
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -13,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from flowspec_edge.serving.openai.errors import ApiError, invalid
 
 _MAX_STOPS = 4
+_MAX_STOP_CHARACTERS = 1000
 _MAX_TOP_LOGPROBS = 20  # OpenAI's limit for chats
 # Field -> accepted values, which ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -33,6 +35,8 @@ def _stops(value: Any) -> Any:
         raise ValueError("must be a string, or a list of strings that are not empty")
     if len(stops) > _MAX_STOPS:
         raise ValueError(f"at most {_MAX_STOPS} stop strings, not {len(stops)}")
+    if (longest := max(map(len, stops), default=0)) > _MAX_STOP_CHARACTERS:
+        raise ValueError(f"at most {_MAX_STOP_CHARACTERS} characters a stop string, not {longest}")
     return stops
 
 
@@ -151,20 +155,12 @@ class CompletionBody(Body):
 
 
 B = TypeVar("B", bound=Body)
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_body(kind: type[B], data: bytes) -> B:
     """Parse a body; ApiError names a field that is invalid or not supported."""
-    try:
-        fields = json.loads(data, parse_constant=_no_constant)
-        if b"\\u" in data:  # JSON can spell half a surrogate pair, which is no text
-            json.dumps(fields, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise ApiError(400, "the body has a \\u escape that is no character") from error
-    except ValueError as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from error
-    except RecursionError as error:
-        raise ApiError(400, "the body is nested too deeply") from error
+    fields = _parsed(data)
     if not isinstance(fields, dict):
         raise ApiError(400, "the body must be a JSON object")
     for name, neutral in _UNSUPPORTED.items():
@@ -179,6 +175,27 @@ def read_body(kind: type[B], data: bytes) -> B:
         raise invalid(error) from error
 
 
+def _parsed(data: bytes) -> Any:
+    """ApiError also for what Python's parser accepts although it is no JSON or no text: encodings other than
+    UTF-8, surrogates, NaN."""
+    try:
+        text = data.decode("utf-8-sig")
+        fields = json.loads(text, parse_constant=_no_constant)
+        if _SURROGATE.search(text):  # a pair of escapes is one character, and half a pair is none
+            json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        raise ApiError(400, "the body is not valid JSON: it is not UTF-8 text") from error
+    except UnicodeEncodeError as error:
+        raise ApiError(400, "the body has a \\u escape that is no character") from error
+    except json.JSONDecodeError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+    except ValueError as error:  # Python limits the digits of integers
+        raise ApiError(400, "the body has a number with too many digits") from error
+    except RecursionError as error:
+        raise ApiError(400, "the body is nested too deeply") from error
+    return fields
+
+
 def _no_constant(name: str) -> None:
-    """Reject NaN and Infinity, which Python's JSON parser accepts."""
-    raise ValueError(f"{name} is no JSON")
+    """Reject NaN and Infinity."""
+    raise ApiError(400, f"the body is not valid JSON: {name} is no JSON")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -111,6 +112,63 @@ def test_it_serves_logs_and_leaves_nothing_behind(
     assert f'flowspec_device_power_watts{{device="D0"}} {WATTS}' in metrics
     assert re.findall(r'^flowspec_device_energy_joules_total{device="(\w+)"}', metrics, re.M) == ["D0"]
     assert [json.loads(line)["error"] for line in rest.splitlines()] == ["the server is shutting down"]
+
+
+@contextmanager
+def serving(model: Path, temporary: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], OpenAI]]:
+    with started(model, temporary, *arguments) as process:
+        found = re.search(r"at (\S+/v1),", line_of(process.stdout))
+        assert found
+        with OpenAI(base_url=found[1], api_key="none", max_retries=0, timeout=PATIENCE) as client:
+            yield process, client
+
+
+def stages_of(process: subprocess.Popen[str]) -> tuple[int, list[int]]:
+    """The process ids of the fork server and of the stages."""
+    forks = {pid: descendants(pid) for pid in descendants(process.pid)}
+    server = max(forks, key=lambda pid: len(forks[pid]))
+    return server, sorted(forks[server])
+
+
+@pytest.mark.parametrize("recovering", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_one_signal_ends_it_although_devices_are_stopped(model: Path, tmp_path: Path, recovering: bool) -> None:
+    with serving(model, tmp_path) as (process, _):
+        pids = descendants(process.pid)
+        server, stages = stages_of(process)
+        assert len(stages) == 2
+        os.kill(server, signal.SIGSTOP)
+        os.kill(stages[0], signal.SIGKILL if recovering else signal.SIGSTOP)
+        while recovering and "restarting it" not in line_of(process.stderr):
+            pass
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0
+    until(lambda: not any(map(alive, pids)))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.soak
+def test_half_sent_requests_take_neither_answers_nor_recovery(model: Path, tmp_path: Path) -> None:
+    """1,100 of them, more than the process may open files; a stage that is killed meanwhile comes back."""
+    with ExitStack() as stack:
+        process, client = stack.enter_context(serving(model, tmp_path))
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (1024, 1024))
+        address = (client.base_url.host, client.base_url.port)
+        heads = [b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n",
+                 b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                 b"Content-Length: 1000\r\n\r\n{"]
+        for i in range(1100):
+            connection = stack.enter_context(socket.create_connection(address, PATIENCE))
+            connection.sendall(heads[i % 2])
+        before = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12)
+        os.kill(stages_of(process)[1][0], signal.SIGKILL)
+        after = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12)
+        assert after.choices[0].text == before.choices[0].text
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0
+    assert "all stages are back" in err
+    assert len(err.splitlines()) < 200
 
 
 @pytest.mark.soak

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from clusterkit import until
+from clusterkit import PATIENCE, until
 from livekit import STAGES, Watchable, Watched, Watcher, watchable, watched_cluster
 from openai import APIError
 from servekit import NAME
@@ -212,3 +212,16 @@ def test_the_page_needs_no_key_and_what_it_shows_does(cluster: Watched) -> None:
 
 def test_without_a_key_the_page_is_this_machines_alone(watched: Watchable) -> None:
     assert watched.server.http.get("/", headers={"Host": "example.org"}).status_code == 403
+
+
+def test_odd_paths_are_not_found(watched: Watchable) -> None:
+    """Sent as they are: clients of HTTP tidy paths up."""
+    host, port = watched.server.url.removeprefix("http://").split(":")
+    for path in ("/page/" + "a" * 5000, "/page/a%00b.js", "/page/..%2f..%2fpages.py", "/page/..", "/page/.",
+                 "/page/%2fetc%2fpasswd", "/page/main.js%00", "/page/%ff", "/page/main.js/", "/page/",
+                 "/v1/models/" + "a" * 5000, "/v1/models/%00", "/v1/models/%ff/..", "/%0d%0ax", "/health/"):
+        with socket.create_connection((host, int(port)), PATIENCE) as connection:
+            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+            answer = connection.makefile("rb").read()
+        assert answer.startswith(b"HTTP/1.1 404 "), path
+        assert len(answer) < 1000, path

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from clusterkit import PATIENCE
 
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.serving.admission import AdmissionQueue
@@ -41,33 +43,37 @@ def test_waiting_ends_with_the_next_event() -> None:
 
 
 class FailingFeed(Feed):
-    failures = 2
-
     def take_trees(self) -> list[Snapshot]:
-        if self.watched and self.failures:
-            self.failures -= 1
+        if self.watched:
             raise RuntimeError("no trees")
         return super().take_trees()
 
 
-def test_errors_are_logged_and_later_events_come(caplog: pytest.LogCaptureFixture) -> None:
-    live = Live(FailingFeed(), AdmissionQueue(Request([0])), Description("m", "flowspec", "fp32", [None]),
-                str, dict)
+def no_statistics() -> dict[str, float]:
+    raise OSError("no sensor")
+
+
+@pytest.mark.parametrize(("stats", "fault"), [(dict, "no trees"), (no_statistics, "no sensor")])
+def test_a_source_that_fails_is_logged_once_and_the_others_go_on(
+        caplog: pytest.LogCaptureFixture, stats: Callable[[], dict[str, float]], fault: str) -> None:
+    feed = FailingFeed() if fault == "no trees" else Feed()
+    live = Live(feed, AdmissionQueue(Request([0])), Description("m", "flowspec", "fp32", [None]), str, stats)
 
     async def watch() -> None:
-        boards, enough = 0, asyncio.Event()
+        figures, enough = 0, asyncio.Event()
 
         async def receive() -> dict[str, str]:
             await enough.wait()
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
-            nonlocal boards
-            boards += message.get("body", b"").count(b"event: boards")
-            if boards > 1:  # one is for the new viewer
+            nonlocal figures
+            figures += message.get("body", b"").count(b"event: figures")
+            if figures > 2:  # one is for the new viewer
                 enough.set()
 
-        await asyncio.wait_for(live({}, receive, send), 10)
+        await asyncio.wait_for(live({}, receive, send), PATIENCE)
 
     asyncio.run(watch())
-    assert [str(record.exc_info and record.exc_info[1]) for record in caplog.records] == ["no trees"] * 2
+    assert [str(record.exc_info and record.exc_info[1]) for record in caplog.records] == [fault]
+    assert not feed.watched

@@ -18,7 +18,7 @@ from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.runtime.cluster.clusters import LocalCluster
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
-from flowspec_edge.serving.app import MAX_BODY_BYTES
+from flowspec_edge.serving.intake import MAX_BODY_BYTES
 
 PROMPT = "def f(x): return"
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -211,6 +211,11 @@ def test_another_model_is_not_found(server: Running) -> None:
     (b"{", "application/json", 400, "not valid JSON"),
     (b"[]", "application/json", 400, "must be a JSON object"),
     (b"\xff", "application/json", 400, "not valid JSON"),
+    (b'{"model": "tiny", "prompt": "\xed\xa0\x80"}', "application/json", 400, "not UTF-8 text"),
+    (b'{"model": "tiny", "prompt": "a", "seed": ' + b"9" * 5000 + b"}", "application/json", 400,
+     "too many digits"),
+    (b'{"model": "tiny", "prompt": "a", "stop": "' + b"a" * 1001 + b'"}', "application/json", 400,
+     "at most 1000 characters a stop string, not 1001"),
     (b"[" * 100_000, "application/json", 400, "nested too deeply"),
     (b'{"temperature": NaN}', "application/json", 400, "NaN is no JSON"),
     (b'{"model": "tiny", "prompt": "\\ud83d"}', "application/json", 400, "escape that is no character"),

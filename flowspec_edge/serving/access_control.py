@@ -1,0 +1,63 @@
+"""Who may use the endpoints: the API key or, without one, the Host that a request names.
+
+Decisions rest on the ASGI scope alone. Starlette's ``request.url`` is put together from the client's Host
+header, so its path need not be the path that is served.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from flowspec_edge.serving.dashboard.pages import is_page
+from flowspec_edge.serving.openai.errors import ApiError
+
+_OCTET = rb"(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_LOOPBACK = re.compile(rb"(?:localhost|127(?:\." + _OCTET + rb"){3}|\[::1\])(?::([0-9]{1,5}))?",
+                       re.IGNORECASE)
+_MAX_PORT = 65535
+
+
+class AccessMiddleware:
+    """Checks the API key, except on /health and the page, which asks its user for the key.
+
+    Without a key only this machine can reach the server. That includes browsers, in which a foreign page's
+    name may resolve to loopback (DNS rebinding), so the Host must be one of loopback's own.
+    """
+
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+        self._app = app
+        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refused = self._refusal(scope) if scope["type"] == "http" else None
+        await (refused.response() if refused else self._app)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        path: str = scope["path"]
+        if self._expected is None:
+            # A path without a slash is an absolute target, which names a host of its own.
+            if path.startswith("/") and is_loopback(_values(scope, b"host")):
+                return None
+            return ApiError(403, "without an API key this server answers to localhost and 127.0.0.1 only; "
+                                 "the request names another host")
+        if path == "/health" or is_page(path):
+            return None
+        given = _values(scope, b"authorization")
+        if given and hmac.compare_digest(given[0], self._expected):
+            return None
+        message = ("incorrect API key" if given else
+                   "no API key: send it as the header Authorization: Bearer KEY")
+        return ApiError(401, message, code="invalid_api_key")
+
+
+def is_loopback(hosts: list[bytes]) -> bool:
+    """Return whether there is one Host header, and it is localhost, 127.0.0.0/8 or [::1], with any port."""
+    found = _LOOPBACK.fullmatch(hosts[0]) if len(hosts) == 1 else None
+    return found is not None and int(found[1] or 0) <= _MAX_PORT
+
+
+def _values(scope: Scope, name: bytes) -> list[bytes]:
+    return [value for key, value in scope["headers"] if key == name]

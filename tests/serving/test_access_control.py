@@ -1,0 +1,117 @@
+"""What a request may not do by its Host, its target or its path, with a key and without."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clusterkit import PATIENCE
+from hypothesis import given
+from hypothesis import strategies as st
+from servekit import Held, running, served
+from starlette.types import ASGIApp, Message, Scope
+
+from flowspec_edge.serving.access_control import AccessMiddleware, is_loopback
+from flowspec_edge.serving.admission import AdmissionQueue
+from flowspec_edge.serving.app import make_app
+
+KEY = "correct horse"
+# Names that a parser of URLs cannot read, or reads as another one.
+ODD_HOSTS = (b"localhost/page/?", b"localhost/page/#", b"localhost\\@evil.example", b'a"b.evil.example',
+             b"evil.example:99999", b"user@127.0.0.1", b"127.0.0.1@evil.example", b"a`b.evil.example",
+             b"a{b}.evil.example", b"localhost:", b"localhost:99999", b"localhost:8 0", b"localhost.", b"",
+             b"127.0.0.1.evil.example", b"127.1", b"127.0.0.01", b"0127.0.0.1", b"127.0.0.256", b"128.0.0.1",
+             b"0.0.0.0", b"::1", b"[::1", b"[::2]", b"[::1]evil.example", b"localhost\xff", b"localhost,evil")
+
+
+async def answered(app: ASGIApp, path: str, headers: list[tuple[bytes, bytes]]) -> tuple[int, dict[str, Any]]:
+    """The app's answer to a scope that no server had to let through."""
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope: Scope = {"type": "http", "method": "GET", "scheme": "http", "path": path,
+                    "raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": headers,
+                    "http_version": "1.1", "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2),
+                    "asgi": {"version": "3.0"}}
+    await app(scope, receive, send)
+    return sent[0]["status"], json.loads(b"".join(part.get("body", b"") for part in sent[1:]))
+
+
+@pytest.mark.parametrize("host", ODD_HOSTS)
+def test_no_host_makes_up_for_the_key(model: Path, host: bytes) -> None:
+    what = served(model)
+    app = make_app(AdmissionQueue(what.probe()), what, KEY)
+    status, body = asyncio.run(answered(app, "/v1/models", [(b"host", host)]))
+    assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+
+
+@pytest.mark.parametrize("hosts", [*((host,) for host in ODD_HOSTS), (), (b"localhost", b"localhost"),
+                                   (b"localhost", b"evil.example")])
+@pytest.mark.parametrize("path", ["/v1/models", "/health", "/"])
+def test_without_a_key_a_host_that_is_not_exactly_loopback_is_refused(
+        model: Path, hosts: tuple[bytes, ...], path: str) -> None:
+    what = served(model)
+    app = make_app(AdmissionQueue(what.probe()), what)
+    status, body = asyncio.run(answered(app, path, [(b"host", host) for host in hosts]))
+    assert status == 403
+    assert "names another host" in body["error"]["message"]
+
+
+@given(st.text(st.characters(codec="latin-1"), max_size=30)
+       | st.tuples(st.sampled_from(["localhost", "127.0.0.1", "[::1]", "evil.example"]),
+                   st.text("0123456789:@/\\?#.[] a", max_size=6)).map("".join))
+def test_only_loopback_and_its_ports_are_let_in(text: str) -> None:
+    name, _, port = text.rpartition(":") if text.rpartition("]")[2].count(":") == 1 else (text, "", "0")
+    parts = name.split(".")
+    plain = name.lower() == "localhost" or name == "[::1]" or (
+        len(parts) == 4 and parts[0] == "127"
+        and all(part.isascii() and part.isdigit() and str(int(part)) == part and int(part) < 256
+                for part in parts))
+    fits = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535
+    assert is_loopback([text.encode("latin-1")]) == (plain and fits)
+
+
+def test_the_page_and_health_alone_need_no_key(model: Path) -> None:
+    async def app(scope: Scope, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    gate = AccessMiddleware(app, KEY)
+    for path, status in (("/", 200), ("/page/main.js", 200), ("/health", 200), ("/page", 401), ("//", 401),
+                         ("/healthy", 401), ("", 401), ("http://localhost/page/", 401), ("/v1/models", 401),
+                         ("/V1/models", 401), ("/live", 401), ("/metrics", 401), ("/x/page/", 401)):
+        assert asyncio.run(answered(gate, path, [(b"host", b"localhost")]))[0] == status, path
+
+
+def raw(url: str, head: bytes) -> int:
+    """The status of the answer to bytes on a socket."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), PATIENCE) as connection:
+        connection.sendall(head)
+        return int(connection.makefile("rb").readline().split()[1])
+
+
+def test_the_same_over_a_socket(held: Held, model: Path) -> None:
+    with running(served(model), held) as server:
+        for line in (b"Host: localhost", b"hOsT: 127.0.0.1:80", b"Host:[::1]"):
+            assert raw(server.url, b"GET /v1/models HTTP/1.1\r\n" + line + b"\r\n\r\n") == 200
+        for host in ODD_HOSTS:  # 400: the server does not read such a header at all
+            head = b"GET /v1/models HTTP/1.1\r\nHost: " + host + b"\r\n\r\n"
+            assert raw(server.url, head) in (400, 403), host
+        for head in (b"GET /v1/models HTTP/1.0\r\n\r\n", b"GET /v1/models HTTP/1.1\r\n\r\n",
+                     b"GET http://evil.example/v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n",
+                     b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n"):
+            assert raw(server.url, head) in (400, 403), head
+    with running(served(model), held, api_key=KEY) as server:
+        for host in (b"localhost/page/?", b"localhost/health?", b"/page/"):
+            head = b"GET /v1/models HTTP/1.1\r\nHost: " + host + b"\r\n\r\n"
+            assert raw(server.url, head) in (400, 401), host
