@@ -27,6 +27,7 @@ from flowspec_edge.runtime.worker.sd_notify import Notifier
 from flowspec_edge.runtime.worker.worker import Worker, connect
 from flowspec_edge.transport import keys
 from flowspec_edge.transport.zmq_links import ZmqTransport
+from flowspec_edge.util.terminal import printable
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ def serve(path: Path, verbose: bool = False, changes: Mapping[str, Any] | None =
     except Exception as error:
         if not isinstance(error, FlowspecError):
             log.exception("V: unexpected error")
-        print(f"flowspec worker: {one_line(error)}", file=sys.stderr)
+        print(f"flowspec worker: {printable(one_line(error))}", file=sys.stderr)
         return error.exit_code if isinstance(error, FlowspecError) else 1
     finally:
         signals.ignore()
