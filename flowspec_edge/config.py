@@ -6,12 +6,13 @@ import json
 from bisect import bisect_right
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.util.resources import resource_dir
+from flowspec_edge.util.terminal import no_control_characters
 from flowspec_edge.util.tomlfile import load_toml as load_toml
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -24,6 +25,11 @@ class StrictModel(BaseModel):
     """Frozen; unknown keys and values of another type are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @field_validator("*")
+    @classmethod
+    def _no_control_characters(cls, value: Any) -> Any:
+        return no_control_characters(value) if isinstance(value, str) else value
 
     def dump(self) -> str:
         """Return a flat model as TOML; JSON strings, numbers and lists of strings are valid TOML."""

@@ -20,6 +20,7 @@ from flowspec_edge.cli.serve import command as serve
 from flowspec_edge.cli.serve import daemons
 from flowspec_edge.cli.sweep import commands as sweep
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.util.terminal import printable
 
 _INTERRUPTED = 130  # 128 + SIGINT, the shells' convention
 
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _fail(text: str, code: int) -> int:
     line = " ".join(text.split())
-    print(f"flowspec: error: {line}", file=sys.stderr)
+    print(f"flowspec: error: {printable(line)}", file=sys.stderr)
     return code
 
 

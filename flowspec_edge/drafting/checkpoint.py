@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +15,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.model.config_check import check_config
+from flowspec_edge.util.bounded_read import read_json, read_json_object
+from flowspec_edge.util.tensors import check_finite
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -23,17 +27,12 @@ _PREFIXES = ("module.", "model.")  # of a training framework's wrapper, and of a
 
 
 def read_config(directory: Path, what: str) -> dict[str, Any]:
-    """UsageError if config.json is missing, FlowspecError if it is not a JSON object; ``what``: the model's
-    name with its article."""
+    """UsageError if config.json is missing or invalid; ``what``: the model's name with its article."""
     path = directory / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(f"no {_bare(what)} at {directory}: config.json is missing") from None
-    except (OSError, ValueError) as error:
-        raise FlowspecError(f"{path} is not readable as JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise FlowspecError(f"{path} must hold a JSON object")
+    if not path.exists():
+        raise UsageError(f"no {_bare(what)} at {directory}: config.json is missing")
+    raw = read_json_object(path)
+    check_config(raw, path)
     return raw
 
 
@@ -65,8 +64,8 @@ def plain_names(weights: dict[str, Tensor], directory: Path) -> dict[str, Tensor
 
 def _shards(index: Path) -> list[Path]:
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        names = sorted(set(read_json(index)["weight_map"].values()))
+    except (KeyError, TypeError, AttributeError) as error:
         raise FlowspecError(f"{index} is not an index of weights: {error!r}") from None
     return [index.parent / name for name in names]
 
@@ -78,6 +77,9 @@ def _read(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
         return dict(torch.load(path, map_location="cpu", weights_only=True))
+    except pickle.UnpicklingError as error:  # its text advises to load the file with code execution
+        raise FlowspecError(f"{path} cannot be read as weights: it is damaged, or holds more than "
+                            "tensors, which is not loaded because it could run code") from error
     except Exception as error:  # both readers raise many kinds of errors for a bad file
         raise FlowspecError(f"{path} cannot be read as weights: {first_line(error)}") from error
 
@@ -116,6 +118,7 @@ def _assign(module: nn.Module, weights: dict[str, Tensor], directory: Path, what
             )
         if weight.is_floating_point() != held[name].is_floating_point():
             raise FlowspecError(f"{directory}: tensor {name} holds {weight.dtype}, not {held[name].dtype}")
+        check_finite(weight, dtype, f"{directory}: tensor {name}")
     placed = {name: w.to(dtype if w.is_floating_point() else held[name].dtype) for name, w in weights.items()}
     module.load_state_dict(placed, strict=True, assign=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,9 @@ from typing import Literal, get_args
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import MANIFEST, ModelDir
+from flowspec_edge.util.bounded_read import read_json, read_text
+
+_MAX_TEMPLATE = 1024 * 1024  # bytes
 
 Role = Literal["system", "user", "assistant"]
 
@@ -80,11 +82,10 @@ def recognise(model: ModelDir) -> str | None:
 
 def read_template(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        return read_text(path, _MAX_TEMPLATE)
+    except UsageError as error:
         raise UsageError(f"no chat template {str(path)!r}: neither {', '.join(BUILT_IN)} nor a file that can "
-                         f"be read ({reason})") from error
+                         f"be read ({error})") from error
 
 
 def _split(messages: Sequence[Message]) -> tuple[str | None, list[tuple[str, str | None]]]:
@@ -107,10 +108,10 @@ def _names(model: ModelDir) -> list[str]:
                (model.path / MANIFEST, ("source", "name")))
     for path, keys in origins:
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = read_json(path)
             for key in keys:
                 found = found[key]
-        except (OSError, ValueError, KeyError, TypeError):
+        except (UsageError, KeyError, TypeError):
             continue  # only a hint here: a reader that needs the file reports the error
         names.append(str(found))
     return names

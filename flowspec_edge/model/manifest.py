@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.modeldir import MANIFEST
+from flowspec_edge.util.bounded_read import parse_json, read_bytes
+from flowspec_edge.util.terminal import no_control_characters
 
 FORMAT = 1
 DRAFT = "draft"  # D0's part
@@ -24,6 +33,7 @@ ShardDtype = Literal["fp32", "bf16", "fp16", "int4", "nf4", "fp4"]
 Count = Annotated[int, Field(ge=1)]
 Bytes = Annotated[int, Field(ge=0)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Name = Annotated[str, AfterValidator(no_control_characters)]
 Progress = Callable[[int], None]  # called with the bytes done since the last call
 
 
@@ -34,7 +44,7 @@ class _Strict(BaseModel):
 class PartFile(_Strict):
     """``path`` is relative to the model's directory, with forward slashes."""
 
-    path: str
+    path: Name
     size: Bytes
     sha256: Sha256
 
@@ -58,9 +68,9 @@ class ShardPart(_Strict):
 class ModelOrigin(_Strict):
     """``revision``: a commit on the hub."""
 
-    name: str
+    name: Name
     config_sha256: Sha256
-    revision: str | None = None
+    revision: Name | None = None
 
 
 class Quantisation(_Strict):
@@ -68,7 +78,7 @@ class Quantisation(_Strict):
 
     kind: QuantKind
     group: Count
-    kept: tuple[str, ...] = ()
+    kept: tuple[Name, ...] = ()
 
 
 class Manifest(_Strict):
@@ -80,7 +90,7 @@ class Manifest(_Strict):
 
     format: Literal[1]
     source: ModelOrigin
-    model_type: str
+    model_type: Name
     layers: Count
     hidden_width: Count
     vocabulary: Count
@@ -96,29 +106,27 @@ class Manifest(_Strict):
     def read(cls, directory: Path | str) -> Manifest:
         """UsageError if there is no manifest; FlowspecError if it is invalid or of another format."""
         path = Path(directory) / MANIFEST
-        try:
-            raw = path.read_bytes()
-        except FileNotFoundError:
+        if not path.exists():
             raise UsageError(f"{directory} is not a sharded model: {MANIFEST} is missing; make one with: "
-                             "flowspec models shard") from None
-        except OSError as error:
-            raise UsageError(f"cannot read {path}: {error.strerror}") from error
-        try:
-            fields = json.loads(raw)
-        except ValueError as error:
-            raise FlowspecError(f"{path} is not valid JSON ({error}): copy it again") from error
+                             "flowspec models shard")
+        manifest = cls.parse(read_bytes(path), path)
+        manifest._directory = Path(directory)
+        return manifest
+
+    @classmethod
+    def parse(cls, raw: bytes, path: Path) -> Manifest:
+        """FlowspecError, which names ``path``, if it is invalid or of another format."""
+        fields = parse_json(raw, str(path))
         found = fields.get("format") if isinstance(fields, dict) else None
         if found != FORMAT:
             raise FlowspecError(f"{path} has format {found!r}, and this flowspec reads {FORMAT}: shard the "
                                 "model again, or use the flowspec that wrote it")
         try:
-            manifest = cls.model_validate_json(raw)
+            return cls.model_validate_json(raw)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the file"
             raise FlowspecError(f"{path}: {where}: {first['msg']}") from error
-        manifest._directory = Path(directory)
-        return manifest
 
     @property
     def directory(self) -> Path:

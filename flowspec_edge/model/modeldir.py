@@ -7,7 +7,6 @@ flowspec's own layout).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from flowspec_edge.errors import UsageError
+from flowspec_edge.model.config_check import check_config, check_stop_ids
+from flowspec_edge.util.bounded_read import read_json_object
 from flowspec_edge.util.resources import resource_dir
 
 DEMO = "demo"
@@ -62,7 +63,10 @@ class ModelDir:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        return _read_json(self.target / "config.json")
+        path = self.target / "config.json"
+        config = read_json_object(path)
+        check_config(config, path)
+        return config
 
     @property
     def layers(self) -> int:
@@ -80,7 +84,11 @@ class ModelDir:
     def generation_config(self) -> dict[str, Any]:
         """Empty if the file is missing."""
         path = self.target / "generation_config.json"
-        return _read_json(path) if path.is_file() else {}
+        if not path.is_file():
+            return {}
+        config = read_json_object(path)
+        check_stop_ids(config, path)
+        return config
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
@@ -111,26 +119,13 @@ def resolve_model(name_or_path: str | Path | None = None) -> ModelDir:
     for names in needed:
         if not any((model.target / file).is_file() for file in names):
             raise UsageError(f"{model.target} is incomplete: {' or '.join(names)} is missing")
-    for key in ("num_hidden_layers", "hidden_size", "max_position_embeddings"):
-        if not isinstance(model.config.get(key), int):
-            raise UsageError(f"{model.target / 'config.json'} has no {key}")
+    check_config(model.config, model.target / "config.json",
+                 required=("num_hidden_layers", "hidden_size", "max_position_embeddings"))
     return model
 
 
 def shipped_models() -> list[str]:
     return sorted(path.parent.parent.name for path in resource_dir("models").glob("*/target/config.json"))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise UsageError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise UsageError(f"{path} must hold a JSON object")
-    return data
 
 
 # transformers' default where a Mistral's config.json has none (the value of Mistral-7B-v0.1).

@@ -223,10 +223,15 @@ class Journal:
             with writing(self._path):
                 sync_directory(self._path.parent)
             return {}
-        if json.loads(lines[0]).get("request") != request:
+        try:
+            first = json.loads(lines[0])
+            files = [PartFile.model_validate_json(line) for line in lines[1:]]
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{self._path} is damaged: delete it; the files it lists are written again"
+                             ) from error
+        if not isinstance(first, dict) or first.get("request") != request:
             raise UsageError(f"{self._path.parent} holds an unfinished sharding of another model or with "
                              "other options: run that command again, or give another --out")
-        files = [PartFile.model_validate_json(line) for line in lines[1:]]
         return {file.path: file for file in files if self._is_there(file)}
 
     def _is_there(self, file: PartFile) -> bool:

@@ -21,6 +21,7 @@ from flowspec_edge.stage.families import load_config, skeleton
 from flowspec_edge.stage.quant.awq_gptq import Importer, importer
 from flowspec_edge.stage.weights import tensor_names
 from flowspec_edge.stage.weights.checkpoint import Checkpoint, TensorInfo, check_shape
+from flowspec_edge.util.bounded_read import read_bytes
 
 # Files besides the weights that D0 may need; config.json is rewritten.
 _EXTRA_FILES = (
@@ -152,7 +153,7 @@ def describe(model: ModelDir, weights: WeightSource, drafts: Sequence[Path], nam
     tensors = weights.stored(sorted(wanted))
     _check(weights.directory, tensors, core)
     extra = tuple(path for file in _EXTRA_FILES if (path := model.target / file).is_file())
-    return SourceModel(name, revision, config, (model.target / "config.json").read_bytes(), weights, tensors,
+    return SourceModel(name, revision, config, read_bytes(model.target / "config.json"), weights, tensors,
                        linears, reads, extra, tuple(drafts_of(model, drafts)))
 
 

@@ -14,9 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 from flowspec_edge.errors import UsageError
+from flowspec_edge.model.config_check import check_config
 from flowspec_edge.model.manifest import DRAFT_TARGET, Manifest, stage_part
 from flowspec_edge.model.modeldir import is_sharded
 from flowspec_edge.stage.layers import attention
+from flowspec_edge.util.bounded_read import read_json_object
 
 # Families whose forward pass is exactly: embeddings, layers with one full-attention mask, norm.
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
@@ -39,6 +41,7 @@ def load_config(model_dir: Path | str, quantised: bool = False) -> Any:
     path = model_dir / "config.json"
     if not path.is_file():
         raise UsageError(f"no model at {model_dir}: config.json is missing")
+    check_config(read_json_object(path), path)
     try:
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
     except Exception as error:  # transformers and huggingface_hub raise many types, even bare Exceptions
@@ -60,8 +63,13 @@ def _config_home(model_dir: Path) -> Path:
 def skeleton(config: Any) -> Any:
     """transformers' decoder on the meta device, with all layers, so that layer indexes are right."""
     attention.register()
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME).model
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME).model
+    except Exception as error:  # from any module of any family, for values that do not fit together
+        reason = shorten(str(error), 200, placeholder=" …")
+        raise UsageError(f"transformers cannot make a model of {config.name_or_path}/config.json: {reason}"
+                         ) from error
 
 
 def _check(config: Any, path: Path, quantised: bool) -> None:

@@ -166,6 +166,8 @@ def _lines(file: Path, tokenizer: Any) -> Iterator[Document]:
                 document.text.encode()
             except UnicodeEncodeError:
                 problem = "half of a surrogate pair is no character"
+            except RecursionError:
+                problem = "it nests too deep"
             except ValueError as error:
                 problem = f"it is not JSON ({error})"
             except _UnusableLine as error:

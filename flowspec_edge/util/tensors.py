@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flowspec_edge.errors import ProtocolError, UsageError
+from flowspec_edge.errors import FlowspecError, ProtocolError, UsageError
 from flowspec_edge.messages import Payload
 
 DTYPES: dict[str, torch.dtype] = {
@@ -30,6 +31,22 @@ def parse_dtype(name: str) -> torch.dtype:
         return DTYPES[name]
     except KeyError:
         raise UsageError(f"no dtype {name!r}: use one of {', '.join(DTYPES)}") from None
+
+
+def check_finite(values: Tensor, dtype: torch.dtype, where: str) -> None:
+    """FlowspecError, which begins with ``where``, if a value is NaN, infinite, or too large for ``dtype``.
+
+    Costs a tenth of a copy. Integers, and floats of 8 bits, pass.
+    """
+    if not values.numel() or values.dtype not in (*DTYPES.values(), torch.float64):
+        return
+    least, most = (bound.item() for bound in torch.aminmax(values))
+    limit = torch.finfo(dtype).max
+    if not (-limit <= least and most <= limit):
+        found = ("NaN" if math.isnan(most) else
+                 "infinity" if math.inf in (-least, most) else "too large a value")
+        raise FlowspecError(f"{where} holds {found} for {str(dtype).removeprefix('torch.')}: copy the model "
+                            "again, or choose a wider --dtype")
 
 
 def wire_name(dtype: torch.dtype) -> str:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import AfterValidator, BaseModel, ValidationError
 
 from flowspec_edge.errors import UsageError
+from flowspec_edge.util.bounded_read import check_depth, read_bytes
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -21,6 +22,9 @@ else:
 
 M = TypeVar("M", bound=BaseModel)
 KeyPath = tuple[str | int, ...]  # keys from the top of the file down, and array indexes from 0
+
+_MAX_BYTES = 4 * 1024 * 1024
+_MOST_LINES = 2_000  # of a file whose keys are located for an error: the time grows with their square
 
 _SYNTAX = {"Cannot overwrite a value": "; this key is given twice", "Invalid value": "; texts need quotes",
            "Cannot declare": "; this table is given twice, and [[NAME]] is for several"}
@@ -51,10 +55,11 @@ def matching(pattern: str, what: str) -> AfterValidator:
 
 def load_toml(path: Path, model: type[M]) -> M:
     """UsageError with file, line and key of every fault."""
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    return parse_toml(read_bytes(path, _MAX_BYTES), path, model)
+
+
+def parse_toml(raw: bytes, path: Path, model: type[M]) -> M:
+    """``path`` is for the errors, which are those of :func:`load_toml`."""
     try:
         text = raw.decode()
         data: dict[str, Any] = tomllib.loads(text)
@@ -66,10 +71,13 @@ def load_toml(path: Path, model: type[M]) -> M:
         at_line = found[1] if found else text.count("\n") + 1
         advice = next((advice for said, advice in _SYNTAX.items() if str(error).startswith(said)), "")
         raise UsageError(f"{path}:{at_line} is not valid TOML: {error}{advice}") from error
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, a thousand brackets
+        raise UsageError(f"{path} is not valid TOML: {error}") from error
+    check_depth(data, str(path))
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        lines = key_lines(text)
+        lines = key_lines(text) if text.count("\n") <= _MOST_LINES else {}
         faults, at = [], None
         for number, (where, fault) in enumerate(_faults(error, model)):
             line = nearest_line(lines, where)

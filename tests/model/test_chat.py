@@ -190,5 +190,5 @@ def test_a_template_from_a_file(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no chat template 'alpaca': neither llama-2, vicuna nor a file"):
         Tokenizer(found, "alpaca")
     path.write_bytes(b"\xff")
-    with pytest.raises(UsageError, match="it is not UTF-8 text"):
+    with pytest.raises(UsageError, match="is not UTF-8 text"):
         Tokenizer(found, str(path))

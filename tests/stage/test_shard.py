@@ -151,7 +151,7 @@ def test_no_model(tmp_path: Path, copy: Path) -> None:
 
 
 @pytest.mark.parametrize(("content", "complaint"), [
-    ("{", "is not a model configuration"),
+    ("{", "is not valid JSON"),
     ("{}", "is not a model configuration"),
     ('{"model_type": "no-such-thing"}', "is not a model configuration"),
     ('{"model_type": "gemma"}', "stages cannot run 'gemma' models, only llama"),

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from flowspec_edge.bench.results.atomic_write import write
 from flowspec_edge.bench.results.rows import Cell, ReportRow, Sample, rows_of, task_means
 from flowspec_edge.errors import UsageError
+from flowspec_edge.util.bounded_read import read_json
 
 File = TypeVar("File")
 ENERGY = "measured by the boards' INA3221, without carrier boards"  # what a report's joules include
@@ -141,22 +142,11 @@ def load_report(path: Path) -> BenchReport:
 
 def read_results(path: Path, parse: Callable[[Any], File], what: str, command: str) -> File:
     """UsageError if the file cannot be read or parsed, or is no ``what``, which ``command`` writes."""
-    text = read_text(path)
+    data = read_json(path)
     try:
-        return parse(json.loads(text))
+        return parse(data)
     except ValidationError as error:
         raise UsageError(f"{path} is no {what} ({_first_fault(error)}); write one with: {command}") from error
-    except ValueError as error:
-        raise UsageError(f"{path} is not valid JSON: {error}") from error
-
-
-def read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 text: byte {error.start}") from error
 
 
 def _first_fault(error: ValidationError) -> str:

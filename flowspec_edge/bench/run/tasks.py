@@ -7,10 +7,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from flowspec_edge.bench.results.report import read_text
 from flowspec_edge.errors import UsageError
+from flowspec_edge.util.bounded_read import parse_json, read_text
 
 MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem",
                       "humanities"})
@@ -36,10 +35,7 @@ def load_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
 
 
 def _parse(line: str, where: str, default_id: str) -> Prompt:
-    try:
-        data: Any = json.loads(line)
-    except ValueError as error:
-        raise UsageError(f"{where}: not valid JSON: {error}") from error
+    data = parse_json(line, where)
     if not isinstance(data, dict):
         raise UsageError(f"{where}: not a JSON object")
     text = data.get("prompt")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from flowspec_edge.util.terminal import printable
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -25,6 +27,7 @@ def profiles() -> None:
 
 def print_columns(rows: list[tuple[str, ...]]) -> None:
     """Left-aligned, two spaces apart."""
+    rows = [tuple(map(printable, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -38,9 +38,12 @@ from flowspec_edge.runtime.request import Request, Result
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 from flowspec_edge.strategies.registry import strategy_class
+from flowspec_edge.util.bounded_read import as_text, bounded, read_bytes
 
 if TYPE_CHECKING:
     from flowspec_edge.runtime.observe.observer import Observer
+
+_MAX_PROMPT = 4 * 1024 * 1024  # bytes; a million tokens of English
 
 TraceOption = Annotated[Path | None, typer.Option(
     "--trace", metavar="F", show_default=False,
@@ -184,13 +187,9 @@ def _read_prompt(prompt: str | None, prompt_file: str | None) -> str:
     if prompt_file is None:
         text = prompt or ""
     else:
-        try:
-            data = sys.stdin.buffer.read() if prompt_file == "-" else Path(prompt_file).read_bytes()
-            text = data.decode("utf-8")
-        except OSError as error:
-            raise UsageError(f"cannot read {prompt_file}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise UsageError(f"{prompt_file} is not UTF-8 text: byte {error.start}") from error
+        data = (bounded(sys.stdin.buffer.read(_MAX_PROMPT + 1), "standard input", _MAX_PROMPT)
+                if prompt_file == "-" else read_bytes(Path(prompt_file), _MAX_PROMPT))
+        text = as_text(data, prompt_file)
     if not text:
         raise UsageError("the prompt is empty; give some text to continue")
     return text

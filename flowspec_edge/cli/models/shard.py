@@ -14,6 +14,7 @@ import typer
 from flowspec_edge.cli.common.options import parse_counts
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.manifest import DRAFT, ComputeDtype, Manifest, QuantKind, ShardDtype
+from flowspec_edge.util.bounded_read import read_json
 
 if TYPE_CHECKING:
     from flowspec_edge.sharding.plan import ShardingPlan
@@ -155,10 +156,8 @@ def _stored_dtype(dtype: StoredDtype | None, kernels: Path | None) -> ShardDtype
     if kernels is None:
         return _fastest_here()
     try:
-        fastest = json.loads(kernels.read_text(encoding="utf-8"))["fastest"]
-    except OSError as error:
-        raise UsageError(f"cannot read {kernels}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+        fastest = read_json(kernels)["fastest"]
+    except (KeyError, TypeError) as error:
         raise UsageError(f"{kernels} is not a file of `flowspec device kernels --out`: it has no key "
                          "\"fastest\"") from error
     if fastest is None:

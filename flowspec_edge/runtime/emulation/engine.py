@@ -20,6 +20,7 @@ from flowspec_edge.runtime.virtual.devices import Devices
 from flowspec_edge.stage.base import Engine, Poll
 from flowspec_edge.stage.rows import without_rows
 from flowspec_edge.strategies.base import Parallelism
+from flowspec_edge.util.bounded_read import read_json
 
 Links = Literal["made", "real"]
 
@@ -43,7 +44,7 @@ class Emulation:
 
     @classmethod
     def load(cls, path: Path) -> Emulation:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(path)
         stages = tuple(Profile.model_validate(stage) for stage in data["stages"])
         devices = Devices(Profile.model_validate(data["d0"]), stages, tuple(data["layers"]), data["name"])
         return cls(devices, data["links"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import sys
 from collections.abc import Mapping
@@ -23,15 +24,43 @@ from flowspec_edge.runtime.observe.power import board_meter
 from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.runtime.worker.reports import one_line
 from flowspec_edge.runtime.worker.sd_notify import Notifier
-from flowspec_edge.runtime.worker.worker import Stopped, Worker, connect
+from flowspec_edge.runtime.worker.worker import Worker, connect
 from flowspec_edge.transport import keys
 from flowspec_edge.transport.zmq_links import ZmqTransport
+from flowspec_edge.util.terminal import printable
 
 log = logging.getLogger(__name__)
 
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-def run_worker(config: WorkerConfig, notifier: Notifier | None = None) -> None:
-    """Load the shard and serve until Shutdown or SIGTERM; errors are sent to D0 (Failed), then raised."""
+
+class StopSignals:
+    """SIGTERM and SIGINT end the process with exit code 0.
+
+    While the shard loads, at once: loading may take minutes, and nothing can be lost. Once ``serving``, they
+    are only noted for the worker's loop, because an exception raised by a handler could leave any function
+    half done.
+    """
+
+    def __init__(self) -> None:
+        self.serving = False
+        self.arrived = False
+        for number in _STOP_SIGNALS:
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.arrived = True
+        if not self.serving:
+            os._exit(0)
+
+    def ignore(self) -> None:
+        """For the rest of the process, the interpreter's own end included."""
+        for number in _STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def run_worker(config: WorkerConfig, signals: StopSignals, notifier: Notifier | None = None) -> None:
+    """Load the shard and serve until Shutdown or a signal; errors are sent to D0 (Failed), then raised."""
     emulation = Emulation.load(Path(config.emulate)) if config.emulate else None
     pair = keys.load(Path(config.key_file)) if config.key_file else None
     transport = (EmulatedTransport(emulation, config.stage, keys=pair, unencrypted=config.unencrypted)
@@ -43,9 +72,8 @@ def run_worker(config: WorkerConfig, notifier: Notifier | None = None) -> None:
 
             engine, hello = load_engine(config, emulation)
             with board_meter(wanted=emulation is None) as meter:
-                Worker(config, links, engine, hello, notifier, meter).run()
-        except Stopped:
-            return
+                signals.serving = True
+                Worker(config, links, engine, hello, notifier, meter, lambda: signals.arrived).run()
         except Exception as error:
             links.control.send(Failed(config.instance, config.stage, one_line(error)))
             raise
@@ -53,27 +81,20 @@ def run_worker(config: WorkerConfig, notifier: Notifier | None = None) -> None:
         transport.close()
 
 
-def _on_signal(number: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not cut the shutdown short
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise Stopped
-
-
 def serve(path: Path, verbose: bool = False, changes: Mapping[str, Any] | None = None,
           notifier: Notifier | None = None) -> int:
     """Run a configuration file's worker, with ``changes``; return the exit code. Errors go to stderr."""
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING)
-    signal.signal(signal.SIGTERM, _on_signal)
-    signal.signal(signal.SIGINT, _on_signal)
+    signals = StopSignals()
     try:
-        run_worker(load_toml(path, WorkerConfig).model_copy(update=changes or {}), notifier)
-    except Stopped:
-        return 0
+        run_worker(load_toml(path, WorkerConfig).model_copy(update=changes or {}), signals, notifier)
     except Exception as error:
         if not isinstance(error, FlowspecError):
             log.exception("V: unexpected error")
-        print(f"flowspec worker: {one_line(error)}", file=sys.stderr)
+        print(f"flowspec worker: {printable(one_line(error))}", file=sys.stderr)
         return error.exit_code if isinstance(error, FlowspecError) else 1
+    finally:
+        signals.ignore()
     return 0
 
 

@@ -10,6 +10,7 @@ import math
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -44,8 +45,8 @@ _CHECK_S = 0.25  # between checks of the links and the parent process
 
 
 class Stopped(BaseException):
-    """D0 or a signal asked the process to end. A BaseException, because library code in which it may be
-    raised must not handle it."""
+    """D0 or a signal asked the process to end. A BaseException, because code that polls between layers must
+    not handle it."""
 
 
 @dataclass
@@ -71,11 +72,14 @@ def connect(config: WorkerConfig, transport: Transport) -> Links:
 
 class Worker:
     def __init__(self, config: WorkerConfig, links: Links, engine: Engine, hello: Hello,
-                 notifier: Notifier | None = None, meter: PowerMeter | None = None) -> None:
-        """``notifier``: the service manager's; ``meter``: of the board's power."""
+                 notifier: Notifier | None = None, meter: PowerMeter | None = None,
+                 stopping: Callable[[], bool] = lambda: False) -> None:
+        """``notifier``: the service manager's; ``meter``: of the board's power; ``stopping``: whether a
+        signal has asked the process to end."""
         self._config = config
         self._links = links
         self._engine = engine
+        self._stopping = stopping
         self._bytes_in = 0  # of the data link, counted so far
         self._stats = WorkerStats()
         self._energy = SessionEnergy(meter)
@@ -91,7 +95,7 @@ class Worker:
         self._title = f"V{hello.stage} of {hello.stages}, layers [{hello.layers[0]}, {hello.layers[1]})"
 
     def run(self) -> None:
-        """Serve until Shutdown; raises FlowspecError when the stage cannot continue."""
+        """Serve until Shutdown or a signal; raises FlowspecError when the stage cannot continue."""
         self._reports.send_hello()
         self._notifier.ready(self._title)
         try:
@@ -229,6 +233,8 @@ class Worker:
         """Handle control messages, checks and heartbeats; also called between layers."""
         if wait > 0:
             self._sleep(data=False, max_s=wait)
+        if self._stopping():
+            raise Stopped
         try:
             while (message := self._links.control.receive()) is not None:
                 self._handle_control(message)

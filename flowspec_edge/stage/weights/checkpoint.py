@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.stage.weights.files import INDEX, PICKLED, SAFE, WeightFile, file_errors, open_weights
+from flowspec_edge.util.bounded_read import read_json
 
 _SAMPLE = 1024  # elements at each end of a tensor that enter the digest
 _PIECE = 2 << 20  # bytes of a tensor that are returned at a time
@@ -136,9 +136,9 @@ class Checkpoint:
 
     def _indexed(self, index: Path) -> dict[str, Path]:
         try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            weight_map = read_json(index)["weight_map"]
             files = {str(name): str(file) for name, file in weight_map.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise FlowspecError(f"{index} is not a safetensors index: {error!r}") from error
         for file in files.values():
             if Path(file).name != file:

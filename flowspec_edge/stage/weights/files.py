@@ -52,7 +52,10 @@ def file_errors(path: Path) -> Iterator[None]:
     """Turn the libraries' exceptions about ``path`` into a FlowspecError that names it."""
     try:
         yield
-    except (SafetensorError, pickle.UnpicklingError, EOFError, OSError, RuntimeError) as error:
+    except pickle.UnpicklingError as error:  # its text advises to load the file with code execution
+        raise FlowspecError(f"{path} is damaged, or holds more than tensors, which is not loaded because "
+                            "it could run code: use the model's safetensors files") from error
+    except (SafetensorError, EOFError, OSError, RuntimeError) as error:
         if not path.is_file():
             raise FlowspecError(f"{path} is missing: copy the model again") from error
         reason = (str(error).splitlines() or [type(error).__name__])[0]

@@ -15,6 +15,7 @@ from flowspec_edge.stage.quant.base import QuantLinear, Scheme
 from flowspec_edge.stage.quant.schemes import scheme
 from flowspec_edge.stage.weights.checkpoint import Checkpoint, check_shape
 from flowspec_edge.stage.weights.tensor_names import is_ignorable
+from flowspec_edge.util.tensors import check_finite
 
 
 def part_of(model_dir: Path | str, part: str) -> Path:
@@ -93,6 +94,7 @@ def _copied(checkpoint: Checkpoint, name: str, shape: torch.Size, dtype: torch.d
     else:
         value = torch.empty(shape, dtype=dtype, device=device)
     for lo, piece in checkpoint.pieces(name):
+        check_finite(piece, dtype, f"{checkpoint.directory}: tensor {name}")
         (value[lo : lo + len(piece)] if shape else value).copy_(piece)
     return value
 
@@ -107,6 +109,8 @@ def _quantised(prefix: str, module: nn.Module, checkpoint: Checkpoint, scheme: S
         packed: QuantLinear = scheme.linear(rows, columns, linear.bias is not None, dtype, device)
         stored = {suffix: f"{name}.{suffix}" for suffix in scheme.stored(rows, columns)}
         tensors = checkpoint.tensors(list(stored.values()))
+        for full, tensor in tensors.items():
+            check_finite(tensor, tensor.dtype, f"{checkpoint.directory}: tensor {full}")
         bias = f"{name}.bias"
         try:
             packed.fill({suffix: tensors[full] for suffix, full in stored.items()},

@@ -46,7 +46,7 @@ def test_the_demos_prompts() -> None:
 
 
 @pytest.mark.parametrize(("line", "says"), [
-    ("{", "p.jsonl:2: not valid JSON"),
+    ("{", "p.jsonl:2 is not valid JSON"),
     ("[1]", "p.jsonl:2: not a JSON object"),
     ('{"turns": []}', "p.jsonl:2: neither a prompt nor turns"),
     ('{"prompt": 3}', "p.jsonl:2: neither a prompt nor turns"),

@@ -147,7 +147,7 @@ def test_where_nothing_can_be_written(model: Path, tmp_path: Path,
     ('{"fastest": "nf4"}', "nf4"), ('{"fastest": "int4", "more": 1}', "int4"),
     ('{"fastest": null}', "no 4-bit kind works on that device"),
     ('{"fastest": "fp8"}', "'fp8' is the fastest, which is no 4-bit kind"),
-    ("{}", 'it has no key "fastest"'), ("[", 'it has no key "fastest"'), (None, "cannot read"),
+    ("{}", 'it has no key "fastest"'), ("[", "is not valid JSON"), (None, "cannot read"),
 ])
 def test_the_boards_fastest_kind(model: Path, tmp_path: Path, content: str | None, result: str,
                                  capsys: pytest.CaptureFixture[str]) -> None:

@@ -184,7 +184,7 @@ def test_missing_files_and_other_targets(tmp_path):
     with pytest.raises(FlowspecError, match="one layer, not 2"):
         load_head(tmp_path, None, torch.float32)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(FlowspecError, match="not readable as JSON"):
+    with pytest.raises(FlowspecError, match="is not valid JSON"):
         load_head(tmp_path, None, torch.float32)
 
 

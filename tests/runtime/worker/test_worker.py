@@ -6,8 +6,6 @@ elsewhere it is the real one.
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -34,10 +32,7 @@ from flowspec_edge.messages import (
     Shutdown,
     Tap,
 )
-from flowspec_edge.runtime.worker import process
-from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.runtime.worker.reports import one_line
-from flowspec_edge.stage import families
 from flowspec_edge.stage.base import Poll
 from flowspec_edge.stage.engine import StageEngine
 
@@ -361,25 +356,3 @@ def test_a_rank_that_lost_another_says_so_in_the_end(start: Start) -> None:
 def test_errors_become_one_line() -> None:
     assert one_line(FlowspecError("what\nwhere")) == "what where"
     assert one_line(KeyError("k")) == "KeyError: 'k'"
-
-
-def test_it_can_be_ended_while_a_library_loads_its_model(tmp_path: Path, tiny_model: Path,
-                                                         monkeypatch: pytest.MonkeyPatch,
-                                                         capsys: pytest.CaptureFixture[str]) -> None:
-    class Asked:
-        @staticmethod
-        def from_pretrained(*_: object, **__: object) -> None:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    path = tmp_path / "v1.toml"
-    path.write_text(WorkerConfig(instance="v1", stage=1, stages=2, model=str(tiny_model / "target"),
-                                 control="tcp://127.0.0.1:1", listen="tcp://127.0.0.1:*",
-                                 next="tcp://127.0.0.1:2").dump())
-    monkeypatch.setattr(families, "AutoConfig", Asked)
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        assert process.serve(path) == 0
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    assert capsys.readouterr().err == ""

@@ -1,0 +1,27 @@
+"""Text from files and peers, made safe for a terminal."""
+
+from __future__ import annotations
+
+import unicodedata
+
+# Control and format characters (such as those that reverse the direction of text), and lone surrogates.
+_UNSAFE = ("Cc", "Cf", "Cs")
+
+
+def printable(text: str) -> str:
+    r"""``text`` with characters that a terminal may act on as \x1b; line feeds and tabs stay."""
+    if text.isprintable():
+        return text
+    return "".join(_escaped(c) if unicodedata.category(c) in _UNSAFE and c not in "\n\t" else c for c in text)
+
+
+def no_control_characters(text: str) -> str:
+    """A validator, which raises ValueError."""
+    if printable(text) != text:
+        raise ValueError(f"{printable(text)} has characters that a terminal acts on")
+    return text
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
