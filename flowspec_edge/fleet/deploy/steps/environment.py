@@ -35,8 +35,7 @@ def environment(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
         "--root-user-action=ignore", *(f"{paths.WHEELS}/{name}" for name in others))
     # The check imports what the services import, and so compiles just what they need.
     yield Action("environment", (
-        # Only an interrupted run's processes can use an incomplete environment.
-        f"pkill -KILL -f {quote(f'^{venv}/bin/python')}; {quote('rm', '-rf', venv)}",
+        quote("rm", "-rf", venv),
         quote(wanted.python, "-m", "venv", "--system-site-packages", "--without-pip", venv),
         install,
         quote(f"{venv}/bin/python", "-c", _CHECK.read_text()),
