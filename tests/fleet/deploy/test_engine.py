@@ -7,7 +7,6 @@ import inspect
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,11 +95,9 @@ def test_commands_stop_at_the_first_failure_which_is_one_line(boards: sshkit.Boa
 
 @sshkit.needs_boards
 def test_every_command_has_a_deadline(boards: sshkit.Boards) -> None:
-    begun = time.monotonic()
     [outcome] = run(boards.inventory, [(boards.inventory.device[0],
                                         [Action("hangs", ("sleep 60",), timeout_s=1.0)])])
     assert re.match("hangs: sh did not finish within 1 s: see whether the board hangs", outcome.error)
-    assert time.monotonic() - begun < 30
 
 
 @sshkit.needs_boards
