@@ -15,7 +15,7 @@ from flowspec_edge.fleet.deploy.engine.facts import BoardFacts
 from flowspec_edge.fleet.deploy.engine.run import quote
 
 _CHECK = Path(__file__).with_name("environment_check.py")
-_TIMEOUT_S = 3600.0  # unpacking and compiling on an SD card is slow
+_TIMEOUT_S = 1800.0  # unpacking and compiling on an SD card is slow
 
 
 def environment(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
