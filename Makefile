@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup demo test test-fleet test-aarch64 test-cuda check bench soak timelines clean
+.PHONY: setup demo test test-fleet test-aarch64 test-cuda check bench soak soak-fleet timelines clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -38,7 +38,11 @@ soak: $(READY)
 
 # Containers with a systemd each; needs root.  Their images are built once: a few minutes, 3.5 GB.
 test-fleet: $(READY)
-	$(BIN)/python -m pytest -m fleet tests/e2e
+	$(BIN)/python -m pytest -m 'fleet and not soak' tests/e2e
+
+# Every fault at every step of a deployment: hours.
+soak-fleet: $(READY)
+	$(BIN)/python -m pytest -m 'fleet and soak' tests/e2e
 
 # The boards' instruction set, emulated, with the oldest allowed libraries: slow.
 test-aarch64: $(READY)

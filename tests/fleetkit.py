@@ -107,7 +107,7 @@ def serving(bed: NetnsTestbed, place: int, port: int, measurements: int) -> Iter
 
     thread = threading.Thread(target=serve)
     thread.start()
-    assert listens.wait(10)
+    assert listens.wait(60)
     yield
     thread.join(60)
     assert not thread.is_alive()

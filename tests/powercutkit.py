@@ -23,18 +23,23 @@ from nspawnkit import Fleet
 _SIZE = "4G"  # of an image, which is sparse
 _MOUNT = 'mount -o loop,commit=600 "{image}" "{store}"'
 # Before the board's own programs in root's and in ssh's PATH; each becomes its own name's.
-_HOLDABLE = ("mv", "sha256sum", "sudo", "systemctl")
-_HOLD = "/run/hold"  # WHEN NAME PATTERN; gone when the board is off
+_HOLDABLE = ("mv", "sha256sum", "sudo", "systemctl", "systemd-run")
+_HOLD = "/run/hold"  # WHEN NAME PATTERN; gone when the board is off, or the command may go on
 _HELD = "/run/held"  # is not empty when it does
+_RECORD = "/run/record"  # a line for each of those commands, while the file is there
 _WRAPPER = f"""#!/bin/sh
-if read -r when name pattern 2>/dev/null < {_HOLD} && [ "$name" = "${{0##*/}}" ]; then
+name="${{0##*/}}"
+[ ! -e {_RECORD} ] || printf '%s ' "$name" "$@" | tr '\\n' ' ' | sed 's/$/\\n/' >> {_RECORD}
+status=none
+if read -r when held pattern 2>/dev/null < {_HOLD} && [ "$held" = "$name" ]; then
     case "$*" in $pattern)
-        [ $when = before ] || /usr/bin/$name "$@"
+        [ $when = before ] || {{ /usr/bin/$name "$@"; status=$?; }}
         echo yes > {_HELD}
-        exec sleep infinity
+        while [ -e {_HOLD} ]; do sleep 0.1; done
     esac
 fi
-exec /usr/bin/${{0##*/}} "$@"
+[ $status = none ] || exit $status
+exec /usr/bin/$name "$@"
 """
 
 
@@ -42,13 +47,26 @@ class PowerFleet(Fleet):
     """A fleet whose boards' power can be cut at a moment that a test chooses."""
 
     def hold(self, board: int, when: str, command: str, pattern: str) -> None:
-        """Have the next command on the board whose arguments match a shell pattern never return.
+        """Have the next command on the board whose arguments match a shell pattern not return until
+        ``let_go``.
 
         when     "before": it does not do anything either; "after": it has done its work
-        command  one of ``mv``, ``sha256sum``, ``sudo``, ``systemctl``
+        command  one of ``mv``, ``sha256sum``, ``sudo``, ``systemctl``, ``systemd-run``
         """
         assert command in _HOLDABLE
         self.shell(board, f"echo '{when} {command} {pattern}' > {_HOLD}; > {_HELD}; chmod 666 {_HELD}")
+
+    def let_go(self, board: int) -> None:
+        """The held command goes on, whether its connection is still there or not."""
+        self.shell(board, f"rm -f {_HOLD}")
+
+    def record(self, board: int) -> None:
+        """Note each of the holdable commands from now on."""
+        self.shell(board, f"> {_RECORD}; chmod 666 {_RECORD}")
+
+    def recorded(self, board: int) -> list[str]:
+        """Those commands, each a line, and no more from now on."""
+        return self.shell(board, f"cat {_RECORD}; rm {_RECORD}").splitlines()
 
     def held(self, board: int, deploy: subprocess.Popen[str]) -> None:
         """Wait until that command holds; ``deploy`` must not end before."""

@@ -104,7 +104,7 @@ class Boards:
         was killed may still be there for a moment."""
         pids = self.running(place, command)
         for pid in pids[: len(pids) - newest]:
-            fleetkit.ended(pid, 10)
+            fleetkit.ended(pid, 60)
         return len(self.running(place, command))
 
     def _disconnect(self) -> None:

@@ -267,7 +267,7 @@ def device_profile(device: DeviceEntry, path: Path) -> Profile | None:
 def resolve(device: DeviceEntry) -> str:
     """The IPv4 address of ``device`` seen from here; FlowspecError if the name does not resolve."""
     try:
-        return socket.gethostbyname(device.address)
+        return socket.gethostbyname(device.address)  # within the limits of /etc/resolv.conf
     except OSError as error:
         raise FlowspecError(f"{device.name}: the address {device.address} is unknown here: "
                             f"{error.strerror}") from error

@@ -5,6 +5,11 @@ Two boards; what a step looks at is real.
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+
 import nspawnkit
 import pytest
 from enginekit import PLACES, Bench
@@ -12,6 +17,21 @@ from enginekit import PLACES, Bench
 from flowspec_edge.fleet import paths
 
 pytestmark = [pytest.mark.fleet, nspawnkit.needs_fleet]
+
+# Runs a step that never ends, where the boards are in reach.
+_ENDLESS = """
+import sys
+from pathlib import Path
+from flowspec_edge.fleet.deploy.engine.desired_state import Action
+from flowspec_edge.fleet.deploy.engine.run import run
+from flowspec_edge.fleet.inventory import load_inventory
+inventory = load_inventory(Path(sys.argv[1]))
+[outcome] = run(inventory, [(inventory.device[int(sys.argv[2])], [
+    Action("endless", ("echo begun >&2; sleep infinity",), timeout_s=float(sys.argv[3]))])])
+print(outcome.error)
+"""
+_SCOPES = "systemctl list-units --plain --no-legend 'deploy-flowspec-*.scope'"
+
 
 def test_software_is_complete_and_changes_nothing_the_second_time(bench: Bench) -> None:
     assert bench.well("software") == [0, 0]
@@ -47,6 +67,24 @@ def test_a_full_disk_is_one_boards_trouble_and_the_next_run_completes_what_is_th
     assert (first.error, second.error, second.changes) == ("", "", 0)
     assert fleet.shell(1, f"ls {paths.WHEELS} | wc -l").strip() == str(count)
     assert bench.well("software") == [0, 0]
+
+
+def test_what_an_interrupted_run_left_ends_before_the_next_begins(bench: Bench) -> None:
+    """The control host is killed, with its connections."""
+    endless = [sys.executable, "-c", _ENDLESS, str(bench.cluster), "1", "3000"]
+    with subprocess.Popen(bench.fleet.command(endless), start_new_session=True) as control:
+        bench.fleet.shell(1, f"until {_SCOPES} | grep 'flowspec deploy: endless'; do sleep 0.2; done")
+        os.killpg(control.pid, signal.SIGKILL)
+    assert bench.well("software", dry_run=True) == [0, 0]
+    assert bench.fleet.shell(1, _SCOPES)
+    assert bench.well("software") == [0, 0]
+    bench.fleet.shell(1, f"while {_SCOPES} | grep .; do sleep 0.2; done; ! pgrep -x sleep")
+
+
+def test_a_board_ends_a_step_that_exceeds_its_limit(bench: Bench) -> None:
+    done = bench.fleet.run([sys.executable, "-c", _ENDLESS, str(bench.cluster), "1", "2"])
+    assert done.stdout.startswith("endless: sh did not finish within 2 s"), done
+    bench.fleet.shell(1, f"while {_SCOPES} | grep .; do sleep 0.2; done; ! pgrep -x sleep")
 
 
 def test_what_a_board_lacks_is_said_before_anything_runs_there(bench: Bench) -> None:

@@ -73,16 +73,20 @@ def rotate(
     from flowspec_edge.fleet.deploy.rollout import Rollout
     from flowspec_edge.fleet.inventory import load_inventory
     from flowspec_edge.fleet.remote.ssh import python_for
-    from flowspec_edge.fleet.services.keys import rotate_keys
+    from flowspec_edge.fleet.services.keys import is_half_rotated, rotate_keys
     from flowspec_edge.fleet.services.status import control, look
 
     deployment = resolve_deployment(load_inventory(cluster), cluster)
     inventory = deployment.decided
+    pythons = {device.name: python_for(inventory, device) for device in deployment.boards}
     status = look(inventory)
-    if status.release is None or not status.ready:
+    is_ready = status.release is not None and status.ready
+    if not is_ready and not is_half_rotated(inventory, deployment.boards, pythons):
         raise FlowspecError("keys can be rotated while the cluster is ready, and it is not: see flowspec "
                             "deploy status")
     with watch_rollout(as_json) as watch:
+        if not is_ready and not (report := Rollout(deployment, watch).up()).ok:
+            raise FlowspecError("; ".join(report.failures))
         rollout = Rollout(deployment, watch)
 
         def apply() -> None:
@@ -94,9 +98,7 @@ def rotate(
             if rollout.take_back()[0] is None:
                 control(inventory, "restart")
 
-        publics = rotate_keys(inventory, deployment.boards,
-                              {device.name: python_for(inventory, device) for device in deployment.boards},
-                              deployment.keys, apply, restore)
+        publics = rotate_keys(inventory, deployment.boards, pythons, deployment.keys, apply, restore)
     if as_json:
         print(json.dumps({"ok": True, "boards": [{"name": name, "public": public}
                                                  for name, public in publics.items()]}))

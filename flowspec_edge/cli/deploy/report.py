@@ -80,6 +80,8 @@ def print_report(report: DeployReport, verb: str, as_json: bool, dry_run: bool =
     stderr = Console(stderr=True, highlight=False)
     for note in report.notes:
         stderr.print(f"  note: {note}", markup=False, soft_wrap=True)
+    for name in report.unreached:
+        print(f"{name}: not reached")
     if not report.problems:  # with problems no board has steps
         _print_steps(report, dry_run)
     if report.ok:
@@ -107,7 +109,8 @@ def _print_steps(report: DeployReport, dry_run: bool) -> None:
     for board in report.boards:
         changed = [step.name for step in board.steps if step.changed]
         verb = "to change" if dry_run else "changed"
-        status = f"{len(changed)} {verb}: {', '.join(changed)}" if changed else "no change"
+        unchanged = "failed before any change" if board.error else "no change"
+        status = f"{len(changed)} {verb}: {', '.join(changed)}" if changed else unchanged
         console.print(f"{board.board}: {status}", markup=False, soft_wrap=True)
 
 

@@ -74,6 +74,7 @@ def logs(
     if found.error or found.current is None:
         raise FlowspecError(found.error or f"{device.name}: nothing is deployed there: flowspec deploy up")
     command = logs_command(inventory, device, found.current.unit, lines, follow)
+    # No deadline: --follow runs until the user ends it; ssh ends when the board is silent.
     if code := subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode:
         raise typer.Exit(code)
 

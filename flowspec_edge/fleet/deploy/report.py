@@ -30,6 +30,7 @@ class DeployReport:
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)  # why nothing was started
     notes: list[str] = field(default_factory=list)  # warnings that do not prevent a deployment
+    unreached: list[str] = field(default_factory=list)  # boards; the causes are problems
 
     @property
     def failures(self) -> list[str]:

@@ -22,7 +22,8 @@ _MIXED = ("boards may run different releases, or none: see flowspec deploy statu
 
 
 def roll_back(inventory: Inventory, watch: Watch | None = None) -> DeployReport:
-    """Activate the previous release on all boards; a second call undoes it.
+    """Activate the previous release on all boards; a second call undoes it, or completes an interrupted
+    one.
 
     FlowspecError if a board cannot be reached, or the boards' previous releases are missing or differ.
     Boards without a release are skipped: they are not part of the cluster.
@@ -31,7 +32,8 @@ def roll_back(inventory: Inventory, watch: Watch | None = None) -> DeployReport:
     _require_answers(status)
     if not any(board.current for board in status.boards):
         raise FlowspecError("nothing is deployed: flowspec deploy up")
-    befores = {board.name: board.previous for board in status.boards if board.current or board.previous}
+    befores = interrupted(status) or {board.name: board.previous for board in status.boards
+                                       if board.current or board.previous}
     absent = [name for name, release in befores.items() if release is None]
     if absent:
         raise FlowspecError(f"{', '.join(absent)}: there is no release before this one; deploy the one "
@@ -43,7 +45,23 @@ def roll_back(inventory: Inventory, watch: Watch | None = None) -> DeployReport:
                             "want, with: flowspec deploy up")
     log = RolloutLog(inventory, befores, watch or Watch())
     activate(inventory, befores, log)
-    return log.report(next(iter(ids.values())), left=_MIXED)
+    return log.report(next(iter(ids.values())), left=f"{_MIXED}; to continue: flowspec deploy rollback")
+
+
+def interrupted(status: FleetStatus) -> dict[str, Installed | None] | None:
+    """The releases of a rollback that changed some boards only; None if there was none.
+
+    The draft device switches last, so until then its previous release is the one to go back to.
+    """
+    members = [board for board in status.boards if board.current or board.previous]
+    targets = {board.previous.id for board in members
+               if board.previous and board.current and board.current.role == "draft"}
+    if status.release is not None or len(targets) != 1:
+        return None
+    found: dict[str, Installed | None] = {
+        board.name: release for board in members for release in (board.previous, board.current)
+        if release and release.id in targets}
+    return found if len(found) == len(members) else None
 
 
 def go_back(inventory: Inventory, before: FleetStatus, log: RolloutLog) -> tuple[str | None, str]:

@@ -23,7 +23,7 @@ from flowspec_edge.fleet.deploy.resolve import Deployment, needs_of
 from flowspec_edge.fleet.deploy.rollback import go_back
 from flowspec_edge.fleet.deploy.rollout_log import RolloutLog
 from flowspec_edge.fleet.deploy.wheels import WheelTarget
-from flowspec_edge.fleet.probe.preflight import environment_problems, preflight
+from flowspec_edge.fleet.probe.preflight import environment_problems, preflight, unreachable
 from flowspec_edge.fleet.services import keys
 from flowspec_edge.fleet.services.status import look
 from flowspec_edge.fleet.transfer.push import push
@@ -41,7 +41,7 @@ class Rollout:
 
     def plan(self) -> DeployReport:
         """What ``up`` would change; boards are only read."""
-        diff = self._decide()
+        diff = self._decide(end_others=False)
         for board in diff.boards if diff else ():
             for step in board.steps():
                 self._log.add_step(step)
@@ -54,7 +54,7 @@ class Rollout:
         decides about ``take_back``.  UsageError for errors in the input, FlowspecError if model or wheels
         cannot be made here; failures on boards are in the report.
         """
-        diff = self._decide()
+        diff = self._decide(end_others=True)
         if diff is None:
             return self._log.report()
         log = self._log
@@ -81,8 +81,17 @@ class Rollout:
 
     # ---- the decision --------------------------------------------------------------------------
 
-    def _decide(self) -> Diff | None:
-        """None if a problem prevents the deployment; it is in the report."""
+    def _decide(self, end_others: bool) -> Diff | None:
+        """None if a problem prevents the deployment; it is in the report.  ``end_others``: as for
+        ``ask_boards``."""
+        self._watch.phase("looking at the boards")
+        self._status = look(self._inventory)
+        silent = [(device, board) for device, board in zip(self._inventory.device, self._status.boards,
+                                                           strict=True) if board.unreached]
+        if silent:  # said before the model is sharded, which may take an hour
+            self._log.unreached = [device.name for device, _ in silent]
+            self._log.problems = [str(unreachable(device, board.error)) for device, board in silent]
+            return None
         self._watch.phase("the model's parts")
         self._manifest = sharded_model(self._deployment,
                                        lambda done, total: self._watch.amount("here", done, total))
@@ -92,7 +101,7 @@ class Rollout:
         self._watch.phase("looking at the boards")
         asked = ask_boards(self._inventory, [
             (device, state_of(self._deployment, place, environments[device.name]),
-             part_wanted(self._manifest, place)) for place, device in enumerate(self._boards)])
+             part_wanted(self._manifest, place)) for place, device in enumerate(self._boards)], end_others)
         self._log.problems = [str(facts) for facts in asked if isinstance(facts, FlowspecError)]
         if self._log.problems:
             return None
@@ -112,7 +121,6 @@ class Rollout:
     def _look(self, manifest: Manifest) -> dict[str, Environment] | None:
         """The environments, by board; None as in ``_decide``."""
         self._watch.phase("looking at the boards")
-        self._status = look(self._inventory)
         needs = needs_of(self._deployment, manifest, self._status)
         found = preflight(self._inventory, needs)
         self._log.notes = [str(problem) for problem in found.problems if problem.note]

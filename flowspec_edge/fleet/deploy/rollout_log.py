@@ -21,6 +21,7 @@ class RolloutLog:
         self.watch = watch
         self.problems: list[str] = []  # as DeployReport's
         self.notes: list[str] = []
+        self.unreached: list[str] = []
 
     @property
     def failed(self) -> bool:
@@ -62,7 +63,7 @@ class RolloutLog:
     def report(self, release: str | None = None, rolled_back: str | None = None, left: str = ""
                ) -> DeployReport:
         return DeployReport([*self._outcomes.values()], release, rolled_back, left,
-                            time.monotonic() - self._began, self.problems, self.notes)
+                            time.monotonic() - self._began, self.problems, self.notes, self.unreached)
 
     def _fail(self, board: str, error: str) -> None:
         self._outcomes[board].error = self._outcomes[board].error or f"{board}: {error}"

@@ -206,6 +206,7 @@ def _download(wheelhouse: Path, target: WheelTarget, needs: Iterable[Requirement
                "--only-binary=:all:", "--implementation", "cp", "--python-version", target.python,
                *(part for tag in target.platforms() for part in ("--platform", tag)),
                "--dest", str(wheelhouse), *(str(need) for need in needs)]
+    # No deadline: a download takes as long as the line needs, and pip gives up on one that is silent.
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
@@ -247,6 +248,7 @@ def _build(out: Path) -> Path:
 def _from_tree(tree: Path, out: Path) -> Path:
     # Use installed build tools: no network access then.
     offline = ["--no-build-isolation"] if find_spec("hatchling") else []
+    # No deadline: pip gives up on a silent line, and the build is of this package alone.
     done = subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check",
                            "--no-deps", *offline, "--wheel-dir", str(out), str(tree)],
                           env={**os.environ, "SOURCE_DATE_EPOCH": "1580601600"}, stdin=subprocess.DEVNULL,

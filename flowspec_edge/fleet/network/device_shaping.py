@@ -144,12 +144,13 @@ class DeviceShaping:
         return bool(plain.get("options") == entry.get("options"))
 
     def _arm(self, number: int) -> list[str]:
-        wait = str(self._after_s)
+        """Without systemd it waits until the timer is a session of its own, so that it can be cancelled."""
+        wait, pid_file = str(self._after_s), self._pid_file(number)
         return [
             f"if {_SYSTEMD}; then systemd-run --quiet --collect --on-active={wait} "
             f"--timer-property=AccuracySec=1s --unit={self._unit(number)} /bin/sh {self._script_file}; "
-            f"else setsid sh -c 'sleep {wait}; exec sh \"$0\"' {self._script_file} "
-            f"</dev/null >/dev/null 2>&1 & echo $! > {self._pid_file(number)}; fi",
+            f"else setsid sh -c 'echo $$ > \"$1\"; sleep {wait}; exec sh \"$0\"' {self._script_file} "
+            f"{pid_file} </dev/null >/dev/null 2>&1 & until [ -s {pid_file} ]; do sleep 0.02; done; fi",
         ]
 
     def _disarm(self, number: int) -> list[str]:

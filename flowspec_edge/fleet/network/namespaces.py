@@ -184,6 +184,7 @@ def _held_namespace() -> subprocess.Popen[bytes]:
         stdout=subprocess.PIPE, env={**os.environ, "PATH": search_path()},
         start_new_session=True)  # Ctrl-C is for this process
     assert holder.stdout is not None
+    # No deadline: unshare is one call to the kernel, which the shell's line or the end of its stdout follows.
     if not holder.stdout.read(1):  # it writes once it is inside
         holder.communicate()
         raise FlowspecError(f"unshare could not create a network namespace (exit code {holder.returncode})")
@@ -222,6 +223,6 @@ def _measured(bed: NetnsTestbed, sender: int, receiver: int, seconds: float) -> 
 
     with ThreadPoolExecutor(2) as pool:
         serving, measuring = pool.submit(serve), pool.submit(measure)
-        found = measuring.result()
+        found = measuring.result()  # both ends have deadlines of their own
         serving.result()
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import select
 import subprocess
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -109,10 +110,14 @@ def _measured(inventory: Inventory, source: DeviceEntry, target: DeviceEntry, se
             with suppress(BrokenPipeError):  # its stderr has the reason
                 peer.stdin.write(program)
                 peer.stdin.close()
+            if not select.select([peer.stdout], [], [], _PEER_S)[0]:
+                raise FlowspecError(f"{far.where}: link test: the board does not begin within {_PEER_S} s: "
+                                    "see whether it hangs (uptime, dmesg)")
             if not peer.stdout.readline():  # it prints a line once it listens
-                said = peer.stderr.read() if peer.stderr else ""
-                raise FlowspecError(f"{far.where}: {failure('link test', serve, peer.wait(), said)}")
+                peer.stdin = None  # closed
+                _, said = peer.communicate(timeout=_PEER_S)
+                raise FlowspecError(f"{far.where}: {failure('link test', serve, peer.returncode, said)}")
             text = near.run(end(source, "measure", seconds), program)
         finally:
-            peer.terminate()  # over ssh, the remote program runs on until its deadline
+            peer.kill()  # over ssh, the remote program runs on until its deadline
     return LinkMeasure(**json.loads(text))

@@ -19,6 +19,7 @@ from flowspec_edge.util.tensors import parse_dtype, wire_name
 
 _LOOPBACK = "tcp://127.0.0.1:*"
 _TIMEOUT_S = 30.0
+_BEGIN_S = 120.0  # for a child to import this package
 _ROWS = 16
 _LARGE_BYTES = 4_000_000
 _MOST_ROWS = 60_000  # the codec's limit
@@ -71,6 +72,8 @@ def measure_hop(width: int, dtype: str, exchanges: int = 200) -> LoopbackHop:
         child.start()
         theirs.close()  # so that the pipe reports the end of the child
         ours.send(back.endpoint)
+        if not ours.poll(_BEGIN_S):
+            raise FlowspecError("the child process of the loopback measurement does not begin")
         there = transport.push(ours.recv(), "echo out")
         trips: dict[bool, list[float]] = {False: [], True: []}
         for turn in range(exchanges):

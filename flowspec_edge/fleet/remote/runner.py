@@ -15,6 +15,10 @@ SBIN = "/usr/sbin:/sbin"  # ip and tc; may be missing in an ordinary user's PATH
 _NO_CAUSE = ("tar: Exiting with failure status", "tar: Error is not recoverable")
 
 
+class Unreached(FlowspecError):
+    """No answer: ssh failed, or the command exceeded its deadline."""
+
+
 class Runner(Protocol):
     where: str  # the device's name in error messages
 
@@ -24,7 +28,8 @@ class Runner(Protocol):
     def run(self, argv: Sequence[str], stdin: str | IO[bytes] | None = None) -> str:
         """The stdout of ``argv``; ``stdin``: a text or an open file.
 
-        FlowspecError, with the last line of stderr, if it cannot be started, fails, or exceeds the deadline.
+        FlowspecError, with the last line of stderr, if it cannot be started or fails; Unreached if ssh fails
+        or the command exceeds the deadline.
         """
 
 
@@ -59,19 +64,24 @@ def finish(where: str, name: str, argv: Sequence[str], stdin: str | IO[bytes] | 
     except OSError as error:
         raise FlowspecError(f"{where}: cannot run {argv[0]}: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:
-        raise FlowspecError(f"{where}: {name} did not finish within {timeout_s:g} s") from error
+        raise Unreached(f"{where}: {name} did not finish within {timeout_s:g} s: see whether the board hangs "
+                        "(uptime, dmesg), then run this again") from error
     if done.returncode:
-        raise FlowspecError(
-            f"{where}: " + failure(name, argv, done.returncode, done.stderr.decode(errors="replace")))
+        kind = Unreached if _by_ssh(argv, done.returncode) else FlowspecError
+        raise kind(f"{where}: " + failure(name, argv, done.returncode, done.stderr.decode(errors="replace")))
     return done.stdout.decode(errors="replace")
 
 
 def failure(name: str, argv: Sequence[str], code: int, stderr: str) -> str:
     """How a command failed, as the end of a sentence; parameters as for ``finish``."""
-    if code == 255 and argv[0] == "ssh":
+    if _by_ssh(argv, code):
         name = "ssh"
     prefix = "" if name == "sh" else f"{name}: "  # a script's commands name themselves
     return prefix + (last_line(stderr).removeprefix(prefix) or f"exit code {code}")
+
+
+def _by_ssh(argv: Sequence[str], code: int) -> bool:
+    return code == 255 and argv[0] == "ssh"
 
 
 def last_line(text: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 _PROPERTIES = ("Id", "LoadState", "ActiveState", "SubState", "Result", "NRestarts", "StatusText",
                "ActiveEnterTimestamp", "UnitFileState")
 _ASK_S = 5
+_COMMAND_S = 20
 
 
 def read_release(link: str) -> Any:
@@ -36,10 +37,18 @@ def unit_of(release: dict[str, Any]) -> str:
             f"flowspec-verify@{release['stage']}.service")
 
 
+def output(*command: str) -> str:
+    """A command's stdout, whatever its exit code; "" if it is missing or hangs."""
+    try:
+        return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                              stderr=subprocess.DEVNULL, text=True, check=False, timeout=_COMMAND_S).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
 def show(unit: str) -> dict[str, Any]:
-    done = subprocess.run(["systemctl", "show", unit, "--property=" + ",".join(_PROPERTIES)],
-                          stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
-    found = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+    shown = output("systemctl", "show", unit, "--property=" + ",".join(_PROPERTIES))
+    found = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
     said = ""
     if found.get("ActiveState") in ("failed", "activating"):
         said = last_words(unit)
@@ -52,9 +61,8 @@ def show(unit: str) -> dict[str, Any]:
 
 def last_words(unit: str) -> str:
     """The last line that the unit's own program logged."""
-    done = subprocess.run(["journalctl", "--unit", unit, "--lines", "20", "--output", "json", "--no-pager"],
-                          stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
-    for line in reversed(done.stdout.splitlines()):
+    told = output("journalctl", "--unit", unit, "--lines", "20", "--output", "json", "--no-pager")
+    for line in reversed(told.splitlines()):
         try:
             entry = json.loads(line)
         except ValueError:
@@ -71,9 +79,7 @@ def read_key(path: str) -> str:
         with open(path, encoding="ascii") as file:
             return file.read().strip()
     except PermissionError:
-        done = subprocess.run(["sudo", "-n", "cat", path], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                              stderr=subprocess.DEVNULL, text=True, check=False)
-        return done.stdout.strip()
+        return output("sudo", "-n", "cat", path).strip()
     except (OSError, ValueError):
         return ""
 

@@ -108,6 +108,12 @@ def rotate_keys(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: M
     return publics
 
 
+def is_half_rotated(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[str, str],
+                    path: str = KEY) -> bool:
+    """Whether a rotation was interrupted: a board still keeps its former pair."""
+    return any(board.before for board in _ask(inventory, devices, pythons, "show", path))
+
+
 def settle(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[str, str],
            directory: Path, path: str = KEY) -> None:
     """End a rotation interrupted after its keys were in use; FlowspecError names boards that failed."""

@@ -12,7 +12,7 @@ from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 from flowspec_edge.fleet.paths import API_KEY, HOME
 from flowspec_edge.fleet.probe.facts import program
-from flowspec_edge.fleet.remote.runner import as_root
+from flowspec_edge.fleet.remote.runner import Unreached, as_root
 from flowspec_edge.fleet.remote.ssh import runner_for
 from flowspec_edge.fleet.services import board_status
 from flowspec_edge.fleet.services.board_status import unit_of
@@ -58,6 +58,7 @@ class BoardStatus:
     ready: bool | None = None
     reason: str = ""
     error: str = ""  # why the board could not be asked
+    unreached: bool = False  # the error is that of ssh, or the board hangs
     watts: float | None = None  # from the board's own sensor; None without one
 
     def as_json(self) -> dict[str, Any]:
@@ -140,7 +141,7 @@ def look_at(inventory: Inventory, device: DeviceEntry) -> BoardStatus:
             status=unit.get("status", ""), said=unit.get("said", ""), ready=ready.get("ready"),
             reason=ready.get("reason") or "", watts=told["watts"])
     except FlowspecError as error:
-        return BoardStatus(device.name, error=str(error))
+        return BoardStatus(device.name, error=str(error), unreached=isinstance(error, Unreached))
     except (ValueError, LookupError, TypeError):
         return BoardStatus(device.name, error=f"{device.name}: {cluster.board_python} gave no answer: see "
                                               "whether board_python in the cluster file is a Python")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,8 @@ from several threads, one a board."""
 _SET_PIPE_SIZE = 1031  # Linux's F_SETPIPE_SZ
 _PIECE = 1 << 20
 _GRACE_S = 3.0  # for an ssh client to exit
+_SILENCE_S = 120.0  # without a byte taken or an answer: a card that writes back may stall for tens of seconds
+_SLOWEST = 2e6  # bytes/s: a board that hashes or syncs a file before it answers
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,13 @@ class TransferResult:
 
 
 def push(model: Path, boards: Sequence[tuple[DeviceEntry, str, str]], inventory: Inventory, *,
-         progress: OnBytes = lambda board, done, total: None, models: str = MODELS) -> list[TransferResult]:
+         progress: OnBytes = lambda board, done, total: None, models: str = MODELS,
+         silence_s: float = _SILENCE_S) -> list[TransferResult]:
     """Bring the manifest and a part of ``model`` to each board; one result per board, in order.
 
     boards  (board, part, interpreter with flowspec there)
     models  the directory of models on the boards
+    silence_s  how long a board may take no data and give no answer, besides the time that its data need
 
     Received data stays on a board, and the next call resumes.  UsageError if ``model`` is not a sharded model
     or lacks a part; a board's errors are in its result.
@@ -67,10 +72,10 @@ def push(model: Path, boards: Sequence[tuple[DeviceEntry, str, str]], inventory:
             progress(device.name, sent, total)
 
         try:
-            with _Connection(inventory, device, python) as connection:
+            with _Connection(inventory, device, python, silence_s) as connection:
                 connections.append(connection)
                 _fill(connection, model, files, {"root": models, "name": directory}, count)
-                connection.ask("finish", manifest=text)
+                connection.ask("finish", sum(file.size for file in files), manifest=text)
         except FlowspecError as error:
             return TransferResult(device.name, sent, str(error))
         return TransferResult(device.name, sent)
@@ -86,7 +91,8 @@ def push(model: Path, boards: Sequence[tuple[DeviceEntry, str, str]], inventory:
 
 def _fill(connection: _Connection, model: Path, files: Sequence[PartFile], place: dict[str, str],
           count: Callable[[int, int], None]) -> None:
-    answer = connection.ask("open", **place, files=[[file.path, file.size, file.sha256] for file in files])
+    answer = connection.ask("open", sum(file.size for file in files), **place,
+                            files=[[file.path, file.size, file.sha256] for file in files])
     missing: dict[str, int] = answer["missing"]
     total = sum(file.size - missing[file.path] for file in files if file.path in missing)
     if total > answer["free"]:
@@ -115,7 +121,8 @@ def _fill(connection: _Connection, model: Path, files: Sequence[PartFile], place
 class _Connection:
     """``receive`` on one board; every error is one line that names the board."""
 
-    def __init__(self, inventory: Inventory, device: DeviceEntry, python: str) -> None:
+    def __init__(self, inventory: Inventory, device: DeviceEntry, python: str, silence_s: float) -> None:
+        self._silence_s = silence_s
         # Own connection: no other traffic delays it, and the board notices when it ends.
         runner = runner_for(inventory, device, own_connection=True)
         self.where = runner.where
@@ -127,13 +134,15 @@ class _Connection:
         assert self._client.stdin is not None
         assert self._client.stdout is not None
         self._in, self._out = self._client.stdin.fileno(), os.fdopen(os.dup(self._client.stdout.fileno()))
+        os.set_blocking(self._in, False)
         with suppress(OSError):  # limited for ordinary users
             fcntl(self._in, _SET_PIPE_SIZE, _PIECE)
 
-    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """The board's answer; FlowspecError for its error or a lost connection."""
+    def ask(self, do: str, size: int, **arguments: Any) -> dict[str, Any]:
+        """The board's answer; FlowspecError for its error or a lost connection.  ``size``: bytes that it may
+        have to read or sync first."""
         self._send(do, **arguments)
-        return self._answer()
+        return self._answer(size)
 
     def put(self, file: PartFile, source: Path, offset: int, progress: Callable[[int], None]) -> bool:
         """Send from ``offset``; whether the file is complete.  ``progress`` gets the bytes since its last
@@ -146,17 +155,22 @@ class _Connection:
                                         "shard the model again")
                 self._send("put", path=file.path, offset=offset)
                 while offset < file.size:
-                    count = os.sendfile(self._in, stream.fileno(), offset, min(_PIECE, file.size - offset))
+                    self._wait(select.POLLOUT, self._silence_s)
+                    try:
+                        count = os.sendfile(self._in, stream.fileno(), offset,
+                                            min(_PIECE, file.size - offset))
+                    except BlockingIOError:
+                        continue
                     if not count:
                         raise FlowspecError(f"{source} became shorter while it was sent")
                     offset += count
                     progress(count)
         except BrokenPipeError:
-            self._answer()  # raises the board's error
+            self._answer(0)  # raises the board's error
             raise self._lost() from None
         except OSError as error:
             raise FlowspecError(f"cannot read {source}: {error.strerror}") from error
-        return bool(self._answer()["complete"])
+        return bool(self._answer(file.size)["complete"])
 
     def terminate(self) -> None:
         """For another thread: ends the connection, so that the thread that uses it raises."""
@@ -180,14 +194,26 @@ class _Connection:
     def _send(self, do: str, **arguments: Any) -> None:
         line = json.dumps({"do": do, **arguments}).encode() + b"\n"
         while line:
+            self._wait(select.POLLOUT, self._silence_s)
             try:
                 line = line[os.write(self._in, line):]
+            except BlockingIOError:
+                continue
             except BrokenPipeError:
-                self._answer()  # raises the board's error
+                self._answer(0)  # raises the board's error
                 raise self._lost() from None
 
-    def _answer(self) -> dict[str, Any]:
-        line = self._out.readline()
+    def _wait(self, event: int, limit_s: float) -> None:
+        """Until the pipe to (POLLOUT) or from (POLLIN) the board is ready, or has ended."""
+        ready = select.poll()
+        ready.register(self._in if event == select.POLLOUT else self._out, event)
+        if not ready.poll(limit_s * 1000):
+            raise FlowspecError(f"{self.where}: the transfer has stood still for {limit_s:.0f} s: see "
+                                "whether the board hangs (uptime, dmesg); the next run resumes it")
+
+    def _answer(self, size: int) -> dict[str, Any]:
+        self._wait(select.POLLIN, self._silence_s + size / _SLOWEST)
+        line = self._out.readline()  # the board writes a whole line at once
         if not line.endswith("\n"):
             raise self._lost()
         try:

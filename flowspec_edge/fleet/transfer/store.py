@@ -192,8 +192,9 @@ class Lock:
                     raise TimeoutError(f"another transfer (process {other.decode()}) does not end: kill it "
                                        "there") from None
                 if other.isdigit():
+                    late = time.monotonic() > deadline - _TAKE_OVER_S / 2  # it may be stopped
                     with suppress(ProcessLookupError):
-                        os.kill(int(other), signal.SIGTERM)
+                        os.kill(int(other), signal.SIGKILL if late else signal.SIGTERM)
                 # Polled, because flock has no timeout.
                 time.sleep(0.05)
         os.ftruncate(self._file, 0)

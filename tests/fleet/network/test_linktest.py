@@ -28,7 +28,7 @@ def peer(measurements: int) -> Iterator[int]:
     thread = threading.Thread(target=serve_link, args=(HOST, 0, 60, measurements),
                               kwargs={"ready": lambda port: (found.append(port), listens.set())})
     thread.start()
-    assert listens.wait(10)
+    assert listens.wait(60)
     yield found[0]
     thread.join(60)
     assert not thread.is_alive()
@@ -54,7 +54,7 @@ def test_the_command_that_is_run_over_ssh() -> None:
         done = subprocess.run([*command, "measure", HOST, str(port), "--seconds", "0.2"],
                               capture_output=True, text=True, check=True)
         assert json.loads(done.stdout).keys() == {"latency_ms", "mbps"}
-        assert server.wait(10) == 0
+        assert server.wait(60) == 0
     failed = subprocess.run([*command, "measure", HOST, str(port)], capture_output=True, text=True,
                             check=False)
     assert failed.returncode == 1

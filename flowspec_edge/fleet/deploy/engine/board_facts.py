@@ -18,12 +18,16 @@ from typing import Any
 
 from flowspec_edge.fleet.transfer.store import File, lacking, parts_in, sha256_of
 
+_TIMEOUT_S = 60  # for a command
 _OURS = re.compile(r"flowspec-(draft|verify@\d+)\.service")
 
 
-def main(paths: dict[str, str], environment: str, part: list[Any] | None) -> None:
-    """``paths``: of ``fleet.paths``, by name; ``environment``: digest or ""; ``part``: for ``lacking``."""
+def main(paths: dict[str, str], environment: str, part: list[Any] | None, others: str) -> None:
+    """``paths``: of ``fleet.paths``, by name; ``environment``: digest or ""; ``part``: for ``lacking``;
+    ``others``: pattern of units to stop first, or ""."""
     begun = time.monotonic()
+    if others:
+        output("systemctl", "stop", others)
     home, units, models = Path(paths["HOME"]), Path(paths["UNITS"]), Path(paths["MODELS"])
     venvs = {path.name: text(path / ".complete").strip() == path.name for path in children(home / "venvs")}
     facts: dict[str, Any] = {
@@ -53,11 +57,11 @@ def main(paths: dict[str, str], environment: str, part: list[Any] | None) -> Non
 
 
 def output(*command: str) -> str:
-    """A command's stdout, whatever its exit code; "" if it is missing."""
+    """A command's stdout, whatever its exit code; "" if it is missing or hangs."""
     try:
         return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                              stderr=subprocess.DEVNULL, text=True, check=False).stdout
-    except OSError:
+                              stderr=subprocess.DEVNULL, text=True, check=False, timeout=_TIMEOUT_S).stdout
+    except (OSError, subprocess.TimeoutExpired):
         return ""
 
 

@@ -19,6 +19,7 @@ from flowspec_edge.fleet.remote.runner import as_root
 from flowspec_edge.fleet.remote.ssh import runner_for
 from flowspec_edge.fleet.transfer import store
 
+SCOPE = "deploy-flowspec"  # prefix of the transient scopes in which a board runs a deployment's commands
 _TIMEOUT_S = 300.0  # hashing wheels from an SD card is slow
 _PATHS = ("HOME", "RELEASES", "VENVS", "WHEELS", "STATE", "MODELS", "CACHE", "ETC", "KEY", "API_KEY",
           "POWER_BEFORE", "UNITS", "USER", "POWER_UNIT")
@@ -91,15 +92,20 @@ class PartWanted:
     manifest_sha256: str
 
 
-def ask_boards(inventory: Inventory, boards: Sequence[tuple[DeviceEntry, BoardState, PartWanted | None]]
-               ) -> list[BoardFacts | FlowspecError]:
-    """The facts of each board, or an error that names the board; all boards in parallel."""
+def ask_boards(inventory: Inventory, boards: Sequence[tuple[DeviceEntry, BoardState, PartWanted | None]],
+               end_others: bool = False) -> list[BoardFacts | FlowspecError]:
+    """The facts of each board, or an error that names the board; all boards in parallel.
+
+    ``end_others``: first end what an interrupted run left, which would change the board after it was read.
+    """
+    others = f"{SCOPE}-*.scope" if end_others else ""
+
     def one(board: tuple[DeviceEntry, BoardState, PartWanted | None]) -> BoardFacts | FlowspecError:
         device, state, part = board
         wanted = [part.name, [list(file) for file in part.files], part.manifest_sha256] if part else None
         environment = state.environment.digest if state.environment else ""
         text = program(f"main({ {name: getattr(paths, name) for name in _PATHS}!r}, "
-                       f"{environment!r}, {wanted!r})", store, board_facts)
+                       f"{environment!r}, {wanted!r}, {others!r})", store, board_facts)
         before = time.time()
         try:
             said = runner_for(inventory, device, _TIMEOUT_S).run(

@@ -14,6 +14,7 @@ from typing import IO
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.deploy.engine.desired_state import Action, BoardOutcome, Step
+from flowspec_edge.fleet.deploy.engine.facts import SCOPE
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 from flowspec_edge.fleet.remote.runner import as_root
 from flowspec_edge.fleet.remote.ssh import runner_for
@@ -21,6 +22,14 @@ from flowspec_edge.fleet.remote.ssh import runner_for
 # umask: root's may differ, and the services' user has to read the files.  LC_ALL: error messages are
 # reported, in English.
 _PREAMBLE = "umask 022; export LC_ALL=C.UTF-8\n"
+# A cut connection does not end its command.  systemd does, with all its processes: at its deadline, or when
+# the next run reads the board's facts.
+_IN_SCOPE = f"""limit=$1; step=$2; shift 2
+[ ! -d /run/systemd/system ] || set -- systemd-run --quiet --scope --collect --unit="{SCOPE}-$$" \\
+    --description="flowspec deploy: $step" --property=RuntimeMaxSec="$limit" --property=TimeoutStopSec=5 \\
+    -- "$@"
+exec "$@"
+"""
 
 
 def run(inventory: Inventory, boards: Sequence[tuple[DeviceEntry, Sequence[Action]]], dry_run: bool = False,
@@ -64,14 +73,15 @@ def _execute(inventory: Inventory, device: DeviceEntry, action: Action) -> None:
     runner = runner_for(inventory, device, action.timeout_s)
     # Parentheses, because a command may contain ; and &.
     script = _PREAMBLE + " &&\n".join(f"(\n{command}\n)" for command in action.commands)
+    command = as_root(["sh", "-c", _IN_SCOPE, "sh", f"{action.timeout_s:g}", action.step, "sh", "-c", script])
     try:
         if action.files:
             with tempfile.TemporaryFile() as archive:
                 _write_tar(archive, action.files)
                 archive.seek(0)
-                runner.run(as_root(["sh", "-c", script]), archive)
+                runner.run(command, archive)
         else:
-            runner.run(as_root(["sh", "-c", script]))
+            runner.run(command)
     except FlowspecError as error:
         raise FlowspecError(str(error).removeprefix(f"{runner.where}: ")) from error
 

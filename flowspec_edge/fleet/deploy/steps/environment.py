@@ -15,7 +15,7 @@ from flowspec_edge.fleet.deploy.engine.facts import BoardFacts
 from flowspec_edge.fleet.deploy.engine.run import quote
 
 _CHECK = Path(__file__).with_name("environment_check.py")
-_TIMEOUT_S = 3600.0  # unpacking and compiling on an SD card is slow
+_TIMEOUT_S = 1800.0  # unpacking and compiling on an SD card is slow
 
 
 def environment(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
@@ -35,8 +35,7 @@ def environment(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
         "--root-user-action=ignore", *(f"{paths.WHEELS}/{name}" for name in others))
     # The check imports what the services import, and so compiles just what they need.
     yield Action("environment", (
-        # Only an interrupted run's processes can use an incomplete environment.
-        f"pkill -KILL -f {quote(f'^{venv}/bin/python')}; {quote('rm', '-rf', venv)}",
+        quote("rm", "-rf", venv),
         quote(wanted.python, "-m", "venv", "--system-site-packages", "--without-pip", venv),
         install,
         quote(f"{venv}/bin/python", "-c", _CHECK.read_text()),

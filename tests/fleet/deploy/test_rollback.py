@@ -1,0 +1,34 @@
+"""Where a rollback leads that was interrupted."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowspec_edge.fleet.deploy.rollback import interrupted
+from flowspec_edge.fleet.services.status import BoardStatus, FleetStatus, Installed
+
+
+def fleet(*boards: tuple[str, str]) -> FleetStatus:
+    """(current, previous) of the draft device and the stages; "" without one."""
+    def installed(place: int, release: str) -> Installed | None:
+        return Installed(release, "verify" if place else "draft", place, f"unit-{place}") if release else None
+
+    return FleetStatus([BoardStatus(f"board-{place}", installed(place, current), installed(place, previous))
+                        for place, (current, previous) in enumerate(boards)])
+
+
+@pytest.mark.parametrize("boards", [
+    [("new", "old"), ("new", "old")],  # not begun, or complete
+    [("new", "old"), ("other", "new")],  # an interrupted upgrade to "other"
+    [("new", ""), ("old", "new")],
+    [("", ""), ("", "")],
+])
+def test_no_rollback_was_interrupted(boards: list[tuple[str, str]]) -> None:
+    assert interrupted(fleet(*boards)) is None
+
+
+def test_the_stages_switch_before_the_draft_device() -> None:
+    found = interrupted(fleet(("new", "old"), ("old", "new"), ("new", "old"), ("", "")))
+    assert found is not None
+    assert {name: release and (release.id, release.stage) for name, release in found.items()} == {
+        "board-0": ("old", 0), "board-1": ("old", 1), "board-2": ("old", 2)}
