@@ -56,4 +56,5 @@ def holdings(draft: int, pids: Iterable[int], temporary: Path) -> Holdings:
     return Holdings(
         processes=len(found), threads=sum(len([*(one / "task").iterdir()]) for one in found),
         descriptors=sum(len([*(one / "fd").iterdir()]) for one in found),
-        files=sum(not file.name.startswith("listener-") for file in temporary.rglob("*")), draft_mib=resident / 1024)
+        files=sum(not file.name.startswith("listener-") for file in temporary.rglob("*")),
+        draft_mib=resident / 1024)

@@ -58,6 +58,9 @@ class Fault:
     hold_s: float  # how long a stop, a cut or a slow link lasts
 
 
+_HOLDS_S = ((0.1, 1.0), (1.0, 4.0), (4.0, 8.0))  # silence counts as a loss after 5 s
+
+
 @dataclass(frozen=True)
 class Episode:
     """The faults of one server."""
@@ -77,9 +80,10 @@ def schedule(seed: int, faults: int, able: Collection[str], setups: Sequence[Set
         kinds = [*_kinds(chance, {kind: n for kind, n in setup.kinds if kind in able}, count)]
         # Leaks show in a draft device that lives long.
         kinds.sort(key=lambda kind: kind != "draft_kill")
+        places = range(1, setup.stages + 1)
         episodes.append(Episode(setup, tuple(
-            Fault(kind, tuple(chance.sample(range(1, setup.stages + 1), setup.stages)),
-                  chance.choice((1, 10, 40, 120)), round(chance.uniform(0.2, 8.0), 1)) for kind in kinds)))
+            Fault(kind, tuple(chance.sample(places, setup.stages)), chance.choice((1, 10, 40)),
+                  round(chance.uniform(*chance.choice(_HOLDS_S)), 1)) for kind in kinds)))
     return episodes
 
 
