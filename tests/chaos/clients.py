@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.chaos.services import Service
 
 DEADLINE_S = 240.0  # of a request, with all its tries; only what hangs takes so long
 _PAUSE_S = 0.2  # before another try
+_LEAVES = 0.05  # the share of requests whose client does not wait for the answer
 _SAMPLINGS = (Sampling(), Sampling(1.0, seed=11), Sampling(1.0, top_p=0.9, seed=12))
 NAME = "demo"
 
@@ -66,7 +68,7 @@ def questions(model: ModelDir, prompts: int, lengths: Sequence[int]) -> list[Que
 
 @dataclass
 class Load:
-    """Clients of one server. ``failure`` is told of every violation."""
+    """Clients of one server."""
 
     service: Service
     questions: Sequence[Question]
@@ -76,6 +78,7 @@ class Load:
     answers: Counter[str] = field(default_factory=Counter)  # "strategy T=1 stream" -> count
     refusals: Counter[str] = field(default_factory=Counter)  # errors that told a client to try again
     violations: list[str] = field(default_factory=list)
+    left: int = 0  # requests whose client did not wait for the answer
     longest_s: float = 0.0  # of a request, with all its tries
 
     def __post_init__(self) -> None:
@@ -154,6 +157,9 @@ class Load:
                         return
                     self._asking += 1
                 try:
+                    if chance.random() < _LEAVES:
+                        self._leave(question, strategy)
+                        continue
                     seconds = self.ask(question, strategy, stream)
                     with self._changed:
                         kind = f"{strategy} T={question.sampling.temperature:g}{' stream' if stream else ''}"
@@ -169,13 +175,22 @@ class Load:
                         self._asking -= 1
                         self._changed.notify_all()
 
+    def _leave(self, question: Question, strategy: str) -> None:
+        """Ask, and close the connection when the first words come."""
+        with (suppress(httpx2.TransportError),
+              httpx2.Client(base_url=self.service.url, trust_env=False, timeout=DEADLINE_S) as http,
+              http.stream("POST", "/v1/completions", json=question.body(strategy, True)) as answer):
+            next(answer.iter_lines(), None)
+        with self._changed:
+            self.left += 1
+
     def _try(self, http: httpx2.Client, question: Question, strategy: str, stream: bool) -> None:
         body = question.body(strategy, stream)
         if not stream:
             answer = http.post("/v1/completions", json=body)
             _check_status(answer)
             choice = answer.json()["choices"][0]
-            _compare(question, strategy, answer.json()["flowspec"]["tokens"], choice["text"],
+            compare(question, strategy, answer.json()["flowspec"]["tokens"], choice["text"],
                      choice["finish_reason"])
             self._got(len(question.tokens))
             return
@@ -198,7 +213,7 @@ class Load:
             if self.service.down:
                 raise _Retry("the server was killed")
             raise Violation(f"{strategy}: a stream ended without [DONE] and without an error")
-        _compare(question, strategy, last["flowspec"]["tokens"], text, last["choices"][0]["finish_reason"])
+        compare(question, strategy, last["flowspec"]["tokens"], text, last["choices"][0]["finish_reason"])
 
     def _got(self, tokens: int) -> None:
         with self._changed:
@@ -222,7 +237,7 @@ def _check_error(status: int, error: dict[str, Any]) -> None:
     raise _Retry(f"{status} {error['message']}")
 
 
-def _compare(question: Question, strategy: str, tokens: Sequence[int], text: str, finish: str) -> None:
+def compare(question: Question, strategy: str, tokens: Sequence[int], text: str, finish: str) -> None:
     got, wanted = (list(tokens), text, finish), (list(question.tokens), question.text, question.finish)
     if got != wanted:
         raise Violation(f"{strategy} {question.sampling}: got {got}, plain decoding gives {wanted}, after "

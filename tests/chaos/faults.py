@@ -10,6 +10,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import fleetkit
@@ -17,7 +18,9 @@ import fleetkit
 from tests.chaos.schedule import LINKS, LOCAL, RANKS, Fault
 from tests.chaos.services import LinkedService, LocalService, Service, until
 
-_CGROUPS = Path("/sys/fs/cgroup/memory")
+# Where groups are, and the name of their limit: cgroups 1 and 2.
+_CGROUPS = ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max"))
+_LIMIT_BYTES = 65536
 _HOUR_S = 3600
 _SLOW_MBPS = 0.5
 
@@ -46,8 +49,8 @@ def build_clock(directory: Path) -> Path | None:
     return library
 
 
-def strike(fault: Fault, service: Service) -> Undo:
-    """Return what ends the fault after its ``hold_s``; most need nothing."""
+def strike(fault: Fault, service: Service) -> Undo | None:
+    """Return what ends the fault after its ``hold_s``; None: nothing has to."""
     first, second = fault.stages[0], fault.stages[1]
     match fault.kind:
         case "none":
@@ -100,11 +103,7 @@ def strike(fault: Fault, service: Service) -> Undo:
             return lambda: service.bed.shape(None)
         case _:
             raise ValueError(fault.kind)
-    return _nothing
-
-
-def _nothing() -> None:
-    pass
+    return None
 
 
 def _kill(service: Service, stages: Sequence[int]) -> None:
@@ -118,9 +117,9 @@ def _signal(pid: int | None, number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def _stopped(pid: int | None) -> Undo:
+def _stopped(pid: int | None) -> Undo | None:
     if pid is None:
-        return _nothing
+        return None
     handle = os.pidfd_open(pid)  # the number may be another process' when this one was replaced
     signal.pidfd_send_signal(handle, signal.SIGSTOP)
 
@@ -132,23 +131,29 @@ def _stopped(pid: int | None) -> Undo:
     return go_on
 
 
-def _limit_memory(pid: int | None) -> Undo:
-    """No page more: the kernel's OOM killer strikes, or without cgroups allocations fail."""
+def _limit_memory(pid: int | None) -> Undo | None:
+    """No page more: the kernel's OOM killer strikes; without the right to make a group, allocations fail."""
     if pid is None:
-        return _nothing
-    group = _CGROUPS / f"flowspec-chaos-{os.getpid()}-{pid}"
-    try:
-        group.mkdir()
-    except OSError:
-        with suppress(ProcessLookupError):
-            resource.prlimit(pid, resource.RLIMIT_AS, (1, 1))
-        return _nothing
-
-    def remove() -> None:
-        (_CGROUPS / "cgroup.procs").write_text(str(pid)) if Path(f"/proc/{pid}").exists() else None
-        group.rmdir()
-
+        return None
+    for base, limit in _CGROUPS:
+        group = base / f"flowspec-chaos-{pid}"
+        with suppress(OSError):
+            group.mkdir()
+            try:
+                (group / limit).write_text(str(_LIMIT_BYTES))
+                (group / "cgroup.procs").write_text(str(pid))
+            except OSError:
+                group.rmdir()
+                raise
+            return partial(_remove_group, group)
     with suppress(ProcessLookupError):
-        (group / "memory.limit_in_bytes").write_text("65536")
-        (group / "cgroup.procs").write_text(str(pid))
-    return remove
+        resource.prlimit(pid, resource.RLIMIT_AS, (_LIMIT_BYTES, _LIMIT_BYTES))
+    return None
+
+
+def _remove_group(group: Path) -> None:
+    for pid in (group / "cgroup.procs").read_text().split():  # it needed no more memory
+        with suppress(OSError):
+            (group.parent / "cgroup.procs").write_text(pid)
+    until(lambda: not (group / "cgroup.procs").read_text(), "the end of a process without memory")
+    group.rmdir()

@@ -58,7 +58,8 @@ class Fault:
     hold_s: float  # how long a stop, a cut or a slow link lasts
 
 
-_HOLDS_S = ((0.1, 1.0), (1.0, 4.0), (4.0, 8.0))  # silence counts as a loss after 5 s
+# Silence counts as a loss after 5 s, a broken link after 8, a missing draft device after 15.
+_HOLDS_S = ((0.1, 1.0), (0.1, 1.0), (1.0, 4.0), (4.0, 8.0), (8.0, 18.0))
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,10 @@ class Episode:
     faults: tuple[Fault, ...]
 
 
-def schedule(seed: int, faults: int, able: Collection[str], setups: Sequence[Setup] = SETUPS
-             ) -> list[Episode]:
-    """Every setup gets its share, and at least one fault; every kind in ``able`` comes before any repeats."""
+def schedule(seed: int, faults: int, able: Collection[str], setups: Sequence[Setup] = SETUPS,
+             longest_s: float = 18.0) -> list[Episode]:
+    """Every setup gets its share, and at least one fault; every kind in ``able`` comes before any repeats.
+    ``longest_s``: limit of ``hold_s``."""
     chance, episodes = random.Random(seed), []
     shares = sum(setup.share for setup in setups)
     for i, setup in enumerate(setups):
@@ -83,7 +85,7 @@ def schedule(seed: int, faults: int, able: Collection[str], setups: Sequence[Set
         places = range(1, setup.stages + 1)
         episodes.append(Episode(setup, tuple(
             Fault(kind, tuple(chance.sample(places, setup.stages)), chance.choice((1, 10, 40)),
-                  round(chance.uniform(*chance.choice(_HOLDS_S)), 1)) for kind in kinds)))
+                  round(min(longest_s, chance.uniform(*chance.choice(_HOLDS_S))), 1)) for kind in kinds)))
     return episodes
 
 
