@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -24,11 +25,11 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=3)
     parser.add_argument("--only", help="servers whose place and strategy contain this, such as links")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the servers, too
     setups = [one for one in SETUPS if (arguments.only or "") in f"{one.where} {one.strategy}"]
     with tempfile.TemporaryDirectory(prefix="chaos-") as directory:
-        report = chaos(arguments.seed, arguments.faults, Path(directory), setups=setups,
+        report = chaos(arguments.seed, arguments.faults, Path(directory), arguments.report, setups=setups,
                        clients=arguments.clients)
-    report.write(arguments.report)
     print(report.text())
     return bool(report.violations)
 

@@ -21,7 +21,7 @@ from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
 from tests.chaos.services import Service
 
-DEADLINE_S = 240.0  # of a request, with all its tries; only what hangs takes so long
+DEADLINE_S = 600.0  # of a request, with all its tries; only what hangs takes so long
 _PAUSE_S = 0.2  # before another try
 _LEAVES = 0.05  # the share of requests whose client does not wait for the answer
 _SAMPLINGS = (Sampling(), Sampling(1.0, seed=11), Sampling(1.0, top_p=0.9, seed=12))

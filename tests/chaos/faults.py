@@ -51,7 +51,7 @@ def build_clock(directory: Path) -> Path | None:
 
 def strike(fault: Fault, service: Service) -> Undo | None:
     """Return what ends the fault after its ``hold_s``; None: nothing has to."""
-    first, second = fault.stages[0], fault.stages[1]
+    first, second = fault.stages[0], fault.stages[-1]
     match fault.kind:
         case "none":
             pass

@@ -24,9 +24,11 @@ _MORE_MIB = 48.0  # resident memory that a draft device may gain: the allocator'
 _MORE_DESCRIPTORS = 4  # of connections that close meanwhile
 
 
-def chaos(seed: int, faults: int, directory: Path, *, setups: Sequence[Setup] = SETUPS, clients: int = 3,
-          prompts: int = 6, tokens: Sequence[int] = _TOKENS, longest_s: float = 18.0) -> Report:
-    """Run them all; ``directory`` gets the servers' logs and temporary files."""
+def chaos(seed: int, faults: int, directory: Path, written: Path, *, setups: Sequence[Setup] = SETUPS,
+          clients: int = 3, prompts: int = 6, tokens: Sequence[int] = _TOKENS, longest_s: float = 18.0
+          ) -> Report:
+    """Run them all; ``directory`` gets the servers' logs and temporary files, ``written`` the report, after
+    every server."""
     kinds, report = able(), Report(seed)
     setups = [setup for setup in setups if setup.where != "links" or "link_cut" in kinds]
     model = resolve_model("demo")
@@ -34,7 +36,10 @@ def chaos(seed: int, faults: int, directory: Path, *, setups: Sequence[Setup] = 
     shim = build_clock(directory)
     for number, episode in enumerate(schedule(seed, faults, kinds, setups, longest_s)):
         service = _service(episode.setup, directory / f"server{number}", shim, model, "disk_full" in kinds)
-        _Episode(episode, service, model, asked, clients, seed + number, report).run()
+        try:
+            _Episode(episode, service, model, asked, clients, seed + number, report).run()
+        finally:
+            report.write(written)
     return report
 
 
@@ -58,7 +63,7 @@ class _Episode:
         self._episode, self._service, self._report = episode, service, report
         self._strategies = together(episode.setup.strategy, model)
         self._load = Load(service, asked, self._strategies, seed, clients)
-        self._probe = min(asked, key=lambda question: len(question.tokens))
+        self._probe = min((one for one in asked if one.tokens), key=lambda question: len(question.tokens))
         self._rested: Holdings | None = None
         self._name = f"{episode.setup.where} {episode.setup.strategy}"
 

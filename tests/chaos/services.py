@@ -22,7 +22,7 @@ from flowspec_edge.fleet.network.namespaces import NetnsTestbed
 from flowspec_edge.model.modeldir import ModelDir
 from tests.chaos.processes import children, command_line, descendants, running
 
-PATIENCE_S = 120.0  # only what hangs takes so long
+PATIENCE_S = 300.0  # only what hangs takes so long
 _POLL_S = 0.02
 _DISK = "16m"
 
