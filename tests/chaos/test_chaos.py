@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -43,11 +44,12 @@ def test_every_kind_comes_and_nothing_that_the_machine_cannot(faults: int) -> No
     assert {episode.setup for episode in episodes} == {*SETUPS}
 
 
-@fleetkit.needs_netns
+@fleetkit.needs("every kind of fault", ", ".join(EVERYWHERE - able()))
 def test_this_machine_can_do_it_all() -> None:
     assert able() >= EVERYWHERE
 
 
+@fleetkit.needs("a compiler", "" if shutil.which("gcc") else "no gcc")
 def test_the_wall_clock_of_one_process_is_set_back(tmp_path: Path) -> None:
     shim = build_clock(tmp_path)
     (tmp_path / "offset").write_bytes((-(10**9)).to_bytes(8, sys.byteorder, signed=True))
