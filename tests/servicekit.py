@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -65,8 +65,12 @@ class Services:
     """The configurations of a draft device and the stages of a sharded model, with keys, in ``directory``;
     the stages' processes."""
 
-    def __init__(self, model: Path, directory: Path, changes: dict[str, object] | None = None) -> None:
-        """``changes``: what differs from the usual configuration of the draft device."""
+    def __init__(self, model: Path, directory: Path, changes: dict[str, object] | None = None,
+                 hosts: Sequence[str] = ()) -> None:
+        """
+        changes  what differs from the usual configuration of the draft device
+        hosts    addresses of the draft device and the stages, which share no ports; empty: all here
+        """
         directory.mkdir(exist_ok=True)
         stages = Manifest.read(model).stages
         pairs = [keys.generate() for _ in range(stages + 1)]
@@ -75,7 +79,10 @@ class Services:
             keys.save(pair, file)
         public = [pair.public.decode() for pair in pairs]
         host = own_address()
-        control, output, *listen = (f"tcp://{host}:{free_port(host)}" for _ in range(stages + 2))
+        if hosts:
+            control, output, *listen = (f"tcp://{at}:{7701 + i}" for i, at in enumerate([hosts[0], *hosts]))
+        else:
+            control, output, *listen = (f"tcp://{host}:{free_port(host)}" for _ in range(stages + 2))
         following = [*listen[1:], output]
         self.directory, port = directory, free_port(host)
         self.url = f"http://{host}:{port}"
