@@ -14,7 +14,7 @@ from flowspec_edge.config import load_profile
 from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.runtime.cluster.clusters import LocalCluster
 from flowspec_edge.runtime.emulation.engine import Emulation
-from flowspec_edge.runtime.request import Cluster, Request, Stats
+from flowspec_edge.runtime.request import ClusterBackend, Request, Stats
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.runtime.virtual.devices import Devices
 
@@ -26,7 +26,7 @@ def measure(prompts: int, tokens: int, profile: str, stages: int) -> dict[str, d
     model, devices = resolve_model(), Devices.even(load_profile(profile), stages)
     requests = demo_prompts(prompts)
 
-    def run(cluster: Cluster) -> dict[str, list[Stats]]:
+    def run(cluster: ClusterBackend) -> dict[str, list[Stats]]:
         with closing(cluster):
             return {name: [cluster.generate(Request(ids, name, tokens)).stats for ids in requests]
                     for name in STRATEGIES}

@@ -1,1 +1,32 @@
-"""FlowSpec over small boards: pipelined tree speculative decoding of one large model."""
+"""FlowSpec over small boards: pipelined tree speculative decoding of one large model.
+
+Begin with :class:`Cluster`. The names are imported when first used: torch and transformers take seconds.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flowspec_edge.api import *  # noqa: F403
+
+    __version__: str
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        try:
+            return version("flowspec-edge")
+        except PackageNotFoundError:  # a source tree that is not installed
+            return "0+source"
+    if not name.startswith("_"):
+        api = import_module("flowspec_edge.api")
+        if name in api.__all__:
+            return getattr(api, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), "__version__", *import_module("flowspec_edge.api").__all__]

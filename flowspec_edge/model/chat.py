@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from flowspec_edge.errors import UsageError
+from flowspec_edge.model.catalogue import find_known
 from flowspec_edge.model.modeldir import MANIFEST, ModelDir
 from flowspec_edge.util.bounded_read import read_json, read_text
 
@@ -74,6 +75,8 @@ _NAME_PATTERNS = {"llama-2": re.compile(r"llama[-_ ]?2.*chat"), "vicuna": re.com
 def recognise(model: ModelDir) -> str | None:
     """The built-in format for the model's name; None if none matches."""
     for name in _names(model):
+        if (known := find_known(name)) and known[1].chat_template:
+            return known[1].chat_template
         for kind, pattern in _NAME_PATTERNS.items():
             if pattern.search(name.lower()):
                 return kind

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flowspec_edge.errors import UsageError
+from flowspec_edge.model.catalogue import FETCHED, fetched_dir, find_known, similar_names
 from flowspec_edge.model.config_check import check_config, check_stop_ids
 from flowspec_edge.util.bounded_read import read_json_object
 from flowspec_edge.util.resources import resource_dir
@@ -108,12 +109,12 @@ def is_sharded(model_dir: Path | str) -> bool:
 
 
 def resolve_model(name_or_path: str | Path | None = None) -> ModelDir:
-    """A shipped model by name, or any by directory; UsageError if it or a file of its target is missing."""
+    """A model by directory, or by name: a shipped one, or a fetched one of the catalogue. UsageError if it or
+    a file of its target is missing."""
     name = str(name_or_path or DEMO)
-    path = resource_dir("models") / name if name in shipped_models() else Path(name)
-    if not path.is_dir():
-        known = ", ".join(shipped_models()) or "none"
-        raise UsageError(f"no model {name!r}: not a directory, and the package contains only: {known}")
+    path = model_path(name)
+    if path is None:
+        raise UsageError(f"no model {name!r}: {_absence(name)}")
     model = ModelDir(path)
     needed = [("config.json",), WEIGHTS, _TOKENIZER]
     for names in needed:
@@ -122,6 +123,29 @@ def resolve_model(name_or_path: str | Path | None = None) -> ModelDir:
     check_config(model.config, model.target / "config.json",
                  required=("num_hidden_layers", "hidden_size", "max_position_embeddings"))
     return model
+
+
+def model_path(name_or_path: str) -> Path | None:
+    """The directory of a shipped or a fetched model, or the one of this name; None if there is none."""
+    if name_or_path in shipped_models():
+        return resource_dir("models") / name_or_path
+    if Path(name_or_path).is_dir():
+        return Path(name_or_path)
+    known = find_known(name_or_path)
+    return fetched_dir(known[0]) if known and (fetched_dir(known[0]) / FETCHED).is_file() else None
+
+
+def is_here(name_or_path: str) -> bool:
+    return model_path(name_or_path) is not None
+
+
+def _absence(name: str) -> str:
+    if known := find_known(name):
+        return ("it is in the catalogue, but not on this machine: download it with: flowspec models fetch "
+                f"{known[0]}")
+    meant = similar_names(name)
+    return ("not a directory, and no name in: flowspec models list"
+            + (f"; did you mean {' or '.join(meant)}?" if meant else ""))
 
 
 def shipped_models() -> list[str]:

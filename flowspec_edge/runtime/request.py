@@ -126,7 +126,7 @@ class ClusterStatus:
     outage: str = ""
 
 
-class Cluster(Protocol):
+class ClusterBackend(Protocol):
     """Answers requests, by processes or by a simulation in virtual time."""
 
     clock: str
@@ -138,7 +138,7 @@ class Cluster(Protocol):
         """End every process and socket; idempotent."""
 
 
-class SharedCluster(Cluster, Protocol):
+class SharedCluster(ClusterBackend, Protocol):
     """Answers several requests at once: any thread submits, one thread serves."""
 
     @property

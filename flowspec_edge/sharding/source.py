@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.model.modeldir import ModelDir, resolve_model, shipped_models
+from flowspec_edge.model.hub import download, is_repository_name
+from flowspec_edge.model.modeldir import ModelDir, is_here, resolve_model
 from flowspec_edge.sharding.drafts import DraftFiles, drafts_of
 from flowspec_edge.stage.families import load_config, skeleton
 from flowspec_edge.stage.quant.awq_gptq import Importer, importer
@@ -30,8 +29,6 @@ _EXTRA_FILES = (
     "chat_template.json",
 )
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # OWNER/NAME on the hub
-_DOWNLOADED = ("*.json", "tokenizer.model", "merges.txt", "*.jinja")  # besides the weights
 
 
 class WeightSource(Protocol):
@@ -116,10 +113,10 @@ def open_source(model: str, drafts: Sequence[Path] = ()) -> SourceModel:
     FlowspecError that names a missing, misshapen or unexpected tensor.
     """
     revision = None
-    if model in shipped_models() or Path(model).is_dir() or _REPOSITORY.fullmatch(model) is None:
+    if is_here(model) or not is_repository_name(model):
         found = resolve_model(model)
     else:
-        directory, revision = _download(model)
+        directory, revision = download(model)
         found = resolve_model(directory)
     if found.sharded:
         raise UsageError(f"{found.path} is sharded already: give the checkpoint that it was made from")
@@ -172,25 +169,3 @@ def _zero_biases(weights: WeightSource, spare: set[str], packed: set[str]) -> se
     quantised = {name.rpartition(".")[0] for name in packed}
     biases = {name for name in spare if name.endswith(".bias") and name.removesuffix(".bias") in quantised}
     return {name for name in biases if not any(bool(piece.any()) for _, piece in weights.pieces(name))}
-
-
-def _download(name: str) -> tuple[Path, str]:
-    """(directory, commit).  UsageError for an unknown or private repository, or an uncached one offline."""
-    import huggingface_hub as client  # slow to import, and only needed here
-
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # the error below is one line
-    try:
-        files = [file.rfilename for file in client.HfApi().model_info(name).siblings or ()]
-        safe = any(file.endswith(".safetensors") and "/" not in file for file in files)
-        directory = client.snapshot_download(
-            name, ignore_patterns=["*/*"],
-            allow_patterns=[*_DOWNLOADED, "*.safetensors" if safe else "pytorch_model*.bin"])
-    except Exception as error:  # the client, its HTTP library and the cache raise many types
-        try:
-            directory = client.snapshot_download(name, local_files_only=True)
-        except Exception:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-            raise UsageError(f"no directory {name}, and the hub does not provide it ({reason}): check the "
-                             "name and the network, or download it elsewhere and give its directory"
-                             ) from error
-    return Path(directory), Path(directory).name

@@ -5,6 +5,7 @@ A new family is a name in ``ARCHITECTURES`` once tests/stage/test_families.py co
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -51,6 +52,13 @@ def load_config(model_dir: Path | str, quantised: bool = False) -> Any:
     return config
 
 
+def parse_config(fields: Mapping[str, Any], origin: str) -> Any:
+    """transformers' configuration from the ``fields`` of a config.json; errors as for :func:`load_config`."""
+    config = AutoConfig.for_model(**fields)
+    _check(config, origin, quantised=False)
+    return config
+
+
 def _config_home(model_dir: Path) -> Path:
     """In a sharded model, the first part that exists here."""
     if not is_sharded(model_dir):
@@ -72,7 +80,7 @@ def skeleton(config: Any) -> Any:
                          ) from error
 
 
-def _check(config: Any, path: Path, quantised: bool) -> None:
+def _check(config: Any, path: Path | str, quantised: bool) -> None:
     if config.model_type not in ARCHITECTURES:
         raise UsageError(f"{path}: stages cannot run {config.model_type!r} models, "
                          f"only {', '.join(ARCHITECTURES)}")
@@ -87,7 +95,7 @@ def rope_type(config: Any) -> str:
     return str(config.rope_parameters.get("rope_type", "default"))
 
 
-def _check_rope(config: Any, path: Path) -> None:
+def _check_rope(config: Any, path: Path | str) -> None:
     kind = rope_type(config)
     if kind in _GROWING_ROPE:
         raise UsageError(f"{path}: rope type {kind!r} turns rows by an angle that changes as the text grows, "
@@ -101,7 +109,7 @@ def _check_rope(config: Any, path: Path) -> None:
             raise UsageError(f"{path}: the rope's {name} must be a number, not {value!r}")
 
 
-def _check_shape(config: Any, path: Path) -> None:
+def _check_shape(config: Any, path: Path | str) -> None:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if kv_heads < 1 or heads % kv_heads:
         raise UsageError(f"{path}: {heads} attention heads cannot share {kv_heads} key/value heads evenly")
@@ -109,14 +117,14 @@ def _check_shape(config: Any, path: Path) -> None:
         raise UsageError(f"{path}: transformers has no activation {config.hidden_act!r}")
 
 
-def _check_layers(config: Any, path: Path) -> None:
+def _check_layers(config: Any, path: Path | str) -> None:
     others = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
     if others:
         raise UsageError(f"{path}: layers of type {', '.join(sorted(others))} cannot be run, only "
                          "full_attention and sliding_attention")
 
 
-def _check_quantisation(config: Any, path: Path) -> None:
+def _check_quantisation(config: Any, path: Path | str) -> None:
     how = getattr(config, "quantization_config", None)
     if how is None:
         return
@@ -124,6 +132,6 @@ def _check_quantisation(config: Any, path: Path) -> None:
     method = str(how.get("quant_method", "an unknown method"))
     if method in _CONVERTED:
         raise UsageError(f"{path}: {method.upper()} weights must be converted first: flowspec models shard "
-                         f"--model {path.parent} --stages N --out DIR")
+                         f"--model {Path(path).parent} --stages N --out DIR")
     raise UsageError(f"{path}: weights quantised with {method} cannot be read; take the 16 bit checkpoint, "
                      "and quantise it with: flowspec models shard --dtype int4")

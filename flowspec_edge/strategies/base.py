@@ -46,6 +46,18 @@ class TokenCounters:
 
 
 class Strategy(ABC):
+    """What to draft and what to send for one request; ``__init__`` belongs to the driver.
+
+    name         by which commands and requests know it
+    summary      a line for lists
+    drafter      draft model: a key of ``modeldir.DRAFT_PARTS``, "ngram", or None
+    parallelism  "pipeline": every stage has some layers; "megatron", "galaxy": a slice of all
+    params       the user's parameters
+    builder      numbers rows and builds segments and prunes
+    pipeline     what is known of the devices
+    counters     to be counted by the strategy
+    """
+
     name: ClassVar[str]
     summary: ClassVar[str]
     drafter: ClassVar[str | None] = "eagle2"  # the kind of draft model it wants, if any

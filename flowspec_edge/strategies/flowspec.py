@@ -18,20 +18,20 @@ class FlowSpec(TreeStrategy):
     summary = "continuous tree speculation: score-ordered, pruned and expanded in flight"
 
     def next_segment(self) -> Segment | None:
-        return self._send_best(self.params.segment)
+        return self.send_best(self.params.segment)
 
     def on_verified(self, run: int, numbers: Sequence[int], successors: Sequence[int]) -> list[Commit]:
-        self._record(numbers, successors)
-        commits, restarted = self._accept()
+        self.record(numbers, successors)
+        commits, restarted = self.accept()
         p = self.params
         if commits and not restarted:
             # Context-aware expansion: a new tree from the new root, merged into the old one (III-D).
-            self._expand([self.tree.root], p.expand_depth, p.width, p.expand_size)
+            self.expand([self.tree.root], p.expand_depth, p.width, p.expand_size)
         elif not commits and not self.drafting:
             # Score-aware expansion: the context is the same, so go deeper where the tree is best.
             leaves = [n for n in self.tree.nodes() if not n.expanded and not n.children]
             leaves.sort(key=lambda n: (-n.score, n.id))
-            self._expand(leaves[: p.width], p.extend_depth, p.width, p.extend_size)
+            self.expand(leaves[: p.width], p.extend_depth, p.width, p.extend_size)
         return commits
 
 
@@ -50,4 +50,4 @@ class PrunedPP(TreeStrategy):
     summary = "score-ordered segments, accepted and pruned one by one, no expansion (ablation)"
 
     def next_segment(self) -> Segment | None:
-        return None if self.drafting else self._send_best(self.params.segment)
+        return None if self.drafting else self.send_best(self.params.segment)

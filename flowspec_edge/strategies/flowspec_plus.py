@@ -87,7 +87,7 @@ class FlowSpecPlus(TreeStrategy):
         count = self._rows_to_send(nodes, root)
         self.tree.requeue(nodes[count:])
         nodes = nodes[:count]
-        return self._send(nodes, root) if root or nodes else None
+        return self.send(nodes, root) if root or nodes else None
 
     def _curve(self) -> bool:
         return self.pipeline.slot_seconds is not None and "curve" not in self._disabled
@@ -172,9 +172,9 @@ class FlowSpecPlus(TreeStrategy):
 
     def on_verified(self, run: int, numbers: Sequence[int], successors: Sequence[int]) -> list[Commit]:
         """**learn**: outcomes improve the estimate."""
-        self._record(numbers, successors)
+        self.record(numbers, successors)
         self.tree.learn()
-        commits, _ = self._accept()
+        commits, _ = self.accept()
         self._read([commit.token for commit in commits])
         if commits:
             self._root_is_stale = True

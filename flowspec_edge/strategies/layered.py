@@ -55,7 +55,7 @@ class LayeredStrategy(TreeStrategy):
     def next_segment(self) -> Segment | None:
         if self.tree.root.number < 0:  # a new round, or a hit among candidates that were not sent
             self.begin_round()
-            return self._send((), root=True)
+            return self.send((), root=True)
         if self._candidates is None:
             return None
         self._adopt(self._candidates)
@@ -63,7 +63,7 @@ class LayeredStrategy(TreeStrategy):
         if not layer:
             return None  # all candidates died; the segments in flight decide how the round ends
         self._newest, self._candidates = layer, None
-        return self._send(layer, root=False)
+        return self.send(layer, root=False)
 
     def next_draft(self) -> DraftRequest | None:
         if self._candidates is not None or self._newest[0].number < 0:
@@ -88,7 +88,7 @@ class LayeredStrategy(TreeStrategy):
         # Added to the tree now, so that an unsent successor still is a hit.
         self._adopt(self._candidates)
 
-    def _send(self, nodes: Sequence[Node], root: bool) -> Segment:
+    def send(self, nodes: Sequence[Node], root: bool) -> Segment:
         self._number(nodes, root)
         return self.builder.seal(self.segment_taps)
 

@@ -40,16 +40,16 @@ class Pearl(TreeStrategy):
         self._draft_block(self.tree.root)
 
     def _draft_block(self, origin: Node) -> None:
-        self._expand([origin], self.gamma, 1, self.gamma)
+        self.expand([origin], self.gamma, 1, self.gamma)
 
     def next_segment(self) -> Segment | None:
         if self.tree.root.number >= 0:
             return None  # sent: its output decides
         if self._pre_verify:
             self._pre_verify = False
-            return self._send((), root=True)
+            return self.send((), root=True)
         if self.drafting:
             return None
         block = self.tree.pop_unsent(self.tree.size)
         self._draft_block(block[-1] if block else self.tree.root)
-        return self._send(block, root=True)
+        return self.send(block, root=True)

@@ -60,7 +60,7 @@ class PipeInfer(TreeStrategy):
     def next_segment(self) -> Segment | None:
         root = self.tree.root
         if root.number < 0:
-            return self._send((), root=True)
+            return self.send((), root=True)
         if self._uncommitted is not None:
             # The run repeats a row that is in flight and must not see it: its parent is the text before
             # that row, and only then does the row become text.
@@ -71,7 +71,7 @@ class PipeInfer(TreeStrategy):
         while self._waiting:
             nodes = [n for n in self._waiting.popleft() if n.alive and n.number < 0]
             if nodes:
-                segment = self._send(nodes, root=False)
+                segment = self.send(nodes, root=False)
                 self._runs[segment.run] = nodes
                 return segment
         return None
@@ -88,10 +88,10 @@ class PipeInfer(TreeStrategy):
 
     def on_verified(self, run: int, numbers: Sequence[int], successors: Sequence[int]) -> list[Commit]:
         self._runs.pop(run, None)
-        self._record(numbers, successors)
+        self.record(numbers, successors)
         if self.tree.root.successor >= 0:
             self._settle()  # an unsent canonical run is redundant now
-        commits, restarted = self._accept()
+        commits, restarted = self.accept()
         if commits:
             self._iterations = self._failures = 0
             self._cancel_refuted(restarted)

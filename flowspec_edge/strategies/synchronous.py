@@ -51,12 +51,12 @@ class ChunkPP(TreeStrategy):
         if not self._chunks:
             return None
         self._outstanding += 1
-        return self._send(self._chunks.popleft(), root=first)
+        return self.send(self._chunks.popleft(), root=first)
 
     def on_verified(self, run: int, numbers: Sequence[int], successors: Sequence[int]) -> list[Commit]:
-        self._record(numbers, successors)
+        self.record(numbers, successors)
         self._outstanding -= 1
-        return [] if self._outstanding or self._chunks else self._accept()[0]
+        return [] if self._outstanding or self._chunks else self.accept()[0]
 
 
 class WholeTree(TreeStrategy):
@@ -69,7 +69,7 @@ class WholeTree(TreeStrategy):
     def next_segment(self) -> Segment | None:
         if self.tree.root.number >= 0 or self.drafting:
             return None
-        return self._send(self.tree.pop_unsent(self.tree.size), root=True)
+        return self.send(self.tree.pop_unsent(self.tree.size), root=True)
 
 
 class Speculative(WholeTree):
@@ -81,7 +81,7 @@ class Speculative(WholeTree):
 
     def begin_round(self) -> None:
         gamma = self.params.speculative_gamma
-        self._expand([self.tree.root], gamma, 1, gamma)
+        self.expand([self.tree.root], gamma, 1, gamma)
 
 
 class StaticExpansion(TreeExpansion):

@@ -15,7 +15,13 @@ from flowspec_edge.tree.tree_expansion import TreeExpansion
 
 
 class TreeStrategy(Strategy):
-    """At most one expansion is in progress."""
+    """A strategy with one draft tree: subclasses draft in ``begin_round`` and send in ``next_segment``.
+
+    tree       the draft tree; its root is the newest token
+    expansion  the one in progress, or the last
+
+    Accepting, committing, pruning, and a new round after a miss are done here.
+    """
 
     order: Order = "score"
 
@@ -44,13 +50,15 @@ class TreeStrategy(Strategy):
     def begin_round(self) -> None:
         """Draft the initial tree; the tree holds only its root (FlowSpec, III-B)."""
         p = self.params
-        self._expand([self.tree.root], p.depth, p.width, p.tree_size)
+        self.expand([self.tree.root], p.depth, p.width, p.tree_size)
 
     @property
     def drafting(self) -> bool:
         return self.expansion is not None and not self.expansion.done
 
-    def _expand(self, origins: list[Node], levels: int, width: int, keep: int) -> None:
+    def expand(self, origins: list[Node], levels: int, width: int, keep: int) -> None:
+        """Begin to draft ``levels`` levels below ``origins``, ``width`` expanded nodes and as many children
+        each; in the end the best ``keep`` of the new nodes stay (EAGLE-2's rerank)."""
         self.expansion = TreeExpansion(self.tree, origins, levels, width, keep)
 
     def _restart(self, token: int, position: int, first_id: int) -> None:
@@ -60,13 +68,14 @@ class TreeStrategy(Strategy):
     def _new_tree(self, token: int, position: int, first_id: int) -> DraftTree:
         return DraftTree(token, position, self.order, first_id)
 
-    def _send_best(self, limit: int) -> Segment | None:
+    def send_best(self, limit: int) -> Segment | None:
         """Up to ``limit`` rows: an unsent root first, then the best unsent nodes; None if empty."""
         root = self.tree.root.number < 0
         nodes = self.tree.pop_unsent(limit - root)
-        return self._send(nodes, root) if root or nodes else None
+        return self.send(nodes, root) if root or nodes else None
 
-    def _send(self, nodes: Sequence[Node], root: bool) -> Segment:
+    def send(self, nodes: Sequence[Node], root: bool) -> Segment:
+        """The segment of the tree's root (``root``: it is unsent) and then ``nodes``, parents first."""
         self._number(nodes, root)
         return self.builder.seal()
 
@@ -80,10 +89,11 @@ class TreeStrategy(Strategy):
         self.counters.drafted += len(nodes)
 
     def on_verified(self, run: int, numbers: Sequence[int], successors: Sequence[int]) -> list[Commit]:
-        self._record(numbers, successors)
-        return self._accept()[0]
+        self.record(numbers, successors)
+        return self.accept()[0]
 
-    def _record(self, numbers: Sequence[int], successors: Sequence[int]) -> None:
+    def record(self, numbers: Sequence[int], successors: Sequence[int]) -> None:
+        """Add verified rows to the tree: arguments of :meth:`on_verified`."""
         self.counters.verified += len(numbers)
         for number, successor in zip(numbers, successors, strict=True):
             self.tree.record(number, successor)
@@ -91,7 +101,7 @@ class TreeStrategy(Strategy):
     def _commit(self, node: Node) -> None:
         self.builder.commit(node.number)
 
-    def _accept(self) -> tuple[list[Commit], bool]:
+    def accept(self) -> tuple[list[Commit], bool]:
         """Accept what the verified rows allow, and prune: the commits, and whether the round ended in a miss.
         A miss starts a tree at the missed token; otherwise the newest token becomes the root."""
         path, missed = accepted_path(self.tree)

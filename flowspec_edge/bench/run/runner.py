@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from flowspec_edge.bench.results.report import BenchReport, Difference
 from flowspec_edge.bench.results.rows import ReportRow, Sample
-from flowspec_edge.runtime.request import Cluster, Request, Result
+from flowspec_edge.runtime.request import ClusterBackend, Request, Result
 
 PlainDecoding = Callable[[Request], tuple[list[int], str]]  # plain decoding: (tokens, finish reason)
 NearTieJudge = Callable[[Request, list[int], str], bool]  # whether near ties explain a text that differs
@@ -61,7 +61,7 @@ class BenchPlan:
         return 1 if temperature == 0 and clock == "virtual" else self.repeats
 
 
-def measure(cluster: Cluster, plain: PlainDecoding, plan: BenchPlan, report: BenchReport,
+def measure(cluster: ClusterBackend, plain: PlainDecoding, plan: BenchPlan, report: BenchReport,
             advance: Advance = lambda _: None, save: Callable[[], None] = lambda: None,
             explains: NearTieJudge | None = None) -> None:
     """Add to ``report`` what it lacks of ``plan``.
@@ -102,7 +102,7 @@ def measure(cluster: Cluster, plain: PlainDecoding, plan: BenchPlan, report: Ben
     save()
 
 
-def run(cluster: Cluster, plain: PlainDecoding, requests: Sequence[Request], strategies: Sequence[str],
+def run(cluster: ClusterBackend, plain: PlainDecoding, requests: Sequence[Request], strategies: Sequence[str],
         advance: Advance = lambda _: None, explains: NearTieJudge | None = None,
         ) -> tuple[list[ReportRow], list[Difference]]:
     """Every strategy on one unnamed task, at the temperature of its requests."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from flowspec_edge.bench.run.runner import Advance, BenchPlan, NearTieJudge, PlainDecoding, Workload, measure
 from flowspec_edge.bench.sweeps.sweep import UNITS, Axis, Sweep, Value, label
 from flowspec_edge.config import LinkCost, Profile
-from flowspec_edge.runtime.request import Cluster, Request
+from flowspec_edge.runtime.request import ClusterBackend, Request
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.params import Params
 
@@ -18,7 +18,7 @@ from flowspec_edge.strategies.params import Params
 class PointCluster(NamedTuple):
     """A cluster and the measured bandwidth of each device's link in 10^6 bits a second, or None."""
 
-    cluster: Cluster
+    cluster: ClusterBackend
     measured_mbps: list[float] | None
 
 

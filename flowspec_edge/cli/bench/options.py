@@ -80,11 +80,11 @@ class BenchOptions:
 
 
 def parse_strategies(text: str) -> list[str]:
-    """Without duplicates; UsageError, with the known names, for an unknown one."""
-    from flowspec_edge.strategies.registry import STRATEGIES, strategy_class
+    """Without duplicates; errors as for ``strategy_class``."""
+    from flowspec_edge.strategies.registry import strategy_class, strategy_names
 
     if text.strip() == "all":
-        return list(STRATEGIES)
+        return strategy_names()
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
         raise UsageError("--strategies has no name; see: flowspec strategies")

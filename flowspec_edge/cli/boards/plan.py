@@ -26,8 +26,9 @@ _SMALL = 10**9  # bytes; predictions run smaller models themselves
 
 def plan(
     model: Annotated[str, typer.Option(
-        "--model", help="A model that comes with the package, a directory with target/ and eagle2/, a "
-                        "checkpoint's directory, or a config.json alone.", metavar="DIR")] = DEMO,
+        "--model", help="A name (see: flowspec models list), a directory with target/ and eagle2/, a "
+                        "checkpoint's directory, a config.json alone, or OWNER/NAME on Hugging Face's hub.",
+        metavar="NAME|DIR|HUB_ID")] = DEMO,
     devices: Annotated[list[str] | None, typer.Option(
         "--devices", help="A device profile by name or path, NAME:5 for five boards, or a cluster file; may "
                           "be given several times.", show_default=False,
@@ -50,11 +51,11 @@ def plan(
     """Split a model over boards: roles, layers, memory and expected speed.
 
     The split minimises the time of the slowest stage within the boards' memory.  Roles and layers of a
-    cluster file are kept.  Nothing is downloaded or loaded: sizes follow from config.json.
+    cluster file are kept.  No weights are downloaded or loaded: sizes follow from config.json.
 
     Examples:
 
-      flowspec plan --model llama-7b/ --devices orin-nano-8gb:5
+      flowspec plan --model llama-2-7b --devices orin-nano-8gb:5
       flowspec plan --model llama-13b/ --dtype int4 --devices agx-orin-64gb --devices orin-nano-8gb:3
       flowspec plan --model llama-7b/config.json --devices cluster.toml --context 4096 --no-predict --json
     """

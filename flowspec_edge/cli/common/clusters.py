@@ -11,7 +11,7 @@ from flowspec_edge.cli.common.defaults import dtype_of
 from flowspec_edge.cli.common.options import Clock, DtypeChoice
 from flowspec_edge.config import Profile, load_profile
 from flowspec_edge.model.modeldir import ModelDir
-from flowspec_edge.runtime.request import Cluster, SharedCluster
+from flowspec_edge.runtime.request import ClusterBackend, SharedCluster
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -54,7 +54,7 @@ def choose_clock(clock: Clock, profile: str, emulate: str | None) -> ClockSettin
 @contextmanager
 def open_cluster(clock_settings: ClockSettings, model: ModelDir, stages: int, dtype: DtypeChoice,
                  placement: Placement | None = None, observer: Observer | None = None, *, device: str = "cpu",
-                 idle_s: float = 0.0) -> Iterator[Cluster]:
+                 idle_s: float = 0.0) -> Iterator[ClusterBackend]:
     """Processes (``wall``), started with the first request, or virtual time; ``device`` is torch's."""
     if clock_settings.clock == "wall":
         sharing: SharingOptions = {"idle_s": idle_s}

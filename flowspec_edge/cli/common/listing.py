@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def strategies() -> None:
-    """List the strategies."""
-    from flowspec_edge.strategies.registry import STRATEGIES
+    """List the strategies, those of installed packages included (entry points "flowspec.strategies")."""
+    from flowspec_edge.strategies.registry import strategy_class, strategy_names
 
-    print_columns([(name, cls.summary) for name, cls in STRATEGIES.items()])
+    print_columns([(name, strategy_class(name).summary) for name in strategy_names()])
 
 
 def profiles() -> None:

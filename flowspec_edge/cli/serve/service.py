@@ -110,7 +110,7 @@ class Service:
         chosen = strategy_class(self.strategy)
         loaded = {None, "ngram", draft_kind(chosen, self.params, self.model)}
         names = []
-        for other in STRATEGIES.values():
+        for other in dict.fromkeys([*STRATEGIES.values(), chosen]):
             try:
                 require_runnable([other.name], self.model, self.params, "wall", self.stages)
                 fits = (other.parallelism == chosen.parallelism

@@ -19,6 +19,7 @@ from flowspec_edge.fleet.planning.draft_turn import DraftTurn, device_mismatch, 
 from flowspec_edge.fleet.planning.layer_split import Ranges, split_evenly
 from flowspec_edge.fleet.probe.preflight import Needs
 from flowspec_edge.fleet.services.status import BoardStatus, FleetStatus
+from flowspec_edge.model.catalogue import find_known
 from flowspec_edge.model.manifest import DRAFT, Manifest, ShardDtype, stage_part
 from flowspec_edge.model.modeldir import ModelDir, resolve_model, shipped_models
 from flowspec_edge.runtime.draft_device.capacity import cache_rows
@@ -135,8 +136,9 @@ def resolve_deployment(inventory: Inventory, path: Path) -> Deployment:
 def _model(cluster: ClusterSettings, path: Path) -> tuple[ModelDir, Path | None]:
     if not cluster.model:
         raise UsageError(f'{path}: [cluster] has no model: give a directory, or model = "demo" to try')
-    model = resolve_model(cluster.model if cluster.model in shipped_models() else
-                          beside(path, cluster.model))
+    directory = beside(path, cluster.model)
+    named = cluster.model in shipped_models() or (find_known(cluster.model) and not directory.is_dir())
+    model = resolve_model(cluster.model if named else directory)
     if not cluster.draft:
         return model, None
     head = beside(path, cluster.draft)

@@ -19,15 +19,17 @@ from flowspec_edge.drafting.checkpoint import on_meta
 from flowspec_edge.drafting.eagle.eagle2 import EagleHead, head_config
 from flowspec_edge.drafting.eagle.eagle3 import Eagle3Head, head3_config
 from flowspec_edge.errors import UsageError
+from flowspec_edge.model.catalogue import find_known
+from flowspec_edge.model.hub import download_config, is_repository_name
 from flowspec_edge.model.modeldir import (
     DRAFT_PARTS,
     WEIGHTS,
     ModelDir,
+    model_path,
     position_limit,
     resolve_model,
-    shipped_models,
 )
-from flowspec_edge.stage.families import load_config, skeleton
+from flowspec_edge.stage.families import load_config, parse_config, skeleton
 from flowspec_edge.stage.quant.schemes import scheme
 from flowspec_edge.stage.weights.checkpoint import Checkpoint, check_shape
 
@@ -86,25 +88,25 @@ class ModelBytes:
 
 
 def model_bytes(name_or_path: str, dtype: PlanDtype) -> ModelBytes:
-    """Of a packaged model, a model directory (``target/``, ``eagle2/``), or a checkpoint or its config.json.
+    """Of a model by name or directory, a checkpoint or its config.json, or OWNER/NAME on the hub, of which
+    only config.json is fetched.
 
     "int4": 4 bits for the matrices of the decoder layers, 16 bits for all else (lm_head, draft head).
     UsageError if there is no model that stages can run; FlowspecError for damaged or incomplete weights.
     """
-    path, target, draft = _locate(name_or_path)
-    config = load_config(target, quantised=True)
+    name, target, draft, config = _locate(name_or_path)
     if getattr(config, "quantization_config", None) is not None:
-        raise UsageError(f"{target} is a quantised checkpoint: give the 16 bit one, and --dtype int4")
+        raise UsageError(f"{name} is a quantised checkpoint: give the 16 bit one, and --dtype int4")
     core = skeleton(config)
-    from_weights = any((target / file).is_file() for file in WEIGHTS)
-    if from_weights:
+    from_weights = target is not None and any((target / file).is_file() for file in WEIGHTS)
+    if target and from_weights:
         _check(target, config, core)
     head = _head(draft, config)
     width, vocabulary = _WIDTH[dtype], int(config.vocab_size)
     matrix = vocabulary * int(config.hidden_size) * width
     looked_up = head.embed_tokens.weight.numel() * width
     return ModelBytes(
-        name=path.resolve().name, dtype=dtype, layers=int(config.num_hidden_layers),
+        name=name, dtype=dtype, layers=int(config.num_hidden_layers),
         hidden_width=int(config.hidden_size), vocabulary=vocabulary,
         max_positions=position_limit(config.to_dict()),
         layer=max(_layer(layer, dtype) for layer in core.layers),
@@ -115,19 +117,23 @@ def model_bytes(name_or_path: str, dtype: PlanDtype) -> ModelBytes:
     )
 
 
-def _locate(name_or_path: str) -> tuple[Path, Path, Path | None]:
-    """(model, its target's directory, its EAGLE head's directory or None)."""
-    path = resolve_model(name_or_path).path if name_or_path in shipped_models() else Path(name_or_path)
-    if path.name == "config.json" and path.is_file():
-        path = path.parent
-    if not path.is_dir():
-        known = ", ".join(shipped_models()) or "none"
-        raise UsageError(f"no model {name_or_path!r}: not a directory, and the package comes with: {known}")
-    model = ModelDir(path)
+def _locate(name_or_path: str) -> tuple[str, Path | None, Path | None, Any]:
+    """(name, directory of the target, of its EAGLE head, the target's configuration); None: not here."""
+    path = model_path(name_or_path)
+    given = Path(name_or_path)
+    if path is None and given.name == "config.json" and given.is_file():
+        path = given.parent
+    if path is None and (known := find_known(name_or_path)):
+        name, entry = known
+        return name, None, None, parse_config(entry.config, f"the catalogue's {name}")
+    if path is None and is_repository_name(name_or_path):
+        return given.name, None, None, load_config(download_config(name_or_path), quantised=True)
+    model = ModelDir(path) if path else resolve_model(name_or_path)  # an error that says what there is
     if model.sharded:
-        raise UsageError(f"{path} is sharded already: give the checkpoint that it was made from, or see the "
-                         f"sizes of its parts with: flowspec models inspect {path}")
-    return path, model.target, model.draft("eagle2") or model.draft("eagle3")
+        raise UsageError(f"{model.path} is sharded already: give the checkpoint that it was made from, or "
+                         f"see the sizes of its parts with: flowspec models inspect {model.path}")
+    draft = model.draft("eagle2") or model.draft("eagle3")
+    return model.name, model.target, draft, load_config(model.target, quantised=True)
 
 
 def _check(target: Path, config: Any, core: Any) -> None:

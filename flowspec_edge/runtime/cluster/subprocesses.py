@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import flowspec_edge
 from flowspec_edge.runtime.cluster.forkserver import WorkerProcess
 from flowspec_edge.runtime.worker.config import WorkerConfig
 
@@ -63,7 +62,7 @@ class WorkerProcesses:
 
     def _spawn(self, config: WorkerConfig, file: Path, verbose: bool, wrap: Wrap | None
                ) -> subprocess.Popen[bytes]:
-        package = str(Path(flowspec_edge.__file__).parent.parent)
+        package = str(Path(__file__).parents[3])  # where flowspec_edge is
         path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
         command = [sys.executable, "-m", "flowspec_edge.runtime.worker", "--config", str(file),
                    *(["--verbose"] if verbose else [])]

@@ -186,4 +186,4 @@ def test_errors_are_one_line(home: Path, capsys: pytest.CaptureFixture[str], arg
 
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--help"]) == 0
-    assert "flowspec plan --model llama-7b/ --devices orin-nano-8gb:5" in capsys.readouterr().out
+    assert "flowspec plan --model llama-2-7b --devices orin-nano-8gb:5" in capsys.readouterr().out

@@ -133,7 +133,7 @@ def test_the_checkpoint_of_an_untied_model_needs_its_lm_head(tmp_path: Path) -> 
 
 
 def test_models_that_cannot_be_planned(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no model 'nowhere': not a directory, and the package comes"):
+    with pytest.raises(UsageError, match="no model 'nowhere': not a directory, and no name in"):
         model_bytes("nowhere", "fp16")
     with pytest.raises(UsageError, match=r"config\.json is missing"):
         model_bytes(str(tmp_path), "fp16")

@@ -1,0 +1,201 @@
+"""The Python interface: a model, a cluster in virtual time or of local processes, and its answers.
+
+    from flowspec_edge import Cluster
+
+    with Cluster.virtual("demo", stages=4, profile="paper-7b") as cluster:
+        answer = cluster.generate("def add(a, b):", max_new_tokens=32)
+        print(answer.text, answer.stats.tokens_per_second)
+
+What ``__all__`` lists, with the fields and methods that docs/api.md documents, is stable: a change that
+breaks a caller raises the first number of the version that is not 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from flowspec_edge.config import Profile, load_profile
+from flowspec_edge.errors import FlowspecError, PeerLost, UsageError
+from flowspec_edge.messages import Segment
+from flowspec_edge.model.manifest import ComputeDtype, Manifest
+from flowspec_edge.model.modeldir import DEMO, ModelDir, resolve_model
+from flowspec_edge.model.text import TextStream, Tokenizer
+from flowspec_edge.runtime.cluster.clusters import LocalCluster
+from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.runtime.request import FinishReason, Request, Result, Stats
+from flowspec_edge.runtime.virtual.clock import Span
+from flowspec_edge.runtime.virtual.cluster import VirtualCluster
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.strategies.base import Pipeline, Strategy
+from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
+from flowspec_edge.strategies.registry import strategy_class, strategy_names
+from flowspec_edge.strategies.tree_strategy import TreeStrategy
+from flowspec_edge.tree.draft_api import Commit, DraftOutput, DraftRequest
+from flowspec_edge.tree.segment_builder import SegmentBuilder
+
+__all__ = ["Cluster", "Commit", "Completion", "DraftOutput", "DraftRequest", "FlowspecError", "Params",
+           "PeerLost", "Pipeline", "Profile", "Request", "Sampling", "Segment", "SegmentBuilder", "Span",
+           "Stats", "Strategy", "TreeStrategy", "UsageError", "load_profile", "strategy_class",
+           "strategy_names"]
+
+_STAGES = 4  # the paper's
+
+
+@dataclass(frozen=True)
+class Completion:
+    """An answer.
+
+    text           the decoded tokens
+    tokens         token ids, without the prompt and the end-of-sequence id
+    finish_reason  "stop" after an end-of-sequence id, "length" at the request's limit
+    stats          counts and times; in virtual time the times are the profile's
+    """
+
+    text: str
+    tokens: list[int]
+    finish_reason: FinishReason
+    stats: Stats
+
+
+class Cluster:
+    """One model on a draft device (D0) and a pipeline of stages (V1…VN); a context manager.
+
+    Make one with :meth:`virtual` or :meth:`local`. One thread at a time may call its methods.
+
+    model      the model's directory and configuration
+    tokenizer  its tokenizer: ``encode(text)``, ``decode(ids)``, ``chat(messages)``
+    stages     N
+    clock      "virtual" or "wall"
+    """
+
+    def __init__(self, model: ModelDir, stages: int, dtype: ComputeDtype, device: str,
+                 backend: VirtualCluster | LocalCluster) -> None:
+        self.model = model
+        self.tokenizer = Tokenizer(model)
+        self.stages = stages
+        self._dtype, self._device = dtype, device
+        self._backend = backend
+        self._plain: PlainDecoder | None = None
+
+    @classmethod
+    def virtual(cls, model: str | Path = DEMO, *, stages: int | None = None,
+                profile: str | Path | Profile = "paper-7b", dtype: ComputeDtype | None = None,
+                device: str = "cpu") -> Cluster:
+        """Return a cluster in virtual time: one process, every token computed, every time from ``profile``.
+        The same requests give the same figures to the last digit.
+
+        model    "demo", or a directory: a Hugging Face checkpoint, or one with a target and draft models
+        stages   verification devices; None: those of a sharded model, else 4
+        profile  name or TOML file of device and link speeds (``flowspec profiles``)
+        dtype    "fp32", "bf16" or "fp16"; None: a sharded model's own, else "fp32"
+        device   torch device for all weights
+
+        UsageError for an unknown model or profile, or more stages than layers.
+        """
+        found, stages, dtype = _choose(model, stages, dtype)
+        described = profile if isinstance(profile, Profile) else load_profile(str(profile))
+        return cls(found, stages, dtype, device,
+                   VirtualCluster(found.path, stages, described, dtype, device=device))
+
+    @classmethod
+    def local(cls, model: str | Path = DEMO, *, stages: int | None = None, dtype: ComputeDtype | None = None,
+              device: str = "cpu", threads: int | None = None) -> Cluster:
+        """Return a cluster of processes on this machine, started with the first request. Times are measured.
+
+        threads  torch threads per process; None divides the cores
+
+        Arguments and errors otherwise as for :meth:`virtual`. PeerLost, from a request, if a stage ends.
+        """
+        found, stages, dtype = _choose(model, stages, dtype)
+        return cls(found, stages, dtype, device,
+                   LocalCluster(found.path, stages, dtype, device=device, threads=threads))
+
+    @property
+    def clock(self) -> str:
+        return self._backend.clock
+
+    @property
+    def spans(self) -> list[Span]:
+        """What each device did, and when, in the last request: for timelines. UsageError unless virtual."""
+        if not isinstance(self._backend, VirtualCluster):
+            raise UsageError("spans exist in virtual time alone; for processes see: flowspec bench timeline")
+        return self._backend.spans
+
+    def request(self, prompt: str | Sequence[int], *, strategy: str = DEFAULT_STRATEGY,
+                max_new_tokens: int = 128, sampling: Sampling | None = None, params: Params | None = None,
+                ) -> Request:
+        """Build a request that ends at the model's end-of-sequence ids.
+
+        prompt    text, or token ids
+        strategy  a name (:func:`strategy_names`), or "package.module:Class"
+        sampling  temperature, top_p, top_k and seed; None: greedy
+        params    the strategies' parameters; None: the papers' values
+
+        UsageError for an unknown strategy or an empty prompt.
+        """
+        strategy_class(strategy)
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return Request(ids, strategy, max_new_tokens, sampling or Sampling(), params or Params(),
+                       self.model.stop_ids)
+
+    def generate(self, prompt: str | Sequence[int] | Request, *, strategy: str = DEFAULT_STRATEGY,
+                 max_new_tokens: int = 128, sampling: Sampling | None = None, params: Params | None = None,
+                 on_text: Callable[[str], None] | None = None) -> Completion:
+        """Run one request; ``on_text`` gets the text as it is generated. The other arguments are those of
+        :meth:`request` and ignored for a ``Request``. UsageError if the request does not fit the model."""
+        made = prompt if isinstance(prompt, Request) else self.request(
+            prompt, strategy=strategy, max_new_tokens=max_new_tokens, sampling=sampling, params=params)
+        if on_text is None:
+            return self._completion(self._backend.generate(made))
+        stream = TextStream(self.tokenizer.decode, on_text, made.prompt)
+        result = self._backend.generate(made, stream.push)
+        stream.close()
+        return self._completion(result)
+
+    def generate_many(self, requests: Sequence[Request]) -> list[Completion]:
+        """Run requests that arrive together and share the pipeline; answers in their order. UsageError if
+        they need different kinds of parallelism."""
+        if isinstance(self._backend, VirtualCluster):
+            results = self._backend.generate_many(requests)
+        else:
+            handles = [self._backend.submit(request) for request in requests]
+            self._backend.serve(lambda: all(handle.done() for handle in handles))
+            results = [handle.result() for handle in handles]
+        return [self._completion(result) for result in results]
+
+    def plain(self, request: Request) -> list[int]:
+        """Return the tokens of plain decoding, without a pipeline: what every strategy has to give. The first
+        call loads the model a second time."""
+        if self._plain is None:
+            self._plain = PlainDecoder(self.model.path, self._dtype, self._device)
+        return self._plain.generate(list(request.prompt), request.max_new_tokens, request.sampling,
+                                    request.stop_ids)[0]
+
+    def close(self) -> None:
+        """End the processes; idempotent."""
+        self._backend.close()
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+    def _completion(self, result: Result) -> Completion:
+        return Completion(self.tokenizer.decode(result.tokens), result.tokens, result.finish_reason,
+                          result.stats)
+
+
+def _choose(model: str | Path, stages: int | None, dtype: ComputeDtype | None
+            ) -> tuple[ModelDir, int, ComputeDtype]:
+    found = resolve_model(model)
+    if not found.sharded:
+        return found, _STAGES if stages is None else stages, dtype or "fp32"
+    manifest = Manifest.read(found.path)
+    if stages is not None:
+        manifest.check_stages(stages)
+    return found, manifest.stages, dtype or manifest.compute_dtype

@@ -1,0 +1,101 @@
+"""``flowspec models list`` and ``fetch``: the models on this machine, and the catalogue's."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Annotated, Literal
+
+import typer
+
+from flowspec_edge.cli.common.listing import print_columns
+from flowspec_edge.errors import UsageError
+from flowspec_edge.model.catalogue import FETCHED, KnownModel, fetched_dir, find_known, known_models
+from flowspec_edge.model.modeldir import DRAFT_PARTS, ModelDir, is_here, resolve_model, shipped_models
+
+
+def list_models(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+) -> None:
+    """List the models that come with the package, and those of the catalogue.
+
+    `flowspec plan` knows every one of them by its name.  The other commands need it on this machine:
+    flowspec models fetch NAME.
+    """
+    shipped = {name: resolve_model(name) for name in shipped_models()}
+    known = known_models()
+    if as_json:
+        rows = [{"name": name, "here": True, "path": str(model.path)} for name, model in shipped.items()]
+        rows += [{"name": name, "here": is_here(name), "path": str(fetched_dir(name)), "target": model.target,
+                  "heads": model.heads} for name, model in known.items()]
+        print(json.dumps(rows, indent=2))
+        return
+    shown: list[tuple[str, ...]] = [("name", "here", "target", "draft models")]
+    shown += [(name, "yes", _describe(model), _drafts(model)) for name, model in shipped.items()]
+    shown += [(name, "yes" if is_here(name) else "-", model.target,
+               ", ".join(f"{kind}: {head}" for kind, head in model.heads.items()))
+              for name, model in known.items()]
+    print_columns(shown)
+
+
+def fetch(
+    name: Annotated[str, typer.Argument(help="A name of the catalogue: flowspec models list.")],
+    head: Annotated[Literal["eagle2", "eagle3", "all", "none"] | None, typer.Option(
+        "--head", help="The published draft heads to fetch.  Default: EAGLE-2's, else EAGLE-3's.",
+        show_default=False)] = None,
+) -> None:
+    """Download a model of the catalogue and its draft head from Hugging Face's hub.
+
+    An interrupted download resumes.  Every command then knows the model by its name.  The directory is
+    ~/.local/share/flowspec/models/NAME, or $FLOWSPEC_MODELS/NAME.  Some models need an account that has
+    accepted their licence: hf auth login.
+
+    Examples:
+
+      flowspec models fetch qwen3-8b
+      flowspec models fetch vicuna-13b --head all
+      flowspec models shard --model qwen3-8b --stages 4 --dtype int4 --out qwen3-8b-int4
+    """
+    found = find_known(name)
+    if found is None:
+        raise UsageError(f"no model {name!r} in the catalogue; see: flowspec models list")
+    own, model = found
+    directory = fetched_dir(own)
+    wanted = {"target": model.target, **_heads(own, model, head)}
+    record = directory / FETCHED
+    done = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+    os.environ.pop("TQDM_DISABLE", None)  # the client's own progress bars, on a terminal
+    from flowspec_edge.model.hub import download_to
+    from flowspec_edge.util.files import write_atomically
+
+    for part, repository in wanted.items():
+        if done.get(part) != repository:
+            place = directory / (DRAFT_PARTS.get(part) or part)
+            print(f"{repository} -> {place}", flush=True)
+            download_to(repository, place)
+    write_atomically(record, json.dumps({**done, **wanted}, indent=2) + "\n")
+    print(f"{own} is complete in {directory}; try it with: flowspec generate --model {own} \"Hello\", or "
+          f"split it for boards with: flowspec models shard --model {own} --stages 4 --out {own}-4")
+
+
+def _heads(name: str, model: KnownModel, head: str | None) -> dict[str, str]:
+    if head == "none":
+        return {}
+    if head == "all":
+        return model.heads
+    kind = head or next(iter(model.heads), None)
+    if kind is None:
+        return {}
+    if kind not in model.heads:
+        known = ", ".join(model.heads) or "none"
+        raise UsageError(f"the catalogue knows no {kind} head for {name}, only {known}")
+    return {kind: model.heads[kind]}
+
+
+def _describe(model: ModelDir) -> str:
+    family = model.config.get("model_type", "unknown family")
+    return f"{family}, {model.layers} layers of width {model.hidden_width}, {model.size / 1e6:.1f} MB"
+
+
+def _drafts(model: ModelDir) -> str:
+    return ", ".join(part for kind, part in DRAFT_PARTS.items() if model.draft(kind)) or "none"

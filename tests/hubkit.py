@@ -1,0 +1,72 @@
+"""A server that speaks as much of the Hugging Face hub's protocol as its client asks for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import urlsplit
+
+COMMIT = "c0ffee" + "0" * 34
+
+
+@contextmanager
+def hub(repositories: dict[str, Path]) -> Iterator[tuple[str, list[str]]]:
+    """A server that answers what the client of the Hugging Face hub asks; its address, and what was asked."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            path = urlsplit(self.path).path
+            asked.append(path)
+            for name, home in repositories.items():
+                files = sorted(p.relative_to(home).as_posix() for p in home.rglob("*") if p.is_file())
+                if path in (f"/api/models/{name}", f"/api/models/{name}/revision/main",
+                            f"/api/models/{name}/revision/{COMMIT}"):
+                    return self.json({"id": name, "sha": COMMIT,
+                                      "siblings": [{"rfilename": f} for f in files]})
+                if path in (f"/api/models/{name}/tree/{COMMIT}", f"/api/models/{name}/tree/main"):
+                    return self.json([{"type": "file", "path": f, "oid": self.etag(home / f),
+                                       "size": (home / f).stat().st_size} for f in files])
+                for prefix in (f"/{name}/resolve/{COMMIT}/", f"/{name}/resolve/main/"):
+                    if path.startswith(prefix) and path.removeprefix(prefix) in files:
+                        return self.file(home / path.removeprefix(prefix))
+            return self.say(b'{"error": "Repository not found"}', {"X-Error-Code": "RepoNotFound"}, 404)
+
+        do_HEAD = do_GET
+
+        def json(self, content: object) -> None:
+            self.say(json.dumps(content).encode(), {"Content-Type": "application/json"})
+
+        def file(self, path: Path) -> None:
+            self.say(path.read_bytes(), {"X-Repo-Commit": COMMIT, "ETag": f'"{self.etag(path)}"'})
+
+        def etag(self, path: Path) -> str:
+            return hashlib.sha1(path.read_bytes()).hexdigest()
+
+        def say(self, body: bytes, headers: dict[str, str], status: int = 200) -> None:
+            self.send_response(status)
+            for key, value in {**headers, "Content-Length": str(len(body))}.items():
+                self.send_header(key, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

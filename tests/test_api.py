@@ -1,0 +1,127 @@
+"""The Python interface: its examples run, its reference is current, strategies from outside have names."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowspec_edge import Cluster, Params, Sampling, TreeStrategy, UsageError, strategy_class, strategy_names
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLE = ROOT / "examples" / "two_chains"
+
+
+def run(*command: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    package = os.pathsep.join(str(entry) for entry in (path, ROOT) if entry)
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False,
+                          timeout=300, env={**os.environ, "PYTHONPATH": package})
+
+
+def test_the_examples_of_the_document_run(tmp_path: Path) -> None:
+    examples = (ROOT / "docs" / "api.md").read_text(encoding="utf-8").split("## Reference")[0]
+    blocks = re.findall(r"```python\n(.*?)```", examples, re.DOTALL)
+    assert len(blocks) == 4
+    script = tmp_path / "examples.py"
+    script.write_text("\n".join(blocks), encoding="utf-8")
+    done = run(str(script))
+    assert done.returncode == 0, done.stderr
+    assert "busy seconds:" in done.stdout
+
+
+def test_the_reference_is_that_of_the_docstrings() -> None:
+    assert run(str(ROOT / "docs" / "build_api.py"), "--check").returncode == 0, "run docs/build_api.py"
+
+
+def test_the_package_is_imported_without_the_heavy_libraries() -> None:
+    done = run("-c", "import sys, flowspec_edge; print(flowspec_edge.__version__, 'torch' in sys.modules,"
+                     " hasattr(flowspec_edge, 'nothing'), 'Cluster' in dir(flowspec_edge))")
+    assert re.fullmatch(r"\d+\.\d+\.\d+ False False True\n", done.stdout), done.stderr
+
+
+def test_the_package_is_a_command() -> None:
+    assert "two_chains" not in (listed := run("-m", "flowspec_edge", "strategies").stdout)
+    assert "flowspec_plus" in listed
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Cluster:
+    return Cluster.virtual("demo", stages=2)
+
+
+@pytest.fixture
+def two_chains(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    return strategy_class("two_chains:TwoChains").name
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=5)], ids=["T0", "T1"])
+def test_a_strategy_from_outside_is_lossless(cluster: Cluster, two_chains: str, sampling: Sampling) -> None:
+    assert two_chains in strategy_names()
+    request = cluster.request("def add(a, b):", strategy=two_chains, max_new_tokens=24, sampling=sampling,
+                              params=Params(speculative_gamma=3))
+    answer = cluster.generate(request)
+    assert answer.tokens == cluster.plain(request)
+    assert answer.stats.accepted > 0
+    assert answer.text == cluster.tokenizer.decode(answer.tokens)
+    assert cluster.spans
+
+
+def test_requests_together_and_in_pieces(cluster: Cluster) -> None:
+    pieces: list[str] = []
+    alone = cluster.generate("import os\n", max_new_tokens=12, on_text=pieces.append)
+    assert "".join(pieces) == alone.text
+    prompts = ("import os\n", "class A:")
+    together = cluster.generate_many([cluster.request(text, max_new_tokens=12) for text in prompts])
+    assert together[0].tokens == alone.tokens
+
+
+def test_an_installed_strategy_has_a_name_in_every_command(tmp_path: Path) -> None:
+    site, figures = tmp_path / "site", tmp_path / "figures.json"
+    made = run("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation",
+               "--disable-pip-version-check", "--target", str(site), str(EXAMPLE))
+    assert made.returncode == 0, made.stderr
+    assert "two_chains" in run("-m", "flowspec_edge", "strategies", path=site).stdout
+    done = run("-m", "flowspec_edge", "bench", "run", "--strategies", "two_chains,autoregressive", "--limit",
+               "1", "--max-new-tokens", "12", "--json", str(figures), path=site)
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(figures.read_text(encoding="utf-8"))
+    assert {row["strategy"] for row in report["rows"]} == {"two_chains", "autoregressive"}
+
+
+class Abstract(TreeStrategy):
+    name = "abstract"
+    summary = "no next_segment"
+
+
+class Nameless(TreeStrategy):
+    def next_segment(self) -> None:
+        return None
+
+
+class Impostor(Nameless):
+    name = "flowspec"
+    summary = "another strategy's name"
+
+
+@pytest.mark.parametrize(("name", "reason"), [
+    ("no_module_of_this_name:X", "cannot load .* ModuleNotFoundError"),
+    (f"{__name__}:Missing", "cannot load .* AttributeError"),
+    (f"{__name__}:ROOT", "is not a strategy"), (f"{__name__}:Abstract", "is not a strategy"),
+    (f"{__name__}:Nameless", "needs two class attributes"), (f"{__name__}:Impostor", "another strategy, f"),
+    ("unknown", "no strategy 'unknown'; there are autoregressive,"),
+])
+def test_what_is_no_strategy_is_refused(name: str, reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        strategy_class(name)
+
+
+def test_spans_are_those_of_virtual_time() -> None:
+    with Cluster.local("demo", stages=2) as local, pytest.raises(UsageError, match="virtual time"):
+        assert local.spans
