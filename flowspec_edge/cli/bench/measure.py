@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flowspec_edge.bench.results.report import BenchReport, load_report
 from flowspec_edge.bench.run.runner import BenchPlan, Workload
@@ -17,6 +18,7 @@ from flowspec_edge.cli.common.clusters import choose_clock, open_cluster
 from flowspec_edge.cli.common.defaults import device_of, dtype_of, plain_device_of, stages_of
 from flowspec_edge.cli.common.workload import (
     demo_prompts,
+    near_tie_judge,
     plain_decoding,
     progress,
     requests_for,
@@ -28,6 +30,9 @@ from flowspec_edge.model.modeldir import DEMO, ModelDir, resolve_model
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.params import Params
+
+if TYPE_CHECKING:
+    from flowspec_edge.bench.run.parallel import ParallelRun
 
 _Results = TypeVar("_Results", BenchReport, Sweep)
 
@@ -43,6 +48,7 @@ def measure(options: BenchOptions, sampling: Sampling, params: Params, strategie
     model = resolve_model(options.model)
     options = replace(options, stages=stages_of(model, options.stages), dtype=dtype_of(model, options.dtype))
     clock_settings = choose_clock(options.clock, options.profile, options.emulate)
+    options.require_virtual(clock_settings.clock)
     tasks = tasks_of(options)
     temperature_values = parse_temperatures(options.temperatures or temperatures, sampling)
     if options.out is not None:
@@ -65,12 +71,29 @@ def measure(options: BenchOptions, sampling: Sampling, params: Params, strategie
 
     if steps := plan.steps(report):
         reference = plain_device_of(options.device, model, dtype_of(model, options.dtype), processes)
+        if options.parallel:
+            assert clock_settings.profile is not None
+            run = parallel_run(options, model, names)
+            virtual = run.cluster(options.stages, clock_settings.profile)
+            measure_plan(virtual, run.plain, plan, deepcopy(report))  # lists the requests
+            with run, progress(steps) as advance:
+                measure_plan(virtual, run.plain, plan, report, advance, save,
+                             near_tie_judge(model, options.dtype, reference))
+            return report
         with (open_cluster(clock_settings, model, options.stages, options.dtype, device=options.device,
                            idle_s=options.idle_seconds) as cluster,
               progress(steps) as advance):
             plain, explains = plain_decoding(model, options.dtype, reference)
             measure_plan(cluster, plain, plan, report, advance, save, explains)
     return report
+
+
+def parallel_run(options: BenchOptions, model: ModelDir, names: Sequence[str]) -> ParallelRun:
+    """The processes of --jobs, or Dask's."""
+    from flowspec_edge.bench.run.parallel import ParallelRun, Workplace, plugins_of, threads_of
+
+    return ParallelRun(Workplace(model.path.resolve(), dtype_of(model, options.dtype), options.device,
+                                 plugins_of(names), threads_of(options.jobs)), options.jobs, options.dask)
 
 
 def tasks_of(options: BenchOptions) -> list[Task]:

@@ -74,6 +74,22 @@ class BenchOptions:
     resume: Annotated[bool, typer.Option(
         "--resume", help="Keep the figures in --json's file and measure the missing ones.")] = False
 
+    jobs: Annotated[int, typer.Option(
+        "--jobs", min=1, max=1024, help="Processes for requests in virtual time; figures are those of one.",
+        metavar="N")] = 1
+    dask: Annotated[str | None, typer.Option(
+        "--dask", help="Let the workers of this Dask scheduler compute, such as tcp://10.0.0.9:8786.",
+        metavar="ADDRESS", show_default=False)] = None
+
+    @property
+    def parallel(self) -> bool:
+        return self.jobs > 1 or self.dask is not None
+
+    def require_virtual(self, clock: str) -> None:
+        if self.parallel and clock != "virtual":
+            raise UsageError("--jobs and --dask compute in virtual time only: in real time, requests would "
+                             "take the cores from one another")
+
     def __post_init__(self) -> None:
         if self.resume and self.out is None:
             raise UsageError("--resume needs --json OUT: the file to resume")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flowspec_edge.bench.run.runner import NearTieJudge, PlainDecoding
 from flowspec_edge.bench.run.tasks import Prompt
@@ -18,6 +20,10 @@ from flowspec_edge.runtime.request import Request
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.util.resources import resource_dir
+
+if TYPE_CHECKING:
+    from flowspec_edge.bench.run.near_ties import NearTies
+    from flowspec_edge.runtime.plain import PlainDecoder
 
 
 def demo_prompts() -> Path:
@@ -74,13 +80,27 @@ def require_runnable(strategies: Sequence[str], model: ModelDir, params: Params,
 def plain_decoding(model: ModelDir, dtype: DtypeChoice, device: str = "cpu"
                    ) -> tuple[PlainDecoding, NearTieJudge | None]:
     """The unsharded model, token by token; in 16 bits also a check for differences by near ties alone."""
-    from flowspec_edge.bench.run.near_ties import NearTies
     from flowspec_edge.runtime.plain import PlainDecoder
 
-    computed = dtype_of(model, dtype)
-    decoder = PlainDecoder(model.path, computed, device)
-    explains = None if computed == "fp32" else NearTies(decoder.model).explain
+    decoder = PlainDecoder(model.path, dtype_of(model, dtype), device)
+    explains = near_tie_judge(model, dtype, device, decoder)
     return lambda r: decoder.generate(list(r.prompt), r.max_new_tokens, r.sampling, r.stop_ids), explains
+
+
+def near_tie_judge(model: ModelDir, dtype: DtypeChoice, device: str, decoder: PlainDecoder | None = None
+                   ) -> NearTieJudge | None:
+    """None in fp32. Without a ``decoder`` one is loaded for the first text that differs."""
+    if dtype_of(model, dtype) == "fp32":
+        return None
+
+    @cache
+    def judge() -> NearTies:
+        from flowspec_edge.bench.run.near_ties import NearTies
+        from flowspec_edge.runtime.plain import PlainDecoder
+
+        return NearTies((decoder or PlainDecoder(model.path, dtype_of(model, dtype), device)).model)
+
+    return lambda request, tokens, reason: judge().explain(request, tokens, reason)
 
 
 def fail_if_different(differences: Sequence[object]) -> None:

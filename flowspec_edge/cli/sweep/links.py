@@ -17,6 +17,7 @@ from flowspec_edge.config import Profile
 from flowspec_edge.model.modeldir import ModelDir
 
 if TYPE_CHECKING:
+    from flowspec_edge.bench.run.parallel import ParallelRun
     from flowspec_edge.fleet.inventory import Inventory
     from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 
@@ -117,6 +118,16 @@ def _cluster(setup: SweepSetup) -> Iterator[OpenPoint]:
                 clusters.close()
 
         yield open_point
+
+
+def parallel_points(run: ParallelRun, setup: SweepSetup) -> OpenPoint:
+    """Points in virtual time whose requests ``run`` computes."""
+    @contextmanager
+    def open_point(value: Value) -> Iterator[PointCluster]:
+        yield PointCluster(run.cluster(stages_at(setup.stages, setup.axis, value),
+                                       profile_at(setup.profile, setup.axis, value)), None)
+
+    return open_point
 
 
 _OPENERS: dict[Links, Callable[[SweepSetup], AbstractContextManager[OpenPoint]]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
@@ -23,6 +24,7 @@ from flowspec_edge.bench.sweeps.sweep import (
     load_sweep,
 )
 from flowspec_edge.cli.bench.measure import (
+    parallel_run,
     resume,
     settings_for,
     tasks_of,
@@ -31,7 +33,13 @@ from flowspec_edge.cli.bench.measure import (
 from flowspec_edge.cli.bench.options import BenchOptions, parse_strategies
 from flowspec_edge.cli.common.defaults import device_of, dtype_of, plain_device_of, stages_of
 from flowspec_edge.cli.common.options import parse_counts
-from flowspec_edge.cli.common.workload import fail_if_different, plain_decoding, progress, require_runnable
+from flowspec_edge.cli.common.workload import (
+    fail_if_different,
+    near_tie_judge,
+    plain_decoding,
+    progress,
+    require_runnable,
+)
 from flowspec_edge.config import load_profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import resolve_model
@@ -114,11 +122,12 @@ def measured(request: SweepRequest, options: BenchOptions, sampling: Sampling, p
     from flowspec_edge.bench.render.plots import check_figure
     from flowspec_edge.bench.results.atomic_write import check_writable
     from flowspec_edge.bench.results.host_info import host_info
-    from flowspec_edge.cli.sweep.links import SweepSetup, open_points
+    from flowspec_edge.cli.sweep.links import SweepSetup, open_points, parallel_points
 
     names = parse_strategies(options.strategies or request.strategies)
     model, profile = resolve_model(options.model), load_profile(options.profile)
     options = replace(options, stages=stages_of(model, options.stages), dtype=dtype_of(model, options.dtype))
+    options.require_virtual(request.clock)
     tasks = tasks_of(options)
     if options.out is not None:
         check_writable(options.out)
@@ -164,6 +173,14 @@ def measured(request: SweepRequest, options: BenchOptions, sampling: Sampling, p
     if total := steps(sweep, plans):
         setup = SweepSetup(request.axis, model, options.stages, profile, options.dtype, inventory,
                       request.board_model or str(model.path.resolve()), options.device, options.idle_seconds)
+        if options.parallel:
+            run = parallel_run(options, model, names)
+            open_parallel = parallel_points(run, setup)
+            measure_sweep(deepcopy(sweep), plans, open_parallel, run.plain)  # lists the requests
+            with run, progress(total) as advance:
+                measure_sweep(sweep, plans, open_parallel, run.plain, advance, save,
+                              near_tie_judge(model, options.dtype, reference))
+            return sweep
         with open_points(request.links, setup) as open_point, progress(total) as advance:
             plain, explains = plain_decoding(model, options.dtype, reference)
             measure_sweep(sweep, plans, open_point, plain, advance, save, explains)

@@ -131,7 +131,8 @@ def stages_of(process: subprocess.Popen[str]) -> tuple[int, list[int]]:
 
 
 @pytest.mark.parametrize("recovering", [False, pytest.param(True, marks=pytest.mark.soak)])
-def test_one_signal_ends_it_although_devices_are_stopped(model: Path, tmp_path: Path, recovering: bool) -> None:
+def test_one_signal_ends_it_although_devices_are_stopped(model: Path, tmp_path: Path,
+                                                         recovering: bool) -> None:
     with serving(model, tmp_path) as (process, _):
         pids = descendants(process.pid)
         server, stages = stages_of(process)

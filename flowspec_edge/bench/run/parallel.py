@@ -1,0 +1,205 @@
+"""Virtual-time measurements computed by several processes (joblib), with the figures of one.
+
+In virtual time a result depends on the request and on the described devices alone. A dry run lists what a
+measurement asks for; processes compute that ahead, and the measurement itself takes the results in its order.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flowspec_edge.config import Profile
+from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.runtime.request import OnTokens, Request, Result, Stats
+
+if TYPE_CHECKING:
+    from flowspec_edge.runtime.plain import PlainDecoder
+    from flowspec_edge.runtime.virtual.cluster import VirtualCluster
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """What every process loads once; ``plugins``: strategies from outside, as "package.module:Class"."""
+
+    model: Path
+    dtype: str
+    device: str = "cpu"
+    plugins: tuple[str, ...] = ()
+    threads: int = 1  # of torch
+
+
+@dataclass(frozen=True)
+class PipelineTask:
+    """A request, to a pipeline or (``stages`` 0) to plain decoding; ``profile`` is JSON."""
+
+    request: Request
+    stages: int = 0
+    profile: str = ""
+
+
+class ParallelRun:
+    """Use :meth:`cluster` and :meth:`plain` in a dry run of a measurement, enter this context, and use them
+    again in the same order: the results are real now."""
+
+    def __init__(self, workplace: Workplace, jobs: int, dask: str | None = None) -> None:
+        """jobs  processes on this machine
+        dask  address of a Dask scheduler, whose workers are used instead; they need this package
+
+        UsageError if joblib or Dask is not installed.
+        """
+        self._workplace, self._jobs, self._dask = workplace, jobs, dask
+        self._tasks: list[PipelineTask] = []
+        self._results: Generator[Result | FlowspecError, None, None] | None = None
+        self._next = 0
+        self._undo = ExitStack()
+        _import("joblib", "jobs")
+        if dask:
+            _import("distributed", "dask")
+
+    def __enter__(self) -> ParallelRun:
+        import joblib
+
+        if self._dask:
+            self._undo.enter_context(_connected(self._dask))
+            self._undo.enter_context(joblib.parallel_config("dask"))
+        run = joblib.Parallel(n_jobs=-1 if self._dask else self._jobs, return_as="generator", batch_size=1)
+        self._results = run(joblib.delayed(_compute)(self._workplace, task) for task in self._tasks)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        results, self._results = self._results, None
+        if results is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # joblib's, about what it cancels
+                results.close()
+        self._undo.close()
+
+    def cluster(self, stages: int, profile: Profile) -> ParallelCluster:
+        return ParallelCluster(self._take, stages, profile.model_dump_json())
+
+    def plain(self, request: Request) -> tuple[list[int], str]:
+        """A ``PlainDecoding``."""
+        result = self._take(PipelineTask(request))
+        return result.tokens, result.finish_reason
+
+    def _take(self, task: PipelineTask) -> Result:
+        if self._results is None:
+            self._tasks.append(task)
+            return Result([], "length", Stats())
+        assert task == self._tasks[self._next], "the measurement asks in another order than its dry run"
+        self._next += 1
+        try:
+            result = next(self._results)
+        except Exception as error:  # joblib's, for a process that was killed
+            raise FlowspecError(f"a process of --jobs failed ({type(error).__name__}: {error}): if memory "
+                                "ran out, use fewer") from error
+        if isinstance(result, FlowspecError):
+            raise result
+        return result
+
+
+class ParallelCluster:
+    """A ``runtime.request.ClusterBackend`` in virtual time."""
+
+    clock = "virtual"
+
+    def __init__(self, take: Callable[[PipelineTask], Result], stages: int, profile: str) -> None:
+        self._take, self._stages, self._profile = take, stages, profile
+
+    def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
+        return self._take(PipelineTask(request, self._stages, self._profile))
+
+    def close(self) -> None:
+        """The processes belong to the run."""
+
+
+def threads_of(jobs: int) -> int:
+    return max(1, (os.cpu_count() or 1) // jobs)
+
+
+# ---- in the processes ------------------------------------------------------------------------------------
+
+
+def _compute(workplace: Workplace, task: PipelineTask) -> Result | FlowspecError:
+    try:
+        return _loaded(workplace).result(task)
+    except FlowspecError as error:  # returned, because joblib raises one error and forgets the others
+        return error
+
+
+class _Loaded:
+    """One process' models, loaded when first needed."""
+
+    def __init__(self, workplace: Workplace) -> None:
+        import torch
+
+        from flowspec_edge.strategies.registry import strategy_class
+
+        torch.set_num_threads(workplace.threads)
+        for name in workplace.plugins:
+            strategy_class(name)
+        self._workplace = workplace
+        self._plain: PlainDecoder | None = None
+        self._cluster: VirtualCluster | None = None
+        self._described: tuple[int, str] | None = None
+
+    def result(self, task: PipelineTask) -> Result:
+        return self._through_pipeline(task) if task.stages else self._plainly(task.request)
+
+    def _plainly(self, request: Request) -> Result:
+        from flowspec_edge.runtime.plain import PlainDecoder
+
+        w = self._workplace
+        self._plain = self._plain or PlainDecoder(w.model, w.dtype, w.device)
+        tokens, reason = self._plain.generate(list(request.prompt), request.max_new_tokens, request.sampling,
+                                              request.stop_ids)
+        return Result(tokens, reason, Stats())
+
+    def _through_pipeline(self, task: PipelineTask) -> Result:
+        """Clusters of other devices take over the weights."""
+        from flowspec_edge.runtime.virtual.cluster import VirtualCluster
+
+        if self._cluster is None or self._described != (task.stages, task.profile):
+            w, profile = self._workplace, Profile.model_validate_json(task.profile)
+            self._cluster = (self._cluster.under(profile, task.stages) if self._cluster else
+                             VirtualCluster(w.model, task.stages, profile, w.dtype, device=w.device))
+            self._described = task.stages, task.profile
+        return self._cluster.generate(task.request)
+
+
+@lru_cache(maxsize=1)
+def _loaded(workplace: Workplace) -> _Loaded:
+    return _Loaded(workplace)
+
+
+def _connected(address: str) -> AbstractContextManager[Any]:
+    from distributed import Client
+
+    try:
+        client: AbstractContextManager[Any] = Client(address, timeout="10s")
+    except (OSError, ValueError) as error:
+        raise FlowspecError(f"no Dask scheduler at {address}: {error}") from error
+    return client
+
+
+def _import(module: str, extra: str) -> None:
+    try:
+        __import__(module)
+    except ImportError:
+        raise UsageError(f"--{extra} needs {module}: pip install 'flowspec-edge[{extra}]'") from None
+
+
+def plugins_of(names: Sequence[str]) -> tuple[str, ...]:
+    """The strategies from outside among ``names``, as "package.module:Class"."""
+    from flowspec_edge.strategies.registry import strategy_class
+
+    found = [strategy_class(name) for name in names]
+    return tuple(f"{cls.__module__}:{cls.__qualname__}" for cls in found
+                 if not cls.__module__.startswith("flowspec_edge."))
