@@ -73,8 +73,9 @@ class Session:
     def check(self, segment: Segment) -> None:
         """ProtocolError if the segment does not follow the previous one, or names missing rows."""
         name = f"segment {segment.run} of session {segment.session}"
-        if self.run is not None and segment.run != self.run + 1:
-            raise ProtocolError(f"{name} came after segment {self.run}: one is lost")
+        if segment.run != (0 if self.run is None else self.run + 1):
+            after = "first" if self.run is None else f"after segment {self.run}"
+            raise ProtocolError(f"{name} came {after}: one is lost")
         if segment.base < self.base:
             raise ProtocolError(f"{name}: base {segment.base} is behind {self.base}")
         if len(segment.numbers) > self.cache.capacity:

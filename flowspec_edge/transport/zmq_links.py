@@ -1,6 +1,8 @@
 """Links over ZeroMQ: PUSH/PULL for data, one peer per socket; DEALER/ROUTER for control.
 
-ZMTP heartbeats detect a vanished peer; ZeroMQ's own thread answers them, however busy the peer is.
+The connecting end detects a vanished peer by ZMTP heartbeats; ZeroMQ's own thread answers them, however busy
+the peer is. The bound end sends none, because libzmq 4.3.5 aborts the process when one is due on a connection
+whose peer left while its messages wait for a full queue: TCP detects a vanished peer there.
 """
 
 from __future__ import annotations
@@ -327,6 +329,9 @@ class ZmqTransport:
         if self._keys is None and not self._unencrypted and (reason := unencrypted_bind_problem(endpoint)):
             socket.close()
             raise UsageError(f"{name}: {reason}")
+        socket.heartbeat_ivl = 0
+        socket.tcp_keepalive, socket.tcp_keepalive_cnt = 1, 3
+        socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = max(1, self._tuning.silence_ms // 1000)
         # Every socket has its own ZAP domain: its allow-list.  Without keys there is no list, but the domain
         # makes libzmq refuse ZMTP 1.0, for which it takes bytes such as an HTTP request.
         socket.zap_domain = name.encode()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -242,6 +244,31 @@ def test_bytes_that_do_not_speak_zmtp_3_never_become_messages(plain: ZmqTranspor
                     pass
         assert end.receive() is None
         assert end.dropped == 0
+
+
+LEAVING = """
+import time
+import zmq
+from flowspec_edge.transport.zmq_links import Tuning, ZmqTransport
+transport = ZmqTransport(tuning=Tuning(heartbeat_ms=20))
+ends = [transport.pull("tcp://127.0.0.1:*", "data in"), transport.hub("tcp://127.0.0.1:*", "D0 control")]
+with zmq.Context() as context:
+    for kind, end in zip((zmq.PUSH, zmq.DEALER), ends):
+        with context.socket(kind) as peer:
+            peer.linger = 0
+            peer.connect(end.endpoint)
+            while peer.poll(500, zmq.POLLOUT):  # until every queue is full
+                peer.send(bytes(100_000))
+time.sleep(1)  # fifty heartbeats
+for end in ends:
+    end.receive()
+    assert end.dropped == 1
+transport.close()
+"""
+
+
+def test_a_peer_that_leaves_while_its_messages_wait_does_not_end_the_process() -> None:
+    subprocess.run([sys.executable, "-c", LEAVING], timeout=PATIENCE * 3, check=True)
 
 
 def test_no_key_holder_can_take_anothers_identity(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,7 +1,7 @@
 """Observers of a cluster's events, called synchronously in the thread that drives it.
 
-Every call delays the requests, so an observer only takes notes. An observer that raises ends the run, because
-a trace with holes is worse than none; :class:`Observers` (servers) only logs the error.
+Every call delays the requests, so an observer only takes notes. If one raises, :class:`Observers` logs the
+error, and the requests go on.
 """
 
 from __future__ import annotations

@@ -1,0 +1,190 @@
+"""Hostile peers on the live sockets of D0 and of its stages, while a request runs.
+
+Strangers without a key never change an answer. Somebody with a stage's key can end answers with one clear
+error, but neither the cluster nor a stage's process, and the next answer is right.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+from clusterkit import PATIENCE, PROMPT, until
+from hostilekit import intruder, knock, wrong_frames
+from losskit import Striker
+from tiny_dir import tiny_model_dir
+
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.runtime.cluster.addresses import Addresses
+from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.cluster.subprocesses import WorkerProcesses
+from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.runtime.request import Request, RequestHandle
+from flowspec_edge.runtime.worker.config import WorkerConfig
+from flowspec_edge.transport import keys
+
+REQUEST = Request(PROMPT, "flowspec", max_new_tokens=24)
+INSTANCES = ["board-1", "board-2"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[int]:
+    return PlainDecoder(model).generate(PROMPT, REQUEST.max_new_tokens, REQUEST.sampling)[0]
+
+
+class Site:
+    """A cluster of two stages whose addresses and keys are known, and a thread that serves it."""
+
+    def __init__(self, model: Path, directory: Path, encrypted: bool) -> None:
+        self.pairs = [keys.generate() for _ in range(3)] if encrypted else []
+        for place, pair in enumerate(self.pairs):
+            keys.save(pair, directory / f"key{place}")
+        with socket.create_server(("127.0.0.1", 0)) as a, socket.create_server(("127.0.0.1", 0)) as b:
+            self.control, self.output = (f"tcp://127.0.0.1:{s.getsockname()[1]}" for s in (a, b))
+        self._listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+        self.listen = [f"tcp://127.0.0.1:{listener.getsockname()[1]}" for listener in self._listeners]
+        self.workers = WorkerProcesses()
+        configs = []
+        for place, listener in enumerate(self._listeners, start=1):
+            public = [pair.public.decode() for pair in self.pairs]
+            own = {"key_file": str(directory / f"key{place}"), "control_key": public[0],
+                   "previous_key": public[place - 1], "next_key": public[(place + 1) % 3]} if public else {}
+            configs.append(WorkerConfig.model_validate({
+                "instance": INSTANCES[place - 1], "stage": place, "stages": 2, "model": str(model / "target"),
+                "threads": 1, "control": self.control, "listen": self.listen[place - 1],
+                "listen_fd": listener.fileno(), "next": [self.listen[1], self.output][place - 1],
+                "lost_after_s": PATIENCE, "broken_after_s": 1.0, **own}))
+        self.workers.start(configs)
+        self.seen = Striker()
+        self.session = 0
+        self.seen.on_opened = self._opened
+        self.addresses = Addresses(self.control, self.output, self.listen[0], INSTANCES,
+                                   directory / "key0" if encrypted else None,
+                                   [pair.public for pair in self.pairs[1:]])
+        self.cluster = ProcessCluster(model, 2, threads=1, addresses=self.addresses, rejoin_within=PATIENCE,
+                                      observer=self.seen)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self.cluster.serve, args=[self._over.is_set], daemon=True)
+        self._thread.start()
+
+    def _opened(self, coordinator: Coordinator) -> None:
+        self.session = coordinator.builder.session
+
+    def begin(self) -> RequestHandle:
+        """A request whose first tokens have come."""
+        begun = threading.Event()
+        handle = self.cluster.submit(REQUEST, lambda new: begun.set())
+        handle.add_done_callback(lambda done: begun.set())
+        assert begun.wait(PATIENCE)
+        return handle
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+        self.cluster.close()
+        codes = self.workers.ended()
+        self.workers.end()
+        for listener in self._listeners:
+            listener.close()
+        assert codes == {}, "a stage's process has ended"
+
+
+@contextmanager
+def site(model: Path, directory: Path, encrypted: bool) -> Iterator[Site]:
+    made = Site(model, directory, encrypted)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def right_or_one_error(handle: RequestHandle, expected: list[int]) -> None:
+    error = handle.exception(PATIENCE)
+    if error is None:
+        assert handle.result().tokens == expected
+    else:
+        assert isinstance(error, FlowspecError), repr(error)
+        assert len(str(error).splitlines()) == 1
+        assert "\x1b" not in str(error)
+
+
+def test_strangers_on_the_ports_of_a_usual_cluster_change_nothing(model: Path, expected: list[int]) -> None:
+    seen, held = Striker(), list[socket.socket]()
+    with ProcessCluster(model, 2, threads=1, observer=seen, rejoin_within=PATIENCE) as cluster:
+        links, plan = cluster._links, cluster._plan
+        assert plan is not None
+        ports = [links.control_endpoint, links.output_endpoint, *plan._listen]
+        seen.arm(3, lambda: knock(ports, held))
+        assert cluster.generate(REQUEST).tokens == expected
+        assert not seen.armed
+        with ExitStack() as intruders:
+            for endpoint in ports:
+                kind = zmq.DEALER if endpoint == links.control_endpoint else zmq.PUSH
+                intruders.enter_context(intruder(kind, endpoint, cluster._members.instances[0]))
+            assert cluster.generate(REQUEST).tokens == expected
+        assert seen.losses == []
+    for raw in held:
+        raw.close()
+
+
+@pytest.mark.parametrize("count", [80, pytest.param(2500, marks=pytest.mark.soak)])
+def test_strangers_on_ports_without_keys_change_nothing(
+        model: Path, expected: list[int], tmp_path: Path, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody knows who sent a frame, so a wrong one is dropped; the log does not fill."""
+    rng = random.Random(count)
+    with site(model, tmp_path, encrypted=False) as made:
+        held: list[socket.socket] = []
+        handle = made.begin()
+        knock([made.control, made.output, *made.listen], held)
+        assert handle.result(PATIENCE).tokens == expected
+        for endpoint, kind in ((made.output, zmq.PUSH), (made.control, zmq.DEALER)):
+            with intruder(kind, endpoint, "a stranger") as send:
+                handle = made.begin()
+                for _ in range(count):
+                    send(wrong_frames(rng, made.session, 2, INSTANCES[1]))
+                assert handle.result(PATIENCE).tokens == expected
+                until(lambda: made.cluster._links._output.dropped > count // 4)
+        assert made.seen.losses == []
+        for endpoint in made.listen:
+            with intruder(zmq.PUSH, endpoint) as send:
+                handle = made.begin()
+                for _ in range(count // 4):
+                    send(wrong_frames(rng, made.session, 1, INSTANCES[0]))
+                right_or_one_error(handle, expected)
+            assert made.begin().result(PATIENCE).tokens == expected
+        for raw in held:
+            raw.close()
+    assert len([record for record in caplog.records if "dropped a message" in record.message]) <= 4
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(2500, marks=pytest.mark.soak)])
+def test_a_holder_of_a_stages_key_ends_neither_the_cluster_nor_a_stage(
+        model: Path, expected: list[int], tmp_path: Path, count: int) -> None:
+    rng = random.Random(count)
+    with site(model, tmp_path, encrypted=True) as made:
+        d0, v1, v2 = made.pairs
+        targets: list[tuple[int, str, str, keys.KeyPair, keys.KeyPair]] = [
+            (zmq.PUSH, made.output, "", v2, d0), (zmq.DEALER, made.control, INSTANCES[0], v2, d0),
+            (zmq.DEALER, made.control, INSTANCES[1], v2, d0), (zmq.PUSH, made.listen[0], "", d0, v1),
+            (zmq.PUSH, made.listen[1], "", v1, v2)]
+        for kind, endpoint, identity, own, server in targets if count > 100 else targets[::2]:
+            with intruder(kind, endpoint, identity, own, server.public) as send:
+                handle = made.begin()
+                for _ in range(count):
+                    send(wrong_frames(rng, made.session, 2, INSTANCES[1]))
+                right_or_one_error(handle, expected)
+            assert made.begin().result(PATIENCE).tokens == expected, (endpoint, identity)

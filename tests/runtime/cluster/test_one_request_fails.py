@@ -1,0 +1,87 @@
+"""What one request's strategy raises ends that request; a stopped stage is noticed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clusterkit import PROMPT
+from tiny_dir import tiny_model_dir
+
+from flowspec_edge.errors import PeerLost
+from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.runtime.request import Request
+
+REQUESTS = [Request(PROMPT[: 30 + n], "flowspec", max_new_tokens=12) for n in range(3)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[int]]:
+    plain = PlainDecoder(model)
+    return [plain.generate(request.prompt, 12, request.sampling)[0] for request in REQUESTS]
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path) -> Iterator[ProcessCluster]:
+    with ProcessCluster(model, 2, threads=1) as made:
+        yield made
+
+
+@pytest.mark.parametrize("where", ["complete", "controls", "next_segment", "next_draft", "result"])
+def test_an_exception_ends_one_request_and_the_others_go_on(
+        cluster: ProcessCluster, expected: list[list[int]], where: str, monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture) -> None:
+    usual: Callable[..., Any] = getattr(Coordinator, where)
+
+    def broken(coordinator: Coordinator, *arguments: object) -> Any:
+        if coordinator.request is REQUESTS[1] and (where == "result" or len(coordinator.tokens) >= 2):
+            raise ZeroDivisionError("a fault")
+        return usual(coordinator, *arguments)
+
+    monkeypatch.setattr(Coordinator, where, broken)
+    handles = [cluster.submit(request) for request in REQUESTS]
+    cluster.serve(lambda: all(handle.done() for handle in handles))
+    with pytest.raises(ZeroDivisionError, match="a fault"):
+        handles[1].result()
+    assert [handles[n].result().tokens for n in (0, 2)] == [expected[0], expected[2]]
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError]
+    monkeypatch.undo()
+    assert cluster.generate(REQUESTS[1]).tokens == expected[1]
+
+
+def test_each_request_has_its_own_exception(cluster: ProcessCluster) -> None:
+    """Several threads raise them; an exception object has one traceback."""
+    def interrupt(new: list[int]) -> None:
+        raise KeyboardInterrupt
+
+    handles = [cluster.submit(REQUESTS[0], interrupt), *map(cluster.submit, REQUESTS)]
+    with pytest.raises(KeyboardInterrupt) as caught:
+        cluster.serve(lambda: False)
+    errors = [handle.exception() for handle in handles]
+    assert {type(error) for error in errors} == {KeyboardInterrupt}
+    assert len({id(error) for error in [*errors, caught.value]}) == 5
+
+
+def test_a_stopped_stage_is_noticed_although_requests_begin_all_the_time(model: Path) -> None:
+    """A request that begins while no other runs does not make the stages' silence start again."""
+    with ProcessCluster(model, 2, threads=1, dead_after=4.0) as cluster:
+        os.kill(cluster.pids[1], signal.SIGSTOP)
+
+        def ask() -> bool:
+            if not cluster.busy:
+                cluster.submit(REQUESTS[0]).cancel()
+            return False
+
+        with pytest.raises(PeerLost, match="V2 has been silent for 4 s"):
+            cluster.serve(ask)
