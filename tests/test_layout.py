@@ -273,7 +273,7 @@ def test_top_level_of_the_repository() -> None:
     top = {line.split("/")[0] for line in listed.stdout.splitlines()}
     assert top == {"flowspec_edge", "benchmarks", "deploy", "profiles", "models", "tests", "docs",
                    "pyproject.toml", "Dockerfile.jetson", "README.md", "CONTRIBUTING.md", "LICENSE",
-                   "Makefile", ".ci", ".gitignore"}
+                   "SECURITY.md", "Makefile", ".ci", ".gitignore"}
 
 
 def graph() -> str:
