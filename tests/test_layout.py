@@ -275,7 +275,7 @@ def test_top_level_of_the_repository() -> None:
     top = {line.split("/")[0] for line in listed.stdout.splitlines()}
     assert top == {"flowspec_edge", "benchmarks", "deploy", "profiles", "models", "tests", "docs", "examples",
                    "pyproject.toml", "Dockerfile.jetson", "README.md", "CONTRIBUTING.md", "LICENSE",
-                   "Makefile", ".ci", ".github", ".gitignore", "CHANGELOG.md", "CITATION.cff"}
+                   "SECURITY.md", "CHANGELOG.md", "CITATION.cff", "Makefile", ".ci", ".github", ".gitignore"}
 
 
 def graph() -> str:

@@ -68,6 +68,14 @@ class LimitedProtocol(H11Protocol):
         self._timer.cancel()
         super().connection_lost(exc)
 
+    def shutdown(self) -> None:
+        """The server ends: it does not wait for its clients."""
+        self._look()
+        if self._waits_for:
+            self._end()
+        else:
+            super().shutdown()
+
     def _make_room(self) -> None:
         """End another connection, or this one."""
         waiting = [other for other in self.connections if isinstance(other, LimitedProtocol)

@@ -78,7 +78,10 @@ class Metrics(Observer):
     def page(self, accept: str, state: Readiness) -> tuple[bytes, str]:
         """Return all metrics in the format of the header Accept, and the content type; not reentrant."""
         self._state_gauges.state = state
-        encode, kind = choose_encoder(accept)
+        try:
+            encode, kind = choose_encoder(accept)
+        except (TypeError, ValueError):  # "version=a.b": the library compares numbers
+            encode, kind = choose_encoder("")
         return encode(self._registry), kind
 
     # ---- from the HTTP thread --------------------------------------------------------------------------

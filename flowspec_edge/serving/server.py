@@ -5,6 +5,7 @@ The main thread owns the cluster and gets the signals; HTTP has a second thread.
 
 from __future__ import annotations
 
+import gc
 import ipaddress
 import logging
 import signal
@@ -81,6 +82,9 @@ def serve_app(listener: socket.socket, app: ASGIApp, admission: AdmissionQueue,
         stack.enter_context(listening(listener, app, admission))
         with signals.interrupt():  # imports torch
             cluster = stack.enter_context(opened)
+        # The collector holds up every client; it need not look at what the libraries made.
+        gc.collect()
+        gc.freeze()
         admission.run(cluster, ready, signals.interrupt)
     if not signals.received:
         raise FlowspecError("the HTTP server has ended by itself; see the line before")

@@ -156,6 +156,12 @@ def test_openmetrics_is_spoken_if_asked_for(server: Running) -> None:
         "flowspec_requests", "flowspec_build", "flowspec_stage_up"}
 
 
+def test_an_accept_header_that_cannot_be_read_gets_the_usual_format(server: Running) -> None:
+    answer = server.http.get("/metrics", headers={"accept": "text/plain;version=a.b"})
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+
+
 # Prometheus' own check; prometheus_client's parsers read the page everywhere.
 @fleetkit.needs("promtool", "" if shutil.which("promtool") else "it is missing (Debian package prometheus)")
 def test_promtool_has_nothing_to_say(server: Running) -> None:

@@ -169,6 +169,7 @@ def test_half_sent_requests_take_neither_answers_nor_recovery(model: Path, tmp_p
         _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0
     assert "all stages are back" in err
+    assert "Traceback" not in err
     assert len(err.splitlines()) < 200
 
 
