@@ -55,19 +55,22 @@ def _end_server() -> None:
     if server is not None:
         _kill(server)
         with suppress(ChildProcessError):
-            os.waitpid(server, 0)
+            os.waitpid(server, 0)  # it has been killed
 
 
 class WorkerProcess:
-    def __init__(self, config: Path, output: Path, listen_fd: int = -1, verbose: bool = False) -> None:
+    def __init__(self, config: Path, output: Path, listen_fd: int = -1, verbose: bool = False,
+                 directory: Path | None = None) -> None:
         """Start a worker that reads ``config`` and writes stdout and stderr to ``output``.
 
         It inherits this process' environment (except what torch reads at import time), and ends when this
-        process or the fork server ends. FlowspecError if the fork server fails.
+        process or the fork server ends; if this process was killed, the worker removes ``directory``.
+        FlowspecError if the fork server fails.
         """
         listener = socket.socket(fileno=os.dup(listen_fd)) if listen_fd >= 0 else None
         try:
-            self._process, self._server = _start(config, output, dict(os.environ), listener, verbose)
+            self._process, self._server = _start(
+                config, output, dict(os.environ), listener, verbose, directory)
         finally:
             if listener:
                 listener.close()
@@ -89,7 +92,7 @@ class WorkerProcess:
     def wait(self, timeout: float | None = None) -> int:
         """Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
         if self._code is None:
-            connection.wait([self._pidfd], timeout)
+            connection.wait([self._pidfd], timeout)  # without a deadline only as its caller asks
         code = self.poll()
         if code is None:
             raise subprocess.TimeoutExpired("worker", timeout or 0.0)
@@ -110,7 +113,7 @@ class WorkerProcess:
         self._process.join(_EXIT_CODE_S)
         if self._process.exitcode is None:  # the fork server hangs
             _kill(self._server)
-            self._process.join()
+            self._process.join()  # ends at once: the killed server held the other end of the pipe
         code = self._process.exitcode
         self._process.close()
         return code
@@ -166,7 +169,7 @@ def _no_main_module() -> Iterator[None]:
 
 
 def _run(parent: int, config: Path, output: Path, environment: Mapping[str, str],
-         listener: socket.socket | None, verbose: bool) -> None:
+         listener: socket.socket | None, verbose: bool, directory: Path | None) -> None:
     from flowspec_edge.runtime.worker import process  # here: the parent process does not need it
 
     os.setsid()  # Ctrl-C is for D0, which then ends its workers in order
@@ -178,4 +181,4 @@ def _run(parent: int, config: Path, output: Path, environment: Mapping[str, str]
     os.environ.clear()
     os.environ.update(environment)
     changes = {"listen_fd": listener.detach() if listener else -1, "parent": parent}
-    sys.exit(process.serve(config, verbose, changes))
+    sys.exit(process.serve(config, verbose, changes, directory=directory))

@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import flowspec_edge
+from flowspec_edge.errors import FlowspecError
 from flowspec_edge.runtime.cluster.forkserver import WorkerProcess
 from flowspec_edge.runtime.worker.config import WorkerConfig
 
@@ -21,11 +22,13 @@ Wrap = Callable[[int, Sequence[str]], list[str]]
 AnyWorker = subprocess.Popen[bytes] | WorkerProcess
 
 _GRACE_S = 2.0  # between SIGTERM and SIGKILL
+_KILLED_S = 30.0  # after SIGKILL; only a process that waits inside the kernel takes so long
 _POLL_S = 0.02
 
 
 class WorkerProcesses:
-    """One process per stage; ``directory`` holds their configurations, keys and outputs."""
+    """One process per stage; ``directory`` holds their configurations, keys and outputs. If this process is
+    killed, the workers remove it."""
 
     def __init__(self) -> None:
         self._temporary = TemporaryDirectory(prefix="flowspec-")
@@ -44,7 +47,8 @@ class WorkerProcesses:
             file.write_text(config.dump(), encoding="utf-8")
             if wrap is None and config.device == "cpu":
                 starter: Callable[[], AnyWorker] = partial(
-                    WorkerProcess, file, self._output(config.stage), config.listen_fd, verbose)
+                    WorkerProcess, file, self._output(config.stage), config.listen_fd, verbose,
+                    self.directory)
             else:
                 starter = partial(self._spawn, config, file, verbose, wrap)
             self._starters.append(starter)
@@ -54,8 +58,7 @@ class WorkerProcesses:
         """Kill and restart these workers; ``between`` is called when all have ended. Their listening sockets
         must still be open in this process."""
         for stage in stages:
-            self._workers[stage - 1].kill()  # ends a stopped process, too
-            self._workers[stage - 1].wait()
+            self._kill(stage)
         if between:
             between()
         for stage in stages:
@@ -66,7 +69,7 @@ class WorkerProcesses:
         package = str(Path(flowspec_edge.__file__).parent.parent)
         path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
         command = [sys.executable, "-m", "flowspec_edge.runtime.worker", "--config", str(file),
-                   *(["--verbose"] if verbose else [])]
+                   "--remove", str(self.directory), *(["--verbose"] if verbose else [])]
         with self._output(config.stage).open("wb") as output:
             return subprocess.Popen(
                 wrap(config.stage, command) if wrap else command, stdin=subprocess.DEVNULL,
@@ -100,10 +103,20 @@ class WorkerProcesses:
         for worker in running:
             worker.terminate()
         self.wait(_GRACE_S)
-        for worker in running:
-            worker.kill()
-            worker.wait()
+        for stage in range(1, len(self._workers) + 1):
+            with suppress(FlowspecError):  # the others are to end all the same
+                self._kill(stage)
         self._temporary.cleanup()
+
+    def _kill(self, stage: int) -> None:
+        """FlowspecError if the kernel cannot end the process."""
+        worker = self._workers[stage - 1]
+        worker.kill()  # ends a stopped process, too
+        try:
+            worker.wait(_KILLED_S)
+        except subprocess.TimeoutExpired:
+            raise FlowspecError(f"V{stage} (process {worker.pid}) does not end after SIGKILL: it waits for a "
+                                "disk or a device driver; see the kernel's log (dmesg)") from None
 
     def _cause(self, stage: int, code: int) -> str:
         if code < 0:
