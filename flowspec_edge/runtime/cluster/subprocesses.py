@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 import flowspec_edge
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.runtime.cluster.forkserver import WorkerProcess
+from flowspec_edge.runtime.cluster.forkserver import FIRST_START_S, WorkerProcess
 from flowspec_edge.runtime.worker.config import WorkerConfig
 
 Wrap = Callable[[int, Sequence[str]], list[str]]
@@ -33,7 +33,7 @@ class WorkerProcesses:
     def __init__(self) -> None:
         self._temporary = TemporaryDirectory(prefix="flowspec-")
         self.directory = Path(self._temporary.name)
-        self._starters: list[Callable[[], AnyWorker]] = []  # by stage
+        self._starters: list[Callable[[float], AnyWorker]] = []  # by stage; of the seconds that it may take
         self._workers: list[AnyWorker] = []
 
     @property
@@ -46,26 +46,29 @@ class WorkerProcesses:
             file = self.directory / f"v{config.stage}.toml"
             file.write_text(config.dump(), encoding="utf-8")
             if wrap is None and config.device == "cpu":
-                starter: Callable[[], AnyWorker] = partial(
+                starter: Callable[[float], AnyWorker] = partial(
                     WorkerProcess, file, self._output(config.stage), config.listen_fd, verbose,
                     self.directory)
             else:
                 starter = partial(self._spawn, config, file, verbose, wrap)
             self._starters.append(starter)
-            self._workers.append(starter())
+            self._workers.append(starter(FIRST_START_S))
 
-    def restart(self, stages: Sequence[int], between: Callable[[], None] | None = None) -> None:
+    def restart(self, stages: Sequence[int], between: Callable[[], None] | None = None,
+                within: float = FIRST_START_S) -> None:
         """Kill and restart these workers; ``between`` is called when all have ended. Their listening sockets
-        must still be open in this process."""
+        must still be open in this process. FlowspecError if they do not start in ``within`` seconds."""
+        deadline = time.monotonic() + within
         for stage in stages:
             self._kill(stage)
         if between:
             between()
         for stage in stages:
-            self._workers[stage - 1] = self._starters[stage - 1]()
+            self._workers[stage - 1] = self._starters[stage - 1](deadline - time.monotonic())
 
-    def _spawn(self, config: WorkerConfig, file: Path, verbose: bool, wrap: Wrap | None
+    def _spawn(self, config: WorkerConfig, file: Path, verbose: bool, wrap: Wrap | None, within: float
                ) -> subprocess.Popen[bytes]:
+        """A program needs no ``within``: nothing is waited for."""
         package = str(Path(flowspec_edge.__file__).parent.parent)
         path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
         command = [sys.executable, "-m", "flowspec_edge.runtime.worker", "--config", str(file),
@@ -121,6 +124,9 @@ class WorkerProcesses:
     def _cause(self, stage: int, code: int) -> str:
         if code < 0:
             return f"was killed by {signal.Signals(-code).name}"
+        worker = self._workers[stage - 1]
+        if isinstance(worker, WorkerProcess) and worker.unreported:
+            return "has ended; the fork server hung and did not report how, so it was killed"
         file = self._output(stage)
         lines = file.read_text(encoding="utf-8", errors="replace").split("\n") if file.exists() else []
         messages = [line.strip() for line in lines if line.strip()]
