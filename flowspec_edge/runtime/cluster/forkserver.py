@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import connection, forkserver, resource_tracker
@@ -23,7 +24,8 @@ from types import ModuleType
 from flowspec_edge.errors import FlowspecError
 
 _PRELOAD = ["flowspec_edge.runtime.worker.load", "flowspec_edge.runtime.worker.process", __name__]
-_FIRST_START_S = 120.0  # imports included, from a slow disk
+FIRST_START_S = 120.0  # imports included, from a slow disk
+_LEAST_START_S = 1.0  # however little of a deadline is left
 _START_S = 5.0  # once the fork server has started a worker
 _EXIT_CODE_S = 5.0  # between a worker's end and the fork server's report of its exit code
 
@@ -55,25 +57,29 @@ def _end_server() -> None:
     if server is not None:
         _kill(server)
         with suppress(ChildProcessError):
-            os.waitpid(server, 0)
+            os.waitpid(server, 0)  # it has been killed
 
 
 class WorkerProcess:
-    def __init__(self, config: Path, output: Path, listen_fd: int = -1, verbose: bool = False) -> None:
+    def __init__(self, config: Path, output: Path, listen_fd: int = -1, verbose: bool = False,
+                 directory: Path | None = None, within: float = FIRST_START_S) -> None:
         """Start a worker that reads ``config`` and writes stdout and stderr to ``output``.
 
         It inherits this process' environment (except what torch reads at import time), and ends when this
-        process or the fork server ends. FlowspecError if the fork server fails.
+        process or the fork server ends; if this process was killed, the worker removes ``directory``.
+        FlowspecError if the fork server fails, or does not start it in ``within`` seconds.
         """
         listener = socket.socket(fileno=os.dup(listen_fd)) if listen_fd >= 0 else None
         try:
-            self._process, self._server = _start(config, output, dict(os.environ), listener, verbose)
+            self._process, self._server = _start(
+                within, config, output, dict(os.environ), listener, verbose, directory)
         finally:
             if listener:
                 listener.close()
         assert self._process.pid is not None
         self.pid = self._process.pid
         self._code: int | None = None
+        self.unreported = False  # the fork server hung when the worker ended, so the cause is unknown
         try:  # the kernel reports every exit; the fork server only while it runs
             self._pidfd = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -89,7 +95,7 @@ class WorkerProcess:
     def wait(self, timeout: float | None = None) -> int:
         """Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
         if self._code is None:
-            connection.wait([self._pidfd], timeout)
+            connection.wait([self._pidfd], timeout)  # without a deadline only as its caller asks
         code = self.poll()
         if code is None:
             raise subprocess.TimeoutExpired("worker", timeout or 0.0)
@@ -108,26 +114,29 @@ class WorkerProcess:
 
     def _reap(self) -> int | None:
         self._process.join(_EXIT_CODE_S)
-        if self._process.exitcode is None:  # the fork server hangs
+        if self._process.exitcode is None:
+            self.unreported = True
             _kill(self._server)
-            self._process.join()
+            self._process.join()  # ends at once: the killed server held the other end of the pipe
         code = self._process.exitcode
         self._process.close()
         return code
 
 
-def _start(*args: object) -> tuple[ForkServerProcess, int]:
+def _start(within: float, *args: object) -> tuple[ForkServerProcess, int]:
     """Start a worker; return it and its fork server's process id. A fork server that does not answer in time
     is killed and replaced once, then FlowspecError."""
     global _answered
-    retry = True
+    deadline, retry = time.monotonic() + within, True
     with _starting:
         while True:
             preload()
             server = server_pid()
             assert server is not None
             process = _context.Process(target=_run, args=(server, *args), daemon=True)
-            guard = threading.Timer(_START_S if server == _answered else _FIRST_START_S, _kill, [server])
+            usual = _START_S if server == _answered else FIRST_START_S
+            patience = max(_LEAST_START_S, min(usual, deadline - time.monotonic()))
+            guard = threading.Timer(patience, _kill, [server])
             guard.start()
             try:
                 with _no_main_module():
@@ -135,8 +144,9 @@ def _start(*args: object) -> tuple[ForkServerProcess, int]:
                 _answered = server
                 return process, server
             except (EOFError, OSError) as error:
-                if not retry:
-                    raise FlowspecError(f"the fork server for workers fails: {error}") from error
+                if not retry or time.monotonic() >= deadline:
+                    raise FlowspecError(f"the fork server for workers (process {server}) does not answer: "
+                                        f"{error or type(error).__name__}") from error
                 retry = False
                 if server_pid() == server:
                     _kill(server)
@@ -166,7 +176,7 @@ def _no_main_module() -> Iterator[None]:
 
 
 def _run(parent: int, config: Path, output: Path, environment: Mapping[str, str],
-         listener: socket.socket | None, verbose: bool) -> None:
+         listener: socket.socket | None, verbose: bool, directory: Path | None) -> None:
     from flowspec_edge.runtime.worker import process  # here: the parent process does not need it
 
     os.setsid()  # Ctrl-C is for D0, which then ends its workers in order
@@ -178,4 +188,4 @@ def _run(parent: int, config: Path, output: Path, environment: Mapping[str, str]
     os.environ.clear()
     os.environ.update(environment)
     changes = {"listen_fd": listener.detach() if listener else -1, "parent": parent}
-    sys.exit(process.serve(config, verbose, changes))
+    sys.exit(process.serve(config, verbose, changes, directory=directory))

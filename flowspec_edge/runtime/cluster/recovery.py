@@ -121,4 +121,4 @@ class Recovery:
             self._start_at[stage] = now + _PAUSE_S * 2 ** self._starts.get(stage, 0)
             self._starts[stage] = self._starts.get(stage, 0) + 1
             self._links.members.forget(stage)
-        self._workers.restart(stages, self._new_group)
+        self._workers.restart(stages, self._new_group, self._deadline - now)

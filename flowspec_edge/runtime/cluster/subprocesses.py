@@ -13,23 +13,26 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from flowspec_edge.runtime.cluster.forkserver import WorkerProcess
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.runtime.cluster.forkserver import FIRST_START_S, WorkerProcess
 from flowspec_edge.runtime.worker.config import WorkerConfig
 
 Wrap = Callable[[int, Sequence[str]], list[str]]
 AnyWorker = subprocess.Popen[bytes] | WorkerProcess
 
 _GRACE_S = 2.0  # between SIGTERM and SIGKILL
+_KILLED_S = 30.0  # after SIGKILL; only a process that waits inside the kernel takes so long
 _POLL_S = 0.02
 
 
 class WorkerProcesses:
-    """One process per stage; ``directory`` holds their configurations, keys and outputs."""
+    """One process per stage; ``directory`` holds their configurations, keys and outputs. If this process is
+    killed, the workers remove it."""
 
     def __init__(self) -> None:
         self._temporary = TemporaryDirectory(prefix="flowspec-")
         self.directory = Path(self._temporary.name)
-        self._starters: list[Callable[[], AnyWorker]] = []  # by stage
+        self._starters: list[Callable[[float], AnyWorker]] = []  # by stage; of the seconds that it may take
         self._workers: list[AnyWorker] = []
 
     @property
@@ -42,30 +45,33 @@ class WorkerProcesses:
             file = self.directory / f"v{config.stage}.toml"
             file.write_text(config.dump(), encoding="utf-8")
             if wrap is None and config.device == "cpu":
-                starter: Callable[[], AnyWorker] = partial(
-                    WorkerProcess, file, self._output(config.stage), config.listen_fd, verbose)
+                starter: Callable[[float], AnyWorker] = partial(
+                    WorkerProcess, file, self._output(config.stage), config.listen_fd, verbose,
+                    self.directory)
             else:
                 starter = partial(self._spawn, config, file, verbose, wrap)
             self._starters.append(starter)
-            self._workers.append(starter())
+            self._workers.append(starter(FIRST_START_S))
 
-    def restart(self, stages: Sequence[int], between: Callable[[], None] | None = None) -> None:
+    def restart(self, stages: Sequence[int], between: Callable[[], None] | None = None,
+                within: float = FIRST_START_S) -> None:
         """Kill and restart these workers; ``between`` is called when all have ended. Their listening sockets
-        must still be open in this process."""
+        must still be open in this process. FlowspecError if they do not start in ``within`` seconds."""
+        deadline = time.monotonic() + within
         for stage in stages:
-            self._workers[stage - 1].kill()  # ends a stopped process, too
-            self._workers[stage - 1].wait()
+            self._kill(stage)
         if between:
             between()
         for stage in stages:
-            self._workers[stage - 1] = self._starters[stage - 1]()
+            self._workers[stage - 1] = self._starters[stage - 1](deadline - time.monotonic())
 
-    def _spawn(self, config: WorkerConfig, file: Path, verbose: bool, wrap: Wrap | None
+    def _spawn(self, config: WorkerConfig, file: Path, verbose: bool, wrap: Wrap | None, within: float
                ) -> subprocess.Popen[bytes]:
+        """A program needs no ``within``: nothing is waited for."""
         package = str(Path(__file__).parents[3])  # where flowspec_edge is
         path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
         command = [sys.executable, "-m", "flowspec_edge.runtime.worker", "--config", str(file),
-                   *(["--verbose"] if verbose else [])]
+                   "--remove", str(self.directory), *(["--verbose"] if verbose else [])]
         with self._output(config.stage).open("wb") as output:
             return subprocess.Popen(
                 wrap(config.stage, command) if wrap else command, stdin=subprocess.DEVNULL,
@@ -99,14 +105,27 @@ class WorkerProcesses:
         for worker in running:
             worker.terminate()
         self.wait(_GRACE_S)
-        for worker in running:
-            worker.kill()
-            worker.wait()
+        for stage in range(1, len(self._workers) + 1):
+            with suppress(FlowspecError):  # the others are to end all the same
+                self._kill(stage)
         self._temporary.cleanup()
+
+    def _kill(self, stage: int) -> None:
+        """FlowspecError if the kernel cannot end the process."""
+        worker = self._workers[stage - 1]
+        worker.kill()  # ends a stopped process, too
+        try:
+            worker.wait(_KILLED_S)
+        except subprocess.TimeoutExpired:
+            raise FlowspecError(f"V{stage} (process {worker.pid}) does not end after SIGKILL: it waits for a "
+                                "disk or a device driver; see the kernel's log (dmesg)") from None
 
     def _cause(self, stage: int, code: int) -> str:
         if code < 0:
             return f"was killed by {signal.Signals(-code).name}"
+        worker = self._workers[stage - 1]
+        if isinstance(worker, WorkerProcess) and worker.unreported:
+            return "has ended; the fork server hung and did not report how, so it was killed"
         file = self._output(stage)
         lines = file.read_text(encoding="utf-8", errors="replace").split("\n") if file.exists() else []
         messages = [line.strip() for line in lines if line.strip()]

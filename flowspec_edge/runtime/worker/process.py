@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import multiprocessing
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Mapping
@@ -82,8 +84,12 @@ def run_worker(config: WorkerConfig, signals: StopSignals, notifier: Notifier | 
 
 
 def serve(path: Path, verbose: bool = False, changes: Mapping[str, Any] | None = None,
-          notifier: Notifier | None = None) -> int:
-    """Run a configuration file's worker, with ``changes``; return the exit code. Errors go to stderr."""
+          notifier: Notifier | None = None, directory: Path | None = None) -> int:
+    """Run a configuration file's worker, with ``changes``; return the exit code. Errors go to stderr.
+
+    ``directory`` belongs to the process that started this one, and is removed if that was killed.
+    """
+    started_by = os.getppid()
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING)
     signals = StopSignals()
     try:
@@ -95,12 +101,21 @@ def serve(path: Path, verbose: bool = False, changes: Mapping[str, Any] | None =
         return error.exit_code if isinstance(error, FlowspecError) else 1
     finally:
         signals.ignore()
+        if directory and _is_gone(started_by):
+            shutil.rmtree(directory, ignore_errors=True)  # other workers may do the same
     return 0
+
+
+def _is_gone(started_by: int) -> bool:
+    d0 = multiprocessing.parent_process()  # of a forked worker, whose parent is the fork server
+    return not d0.is_alive() if d0 else os.getppid() != started_by
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="One verification device of a flowspec cluster.")
     parser.add_argument("--config", type=Path, required=True, help="a worker's TOML file")
+    parser.add_argument("--remove", type=Path, metavar="DIR",
+                        help="remove this directory if the starting process is killed")
     parser.add_argument("--verbose", action="store_true", help="log what happens")
     arguments = parser.parse_args()
-    return serve(arguments.config, arguments.verbose)
+    return serve(arguments.config, arguments.verbose, directory=arguments.remove)

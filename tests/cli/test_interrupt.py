@@ -1,0 +1,71 @@
+"""Ctrl-C at any moment of a command: at most a line, exit code 130."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from clusterkit import PATIENCE
+
+# The program, which writes a byte to the descriptor in its first argument once it handles signals.
+PROGRAM = """
+import os, signal, sys
+told, set_handler = int(sys.argv.pop(1)), signal.signal
+def tell(*arguments):
+    before = set_handler(*arguments)
+    signal.signal = set_handler
+    os.write(told, b"1")
+    return before
+signal.signal = tell
+from flowspec_edge.__main__ import main
+sys.exit(main())
+"""
+COMMANDS = (
+    ("generate", "x = ", "--stages", "2", "--clock", "wall"),
+    ("models", "shard", "--model", "demo", "--stages", "2", "--out", "OUT"),
+    ("generate", "x = ", "--stages", "1", "--strategy", "autoregressive", "--clock", "virtual"),
+    ("serve", "--local", "--stages", "1", "--port", "0"),
+    ("bench", "run", "--strategies", "chunk_pp", "--limit", "1"),
+    ("plan", "--model", "demo", "--profile", "orin-nano-8gb"),
+    ("strategies",),
+)
+
+
+def check(command: tuple[str, ...], moment: float, out: Path) -> None:
+    reader, writer = os.pipe()
+    arguments = [str(out) if argument == "OUT" else argument for argument in command]
+    # A shell's background job ignores SIGINT, and what it starts inherits that.
+    with subprocess.Popen([sys.executable, "-c", PROGRAM, str(writer), *arguments], text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[writer],
+                          preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as process:
+        try:
+            os.close(writer)
+            assert os.read(reader, 1) == b"1"
+            os.close(reader)
+            time.sleep(moment)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=2 * PATIENCE)
+        finally:
+            process.kill()
+    assert process.returncode in (130, 0), (moment, err)  # 0: it had ended, or a server that was ready
+    assert len([line for line in err.splitlines() if not line.startswith("flowspec: ")]) <= 1, (moment, err)
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("trial", range(5))
+def test_an_interrupt_at_start_up(trial: int, tmp_path: Path) -> None:
+    check(COMMANDS[trial % 2], (0.0, 0.1, 0.4, 1.0, 2.0)[trial], tmp_path / "out")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_interrupt_at_any_moment(command: tuple[str, ...], tmp_path: Path) -> None:
+    rng = random.Random(" ".join(command))
+    for trial in range(40):
+        check(command, rng.uniform(0.0, 6.0), tmp_path / str(trial))
