@@ -18,7 +18,8 @@ from flowspec_edge.fleet import paths
 
 pytestmark = [pytest.mark.fleet, nspawnkit.needs_fleet]
 
-# Runs a step that never ends, where the boards are in reach.
+# Runs a step that never ends, where the boards are in reach.  setsid: a sudo with use_pty ends the command's
+# process group with the connection, and nothing beyond.
 _ENDLESS = """
 import sys
 from pathlib import Path
@@ -27,7 +28,7 @@ from flowspec_edge.fleet.deploy.engine.run import run
 from flowspec_edge.fleet.inventory import load_inventory
 inventory = load_inventory(Path(sys.argv[1]))
 [outcome] = run(inventory, [(inventory.device[int(sys.argv[2])], [
-    Action("endless", ("echo begun >&2; sleep infinity",), timeout_s=float(sys.argv[3]))])])
+    Action("endless", ("setsid sleep infinity",), timeout_s=float(sys.argv[3]))])])
 print(outcome.error)
 """
 _SCOPES = "systemctl list-units --plain --no-legend 'deploy-flowspec-*.scope'"

@@ -23,6 +23,7 @@ _START_S = 960.0  # longer than any unit's TimeoutStartSec, so that systemd repo
 # reset-failed: a manual start ignores systemd's start limit.
 _ACT = 'verb=$1; shift; [ "$verb" = stop ] || systemctl reset-failed "$1" 2>/dev/null; ' \
        'exec systemctl "$verb" "$@"'
+_DIFFERENT = "the boards have different releases: flowspec deploy up brings all to one"
 Verb = Literal["start", "stop", "restart"]
 
 
@@ -99,17 +100,17 @@ class FleetStatus:
     def reason(self) -> str:
         """Why the cluster is not ready; "" if it is, or the reason is unknown."""
         said = next((board.reason for board in self.boards if board.reason), "")
+        if self.release is None and any(board.current for board in self.boards):
+            return "; ".join(filter(None, (_DIFFERENT, said)))
         if said or self.release is not None or any(board.error for board in self.boards):
             return said
-        if any(board.current for board in self.boards):
-            return "the boards have different releases: flowspec deploy up brings all to one"
         return "nothing is deployed: flowspec deploy up"
 
     @property
     def disorder(self) -> str:
         """Faults on the boards of a ready cluster; "" without any."""
         if self.ready and self.release is None:
-            return "the boards have different releases: flowspec deploy up brings all to one"
+            return _DIFFERENT
         wrong = [board for board in self.boards if board.error or (board.current and board.state != "active")]
         return ", ".join(f"{board.name} was not reached" if board.current is None else
                          f"{board.current.unit} on {board.name} is {board.state}" for board in wrong)

@@ -40,6 +40,8 @@ def board(place: int, release: str | None = "a1", state: str = "active", **more:
     ([board(0), board(1, state="failed")], "a1", True, False, ""),
     ([board(0, ready=False, reason="V1 is lost"), board(1)], "a1", False, False, "V1 is lost"),
     ([board(0), board(1, "b2")], None, True, False, "different releases"),
+    ([board(0, ready=False, reason="V1 is lost"), board(1, "b2")], None, False, False,
+     "different releases: flowspec deploy up brings all to one; V1 is lost"),
     ([board(0, None), board(1, None)], None, False, False, "nothing is deployed: flowspec deploy up"),
     ([board(0, None, error="board-0: silent"), board(1, None)], None, False, False, ""),
 ])
