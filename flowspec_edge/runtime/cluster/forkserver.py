@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing import connection, forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import ModuleType
@@ -175,6 +176,13 @@ def _no_main_module() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
+def _remove_sockets() -> None:
+    """In a worker: remove the directory of the fork server's socket, which a killed starter leaves behind."""
+    starter = multiprocessing.parent_process()
+    if starter and not starter.is_alive():
+        shutil.rmtree(util.get_temp_dir(), ignore_errors=True)  # the starter's: a child inherits the name
+
+
 def _run(parent: int, config: Path, output: Path, environment: Mapping[str, str],
          listener: socket.socket | None, verbose: bool, directory: Path | None) -> None:
     from flowspec_edge.runtime.worker import process  # here: the parent process does not need it
@@ -185,6 +193,7 @@ def _run(parent: int, config: Path, output: Path, environment: Mapping[str, str]
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
+    util.Finalize(None, _remove_sockets, exitpriority=0)
     os.environ.clear()
     os.environ.update(environment)
     changes = {"listen_fd": listener.detach() if listener else -1, "parent": parent}

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -30,10 +30,17 @@ class WorkerProcesses:
     killed, the workers remove it."""
 
     def __init__(self) -> None:
-        self._temporary = TemporaryDirectory(prefix="flowspec-")
-        self.directory = Path(self._temporary.name)
         self._starters: list[Callable[[float], AnyWorker]] = []  # by stage; of the seconds that it may take
         self._workers: list[AnyWorker] = []
+
+    @cached_property
+    def _temporary(self) -> TemporaryDirectory[str]:
+        """Made when it is used: a draft device whose stages run elsewhere would leave it behind if killed."""
+        return TemporaryDirectory(prefix="flowspec-")
+
+    @property
+    def directory(self) -> Path:
+        return Path(self._temporary.name)
 
     @property
     def pids(self) -> list[int]:

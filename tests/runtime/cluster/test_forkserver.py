@@ -147,15 +147,19 @@ sys.stdin.read()
 
 
 def test_an_unguarded_script_starts_workers_that_do_not_outlive_it(config: Path, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
+    script, temporary = tmp_path / "script.py", tmp_path / "temporary"
     script.write_text(STARTS_ONE)
+    temporary.mkdir()
     with subprocess.Popen([sys.executable, str(script), str(config), str(tmp_path / "output")],
-                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as asking:
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                          env={**os.environ, "TMPDIR": str(temporary)}) as asking:
         assert asking.stdout is not None
         pids = [int(pid) for pid in asking.stdout.readline().split()]
         assert len(pids) == 2
+        assert [*temporary.rglob("listener-*")]  # the fork server's socket
         ends = [os.pidfd_open(pid) for pid in pids]
         asking.kill()
     for end in ends:
         assert connection.wait([end], PATIENCE)
         os.close(end)
+    assert [*temporary.iterdir()] == []
