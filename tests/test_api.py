@@ -48,6 +48,7 @@ def test_the_package_is_imported_without_the_heavy_libraries() -> None:
 def test_the_package_is_a_command() -> None:
     assert "two_chains" not in (listed := run("-m", "flowspec_edge", "strategies").stdout)
     assert "flowspec_plus" in listed
+    assert re.fullmatch(r"flowspec-edge \d+\.\d+\.\d+\n", run("-m", "flowspec_edge", "--version").stdout)
 
 
 @pytest.fixture(scope="module")

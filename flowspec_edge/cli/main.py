@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+import flowspec_edge
 from flowspec_edge.cli.bench import commands as bench
 from flowspec_edge.cli.boards import device, doctor, plan
 from flowspec_edge.cli.common import listing
@@ -29,13 +30,27 @@ _ArgumentError: Any = next(cls for cls in typer.BadParameter.__mro__ if cls.__na
 
 app = typer.Typer(
     name="flowspec",
-    help="Pipelined tree speculative decoding for one large model over several small boards.",
     epilog="Start with: flowspec demo",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"flowspec-edge {flowspec_edge.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option(
+        "--version", help="Print the release.", is_eager=True, callback=_print_version)] = False,
+) -> None:
+    """Pipelined tree speculative decoding for one large model over several small boards."""
+
+
 app.command()(demo.demo)
 app.command()(command.generate)
 app.command()(chat.chat)
