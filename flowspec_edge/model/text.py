@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,6 @@ class Tokenizer:
             raise UsageError(f"the tokenizer in {model.target} cannot be loaded: {_first_line(error)}"
                              ) from error
         self._model = model
-        # In characters; byte-level vocabularies spell a byte as one, so that no text of a token is longer.
-        self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
         self._jinja: str | None = None
         if chat_template is not None and chat_template not in BUILT_IN:
             self._jinja = read_template(Path(chat_template))
@@ -61,6 +60,12 @@ class Tokenizer:
             ids += self._tokenizer(piece.text, add_special_tokens=False, verbose=False)["input_ids"]
             ids += [end] if piece.add_eos and end is not None else []
         return ids
+
+    @cached_property
+    def longest_token(self) -> int:
+        """No token stands for more characters. A byte-level vocabulary spells each byte as a character, and a
+        character has at least one byte."""
+        return max(map(len, self._tokenizer.get_vocab()), default=1)
 
     @property
     def chats(self) -> bool:

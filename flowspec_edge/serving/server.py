@@ -78,14 +78,18 @@ def serve_app(listener: socket.socket, app: ASGIApp, admission: AdmissionQueue,
               opened: AbstractContextManager[SharedCluster], ready: Callable[[], None]) -> None:
     """Serve until SIGINT or SIGTERM, in the main thread; ``ready`` is called after the first token. Raises
     any error before that, and FlowspecError if HTTP ends by itself."""
-    with _EndSignals(admission) as signals, suppress(_Ended), ExitStack() as stack:
-        stack.enter_context(listening(listener, app, admission))
-        with signals.interrupt():  # imports torch
-            cluster = stack.enter_context(opened)
-        # The collector holds up every client; it need not look at what the libraries made.
-        gc.collect()
-        gc.freeze()
-        admission.run(cluster, ready, signals.interrupt)
+    with _EndSignals(admission) as signals:
+        try:
+            with suppress(_Ended), listening(listener, app, admission), ExitStack() as stack:
+                with signals.interrupt():  # imports torch
+                    cluster = stack.enter_context(opened)
+                # The collector holds up every client; it need not look at what the libraries made.
+                gc.collect()
+                gc.freeze()
+                admission.run(cluster, ready, signals.interrupt)
+        except FlowspecError:
+            if not signals.received:  # else the stages may have got the same signal
+                raise
     if not signals.received:
         raise FlowspecError("the HTTP server has ended by itself; see the line before")
 

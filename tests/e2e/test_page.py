@@ -26,7 +26,8 @@ from flowspec_edge.sampling.rule import Sampling
 CHROMIUM = Path("/usr/bin/chromium")
 # Nothing of the browser's own goes to the network: a request to another host would be the page's.
 QUIET = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-         "--disable-background-networking", "--disable-component-update")
+         "--disable-background-networking", "--disable-component-update",
+         "--host-resolver-rules=MAP *.example 127.0.0.1")  # as a foreign page's name may resolve
 DESK, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 PROMPT = "def f(x): return"
 CONTINUED = 256  # tokens, chat.js
@@ -207,13 +208,10 @@ def test_it_asks_for_the_key_once(browser: Browser, cluster: Watched) -> None:
         expect(page.locator("#tree-idle")).to_be_visible()  # of its tree nothing is known any more
 
 
-def test_a_foreign_page_reaches_nothing_by_a_name_of_its_own(watched: Watchable) -> None:
+def test_a_foreign_page_reaches_nothing_by_a_name_of_its_own(browser: Browser, watched: Watchable) -> None:
     """DNS rebinding: names that a strict parser of URLs cannot read, but that this browser asks for."""
     port = urlsplit(watched.server.url).port
-    rules = "--host-resolver-rules=MAP *.example 127.0.0.1"
-    with (sync_playwright() as playwright,
-          closing(playwright.chromium.launch(executable_path=CHROMIUM, args=[*QUIET, rules])) as rebound,
-          closing(rebound.new_page()) as page):
+    with closing(browser.new_page()) as page:
         for name in ("evil.example", "a`b.evil.example", "a{b}.evil.example"):
             answer = page.goto(f"http://{name}:{port}/v1/models")
             assert answer is not None

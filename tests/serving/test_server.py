@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
@@ -12,7 +12,8 @@ import openai
 import pytest
 from servekit import NAME, Held, running, served
 
-from flowspec_edge.errors import FlowspecError
+from flowspec_edge.errors import FlowspecError, PeerLost
+from flowspec_edge.runtime.cluster.clusters import LocalCluster
 from flowspec_edge.serving.admission import AdmissionQueue
 from flowspec_edge.serving.app import make_app
 from flowspec_edge.serving.server import listen, serve_app
@@ -39,6 +40,21 @@ def test_a_signal_ends_it_without_an_error_whatever_it_does(held: Held, model: P
     assert len(held.started) == (moment != "starting")
     assert len(pieces) == (moment == "first token")  # the cluster is not interrupted in what it does
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+class _Ending(Held):
+    """Its stages get the signal, too."""
+
+    def serve(self, stop: Callable[[], bool]) -> None:
+        kill_me()
+        raise PeerLost("V1 ended with exit code 0")
+
+
+def test_stages_that_end_by_the_same_signal_are_no_error(processes: LocalCluster, model: Path) -> None:
+    admission, listener = AdmissionQueue(served(model).probe()), listen("127.0.0.1", 0, None)
+    held = _Ending(processes)
+    serve_app(listener, make_app(admission, served(model)), admission, nullcontext(held), lambda: None)
+    assert admission.closed
 
 
 @contextmanager
