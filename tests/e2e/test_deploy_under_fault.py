@@ -162,7 +162,8 @@ def survives(trial: Trial, command: str, step: Step, fault: str, when: str) -> N
         assert running.returncode in (0, 1)
         assert "Traceback" not in complaint
         assert not running.returncode or fleet.name(board) in said + complaint, said + complaint
-    print(running.returncode, [board["error"] for board in json.loads(said)["boards"]] if said else complaint)
+    boards = json.loads(said)["boards"] if said else []
+    print(running.returncode, complaint, *(board.get("error") for board in boards))
     # The command itself goes back, unless it has ended or the board is out of its reach; a rollback does not.
     may_differ = command == "rollback" or fault in ("control host killed", "link down")
     deadline = time.monotonic() + PATIENCE
