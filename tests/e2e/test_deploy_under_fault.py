@@ -28,9 +28,10 @@ from powercutkit import PowerFleet, power_fleet
 pytestmark = [pytest.mark.fleet, nspawnkit.needs_fleet]
 
 DRAFT, STAGE = 0, 1  # the boards
-DTYPES = ("fp32", "bf16")  # of the releases, in turn: their shards differ
+DTYPES = ("fp32", "bf16", "int4")  # of the releases, in turn: a board keeps the shards of two
 FAULTS = ("connection cut", "control host killed", "disk full", "link down", "reboot")
 SOME_FAULTS = {"up": FAULTS, "rollback": FAULTS[:2], "rotate": FAULTS[1:4]}
+SOME = [(command, place) for command, faults in SOME_FAULTS.items() for place in range(len(faults))]
 COMMANDS = {"up": ("deploy", "up"), "rollback": ("deploy", "rollback"), "rotate": ("keys", "rotate")}
 # (what a board ran, the command and the pattern that hold it there)
 _STEPS = (
@@ -77,7 +78,7 @@ class Trial:
         """From now on the cluster file and the source tree make another release."""
         self._count += 1
         (self.tree / "flowspec_edge" / "count.py").write_text(f"COUNT = {self._count}\n")
-        self.cluster.write(dtype=DTYPES[self._count % 2])
+        self.cluster.write(dtype=DTYPES[self._count % len(DTYPES)])
 
     def start(self, command: str) -> subprocess.Popen[str]:
         line = [sys.executable, "-m", "flowspec_edge.cli.main", *COMMANDS[command], "--json", "--cluster"]
@@ -161,7 +162,8 @@ def survives(trial: Trial, command: str, step: Step, fault: str, when: str) -> N
         assert running.returncode in (0, 1)
         assert "Traceback" not in complaint
         assert not running.returncode or fleet.name(board) in said + complaint, said + complaint
-    print(running.returncode, [board["error"] for board in json.loads(said)["boards"]] if said else complaint)
+    boards = json.loads(said)["boards"] if said else []
+    print(running.returncode, complaint, *(board.get("error") for board in boards))
     # The command itself goes back, unless it has ended or the board is out of its reach; a rollback does not.
     may_differ = command == "rollback" or fault in ("control host killed", "link down")
     deadline = time.monotonic() + PATIENCE
@@ -178,14 +180,12 @@ def survives(trial: Trial, command: str, step: Step, fault: str, when: str) -> N
     print(f"{time.monotonic() - begun:.0f} s until it is complete", flush=True)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_some_faults(trial: Trial, command: str) -> None:
-    """One of each kind, at steps spread over the command."""
-    faults = SOME_FAULTS[command]
-    steps = trial.seen(command)
-    for place, fault in enumerate(faults):
-        step = steps[min(place * len(steps) // len(faults) + 1, len(steps) - 1)]
-        survives(trial, command, step, fault, ("before", "after")[place % 2])
+@pytest.mark.parametrize(("command", "place"), SOME)
+def test_some_faults(trial: Trial, command: str, place: int) -> None:
+    """At steps spread over the command."""
+    faults, steps = SOME_FAULTS[command], trial.seen(command)
+    step = steps[min(place * len(steps) // len(faults) + 1, len(steps) - 1)]
+    survives(trial, command, step, faults[place], ("before", "after")[place % 2])
 
 
 @pytest.mark.soak
