@@ -1,7 +1,8 @@
 """A segment's hop between two processes, against a bare PUSH/PULL hop of the same bytes.
 
-The bare hops send the same frames (``send_multipart``), and one blob as the lower bound.  A hop includes
-encoding and decoding; the receiver falls asleep before each hop, as in a pipeline.
+The bare hops send the same frames (``send_multipart``), and one blob as the lower bound; they are not
+encrypted.  A hop includes encoding and decoding, and is measured with CURVE and without; the receiver falls
+asleep before each hop, as in a pipeline.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import zmq
 from benchmarks._common import options
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.profiling.link import segment, spin
+from flowspec_edge.transport import keys
 from flowspec_edge.transport.codec import encode
 from flowspec_edge.transport.zmq_links import ZmqTransport
 
@@ -36,6 +38,7 @@ class HopRow:
     blob_us: float
     bare_us: float
     hop_us: float
+    curve_us: float  # our hop, encrypted
 
     @property
     def ratio(self) -> float:
@@ -50,17 +53,19 @@ def measure(rows: int = 16, width: int = 4096, hops: int = 500) -> HopRow:
     blob = b"".join(frames)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    child = context.Process(target=_receiver, args=(theirs, hops))
+    sender, receiver = keys.generate(), keys.generate()
+    child = context.Process(target=_receiver, args=(theirs, hops, receiver, sender.public))
     child.start()
-    transport = ZmqTransport()
+    transport, encrypted = ZmqTransport(), ZmqTransport(sender)
     try:
-        link_address, bare_address = ours.recv()
+        link_address, curve_address, bare_address = ours.recv()
         with zmq.Context() as bare, bare.socket(zmq.PUSH) as bare_out:
             bare_out.connect(bare_address)
             link_out = transport.push(link_address, "hop out")
+            curve_out = encrypted.push(curve_address, "encrypted hop out", [receiver.public])
             ways: list[Callable[[], object]] = [
                 lambda: bare_out.send(blob), lambda: bare_out.send_multipart(frames),
-                lambda: link_out.send(message, _TIMEOUT_S),
+                lambda: link_out.send(message, _TIMEOUT_S), lambda: curve_out.send(message, _TIMEOUT_S),
             ]
             starts: list[list[float]] = []
             for _ in range(hops):
@@ -73,20 +78,22 @@ def measure(rows: int = 16, width: int = 4096, hops: int = 500) -> HopRow:
             ends = ours.recv()
     finally:
         transport.close()
+        encrypted.close()
         child.join()
-    times = np.subtract(ends, starts)[hops // 10:]  # [hops, 3] seconds
-    blob_us, bare_us, hop_us = (np.median(times, axis=0) * 1e6).tolist()
-    return HopRow(rows, width, len(blob), blob_us, bare_us, hop_us)
+    times = np.subtract(ends, starts)[hops // 10:]  # [hops, 4] seconds
+    return HopRow(rows, width, len(blob), *(np.median(times, axis=0) * 1e6).tolist())
 
 
-def _receiver(pipe: Connection, hops: int) -> None:
-    transport = ZmqTransport()
+def _receiver(pipe: Connection, hops: int, pair: keys.KeyPair, sender: bytes) -> None:
+    transport, encrypted = ZmqTransport(), ZmqTransport(pair)
     with zmq.Context() as bare, bare.socket(zmq.PULL) as bare_in:
         link_in = transport.pull(_LOOPBACK, "hop in")
+        curve_in = encrypted.pull(_LOOPBACK, "encrypted hop in", [sender])
         bare_in.bind(_LOOPBACK)
-        pipe.send((link_in.endpoint, bare_in.last_endpoint))
+        pipe.send((link_in.endpoint, curve_in.endpoint, bare_in.last_endpoint))
         ways: list[Callable[[], object]] = [
             bare_in.recv, bare_in.recv_multipart, lambda: link_in.receive(_TIMEOUT_S),
+            lambda: curve_in.receive(_TIMEOUT_S),
         ]
         ends: list[list[float]] = []
         for _ in range(hops):
@@ -98,14 +105,16 @@ def _receiver(pipe: Connection, hops: int) -> None:
                 pipe.send_bytes(b".")
         pipe.send(ends)
     transport.close()
+    encrypted.close()
 
 
 def table(rows: list[HopRow]) -> str:
-    lines = [f"{'segment':>10}  {'bytes':>8}  {'bare blob':>9}  {'bare hop':>9}  {'our hop':>9}  ratio"]
+    lines = [f"{'segment':>10}  {'bytes':>8}  {'bare blob':>9}  {'bare hop':>9}  {'our hop':>9}  ratio  "
+             f"{'encrypted':>9}"]
     for row in rows:
         shape = f"{row.rows}x{row.width}"
         lines.append(f"{shape:>10}  {row.size:>8}  {row.blob_us:>6.0f} us  {row.bare_us:>6.0f} us"
-                     f"  {row.hop_us:>6.0f} us  {row.ratio:>5.2f}")
+                     f"  {row.hop_us:>6.0f} us  {row.ratio:>5.2f}  {row.curve_us:>6.0f} us")
     return "\n".join(lines)
 
 

@@ -21,7 +21,8 @@ from flowspec_edge.messages import Cancel, Close, Credit, Failed, Hello, Message
 from flowspec_edge.transport import keys
 from flowspec_edge.transport.base import ClientLink, Hub, Link, Transport
 from flowspec_edge.transport.memory import MemoryTransport
-from flowspec_edge.transport.zmq_links import Tuning, ZmqClientLink, ZmqTransport
+from flowspec_edge.transport.zmq_endpoint import Tuning
+from flowspec_edge.transport.zmq_links import ZmqClientLink, ZmqTransport
 
 PATIENCE = 20.0  # seconds; only a failing test waits so long
 SERVER, CLIENT, STRANGER = keys.generate(), keys.generate(), keys.generate()
@@ -249,7 +250,8 @@ def test_bytes_that_do_not_speak_zmtp_3_never_become_messages(plain: ZmqTranspor
 LEAVING = """
 import time
 import zmq
-from flowspec_edge.transport.zmq_links import Tuning, ZmqTransport
+from flowspec_edge.transport.zmq_endpoint import Tuning
+from flowspec_edge.transport.zmq_links import ZmqTransport
 transport = ZmqTransport(tuning=Tuning(heartbeat_ms=20))
 ends = [transport.pull("tcp://127.0.0.1:*", "data in"), transport.hub("tcp://127.0.0.1:*", "D0 control")]
 with zmq.Context() as context:

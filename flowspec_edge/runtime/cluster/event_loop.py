@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import partial
@@ -162,13 +162,12 @@ class EventLoop:
             with suppress(FlowspecError):
                 self._links.send(closing)
         ending, self._active = self._active, []
-        with ExitStack() as each:  # an observer that raises must not block the other answers
-            for active in ending:
-                match active.state:
-                    case SessionState.CLOSING:
-                        each.callback(self._answer, active)
-                    case SessionState.OPEN | SessionState.SUSPENDED:
-                        each.callback(self._fail, active, error)
+        for active in ending:
+            match active.state:
+                case SessionState.CLOSING:
+                    self._answer(active)
+                case SessionState.OPEN | SessionState.SUSPENDED:
+                    self._fail(active, error)
 
     # ---- one step ------------------------------------------------------------------------------
 
@@ -326,11 +325,9 @@ class EventLoop:
     def _fail(self, active: _Active, error: BaseException) -> None:
         self._links.bytes.pop(active.session, None)
         self._energy.close(active.session)
-        try:
-            self._observer.failed(active.coordinator, time.monotonic())
-        finally:
-            if not active.handle.done():
-                active.handle.fail(error)
+        self._observer.failed(active.coordinator, time.monotonic())
+        if not active.handle.done():
+            active.handle.fail(error)
 
     def _answer(self, active: _Active) -> None:
         try:
@@ -339,11 +336,9 @@ class EventLoop:
             log.exception("a request's figures are wrong")
             self._fail(active, error)
             return
-        try:
-            self._observer.settled(active.coordinator, result, time.monotonic())
-        finally:
-            if not active.handle.done():
-                active.handle.set_result(result)
+        self._observer.settled(active.coordinator, result, time.monotonic())
+        if not active.handle.done():
+            active.handle.set_result(result)
 
     def _result(self, active: _Active) -> Result:
         stages = self._links.members.take_reports(active.session)

@@ -79,8 +79,9 @@ class Recovery:
             silent = members.silent(time.monotonic())
         except PeerLost as error:  # wait for the stage's next heartbeat, or its end
             log.info("%s", error)
-            if isinstance(error, StageBroken):
+            if isinstance(error, StageBroken):  # more of its faults may be queued, before what counts
                 broken[error.stage] = str(error)
+                members.expect_all()
         if self._workers.pids:
             self._restart({**{stage: f"V{stage} is silent" for stage in silent}, **broken,
                            **self._workers.ended()})

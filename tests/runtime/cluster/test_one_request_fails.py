@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from clusterkit import PROMPT
+from clusterkit import PATIENCE, PROMPT
 from tiny_dir import tiny_model_dir
 
 from flowspec_edge.errors import PeerLost
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
 from flowspec_edge.runtime.plain import PlainDecoder
-from flowspec_edge.runtime.request import Request
+from flowspec_edge.runtime.request import Request, RequestHandle
 
 REQUESTS = [Request(PROMPT[: 30 + n], "flowspec", max_new_tokens=12) for n in range(3)]
 
@@ -78,10 +79,15 @@ def test_a_stopped_stage_is_noticed_although_requests_begin_all_the_time(model: 
     with ProcessCluster(model, 2, threads=1, dead_after=4.0) as cluster:
         os.kill(cluster.pids[1], signal.SIGSTOP)
 
+        handles: list[RequestHandle] = []
+        deadline = time.monotonic() + PATIENCE
+
         def ask() -> bool:
-            if not cluster.busy:
-                cluster.submit(REQUESTS[0]).cancel()
-            return False
+            if cluster.busy:  # it has begun
+                handles[-1].cancel()
+            else:
+                handles.append(cluster.submit(REQUESTS[0]))
+            return time.monotonic() > deadline
 
         with pytest.raises(PeerLost, match="V2 has been silent for 4 s"):
             cluster.serve(ask)
