@@ -39,8 +39,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.temperature != 0.0 and not 0.001 <= self.temperature <= 100.0:
             raise UsageError(f"temperature must be 0 (greedy) or 0.001 to 100, not {self.temperature}")
-        if self.top_k < 0:
-            raise UsageError(f"top-k must be 0 (off) or positive, not {self.top_k}")
+        if not 0 <= self.top_k < 2**31:
+            raise UsageError(f"top-k must be 0 (off) or positive, below 2^31, not {self.top_k}")
         if not 0.0 < self.top_p <= 1.0:
             raise UsageError(f"top-p must be above 0 and at most 1, not {self.top_p}")
         if not 0 <= self.seed < 2**63:

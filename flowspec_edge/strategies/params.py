@@ -61,8 +61,12 @@ class Params:
                 raise UsageError(f"{name} must be {' or '.join(choices)}, not {value!r}")
             if hints[f.name] is int and value < (f.name not in _MAY_BE_ZERO):
                 raise UsageError(f"{name} must be at least {int(f.name not in _MAY_BE_ZERO)}, not {value}")
-            if hints[f.name] is float and not 0 <= value < float("inf"):
+            if hints[f.name] is int and value > _MOST:
+                raise UsageError(f"{name} must be at most {_MOST}, not {value}")
+            if hints[f.name] is float and value < 0:
                 raise UsageError(f"{name} must not be negative, not {value}")
+            if hints[f.name] is float and not value <= _MOST:
+                raise UsageError(f"{name} must be a number up to {_MOST}, not {value}")
         if not self.tau > 0:
             raise UsageError(f"tau must be positive, not {self.tau}")
         if not self.ngram_min <= self.ngram_max <= _LONGEST_LOOK_UP:
@@ -100,5 +104,6 @@ class Params:
 
 
 _MAY_BE_ZERO = ("pearl_gamma", "plus_rows")
+_MOST = 65_536  # of any number
 _LONGEST_LOOK_UP = 32  # steps and index entries a token
 _MOST_ROWS = 8192  # of a segment: beyond, a stage's attention mask alone would need gigabytes

@@ -9,6 +9,7 @@ import typer
 
 from flowspec_edge.cli.bench.options import FromOption, require_files
 from flowspec_edge.cli.common.options import (
+    MOST_REPEATS,
     DeviceOption,
     DtypeOption,
     FigureOption,
@@ -54,9 +55,10 @@ def timeline(
     prompt: Annotated[str | None, typer.Option(
         "--prompt", help="The text to continue; default: a prompt of the demonstration.", metavar="TEXT",
         show_default=False)] = None,
-    turns: Annotated[int, typer.Option("--turns", min=1, help="How many turns to draw.")] = 12,
+    turns: Annotated[int, typer.Option(
+        "--turns", min=1, max=MOST_REPEATS, help="How many turns to draw.")] = 12,
     skip_turns: Annotated[int, typer.Option(
-        "--skip-turns", min=0, help="Start so many turns after the first token.")] = 0,
+        "--skip-turns", min=0, max=MOST_REPEATS, help="Start so many turns after the first token.")] = 0,
     model: ModelOption = DEMO,
     stages: StagesOption = 0,
     dtype: DtypeOption = "auto",

@@ -10,6 +10,8 @@ from typing import Annotated
 import typer
 
 from flowspec_edge.cli.common.options import (
+    MOST_REPEATS,
+    MOST_TOKENS,
     ClockOption,
     DeviceOption,
     DtypeOption,
@@ -19,6 +21,7 @@ from flowspec_edge.cli.common.options import (
     ModelOption,
     ProfileOption,
     StagesOption,
+    not_nan,
 )
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import DEMO
@@ -47,19 +50,21 @@ class BenchOptions:
     by_category: Annotated[bool, typer.Option(
         "--by-category", help="Each category of the files is a task; MT-bench's eight are one, as in "
                               "Spec-Bench.")] = False
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only a task's first N prompts.")] = None
+    limit: Annotated[int | None, typer.Option(
+        "--limit", min=1, max=MOST_REPEATS, help="Only a task's first N prompts.")] = None
     truncate: Annotated[int | None, typer.Option(
-        "--truncate", min=1, help="Only the last N tokens of a prompt.", metavar="N")] = None
+        "--truncate", min=1, max=MOST_TOKENS, help="Only the last N tokens of a prompt.", metavar="N")] = None
     temperatures: Annotated[str | None, typer.Option(
         "--temperatures", help="Several temperatures, separated by commas, instead of --temperature.",
         metavar="T,T", show_default=False)] = None
     repeats: Annotated[int, typer.Option(
-        "--repeats", min=1, help="Run everything R times, with seeds one apart, and report the standard "
+        "--repeats", min=1, max=MOST_REPEATS,
+        help="Run everything R times, with seeds one apart, and report the standard "
                                  "deviation.  Greedy text in virtual time runs once.", metavar="R")] = 1
     warmup: Annotated[int, typer.Option(
-        "--warmup", min=0, help="Requests per strategy before measuring.", metavar="W")] = 0
+        "--warmup", min=0, max=MOST_REPEATS, help="Requests per strategy before measuring.", metavar="W")] = 0
     idle_seconds: Annotated[float, typer.Option(
-        "--idle-seconds", min=0, max=3600,
+        "--idle-seconds", min=0, max=3600, callback=not_nan,
         help="On boards that measure power: idle for so long before the first request; idle power is "
              "measured after the first second.", metavar="S")] = 5.0
     model: ModelOption = DEMO

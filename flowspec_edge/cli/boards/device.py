@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from flowspec_edge.cli.boards.kernels import kernels
-from flowspec_edge.cli.common.options import Dtype, ModelOption, ThreadsOption
+from flowspec_edge.cli.common.options import MOST_SECONDS, Dtype, ModelOption, ThreadsOption, not_nan
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import DEMO
 
@@ -97,7 +97,8 @@ def peer_command(
     port: Annotated[int, typer.Option(
         "--port", min=0, max=65535, help="0: any free port.")] = PEER_PORT,
     seconds: Annotated[float | None, typer.Option(
-        "--for", min=0.1, help="Stop after so many seconds.", metavar="SECONDS", show_default=False)] = None,
+        "--for", min=0.1, max=MOST_SECONDS, callback=not_nan,
+        help="Stop after so many seconds.", metavar="SECONDS", show_default=False)] = None,
 ) -> None:
     """Answer another device's link test, until interrupted.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from flowspec_edge.cli.common.options import MOST_TOKENS
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import DEMO, ModelDir, resolve_model
 
@@ -34,10 +35,10 @@ def plan(
                           "be given several times.", show_default=False,
         metavar="PROFILE[:N]|CLUSTER")] = None,
     context: Annotated[int, typer.Option(
-        "--context", min=1, help="Tokens of prompt and answer that the caches must hold.",
+        "--context", min=1, max=MOST_TOKENS, help="Tokens of prompt and answer that the caches must hold.",
         metavar="N")] = 2048,
     at_once: Annotated[int, typer.Option(
-        "--at-once", min=1, help="Concurrent requests, which share the --context tokens.",
+        "--at-once", min=1, max=4096, help="Concurrent requests, which share the --context tokens.",
         metavar="N")] = 1,
     dtype: Annotated[Literal["fp32", "bf16", "fp16", "int4"], typer.Option(
         "--dtype", help="Element type of the weights.")] = "fp16",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Collection
 from dataclasses import fields, replace
@@ -20,12 +21,24 @@ from flowspec_edge.strategies.params import PLUS_IDEAS, Params
 Clock = Literal["wall", "virtual"]
 Dtype = Literal["fp32", "bf16", "fp16"]
 DtypeChoice = Literal["auto", "fp32", "bf16", "fp16"]
+MOST_STAGES = 256
+MOST_TOKENS = 1 << 24
+MOST_REPEATS = 1_000_000  # of anything that is measured, drawn or printed
+MOST_SECONDS = 1e7
+_MOST_DIGITS = 9  # of a whole number in a list
 
 
 def _at_least_one(context: typer.Context, value: int) -> int:
     given = context.get_parameter_source("stages")
-    if value < 1 and given is not None and given.name == "COMMANDLINE":
-        raise typer.BadParameter(f"{value} is not at least 1")
+    if given is not None and given.name == "COMMANDLINE" and not 1 <= value <= MOST_STAGES:
+        raise typer.BadParameter(f"{value} is not {'at least 1' if value < 1 else f'at most {MOST_STAGES}'}")
+    return value
+
+
+def not_nan(value: float | None) -> float | None:
+    """For numbers with a smallest or largest value, which NaN passes."""
+    if value is not None and math.isnan(value):
+        raise typer.BadParameter("nan is not a number")
     return value
 
 
@@ -54,7 +67,8 @@ BoardModelOption = Annotated[str | None, typer.Option(
 ChatTemplateOption = Annotated[str | None, typer.Option(
     "--chat-template", metavar="NAME", show_default=False,
     help=f"{', '.join(BUILT_IN)}, or a file with a Jinja template; by default the tokenizer's own.")]
-MaxNewTokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Most tokens of an answer.")]
+MaxNewTokensOption = Annotated[int, typer.Option(
+    "--max-new-tokens", min=1, max=MOST_TOKENS, help="Most tokens of an answer.")]
 ClockOption = Annotated[
     Clock, typer.Option("--clock", help="wall: one process per device.  virtual: simulated by a profile.")]
 ProfileOption = Annotated[
@@ -65,7 +79,8 @@ EmulateOption = Annotated[
                                                "time is over; implies --clock wall.", metavar="PROFILE",
                              show_default=False)]
 StrategyOption = Annotated[str, typer.Option("--strategy", help="See: flowspec strategies.")]
-ThreadsOption = Annotated[int, typer.Option("--threads", min=0, help="Threads of torch; 0: its default.")]
+ThreadsOption = Annotated[int, typer.Option(
+    "--threads", min=0, max=4096, help="Threads of torch; 0: its default.")]
 LogJsonOption = Annotated[bool, typer.Option("--log-json", help="Log lines are JSON objects.")]
 FigureOption = Annotated[Path | None, typer.Option(
     "--out", help="Draw a figure, too.", metavar="F.svg|F.png", show_default=False)]
@@ -119,7 +134,8 @@ _OTHERS = ("pipedec", "pipeinfer", "pearl", "speculative", "stpp", "spd")
 def parse_counts(text: str, option: str, between: str = ",") -> list[int]:
     """Positive whole numbers, separated by ``between``."""
     parts = [part.strip() for part in text.split(between)]
-    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+    if not all(part.isascii() and part.isdigit() and len(part) <= _MOST_DIGITS and int(part)
+               for part in parts):
         separator = "commas" if between == "," else f"an {between}"
         raise UsageError(f"{option} must be whole numbers from 1, separated by {separator}, not {text!r}")
     return [int(part) for part in parts]

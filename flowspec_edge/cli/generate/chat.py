@@ -18,6 +18,7 @@ import typer
 from flowspec_edge.cli.common.clusters import choose_clock, open_processes
 from flowspec_edge.cli.common.defaults import device_of, dtype_of, stages_of
 from flowspec_edge.cli.common.options import (
+    MOST_TOKENS,
     ChatTemplateOption,
     DeviceOption,
     DtypeOption,
@@ -66,7 +67,8 @@ def chat(
     stages: StagesOption = 0,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
-    answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=1, help="The longest answer.")] = 1024,
+    answer_tokens: Annotated[int, typer.Option(
+        "--answer-tokens", min=1, max=MOST_TOKENS, help="The longest answer.")] = 1024,
     emulate: EmulateOption = None,
     live: Annotated[bool, typer.Option("--live", help="Print a line per stage during an answer.")] = False,
     *,

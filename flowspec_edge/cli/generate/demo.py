@@ -7,7 +7,13 @@ from typing import Annotated
 import typer
 
 from flowspec_edge.cli.common.clusters import ClockSettings, open_cluster
-from flowspec_edge.cli.common.options import DeviceOption, ModelOption, StagesOption
+from flowspec_edge.cli.common.options import (
+    MOST_REPEATS,
+    MOST_TOKENS,
+    DeviceOption,
+    ModelOption,
+    StagesOption,
+)
 from flowspec_edge.model.modeldir import DEMO, resolve_model
 
 _STRATEGIES = ("flowspec_plus", "flowspec", "chunk_pp", "autoregressive")
@@ -18,8 +24,10 @@ def demo(
     model: ModelOption = DEMO,
     stages: StagesOption = 0,
     device: DeviceOption = "auto",
-    prompts: Annotated[int, typer.Option("--prompts", min=1, help="Held-out prompts to compare.")] = 4,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=2, help="Tokens per prompt.")] = 96,
+    prompts: Annotated[int, typer.Option(
+        "--prompts", min=1, max=MOST_REPEATS, help="Held-out prompts to compare.")] = 4,
+    max_new_tokens: Annotated[int, typer.Option(
+        "--max-new-tokens", min=2, max=MOST_TOKENS, help="Tokens per prompt.")] = 96,
 ) -> None:
     """Stream an answer over real processes, then compare FlowSpec with the baselines.
 

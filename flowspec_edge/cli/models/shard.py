@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
 import typer
 
-from flowspec_edge.cli.common.options import parse_counts
+from flowspec_edge.cli.common.options import MOST_STAGES, MOST_TOKENS, parse_counts
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.manifest import DRAFT, ComputeDtype, Manifest, QuantKind, ShardDtype
 from flowspec_edge.util.bounded_read import read_json
@@ -31,14 +31,14 @@ def shard(
         metavar="DIR|HUB_ID")],
     out: Annotated[Path, typer.Option("--out", help="The directory of the sharded model.", metavar="DIR")],
     stages: Annotated[int | None, typer.Option(
-        "--stages", help="Split evenly into so many stages.", metavar="N")] = None,
+        "--stages", help="Split evenly into so many stages.", max=MOST_STAGES, metavar="N")] = None,
     split: Annotated[str | None, typer.Option(
         "--split", help="Layers of each stage, such as 8,8,8,8.", metavar="N,N,…")] = None,
     dtype: Annotated[StoredDtype | None, typer.Option(
         "--dtype", help="Element type of stored weights; 4bit: the fastest 4-bit kind (--kernels).  Default: "
         "the checkpoint's own 16 bits.")] = None,
     group: Annotated[int | None, typer.Option(
-        "--group", help="Weights per scale in int4.  Default: 128.", metavar="N")] = None,
+        "--group", min=1, max=1 << 20, help="Weights per scale in int4.  Default: 128.", metavar="N")] = None,
     compute_dtype: Annotated[ComputeDtype | None, typer.Option(
         "--compute-dtype",
         help="Element type of computing.  Default: bf16 with 4 bits, else as stored.")] = None,
@@ -91,7 +91,7 @@ def shard(
 def inspect(
     directory: _Directory,
     context: Annotated[int, typer.Option(
-        "--context", help="Tokens that the caches hold.", metavar="N", min=1)] = 4096,
+        "--context", help="Tokens that the caches hold.", metavar="N", min=1, max=MOST_TOKENS)] = 4096,
     as_json: _Json = False,
 ) -> None:
     """Print the layers, files and memory of each part of a sharded model.

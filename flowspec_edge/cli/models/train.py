@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from flowspec_edge.cli.common.options import MOST_REPEATS, MOST_TOKENS
 from flowspec_edge.model.modeldir import resolve_model
 
 _Model = Annotated[str, typer.Option("--model", help="The model, by name or directory.", metavar="DIR")]
@@ -50,12 +51,14 @@ def train_head(
         "--work", help="Directory of checkpoints; with the same one a training resumes.  Default: "
         "MODEL.KIND-work.", metavar="DIR")] = None,
     steps: Annotated[int | None, typer.Option(
-        "--steps", min=1, help="Steps of 4096 tokens.  Default: 900.", metavar="N")] = None,
+        "--steps", min=1, max=MOST_REPEATS, help="Steps of 4096 tokens.  Default: 900.", metavar="N")] = None,
     draft_vocab: Annotated[int | None, typer.Option(
-        "--draft-vocab", min=1, help="Tokens that an EAGLE-3 head drafts, the most frequent ones.  Default: "
+        "--draft-vocab", min=1, max=MOST_TOKENS,
+        help="Tokens that an EAGLE-3 head drafts, the most frequent ones.  Default: "
         "32000, or the target's whole vocabulary if that is smaller.", metavar="N")] = None,
     depth: Annotated[int | None, typer.Option(
-        "--depth", min=1, help="Steps for which the head is unrolled on its own outputs.  Default: 6.",
+        "--depth", min=1, max=64,
+        help="Steps for which the head is unrolled on its own outputs.  Default: 6.",
         metavar="N")] = None,
     start: Annotated[Path | None, typer.Option(
         "--start", help="Continue from this EAGLE-2 head: unrolled from the first step, and the learning "

@@ -10,7 +10,7 @@ import typer
 
 from flowspec_edge.bench.sweeps.sweep import Links
 from flowspec_edge.cli.bench.options import PAPER, BenchOptions
-from flowspec_edge.cli.common.options import BoardModelOption, FigureOption, with_dataclasses
+from flowspec_edge.cli.common.options import MOST_STAGES, BoardModelOption, FigureOption, with_dataclasses
 from flowspec_edge.errors import UsageError
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.params import Params
@@ -131,7 +131,10 @@ def stages(
     """
     from flowspec_edge.cli.sweep.measure import SweepRequest, distinct_counts, run_sweep
 
-    request = SweepRequest("stages", distinct_counts(counts, "--stages"), _FIGURE_5)
+    numbers = distinct_counts(counts, "--stages")
+    if max(numbers) > MOST_STAGES:
+        raise UsageError(f"--stages must be at most {MOST_STAGES}, not {max(numbers)}")
+    request = SweepRequest("stages", numbers, _FIGURE_5)
     run_sweep(request, options, sampling, params, figure)
 
 

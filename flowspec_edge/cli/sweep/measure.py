@@ -68,6 +68,9 @@ class SweepRequest:
         return "virtual" if self.links == "virtual" else "wall"
 
 
+_MOST = 1e9  # Mbit/s or ms: more than any link
+
+
 def parse_numbers(text: str, option: str, zero: bool = False) -> list[Value]:
     """Distinct numbers separated by commas; ``zero``: 0 is allowed."""
     kind = "numbers of at least 0" if zero else "positive numbers"
@@ -75,7 +78,7 @@ def parse_numbers(text: str, option: str, zero: bool = False) -> list[Value]:
         found = [float(part) for part in text.split(",")]
     except ValueError:
         found = []
-    if not found or not all(0 <= n < float("inf") and (n or zero) for n in found):
+    if not found or not all(0 <= n <= _MOST and (n or zero) for n in found):
         raise UsageError(f"{option} must be {kind} separated by commas, not {text!r}")
     return _require_distinct([int(n) if n.is_integer() else n for n in found], option)
 

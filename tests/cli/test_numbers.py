@@ -1,0 +1,53 @@
+"""Absurd numbers for every option of every command: one line that names the option, exit code 2, no work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from optionkit import commands, options
+
+from flowspec_edge.cli.main import app, main
+
+# Each option once: commands share their definitions. A server
+# would begin to serve if it accepted one, and deploying has its own tests.
+NUMBERS = {(name, info.min, info.max, str(info.callback)): (path, name) for path, function in commands(app)
+           if path[0] not in ("serve", "up", "deploy")
+           for name, types, info in options(function) if types & {int, float}}
+# Numbers that are lists in a text.
+LISTS = [(("sweep", "bandwidth"), "--mbps"), (("sweep", "depth"), "--depths"),
+         (("sweep", "depth"), "--expand-depths"), (("sweep", "stages"), "--stages"),
+         (("sweep", "segment"), "--rows"), (("sweep", "latency"), "--ms"),
+         (("bench", "run"), "--temperatures"), (("models", "shard"), "--split"),
+         (("device", "kernels"), "--rows"), (("device", "kernels"), "--shape"),
+         (("generate",), "--stpp-branching")]
+# What the commands must be given; none of it exists.
+GIVEN = {("generate",): ["x = "], ("models", "shard"): ["--model", "demo", "--out", "OUT"],
+         ("models", "inspect"): ["NONE"], ("models", "train-head"): ["--model", "NONE"],
+         ("plan",): ["--devices", "NONE"]}
+LARGE = {"--seed": 2**64}  # else 10^18
+
+
+@pytest.fixture(scope="module")
+def built() -> Any:
+    """The commands, made once: typer takes a while."""
+    return typer.main.get_command(app)
+
+
+@pytest.mark.parametrize(("path", "name"), [*NUMBERS.values(), *LISTS])
+def test_an_absurd_number_is_refused(
+        path: tuple[str, ...], name: str, built: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("flowspec_edge.cli.main.app", built)
+    for value in ("nan", "inf", "1e309", "-1", str(LARGE.get(name, 10**18)), "", "1" * 5000):
+        code = main([*path, *GIVEN.get(path, []), f"{name}={value}"])
+        out, err = capfd.readouterr()
+        assert code == 2, (value, out, err)
+        assert out == ""
+        assert err.startswith("flowspec: error: ")
+        assert err.count("\n") == 1
+        assert name.rstrip("s").split("-")[-1] in err, (value, err)  # --temperatures: "temperature must be"
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,31 @@
+"""The options of every command, from the signatures that typer reads."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Annotated, Any, get_args, get_origin
+
+import typer
+
+
+def commands(app: typer.Typer, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Each command's path, and its function."""
+    for command in app.registered_commands:
+        assert command.callback is not None
+        yield (*path, command.name or command.callback.__name__.replace("_", "-")), command.callback
+    for group in app.registered_groups:
+        assert group.typer_instance is not None
+        assert isinstance(group.name, str)
+        yield from commands(group.typer_instance, (*path, group.name))
+
+
+def options(function: Any) -> Iterator[tuple[str, set[type], Any]]:
+    """Each option's name ("--seed"), its types, and typer's description; arguments are left out."""
+    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+        if get_origin(parameter.annotation) is Annotated:
+            hint, info, *_ = get_args(parameter.annotation)
+            if type(info).__name__ == "OptionInfo":
+                declared = [name.split("/")[0] for name in info.param_decls if name.startswith("--")]
+                name = (declared or [f"--{parameter.name.replace('_', '-')}"])[0]
+                yield name, set(get_args(hint) or [hint]), info
