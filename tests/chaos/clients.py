@@ -118,6 +118,8 @@ class Load:
             self._over = True
             self._changed.notify_all()
         for thread in self._threads:
+            if thread.ident is None:  # the server did not start
+                continue
             thread.join(DEADLINE_S)
             if thread.is_alive():
                 self.violations.append("a client hangs")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import weakref
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,3 +85,22 @@ def test_rounds_after_a_loss_are_as_deep_as_before(model: Path) -> None:
     assert read(metrics, "losses_total") == read(metrics, "recoveries_total") == 1
     assert read(metrics, "round_accepted_tokens_count") > 0
     assert read(metrics, "round_accepted_tokens_sum") == read(metrics, "accepted_tokens_total") == 0
+
+
+def test_a_lost_cluster_leaves_no_models_behind(model: Path) -> None:
+    """At once, not when the garbage collector next looks: a device has no memory for two of them."""
+    with LocalCluster(model, 2, threads=1) as clusters:
+        clusters.generate(Request(PROMPT, "flowspec", 2))
+        running = clusters.running
+        assert running
+        models, pid = weakref.ref(running._draft_models), running.pids[0]
+        del running
+        gc.disable()
+        try:
+            with suppress(PeerLost):
+                clusters.generate(Request(PROMPT, "flowspec", 60),
+                                  on_third(lambda: os.kill(pid, signal.SIGKILL)))
+            clusters.generate(Request(PROMPT, "flowspec", 2))
+            assert models() is None
+        finally:
+            gc.enable()

@@ -5,6 +5,7 @@ Pipelines and tensor-parallel groups cut the model differently, and a board has 
 
 from __future__ import annotations
 
+import gc
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -107,6 +108,7 @@ class OnDemandCluster(ABC):
                 raise UsageError(f"strategy {strategy} needs devices that share the model in another way "
                                  "than those that answer other requests now; try again when these are done")
             self._lost |= running is not None and running.closed
+            running = None  # the last reference, so that its memory is free before the next one starts
             self._end()
             running = self._cluster = self._start(wanted)
             if self._lost:
@@ -118,6 +120,7 @@ class OnDemandCluster(ABC):
         if self._cluster is not None:
             self._cluster.close()
             self._cluster = None
+            gc.collect()  # its parts refer to one another, and the next one loads D0's models again
 
 
 class LocalCluster(OnDemandCluster):
