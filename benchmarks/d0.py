@@ -85,6 +85,10 @@ class _Head(LmHead):
         super().__init__(torch.empty(vocabulary, 0, device=device))
         self._text = text
 
+    @property
+    def hidden_size(self) -> int:
+        return _WIDTH
+
     def next_tokens(self, states: Tensor, positions: NDArray[np.integer], sampling: Sampling
                     ) -> NDArray[np.int32]:
         self._positions = positions.tolist()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import resource
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -30,3 +33,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("no CUDA GPU here")
+
+
+@pytest.fixture
+def short_tmp_path() -> Iterator[Path]:
+    """For sockets below it: their paths have at most 107 bytes, and pytest's own directories take most of
+    them."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as directory:
+        yield Path(directory)

@@ -9,8 +9,11 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "flowspec_edge"
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "yaml"}
-# To name the error that torch.load raises for what it refuses.
-MAY_NAME = {"stage/weights/files.py": {"pickle.UnpicklingError"}}
+# To name the error that torch.load raises for what it refuses; and to exchange requests and results with
+# processes of its own, or with the workers of a Dask cluster that the user names.
+MAY_NAME = {"stage/weights/files.py": {"pickle.UnpicklingError"},
+            "drafting/checkpoint.py": {"pickle.UnpicklingError"},
+            "bench/run/parallel.py": {"joblib.Parallel", "joblib.delayed", "joblib.parallel_config"}}
 
 
 def faults(text: str, may_name: set[str]) -> list[str]:

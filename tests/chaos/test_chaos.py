@@ -75,10 +75,10 @@ def test_what_a_server_gained_is_told() -> None:
         "processes": 0, "threads": 0, "descriptors": 3, "files": 0, "draft_mib": 0}
 
 
-def test_faults_of_every_kind(tmp_path: Path) -> None:
+def test_faults_of_every_kind(short_tmp_path: Path) -> None:
     setups = SMALL if not fleetkit.why_no_bed() else SMALL[:1]
     faults = sum(len(setup.kinds) for setup in setups)
-    report = chaos(1, faults, tmp_path, written("chaos-small"), setups=setups, prompts=2, tokens=(4, 12),
+    report = chaos(1, faults, short_tmp_path, written("chaos-small"), setups=setups, prompts=2, tokens=(4, 8),
                    longest_s=2.0)
     print(report.text())
     assert report.violations == []
@@ -86,7 +86,7 @@ def test_faults_of_every_kind(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_thousand_faults(tmp_path: Path) -> None:
-    report = chaos(1, LONG, tmp_path, written("chaos"))
+def test_a_thousand_faults(short_tmp_path: Path) -> None:
+    report = chaos(1, LONG, short_tmp_path, written("chaos"))
     print(report.text())
     assert report.violations == []

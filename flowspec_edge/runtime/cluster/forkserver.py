@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -36,12 +37,16 @@ _answered: int | None = None  # process id of the fork server that has started a
 
 
 def preload() -> None:
-    """Start this process' fork server unless it runs; its imports continue in the background."""
+    """Start this process' fork server unless it runs; its imports continue in the background. FlowspecError
+    if the system does not permit it."""
     _context.set_forkserver_preload(_PRELOAD)
     resource_tracker.ensure_running()  # first: it changes the signal mask
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for this process
     try:
         forkserver.ensure_running()
+    except OSError as error:  # such as a TMPDIR whose name is too long for a socket's path
+        raise FlowspecError(f"cannot start the fork server for workers in {tempfile.gettempdir()}: {error}; "
+                            "choose another directory with TMPDIR") from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 

@@ -136,6 +136,15 @@ def test_a_fork_server_that_does_not_answer_is_replaced(config: Path, tmp_path: 
     assert another.wait(PATIENCE) == -signal.SIGKILL
 
 
+def test_a_path_too_long_for_a_socket_is_one_line(config: Path, tmp_path: Path) -> None:
+    script, temporary = tmp_path / "script.py", tmp_path / ("a" * 100)
+    script.write_text(STARTS_ONE)
+    temporary.mkdir()
+    done = subprocess.run([sys.executable, str(script), str(config), str(tmp_path / "output")], text=True,
+                          capture_output=True, check=False, env={**os.environ, "TMPDIR": str(temporary)})
+    assert "FlowspecError: cannot start the fork server for workers" in done.stderr.splitlines()[-1]
+
+
 STARTS_ONE = """
 import sys
 from pathlib import Path
@@ -146,10 +155,10 @@ sys.stdin.read()
 """
 
 
-def test_an_unguarded_script_starts_workers_that_do_not_outlive_it(config: Path, tmp_path: Path) -> None:
-    script, temporary = tmp_path / "script.py", tmp_path / "temporary"
+def test_an_unguarded_script_starts_workers_that_do_not_outlive_it(config: Path, tmp_path: Path,
+                                                                       short_tmp_path: Path) -> None:
+    script, temporary = tmp_path / "script.py", short_tmp_path
     script.write_text(STARTS_ONE)
-    temporary.mkdir()
     with subprocess.Popen([sys.executable, str(script), str(config), str(tmp_path / "output")],
                           stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                           env={**os.environ, "TMPDIR": str(temporary)}) as asking:

@@ -167,15 +167,17 @@ def test_a_pass_works_on_the_states_that_were_there_when_it_began() -> None:
 
     def send() -> tuple[int, int, int]:
         segment, = (m for m in scheduler.take_messages() if isinstance(m, Segment))
+        rows[segment.run] = segment.numbers
         taps.append(segment.taps)
         scheduler.receive(Credit(segment.session, segment.epoch, segment.run))
         return segment.session, segment.epoch, segment.run
 
     taps: list[tuple[int, ...]] = []
+    rows = {0: np.array([0], np.int32)}
     states = Payload("float32", np.ones((1, 2), np.float32))
 
     def tap(header: tuple[int, int, int], layer: int) -> None:
-        c.receive(Tap(*header, layer, np.array([0], np.int32), states))
+        c.receive(Tap(*header, layer, rows[header[2]], states))
 
     prompt = send()
     tap(prompt, 2)

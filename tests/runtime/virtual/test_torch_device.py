@@ -54,7 +54,8 @@ def test_no_stage_is_forked_and_the_text_is_the_same(tiny_model: Path, device: s
         assert clusters.running is not None
         pids = clusters.running.pids
         assert [parent_of(pid) for pid in pids] == [os.getpid()] * 2
-        configs = [Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[-2].decode() for pid in pids]
+        commands = [Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0") for pid in pids]
+        configs = [command[command.index("--config") + 1] for command in commands]
         assert all(f'device = "{device}"\n' in Path(config).read_text() for config in configs)
     assert asked == [device]
     assert result.tokens == PlainDecoder(tiny_model).generate(PROMPT, 10, Sampling())[0]
