@@ -64,6 +64,14 @@ OLD = imagekit.Recipe(
     packages=_BASE, wheels=(), script=_ACCOUNT)
 
 
+# Links in /etc/systemd/system: a desktop is the default, and what L4T enables.
+UNITS = {"default.target": "/lib/systemd/system/graphical.target",
+         "display-manager.service": "/etc/systemd/system/gdm.service",
+         "graphical.target.wants/gdm.service": "/etc/systemd/system/gdm.service",
+         "multi-user.target.wants/nvzramconfig.service": "/etc/systemd/system/nvzramconfig.service",
+         "sysinit.target.wants/kernel-files.service": "/etc/systemd/system/kernel-files.service"}
+
+
 @dataclass(frozen=True)
 class Model:
     """A board's model as its device tree has it, and its memory as the kernel sees it, KiB."""
@@ -110,6 +118,10 @@ class Orins(nspawnkit.Fleet):
         if board < len(self._models):
             model = self._models[board]
             shutil.copytree(FILES, disk, symlinks=True, dirs_exist_ok=True)
+            for link, target in UNITS.items():
+                path = disk / "etc/systemd/system" / link
+                path.parent.mkdir(exist_ok=True)
+                path.symlink_to(target)
             (disk / "etc/lies").mkdir()
             (disk / "etc/lies/model").write_text(model.name)
             (disk / "etc/lies/ntp").write_text("yes\n")

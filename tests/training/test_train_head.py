@@ -284,7 +284,7 @@ def test_the_command_trains_for_a_plain_checkpoint_with_out(model, tmp_path, dat
     capsys.readouterr()
     assert main([*further, "--depth", "65"]) == 2
     assert capsys.readouterr().err == (
-        "flowspec: error: --depth must be 1 to 64, the tokens of a window, not 65\n")
+        "flowspec: error: Invalid value for '--depth': Input should be less than or equal to 64\n")
     assert main([*command[:-1], str(tmp_path / "other"), "--data", str(tmp_path / "nothing.txt")]) == 2
     assert capsys.readouterr().err == (f"flowspec: error: no training text at {tmp_path / 'nothing.txt'}: "
                                        "give files or directories that are there\n")
