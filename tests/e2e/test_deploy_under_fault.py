@@ -32,7 +32,7 @@ DTYPES = ("fp32", "bf16", "int4")  # of the releases, in turn: a board keeps the
 FAULTS = ("connection cut", "control host killed", "disk full", "link down", "reboot")
 SOME_FAULTS = {"up": FAULTS, "rollback": FAULTS[:2], "rotate": FAULTS[1:4]}
 # Each takes minutes: the others are among `make soak-fleet`.
-USUAL = {("up", 0), ("up", 1), ("up", 2), ("rollback", 0), ("rotate", 0)}
+USUAL = {("up", 1), ("rollback", 0)}
 SOME = [pytest.param(command, place, marks=[] if (command, place) in USUAL else pytest.mark.soak)
         for command, faults in SOME_FAULTS.items() for place in range(len(faults))]
 COMMANDS = {"up": ("deploy", "up"), "rollback": ("deploy", "rollback"), "rotate": ("keys", "rotate")}
