@@ -99,7 +99,7 @@ def wrong_frames(rng: random.Random, session: int, stage: int, instance: str) ->
 @contextmanager
 def intruder(kind: int, endpoint: str, identity: str = "", own: KeyPair | None = None,
              server: bytes = b"") -> Iterator[Callable[[Sequence[bytes]], None]]:
-    """A PUSH or DEALER socket of somebody with the key ``own``, or with none; gives a function that sends."""
+    """A PUSH or DEALER socket with the key ``own``, or with none; gives a function that sends."""
     with zmq.Context() as context, context.socket(kind) as made:
         made.linger = 0
         made.sndtimeo = 20_000
