@@ -1,7 +1,7 @@
 """For the tests of hostile peers: frames that no honest device sends, and sockets with or without a key.
 
 What is forged can always be told from the real thing: a device whose key was stolen can also send plausible
-wrong hidden states, and nobody could tell.
+wrong hidden states, without any sign of it.
 """
 
 from __future__ import annotations
