@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -35,7 +36,7 @@ def until(true: Callable[[], bool], what: str) -> None:
         time.sleep(_POLL_S)
 
 
-class Service:
+class Service(ABC):
     """
     deaths  how often the draft device was killed
     down    between a kill and the new server's first token
@@ -61,12 +62,13 @@ class Service:
             self._environment |= {"LD_PRELOAD": str(shim), "CHAOS_CLOCK": str(self._clock)}
         self._draft: subprocess.Popen[bytes] | None = None
 
+    @abstractmethod
     def _command(self) -> Sequence[str]:
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def stage_pid(self, stage: int) -> int | None:
         """None while it does not run."""
-        raise NotImplementedError
 
     def network(self) -> AbstractContextManager[None]:
         """Where its clients are."""

@@ -48,7 +48,7 @@ def check(command: tuple[str, ...], moment: float, out: Path) -> None:
             os.close(writer)
             assert os.read(reader, 1) == b"1"
             os.close(reader)
-            time.sleep(moment)
+            time.sleep(moment)  # any moment is right: the trial is about all of them
             process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=2 * PATIENCE)
         finally:
