@@ -33,5 +33,9 @@ class PeerFault(ProtocolError):
         return str(self.args[0])
 
 
+class RequestFailed(FlowspecError):
+    """One request cannot be completed; the cluster goes on with the others."""
+
+
 class PeerLost(FlowspecError):
     """A device stopped answering, or reported that it failed."""

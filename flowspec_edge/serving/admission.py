@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.errors import FlowspecError, RequestFailed, UsageError
 from flowspec_edge.runtime.cluster.stage_links import ADVICE
 from flowspec_edge.runtime.request import (
     ClusterState,
@@ -278,7 +278,7 @@ class AdmissionQueue:
         """Free the place, and deliver the outcome unless :meth:`close` did."""
         event: Event
         match outcome:
-            case Result() | UsageError():
+            case Result() | UsageError() | RequestFailed():
                 event = outcome
             case Exception():
                 event = ClusterUnavailable(self._mark_lost(outcome))

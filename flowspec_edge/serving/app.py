@@ -111,7 +111,7 @@ class CompletionEndpoint:
         except Exception as error:
             failure = api_error(error)
             record.status, record.error = failure.status, str(failure)
-            if failure.status == 500:
+            if failure.status == 500 and failure is not error:
                 log.error("a fault of this program", exc_info=error)
             await failure.response()(scope, receive, send)
         finally:

@@ -49,6 +49,14 @@ def check_finite(values: Tensor, dtype: torch.dtype, where: str) -> None:
                             "again, or choose a wider --dtype")
 
 
+def first_row_not_finite(payload: Payload) -> int | None:
+    """The first row of [n, H] with a NaN or an infinity; None if there is none.  Reads host memory only."""
+    values = to_torch(payload)
+    if not values.numel() or all(math.isfinite(bound.item()) for bound in torch.aminmax(values)):
+        return None
+    return int((~values.isfinite()).any(-1).nonzero()[0])
+
+
 def wire_name(dtype: torch.dtype) -> str:
     """A Payload's name for ``dtype``: "float32", "float16" or "bfloat16"."""
     return _WIRE_NAMES[dtype]

@@ -16,7 +16,7 @@ from clusterkit import PATIENCE, alive, until
 from servekit import NAME, Held, Running, running, served
 from transformers import AutoTokenizer
 
-from flowspec_edge.errors import PeerLost
+from flowspec_edge.errors import PeerLost, RequestFailed
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.runtime.cluster.clusters import LocalCluster
 from flowspec_edge.runtime.plain import PlainDecoder
@@ -92,6 +92,18 @@ def test_a_stage_that_dies_while_nobody_asks_is_found_and_replaced(processes: Lo
         until(lambda: processes.running is not None and processes.running.pids not in ([], pids))
         until(lambda: server.ready()[0] == 200)
         assert server.client.completions.create(model=NAME, prompt=PROMPT, max_tokens=2).choices[0].text
+
+
+def test_a_request_that_cannot_be_completed_is_told_why_and_the_cluster_stays_ready(held: Held, model: Path
+                                                                                    ) -> None:
+    with running(served(model), held) as server:
+        held.broken = RequestFailed("activations overflow float16")
+        with pytest.raises(openai.InternalServerError, match="activations overflow float16") as caught:
+            stream(server, 5)
+        assert caught.value.response.status_code == 500
+        held.broken = None
+        assert server.ready() == (200, "")
+        assert text_of(stream(server, 5))
 
 
 def test_who_waits_for_a_cluster_that_does_not_come_back_is_told(held: Held, model: Path) -> None:

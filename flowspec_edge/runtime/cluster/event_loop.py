@@ -314,8 +314,8 @@ class EventLoop:
         """What one request's strategy, drafter or sampling raises ends that request; the others go on."""
         active = self._find(session)
         assert active is not None
-        log.error("a request ends with an error: %s", error,
-                  exc_info=None if isinstance(error, FlowspecError) else error)
+        if not isinstance(error, FlowspecError):
+            log.error("a request ends with an error: %s", error, exc_info=error)
         self._active.remove(active)
         self.pool.drop(session)
         closing = self._scheduler.remove(session)

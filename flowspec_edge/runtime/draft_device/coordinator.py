@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flowspec_edge.drafting.base import Drafter
-from flowspec_edge.errors import ProtocolError, UsageError
+from flowspec_edge.errors import ProtocolError, RequestFailed, UsageError
 from flowspec_edge.messages import Cancel, Open, Output, Prune, Segment, Tap
 from flowspec_edge.runtime.draft_device.capacity import session_rows
 from flowspec_edge.runtime.draft_device.generation import Generation
@@ -25,6 +25,7 @@ from flowspec_edge.runtime.request import FinishReason, Likelihood, Request, Res
 from flowspec_edge.strategies.base import Strategy
 from flowspec_edge.tree.draft_api import Commit, DraftRequest
 from flowspec_edge.tree.segment_builder import SegmentBuilder
+from flowspec_edge.util.tensors import first_row_not_finite
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,11 @@ class Coordinator:
     def _verify(self, output: Output) -> None:
         numbers, positions = self.builder.pop_returned(output.run)
         at = np.searchsorted(numbers, output.numbers)
+        if (row := first_row_not_finite(output.hidden)) is not None:
+            raise RequestFailed(f"the last stage's output is not finite from position {positions[at][row]} "
+                                f"on: activations overflow {output.hidden.dtype}, or the weights are "
+                                "damaged; choose a --dtype with a wider range (bf16, fp32), or check the "
+                                "files with: flowspec models verify")
         if self.drafter and self._needed:
             self._pass_on_taps(self.drafter)  # before the commits that use them
             self._tapped = {run: layers for run, layers in self._tapped.items() if run > output.run}

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
-from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.errors import FlowspecError, RequestFailed, UsageError
 from flowspec_edge.serving.admission import ClusterUnavailable, QueueFull
 
 _TYPES = {429: "rate_limit_error"}
@@ -47,6 +47,8 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(503, str(error), code="cluster_unavailable", retry_after=error.retry_after)
         case UsageError():
             return ApiError(400, str(error))
+        case RequestFailed():
+            return ApiError(500, str(error))
         case _:
             return ApiError(500, "internal error; the server's log says more")
 
