@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import unicodedata
 
-# Control and format characters (such as those that reverse the direction of text), and lone surrogates.
-_UNSAFE = ("Cc", "Cf", "Cs")
+# Control and format characters (such as those that reverse the direction of text), line separators, lone
+# surrogates, and characters without an agreed appearance.
+_UNSAFE = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 
 
 def printable(text: str) -> str:

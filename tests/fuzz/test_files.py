@@ -59,7 +59,7 @@ def manifest() -> bytes:
 def test_manifests(count: int) -> None:
     def read(data: bytes) -> None:
         found = Manifest.parse(data, Path("manifest.json"))
-        assert printable(found.model_dump_json()).isprintable()
+        assert " ".join(printable(found.model_dump_json()).split()).isprintable()
 
     assert fuzz(one_line(read), [manifest(), *corpus("manifest")], count) >= 1
 
