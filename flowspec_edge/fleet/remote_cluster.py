@@ -158,7 +158,7 @@ class RemoteStages:
                 client.wait(_GRACE_S)
             except subprocess.TimeoutExpired:
                 client.kill()
-                client.wait()
+                client.wait()  # no deadline: SIGKILL ends it
         self._stages = []
         self._undo.close()
 

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 _BACKLOG = 128
 _GRACE_S = 2  # for connections to take their last bytes
+_END_S = 30.0  # for HTTP to end after that
 _SEND_BUFFER = 256 * 2**10  # bytes of an answer that a connection holds for a client that does not read
 _END_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -159,5 +160,7 @@ def listening(listener: socket.socket, app: ASGIApp, admission: AdmissionQueue,
     finally:
         admission.close()
         server.should_exit = True
-        thread.join()
+        thread.join(_END_S)
+        if thread.is_alive():
+            log.warning("HTTP did not end within %g s; its connections break", _END_S)
         listener.close()

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from flowspec_edge.errors import UsageError
+from flowspec_edge.util.bounded_read import read_json
 
 
 def make_directory(path: Path) -> None:
@@ -30,7 +31,7 @@ def bind(path: Path, wanted: dict[str, Any], what: str) -> None:
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(wanted, indent=1))
         os.replace(partial, path)
-    elif json.loads(path.read_text()) != wanted:
+    elif read_json(path) != wanted:
         raise UsageError(f"{path.parent} holds the work of {what}; give another --work, or delete it")
 
 
@@ -45,7 +46,7 @@ def claim_part(path: Path) -> None:
 def make_part(console: Console, path: Path, part: Callable[[Path], None]) -> None:
     """``part`` writes into a temporary directory, which is renamed to ``path``; keeps an existing one."""
     if path.is_dir():
-        console.print(f"{path} is finished already; going on")
+        console.print(f"{path} is finished already; going on", markup=False)
         return
     partial = _partial(path)
     shutil.rmtree(partial, ignore_errors=True)
@@ -53,7 +54,7 @@ def make_part(console: Console, path: Path, part: Callable[[Path], None]) -> Non
     for file in partial.rglob("*"):
         file.chmod(0o644)  # safetensors makes files that only their owner can read
     os.replace(partial, path)
-    console.print(f"{path} is finished")
+    console.print(f"{path} is finished", markup=False)
 
 
 def _partial(path: Path) -> Path:

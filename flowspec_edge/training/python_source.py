@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.util.bounded_read import read_json_object
 
 HELD_OUT_ONE_IN = 50
 _MIN_BYTES, _MAX_BYTES = 400, 400_000  # per file
@@ -136,7 +137,7 @@ def prepare(work: Path, seed: int, limit: int | None, tokenizer: MakeTokenizer) 
     meta_path = work / "corpus.json"
     if not meta_path.exists():
         _build(work, seed, meta_path, limit, tokenizer)
-    summary = json.loads(meta_path.read_text())
+    summary = read_json_object(meta_path)
     return TokenizedCorpus(
         np.load(work / "train.npy", mmap_mode="r"),
         np.load(work / "held_out.npy", mmap_mode="r"),

@@ -204,7 +204,7 @@ def train_spd(model: ModelDir, out: Path | None = None, work: Path | None = None
     work = work or model.path.with_name(model.name + ".spd-work")
     eos = check_target(model)
     if out.is_dir():
-        console.print(f"{out} is there already; delete it to have it made again")
+        console.print(f"{out} is there already; delete it to have it made again", markup=False)
         return
     claim_part(out)
     make_directory(work)

@@ -16,9 +16,11 @@ from rich.progress import track
 from torch import Tensor
 
 from flowspec_edge.errors import UsageError
+from flowspec_edge.util.bounded_read import read_bytes, read_json_object
 
 HELD_OUT_ONE_IN = 50  # tokens
 _SUFFIXES = (".txt", ".py", ".md", ".jsonl")  # files read from a directory
+_MOST_BYTES = 1 << 30  # of a file: its text and tokens are held in memory
 _KEYS = 'none of the keys "text", "prompt" and "messages"'
 
 
@@ -65,7 +67,7 @@ def digest(files: Sequence[Path]) -> str:
     """sha256 over the contents in order; names do not matter."""
     sha = hashlib.sha256()
     for file in files:
-        sha.update(hashlib.sha256(_bytes(file)).digest())
+        sha.update(hashlib.sha256(read_bytes(file, _MOST_BYTES)).digest())
     return sha.hexdigest()
 
 
@@ -92,7 +94,7 @@ def prepare_files(work: Path, files: Sequence[Path], tokenizer: Any, eos: int, w
     files, and for too little text.
     """
     made, wanted = work / "text.json", digest(files)
-    if not made.is_file() or json.loads(made.read_text(encoding="utf-8"))["digest"] != wanted:
+    if not made.is_file() or read_json_object(made).get("digest") != wanted:
         made.unlink(missing_ok=True)
         _build(work, files, tokenizer, eos, window, held_out)
         size = sum(file.stat().st_size for file in files)
@@ -102,7 +104,7 @@ def prepare_files(work: Path, files: Sequence[Path], tokenizer: Any, eos: int, w
         partial.write_text(json.dumps(facts), encoding="utf-8")
         os.replace(partial, made)
     train, held = (torch.from_numpy(np.load(work / f"text-{part}.npy")) for part in ("train", "held-out"))
-    return TrainingText(train, held, json.loads(made.read_text(encoding="utf-8"))["described"])
+    return TrainingText(train, held, read_json_object(made)["described"])
 
 
 def split(texts: list[np.ndarray[Any, Any]], keys: Sequence[bytes], wanted: int
@@ -143,16 +145,9 @@ def _build(work: Path, files: Sequence[Path], tokenizer: Any, eos: int, window: 
     np.save(work / "text-held-out.npy", held)
 
 
-def _bytes(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise UsageError(f"cannot read {file}: {error.strerror}") from error
-
-
 def _text(file: Path) -> str:
     try:
-        return _bytes(file).decode("utf-8-sig")
+        return read_bytes(file, _MOST_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"{file} is not UTF-8 text (at byte {error.start}); convert it, or leave it out"
                          ) from None

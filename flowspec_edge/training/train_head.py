@@ -92,7 +92,7 @@ def train_head_part(model: ModelDir, kind: str, options: HeadOptions, date: str,
     start = _start(model, kind, options.start, out)
     files = data_files(options.data)
     if out.is_dir():
-        console.print(f"{out} is there already; delete it to have it made again")
+        console.print(f"{out} is there already; delete it to have it made again", markup=False)
         return
     claim_part(out)
     make_directory(work)

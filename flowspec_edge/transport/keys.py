@@ -14,6 +14,7 @@ import zmq
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.util.files import sync_directory
 
+_MOST_BYTES = 4096  # of a key file; one has about 110
 _Z85 = frozenset(b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#")
 
 
@@ -59,10 +60,11 @@ def load(path: Path) -> KeyPair:
     try:
         if path.stat().st_mode & 0o027:  # group may read: systemd's credentials are 0440
             raise UsageError(f"others can read or change the secret key {path}: chmod 600 {path}")
-        data = json.loads(path.read_bytes())
+        with path.open("rb") as file:
+            data = json.loads(file.read(_MOST_BYTES))
     except OSError as error:
         raise UsageError(f"cannot read the key file {path}: {error.strerror}") from error
-    except ValueError:
+    except (ValueError, RecursionError):
         data = None
     found = [_z85(data.get(half)) for half in ("public", "secret")] if isinstance(data, dict) else []
     if len(found) != 2 or None in found:

@@ -7,6 +7,7 @@ brackets is one line of error.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,20 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
     """UsageError for a file that cannot be read or has more than ``most`` bytes."""
     try:
         with path.open("rb") as file:
-            data = file.read(most + 1)
+            too_long = os.fstat(file.fileno()).st_size > most  # before gigabytes are read
+            data = b"" if too_long else file.read(most + 1)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:  # a NUL in the name
         raise UsageError(f"cannot read {path}: {error}") from error
+    if too_long:
+        raise _too_large(str(path), most)
     return bounded(data, str(path), most)
 
 
 def bounded(data: bytes, where: str, most: int = MAX_BYTES) -> bytes:
     if len(data) > most:
-        raise UsageError(f"{where} has more than {most >> 10} KiB, the most that is read: "
-                         "is it the right file?")
+        raise _too_large(where, most)
     return data
 
 
@@ -79,6 +82,10 @@ def check_depth(data: Any, where: str) -> None:
         depth += 1
         if depth > MAX_DEPTH:
             raise _too_deep(where)
+
+
+def _too_large(where: str, most: int) -> UsageError:
+    return UsageError(f"{where} has more than {most >> 10} KiB, the most that is read: is it the right file?")
 
 
 def _too_deep(where: str) -> UsageError:

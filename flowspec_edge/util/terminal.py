@@ -16,6 +16,13 @@ def printable(text: str) -> str:
     return "".join(_escaped(c) if unicodedata.category(c) in _UNSAFE and c not in "\n\t" else c for c in text)
 
 
+def plain(text: str) -> str:
+    """``text`` for rich: :func:`printable`, and its brackets are no markup."""
+    from rich.markup import escape
+
+    return escape(printable(text))
+
+
 def no_control_characters(text: str) -> str:
     """A validator, which raises ValueError."""
     if printable(text) != text:

@@ -11,10 +11,9 @@ from optionkit import commands, options
 
 from flowspec_edge.cli.main import app, main
 
-# Each option once: commands share their definitions. A server would begin to serve if it accepted one, and
-# deploying has its own tests.
+# Each option once: commands share their definitions.
 NUMBERS = {(name, info.min, info.max, str(info.callback)): (path, name) for path, function in commands(app)
-           if path[0] not in ("serve", "up", "deploy")
+           if path[0] != "up"  # the same as serve
            for name, types, info in options(function) if types & {int, float}}
 # Numbers that are lists in a text.
 LISTS = [(("sweep", "bandwidth"), "--mbps"), (("sweep", "depth"), "--depths"),
@@ -26,6 +25,7 @@ LISTS = [(("sweep", "bandwidth"), "--mbps"), (("sweep", "depth"), "--depths"),
 # What the commands must be given; none of it exists.
 GIVEN = {("generate",): ["x = "], ("models", "shard"): ["--model", "demo", "--out", "OUT"],
          ("models", "inspect"): ["NONE"], ("models", "train-head"): ["--model", "NONE"],
+         ("serve",): ["--model", "NONE"], ("deploy", "init"): ["none.invalid"],
          ("plan",): ["--devices", "NONE"]}
 LARGE = {"--seed": 2**64}  # else 10^18
 

@@ -90,6 +90,10 @@ def test_missing_and_unusable_files_are_one_line(tmp_path, tokenizer):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     with pytest.raises(UsageError, match=r"latin\.txt is not UTF-8 text \(at byte 3\); convert it"):
         texts(tmp_path / "latin.txt", tokenizer)
+    with (tmp_path / "endless.txt").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(UsageError, match=r"endless\.txt has more than"):
+        texts(tmp_path / "endless.txt", tokenizer)
     for name, text in (("blank.txt", " \n"), ("short.txt", "a few words")):
         (tmp_path / name).write_text(text)
         with pytest.raises(UsageError, match=rf"too little text .*{name} has \d+ tokens in all, and 65 for a "

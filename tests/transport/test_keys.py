@@ -47,10 +47,18 @@ def _write(path: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "no json", '{"public": 1, "secret": 2}',
-                                  '{"public": "short", "secret": "short"}', "\xff"])
+                                  '{"public": "short", "secret": "short"}', "\xff", "[" * 100_000])
 def test_a_damaged_file_is_one_clear_error(tmp_path: Path, text: str) -> None:
     with pytest.raises(FlowspecError, match="is not a key file"):
         keys.load(_write(tmp_path / "key", text))
+
+
+def test_a_file_without_end_is_one_clear_error(tmp_path: Path) -> None:
+    path = _write(tmp_path / "key", "")
+    with path.open("r+b") as file:
+        file.truncate(1 << 40)  # sparse: more than fits into memory
+    with pytest.raises(FlowspecError, match="is not a key file"):
+        keys.load(path)
 
 
 def test_halves_of_two_pairs_are_found_out(tmp_path: Path) -> None:

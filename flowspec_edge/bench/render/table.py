@@ -8,6 +8,7 @@ from rich.segment import Segments
 from rich.table import Table
 
 from flowspec_edge.bench.results.rows import ReportRow
+from flowspec_edge.util.terminal import plain
 
 _ENERGY = {"joules_per_token": "J/token", "joules_per_token_above_idle": "above idle"}
 _WIDEST = 1000  # columns; more than any table needs
@@ -42,7 +43,7 @@ def table(rows: Sequence[ReportRow], caption: str) -> Table:
     energy = [name for name in _ENERGY if any(getattr(row, name) is not None for row in rows)]
     if energy:
         caption = f"{caption}; J/token: measured, without carrier boards"
-    made = Table(title=caption, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
+    made = Table(title=plain(caption), title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
     if several:
         made.add_column("task", no_wrap=True)
     made.add_column("strategy", no_wrap=True)
@@ -55,7 +56,7 @@ def table(rows: Sequence[ReportRow], caption: str) -> Table:
     made.add_column("tokens", no_wrap=True)
     previous = None
     for row in rows:
-        cells = [row.strategy, f"{row.tokens_per_second:.2f}"]
+        cells = [plain(row.strategy), f"{row.tokens_per_second:.2f}"]
         if repeated:
             cells.append("–" if row.tokens_per_second_sd is None else f"{row.tokens_per_second_sd:.2f}")
         cells += ["–" if row.speedup is None else f"{row.speedup:.2f}×", f"{row.alt:.3f}", f"{row.alr:.2f}",
@@ -64,7 +65,7 @@ def table(rows: Sequence[ReportRow], caption: str) -> Table:
         cells += ["–" if joules is None else f"{joules:.2f}" for joules in measured]
         cells.append(_texts(row))
         if several:
-            cells.insert(0, "" if row.task == previous else row.task)
+            cells.insert(0, "" if row.task == previous else plain(row.task))
         previous = row.task
         made.add_row(*cells)
     return made

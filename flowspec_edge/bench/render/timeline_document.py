@@ -16,6 +16,8 @@ from pathlib import Path
 
 _MARK = re.compile(r"<!-- timeline (?P<what>[^>]*?) -->\n(?:```text\n.*?```\n)?", re.DOTALL)
 
+_RUN_S = 600.0  # a run takes seconds
+
 Draw = Callable[[list[str]], str]  # from the arguments of ``bench timeline`` to its output
 
 
@@ -36,7 +38,7 @@ def update_timelines(text: str, draw: Draw) -> str:
 
 def _run(given: list[str]) -> str:
     command = [sys.executable, "-m", "flowspec_edge.cli.main", "bench", "timeline", *given]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_RUN_S).stdout
 
 
 def main() -> None:

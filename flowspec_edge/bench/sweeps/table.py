@@ -11,6 +11,7 @@ from flowspec_edge.bench.render.table import timing
 from flowspec_edge.bench.results.paper_results import BandwidthCurves, DepthCells
 from flowspec_edge.bench.results.rows import ReportRow
 from flowspec_edge.bench.sweeps.sweep import UNITS, Sweep, Value, label, retained_share
+from flowspec_edge.util.terminal import plain
 
 PUBLISHED = "  published"  # a row of the paper's below one of ours
 _NOTHING = "–"
@@ -86,7 +87,7 @@ def _lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) -> Tab
     for name, rows in speeds.items():
         ours = [rows.get(value) for value in values]
         figures = [row.tokens_per_second if row else None for row in ours]
-        made.add_row(name, *map(_speed, ours), _retained(figures))
+        made.add_row(plain(name), *map(_speed, ours), _retained(figures))
         if isinstance(sweep.published, BandwidthCurves):
             curve = sweep.published.curve(name)
             theirs = [curve.get(value) if not isinstance(value, tuple) else None for value in values]

@@ -9,6 +9,7 @@ import typer
 
 from flowspec_edge.cli.common.options import Dtype, ThreadsOption, parse_counts
 from flowspec_edge.errors import UsageError
+from flowspec_edge.util.terminal import plain
 
 if TYPE_CHECKING:
     from flowspec_edge.fleet.profiling.kernels import KernelReport
@@ -74,7 +75,7 @@ def _show(report: KernelReport) -> None:
 
     console = Console()
     outputs, inputs = report.shape
-    console.print(f"A product with {outputs} x {inputs} weights on {report.name}", highlight=False)
+    console.print(f"A product with {outputs} x {inputs} weights on {plain(report.name)}", highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     table.add_column("weights")
     for rows in report.rows:

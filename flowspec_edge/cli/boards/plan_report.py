@@ -15,6 +15,7 @@ from flowspec_edge.fleet.planning.estimate import Prediction, SingleBoardEstimat
 from flowspec_edge.fleet.planning.model_size import ModelBytes
 from flowspec_edge.fleet.planning.plan_table import BoardRow
 from flowspec_edge.fleet.planning.planner import PipelinePlan
+from flowspec_edge.util.terminal import plain, printable
 
 
 @dataclass
@@ -70,7 +71,7 @@ def show(report: PlanReport) -> None:
     console, plan = Console(highlight=False), report.plan
 
     def say(text: str) -> None:
-        console.print(text, markup=False, soft_wrap=True)
+        console.print(printable(text), markup=False, soft_wrap=True)
 
     show_whole(console, _boards(report))
     for row in report.boards:
@@ -104,7 +105,8 @@ def _boards(report: PlanReport) -> Table:
             continue
         layers = f"{row.layers[0]}–{row.layers[1] - 1}" if row.layers else "draft"
         table.add_row(
-            row.role, row.name, layers, *(f"{mb:,.0f}" for mb in (row.weights_mb, row.kv_mb, row.process_mb)),
+            row.role, plain(row.name), layers,
+            *(f"{mb:,.0f}" for mb in (row.weights_mb, row.kv_mb, row.process_mb)),
             f"{row.used_mb:,.0f} / {row.usable_mb:,.0f}", f"{row.headroom_mb:,.0f}",
             "–" if row.stage_ms is None else _ms(row.stage_ms))
     return table
@@ -114,7 +116,7 @@ def _predictions(predictions: list[Prediction]) -> Table:
     table = figures_table(None, ("strategy",), ("tokens/s", "speedup", "tokens a turn"))
     for p in predictions:
         speedup = "–" if p.speedup is None else f"{p.speedup:.2f}×"
-        table.add_row(p.strategy, f"{p.tokens_per_second:.2f}", speedup, f"{p.tokens_per_turn:.3f}")
+        table.add_row(plain(p.strategy), f"{p.tokens_per_second:.2f}", speedup, f"{p.tokens_per_turn:.3f}")
     return table
 
 

@@ -6,12 +6,14 @@ from rich.console import Console
 from rich.table import Table
 
 from flowspec_edge.config import Profile
+from flowspec_edge.util.terminal import plain
 
 _CONTEXT = 1000
 
 
 def show_profile(console: Console, profile: Profile) -> None:
-    console.print(f"[bold]{profile.name}[/bold]  {profile.kind}, {profile.provenance}", highlight=False)
+    console.print(f"[bold]{plain(profile.name)}[/bold]  {profile.kind}, {profile.provenance}",
+                  highlight=False)
     console.print(profile.summary, markup=False, highlight=False)
     console.print()
     console.print(_curve(profile))
@@ -37,7 +39,7 @@ def _curve(profile: Profile) -> Table:
 def _facts(profile: Profile) -> Table:
     table = Table.grid(padding=(0, 3, 0, 0))
     for name, value in _lines(profile):
-        table.add_row(name, value)
+        table.add_row(name, plain(value))
     return table
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flowspec_edge.util.terminal import printable
+from flowspec_edge.util.terminal import plain, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,7 +38,8 @@ def figures_table(title: str | None, names: tuple[str, ...], figures: tuple[str,
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
+    table = Table(title=title and plain(title), title_justify="left", box=SIMPLE_HEAD, padding=0,
+                  show_edge=False)
     for column in (*names, *figures):
         table.add_column(column, justify="right" if column in figures else "left", no_wrap=True)
     return table

@@ -22,6 +22,7 @@ Clock = Literal["wall", "virtual"]
 Dtype = Literal["fp32", "bf16", "fp16"]
 DtypeChoice = Literal["auto", "fp32", "bf16", "fp16"]
 MOST_STAGES = 256
+MOST_AT_ONCE = 1024  # requests that share the stages
 MOST_TOKENS = 1 << 24
 MOST_REPEATS = 1_000_000  # of anything that is measured, drawn or printed
 MOST_SECONDS = 1e7

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flowspec_edge.cli.common.options import MOST_REPEATS
 from flowspec_edge.errors import FlowspecError, UsageError
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ def logs(
         show_default=False)] = None,
     cluster: ClusterOption = CLUSTER,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines as they come.")] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="The number of last lines.")] = 50,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, max=MOST_REPEATS,
+                                      help="The number of last lines.")] = 50,
 ) -> None:
     """Show a service's journal.
 

@@ -15,6 +15,7 @@ from flowspec_edge.cli.common.options import MOST_STAGES, MOST_TOKENS, parse_cou
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.manifest import DRAFT, ComputeDtype, Manifest, QuantKind, ShardDtype
 from flowspec_edge.util.bounded_read import read_json
+from flowspec_edge.util.terminal import plain
 
 if TYPE_CHECKING:
     from flowspec_edge.sharding.plan import ShardingPlan
@@ -211,16 +212,17 @@ def _print_table(manifest: Manifest, rows: list[dict[str, Any]], context: int) -
 
     how = manifest.quantisation
     kind = f"{how.kind} in groups of {how.group}" if how else manifest.dtype
-    table = Table(title=f"{manifest.source.name}: {manifest.model_type}, {manifest.layers} layers of width "
-                        f"{manifest.hidden_width}, {kind}, computing in {manifest.compute_dtype}; "
-                        f"caches of {context} rows; sizes in MB", title_justify="left")
+    about = (f"{manifest.source.name}: {manifest.model_type}, {manifest.layers} layers of width "
+             f"{manifest.hidden_width}, {kind}, computing in {manifest.compute_dtype}; caches of {context} "
+             "rows; sizes in MB")
+    table = Table(title=plain(about), title_justify="left")
     table.add_column("part", no_wrap=True)
     for heading in ("layers", "parameters", "on disk", "weights", "cache", "in memory"):
         table.add_column(heading, justify="right")
     for row in rows:
         layers = f"{row['layers'][0]}–{row['layers'][1] - 1}" if row["layers"] else "–"
         sizes = [f"{row[f'{what}_bytes'] / 1e6:,.1f}" for what in ("disk", "weight", "cache", "memory")]
-        table.add_row(row["part"] + ("" if row["here"] else " (not here)"), layers,
+        table.add_row(plain(row["part"]) + ("" if row["here"] else " (not here)"), layers,
                       f"{row['parameters'] / 1e6:,.1f} M", *sizes)
     Console().print(table)
     if how and how.kept:

@@ -11,6 +11,10 @@ import typer
 from flowspec_edge.cli.common.clusters import choose_clock, open_boards, open_processes
 from flowspec_edge.cli.common.defaults import device_of, dtype_of, stages_of
 from flowspec_edge.cli.common.options import (
+    MOST_AT_ONCE,
+    MOST_REPEATS,
+    MOST_SECONDS,
+    MOST_TOKENS,
     BoardModelOption,
     ChatTemplateOption,
     DeviceOption,
@@ -19,6 +23,7 @@ from flowspec_edge.cli.common.options import (
     LogJsonOption,
     ModelOption,
     StagesOption,
+    not_nan,
     with_dataclasses,
 )
 from flowspec_edge.cli.common.workload import require_runnable
@@ -60,22 +65,24 @@ def serve(
         "--api-key", envvar="FLOWSPEC_API_KEY", metavar="KEY", show_default=False,
         help="The key that clients must send; other users cannot see it in the environment.")] = None,
     queue: Annotated[int, typer.Option(
-        "--queue", min=0, help="Requests that may wait; more are refused with 429.")] = 16,
+        "--queue", min=0, max=MOST_REPEATS, help="Requests that may wait; more are refused with 429.")] = 16,
     at_once: Annotated[int, typer.Option(
-        "--at-once", min=0, show_default=False,
+        "--at-once", min=0, max=MOST_AT_ONCE, show_default=False,
         help="Requests that share the stages; 0: the number of stages, at least 2.")] = 0,
     context: Annotated[int, typer.Option(
-        "--context", min=1, metavar="N", help=(
+        "--context", min=1, max=MOST_TOKENS, metavar="N", help=(
             "Tokens of all requests together, cached prefixes included, that the caches hold; as in "
             "flowspec plan --context N --at-once M."))] = 4096,
     answer_tokens: Annotated[int, typer.Option(
-        "--answer-tokens", min=1, help="Most tokens of an answer in a chat without a limit.")] = 1024,
+        "--answer-tokens", min=1, max=MOST_TOKENS,
+        help="Most tokens of an answer in a chat without a limit.")] = 1024,
     ready_within: Annotated[float, typer.Option(
-        "--ready-within", min=1, help="/ready needs a token in the last S seconds; an idle cluster generates "
-                                      "one twice as often.", metavar="S")] = 60.0,
+        "--ready-within", min=1, max=MOST_SECONDS, callback=not_nan, metavar="S",
+        help="/ready needs a token in the last S seconds; an idle cluster generates one twice as often."
+        )] = 60.0,
     rejoin_within: Annotated[float, typer.Option(
-        "--rejoin-within", min=0, metavar="S", help="Seconds for a lost stage to rejoin before open requests "
-                                                    "fail; 0: they fail at once.")] = 60.0,
+        "--rejoin-within", min=0, max=MOST_SECONDS, callback=not_nan, metavar="S",
+        help="Seconds for a lost stage to rejoin before open requests fail; 0: they fail at once.")] = 60.0,
     emulate: EmulateOption = None,
     log_json: LogJsonOption = False,
     *,

@@ -45,6 +45,7 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.params import Params
+from flowspec_edge.util.terminal import printable
 
 _SET: dict[Axis, tuple[str, ...]] = {"bandwidth": (), "latency": (), "stages": ("stages",),
                                      "segment": ("segment",), "depth": ("depth", "expand_depth")}
@@ -109,10 +110,10 @@ def run_sweep(request: SweepRequest, options: BenchOptions, sampling: Sampling, 
     console = Console()
     say = partial(console.print, soft_wrap=True, highlight=False, markup=False)
     for caption, made in tables(sweep):
-        say(caption)
+        say(printable(caption))
         show(console, made)
     for line in notes(sweep):
-        say(line)
+        say(printable(line))
     if figure is not None:
         plot_sweep(sweep, figure)
     fail_if_different([f"at {label(value, UNITS[sweep.axis])}: {difference}"

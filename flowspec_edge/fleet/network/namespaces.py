@@ -120,7 +120,7 @@ class NetnsTestbed:
                 holder.wait(_GRACE_S)
             except subprocess.TimeoutExpired:  # a fork of this process may hold the pipe
                 holder.kill()
-                holder.wait()
+                holder.wait()  # no deadline: SIGKILL ends it
         self._holders = []
 
     def __enter__(self) -> NetnsTestbed:
@@ -186,7 +186,7 @@ def _held_namespace() -> subprocess.Popen[bytes]:
     assert holder.stdout is not None
     # No deadline: unshare is one call to the kernel, which the shell's line or the end of its stdout follows.
     if not holder.stdout.read(1):  # it writes once it is inside
-        holder.communicate()
+        holder.communicate()  # its stdout has ended, and it ends at the end of its stdin
         raise FlowspecError(f"unshare could not create a network namespace (exit code {holder.returncode})")
     return holder
 

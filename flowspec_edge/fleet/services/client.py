@@ -134,4 +134,4 @@ class _Connection(HTTPConnection):
                 self._client.wait(3)
             if self._client.poll() is None:
                 self._client.kill()
-                self._client.wait()
+                self._client.wait()  # no deadline: SIGKILL ends it

@@ -187,7 +187,7 @@ class _Connection:
             self._client.wait(_GRACE_S)
         except subprocess.TimeoutExpired:
             self._client.kill()
-            self._client.wait()
+            self._client.wait()  # no deadline: SIGKILL ends it
         for file in (self._client.stdout, self._out, self._stderr):
             file.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -16,6 +17,8 @@ from flowspec_edge.runtime.observe.counters import HeartbeatCounters
 from flowspec_edge.runtime.observe.power_rails import Rail, read_watts, system_root, total_rails
 from flowspec_edge.util import procfs
 from flowspec_edge.util.jetson import power_rails
+
+log = logging.getLogger(__name__)
 
 _PERIOD_S = 0.1  # between samples; a read over I2C takes about a millisecond
 _STALE_S = 1.0  # the age at which a sample is too old
@@ -123,7 +126,8 @@ class SessionEnergy:
     equally by the open ones, and time without sessions is idle.
 
     The shares add up to the energy used while any session was open. So do their times, which give the energy
-    above idle. Without a meter all results are empty.
+    above idle. Without a meter all results are empty; a meter that raises is not used any more, since figures
+    must not end a request.
     """
 
     def __init__(self, meter: PowerMeter | None, clock: Callable[[], float] = time.monotonic,
@@ -161,7 +165,7 @@ class SessionEnergy:
         share = self._shares.pop(session, None)
         if not self._shares:
             self._quiet_from = self._clock() + self._settle_s
-        reading = self._meter.read() if self._meter else {}
+        reading = self._reading()
         if share is None or not reading or not share.seconds or math.isnan(share.joules):
             return {}
         energy = {"session_j": max(0.0, share.joules), "board": reading["board"]}
@@ -179,7 +183,11 @@ class SessionEnergy:
         if self._meter is None:
             return
         now = self._clock()
-        joules = self._meter.joules_at(now)
+        try:
+            joules = self._meter.joules_at(now)
+        except Exception:
+            joules = None
+            self._give_up()
         if joules is None:
             self._updated = None
             for share in self._shares.values():
@@ -196,6 +204,17 @@ class SessionEnergy:
         elif since >= self._quiet_from:
             self._idle.add(used, seconds)
 
+    def _reading(self) -> HeartbeatCounters:
+        try:
+            return self._meter.read() if self._meter else {}
+        except Exception:
+            self._give_up()
+            return {}
+
+    def _give_up(self) -> None:
+        log.exception("a fault of this program: energy is not measured any more")
+        self._meter = None
+
     def skip(self) -> None:
         """Do not count the time since the last update as idle."""
         if not self._shares:
@@ -208,7 +227,7 @@ def cluster_energy(processes: Iterable[HeartbeatCounters]) -> tuple[float | None
     each board counts once. None if a board is missing: such a sum could not be compared."""
     boards: dict[float, HeartbeatCounters] = {}
     for energy in processes:
-        if "session_j" not in energy:
+        if not {"session_j", "board"} <= energy.keys():
             return None, None
         boards.setdefault(energy["board"], energy)
     above = [energy.get("session_above_idle_j") for energy in boards.values()]

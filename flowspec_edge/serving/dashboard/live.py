@@ -77,7 +77,7 @@ class Viewer:
         self._some.set()
 
     async def take(self) -> bytes:
-        """Wait for an event; return all queued ones, concatenated."""
+        """Wait for an event, until cancelled; return all queued ones, concatenated."""
         await self._some.wait()
         self._some.clear()
         data = b"".join(data for _, data in self._waiting)

@@ -125,7 +125,7 @@ class _WorkerThread:
 
 
 def _serve(queue: SimpleQueue[_Item | None]) -> None:
-    while (item := queue.get()) is not None:
+    while (item := queue.get()) is not None:  # no deadline: it comes when the engine is collected
         work, future = item
         try:
             future.set_result(work())

@@ -65,7 +65,7 @@ class GlooGroup:
         self.bytes_sent += 2 * (self.size - 1) * x.nbytes // self.size
         mine = x.cpu().contiguous()
         try:
-            self._connected().allreduce([mine]).wait()
+            self._connected().allreduce([mine]).wait()  # ends after the group's timeout
         except RuntimeError as error:
             raise _lost(self, error) from error
         return mine.to(x.device)
@@ -105,7 +105,7 @@ class _Shift:
     def wait(self) -> Tensor:
         try:
             for work in self.works:
-                work.wait()
+                work.wait()  # ends after the group's timeout
         except RuntimeError as error:
             raise _lost(self.group, error) from error
         return self.incoming.to(self.device)

@@ -27,6 +27,17 @@ def test_no_figure_is_truncated_in_a_narrow_terminal() -> None:
         assert figure in row.split()
 
 
+def test_names_of_files_are_shown_as_they_are_and_do_nothing_to_the_terminal() -> None:
+    row = report(["chunk_pp"], ["qa"], [0.0]).rows[0]
+    rows = [replace(row, strategy="[red]mine[/red]", task="a\x1b]0;title\x07"), replace(row, task="[/b]")]
+    file = io.StringIO()
+    console = Console(file=file, width=200, force_terminal=True, color_system=None)
+    show(console, table(rows, "under [/x] \x9b"))
+    for shown in ("[red]mine[/red]", r"a\x1b]0;title\x07", "[/b]", r"under [/x] \x9b"):
+        assert shown in file.getvalue()
+    assert not {"\x07", "\x9b"} & {*file.getvalue()}
+
+
 def test_joules_have_columns_if_measured() -> None:
     plain = report(["chunk_pp", "flowspec"], ["qa"], [0.0]).rows
 

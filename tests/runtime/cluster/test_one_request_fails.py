@@ -16,6 +16,7 @@ from tiny_dir import tiny_model_dir
 from flowspec_edge.errors import PeerLost
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.observe.power import PowerMeter
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request, RequestHandle
 
@@ -59,6 +60,21 @@ def test_an_exception_ends_one_request_and_the_others_go_on(
     assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError]
     monkeypatch.undo()
     assert cluster.generate(REQUESTS[1]).tokens == expected[1]
+
+
+@pytest.mark.parametrize("where", ["joules_at", "read"])
+def test_a_fault_of_the_power_meter_costs_the_figures_alone(
+        cluster: ProcessCluster, expected: list[list[int]], where: str, monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture) -> None:
+    def broken(meter: PowerMeter, *arguments: object) -> float:
+        raise ZeroDivisionError("a fault")
+
+    monkeypatch.setattr(PowerMeter, where, broken)
+    monkeypatch.setattr(cluster._energy, "_meter", PowerMeter((), 1.0))
+    results = cluster.generate_many(REQUESTS)
+    assert [result.tokens for result in results] == expected
+    assert {result.stats.energy_j for result in results} == {None}
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError]
 
 
 def test_each_request_has_its_own_exception(cluster: ProcessCluster) -> None:

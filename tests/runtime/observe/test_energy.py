@@ -177,11 +177,12 @@ def test_without_a_meter_nothing_is_told() -> None:
     ([(1.0, 10.0, 4.0), (1.0, 11.0, 5.0), (2.0, 20.0, 6.0), (2.0, 1.0, 1.0)], (30.0, 10.0)),
     ([(1.0, 10.0, 4.0), (2.0, 20.0, None)], (30.0, None)),
     ([(1.0, 10.0, 4.0), None], (None, None)),
+    ([(1.0, 10.0, 4.0), (None, 20.0, 6.0)], (None, None)),
 ])
-def test_a_cluster_is_the_sum_of_its_boards(told: list[tuple[float, float, float | None] | None],
+def test_a_cluster_is_the_sum_of_its_boards(told: list[tuple[float | None, float, float | None] | None],
                                             whole: tuple[float | None, float | None]) -> None:
     processes = [{} if one is None else
-                 {"board": one[0], "session_j": one[1],
+                 {**({} if one[0] is None else {"board": one[0]}), "session_j": one[1],
                   **({} if one[2] is None else {"session_above_idle_j": one[2]})} for one in told]
     assert cluster_energy(processes) == whole
 
