@@ -44,17 +44,22 @@ class Holdings:
     descriptors: int
     files: int  # below its TMPDIR; a killed fork server's socket stays until the end
     draft_mib: float  # resident, of the draft device
+    stage_mib: float  # resident, of the largest other process
 
     def growth(self, before: Holdings) -> dict[str, float]:
         return {name: round(value - getattr(before, name), 1) for name, value in vars(self).items()}
 
 
 def holdings(draft: int, pids: Iterable[int], temporary: Path) -> Holdings:
+    pids = set(pids)
     found = [Path(f"/proc/{pid}") for pid in pids]
-    status = Path(f"/proc/{draft}/status").read_text()
-    resident = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:"))
     return Holdings(
         processes=len(found), threads=sum(len([*(one / "task").iterdir()]) for one in found),
         descriptors=sum(len([*(one / "fd").iterdir()]) for one in found),
         files=sum(not file.name.startswith("listener-") for file in temporary.rglob("*")),
-        draft_mib=resident / 1024)
+        draft_mib=_resident_mib(draft), stage_mib=max(map(_resident_mib, pids - {draft})))
+
+
+def _resident_mib(pid: int) -> float:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:")) / 1024

@@ -18,7 +18,8 @@ class Report:
     answers     that were compared, by strategy, temperature and transport
     refusals    errors that told a client to try again
     violations  what must not happen
-    growth      of what a server at rest holds, by server
+    held        what a server at rest holds at its end, by server
+    growth      the same, minus what it held after its first faults
     """
 
     seed: int
@@ -27,6 +28,7 @@ class Report:
     refusals: Counter[str] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)
     growth: dict[str, dict[str, float]] = field(default_factory=dict)
+    held: dict[str, dict[str, float]] = field(default_factory=dict)
     longest_s: float = 0.0
 
     def recovered(self, kind: str, seconds: float) -> None:
@@ -45,7 +47,7 @@ class Report:
         return {"seed": self.seed, "faults": self.faults, "answers": sum(self.answers.values()),
                 "recovery": self.table(), "longest_request_s": round(self.longest_s, 2),
                 "answers_by_kind": dict(sorted(self.answers.items())),
-                "refusals": dict(self.refusals.most_common()), "growth": self.growth,
+                "refusals": dict(self.refusals.most_common()), "held": self.held, "growth": self.growth,
                 "violations": self.violations}
 
     def text(self) -> str:
@@ -55,6 +57,10 @@ class Report:
         lines += [f"{self.faults} faults, {sum(self.answers.values())} answers compared, longest request "
                   f"{self.longest_s:.1f} s, {sum(self.refusals.values())} tries repeated, "
                   f"{len(self.violations)} violations"]
+        for server, grown in self.growth.items():
+            held = ", ".join(f"{name} {self.held[server][name]:.4g} ({more:+g})"
+                             for name, more in grown.items())
+            lines.append(f"{server} at its end, and more than after its first faults: {held}")
         return "\n".join([*lines, *self.violations])
 
     def write(self, path: Path) -> None:

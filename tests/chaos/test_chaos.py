@@ -70,9 +70,9 @@ def test_another_answer_than_plain_decodings_is_told(tokens: list[int], text: st
 
 
 def test_what_a_server_gained_is_told() -> None:
-    before = Holdings(7, 20, 156, 12, 400.0)
-    assert replace(before, descriptors=159).growth(before) == {
-        "processes": 0, "threads": 0, "descriptors": 3, "files": 0, "draft_mib": 0}
+    before = Holdings(7, 20, 156, 12, 400.0, 300.0)
+    assert replace(before, descriptors=159, stage_mib=352.5).growth(before) == {
+        "processes": 0, "threads": 0, "descriptors": 3, "files": 0, "draft_mib": 0, "stage_mib": 52.5}
 
 
 def test_faults_of_every_kind(short_tmp_path: Path) -> None:
