@@ -144,7 +144,7 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
 
 def survives(trial: Trial, command: str, step: Step, fault: str, when: str, reboots: int | None = None
              ) -> None:
-    """The fault comes about while that step is held, a board ``reboots``, and a release answers; then the same
+    """The fault comes about while that step is held; a board ``reboots``; a release answers; then the same
     command runs again."""
     print(f"\n{command}: {fault} {when} {step.name!r} on board {step.board}", flush=True)
     begun = time.monotonic()
