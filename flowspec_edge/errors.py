@@ -37,5 +37,20 @@ class RequestFailed(FlowspecError):
     """One request cannot be completed; the cluster goes on with the others."""
 
 
+class KeyRefused(FlowspecError):
+    """The peer of the link ``link`` does not admit this device's key."""
+
+    def __init__(self, link: str, text: str) -> None:
+        super().__init__(text)
+        self.link = link
+
+
+class OtherRelease(FlowspecError):
+    """The draft device belongs to another release than this stage; flowspec-verify@.service knows the exit
+    code."""
+
+    exit_code = 75
+
+
 class PeerLost(FlowspecError):
     """A device stopped answering, or reported that it failed."""

@@ -220,9 +220,14 @@ class Shutdown:
     reason: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """D0 → a stage whose key it admits under another instance id: the stage belongs to another release."""
+
+
 Message = (
     Open | Close | Segment | Output | Tap | Prune | Cancel | Credit | Computed | Hello | Heartbeat
-    | SessionReport | Failed | Shutdown
+    | SessionReport | Failed | Shutdown | Refusal
 )
 
 

@@ -68,7 +68,18 @@ class Bench:
                                              f"units/{paths.VERIFY_UNIT}": unit})
 
     def run(self, phase: Phase, *boards: BoardState, dry_run: bool = False) -> list[BoardOutcome]:
-        """Carry out a phase, by default on both boards with the first release."""
+        """Carry out a phase, by default on both boards with the first release; "activate": with what comes
+        before and after it."""
+        if phase == "activate":
+            switched, outcomes, settled = (
+                self._run(each, *boards, dry_run=dry_run) for each in ("switch", "activate", "settle"))
+            for before, outcome, after in zip(switched, outcomes, settled, strict=True):
+                outcome.steps[:] = [*before.steps, *outcome.steps, *after.steps]
+                outcome.error = before.error or outcome.error or after.error
+            return outcomes
+        return self._run(phase, *boards, dry_run=dry_run)
+
+    def _run(self, phase: Phase, *boards: BoardState, dry_run: bool) -> list[BoardOutcome]:
         states = boards or tuple(self.state(place) for place in PLACES)
         job = json.dumps([phase, dry_run, str(self.cluster), [dataclasses.asdict(board) for board in states]])
         done = self.fleet.run([sys.executable, "-c", _RUN, job], PATIENCE)

@@ -4,6 +4,7 @@
     /opt/flowspec/venvs/DIGEST/     an environment, by its contents; releases may share one
     /opt/flowspec/wheels/           the wheels of the newest environment
     /opt/flowspec/current           → the running release; previous → the release before
+    /opt/flowspec/unsettled         on a stage, while a rollout is unfinished (flowspec-verify@.service)
     /var/lib/flowspec/models/ID/    a sharded model's manifest.json and this board's part
     /etc/flowspec/board.key         this board's CURVE key pair, which never leaves it
 """
@@ -16,6 +17,7 @@ VENVS = f"{HOME}/venvs"
 WHEELS = f"{HOME}/wheels"
 CURRENT = f"{HOME}/current"
 PREVIOUS = f"{HOME}/previous"
+UNSETTLED = f"{HOME}/unsettled"
 PYTHON = f"{CURRENT}/venv/bin/python"
 STATE = "/var/lib/flowspec"
 MODELS = f"{STATE}/models"

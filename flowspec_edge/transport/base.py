@@ -38,10 +38,14 @@ class ClientLink(Link, Protocol):
     """The connecting end."""
 
     def disconnected_for(self) -> float:
-        """Seconds without a connection; 0 while connected.  FlowspecError if the peer refuses our key."""
+        """Seconds without a connection; 0 while connected.  KeyRefused if the peer refuses our key."""
 
     def disconnects(self) -> int:
         """How often the connection broke; messages may have been lost each time."""
+
+    def failed_handshakes(self) -> int:
+        """Since the last connection: attempts at which the peer answered, but its key is not the expected
+        one, or it left."""
 
 
 class Hub(Protocol):

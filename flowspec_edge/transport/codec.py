@@ -73,6 +73,7 @@ FIELDS: dict[type, dict[str, Field]] = {
     m.SessionReport: {**_STAGE, "session": Int(), "counters": FloatMap()},
     m.Failed: {**_STAGE, "cause": Text()},
     m.Shutdown: {"reason": Text()},
+    m.Refusal: {},
 }
 
 

@@ -75,6 +75,17 @@ def load(path: Path) -> KeyPair:
     return keys
 
 
+def own_file(path: Path, public: str) -> Path:
+    """The file of the pair with this public key: ``path``, or ``PATH-before``, since a rotation that has not
+    ended leaves two pairs; ``path`` if ``public`` is empty.  Raises as ``load``."""
+    before = path.with_name(f"{path.name}-before")
+    if not public or load(path).public.decode() == public:
+        return path
+    if before.is_file() and before.stat().st_size > 1 and load(before).public.decode() == public:
+        return before
+    raise FlowspecError(f"{path} is not the key pair of this release: flowspec deploy up")
+
+
 def parse_public(text: str) -> bytes:
     """UsageError if ``text`` is not 40 characters of Z85."""
     key = _z85(text)

@@ -152,6 +152,9 @@ class MemoryLink(_End):
             return 0.0
         return time.monotonic() - (box.closed_at or self._made_at)
 
+    def failed_handshakes(self) -> int:
+        return 0
+
     def disconnects(self) -> int:
         return int(self._outbox is not None and self._outbox.closed_at is not None)
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import TypeVar, cast
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from flowspec_edge.errors import FlowspecError, PeerLost, ProtocolError, UsageError
-from flowspec_edge.messages import Message
+from flowspec_edge.errors import FlowspecError, KeyRefused, PeerLost, ProtocolError, UsageError
+from flowspec_edge.messages import Message, Refusal
 from flowspec_edge.transport.base import NO_PEERS, Hub, Link
 from flowspec_edge.transport.bind_check import unencrypted_bind_problem
 from flowspec_edge.transport.codec import MAX_FRAMES, decode
@@ -25,7 +26,7 @@ from flowspec_edge.transport.keys import KeyPair
 from flowspec_edge.transport.zmq_endpoint import NOBLOCK, POLLIN, POLLOUT, SHOWN, Endpoint, Tuning
 
 _EVENTS = (zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-           | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+           | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 
 E = TypeVar("E", bound=Endpoint)
 
@@ -56,6 +57,7 @@ class ZmqClientLink(ZmqLink):
         self._monitor = socket.get_monitor_socket(_EVENTS)
         self._disconnected_at: float | None = time.monotonic()
         self._disconnects = 0
+        self._failed_handshakes = 0
 
     def disconnected_for(self) -> float:
         self._watch()
@@ -64,6 +66,10 @@ class ZmqClientLink(ZmqLink):
     def disconnects(self) -> int:
         self._watch()
         return self._disconnects
+
+    def failed_handshakes(self) -> int:
+        self._watch()
+        return self._failed_handshakes
 
     def close(self) -> None:
         if not self.socket.closed:
@@ -79,20 +85,23 @@ class ZmqClientLink(ZmqLink):
                 return
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._disconnected_at = None
+                self._failed_handshakes = 0
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:  # such as with a peer that has another key
+                self._failed_handshakes += 1
             elif event == zmq.EVENT_DISCONNECTED:
                 if self._disconnected_at is None:
                     self._disconnected_at = time.monotonic()
                     self._disconnects += 1
             else:
-                raise FlowspecError(f"{self.name}: {self._address} refuses this device's key; "
-                                    "enrol the key there, or check that both sides use encryption")
+                raise KeyRefused(self.name, f"{self.name}: {self._address} refuses this device's key; enrol "
+                                            "the key there, or check that both sides use encryption")
 
 
 class ZmqHub(Endpoint):
     """A ROUTER socket; routing ids identify its DEALER peers.
 
     ``peer_keys``: the key that belongs to each routing id; of a message with another key only the key is
-    proven, so the message is dropped.
+    proven, so the message is dropped; an unknown id is answered with a Refusal.
     """
 
     peer_keys: Mapping[str, bytes] = NO_PEERS
@@ -127,6 +136,9 @@ class ZmqHub(Endpoint):
         own = self.peer_keys.get(peer, b"").decode()
         if own != self._key:
             self._drop(f"its sender calls itself {peer[:SHOWN]!r}, but has the key {self._key}")
+            if peer not in self.peer_keys:
+                with suppress(PeerLost):
+                    self.send(peer, Refusal())
             return None
         return frames
 

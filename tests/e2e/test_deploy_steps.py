@@ -123,7 +123,8 @@ def test_an_upgrade_restarts_what_it_concerns(running: Bench) -> None:
     assert running.well("release", second, running.state(2)) == [1, 0]
     assert running.says(1) == "stage 1 of first"  # which a release alone does not touch
     (outcome, untouched) = running.run("activate", second, running.state(2))
-    assert [step.name for step in outcome.steps if step.changed] == ["units", "current release", "running"]
+    assert [step.name for step in outcome.steps if step.changed] == [
+        "units", "current release", "running", "settled"]
     assert (untouched.changes, running.pid(2)) == (0, other)
     assert running.says(1) == "stage 1 of second"
     links = fleet.shell(1, f"readlink {paths.CURRENT} {paths.PREVIOUS}").split()
@@ -154,7 +155,7 @@ def test_a_board_with_another_role_forgets_the_one_before(running: Bench) -> Non
     moved = running.state(1, stage=7)
     (outcome,) = running.run("activate", moved)
     assert [step.name for step in outcome.steps if step.changed] == [
-        "units of another role", "enabled at boot", "running"]
+        "enabled at boot", "units of another role", "running"]
     wants = running.fleet.shell(1, f"ls {paths.UNITS}/multi-user.target.wants | grep flowspec; "
                                    "systemctl list-units --plain --no-legend 'flowspec-*' | cut -d' ' -f1")
     assert wants.split() == [paths.verify_unit(7)] * 2

@@ -35,6 +35,12 @@ SOME_FAULTS = {"up": FAULTS, "rollback": FAULTS[:2], "rotate": FAULTS[1:4]}
 USUAL = {("up", 1), ("rollback", 0)}
 SOME = [pytest.param(command, place, marks=[] if (command, place) in USUAL else pytest.mark.soak)
         for command, faults in SOME_FAULTS.items() for place in range(len(faults))]
+# The control host dies once a board has ended a step, and another board reboots then: (command, board, step,
+# the board that reboots).  Some boards have switched to the release, others have not, or not restarted.
+KILLED = (("up", DRAFT, "restarting", None), ("up", STAGE, "current release", STAGE),
+          ("up", DRAFT, "current release", DRAFT), ("rollback", STAGE, "current release", STAGE),
+          ("rollback", DRAFT, "restarting", None), ("rotate", STAGE, "current release", STAGE),
+          ("rotate", DRAFT, "restarting", STAGE))
 COMMANDS = {"up": ("deploy", "up"), "rollback": ("deploy", "rollback"), "rotate": ("keys", "rotate")}
 # (what a board ran, the command and the pattern that hold it there)
 _STEPS = (
@@ -136,8 +142,10 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
         yield trial
 
 
-def survives(trial: Trial, command: str, step: Step, fault: str, when: str) -> None:
-    """The fault comes about while that step is held; then the same command runs again."""
+def survives(trial: Trial, command: str, step: Step, fault: str, when: str, reboots: int | None = None
+             ) -> None:
+    """The fault comes about while that step is held; a board ``reboots``; a release answers; then the same
+    command runs again."""
     print(f"\n{command}: {fault} {when} {step.name!r} on board {step.board}", flush=True)
     begun = time.monotonic()
     fleet, board = trial.fleet, step.board
@@ -167,14 +175,11 @@ def survives(trial: Trial, command: str, step: Step, fault: str, when: str) -> N
         assert not running.returncode or fleet.name(board) in said + complaint, said + complaint
     boards = json.loads(said)["boards"] if said else []
     print(running.returncode, complaint, *(board.get("error") for board in boards))
-    # The command itself goes back, unless it has ended or the board is out of its reach; a rollback does not.
-    may_differ = command == "rollback" or fault in ("control host killed", "link down")
+    if reboots is not None:
+        fleet.reboot(reboots)
     deadline = time.monotonic() + PATIENCE
     while not trial.answers():
         status = trial.cluster.deploy("status")
-        if may_differ and status["release"] is None:
-            print(status["reason"])
-            break
         assert time.monotonic() < deadline, (trial.said, status)
     print(f"{time.monotonic() - begun:.0f} s until it answers", flush=True)
     if fault == "disk full":
@@ -189,6 +194,14 @@ def test_some_faults(trial: Trial, command: str, place: int) -> None:
     faults, steps = SOME_FAULTS[command], trial.seen(command)
     step = steps[min(place * len(steps) // len(faults) + 1, len(steps) - 1)]
     survives(trial, command, step, faults[place], ("before", "after")[place % 2])
+
+
+@pytest.mark.parametrize(("command", "board", "name", "reboots"), [
+    pytest.param(*case, marks=[] if place < 2 else pytest.mark.soak) for place, case in enumerate(KILLED)])
+def test_the_control_host_dies_between_two_boards(trial: Trial, command: str, board: int, name: str,
+                                                  reboots: int | None) -> None:
+    [step] = [step for step in trial.seen(command) if (step.board, step.name) == (board, name)]
+    survives(trial, command, step, "control host killed", "after", reboots)
 
 
 @pytest.mark.soak

@@ -19,7 +19,7 @@ MESSAGES: list[m.Message] = [
     m.Output(1, 0, 2, N, HIDDEN), m.Tap(1, 0, 2, 6, N, HIDDEN), m.Prune(1, 0, 0, 4, 900, N + 5),
     m.Cancel(1, 0, (4, 5)), m.Computed(1, 0, 2, 3, 4, 5, 6, 7), m.Hello("v1", 1, 4, (0, 8), "digest"),
     m.Heartbeat("v1", 1, {"rows": 1.0, "wait_s": float("nan")}), m.SessionReport("v1", 1, 2, {"rows": 3.0}),
-    m.Failed("v1", 1, "cause"), m.Shutdown("reason"),
+    m.Failed("v1", 1, "cause"), m.Shutdown("reason"), m.Refusal(),
 ]
 
 

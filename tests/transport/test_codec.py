@@ -76,7 +76,7 @@ messages = st.one_of(
               st.integers(-1, 99)),
     st.builds(m.Heartbeat, texts, ints, counters, st.booleans()),
     st.builds(m.SessionReport, texts, ints, ints, counters),
-    st.builds(m.Failed, texts, ints, texts), st.builds(m.Shutdown, texts),
+    st.builds(m.Failed, texts, ints, texts), st.builds(m.Shutdown, texts), st.builds(m.Refusal),
 )
 
 

@@ -70,3 +70,19 @@ def test_halves_of_two_pairs_are_found_out(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"none\.json"):
         keys.load(tmp_path / "none.json")
+
+
+def test_a_release_names_the_pair_that_it_needs(tmp_path: Path) -> None:
+    """A service's credentials: the pair, and the one before a rotation, which is empty without one."""
+    path, before = tmp_path / "curve", tmp_path / "curve-before"
+    new, old = keys.generate(), keys.generate()
+    keys.save(new, path)
+    assert keys.own_file(path, "") == keys.own_file(path, new.public.decode()) == path
+    for without in (None, "\n"):
+        if without:
+            before.write_text(without)
+        with pytest.raises(FlowspecError, match="is not the key pair of this release: flowspec deploy up"):
+            keys.own_file(path, old.public.decode())
+    keys.save(old, before, replace=True)
+    assert keys.own_file(path, old.public.decode()) == before
+    assert keys.own_file(path, new.public.decode()) == path

@@ -74,18 +74,20 @@ def rotate(
     from flowspec_edge.fleet.inventory import load_inventory
     from flowspec_edge.fleet.remote.ssh import python_for
     from flowspec_edge.fleet.services.keys import is_half_rotated, rotate_keys
-    from flowspec_edge.fleet.services.status import control, look
+    from flowspec_edge.fleet.services.status import look
 
     deployment = resolve_deployment(load_inventory(cluster), cluster)
     inventory = deployment.decided
     pythons = {device.name: python_for(inventory, device) for device in deployment.boards}
     status = look(inventory)
     is_ready = status.release is not None and status.ready
-    if not is_ready and not is_half_rotated(inventory, deployment.boards, pythons):
+    is_half = is_half_rotated(inventory, deployment.boards, pythons)
+    if not is_ready and not is_half:
         raise FlowspecError("keys can be rotated while the cluster is ready, and it is not: see flowspec "
                             "deploy status")
     with watch_rollout(as_json) as watch:
-        if not is_ready and not (report := Rollout(deployment, watch).up()).ok:
+        # Else the running release's keys might be neither the new ones nor those before.
+        if is_half and not (report := Rollout(deployment, watch).up()).ok:
             raise FlowspecError("; ".join(report.failures))
         rollout = Rollout(deployment, watch)
 
@@ -94,9 +96,9 @@ def rotate(
             if not report.ok:
                 raise FlowspecError("; ".join(report.failures))
 
-        def restore() -> None:
-            if rollout.take_back()[0] is None:
-                control(inventory, "restart")
+        def restore() -> bool:
+            release, left = rollout.take_back()
+            return release is not None or not left
 
         publics = rotate_keys(inventory, deployment.boards, pythons, deployment.keys, apply, restore)
     if as_json:

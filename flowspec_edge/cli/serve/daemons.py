@@ -14,7 +14,7 @@ from flowspec_edge.cli.common.options import LogJsonOption
 from flowspec_edge.cli.common.workload import require_runnable
 from flowspec_edge.cli.serve.service import Service
 from flowspec_edge.config import load_toml
-from flowspec_edge.errors import UsageError
+from flowspec_edge.errors import OtherRelease, UsageError
 from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.runtime.draft_device.config import DraftConfig
 from flowspec_edge.runtime.worker.sd_notify import Notifier
@@ -46,10 +46,13 @@ def worker(
       flowspec worker --config /opt/flowspec/current/etc/verify-1.toml
     """
     from flowspec_edge.runtime.worker.process import serve
-    from flowspec_edge.runtime.worker.sd_notify import Notifier
+    from flowspec_edge.runtime.worker.release_link import ReleaseLink
 
     changes = {"key_file": str(key_file)} if key_file else {}
-    raise typer.Exit(serve(config, verbose, changes, Notifier(os.environ)))
+    release = ReleaseLink(config)
+    code = serve(config, verbose, changes, Notifier(os.environ), release=release)
+    # The unit takes the previous release for that code; where `current` has moved, a restart is enough.
+    raise typer.Exit(1 if code == OtherRelease.exit_code and release.moved else code)
 
 
 def draft(
@@ -74,7 +77,10 @@ def draft(
         if not settings.key_file:
             raise UsageError(f"{config} has no key_file, so its links are not encrypted: leave out "
                              "--key-file")
-        settings = settings.model_copy(update={"key_file": str(key_file)})
+        from flowspec_edge.transport.keys import own_file
+
+        own = own_file(key_file, settings.public_key)
+        settings = settings.model_copy(update={"key_file": str(own)})
     service = _service(settings, api_key_file if settings.api_key_file else None)
     notifier = Notifier(os.environ)
 

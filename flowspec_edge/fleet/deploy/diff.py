@@ -34,7 +34,9 @@ class BoardDiff:
     transfer: bool  # whether files of its part have to be sent
     software: tuple[Action, ...]
     release: tuple[Action, ...]
+    switch: tuple[Action, ...]
     activate: tuple[Action, ...]
+    settle: tuple[Action, ...]
 
     @property
     def python(self) -> str:
@@ -48,7 +50,7 @@ class BoardDiff:
 
         return [*steps_of(self.software), Step(self.device.name, "key", self.key != "show"),
                 Step(self.device.name, "shards", self.transfer), *steps_of(self.release),
-                *steps_of(self.activate)]
+                *steps_of((*self.switch, *self.activate, *self.settle))]
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,12 @@ def make_diff(deployment: Deployment, manifest: Manifest, environments: Mapping[
                         parts=_needed_parts(manifest, place, status, name))
         boards.append(BoardDiff(
             device, state, keys[name], now[name].part_changes,
-            *(tuple(decide(phase, state, now[name])) for phase in ("software", "release", "activate"))))
+            *(tuple(decide(phase, state, now[name])) for phase in (
+                "software", "release", "switch", "activate", "settle"))))
     problems = [error for name in names if keys[name] != "make" and (
         error := changed_key(name, now[name].public, recorded, deployment.keys))]
     problems += [f"{board.device.name}: {action.step}: {action.error}" for board in boards
-                 for action in (*board.software, *board.release, *board.activate) if action.error]
+                 for action in (*board.software, *board.release, *board.switch) if action.error]
     return Diff(None if "make" in keys.values() else release, tuple(boards), tuple(problems))
 
 

@@ -99,7 +99,7 @@ class _Rendering:
             model=self._model, dtype=self._manifest.compute_dtype,
             device=self._deployment.inventory.torch_device(device), control=self._control,
             listen=self._data[place], next=self._data[following], key_file=paths.KEY,
-            control_key=self._keys[0], previous_key=self._keys[place - 1],
+            public_key=self._keys[place], control_key=self._keys[0], previous_key=self._keys[place - 1],
             next_key=self._keys[following]).dump()
 
     def _draft(self, release: str) -> str:
@@ -110,7 +110,7 @@ class _Rendering:
             device=self._deployment.inventory.torch_device(self._boards[0]), control=self._control,
             output=self._data[0], first=self._data[1],
             instances=[_instance(release, place) for place in range(1, stages + 1)], digests=self._digests,
-            key_file=paths.KEY, worker_keys=self._keys[1:], context=cluster.context,
+            key_file=paths.KEY, public_key=self._keys[0], worker_keys=self._keys[1:], context=cluster.context,
             at_once=self._deployment.at_once, host=cluster.serve_host, port=cluster.serve_port,
             api_key_file=paths.API_KEY if cluster.serves_others else "").dump()
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.fleet.deploy.engine.desired_state import BoardState
+from flowspec_edge.fleet.deploy.engine.desired_state import BoardState, Phase
 from flowspec_edge.fleet.deploy.report import DeployReport, Watch
 from flowspec_edge.fleet.deploy.rollout_log import RolloutLog
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
@@ -17,8 +17,8 @@ from flowspec_edge.fleet.remote.ssh import runner_for
 from flowspec_edge.fleet.services.keys import forget
 from flowspec_edge.fleet.services.status import BoardStatus, FleetStatus, Installed, look
 
-_MIXED = ("boards may run different releases, or none: see flowspec deploy status; flowspec deploy up brings "
-          "all to one")
+_MIXED = ("boards may have different releases, or none; stages that reach the draft device follow its "
+          "release: see flowspec deploy status; flowspec deploy up brings all to one")
 
 
 def roll_back(inventory: Inventory, watch: Watch | None = None) -> DeployReport:
@@ -72,10 +72,10 @@ def go_back(inventory: Inventory, before: FleetStatus, log: RolloutLog) -> tuple
              if releases[device.name] is None]
     own.run("down", spare, "stopping what did not become ready")
     activate(inventory, releases, own)
-    _restore_links(inventory, before)
     log.add(own, "going back")
     if own.failed:
         return None, _MIXED
+    _restore_links(inventory, before)
     ids = {release.id for release in releases.values() if release}
     if not ids:
         return None, "no release was there before it to go back to, so its services are stopped"
@@ -88,13 +88,19 @@ def go_back(inventory: Inventory, before: FleetStatus, log: RolloutLog) -> tuple
 
 
 def activate(inventory: Inventory, releases: Mapping[str, Installed | None], log: RolloutLog) -> None:
-    """Run releases that are already on the boards: stages first, then the draft device."""
-    for role, says in (("verify", "stages"), ("draft", "the draft device, until a token comes through")):
-        states = [(device, BoardState(device.name, release=release.id, unit=release.unit))
-                  for device in inventory.device
-                  if (release := releases.get(device.name)) is not None and release.role == role]
-        if not log.run("activate", states, f"back to the release before: {says}"):
+    """Run releases that are already on the boards, in the order of ``steps.activate``."""
+    states = {role: [(device, BoardState(device.name, release=release.id, unit=release.unit))
+                     for device in inventory.device
+                     if (release := releases.get(device.name)) is not None and release.role == role]
+              for role in ("verify", "draft")}
+    phases: tuple[tuple[Phase, str, str], ...] = (
+        ("switch", "verify", "switching"), ("switch", "draft", "switching the draft device"),
+        ("activate", "verify", "stages"),
+        ("activate", "draft", "the draft device, until a token comes through"))
+    for phase, role, says in phases:
+        if not log.run(phase, states[role], f"back to the release before: {says}"):
             return  # the draft device would wait for a token that cannot come
+    log.run("settle", [*states["draft"], *states["verify"]], "settling")
 
 
 def take_down(inventory: Inventory, keys: Path, purge: bool = False, watch: Watch | None = None

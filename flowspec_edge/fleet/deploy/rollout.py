@@ -3,8 +3,9 @@
 1. Here: shard the model, gather the wheels.
 2. Read every board's state and make the diff; any problem ends the rollout with no board changed.
 3. Install next to the running release: environment, keys, shards, files.  It keeps running after a failure.
-4. Restart the stages, then the draft device, which is up once a token has come through all stages.  On a
-   failure all boards go back to the previous release.
+4. Switch to the release: stages, then the draft device (``steps.activate`` says what an interruption leaves);
+   restart them until a token has come through all stages.  On a failure all boards go back to the previous
+   release.
 """
 
 from __future__ import annotations
@@ -183,9 +184,16 @@ class Rollout:
 
     def _activate(self, diff: Diff) -> bool:
         """Whether a token came through."""
-        boards = [(board.device, board.activate) for board in diff.boards]
-        return (self._log.carry_out(boards[1:], "stages")
-                and self._log.carry_out(boards[:1], "the draft device, until a token comes through"))
+        draft, *stages = diff.boards
+        carry_out = self._log.carry_out
+        ready = (carry_out([(stage.device, stage.switch) for stage in stages], "switching to the release")
+                and carry_out([(draft.device, draft.switch)], "switching to the release: the draft device")
+                and carry_out([(stage.device, stage.activate) for stage in stages], "stages")
+                and carry_out([(draft.device, draft.activate)],
+                              "the draft device, until a token comes through"))
+        if ready:  # a failure is reported, but no reason to go back
+            carry_out([(board.device, board.settle) for board in diff.boards], "settling")
+        return ready
 
 
 def _pythons(diff: Diff) -> dict[str, str]:

@@ -77,16 +77,18 @@ def shown(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping
 
 
 def rotate_keys(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[str, str],
-                directory: Path, apply: Callable[[], None], restore: Callable[[], None],
+                directory: Path, apply: Callable[[], None], restore: Callable[[], bool],
                 path: str = KEY) -> dict[str, str]:
     """Replace the key pair of every board; the new public keys, by board.
 
     apply    called once every board has its new pair and ``directory`` the public keys: writes them to the
              boards' configurations, and has the services load the new pairs
-    restore  called after ``apply`` raised and all former keys are back: has the services load those
+    restore  called after ``apply`` raised, while boards have both pairs: returns all boards to what ran
+             before; whether it could
 
-    On any failure every board that can be reached gets its former pair back.  FlowspecError names the boards
-    that failed; an exception of ``apply`` is raised again.
+    On a failure every board that can be reached gets its former pair back, unless a board may still need the
+    new one: then both stay, for another run.  FlowspecError names the boards that failed; an exception of
+    ``apply`` is raised again.
     """
     before = recorded(devices, directory)
     settle(inventory, devices, pythons, directory, path)
@@ -101,8 +103,8 @@ def rotate_keys(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: M
     try:
         apply()
     except BaseException:
-        _take_back(inventory, devices, pythons, directory, before, path)
-        restore()
+        if restore():
+            _take_back(inventory, devices, pythons, directory, before, path)
         raise
     _require(_ask(inventory, devices, pythons, "settle", path))
     return publics

@@ -24,6 +24,7 @@ from flowspec_edge.runtime.emulation.engine import Emulation
 from flowspec_edge.runtime.emulation.links import EmulatedTransport
 from flowspec_edge.runtime.observe.power import board_meter
 from flowspec_edge.runtime.worker.config import WorkerConfig
+from flowspec_edge.runtime.worker.release_link import ReleaseLink
 from flowspec_edge.runtime.worker.reports import one_line
 from flowspec_edge.runtime.worker.sd_notify import Notifier
 from flowspec_edge.runtime.worker.worker import Worker, connect
@@ -61,10 +62,11 @@ class StopSignals:
             signal.signal(number, signal.SIG_IGN)
 
 
-def run_worker(config: WorkerConfig, signals: StopSignals, notifier: Notifier | None = None) -> None:
+def run_worker(config: WorkerConfig, signals: StopSignals, notifier: Notifier | None = None,
+               release: ReleaseLink | None = None) -> None:
     """Load the shard and serve until Shutdown or a signal; errors are sent to D0 (Failed), then raised."""
     emulation = Emulation.load(Path(config.emulate)) if config.emulate else None
-    pair = keys.load(Path(config.key_file)) if config.key_file else None
+    pair = keys.load(keys.own_file(Path(config.key_file), config.public_key)) if config.key_file else None
     transport = (EmulatedTransport(emulation, config.stage, keys=pair, unencrypted=config.unencrypted)
                  if emulation else ZmqTransport(pair, unencrypted=config.unencrypted))
     try:
@@ -75,7 +77,7 @@ def run_worker(config: WorkerConfig, signals: StopSignals, notifier: Notifier | 
             engine, hello = load_engine(config, emulation)
             with board_meter(wanted=emulation is None) as meter:
                 signals.serving = True
-                Worker(config, links, engine, hello, notifier, meter, lambda: signals.arrived).run()
+                Worker(config, links, engine, hello, notifier, meter, lambda: signals.arrived, release).run()
         except Exception as error:
             links.control.send(Failed(config.instance, config.stage, one_line(error)))
             raise
@@ -84,16 +86,18 @@ def run_worker(config: WorkerConfig, signals: StopSignals, notifier: Notifier | 
 
 
 def serve(path: Path, verbose: bool = False, changes: Mapping[str, Any] | None = None,
-          notifier: Notifier | None = None, directory: Path | None = None) -> int:
+          notifier: Notifier | None = None, directory: Path | None = None,
+          release: ReleaseLink | None = None) -> int:
     """Run a configuration file's worker, with ``changes``; return the exit code. Errors go to stderr.
 
     ``directory`` belongs to the process that started this one, and is removed if that was killed.
+    ``release``: of a service, which ends when D0 belongs to another one and a restart may mend that.
     """
     started_by = os.getppid()
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING)
     signals = StopSignals()
     try:
-        run_worker(load_toml(path, WorkerConfig).model_copy(update=changes or {}), signals, notifier)
+        run_worker(load_toml(path, WorkerConfig).model_copy(update=changes or {}), signals, notifier, release)
     except Exception as error:
         if not isinstance(error, FlowspecError):
             log.exception("V: unexpected error")

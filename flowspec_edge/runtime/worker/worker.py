@@ -14,7 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
-from flowspec_edge.errors import FlowspecError, PeerFault, PeerLost, ProtocolError
+from flowspec_edge.errors import (
+    FlowspecError,
+    KeyRefused,
+    OtherRelease,
+    PeerFault,
+    PeerLost,
+    ProtocolError,
+)
 from flowspec_edge.messages import (
     Cancel,
     Close,
@@ -24,6 +31,7 @@ from flowspec_edge.messages import (
     Open,
     Output,
     Prune,
+    Refusal,
     Segment,
     Shutdown,
     Tap,
@@ -31,6 +39,7 @@ from flowspec_edge.messages import (
 from flowspec_edge.runtime.observe.power import PowerMeter, SessionEnergy
 from flowspec_edge.runtime.observe.system_stats import SystemStats
 from flowspec_edge.runtime.worker.config import WorkerConfig
+from flowspec_edge.runtime.worker.release_link import ReleaseLink
 from flowspec_edge.runtime.worker.reports import Reports, one_line
 from flowspec_edge.runtime.worker.sd_notify import Notifier
 from flowspec_edge.runtime.worker.stats import WorkerStats
@@ -42,6 +51,7 @@ log = logging.getLogger(__name__)
 
 _FAULT_S = 1.0  # between two reports to D0 while no session is open
 _CHECK_S = 0.25  # between checks of the links and the parent process
+_FAILED_HANDSHAKES = 5  # in a row, until D0's key is taken for another one: a D0 that ends may cause one
 
 
 class Stopped(BaseException):
@@ -73,13 +83,14 @@ def connect(config: WorkerConfig, transport: Transport) -> Links:
 class Worker:
     def __init__(self, config: WorkerConfig, links: Links, engine: Engine, hello: Hello,
                  notifier: Notifier | None = None, meter: PowerMeter | None = None,
-                 stopping: Callable[[], bool] = lambda: False) -> None:
+                 stopping: Callable[[], bool] = lambda: False, release: ReleaseLink | None = None) -> None:
         """``notifier``: the service manager's; ``meter``: of the board's power; ``stopping``: whether a
-        signal has asked the process to end."""
+        signal has asked the process to end; ``release``: as for ``process.serve``."""
         self._config = config
         self._links = links
         self._engine = engine
         self._stopping = stopping
+        self._release = release
         self._bytes_in = 0  # of the data link, counted so far
         self._stats = WorkerStats()
         self._energy = SessionEnergy(meter)
@@ -96,9 +107,9 @@ class Worker:
 
     def run(self) -> None:
         """Serve until Shutdown or a signal; raises FlowspecError when the stage cannot continue."""
-        self._reports.send_hello()
-        self._notifier.ready(self._title)
         try:
+            self._reports.send_hello()
+            self._notifier.ready(self._title)
             while True:
                 self._tick()
                 segment = self._next_segment()
@@ -106,6 +117,10 @@ class Worker:
                     self._work(segment)
         except Stopped:
             return
+        except KeyRefused as error:
+            if error.link == self._links.control.name:
+                self._refused(str(error))
+            raise
 
     # ---- data ----------------------------------------------------------------------------------
 
@@ -160,6 +175,8 @@ class Worker:
             taps, result = self._engine.compute(admitted, self._tick)
         except PeerLost:
             self._drain()
+            raise
+        except (KeyRefused, OtherRelease):
             raise
         except FlowspecError as error:  # rows that contradict each other, or do not fit
             self._give_up(error)
@@ -277,6 +294,8 @@ class Worker:
             case Shutdown():
                 log.info("V%d ends: %s", self._config.stage, message.reason)
                 raise Stopped
+            case Refusal():
+                self._refused("D0 knows this device under another instance id")
             case _:
                 self._links.control.reject(f"D0 sent a {type(message).__name__}")
 
@@ -287,6 +306,11 @@ class Worker:
             self._reports.send_hello()
             raise ProtocolError(f"D0 opens session {session} after session {self._stats.newest}")
 
+    def _refused(self, reason: str) -> None:
+        """OtherRelease if a restart may mend it; otherwise the stage waits for another D0."""
+        if self._release is not None and self._release.is_open:
+            raise OtherRelease(f"{reason}: the draft device belongs to another release")
+
     def _check(self) -> None:
         """End, or abandon the sessions, if a peer that they need is gone."""
         config, links = self._config, self._links
@@ -294,6 +318,8 @@ class Worker:
         if (config.parent and os.getppid() != config.parent) or (d0 and not d0.is_alive()):
             raise PeerLost("the process that started this stage is gone")
         d0_lost_s = links.control.disconnected_for()
+        if links.control.failed_handshakes() >= _FAILED_HANDSHAKES:
+            self._refused("D0 has another key")
         if d0_lost_s > config.lost_after_s:
             reason = f"{links.control.name}: no connection to D0 for {config.lost_after_s:g} s"
             if config.parent:

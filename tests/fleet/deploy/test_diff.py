@@ -145,6 +145,9 @@ CASES: dict[str, tuple[Callable[[BoardFacts], BoardFacts], set[str]]] = {
         lambda facts: replace(facts, services={**facts.services,
                                                "flowspec-verify@7.service": ServiceFacts()}),
         {"units of another role"}),
+    "the rollout did not end": (
+        lambda facts: replace(facts, modes={**facts.modes, "/opt/flowspec/unsettled": "644 root"}),
+        {"settled"}),
     "a part that no release needs": (
         lambda facts: replace(facts, parts=(*facts.parts, f"{'b' * 16}/stage-1")), {"old shards"}),
     "an environment that no release needs": (
@@ -176,7 +179,19 @@ def test_another_release_is_current() -> None:
     facts = service(release=other)(replace(STAGE, current=other, releases={
         **STAGE.releases, "r1": ReleaseFacts({}), "r0.partial": ReleaseFacts({})}))
     assert changed(diff({**SETTLED, "stage": facts})) == [
-        "current release", "power mode at boot", "running", "old releases"]
+        "current release", "power mode at boot", "running", "old releases", "settled"]
+
+
+def test_the_draft_device_is_restarted_as_soon_as_it_has_switched() -> None:
+    """And waited for at the end; it has no release to return to by itself."""
+    other = "/opt/flowspec/releases/r1"
+    unit = "flowspec-draft.service"
+    facts = replace(SETTLED["draft"], current=other, services={
+        unit: replace(SETTLED["draft"].services[unit], release=other)})
+    draft = diff({**SETTLED, "draft": facts}).boards[0]
+    assert [action.step for action in draft.switch if action.changes] == ["current release", "restarting"]
+    assert [action.step for action in draft.activate if action.changes] == ["running"]
+    assert not any(action.changes for action in draft.settle)
 
 
 def test_a_rotation_that_was_cut_off_is_undone_and_a_changed_key_refused() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -73,12 +76,36 @@ def test_the_units_name_the_places_that_deploy_fills() -> None:
     for unit in (draft, verify):
         assert f"\nUser={paths.USER}\n" in unit
         assert f"\nLoadCredential=curve:{paths.KEY}\n" in unit
+        assert f"\nLoadCredential=curve-before:{paths.KEY}.old\n" in unit
     assert f"\nLoadCredential=api:{paths.API_KEY}\n" in draft
     shared = ["TimeoutStartSec", "WatchdogSec", "ExecStart", "Description", "LoadCredential=api",
               "SetCredential"]
-    kept = [[line for line in unit.splitlines() if "=" in line and not line.startswith(("#", *shared))]
+    kept = [[line for line in re.sub("ExecStopPost.*?'\n", "", unit, flags=re.DOTALL).splitlines()
+             if "=" in line and not line.startswith(("#", *shared))]
             for unit in (draft, verify)]
     assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize(("status", "mark", "stage", "now"), [
+    ("75", True, "1", "new"), ("75", True, "2", "old"), ("75", False, "1", "old"), ("1", True, "1", "old")])
+def test_a_stage_that_was_refused_takes_the_other_release_during_a_rollout(
+        tmp_path: Path, status: str, mark: bool, stage: str, now: str) -> None:
+    """Where it is the same stage, and only with that exit code."""
+    text = (UNITS / paths.VERIFY_UNIT).read_text().replace("\\\n", "")
+    [line] = [line for line in text.splitlines() if line.startswith("ExecStopPost=+")]
+    command = shlex.split(line.removeprefix("ExecStopPost=+").replace("$$", "$").replace("%i", stage).replace(
+        paths.HOME, str(tmp_path)))
+    for release in ("old", "new"):
+        (tmp_path / release / "etc").mkdir(parents=True)
+        (tmp_path / release / "etc/verify-1.toml").touch()
+    (tmp_path / "current").symlink_to("old")
+    (tmp_path / "previous").symlink_to("new")
+    if mark:
+        (tmp_path / "unsettled").touch()
+    subprocess.run(command, env={**os.environ, "EXIT_STATUS": status}, check=True)
+    links = {name: os.readlink(tmp_path / name) for name in ("current", "previous")}
+    assert links == {"current": now, "previous": "old" if now == "new" else "new"}
+    assert not [*tmp_path.glob("*.new")]
 
 
 @pytest.mark.parametrize("name", [paths.DRAFT_UNIT, paths.VERIFY_UNIT])

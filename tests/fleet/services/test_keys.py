@@ -87,18 +87,33 @@ def test_all_keys_are_changed_or_none(boards: sshkit.Boards, tmp_path: Path) -> 
         calls.append(recorded(devices, here))
         raise FlowspecError("not ready")
 
+    def kept() -> dict[str, str]:
+        return {device.name: json.loads(on(boards, place, "cat", f"{PATH}.old"))["public"]
+                for place, device in enumerate(devices)}
+
+    def restore() -> bool:
+        calls.append(kept())  # what ran before needs these pairs
+        return len(calls) > 2
+
     with pytest.raises(FlowspecError, match="not ready"):
-        rotate_keys(inventory, devices, pythons(boards), here, apply, lambda: calls.append(now()), PATH)
+        rotate_keys(inventory, devices, pythons(boards), here, apply, restore, PATH)
     assert calls[0].keys() == before.keys()
     assert not set(calls[0].values()) & set(before.values())
-    assert calls[1] == recorded(devices, here) == now() == before
+    assert calls[1] == kept() == before  # not restored: both pairs stay
+    assert calls[0] == recorded(devices, here) == now()
+    record(here, before)
+    make(boards, here, board_0="undo", board_1="undo")
+
+    with pytest.raises(FlowspecError, match="not ready"):
+        rotate_keys(inventory, devices, pythons(boards), here, apply, restore, PATH)
+    assert calls[3] == recorded(devices, here) == now() == before
 
     without = {**pythons(boards), "board-1": "/usr/bin/false"}
     with pytest.raises(FlowspecError, match=r"^board-1 \(.*\): exit code 1$"):
-        rotate_keys(inventory, devices, without, here, lambda: None, lambda: None, PATH)
+        rotate_keys(inventory, devices, without, here, lambda: None, lambda: True, PATH)
     assert recorded(devices, here) == now() == before
 
-    publics = rotate_keys(inventory, devices, pythons(boards), here, lambda: None, lambda: None, PATH)
+    publics = rotate_keys(inventory, devices, pythons(boards), here, lambda: None, lambda: True, PATH)
     assert recorded(devices, here) == now() == publics
     assert not set(publics.values()) & set(before.values())
     for place in range(2):
@@ -124,7 +139,7 @@ def test_a_rotation_that_a_power_failure_cut_off_is_taken_back_or_ended(boards: 
         raise FlowspecError("not ready")
 
     with pytest.raises(FlowspecError, match="not ready"):  # back to the recorded pair, not the one before
-        rotate_keys(inventory, devices, pythons(boards), here, apply, lambda: None, PATH)
+        rotate_keys(inventory, devices, pythons(boards), here, apply, lambda: True, PATH)
     found = make(boards, here)
     assert [(key.public, key.before, key.error) for key in found] == [
         (told[0]["public"], "", ""), (told[1]["before"], "", "")]

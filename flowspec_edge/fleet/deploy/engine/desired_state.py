@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-Phase = Literal["software", "release", "activate", "down", "purge"]
+Phase = Literal["software", "release", "switch", "activate", "settle", "down", "purge"]
 """One thing to bring about, on all boards at a time.
 
 software  clock, user, directories, the environment below ``venvs``, power mode; disturbs nothing that runs
 release   the release's own files below ``releases``; disturbs nothing that runs
-activate  ``current`` is this release, ``previous`` the one before; its units are installed, enabled, and
-          run it: restarted only where something of theirs changed
+switch    ``current`` is this release, ``previous`` the one before; its units are installed and enabled; the
+          draft device has been told to restart if something of its unit changed
+activate  the units run this release: restarted only where something of theirs changed
+settle    the rollout has ended: a stage no longer looks for the draft device's release (``UNSETTLED``)
 down      the units neither run nor come back at a reboot; their files are gone; power mode and clocks are
           what they were before the first ``software`` changed them
 purge     nothing of flowspec is left on the board

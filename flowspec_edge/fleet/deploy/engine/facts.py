@@ -22,7 +22,7 @@ from flowspec_edge.fleet.transfer import store
 SCOPE = "deploy-flowspec"  # prefix of the transient scopes in which a board runs a deployment's commands
 _TIMEOUT_S = 300.0  # hashing wheels from an SD card is slow
 _PATHS = ("HOME", "RELEASES", "VENVS", "WHEELS", "STATE", "MODELS", "CACHE", "ETC", "KEY", "API_KEY",
-          "POWER_BEFORE", "UNITS", "USER", "POWER_UNIT")
+          "POWER_BEFORE", "UNITS", "USER", "POWER_UNIT", "UNSETTLED")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,10 @@
-"""activate: makes a release the running one.
+"""switch, activate, settle: make a release the running one.
+
+1. ``current`` is switched on all stages, then on the draft device, whose release decides which one runs.
+2. The draft device restarts; without a stage of its release it waits.
+3. The stages restart.  While ``UNSETTLED`` is there, a stage that the draft device refuses restarts by
+   itself, with ``previous`` if it ran ``current``: wherever a run is interrupted, one release answers.
+4. Once a token has come through, ``UNSETTLED`` goes.
 
 Links are replaced atomically.  The next run completes an interrupted one, as it decides from facts alone.
 """
@@ -21,27 +27,47 @@ _START_S = 960.0  # longer than any TimeoutStartSec, so that systemd reports the
 _START = """since=$(date +%s.%N)
 sync -f {home}; sync -f {units}
 systemctl reset-failed {unit} 2>/dev/null || true
-systemctl restart {unit} && exit
+systemctl {verb} {unit} && exit
 journalctl --sync
 for match in _SYSTEMD_UNIT={unit} --unit={unit}; do
     said=$(journalctl --no-pager --quiet --output=cat --lines=20 --since=@$since $match | grep . | tail -n 1)
     [ -z "$said" ] || {{ echo "$said" >&2; exit 1; }}
 done
 exit 1"""
+# Until the former process has ended, which would refuse the stages of this release.
+_RESTART_DRAFT = """sync -f {home}; sync -f {units}
+before=$(systemctl show --property=MainPID --value {unit})
+systemctl restart --no-block {unit}
+for i in $(seq 100); do
+    [ "$(systemctl show --property=MainPID --value {unit})" = "$before" ] || exit 0
+    sleep 0.2
+done"""
+
+
+def switch(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
+    links_action = links(state, facts)
+    yield units(state, facts)
+    yield links_action
+    yield from power_at_boot(state, facts, links_action.changes)
+    yield Action("enabled at boot", () if _service(state, facts).enabled else (
+        f"systemctl enable --quiet {quote(state.unit)}",))
+    if state.unit == paths.DRAFT_UNIT:
+        yield _others_gone(state, facts)
+        yield Action("restarting", (_RESTART_DRAFT.format(
+            home=paths.HOME, units=paths.UNITS, unit=quote(state.unit)),) if _outdated(state, facts) else ())
 
 
 def activate(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
-    units_action, links_action = units(state, facts), links(state, facts)
-    yield units_action
-    yield links_action
-    yield stop_and_forget("units of another role", [unit for unit in facts.services if unit != state.unit])
-    yield from power_at_boot(state, facts, links_action.changes)
-    unit = facts.services.get(state.unit, ServiceFacts())
-    yield Action("enabled at boot", () if unit.enabled else (
-        f"systemctl enable --quiet {quote(state.unit)}",))
-    yield started(state, facts, unit, units_action.changes)
+    if state.unit != paths.DRAFT_UNIT:
+        yield _others_gone(state, facts)
+    yield started(state, facts)
     yield tidy(state, facts)
     yield from old_parts(state, facts)
+
+
+def settle(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
+    marked = facts.modes.get(paths.UNSETTLED) or _marks(state, facts)
+    yield Action("settled", (quote("rm", "-f", paths.UNSETTLED),) if marked else ())
 
 
 def units(state: BoardState, facts: BoardFacts) -> Action:
@@ -67,22 +93,20 @@ def links(state: BoardState, facts: BoardFacts) -> Action:
     target = paths.release_dir(state.release)
     if facts.current == target:
         return Action("current release")
+    mark = (quote("touch", paths.UNSETTLED),) if _marks(state, facts) else ()
     before = (_link(facts.current, paths.PREVIOUS),) if facts.current else ()
-    return Action("current release", (*before, _link(target, paths.CURRENT)))
+    return Action("current release", (*mark, *before, _link(target, paths.CURRENT), f"sync -f {paths.HOME}"))
 
 
-def started(state: BoardState, facts: BoardFacts, unit: ServiceFacts, changed: bool) -> Action:
-    """Restart the unit unless it is active with this release and key.
-
-    A unit's working directory is ``current``, so its process shows which release it was started in.
-    """
-    other_key = unit.key and unit.key != facts.key
-    if unit.active and unit.release == paths.release_dir(state.release) and not changed and not other_key:
+def started(state: BoardState, facts: BoardFacts) -> Action:
+    """Restart an outdated stage; wait for an outdated draft device, which ``switch`` has told to restart."""
+    if not _outdated(state, facts):
         return Action("running")
     # Synced first, so that the board boots with the started release after a power failure: only links
     # and units, a few kilobytes; the rest was synced before.
-    return Action("running", (_START.format(home=paths.HOME, units=paths.UNITS, unit=quote(state.unit)),),
-                  timeout_s=_START_S)
+    verb = "start" if state.unit == paths.DRAFT_UNIT else "restart"
+    return Action("running", (_START.format(home=paths.HOME, units=paths.UNITS, verb=verb,
+                                            unit=quote(state.unit)),), timeout_s=_START_S)
 
 
 def tidy(state: BoardState, facts: BoardFacts) -> Action:
@@ -112,6 +136,30 @@ def old_parts(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
     if gone:
         yield Action("old shards", (quote("rm", "-rf", "--", *(f"{paths.MODELS}/{name}" for name in
                                                                sorted(gone))),))
+
+
+def _others_gone(state: BoardState, facts: BoardFacts) -> Action:
+    return stop_and_forget("units of another role", [unit for unit in facts.services if unit != state.unit])
+
+
+def _marks(state: BoardState, facts: BoardFacts) -> bool:
+    """Whether ``links`` marks the rollout as unfinished: on a stage that has a release to return to."""
+    return state.unit != paths.DRAFT_UNIT and facts.current not in ("", paths.release_dir(state.release))
+
+
+def _outdated(state: BoardState, facts: BoardFacts) -> bool:
+    """Whether the unit is not active, or with another release, key or unit file.
+
+    A unit's working directory is ``current``, so its process shows which release it was started in.
+    """
+    unit = _service(state, facts)
+    other_key = unit.key and unit.key != facts.key
+    return (not unit.active or unit.release != paths.release_dir(state.release) or bool(other_key)
+            or units(state, facts).changes)
+
+
+def _service(state: BoardState, facts: BoardFacts) -> ServiceFacts:
+    return facts.services.get(state.unit, ServiceFacts())
 
 
 def _link(target: str, path: str) -> str:

@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from flowspec_edge.fleet.deploy.engine.desired_state import Action, BoardOutcome, BoardState, Phase, Step
 from flowspec_edge.fleet.deploy.engine.facts import BoardFacts, ask_boards
 from flowspec_edge.fleet.deploy.engine.run import run
-from flowspec_edge.fleet.deploy.steps.activate import activate
+from flowspec_edge.fleet.deploy.steps.activate import activate, settle, switch
 from flowspec_edge.fleet.deploy.steps.release import release
 from flowspec_edge.fleet.deploy.steps.remove import down, purge
 from flowspec_edge.fleet.deploy.steps.software import software
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 
 _PHASES: Mapping[Phase, Callable[[BoardState, BoardFacts], Iterator[Action]]] = {
-    "software": software, "release": release, "activate": activate, "down": down, "purge": purge}
+    "software": software, "release": release, "switch": switch, "activate": activate, "settle": settle,
+    "down": down, "purge": purge}
 
 
 def decide(phase: Phase, state: BoardState, facts: BoardFacts) -> list[Action]:
