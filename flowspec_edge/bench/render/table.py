@@ -8,6 +8,7 @@ from rich.segment import Segments
 from rich.table import Table
 
 from flowspec_edge.bench.results.rows import ReportRow
+from flowspec_edge.bench.run.repetition import DEFINITION
 from flowspec_edge.util.terminal import plain
 
 _ENERGY = {"joules_per_token": "J/token", "joules_per_token_above_idle": "above idle"}
@@ -36,7 +37,7 @@ def show(console: Console, made: Table) -> None:
 def table(rows: Sequence[ReportRow], caption: str) -> Table:
     """The rows in their order; speedup is over Chunk-PP.
 
-    The columns of task, energy and deviations appear if they have values.
+    The columns of task, energy, deviations and loops appear if they have values.
     """
     several = len({row.task for row in rows}) > 1
     repeated = any(row.tokens_per_second_sd is not None for row in rows)
@@ -50,6 +51,9 @@ def table(rows: Sequence[ReportRow], caption: str) -> Table:
     columns = ["tokens/s", "±", "speedup", "ALT", "ALR", "rounds", "TTFT s", "ITL s", "p95 s"]
     if not repeated:
         columns.remove("±")
+    counted = any(row.repeating is not None for row in rows)
+    looped = any(row.repeating for row in rows)
+    columns += ["loops"] * counted + ["looping", "others"] * looped
     columns += [_ENERGY[name] for name in energy]
     for column in columns:
         made.add_column(column, justify="right", no_wrap=True)
@@ -61,14 +65,26 @@ def table(rows: Sequence[ReportRow], caption: str) -> Table:
             cells.append("–" if row.tokens_per_second_sd is None else f"{row.tokens_per_second_sd:.2f}")
         cells += ["–" if row.speedup is None else f"{row.speedup:.2f}×", f"{row.alt:.3f}", f"{row.alr:.2f}",
                   str(row.rounds), f"{row.ttft_s:.2f}", f"{row.itl_mean_s:.3f}", f"{row.itl_p95_s:.3f}"]
+        if counted:
+            cells.append("–" if row.repeating is None else f"{row.repeating}/{row.answers}")
+        if looped:
+            cells += [_number(row.tokens_per_second_repeating), _number(row.tokens_per_second_other)]
         measured = [getattr(row, name) for name in energy]
-        cells += ["–" if joules is None else f"{joules:.2f}" for joules in measured]
+        cells += map(_number, measured)
         cells.append(_texts(row))
         if several:
             cells.insert(0, "" if row.task == previous else plain(row.task))
         previous = row.task
         made.add_row(*cells)
+    if counted:
+        made.caption = (f"loops: answers with {DEFINITION}" +
+                        ("; looping, others: tokens/s of these answers and of all others" if looped else ""))
+        made.caption_justify = "left"
     return made
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
 
 
 def _texts(row: ReportRow) -> str:

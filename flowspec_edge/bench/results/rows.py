@@ -20,6 +20,7 @@ class Sample:
     repeat     what was added to the seed
     bytes      all that was sent
     near_ties  whether the text counts as identical in 16 bits although near ties were decided differently
+    repeating  whether the text repeats itself (``run.repetition``); None in files from before this field
     energy_j, energy_above_idle_j  as in a request's ``Stats``
     """
 
@@ -44,6 +45,7 @@ class Sample:
     near_ties: bool = False
     energy_j: float | None = None
     energy_above_idle_j: float | None = None
+    repeating: bool | None = None
 
     @property
     def cell(self) -> Cell:
@@ -66,6 +68,10 @@ class ReportRow:
     energy_j              sum over all boards; None unless measured for all requests
     energy_above_idle_j   without the boards' idle power
     joules_per_token      energy_j over tokens, the prefill included
+    answers, repeating    texts, and those of them that repeat themselves; None if it is not known
+    tokens_per_second_repeating, tokens_per_second_other
+                          of the texts that repeat themselves and of all others; None without such texts
+    speedup_other         ratio to chunk_pp's tokens_per_second_other
     """
 
     strategy: str
@@ -90,6 +96,11 @@ class ReportRow:
     energy_above_idle_j: float | None = None
     joules_per_token: float | None = None
     joules_per_token_above_idle: float | None = None
+    answers: int = 0
+    repeating: int | None = None
+    tokens_per_second_repeating: float | None = None
+    tokens_per_second_other: float | None = None
+    speedup_other: float | None = None
 
 
 def rows_of(samples: Iterable[Sample]) -> list[ReportRow]:
@@ -145,7 +156,23 @@ def _row(samples: Sequence[Sample]) -> ReportRow:
         energy_j=energy, energy_above_idle_j=above_idle,
         joules_per_token=None if energy is None or not tokens else energy / tokens,
         joules_per_token_above_idle=None if above_idle is None or not tokens else above_idle / tokens,
+        answers=len(samples), **_apart(samples, decoded),
     )
+
+
+def _apart(samples: Sequence[Sample], decoded: Sequence[Sample]) -> dict[str, Any]:
+    """The figures of texts that repeat themselves and of the others."""
+    if any(s.repeating is None for s in samples):
+        return {}
+    return {"repeating": sum(bool(s.repeating) for s in samples),
+            "tokens_per_second_repeating": _mean_of(s.tokens_per_second for s in decoded if s.repeating),
+            "tokens_per_second_other": _mean_of(s.tokens_per_second for s in decoded if not s.repeating)}
+
+
+def _mean_of(values: Iterable[float | None]) -> float | None:
+    """Of those that are not None."""
+    found = [value for value in values if value is not None]
+    return fmean(found) if found else None
 
 
 def _decoded(samples: Sequence[Sample]) -> Sequence[Sample]:
@@ -155,7 +182,7 @@ def _decoded(samples: Sequence[Sample]) -> Sequence[Sample]:
 
 def _mean(parts: Sequence[ReportRow], deviation: float | None) -> ReportRow:
     averaged = ("tokens_per_second", "alt", "alr", "ttft_s", "itl_mean_s", "itl_p50_s", "itl_p95_s")
-    summed = ("turns", "rounds", "tokens", "near_ties")
+    summed = ("turns", "rounds", "tokens", "near_ties", "answers")
     figures: dict[str, Any] = {name: fmean(getattr(row, name) for row in parts) for name in averaged}
     figures |= {name: sum(getattr(row, name) for row in parts) for name in summed}
     figures |= {name: _sum(getattr(row, name) for row in parts)
@@ -163,6 +190,10 @@ def _mean(parts: Sequence[ReportRow], deviation: float | None) -> ReportRow:
     for name in ("joules_per_token", "joules_per_token_above_idle"):
         total = _sum(getattr(row, name) for row in parts)
         figures[name] = None if total is None else total / len(parts)
+    for name in ("tokens_per_second_repeating", "tokens_per_second_other"):
+        figures[name] = _mean_of(getattr(row, name) for row in parts)
+    loops = [row.repeating for row in parts if row.repeating is not None]
+    figures["repeating"] = sum(loops) if len(loops) == len(parts) else None
     return replace(parts[0], task=MEAN, tokens_per_second_sd=deviation,
                    identical=all(row.identical for row in parts), **figures)
 
@@ -178,13 +209,14 @@ def _sum(measured: Iterable[float | None]) -> float | None:
 
 
 def _with_speedup(found: Sequence[ReportRow]) -> list[ReportRow]:
-    base = {(row.task, row.temperature): row.tokens_per_second for row in found if row.strategy == BASELINE}
+    base = {(row.task, row.temperature): row for row in found if row.strategy == BASELINE}
 
-    def ratio(row: ReportRow) -> float | None:
-        slow = base.get((row.task, row.temperature))
-        return row.tokens_per_second / slow if slow else None
+    def ratio(row: ReportRow, name: str) -> float | None:
+        fast, slow = getattr(row, name), getattr(base.get((row.task, row.temperature)), name, None)
+        return fast / slow if fast is not None and slow else None
 
-    return [replace(row, speedup=ratio(row)) for row in found]
+    return [replace(row, speedup=ratio(row, "tokens_per_second"),
+                    speedup_other=ratio(row, "tokens_per_second_other")) for row in found]
 
 
 def _axes(cells: Iterable[Cell]) -> tuple[list[str], list[str], list[float]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from flowspec_edge.bench.results.report import BenchReport, Difference
 from flowspec_edge.bench.results.rows import ReportRow, Sample
+from flowspec_edge.bench.run.repetition import repeats_itself
 from flowspec_edge.runtime.request import ClusterBackend, Request, Result
 
 PlainDecoding = Callable[[Request], tuple[list[int], str]]  # plain decoding: (tokens, finish reason)
@@ -126,6 +127,7 @@ def _sample(strategy: str, task: str, temperature: float, repeat: int, prompt: i
         itl_p50_s=s.itl_p50_s, itl_p95_s=s.itl_p95_s, drafted=s.drafted, verified=s.verified,
         accepted=s.accepted, bytes=s.bytes, identical=identical,
         near_ties=tied, energy_j=s.energy_j, energy_above_idle_j=s.energy_above_idle_j,
+        repeating=repeats_itself(result.tokens),
     )
 
 
