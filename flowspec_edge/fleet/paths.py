@@ -18,6 +18,7 @@ WHEELS = f"{HOME}/wheels"
 CURRENT = f"{HOME}/current"
 PREVIOUS = f"{HOME}/previous"
 UNSETTLED = f"{HOME}/unsettled"
+GOING_BACK = "going back"  # what it holds if the rollout is a rollback
 PYTHON = f"{CURRENT}/venv/bin/python"
 STATE = "/var/lib/flowspec"
 MODELS = f"{STATE}/models"

@@ -95,12 +95,15 @@ class Trial:
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=self.tree,
                                 start_new_session=True)
 
-    def completes(self, command: str) -> None:
+    def completes(self, command: str) -> str:
+        """The release that runs then."""
         with self.start(command) as running:
             said, complaint = running.communicate(timeout=PATIENCE)
         assert running.returncode == 0, said + complaint
-        assert self.cluster.becomes_ready()["release"]
+        release: str = self.cluster.becomes_ready()["release"]
+        assert release
         assert self.answers(), self.said
+        return release
 
     def answers(self) -> bool:
         """Whether a release answers over HTTP."""
@@ -151,6 +154,7 @@ def survives(trial: Trial, command: str, step: Step, fault: str, when: str, rebo
     fleet, board = trial.fleet, step.board
     if command == "up":
         trial.another()
+    wanted = trial.cluster.deploy("status")["boards"][DRAFT]["previous"] if command == "rollback" else None
     fleet.hold(board, when, step.program, step.pattern)
     with trial.start(command) as running:
         fleet.held(board, running)
@@ -184,7 +188,9 @@ def survives(trial: Trial, command: str, step: Step, fault: str, when: str, rebo
     print(f"{time.monotonic() - begun:.0f} s until it answers", flush=True)
     if fault == "disk full":
         fleet.shell(board, _EMPTY)
-    trial.completes(command)
+    release = trial.completes(command)
+    if running.returncode and step.name != "settled":  # else a rollback was complete, and goes back again
+        assert wanted in (None, release)
     print(f"{time.monotonic() - begun:.0f} s until it is complete", flush=True)
 
 

@@ -49,10 +49,12 @@ def roll_back(inventory: Inventory, watch: Watch | None = None) -> DeployReport:
 
 
 def interrupted(status: FleetStatus) -> dict[str, Installed | None] | None:
-    """The releases of a rollback that changed some boards only; None if there was none.
+    """The releases of a rollback that was not completed; None if there was none.
 
     The draft device switches last, so until then its previous release is the one to go back to.
     """
+    if status.release is not None and any(board.going_back for board in status.boards):
+        return {board.name: board.current for board in status.boards if board.current}
     members = [board for board in status.boards if board.current or board.previous]
     targets = {board.previous.id for board in members
                if board.previous and board.current and board.current.role == "draft"}
@@ -89,7 +91,7 @@ def go_back(inventory: Inventory, before: FleetStatus, log: RolloutLog) -> tuple
 
 def activate(inventory: Inventory, releases: Mapping[str, Installed | None], log: RolloutLog) -> None:
     """Run releases that are already on the boards, in the order of ``steps.activate``."""
-    states = {role: [(device, BoardState(device.name, release=release.id, unit=release.unit))
+    states = {role: [(device, BoardState(device.name, release=release.id, unit=release.unit, back=True))
                      for device in inventory.device
                      if (release := releases.get(device.name)) is not None and release.role == role]
               for role in ("verify", "draft")}

@@ -110,12 +110,21 @@ def ask_ready(host: str, port: int, api_key: str, key: str = "") -> Any:
     return {"ready": False, "reason": f"what answers on port {port} is no draft service"}
 
 
+def read_text(path: str) -> str:
+    """"" for a file that cannot be read."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read().strip()
+    except (OSError, ValueError):
+        return ""
+
+
 def describe(home: str, host: str, port: int, api_key: str) -> dict[str, Any]:
     """For JSON: ``current`` and ``previous`` are release.json, ``ready`` is /ready; any value may be None."""
     current = read_release(os.path.join(home, "current"))
     told: dict[str, Any] = {
-        "current": current, "previous": read_release(os.path.join(home, "previous")), "unit": None,
-            "ready": None}
+        "current": current, "previous": read_release(os.path.join(home, "previous")),
+        "unsettled": read_text(os.path.join(home, "unsettled")), "unit": None, "ready": None}
     if current is not None:
         told["unit"] = show(unit_of(current))
         if current["role"] == "draft":

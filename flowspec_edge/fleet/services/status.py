@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
-from flowspec_edge.fleet.paths import API_KEY, HOME
+from flowspec_edge.fleet.paths import API_KEY, GOING_BACK, HOME
 from flowspec_edge.fleet.probe.facts import program
 from flowspec_edge.fleet.remote.runner import Unreached, as_root
 from flowspec_edge.fleet.remote.ssh import runner_for
@@ -60,6 +60,7 @@ class BoardStatus:
     reason: str = ""
     error: str = ""  # why the board could not be asked
     unreached: bool = False  # the error is that of ssh, or the board hangs
+    going_back: bool = False  # a rollback has switched this stage, and not ended
     watts: float | None = None  # from the board's own sensor; None without one
 
     def as_json(self) -> dict[str, Any]:
@@ -140,7 +141,8 @@ def look_at(inventory: Inventory, device: DeviceEntry) -> BoardStatus:
             device.name, Installed.of(told["current"]), Installed.of(told["previous"]),
             state=unit.get("state", "absent"), since=unit.get("since", ""), restarts=unit.get("restarts", 0),
             status=unit.get("status", ""), said=unit.get("said", ""), ready=ready.get("ready"),
-            reason=ready.get("reason") or "", watts=told["watts"])
+            reason=ready.get("reason") or "", going_back=told["unsettled"] == GOING_BACK,
+            watts=told["watts"])
     except FlowspecError as error:
         return BoardStatus(device.name, error=str(error), unreached=isinstance(error, Unreached))
     except (ValueError, LookupError, TypeError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from flowspec_edge.fleet.deploy.rollback import interrupted
@@ -25,6 +27,15 @@ def fleet(*boards: tuple[str, str]) -> FleetStatus:
 ])
 def test_no_rollback_was_interrupted(boards: list[tuple[str, str]]) -> None:
     assert interrupted(fleet(*boards)) is None
+
+
+def test_a_rollback_that_has_switched_all_boards_is_completed_and_not_undone() -> None:
+    status = fleet(("old", "new"), ("old", "new"), ("", ""))
+    status.boards[1] = replace(status.boards[1], going_back=True)
+    found = interrupted(status)
+    assert found is not None
+    assert {name: release and release.id for name, release in found.items()} == {
+        "board-0": "old", "board-1": "old"}
 
 
 def test_the_stages_switch_before_the_draft_device() -> None:

@@ -37,6 +37,7 @@ class BoardState:
     name: str
     release: str = ""  # id; "" where a phase needs none
     unit: str = ""  # such as flowspec-verify@1.service
+    back: bool = False  # the release ran before: a rollback
     environment: Environment | None = None
     files: Mapping[str, str] = field(default_factory=dict)  # path in the release's directory -> text
     power_mode: str = ""  # name in /etc/nvpmodel.conf; "" leaves it unchanged

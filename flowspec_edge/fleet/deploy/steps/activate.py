@@ -93,7 +93,8 @@ def links(state: BoardState, facts: BoardFacts) -> Action:
     target = paths.release_dir(state.release)
     if facts.current == target:
         return Action("current release")
-    mark = (quote("touch", paths.UNSETTLED),) if _marks(state, facts) else ()
+    text = paths.GOING_BACK if state.back else ""
+    mark = (f"{quote('echo', text)} > {paths.UNSETTLED}",) if _marks(state, facts) else ()
     before = (_link(facts.current, paths.PREVIOUS),) if facts.current else ()
     return Action("current release", (*mark, *before, _link(target, paths.CURRENT), f"sync -f {paths.HOME}"))
 
