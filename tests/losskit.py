@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from flowspec_edge.messages import Cancel, Computed, Credit, Output, Prune, Segment, Tap
@@ -16,6 +17,7 @@ class Striker(Observer):
 
     losses    what was told of losses
     times_back  how often that all are back
+    drops       messages that D0 dropped, by reason
     on_lost     called with the next loss, once
     on_opened   called whenever a request begins, or begins again
     """
@@ -23,6 +25,7 @@ class Striker(Observer):
     def __init__(self) -> None:
         self.losses: list[str] = []
         self.times_back = 0
+        self.drops: Counter[str] = Counter()
         self.on_lost: Callable[[], None] | None = None
         self.on_opened: Callable[[Coordinator], None] = lambda coordinator: None
         self._left = 0
@@ -42,6 +45,9 @@ class Striker(Observer):
     def arrived(self, message: Output | Credit | Tap | Computed, at: float) -> None:
         if isinstance(message, Output):
             self._count()
+
+    def dropped(self, reason: str, count: int) -> None:
+        self.drops[reason] += count
 
     def lost(self, reason: str, at: float) -> None:
         self.losses.append(reason)

@@ -20,7 +20,7 @@ from flowspec_edge.messages import Heartbeat
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator, Verify
 from flowspec_edge.runtime.draft_device.scheduler import Job
 from flowspec_edge.runtime.observe.counters import HeartbeatCounters, increase
-from flowspec_edge.runtime.observe.observer import Observer
+from flowspec_edge.runtime.observe.observer import DropReason, Observer
 from flowspec_edge.runtime.observe.power import once_per_board
 from flowspec_edge.runtime.observe.timeline import AcceptanceTracker
 from flowspec_edge.runtime.request import Result
@@ -123,6 +123,9 @@ class Metrics(Observer):
     def heartbeat(self, beat: Heartbeat, at: float) -> None:
         self._stages.add_heartbeat(beat.stage, beat.counters, at)
 
+    def dropped(self, reason: DropReason, count: int) -> None:
+        self._stages.add_dropped(reason, count)
+
     def lost(self, reason: str, at: float) -> None:
         self._losses.inc()
         self._acceptance.clear()  # requests that continue are opened again
@@ -172,6 +175,11 @@ _SYSTEM_STATS = {
 _ENERGY = ("flowspec_device_energy_joules", "What a device's board has used since its process began.")
 
 
+_DROPPED = ("flowspec_dropped_messages", "Messages that a device did not process: their session is not open "
+            "there, they are stale, or no stage of the cluster may have sent them.")
+_DROP_COUNTERS = ("dropped_stale", "dropped_session")  # of a stage; the first contains the second
+
+
 class StageMetrics(Collector):
     """Metrics of D0 and V1…VN; unlike heartbeat counters, these never reset. Missing figures are left out."""
 
@@ -184,15 +192,26 @@ class StageMetrics(Collector):
         self._newest: dict[int, HeartbeatCounters] = {}  # by stage
         self._heard_at: dict[int, float] = {}
         self._grown: dict[int, HeartbeatCounters] = {
-            stage: dict.fromkeys((*_GROWING, "bytes_in", "bytes_out"), 0.0) for stage in range(1, stages + 1)}
+            stage: dict.fromkeys((*_GROWING, *_DROP_COUNTERS, "bytes_in", "bytes_out"), 0.0)
+            for stage in range(1, stages + 1)}
+        self._dropped_frames = dict.fromkeys(self._grown, 0.0)  # by stage
+        self._dropped_here: dict[DropReason, int] = {"session": 0, "stale": 0, "frame": 0}
 
     def add_heartbeat(self, stage: int, counters: HeartbeatCounters, at: float) -> None:
         """Add a heartbeat's counters, which cover all sessions."""
         with self._lock:
-            grown = self._grown[stage]
-            for key, added in increase(self._newest.get(stage, {}), counters, grown).items():
+            grown, before = self._grown[stage], self._newest.get(stage, {})
+            for key, added in increase(before, counters, grown).items():
                 grown[key] += added
+            frames = counters.get("dropped_frames", 0.0)  # of the process, over all sessions
+            known = before.get("dropped_frames", 0.0)
+            self._dropped_frames[stage] += frames - known if frames >= known else frames
             self._newest[stage], self._heard_at[stage] = counters, at
+
+    def add_dropped(self, reason: DropReason, count: int) -> None:
+        """D0 dropped messages."""
+        with self._lock:
+            self._dropped_here[reason] += count
 
     def lost(self) -> None:
         """A stage was lost: none counts as up until its next heartbeat."""
@@ -204,8 +223,18 @@ class StageMetrics(Collector):
             grown = {stage: dict(counters) for stage, counters in self._grown.items()}
             up = {stage for stage, at in self._heard_at.items() if self._clock() - at < _SILENT_S}
             newest = {f"V{stage}": dict(self._newest[stage]) for stage in sorted(up)}
+            dropped: dict[str, dict[DropReason, float]] = {"D0": {**self._dropped_here}}
+            for stage, counts in self._grown.items():
+                session = counts["dropped_session"]
+                dropped[f"V{stage}"] = {"session": session, "stale": counts["dropped_stale"] - session,
+                                        "frame": self._dropped_frames[stage]}
         yield from _growing(grown)
         yield _links(grown)
+        drops = CounterMetricFamily(*_DROPPED, labels=["device", "reason"])
+        for device, reasons in dropped.items():
+            for reason, count in reasons.items():
+                drops.add_metric([device, reason], count)
+        yield drops
         is_up = GaugeMetricFamily("flowspec_stage_up", "Whether a stage was heard of lately.",
                                   labels=["stage"])
         for stage in grown:

@@ -111,7 +111,7 @@ class StageEngine:
         """
         state = self._sessions.get(message.session)
         if state is None:
-            self._closed_counters["dropped_stale"] += 1
+            self._count_unknown()
             return
         kept = np.array(message.retain, dtype=np.int32)
         slots = state.cache.slots(kept)
@@ -247,8 +247,12 @@ class StageEngine:
         state = self._sessions.get(message.session)
         if state and state.epoch == message.epoch:
             return state
-        self._closed_counters["dropped_stale"] += 1
+        self._count_unknown()
         return None
+
+    def _count_unknown(self) -> None:
+        for name in ("dropped_stale", "dropped_session"):
+            self._closed_counters[name] += 1
 
     def _is_open(self, state: Session) -> bool:
         return self._sessions.get(state.session) is state

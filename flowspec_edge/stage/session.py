@@ -20,6 +20,7 @@ COUNTERS = (
     "orphan_rows",  # whose ancestor had been dropped here
     "cancelled",  # segments that came out empty because of a Cancel
     "dropped_stale",  # messages of another session, an older epoch, or a run seen before
+    "dropped_session",  # of these, messages whose session is not open
 )
 
 

@@ -19,6 +19,7 @@ class Link(Protocol):
     name: str
     bytes_in: int
     bytes_out: int
+    dropped: int  # messages from peers without keys that were rejected, or could not be read
 
     def send(self, message: Message, timeout: float = 0.0) -> bool:
         """Queue ``message``; False if there was no room within ``timeout`` seconds."""
@@ -53,6 +54,7 @@ class Hub(Protocol):
 
     bytes_in: int
     bytes_out: int
+    dropped: int  # as of a Link, and messages with another key than their sender's
 
     def send(self, peer: str, message: Message) -> bool:
         """False if there is no room, PeerLost if ``peer`` is not connected."""

@@ -89,6 +89,7 @@ class _End:
         self.name = name
         self.bytes_in = 0
         self.bytes_out = 0
+        self.dropped = 0
         self._changed = network.changed
         self._inbox = inbox
 

@@ -205,6 +205,22 @@ def test_counters_that_begin_again_only_grow() -> None:
     assert page()[up] == 0
 
 
+def test_dropped_messages_are_counted_by_device_and_reason() -> None:
+    metrics = Metrics(2, dict, {})
+    told_by_v1 = ((1, 2, 3, 1), (1, 2, 4, 1), (2, 1, 1, 2), (2, 1, 1, 5),
+                  (3, 0, 0, 1))  # of another process
+    for since, session, stale, frames in told_by_v1:
+        metrics.heartbeat(beat(1, since, dropped_session=session, dropped_stale=stale, dropped_frames=frames),
+                          0.0)
+    for reason, count in (("session", 1), ("stale", 1), ("frame", 7), ("session", 1)):
+        metrics.dropped(reason, count)
+    page, _ = metrics.page("", Readiness(True, "", 0, 0, None))
+    told = Read(page.decode())
+    assert {device: [told("dropped_messages_total", device=device, reason=reason)
+                     for reason in ("session", "stale", "frame")] for device in ("D0", "V1", "V2")} == {
+        "D0": [2, 1, 7], "V1": [3, 2, 6], "V2": [0, 0, 0]}
+
+
 def test_losses_and_endings_are_told_apart() -> None:
     metrics = Metrics(STAGES, dict, {})
     metrics.lost("V2 is gone", 1.0)

@@ -53,6 +53,7 @@ def test_stale_messages_are_dropped_and_counted(engine: StageEngine) -> None:
     engine.close(Close(9))
     engine.open(Open(1, 0, 16))  # the same epoch again must not empty the cache
     assert engine.counters["dropped_stale"] == 8
+    assert engine.counters["dropped_session"] == 6
     assert held(engine) == list(range(8))
 
 

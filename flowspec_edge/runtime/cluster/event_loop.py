@@ -9,13 +9,13 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from enum import Enum, auto
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 from flowspec_edge.errors import FlowspecError, PeerLost
 from flowspec_edge.messages import Cancel, Computed, Credit, Open, Output, Prune, Segment, Tap
+from flowspec_edge.runtime.cluster.active_request import ActiveRequest, SessionState
 from flowspec_edge.runtime.cluster.stage_links import StageLinks
 from flowspec_edge.runtime.cluster.timing import ClusterTiming
 from flowspec_edge.runtime.draft_device.capacity import session_rows
@@ -24,12 +24,11 @@ from flowspec_edge.runtime.draft_device.prefix_cache import PrefixCache
 from flowspec_edge.runtime.draft_device.scheduler import Job, Scheduler
 from flowspec_edge.runtime.emulation.engine import Emulation, wait_until
 from flowspec_edge.runtime.observe.observer import Observer
-from flowspec_edge.runtime.observe.power import SessionEnergy, cluster_energy
+from flowspec_edge.runtime.observe.power import SessionEnergy
 from flowspec_edge.runtime.request import Request, RequestHandle, Result
 
 log = logging.getLogger(__name__)
 
-_LATE_SHARE = 0.02  # of the decode time: how late an emulation may be without a warning
 _LAST_REPORT_S = 2.0  # timeout of the stages' session reports
 _STALL_S = 120.0  # without any output while requests run and all stages answer
 _MAX_LOSSES = 5  # in a row without a new token: the request may be what kills the stages
@@ -38,28 +37,6 @@ T = TypeVar("T")
 
 # (handle, session number, the request's coordinator before a loss or None) -> coordinator
 MakeCoordinator = Callable[[RequestHandle, int, Coordinator | None], Coordinator]
-
-
-class SessionState(Enum):
-    OPEN = auto()
-    CLOSING = auto()  # the request is over; waiting for the stages' reports
-    SUSPENDED = auto()  # the stages are lost; the request will resume in another session
-
-
-@dataclass(eq=False)
-class _Active:
-    handle: RequestHandle
-    coordinator: Coordinator = field(init=False)
-    state: SessionState = SessionState.OPEN
-    watched: bool = False  # the observer wants the stages' times
-    overrun_s: float = 0.0  # by how much D0's own work exceeded the emulated time
-    report_deadline: float = 0.0  # of the stages, while closing
-    losses: int = 0  # of stages, in a row without a new token
-    tokens_before: int = 0  # at the last loss
-
-    @property
-    def session(self) -> int:
-        return self.coordinator.builder.session
 
 
 class EventLoop:
@@ -79,7 +56,7 @@ class EventLoop:
         self._make = make
         self._emulation = emulation
         self._scheduler = Scheduler(clock=time.monotonic)
-        self._active: list[_Active] = []  # oldest first
+        self._active: list[ActiveRequest] = []  # oldest first
         self._session = 0
 
     @property
@@ -97,7 +74,7 @@ class EventLoop:
     def start(self, handle: RequestHandle) -> None:
         """Start a request; one that cannot run gets its error immediately."""
         idle = not self.busy
-        opening = self._open(_Active(handle), None)
+        opening = self._open(ActiveRequest(handle), None)
         if opening is None:
             return
         if idle:
@@ -121,10 +98,7 @@ class EventLoop:
                 self._active.remove(active)
                 self._answer(active)
             else:
-                active.state = SessionState.SUSPENDED
-                made = len(active.coordinator.tokens)
-                active.losses = active.losses + 1 if made == active.tokens_before else 1
-                active.tokens_before = made
+                active.suspend()
         # V1's queue and the stages' caches are gone; stages may come back on other devices.
         self._scheduler = Scheduler(clock=time.monotonic)
         self.pool.clear()
@@ -184,6 +158,8 @@ class EventLoop:
             self._dispatch(self._ask(partial(self._scheduler.take_ahead, job)) or [])
             self._work(job)
         received = self._links.collect(self._receive)
+        if wrong := self._links.take_dropped():
+            self._observer.dropped("frame", wrong)
         self._settle()
         if not received and job is None:
             self._links.sleep(idle_s)
@@ -203,14 +179,14 @@ class EventLoop:
             self._fail_alone(self._scheduler.turn.builder.session, error)
             return None
 
-    def _in_state(self, state: SessionState) -> list[_Active]:
+    def _in_state(self, state: SessionState) -> list[ActiveRequest]:
         return [active for active in self._active if active.state is state]
 
-    def _find(self, session: int) -> _Active | None:
+    def _find(self, session: int) -> ActiveRequest | None:
         return next((active for active in self._active
                      if active.session == session and active.state is not SessionState.SUSPENDED), None)
 
-    def _open(self, active: _Active, before: Coordinator | None) -> Open | None:
+    def _open(self, active: ActiveRequest, before: Coordinator | None) -> Open | None:
         """Open a session for a request; ``before`` is its coordinator before a loss. Returns the message for
         the stages, or None if the request cannot run and was given its error."""
         # Above those of a former D0, although a board's clock may be behind after a reboot: a stage does not
@@ -247,12 +223,15 @@ class EventLoop:
             self._learn(message)
             return
         self._observer.arrived(message, time.monotonic())
-        self._scheduler.receive(message)
+        if not self._scheduler.receive(message):
+            is_open = message.session in (active.session for active in self._in_state(SessionState.OPEN))
+            self._observer.dropped("stale" if is_open else "session", 1)
 
     def _learn(self, times: Computed) -> None:
         active = self._find(times.session)
         if active is None:
-            return  # of a session before a loss
+            self._observer.dropped("session", 1)
+            return
         if active.watched:
             self._observer.arrived(times, time.monotonic())
         if self._curve is not None:
@@ -296,7 +275,7 @@ class EventLoop:
 
     # ---- results -------------------------------------------------------------------------------
 
-    def _end(self, active: _Active) -> None:
+    def _end(self, active: ActiveRequest) -> None:
         """Close the session, but wait for the stages' reports: they are part of the result."""
         active.state = SessionState.CLOSING
         active.report_deadline = time.monotonic() + _LAST_REPORT_S
@@ -322,14 +301,14 @@ class EventLoop:
         self._fail(active, error)
         self._links.send(closing)
 
-    def _fail(self, active: _Active, error: BaseException) -> None:
+    def _fail(self, active: ActiveRequest, error: BaseException) -> None:
         self._links.bytes.pop(active.session, None)
         self._energy.close(active.session)
         self._observer.failed(active.coordinator, time.monotonic())
         if not active.handle.done():
             active.handle.fail(error)
 
-    def _answer(self, active: _Active) -> None:
+    def _answer(self, active: ActiveRequest) -> None:
         try:
             result = self._result(active)
         except Exception as error:  # such as a stage's absurd counters
@@ -340,19 +319,7 @@ class EventLoop:
         if not active.handle.done():
             active.handle.set_result(result)
 
-    def _result(self, active: _Active) -> Result:
-        stages = self._links.members.take_reports(active.session)
-        total = self._links.bytes.pop(active.session) + sum(
-            int(counters.get(kind, 0)) for counters in stages for kind in ("bytes_out", "collective_bytes"))
-        slot_s = self._timing.slot_s or max(counters.get("slot_s", 0.0) for counters in stages)
-        result = active.coordinator.result(slot_s, total, stages)
-        own = self._energy.close(active.session)
-        if not active.losses:  # a lost stage never reported its part
-            energy, above_idle = cluster_energy([own, *stages])
-            result = replace(result, stats=replace(result.stats, energy_j=energy,
-                                                   energy_above_idle_j=above_idle))
-        late = active.overrun_s + sum(counters.get("late_s", 0.0) for counters in stages)
-        if len(result.tokens) > 1 and late > _LATE_SHARE * result.stats.decode_s:
-            log.warning("emulation: this machine was too slow or too busy by %.2f s in %.2f s of decoding; "
-                        "figures are too low", late, result.stats.decode_s)
-        return result
+    def _result(self, active: ActiveRequest) -> Result:
+        session = active.session
+        return active.result(self._timing.slot_s, self._links.bytes.pop(session),
+                             self._links.members.take_reports(session), self._energy.close(session))

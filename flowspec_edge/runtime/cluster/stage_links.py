@@ -55,6 +55,8 @@ class StageLinks:
         self._outbox: deque[Segment] = deque()
         self._disconnects = 0  # of the link to V1, already handled
         self._check_at = 0.0
+        self._strangers = 0  # control messages from other processes than the stages
+        self._dropped = 0  # messages, at the last ``take_dropped``
         allowed = addresses.worker_keys
         with place.entered(0):  # ZeroMQ's I/O thread keeps the namespace it was created in
             self._hub = transport.hub(addresses.control, "D0 control",
@@ -146,8 +148,9 @@ class StageLinks:
             found = True
             sender, message = item
             size, before = self._hub.bytes_in - before, self._hub.bytes_in
-            if sender not in self.members.instances:
-                continue  # such as a stage's replaced process
+            if sender not in self.members.instances:  # such as a stage's replaced process
+                self._strangers += 1
+                continue
             if objection := self.members.objection(sender, message):
                 self._hub.reject(objection, sender)
                 continue
@@ -165,6 +168,11 @@ class StageLinks:
                     except ProtocolError as error:
                         self._hub.reject(str(error), sender)
         return found
+
+    def take_dropped(self) -> int:
+        """Number of messages since the last call that no stage of this cluster may have sent."""
+        before, self._dropped = self._dropped, self._strangers + self._hub.dropped + self._output.dropped
+        return self._dropped - before
 
     def sleep(self, max_s: float = _CHECK_S) -> None:
         """Wait up to ``max_s`` seconds for a message, room for a queued segment, or the next check."""

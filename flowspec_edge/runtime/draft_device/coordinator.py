@@ -116,11 +116,11 @@ class Coordinator:
 
     # ---- arrivals --------------------------------------------------------------------------
 
-    def receive(self, message: Output | Tap) -> None:
-        """Store an arrival for the tasks, without processing it; stale messages are ignored. ProtocolError
-        for one that does not answer what was sent."""
+    def receive(self, message: Output | Tap) -> bool:
+        """Store an arrival for the tasks, without processing it; False for a stale one, which is ignored.
+        ProtocolError for one that does not answer what was sent."""
         if (message.session, message.epoch) != (self.builder.session, self.builder.epoch):
-            return
+            return False
         self._check(message)
         match message:
             case Output():
@@ -130,6 +130,7 @@ class Coordinator:
                 self._taps.append(message)
                 if message.layer in self._needed:
                     self._tapped.setdefault(message.run, set()).add(message.layer)
+        return True
 
     def _check(self, message: Output | Tap) -> None:
         name = f"{type(message).__name__.lower()} of segment {message.run} of session {message.session}"

@@ -87,16 +87,17 @@ class Scheduler:
             self._predictor.sent(len(segment.numbers), self._clock())
         return segment
 
-    def receive(self, message: Output | Credit | Tap) -> None:
-        """Store an arrival for the jobs, without processing it; stale messages are ignored."""
+    def receive(self, message: Output | Credit | Tap) -> bool:
+        """Store an arrival for the jobs, without processing it; False for a stale one, which is ignored."""
         if isinstance(message, Credit):
             at_v1 = (message.session, message.epoch, message.run)
-            if at_v1 in self._at_v1:
-                self._at_v1.remove(at_v1)
-                if self._clock:
-                    self._predictor.segment_done(self._clock())
-        elif message.session in self._open:
-            self._open[message.session].receive(message)
+            if at_v1 not in self._at_v1:
+                return False
+            self._at_v1.remove(at_v1)
+            if self._clock:
+                self._predictor.segment_done(self._clock())
+            return True
+        return message.session in self._open and self._open[message.session].receive(message)
 
     def next_job(self) -> Job | None:
         """Return the most urgent job: outputs before draft passes, the oldest request first."""

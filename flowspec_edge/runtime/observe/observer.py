@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from flowspec_edge.messages import Cancel, Computed, Credit, Heartbeat, Output, Prune, Segment, Tap
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
 from flowspec_edge.runtime.draft_device.scheduler import Job
 from flowspec_edge.runtime.request import Result
+
+# no open session of that number; sent before, or out of its epoch; no message that the protocol allows
+DropReason = Literal["session", "stale", "frame"]
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +37,9 @@ class Observer:
 
     def arrived(self, message: Output | Credit | Tap | Computed, at: float) -> None:
         """D0 reads a message from its links; it may be stale."""
+
+    def dropped(self, reason: DropReason, count: int) -> None:
+        """D0 drops so many messages."""
 
     def worked(self, job: Job, start: float, end: float) -> None:
         """D0 drafted or verified; the coordinator has processed the result."""
@@ -72,6 +79,9 @@ class Observers(Observer):
 
     def arrived(self, message: Output | Credit | Tap | Computed, at: float) -> None:
         self._notify("arrived", lambda observer: observer.arrived(message, at))
+
+    def dropped(self, reason: DropReason, count: int) -> None:
+        self._notify("dropped", lambda observer: observer.dropped(reason, count))
 
     def worked(self, job: Job, start: float, end: float) -> None:
         self._notify("worked", lambda observer: observer.worked(job, start, end))

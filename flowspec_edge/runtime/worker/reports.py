@@ -15,17 +15,19 @@ from flowspec_edge.runtime.observe.system_stats import SystemStats
 from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.runtime.worker.stats import WorkerStats
 from flowspec_edge.stage.base import Engine
-from flowspec_edge.transport.base import ClientLink
+from flowspec_edge.transport.base import ClientLink, Link
 
 
 class Reports:
     """``due_at``: when the next heartbeat is due (time.monotonic)."""
 
-    def __init__(self, config: WorkerConfig, control: ClientLink, following: ClientLink, engine: Engine,
-                 stats: WorkerStats, hello: Hello, system_stats: SystemStats, energy: SessionEnergy) -> None:
-        """``control``: to D0; ``following``: to the next device."""
+    def __init__(self, config: WorkerConfig, control: ClientLink, previous: Link, following: ClientLink,
+                 engine: Engine, stats: WorkerStats, hello: Hello, system_stats: SystemStats,
+                 energy: SessionEnergy) -> None:
+        """``control``: to D0; ``previous``, ``following``: from and to the devices beside this one."""
         self._config = config
         self._control = control
+        self._previous = previous
         self._following = following
         self._engine = engine
         self._stats = stats
@@ -50,6 +52,7 @@ class Reports:
         self.due_at = time.monotonic() + self._config.heartbeat_s
         self._energy.update()
         counters = {**self._engine.counters, **self._stats.total.counters(), "since": self._stats.since,
+                    "dropped_frames": self._control.dropped + self._previous.dropped,
                     "cache_bytes": self._engine.cache_bytes, **self._system_stats.read()}
         self._control.send(Heartbeat(self._config.instance, self._config.stage, counters,
                                      isolated=bool(self._following.disconnected_for())))

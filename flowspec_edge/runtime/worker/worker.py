@@ -94,8 +94,8 @@ class Worker:
         self._bytes_in = 0  # of the data link, counted so far
         self._stats = WorkerStats()
         self._energy = SessionEnergy(meter)
-        self._reports = Reports(config, links.control, links.next, engine, self._stats, hello,
-                                SystemStats(meter=meter), self._energy)
+        self._reports = Reports(config, links.control, links.previous, links.next, engine, self._stats,
+                                hello, SystemStats(meter=meter), self._energy)
         self._check_at = 0.0
         self._gave_up_at = 0.0
         # When the first of the open sessions began: seconds, and disconnects of the links to D0 and the next

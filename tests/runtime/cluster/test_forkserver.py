@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from multiprocessing import connection
 from pathlib import Path
@@ -93,6 +94,19 @@ def test_an_error_is_in_the_output_and_the_exit_code(tmp_path: Path) -> None:
     alone = subprocess.run([sys.executable, "-m", "flowspec_edge.runtime.worker", "--config",
                             str(tmp_path / "nothing.toml")], capture_output=True, text=True, check=False)
     assert ((tmp_path / "output").read_text(), 2) == (alone.stderr, alone.returncode)
+
+
+def test_threads_may_start_workers_at_once(tmp_path: Path) -> None:
+    """A start replaces this process' main module for a moment."""
+    main = sys.modules["__main__"]
+
+    def start(number: int) -> WorkerProcess:
+        return WorkerProcess(tmp_path / "nothing.toml", tmp_path / f"output{number}")
+
+    with ThreadPoolExecutor(4) as pool:
+        workers = list(pool.map(start, range(8)))
+    assert sys.modules["__main__"] is main
+    assert {worker.wait(PATIENCE) for worker in workers} == {2}
 
 
 def test_workers_end_with_their_fork_server_and_the_next_has_another(config: Path, tmp_path: Path) -> None:

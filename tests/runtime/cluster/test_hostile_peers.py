@@ -161,6 +161,7 @@ def test_strangers_on_ports_without_keys_change_nothing(
                 assert handle.result(PATIENCE).tokens == expected
                 until(lambda: made.cluster._links._output.dropped > count // 4)
         assert made.seen.losses == []
+        assert made.seen.drops["frame"] > count // 4
         for endpoint in made.listen:
             with intruder(zmq.PUSH, endpoint) as send:
                 handle = made.begin()
@@ -168,6 +169,8 @@ def test_strangers_on_ports_without_keys_change_nothing(
                     send(wrong_frames(rng, made.session, 1, INSTANCES[0]))
                 right_or_one_error(handle, expected)
             assert made.begin().result(PATIENCE).tokens == expected
+        until(lambda: all(member.counters.get("dropped_frames", 0) > 0
+                          for member in made.cluster._members._members.values()))
         for raw in held:
             raw.close()
     assert len([record for record in caplog.records if "dropped a message" in record.message]) <= 4
