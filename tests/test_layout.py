@@ -54,8 +54,9 @@ ORDER: dict[str, list[str]] = {
                 "connections", "server"],
     "fleet": ["paths", "inventory", "remote", "network", "remote_cluster", "probe", "gpu_check", "planning",
               "profiling", "services", "transfer", "deploy", "doctor"],
-    "bench": ["results", "run", "render", "sweeps"],
-    "cli": ["common", "bench", "sweep", "generate", "serve", "boards", "deploy", "models", "main"],
+    "bench": ["results", "run", "render", "sweeps", "reproduce"],
+    "cli": ["common", "bench", "sweep", "reproduce", "generate", "serve", "boards", "deploy", "models",
+            "main"],
 }
 PURE = ("tree", "strategies")  # they decide and do not act: no clock, no socket, no tensor library
 ACTS = {"time", "datetime", "random", "socket", "select", "selectors", "asyncio", "threading",

@@ -17,6 +17,7 @@ from flowspec_edge.cli.deploy import commands as deploy
 from flowspec_edge.cli.deploy import keys
 from flowspec_edge.cli.generate import chat, command, demo
 from flowspec_edge.cli.models import commands as models
+from flowspec_edge.cli.reproduce import command as reproduce
 from flowspec_edge.cli.serve import command as serve
 from flowspec_edge.cli.serve import daemons
 from flowspec_edge.cli.sweep import commands as sweep
@@ -63,6 +64,7 @@ app.command()(listing.strategies)
 app.command()(listing.profiles)
 app.command()(doctor.doctor)
 app.command()(plan.plan)
+app.command()(reproduce.reproduce)
 app.add_typer(bench.app, name="bench")
 app.add_typer(deploy.app, name="deploy")
 app.add_typer(device.app, name="device")

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from flowspec_edge.bench.render.markdown import markdown_table
+from flowspec_edge.bench.render.styles import style_of
 from flowspec_edge.bench.render.table import timing
 from flowspec_edge.bench.results.paper_results import PaperResults
 from flowspec_edge.bench.results.report import BenchReport
 from flowspec_edge.bench.results.rows import BASELINE, MEAN, ReportRow
+from flowspec_edge.bench.run.repetition import DEFINITION
 
 COMPARED = ("megatron", "galaxy", BASELINE, "pipedec", "flowspec")  # table I's order
 ABLATION = (BASELINE, "pruned_pp", "flowspec_no_sbd", "flowspec")
 _LEFT_OUT = ("autoregressive",)  # as in the paper; shown on request
-_NAMES = {"megatron": "Megatron-LM", "galaxy": "Galaxy", BASELINE: "Chunk-PP", "pipedec": "PipeDec",
-          "flowspec": "FlowSpec", "pruned_pp": "Pruned PP", "flowspec_no_sbd": "FlowSpec w/o SBD"}
 _NOTHING = "–"
 
 Cells = list[str]
@@ -70,13 +71,13 @@ def _speed_tables(report: BenchReport, strategies: Sequence[str], published: Pap
             header += [column, "SR"]
         body = []
         for name in strategies:
-            line = [_NAMES.get(name, name)]
+            line = [style_of(name).label]
             for task in tasks:
                 line += _speed(rows.get((name, task, temperature)))
             for speed in theirs:
                 line += _published_speed(speed.means.get(name), speed.means[BASELINE])
             body.append(line)
-        found += [f"**T = {temperature:g}**", _markdown(header, body)]
+        found += [f"**T = {temperature:g}**", markdown_table(header, body)]
     return found
 
 
@@ -89,7 +90,7 @@ def _accepted_table(report: BenchReport, strategies: Sequence[str], published: P
         header += [f"ALT, {column}", f"ALR, {column}"]
     body = []
     for name in strategies:
-        line = [_NAMES.get(name, name)]
+        line = [style_of(name).label]
         for temperature in temperatures:
             row = rows.get((name, temperature))
             line += [f"{row.alt:.2f}", f"{row.alr:.2f}"] if row else [_NOTHING, _NOTHING]
@@ -97,7 +98,7 @@ def _accepted_table(report: BenchReport, strategies: Sequence[str], published: P
             line += [f"{kind[name]:.2f}" if name in kind else _NOTHING
                      for kind in (accepted.alt, accepted.alr)]
         body.append(line)
-    return _markdown(header, body)
+    return markdown_table(header, body)
 
 
 def _speed(row: ReportRow | None) -> Cells:
@@ -130,6 +131,7 @@ def _note(report: BenchReport, published: PaperResults | None) -> str:
                  + f"; at most {s['max_new_tokens']} new tokens, {s['dtype']}, seed {s['seed']}.")
     if any(row.tokens_per_second_sd is not None for row in report.rows):
         parts.append("±: standard deviation over the repeats.")
+    parts += _loops(report)
     wrong = list(dict.fromkeys(row.strategy for row in report.rows if not row.identical))
     parts.append(f"**Not the text of plain decoding (≠): {', '.join(wrong)}.**" if wrong else
                  "Every text is that of plain decoding, token for token.")
@@ -143,13 +145,17 @@ def _note(report: BenchReport, published: PaperResults | None) -> str:
     return " ".join(parts)
 
 
-def _markdown(header: Cells, body: Sequence[Cells]) -> str:
-    widths = [max(len(row[i]) for row in (header, *body)) for i in range(len(header))]
-
-    def line(cells: Cells) -> str:
-        first, *others = (cell.replace("|", r"\|") for cell in cells)
-        padded = [first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(others, widths[1:], strict=True))]
-        return f"| {' | '.join(padded)} |"
-
-    rule = [":" + "-" * (widths[0] - 1), *("-" * (width - 1) + ":" for width in widths[1:])]
-    return "\n".join([line(header), f"| {' | '.join(rule)} |", *map(line, body)])
+def _loops(report: BenchReport) -> list[str]:
+    """How many answers repeat themselves, and the speeds of the others."""
+    if not report.means or any(row.repeating is None for row in report.means):
+        return []
+    found = []
+    for temperature in dict.fromkeys(row.temperature for row in report.means):
+        rows = [row for row in report.means if row.temperature == temperature]
+        counts = " or ".join(dict.fromkeys(f"{row.repeating} of {row.answers}" for row in rows))
+        others = ", ".join(f"{style_of(row.strategy).label} {row.tokens_per_second_other:.2f}" +
+                           (f" (SR {row.speedup_other:.2f})" if row.speedup_other is not None else "")
+                           for row in rows if row.repeating and row.tokens_per_second_other is not None)
+        without = f"; without them, in tokens/s: {others}" if others else ""
+        found.append(f"T = {temperature:g}: {counts}{without}")
+    return [f"Answers of a method that repeat themselves ({DEFINITION}): {'. '.join(found)}."]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowspec_edge.bench.render.styles import style_of
 from flowspec_edge.bench.render.table import timing
 from flowspec_edge.bench.render.timeline import Window
 from flowspec_edge.bench.results.atomic_write import check_writable, write
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SUFFIXES = (".svg", ".png")
-COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#222255",
-           "#994455", "#eecc66", "#225522", "#997700", "#555555")  # Paul Tol's colour-blind safe palettes
+_RUNS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#222255")  # the last: of no run
 _CANCELLED = "#dddddd"
 
 
@@ -49,18 +49,18 @@ def plot(reports: Sequence[BenchReport], path: Path) -> None:
     check_figure(path)
     if not any(report.rows for report in reports):
         raise UsageError("the reports hold no rows yet: nothing to plot")
-    colours = _colours(reports)
     if len({report.settings["stages"] for report in reports}) > 1:
         panels = _line_panels(reports)
         figure, axes = new_figure(len(panels), 7.0)
         for axis, (caption, lines) in zip(axes, panels.items(), strict=True):
-            _draw_lines(axis, caption, lines, colours)
+            _draw_lines(axis, caption, lines)
     else:
         bars = [panel for report in reports for panel in _bar_panels(report)]
-        widest = max(len({(r.task, r.temperature) for r in rows}) * len(colours) for _, rows, _ in bars)
+        methods = len({row.strategy for report in reports for row in report.rows})
+        widest = max(len({(r.task, r.temperature) for r in rows}) * methods for _, rows, _ in bars)
         figure, axes = new_figure(len(bars), max(6.0, 1.5 + 0.34 * widest))
         for axis, (caption, rows, by_task) in zip(axes, bars, strict=True):
-            _draw_bars(axis, caption, rows, by_task, colours)
+            _draw_bars(axis, caption, rows, by_task)
     save_figure(figure, path)
 
 
@@ -75,7 +75,7 @@ def gantt(spans: Sequence[Span], stages: int, view: Window, caption: str, path: 
         line = {"draft": 0, "verify": 1}.get(span.kind, span.device + 1)
         start, end = max(span.start, view.start), min(span.end, view.end)
         left, width = (start - view.start) / view.slot + view.skipped, (end - start) / view.slot
-        colour = _CANCELLED if span.cancelled else COLOURS[span.run % 6 if span.run >= 0 else 7]
+        colour = _CANCELLED if span.cancelled else _RUNS[span.run % 6 if span.run >= 0 else 6]
         axis.barh(line, width, left=left, height=0.8, color=colour, edgecolor="white", linewidth=0.4)
         if span.device and width > 0.25:
             axis.text(left + width / 2, line, str(span.run), ha="center", va="center", fontsize=7)
@@ -111,8 +111,7 @@ def _line_panels(reports: Sequence[BenchReport]) -> dict[str, dict[str, list[tup
     return panels
 
 
-def _draw_bars(axis: Axes, caption: str, rows: Sequence[ReportRow], by_task: bool, colours: dict[str, str]
-               ) -> None:
+def _draw_bars(axis: Axes, caption: str, rows: Sequence[ReportRow], by_task: bool) -> None:
     def group(row: ReportRow) -> str:
         return row.task if by_task else f"T = {row.temperature:g}"
 
@@ -123,8 +122,9 @@ def _draw_bars(axis: Axes, caption: str, rows: Sequence[ReportRow], by_task: boo
         mine = [row for row in rows if row.strategy == name]
         at = [groups.index(group(row)) + (names.index(name) - (len(names) - 1) / 2) * width for row in mine]
         spread: Any = [row.tokens_per_second_sd or 0.0 for row in mine]
-        bars = axis.bar(at, [row.tokens_per_second for row in mine], width * 0.94, color=colours[name],
-                        label=name, yerr=spread if any(spread) else None, capsize=2)
+        bars = axis.bar(at, [row.tokens_per_second for row in mine], width * 0.94,
+                        color=style_of(name).colour, label=name, capsize=2,
+                        yerr=spread if any(spread) else None)
         axis.bar_label(bars, [_label(row) for row in mine], fontsize=6, padding=1)
     axis.set_xticks(range(len(groups)), groups)
     _finish(axis, f"{caption}; above the bars: SR")
@@ -135,11 +135,11 @@ def _label(row: ReportRow) -> str:
     return ratio if row.identical else f"{ratio} ≠".lstrip()
 
 
-def _draw_lines(axis: Axes, caption: str, lines: dict[str, list[tuple[int, ReportRow]]],
-                colours: dict[str, str]) -> None:
+def _draw_lines(axis: Axes, caption: str, lines: dict[str, list[tuple[int, ReportRow]]]) -> None:
     for name, points in lines.items():
         x, y = [stages for stages, _ in points], [row.tokens_per_second for _, row in points]
-        axis.plot(x, y, marker="o", markersize=4, color=colours[name], label=name)
+        style = style_of(name)
+        axis.plot(x, y, marker=style.marker, markersize=4, color=style.colour, label=name)
     axis.set_xticks(sorted({stages for points in lines.values() for stages, _ in points}))
     axis.set_xlabel("stages")
     _finish(axis, caption)
@@ -154,11 +154,6 @@ def _finish(axis: Axes, caption: str) -> None:
     axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
 
 
-def _colours(reports: Sequence[BenchReport]) -> dict[str, str]:
-    names = dict.fromkeys(row.strategy for report in reports for row in report.rows)
-    return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
-
-
 def new_figure(panels: int, width: float, height: float = 3.2) -> tuple[Figure, Sequence[Axes]]:
     """``panels`` axes, one below the other, without pyplot's global state."""
     from matplotlib.figure import Figure
@@ -169,11 +164,18 @@ def new_figure(panels: int, width: float, height: float = 3.2) -> tuple[Figure, 
 
 def save_figure(figure: Figure, path: Path) -> None:
     """Write the figure atomically, in the format of ``path``'s suffix."""
+    write(path, figure_bytes(figure, path.suffix.lower()[1:]))
+
+
+def figure_bytes(figure: Figure, kind: str, about: str = "") -> bytes:
+    """``kind``: svg, png or pdf; ``about`` becomes the description in the file's metadata."""
     from matplotlib import rc_context
 
-    kind = path.suffix.lower()[1:]
+    dates = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    keys = {"svg": "Description", "pdf": "Subject", "png": "Description"}
     data = io.BytesIO()
     # Text stays text, and equal figures give equal files.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "flowspec"}):
-        figure.savefig(data, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-    write(path, data.getvalue())
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "flowspec", "pdf.fonttype": 42}):
+        figure.savefig(data, format=kind, dpi=150,
+                       metadata={**dates.get(kind, {}), **({keys[kind]: about} if about else {})})
+    return data.getvalue()

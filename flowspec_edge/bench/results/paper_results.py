@@ -1,4 +1,4 @@
-"""The FlowSpec paper's own figures, from ``paper_results.toml``."""
+"""The papers' own figures, from ``paper_results.toml``."""
 
 from __future__ import annotations
 
@@ -70,6 +70,27 @@ class DepthCells(StrictModel):
     worst: DepthCell
 
 
+class PaperRatio(StrictModel):
+    """The range over tasks of a method's speed over another's (PipeDec)."""
+
+    source: str
+    profile: str
+    strategy: str
+    over: str
+    stages: int
+    lowest: float
+    highest: float
+
+
+class AcceptanceLengths(StrictModel):
+    """n N / K by stages (SPD)."""
+
+    source: str
+    model: str
+    stages: list[int]
+    lengths: list[float]
+
+
 class PaperResults(StrictModel):
     """``source`` is that of ``speed`` and ``accepted``."""
 
@@ -78,6 +99,8 @@ class PaperResults(StrictModel):
     accepted: list[PaperAcceptance]
     bandwidth: list[BandwidthCurves]
     depth: list[DepthCells]
+    ratio: list[PaperRatio]
+    acceptance_length: list[AcceptanceLengths]
 
     def speeds(self, profile: str | None, stages: int, temperature: float) -> list[PaperSpeed]:
         """The paper's figures for the testbed that ``profile`` describes; empty for any other."""

@@ -7,7 +7,8 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from flowspec_edge.bench.render.plots import COLOURS, check_figure, new_figure, save_figure
+from flowspec_edge.bench.render.plots import check_figure, new_figure, save_figure
+from flowspec_edge.bench.render.styles import style_of
 from flowspec_edge.bench.results.paper_results import BandwidthCurves, DepthCells
 from flowspec_edge.bench.results.rows import ReportRow
 from flowspec_edge.bench.sweeps.sweep import Sweep, Value
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 _LABELS = {"bandwidth": "link bandwidth (Mbps)", "stages": "stages", "segment": "longest segment (rows)",
            "latency": "link latency, one way (ms)"}
 _LETTERS_AN_INCH = 15  # of text at 8 points
-_OURS: dict[str, Any] = {"marker": "o", "markersize": 4.5}
-_THEIRS: dict[str, Any] = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "linestyle": "--",
+_OURS: dict[str, Any] = {"markersize": 4.5}
+_THEIRS: dict[str, Any] = {"markersize": 4, "markerfacecolor": "white", "linestyle": "--",
                            "linewidth": 1.2}
 
 
@@ -31,7 +32,7 @@ def plot_sweep(sweep: Sweep, path: Path) -> None:
     speeds = sweep.speeds()
     if not speeds:
         raise UsageError("the sweep holds no rows yet: nothing to plot")
-    save_figure(_grids(sweep, speeds) if sweep.axis == "depth" else _lines(sweep, speeds), path)
+    save_figure(depth_figure(sweep) if sweep.axis == "depth" else _lines(sweep, speeds), path)
 
 
 def _lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) -> Figure:
@@ -40,22 +41,23 @@ def _lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) -> Fig
     figure, (axis,) = new_figure(1, 8.4, 4.4)
     theirs = sweep.published if isinstance(sweep.published, BandwidthCurves) else None
     shown: set[float] = set()
-    for index, (name, rows) in enumerate(speeds.items()):
-        colour = COLOURS[index % len(COLOURS)]
+    for name, rows in speeds.items():
+        _, colour, marker = style_of(name)
         points = {value: row for value, row in rows.items() if not isinstance(value, tuple)}
         shown |= points.keys()
         wrong = " ≠" if not all(row.identical for row in points.values()) else ""
         axis.errorbar(list(points), [row.tokens_per_second for row in points.values()],
                       [row.tokens_per_second_sd or 0.0 for row in points.values()], capsize=2, color=colour,
-                      **_OURS)
-        axis.plot([], [], color=colour, linewidth=4, label=f"{name}{wrong}")
+                      marker=marker, **_OURS)
+        axis.plot([], [], color=colour, linewidth=4, marker=marker, label=f"{name}{wrong}")
         if theirs and (curve := theirs.curve(name)):
-            axis.plot(list(curve), list(curve.values()), color=colour, **_THEIRS)
+            axis.plot(list(curve), list(curve.values()), color=colour, marker=marker, **_THEIRS)
             shown |= curve.keys()
-    kinds = [Line2D([], [], color="black", label=measured_as(sweep), **_OURS)]
+    kinds = [Line2D([], [], color="black", label=measured_as(sweep), marker="o",
+                    **_OURS)]
     if theirs:
         kinds.append(Line2D([], [], color="black", label=f"published: {theirs.source}; {theirs.model}",
-                            **_THEIRS))
+                            marker="o", **_THEIRS))
     _ticks(axis, sorted(shown))
     axis.set_ylim(bottom=0)
     axis.set_xlabel(_LABELS[sweep.axis])
@@ -76,7 +78,9 @@ def _ticks(axis: Axes, values: list[float]) -> None:
     axis.set_xticks([], minor=True)
 
 
-def _grids(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) -> Figure:
+def depth_figure(sweep: Sweep) -> Figure:
+    """A heat map of the tree depths for each strategy."""
+    speeds = sweep.speeds()
     axes_of = {name: grid_axes(rows) for name, rows in speeds.items()}
     tallest = max(len(depths) for depths, _ in axes_of.values())
     widest = max(len(expansions) for _, expansions in axes_of.values())

@@ -10,6 +10,7 @@ from rich.table import Table
 from flowspec_edge.bench.render.table import timing
 from flowspec_edge.bench.results.paper_results import BandwidthCurves, DepthCells
 from flowspec_edge.bench.results.rows import ReportRow
+from flowspec_edge.bench.run.repetition import DEFINITION
 from flowspec_edge.bench.sweeps.sweep import UNITS, Sweep, Value, label, retained_share
 from flowspec_edge.util.terminal import plain
 
@@ -50,6 +51,7 @@ def notes(sweep: Sweep) -> list[str]:
     s, found = sweep.settings, []
     tasks = "; ".join(f"{t['name']}: {t['prompts']} prompt{'s' * (t['prompts'] > 1)}" for t in s["tasks"])
     found.append(f"{tasks}; at most {s['max_new_tokens']} new tokens; draft: {s['draft']}.")
+    found += _loops(sweep)
     if sweep.axis == "depth":
         found += [_extremes(name, rows) for name, rows in sweep.speeds().items()]
     elif len(sweep.points) > 1:
@@ -65,6 +67,15 @@ def notes(sweep: Sweep) -> list[str]:
     if not sweep.complete:
         found.append("INCOMPLETE: some values have not been measured.")
     return found
+
+
+def _loops(sweep: Sweep) -> list[str]:
+    """How many answers repeat themselves; no axis changes the text."""
+    rows = [row for speeds in sweep.speeds().values() for row in speeds.values()]
+    if not rows or any(row.repeating is None for row in rows):
+        return []
+    counts = " or ".join(dict.fromkeys(f"{row.repeating} of {row.answers}" for row in rows))
+    return [f"answers of a strategy that repeat themselves: {counts} ({DEFINITION})."]
 
 
 def published_depths(theirs: DepthCells) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,8 +17,14 @@ from flowspec_edge.cli.common.options import (
 )
 from flowspec_edge.model.modeldir import DEMO, resolve_model
 
+if TYPE_CHECKING:
+    from flowspec_edge.bench.run.tasks import Prompt
+
 _STRATEGIES = ("flowspec_plus", "flowspec", "chunk_pp", "autoregressive")
 _PROFILE = "paper-7b"
+# The model is small: of its 64 greedy answers of 96 tokens 24 fall into loops, which flatter every strategy.
+# These question ids were picked by reading those that do not; the others follow when more are asked for.
+_PICKED = ("13", "25", "46", "60", "23", "20", "63", "64", "35")
 
 
 def demo(
@@ -45,6 +52,7 @@ def demo(
     from flowspec_edge.bench.render.table import show, table, title
     from flowspec_edge.bench.results.report import Difference
     from flowspec_edge.bench.results.rows import ReportRow
+    from flowspec_edge.bench.run.repetition import DEFINITION
     from flowspec_edge.bench.run.runner import run
     from flowspec_edge.bench.run.tasks import load_prompts
     from flowspec_edge.cli.common.defaults import device_of, dtype_of, plain_device_of, stages_of
@@ -65,7 +73,7 @@ def demo(
     stages = stages_of(found, stages)
     device = device_of(device, found, dtype_of(found, "auto"), processes=stages + 1)
     reference = plain_device_of(device, found, dtype_of(found, "auto"), stages + 1)
-    texts = load_prompts(demo_prompts(), prompts)
+    texts = choose_prompts(load_prompts(demo_prompts()), prompts)
     tokenizer = Tokenizer(found)
     requests = requests_for(tokenizer, found, texts, max_new_tokens, Sampling(), Params())
     plain, explains = plain_decoding(found, "auto", reference)
@@ -89,8 +97,15 @@ def demo(
     on_testbed, here = title("virtual", profile.name, stages, 0), title("wall", None, stages, 0)
     show(console, table(virtual[0], f"{on_testbed}, {len(requests)} held-out prompts"))
     show(console, table(local[0], f"{here}, the text above"))
+    loops = virtual[0][0].repeating or 0
+    console.print(f"{loops} of {len(requests)} answers repeat themselves: {DEFINITION}.")
     console.print("On one machine all devices share its cores: that table shows that it works, not how fast.")
     fail_if_different([*local[1], *virtual[1]])
     total = sum(row.tokens for row in (*local[0], *virtual[0]))
     ties = ", near ties of 16 bits aside" if any(row.near_ties for row in (*local[0], *virtual[0])) else ""
     console.print(f"All {total} tokens are identical to plain decoding with the unsharded model{ties}.")
+
+
+def choose_prompts(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    rank = {name: place for place, name in enumerate(_PICKED)}
+    return sorted(prompts, key=lambda prompt: rank.get(prompt.id, len(rank)))[:count]

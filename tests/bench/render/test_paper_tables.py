@@ -47,7 +47,7 @@ def test_table_one_has_every_figure_in_its_place() -> None:
     tables = parse(sections(paper_tables([made]))["I"])
     assert len(tables) == 2
     names = {"Megatron-LM": "megatron", "Galaxy": "galaxy", "Chunk-PP": "chunk_pp", "PipeDec": "pipedec",
-             "FlowSpec": "flowspec", "spd": "spd", "Pruned PP": "pruned_pp",
+             "FlowSpec": "flowspec", "SPD": "spd", "Pruned PP": "pruned_pp",
              "FlowSpec w/o SBD": "flowspec_no_sbd"}
     for temperature, (header, *body) in zip((0.0, 1.0), tables, strict=True):
         assert header == ["method", "qa", "SR", "rag", "SR", "mean", "SR"]
@@ -149,7 +149,7 @@ def test_the_papers_means_stand_beside_ours() -> None:
     shown = {a[0]: (*a[-4:-2], *b[-4:-2], *c[-4:-2])
              for a, b, c in zip(cold[1:], warm[1:], accepted[1:], strict=True)}
     assert {name: shown[name] for name in PAPER} == PAPER
-    assert shown["spd"] == ("–",) * 6
+    assert shown["SPD"] == ("–",) * 6
     assert "Columns headed “paper”: the FlowSpec paper, tables I to III" in text["I"]
 
 

@@ -13,6 +13,7 @@ import pytest
 from reportkit import SETTINGS, report
 from rich.console import Console
 
+from flowspec_edge.bench.render.styles import style_of
 from flowspec_edge.bench.render.table import show
 from flowspec_edge.bench.results.paper_results import load_paper_results
 from flowspec_edge.bench.sweeps.plots import plot_sweep
@@ -137,7 +138,7 @@ def test_the_figure_of_a_bandwidth_sweep(tmp_path: Path) -> None:
     assert set(NAMES) <= set(found)
     svg = (tmp_path / "f.svg").read_text()
     dashed = re.findall(r'stroke-dasharray: [^0][^"]*stroke: (#\w{6})', svg)
-    assert dashed.count("#4477aa") == dashed.count("#ee6677") == 1  # the colours of ours
+    assert [dashed.count(style_of(name).colour) for name in ("megatron", "flowspec")] == [1, 1]  # as ours
     plot_sweep(replace(sweep, published=None), tmp_path / "g.svg")
     assert not any("published" in text for text in texts(tmp_path / "g.svg"))
 

@@ -1,0 +1,71 @@
+"""A reproduced table as Markdown, LaTeX and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+
+from flowspec_edge.bench.render.markdown import markdown_table
+from flowspec_edge.bench.reproduce.records import Record
+from flowspec_edge.bench.reproduce.tables import PaperPanel
+
+_LATEX = {"\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{",
+          "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "×": r"$\times$",
+          "–": "--", "…": r"\ldots{}", "≠": r"$\neq$", "·": r"$\cdot$", "−": "$-$", "⁶": "$^6$",
+          "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}"}
+
+
+@dataclass(frozen=True)
+class PaperDocument:
+    """``about`` is the head of every file, ``notes`` are the tables' footnotes."""
+
+    name: str
+    title: str
+    about: list[str]
+    panels: list[PaperPanel]
+    notes: list[str]
+    records: list[Record]
+
+
+def markdown(document: PaperDocument) -> str:
+    parts = [f"# {document.title}", *document.about]
+    for panel in document.panels:
+        parts += [f"**{panel.heading}**", markdown_table(panel.header, panel.rows)]
+    return "\n\n".join([*parts, *document.notes]) + "\n"
+
+
+def latex(document: PaperDocument) -> str:
+    """A ``table*`` for a document with the packages booktabs and adjustbox, in UTF-8."""
+    lines = [f"% {line}" for line in (document.title, *document.about)]
+    lines += ["% needs \\usepackage{booktabs} and \\usepackage{adjustbox}", r"\begin{table*}", r"\centering",
+              rf"\caption{{{_escaped(document.title)}}}",
+              rf"\label{{tab:{document.name}}}"]
+    for panel in document.panels:
+        lines += [rf"{{\small {_escaped(panel.heading)}}}\\[2pt]", r"\begin{adjustbox}{max width=\linewidth}",
+                  rf"\begin{{tabular}}{{l{'r' * (len(panel.header) - 1)}}}", r"\toprule",
+                  _line(panel.header), r"\midrule", *map(_line, panel.rows), r"\bottomrule",
+                  r"\end{tabular}", r"\end{adjustbox}", r"\\[6pt]"]
+    notes = " ".join(map(_escaped, document.notes))
+    return "\n".join([*lines, rf"\parbox{{\linewidth}}{{\footnotesize {notes}}}", r"\end{table*}"]) + "\n"
+
+
+def comma_separated(document: PaperDocument) -> str:
+    """Comment lines that begin with #, then a row for each record."""
+    text = io.StringIO()
+    text.writelines(f"# {line}\n" for line in (document.title, *document.about))
+    names = [field.name for field in fields(Record)]
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    for record in document.records:
+        writer.writerow({key: value for key, value in asdict(record).items() if value is not None})
+    return text.getvalue()
+
+
+def _line(cells: Sequence[str]) -> str:
+    return " & ".join(map(_escaped, cells)) + r" \\"
+
+
+def _escaped(text: str) -> str:
+    return "".join(_LATEX.get(letter, letter) for letter in text)

@@ -1,0 +1,182 @@
+"""Figures of reproduced results: ours filled, the paper's hollow, a method's colour and marker everywhere
+the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any
+
+from flowspec_edge.bench.render.plots import new_figure
+from flowspec_edge.bench.render.styles import style_of
+from flowspec_edge.bench.reproduce.catalogue import Kind
+from flowspec_edge.bench.reproduce.records import MEASURED, Measured, Quantity, Record, law
+from flowspec_edge.bench.results.rows import MEAN
+from flowspec_edge.bench.sweeps.plots import depth_figure
+from flowspec_edge.bench.sweeps.sweep import Sweep
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_WIDTH = 7.2  # inches, a paper's two columns
+_LETTERS_AN_INCH = 19  # at 6.5 points
+_ERRORS: dict[str, Any] = {"elinewidth": 0.8, "capsize": 2, "ecolor": "#333333"}
+
+
+def figure_of(kind: Kind, records: Sequence[Record], found: Sequence[Measured], caption: Sequence[str]
+              ) -> Figure:
+    """``caption``: lines below the figure."""
+    if kind == "depth":
+        assert isinstance(found[0].results, Sweep)
+        figure = depth_figure(found[0].results)
+    else:
+        figure = _FIGURES[kind](records)
+    width = int(figure.get_figwidth() * _LETTERS_AN_INCH)
+    lines = [line for text in caption for line in wrap(text, width, break_on_hyphens=False)]
+    figure.set_figheight(figure.get_figheight() + 0.125 * len(lines))
+    figure.supxlabel("\n".join(lines), fontsize=6.5, x=0.01, ha="left", color="#444444")
+    return figure
+
+
+def _bars(records: Sequence[Record]) -> Figure:
+    """A panel for each profile and temperature, a group of bars for each task; the paper's means beside."""
+    panels = list(dict.fromkeys((r.profile, r.temperature) for r in records if r.source == MEASURED))
+    figure, axes = new_figure(len(panels), _WIDTH, 2.1)
+    for axis, (profile, temperature) in zip(axes, panels, strict=True):
+        here = [r for r in records if r.quantity == "tokens_per_second"
+                and (r.profile, r.temperature) == (profile, temperature)]
+        _grouped(axis, here, "tokens/s", f"{profile}, T = {temperature:g}")
+    return figure
+
+
+def _acceptance(records: Sequence[Record]) -> Figure:
+    profiles = list(dict.fromkeys(r.profile for r in records))
+    names: dict[Quantity, str] = {"alt": "tokens per turn (ALT)", "alr": "tokens per round (ALR)"}
+    figure, axes = new_figure(2 * len(profiles), _WIDTH, 1.9)
+    panels = [(profile, quantity) for profile in profiles for quantity in names]
+    for axis, (profile, quantity) in zip(axes, panels, strict=True):
+        here = [r for r in records if (r.profile, r.quantity) == (profile, quantity)]
+        ours = {r.task for r in here if r.source == MEASURED}
+        task = MEAN if MEAN in ours else min(ours)
+        here = [r for r in here if r.source != MEASURED or r.task == task]
+        _grouped(axis, here, names[quantity], profile, lambda r: f"T = {r.temperature:g}")
+    return figure
+
+
+def _grouped(axis: Axes, records: Sequence[Record], unit: str, title: str,
+             group_of: Callable[[Record], str] = lambda r: r.task) -> None:
+    """Bars in groups; hollow ones are published."""
+    def group(record: Record) -> str:
+        return group_of(record) if record.source == MEASURED else f"paper,\n{record.source}"
+
+    groups = list(dict.fromkeys(map(group, records)))
+    methods = list(dict.fromkeys(r.method for r in records if r.source == MEASURED))
+    width = 0.84 / len(methods)
+    for index, method in enumerate(methods):
+        style = style_of(method)
+        for record in (r for r in records if r.method == method):
+            at = groups.index(group(record)) + (index - (len(methods) - 1) / 2) * width
+            ours = record.source == MEASURED
+            axis.bar(at, record.figure, width * 0.9, color=style.colour if ours else "none",
+                     edgecolor=style.colour, linewidth=1.0, yerr=record.standard_error, error_kw=_ERRORS)
+        axis.bar(0, 0, color=style.colour, label=style.label)
+    axis.set_xticks(range(len(groups)), groups, fontsize=7)
+    _finish(axis, unit, title)
+
+
+def _bandwidth(records: Sequence[Record]) -> Figure:
+    figure, (axis,) = new_figure(1, _WIDTH, 3.2)
+    _lines(axis, [r for r in records if r.quantity == "tokens_per_second"])
+    _finish(axis, "tokens/s", _one_title(records))
+    axis.set_xscale("log")
+    _ticks(axis, records, "link bandwidth (Mbps)")
+    return figure
+
+
+def _stages(records: Sequence[Record]) -> Figure:
+    """Speeds, and ratios with the paper's ranges."""
+    titles: dict[Quantity, str] = {
+        "tokens_per_second": "tokens/s", "over_autoregressive": "speed / plain decoding",
+        "over_stpp": "speed / static tree"}
+    shown: list[Quantity] = [q for q in titles if any(r.quantity == q for r in records)]
+    figure, axes = new_figure(len(shown), _WIDTH, 2.1)
+    for axis, quantity in zip(axes, shown, strict=True):
+        _lines(axis, [r for r in records if r.quantity == quantity])
+        _finish(axis, titles[quantity], _one_title(records))
+        _ticks(axis, records, "stages")
+    return figure
+
+
+def _law(records: Sequence[Record]) -> Figure:
+    figure, (axis,) = new_figure(1, _WIDTH, 3.2)
+    _lines(axis, [r for r in records if r.quantity == "acceptance_length"])
+    ours = _of_one_task([r for r in records if r.source == MEASURED])
+    rates = [r.figure for r in ours if r.quantity == "acceptance"]
+    most = max(r.stages for r in records)
+    for rate, line in ((max(rates), "--"), (min(rates), ":")):
+        axis.plot(range(1, most + 1), [law(n, rate) for n in range(1, most + 1)], line, color="#777777",
+                  linewidth=1, label=f"the law at a = {rate:.3f}")
+    _finish(axis, "equivalent acceptance length n·N/K", _one_title(records))
+    _ticks(axis, records, "stages n")
+    return figure
+
+
+def _lines(axis: Axes, records: Sequence[Record]) -> None:
+    ours = _of_one_task([r for r in records if r.source == MEASURED])
+    for method in dict.fromkeys(r.method for r in ours):
+        style, mine = style_of(method), [r for r in ours if r.method == method]
+        errors = [r.standard_error for r in mine]
+        axis.errorbar([float(r.at) for r in mine], [r.figure for r in mine],
+                      [e or 0.0 for e in errors] if any(errors) else None, color=style.colour,
+                      marker=style.marker, markersize=5, label=style.label, **_ERRORS)
+    theirs = [r for r in records if r.source != MEASURED]
+    for index, (source, method) in enumerate(dict.fromkeys((r.source, r.method) for r in theirs)):
+        style, mine = style_of(method), [r for r in theirs if (r.source, r.method) == (source, method)]
+        several = len({r.source for r in theirs}) > 1
+        axis.plot([float(r.at) for r in mine], [r.figure for r in mine], color=style.colour,
+                  marker=style.marker if not several else ("o", "s", "^")[index % 3], markersize=5,
+                  markerfacecolor="white", linestyle="--", linewidth=0.8)
+        if several or index == 0:
+            axis.plot([], [], color=style.colour if several else "#444444",
+                      marker=("o", "s", "^")[index % 3], markersize=5, markerfacecolor="white",
+                      linestyle="--", linewidth=0.8, label=f"paper, {source}")
+
+
+def _of_one_task(records: Sequence[Record]) -> list[Record]:
+    tasks = {r.task for r in records}
+    return [r for r in records if r.task == (MEAN if MEAN in tasks else records[0].task)]
+
+
+def _ticks(axis: Axes, records: Sequence[Record], label: str) -> None:
+    values = sorted({float(r.at) for r in records})
+    axis.set_xticks(values, [f"{value:g}" for value in values])
+    axis.set_xticks([], minor=True)
+    axis.set_xlabel(label, fontsize=8)
+
+
+def _one_title(records: Sequence[Record]) -> str:
+    ours = _of_one_task([r for r in records if r.source == MEASURED])
+    return f"{ours[0].profile}, T = {ours[0].temperature:g}, {ours[0].task}"
+
+
+def _finish(axis: Axes, unit: str, title: str) -> None:
+    axis.set_ylim(bottom=0)
+    axis.set_ylabel(unit, fontsize=8)
+    handles, labels = axis.get_legend_handles_labels()
+    published = any(label.startswith("paper, ") for label in labels) or any(
+        text.get_text().startswith("paper,") for text in axis.get_xticklabels())
+    kinds = "; filled: measured, hollow: the paper's" if published else ""
+    axis.set_title(f"VIRTUAL TIME under {title}{kinds}", loc="left", fontsize=8)
+    axis.tick_params(labelsize=7)
+    axis.grid(axis="y", color="#e4e4e4", linewidth=0.6)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    order = sorted(range(len(labels)), key=lambda i: labels[i].startswith("paper, "))  # the paper's last
+    axis.legend([handles[i] for i in order], [labels[i] for i in order], fontsize=7, loc="upper left",
+                bbox_to_anchor=(1.0, 1.0), frameon=False)
+
+
+_FIGURES: dict[Kind, Callable[[Sequence[Record]], Figure]] = {
+    "speed": _bars, "acceptance": _acceptance, "bandwidth": _bandwidth, "stages": _stages, "law": _law,
+}

@@ -1,0 +1,108 @@
+"""What a reproduced file says about itself: clock, profile, prompts, seed, version, commit, command."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from flowspec_edge.bench.reproduce.catalogue import Artefact, Kind
+from flowspec_edge.bench.reproduce.estimates import METHOD
+from flowspec_edge.bench.reproduce.records import MEASURED, Measured, Record
+from flowspec_edge.bench.results.paper_results import PaperResults
+from flowspec_edge.bench.run.repetition import DEFINITION
+from flowspec_edge.bench.sweeps.table import published_depths
+
+_SOURCE = Path(__file__).resolve().parents[3]
+_GIT_SECONDS = 10
+
+
+def release() -> str:
+    """The version; in a clone also the commit, and whether files differ from it."""
+    known = f"flowspec-edge {version('flowspec-edge')}"
+    if not (_SOURCE / ".git").exists():
+        return known
+    try:
+        commit, changes = (
+            subprocess.run(["git", "-C", str(_SOURCE), *command], capture_output=True, text=True, check=True,
+                           timeout=_GIT_SECONDS).stdout.strip()
+            for command in (("rev-parse", "--short=12", "HEAD"),
+                            ("status", "--porcelain", "--untracked-files=no")))
+    except (OSError, subprocess.SubprocessError):  # no git here, or not its user's clone
+        return known
+    return f"{known}, commit {commit}{' with changes' if changes else ''}"
+
+
+def about(artefact: Artefact, found: Sequence[Measured], command: str) -> list[str]:
+    """Lines for the head of every file."""
+    lines = [f"{artefact.what[0].upper()}{artefact.what[1:]}. VIRTUAL TIME: real tokens of the model "
+             "below, every duration charged by a profile; nothing was timed on such devices."]
+    for measured in found:
+        s = measured.settings
+        tasks = "; ".join(f"{t['name']}: {t['prompts']} prompts, SHA-256 {t['sha256'][:12]}"
+                          for t in s["tasks"])
+        profile = s["profile"]
+        lines.append(f"profile {profile['name']} ({profile['provenance']}); model {s['model']}; {tasks}; "
+                     f"at most {s['max_new_tokens']} new tokens; {s['dtype']}; seed {s['seed']}; draft "
+                     f"{s['draft']}; measured {measured.results.date} with {s['versions']['flowspec-edge']}")
+    return [*dict.fromkeys(lines), f"{release()}; {command}"]
+
+
+def notes(artefact: Artefact, found: Sequence[Measured], records: Sequence[Record], paper: PaperResults
+          ) -> list[str]:
+    """Footnotes of the tables, each once."""
+    lines = [f"{METHOD}."] if any(r.standard_error is not None for r in records) else []
+    if any(r.prompts == 1 for r in records):
+        lines.append("One prompt a task: no standard error.")
+    lines.append(_EXPLAINED[artefact.kind])
+    lines += _loops(records)
+    wrong = list(dict.fromkeys(r.method for r in records if r.identical is False))
+    lines.append(f"≠: not the text of plain decoding ({', '.join(wrong)})." if wrong else
+                 "Every text is that of plain decoding, token for token.")
+    if any(not measured.results.complete for measured in found):
+        lines.append("INCOMPLETE: the measurement was interrupted.")
+    if artefact.kind == "speed" and any(len(m.settings["tasks"]) < 2 for m in found):
+        lines.append("The paper's columns are means over its six tasks.")
+    if artefact.kind == "depth" and any(r.source != MEASURED for r in records):
+        lines.append(published_depths(paper.depth[0]))
+    elif any(r.source != MEASURED for r in records):
+        lines.append(f"Published, not measured here: {_source(artefact, found, paper)}; other models and "
+                     "prompts than ours.")
+    return lines
+
+
+_EXPLAINED: dict[Kind, str] = {
+    "speed": "A column named after a task: tokens/s, mean over its prompts; SR: the ratio to Chunk-PP's in "
+             "the same run.",
+    "acceptance": "ALT: tokens per turn, one slot of the slowest stage; ALR: tokens per round, drafting "
+                  "included; counted alike for all methods (docs/turns-and-rounds.md), while the paper's "
+                  "turns leave drafting out for all but Chunk-PP.",
+    "bandwidth": "All links have the same bandwidth, in 10⁶ bits a second, in both directions.",
+    "depth": "d0: levels of the initial tree; d_exp: levels of an expansion.",
+    "stages": "PipeDec and the static tree draft with a small model; PipeDec's layers hold 32 nodes with 16 "
+              "children each. The paper prints ranges over its tasks.",
+    "law": "N: tokens; K: steps of the pipeline, from the clock of a simulation in which nothing but the "
+           "stages takes time; a: share of tokens that were in the pipeline already, counted.",
+}
+
+
+def _loops(records: Sequence[Record]) -> list[str]:
+    """How many answers repeat themselves; at one temperature every method gives the same answers."""
+    found = {}
+    for r in records:
+        if r.source == MEASURED and r.repeating is not None:
+            found[r.task, r.temperature] = (r.repeating, r.answers)
+    if not found:
+        return []
+    counts = "; ".join(f"{task}, T = {temperature:g}: {loops} of {answers}"
+                       for (task, temperature), (loops, answers) in found.items() if task != "mean")
+    return [f"Answers of a method that repeat themselves ({DEFINITION}): {counts}."]
+
+
+def _source(artefact: Artefact, found: Sequence[Measured], paper: PaperResults) -> str:
+    if artefact.kind == "bandwidth":
+        return paper.bandwidth[0].source
+    if artefact.kind == "stages":
+        return paper.ratio[0].source
+    return paper.acceptance_length[0].source if artefact.kind == "law" else paper.source

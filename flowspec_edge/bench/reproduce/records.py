@@ -1,0 +1,238 @@
+"""A table's or a figure's values as flat records, measured and published alike: what the CSV holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from flowspec_edge.bench.reproduce.catalogue import Artefact, Kind, Measurement
+from flowspec_edge.bench.reproduce.estimates import (
+    Estimate,
+    average,
+    by_prompt,
+    per_round,
+    per_turn,
+    ratio,
+    speed,
+    speedup,
+)
+from flowspec_edge.bench.results.paper_results import PaperResults
+from flowspec_edge.bench.results.report import BenchReport
+from flowspec_edge.bench.results.rows import BASELINE, MEAN, Sample
+from flowspec_edge.bench.sweeps.sweep import Axis, Sweep, Value
+
+MEASURED = "measured"
+Quantity = Literal["tokens_per_second", "speedup", "tokens_per_second_other", "speedup_other", "alt", "alr",
+                   "over_autoregressive", "over_stpp", "acceptance", "acceptance_length", "law"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """source     "measured", or the model of a published figure
+    task       "mean" of all tasks
+    axis, at   what a sweep changes, and its value; for tree depths "d0,d_exp"
+    repeating  of ``answers``, those that repeat themselves
+    identical  whether all texts are those of plain decoding
+    """
+
+    source: str
+    profile: str
+    stages: int
+    temperature: float
+    method: str
+    task: str
+    axis: str
+    at: str
+    quantity: Quantity
+    figure: float
+    standard_error: float | None = None
+    prompts: int | None = None
+    answers: int | None = None
+    repeating: int | None = None
+    identical: bool | None = None
+
+    @property
+    def estimate(self) -> Estimate:
+        return Estimate(self.figure, self.standard_error)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A measurement and its results: one report, or one for each value of its axis."""
+
+    measurement: Measurement
+    results: BenchReport | Sweep
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return self.results.settings
+
+    def points(self) -> list[tuple[Value | None, int, BenchReport]]:
+        """(value, stages, report)"""
+        if isinstance(self.results, BenchReport):
+            return [(None, self.settings["stages"], self.results)]
+        return [(p.value, int(str(p.value)) if self.results.axis == "stages" else self.settings["stages"],
+                 p.report) for p in self.results.points]
+
+
+Others = Callable[[str], Sequence[Sample]]  # another method's samples of the same task and temperature
+Figures = Callable[[Sequence[Sample], Others, int], "dict[Quantity, Estimate]"]  # the number of stages last
+
+
+def records_of(artefact: Artefact, found: Sequence[Measured], paper: PaperResults) -> list[Record]:
+    made: list[Record] = []
+    for measured in found:
+        for value, stages, report in measured.points():
+            here = _Point(measured, value, stages, report)
+            made += here.records(_FIGURES[artefact.kind])
+        made += _published(artefact.kind, measured, paper)
+    return made
+
+
+def position(axis: Axis | None, value: Value | None) -> str:
+    if axis is None or value is None:
+        return ""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else f"{value:g}"
+
+
+@dataclass(frozen=True)
+class _Point:
+    measured: Measured
+    value: Value | None
+    stages: int
+    report: BenchReport
+
+    def records(self, figures: Figures) -> Iterator[Record]:
+        samples = self.report.samples
+        tasks = list(dict.fromkeys(s.task for s in samples))
+        methods = [m for m in self.measured.measurement.strategies if any(s.strategy == m for s in samples)]
+        for temperature in dict.fromkeys(s.temperature for s in samples):
+            for method in methods:
+                parts: list[dict[Quantity, Estimate]] = []
+                whole = [s for s in samples if (s.strategy, s.temperature) == (method, temperature)]
+                for task in tasks:
+                    mine = [s for s in whole if s.task == task]
+                    if not mine:
+                        continue
+
+                    def others(name: str, where: tuple[str, float] = (task, temperature)) -> list[Sample]:
+                        return [s for s in samples if s.cell == (name, *where)]
+
+                    parts.append(figures(mine, others, self.stages))
+                    yield from self._made(temperature, method, task, mine, parts[-1])
+                if len(tasks) > 1 and len(parts) == len(tasks):
+                    means = {name: average([part[name] for part in parts]) for name in parts[0]
+                             if all(name in part for part in parts)}
+                    yield from self._made(temperature, method, MEAN, whole, means)
+
+    def _made(self, temperature: float, method: str, task: str, samples: Sequence[Sample],
+              figures: dict[Quantity, Estimate]) -> Iterator[Record]:
+        known = all(s.repeating is not None for s in samples)
+        axis = self.measured.measurement.axis
+        for quantity, estimate in figures.items():
+            yield Record(
+                MEASURED, self.report.profile or "", self.stages, temperature, method, task, axis or "",
+                position(axis, self.value), quantity, estimate.value, estimate.error,
+                prompts=len({(s.task, s.prompt) for s in samples}), answers=len(samples),
+                repeating=sum(bool(s.repeating) for s in samples) if known else None,
+                identical=all(s.identical for s in samples))
+
+
+def _speeds(mine: Sequence[Sample], others: Others, stages: int) -> dict[Quantity, Estimate]:
+    base = others(BASELINE)
+    found: dict[Quantity, Estimate] = {"tokens_per_second": speed(mine)}
+    if base:
+        found["speedup"] = speedup(mine, base)
+    ours, theirs = _not_repeating(mine), _not_repeating(base)
+    if ours and len(ours) < len(mine):
+        found["tokens_per_second_other"] = speed(ours)
+        if theirs:
+            found["speedup_other"] = speedup(ours, theirs)
+    return found
+
+
+def _not_repeating(samples: Sequence[Sample]) -> list[Sample]:
+    return [s for s in samples if s.repeating is False and s.tokens > 1]
+
+
+def _acceptance(mine: Sequence[Sample], others: Others, stages: int) -> dict[Quantity, Estimate]:
+    return {"alt": per_turn(mine), "alr": per_round(mine)}
+
+
+def _ratios(mine: Sequence[Sample], others: Others, stages: int) -> dict[Quantity, Estimate]:
+    found: dict[Quantity, Estimate] = {"tokens_per_second": speed(mine)}
+    if plain := others("autoregressive"):
+        found["over_autoregressive"] = speedup(mine, plain)
+    if static := others("stpp"):
+        found["over_stpp"] = speedup(mine, static)
+    return found
+
+
+def _law(mine: Sequence[Sample], others: Others, stages: int) -> dict[Quantity, Estimate]:
+    """n N / K with K counted in time, and what the law says for the counted acceptance a."""
+    if mine[0].strategy != "spd":
+        return {}
+
+    def cycles(sample: Sample) -> float:
+        # A text that ends in a hit leaves a round unfinished, whose filling the law does not know.
+        misses = max(0, sample.tokens - 1) - sample.accepted
+        return sample.turns - (sample.rounds - misses) * (stages - 1)
+
+    tokens = list(by_prompt(mine, lambda s: max(0, s.tokens - 1)).values())
+    a = ratio(list(by_prompt(mine, lambda s: s.accepted).values()), tokens)
+    length = ratio([stages * n for n in tokens], list(by_prompt(mine, cycles).values()))
+    return {"acceptance": a, "acceptance_length": length, "law": Estimate(law(stages, a.value))}
+
+
+def law(stages: int, acceptance: float) -> float:
+    """SPD's equivalent acceptance length n / (n (1 - a) + a)."""
+    return stages / (stages * (1 - acceptance) + acceptance)
+
+
+_FIGURES: dict[Kind, Figures] = {
+    "speed": _speeds, "bandwidth": _speeds, "depth": _speeds, "acceptance": _acceptance, "stages": _ratios,
+    "law": _law,
+}
+
+
+def _published(kind: Kind, measured: Measured, paper: PaperResults) -> Iterator[Record]:
+    """The paper's figures for this testbed; none for other numbers of stages."""
+    m, stages = measured.measurement, measured.settings.get("stages", 0)
+
+    def record(source: str, method: str, quantity: Quantity, figure: float, temperature: float = 0.0,
+               at: str = "", stages: int = stages) -> Record:
+        return Record(source, m.profile if kind != "law" else "", stages, temperature, method, MEAN,
+                      m.axis or "", at, quantity, figure)
+
+    if kind == "speed":
+        for temperature in m.temperatures:
+            for speeds in paper.speeds(m.profile, stages, temperature):
+                for method in (name for name in m.strategies if name in speeds.means):
+                    figure = speeds.means[method]
+                    yield record(speeds.model, method, "tokens_per_second", figure, temperature)
+                    yield record(speeds.model, method, "speedup", figure / speeds.means[BASELINE],
+                                 temperature)
+    elif kind == "acceptance":
+        for accepted in paper.acceptances(m.profile, stages):
+            for method in (name for name in m.strategies if name in accepted.alt):
+                yield record(accepted.model, method, "alt", accepted.alt[method])
+                yield record(accepted.model, method, "alr", accepted.alr[method])
+    elif kind == "bandwidth" and (curves := paper.bandwidths(m.profile, stages, m.temperatures[0])):
+        for method in m.strategies:
+            for mbps, figure in curves.curve(method).items():
+                yield record(curves.model, method, "tokens_per_second", figure, at=f"{mbps:g}")
+    elif kind == "depth" and (cells := paper.depths(m.profile, stages)):
+        for cell in (cells.best, cells.worst):
+            yield record(cells.model, cells.strategy, "tokens_per_second", cell.tokens_per_second,
+                         at=f"{cell.depth},{cell.expand_depth}")
+    elif kind == "stages":
+        for r in paper.ratio:
+            for figure in (r.lowest, r.highest):
+                yield record("Llama-3.1-70B", r.strategy,
+                             "over_stpp" if r.over == "stpp" else "over_autoregressive", figure,
+                             at=f"{r.stages}", stages=r.stages)
+    elif kind == "law":
+        for lengths in paper.acceptance_length:
+            for n, figure in zip(lengths.stages, lengths.lengths, strict=True):
+                yield record(lengths.model, "spd", "acceptance_length", figure, at=f"{n}", stages=n)

@@ -1,0 +1,183 @@
+"""The cells of a reproduced table from its records, in the paper's arrangement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+from flowspec_edge.bench.render.styles import style_of
+from flowspec_edge.bench.reproduce.catalogue import Kind
+from flowspec_edge.bench.reproduce.records import MEASURED, Quantity, Record
+from flowspec_edge.bench.results.rows import MEAN
+
+NOTHING = "–"
+
+
+@dataclass(frozen=True)
+class PaperPanel:
+    """A table under a heading; the first column is text, the others are figures."""
+
+    heading: str
+    header: list[str]
+    rows: list[list[str]]
+
+
+def panels_of(kind: Kind, records: Sequence[Record]) -> list[PaperPanel]:
+    return _BUILDERS[kind](records)
+
+
+def _first(records: Sequence[Record], quantity: Quantity, **fields: object) -> str:
+    """The figure of the record with these fields."""
+    for record in records:
+        if record.quantity == quantity and all(getattr(record, k) == v for k, v in fields.items()):
+            text = record.estimate.text(3 if quantity == "acceptance" else 2)
+            return f"{text} ≠" if record.identical is False else text
+    return NOTHING
+
+
+def _distinct(records: Sequence[Record], field: str) -> list[object]:
+    return list(dict.fromkeys(getattr(record, field) for record in records))
+
+
+def _where(profile: object, temperature: object = None) -> str:
+    parts = [f"virtual time under {profile}"]
+    return ", ".join([*parts, f"T = {temperature:g}"] if temperature is not None else parts)
+
+
+def _speed_panels(records: Sequence[Record]) -> list[PaperPanel]:
+    """Methods × tasks, tokens/s and SR; the paper's means in the last columns."""
+    panels = []
+    for profile, temperature in dict.fromkeys((r.profile, r.temperature) for r in records):
+        here = [r for r in records if (r.profile, r.temperature) == (profile, temperature)]
+        ours = [r for r in here if r.source == MEASURED]
+        columns = [(MEASURED, str(task), str(task)) for task in _distinct(ours, "task")]
+        columns += [(str(source), MEAN, f"paper, {source}") for source in _distinct(here, "source")
+                    if source != MEASURED]
+        header = ["method", *(cell for _, _, title in columns for cell in (title, "SR"))]
+        rows = [[style_of(str(method)).label,
+                 *(_first(here, quantity, source=source, task=task, method=method)
+                   for source, task, _ in columns for quantity in ("tokens_per_second", "speedup"))]
+                for method in _distinct(ours, "method")]
+        panels.append(PaperPanel(_where(profile, temperature), header, rows))
+        others = [r for r in ours if r.quantity in ("tokens_per_second_other", "speedup_other")]
+        if others:
+            tasks = _distinct(others, "task")
+            rows = [[style_of(str(method)).label,
+                     *(_first(others, quantity, task=task, method=method) for task in tasks
+                       for quantity in ("tokens_per_second_other", "speedup_other"))]
+                    for method in _distinct(others, "method")]
+            heading = f"{_where(profile, temperature)}, without answers that repeat themselves"
+            header = ["method", *(cell for task in tasks for cell in (str(task), "SR"))]
+            panels.append(PaperPanel(heading, header, rows))
+    return panels
+
+
+def _acceptance_panels(records: Sequence[Record]) -> list[PaperPanel]:
+    panels = []
+    for profile in _distinct(records, "profile"):
+        here = [r for r in records if r.profile == profile]
+        ours = [r for r in here if r.source == MEASURED]
+        task = _whole(ours)
+        columns: list[tuple[str, dict[str, object]]] = [
+            (f"T = {t:g}", {"source": MEASURED, "task": task, "temperature": t})
+            for t in dict.fromkeys(r.temperature for r in ours)]
+        columns += [(f"paper, {source}", {"source": source}) for source in _distinct(here, "source")
+                    if source != MEASURED]
+        header = ["method", *(f"{name}, {title}" for title, _ in columns for name in ("ALT", "ALR"))]
+        rows = [[style_of(str(method)).label, *(_first(here, quantity, method=method, **fields)
+                                                for _, fields in columns for quantity in ("alt", "alr"))]
+                for method in _distinct(ours, "method")]
+        panels.append(PaperPanel(_where(profile), header, rows))
+    return panels
+
+
+def _whole(records: Sequence[Record]) -> object:
+    """The mean of all tasks, or the only task."""
+    tasks = _distinct(records, "task")
+    return MEAN if MEAN in tasks else tasks[0]
+
+
+def _bandwidth_panels(records: Sequence[Record]) -> list[PaperPanel]:
+    ours = [r for r in records if r.source == MEASURED]
+    values, task = _distinct(ours, "at"), _whole(ours)
+    rows = []
+    for method in _distinct(ours, "method"):
+        label = style_of(str(method)).label
+        rows.append([label, *(_first(ours, "tokens_per_second", method=method, at=at, task=task)
+                              for at in values)])
+        for source in (s for s in _distinct(records, "source") if s != MEASURED):
+            rows.append([f"{label}, paper, {source}", *(
+                _first(records, "tokens_per_second", source=source, method=method, at=at) for at in values)])
+    heading = f"tokens/s, {_where(ours[0].profile, ours[0].temperature)}"
+    return [PaperPanel(heading, ["method", *(f"{at} Mbps" for at in values)], rows)]
+
+
+def _depth_panels(records: Sequence[Record]) -> list[PaperPanel]:
+    """d0 × d_exp, with the paper's cells in brackets."""
+    ours = [r for r in records if r.source == MEASURED]
+    task = _whole(ours)
+    cells = {tuple(map(int, r.at.split(","))): r for r in ours
+             if (r.quantity, r.task) == ("tokens_per_second", task)}
+    theirs = {tuple(map(int, r.at.split(","))): r for r in records if r.source != MEASURED}
+    depths, expansions = (sorted({key[i] for key in cells}) for i in (0, 1))
+
+    def cell(depth: int, expansion: int) -> str:
+        mine, published = cells.get((depth, expansion)), theirs.get((depth, expansion))
+        text = mine.estimate.text() if mine else NOTHING
+        return f"{text} [{published.figure:.2f}]" if published else text
+
+    rows = [[f"d0 = {depth}", *(cell(depth, e) for e in expansions)] for depth in depths]
+    heading = f"tokens/s of FlowSpec, {_where(ours[0].profile, ours[0].temperature)}; in brackets the paper's"
+    return [PaperPanel(heading, ["", *(f"d_exp = {e}" for e in expansions)], rows)]
+
+
+def _stages_panels(records: Sequence[Record]) -> list[PaperPanel]:
+    ours = [r for r in records if r.source == MEASURED]
+    values, task = _distinct(ours, "at"), _whole(ours)
+    panels = []
+    headings: dict[Quantity, str] = {
+        "tokens_per_second": "tokens/s", "over_autoregressive": "speed over plain decoding (PP)",
+        "over_stpp": "speed over a static tree (STPP)"}
+    for quantity, heading in headings.items():
+        rows = [[style_of(str(method)).label, *(_first(ours, quantity, method=method, at=at, task=task)
+                                                for at in values)] for method in _distinct(ours, "method")]
+        for source in (s for s in _distinct(records, "source") if s != MEASURED):
+            ranges = {at: [f"{r.figure:.2f}" for r in records if (r.source, r.at, r.quantity) == (
+                source, at, quantity)] for at in values}
+            if any(ranges.values()):
+                rows.append([f"PipeDec, paper, {source}", *(" to ".join(ranges[at]) or NOTHING
+                                                            for at in values)])
+        panels.append(PaperPanel(f"{heading}, {_where(ours[0].profile, ours[0].temperature)}",
+                                 ["method", *(f"{at} stages" for at in values)], rows))
+    return panels
+
+
+def _law_panels(records: Sequence[Record]) -> list[PaperPanel]:
+    ours = [r for r in records if r.source == MEASURED]
+    task, theirs = _whole(ours), [s for s in _distinct(records, "source") if s != MEASURED]
+    rows = [[f"n = {at}", *(_first(ours, quantity, at=at, task=task)
+                            for quantity in ("acceptance", "acceptance_length", "law")),
+             *(_first(records, "acceptance_length", source=source, at=at) for source in theirs)]
+            for at in _distinct(ours, "at")]
+    header = ["stages", "acceptance a", "n·N/K", "n/(n(1−a)+a)", *(f"paper, {s}" for s in theirs)]
+    return [PaperPanel(f"{_where(ours[0].profile, ours[0].temperature)}", header, rows)]
+
+
+_BUILDERS: dict[Kind, Callable[[Sequence[Record]], list[PaperPanel]]] = {
+    "speed": _speed_panels, "acceptance": _acceptance_panels, "bandwidth": _bandwidth_panels,
+    "depth": _depth_panels, "stages": _stages_panels, "law": _law_panels,
+}
+
+
+def terminal(panel: PaperPanel) -> Table:
+    made = Table(title=escape(panel.heading), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0),
+                 show_edge=False)
+    for index, name in enumerate(panel.header):
+        made.add_column(escape(name), justify="right" if index else "left", no_wrap=True)
+    for row in panel.rows:
+        made.add_row(*map(escape, row))
+    return made

@@ -1,0 +1,1 @@
+"""``flowspec reproduce``: tables and figures of the papers; begin at ``command``."""

@@ -1,0 +1,49 @@
+"""The measurements behind reproduced tables and figures, by ``bench`` and ``sweep``; each runs once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from flowspec_edge.bench.render.plots import check_figure
+from flowspec_edge.bench.reproduce.catalogue import Measurement
+from flowspec_edge.bench.reproduce.records import Measured
+from flowspec_edge.bench.results.report import BenchReport
+from flowspec_edge.bench.sweeps.sweep import Sweep
+from flowspec_edge.cli.bench.measure import measure
+from flowspec_edge.cli.bench.options import BenchOptions
+from flowspec_edge.cli.sweep.measure import SweepRequest, measured
+from flowspec_edge.errors import UsageError
+from flowspec_edge.sampling.rule import Sampling
+
+
+def make_folders(out: Path) -> None:
+    """UsageError if the files could not be written, or there is no matplotlib."""
+    try:
+        (out / "measured").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot make {out / 'measured'}: {error.strerror}; give another --out") from error
+    check_figure(out / "figure.svg")
+
+
+class Measurements:
+    """Runs each measurement once; tables that share one share its figures."""
+
+    def __init__(self, options: BenchOptions, sampling: Sampling, folder: Path, resume: bool) -> None:
+        self._options, self._sampling, self._folder, self._resume = options, sampling, folder, resume
+        self._done: dict[str, Measured] = {}
+
+    def of(self, wanted: Measurement) -> Measured:
+        if wanted.name not in self._done:
+            self._done[wanted.name] = Measured(wanted, self._run(wanted))
+        return self._done[wanted.name]
+
+    def _run(self, wanted: Measurement) -> BenchReport | Sweep:
+        path = self._folder / f"{wanted.name}.json"
+        options = replace(self._options, profile=wanted.profile, out=path, resume=self._resume)
+        names = ",".join(wanted.strategies)
+        if wanted.axis is None:
+            temperatures = ",".join(f"{t:g}" for t in wanted.temperatures)
+            return measure(options, self._sampling, wanted.params, names, temperatures)
+        request = SweepRequest(wanted.axis, wanted.values, names)
+        return measured(request, options, self._sampling, wanted.params)

@@ -1,0 +1,70 @@
+"""``flowspec reproduce``: lists, measures, keeps what was measured, refuses in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_dir import tiny_model_dir
+
+from flowspec_edge.bench.reproduce.catalogue import ARTEFACTS
+from flowspec_edge.cli.main import main
+
+
+def test_without_a_name_it_lists(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(ARTEFACTS)
+    assert all(line.endswith(" min") for line in lines)
+    assert main(["reproduce", "--json"]) == 0
+    assert [found["name"] for found in json.loads(capsys.readouterr().out)] == list(ARTEFACTS)
+
+
+def test_a_table_is_measured_once_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_model_dir(tmp_path / "model", layers=2, hidden=32)
+    prompts = tmp_path / "gsm8k.jsonl"
+    prompts.write_text('{"turns": ["1+1"]}\n{"turns": ["2+2"]}\n{"turns": ["3"]}\n')
+    out = tmp_path / "deep" / "out"
+    given = ["--model", str(model), "--prompts", str(prompts), "--limit", "2", "--max-new-tokens", "5",
+             "--out", str(out)]
+    assert main(["reproduce", "flowspec-table-3", *given, "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["reproduced"]
+    assert {Path(path).suffix for path in found["files"]} == {".csv", ".md", ".tex", ".pdf", ".svg"}
+    speeds = {r["method"] for r in found["records"] if r["source"] == "measured"}
+    assert speeds == {"chunk_pp", "pruned_pp", "flowspec_no_sbd", "flowspec"}
+    assert all(r["task"] == "gsm8k" and r["prompts"] == 2 and r["standard_error"] is not None
+               for r in found["records"] if (r["source"], r["quantity"]) == ("measured", "tokens_per_second"))
+    text = (out / "flowspec-table-3.md").read_text(encoding="utf-8")
+    assert str(tmp_path) not in text  # files are named, their places are not
+    assert "--prompts gsm8k.jsonl" in text
+
+    kept = out / "measured" / "ablation-7b.json"
+    before = kept.stat().st_mtime_ns
+    files = {path: path.read_bytes() for path in out.glob("flowspec-table-3.*")}
+    assert main(["reproduce", "flowspec-table-3", *given, "--resume"]) == 0
+    assert kept.stat().st_mtime_ns == before
+    shown = capsys.readouterr()
+    assert "FlowSpec w/o SBD" in shown.out
+    assert "wrote " in shown.err
+    assert files.keys() == set(out.glob("flowspec-table-3.*"))
+
+    assert main(["reproduce", "flowspec-table-3", *given, "--seed", "7", "--resume"]) == 2
+    assert "seed differs" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in files} == {path: path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["flowspec-table-4"], "did you mean flowspec-table-3?"),
+    (["nothing"], "nothing to reproduce is called 'nothing'; there are flowspec-table-1,"),
+    (["spd-law", "--prompts", "/nowhere.jsonl", "--out", "OUT"], "cannot read /nowhere.jsonl"),
+    (["spd-law", "--out", "/proc/nowhere"], "cannot make /proc/nowhere/measured"),
+])
+def test_bad_input_is_one_line(arguments: list[str], says: str, tmp_path: Path,
+                               capsys: pytest.CaptureFixture[str]) -> None:
+    given = [str(tmp_path) if argument == "OUT" else argument for argument in arguments]
+    assert main(["reproduce", *given]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert says in err
+    assert err.count("\n") == 1
