@@ -44,6 +44,7 @@ class ModelShape(StrictModel):
     hidden_width: Count
     bytes_per_value: Count  # of a hidden state on the wire
     layer_mb: Positive | None = None  # 10^6 bytes of weights of one layer, as the device stores them
+    quantised: bool = False  # whether those weights have 4 bits
 
 
 class StageCurve(StrictModel):
@@ -75,20 +76,42 @@ class StageCurve(StrictModel):
                 raise ValueError(f"{name} must not fall as rows grow")
         return self
 
-    def milliseconds(self, rows: int, context: int = 0) -> float:
+    def milliseconds(self, rows: float, context: int = 0) -> float:
         """Without the overhead; 0 for no rows."""
         if rows <= 0:
             return 0.0
         seen = self._at(self.context_ms, rows) * context / 1e3 if self.context_ms else 0.0
         return self._at(self.ms, rows) + seen
 
-    def _at(self, values: list[float], rows: int) -> float:
+    def _at(self, values: list[float], rows: float) -> float:
         if rows <= self.rows[0] or len(self.rows) == 1:
             return values[0]
         right = min(bisect_right(self.rows, rows), len(self.rows) - 1)
         x0, x1 = self.rows[right - 1], self.rows[right]
         y0, y1 = values[right - 1], values[right]
         return y0 + (y1 - y0) * (rows - x0) / (x1 - x0)
+
+
+class Int4Cost(StrictModel):
+    """A matrix product of ``rows`` with int4 weights, beside the same product with the profile's own weights.
+
+    Both are piecewise linear, as in :class:`StageCurve`.
+    """
+
+    rows: Annotated[list[Positive], Field(min_length=1)]
+    ms: Annotated[list[Positive], Field(min_length=1)]
+    full_ms: Annotated[list[Positive], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _are_curves(self) -> Int4Cost:
+        for times in (self.ms, self.full_ms):
+            StageCurve(layers=1, rows=self.rows, ms=times)
+        return self
+
+    def ratio(self, rows: float) -> float:
+        """The time with int4 weights over that with the profile's own."""
+        int4, full = (StageCurve(layers=1, rows=self.rows, ms=times) for times in (self.ms, self.full_ms))
+        return int4.milliseconds(rows) / full.milliseconds(rows)
 
 
 class DraftCost(StrictModel):
@@ -169,6 +192,7 @@ class Profile(StrictModel):
     link: LinkCost
     host: HostCost = HostCost()
     collective: CollectiveCost = CollectiveCost()
+    int4: Int4Cost | None = None
     memory: Memory | None = None
     conditions: Conditions | None = None
 

@@ -36,7 +36,8 @@ def size(layers: int = 32, layer_mb: float = 400, embedding_mb: float = 250, dra
     """A model in fp16 of so many MB; ``draft_mb`` is all of the head, its embeddings too."""
     return ModelBytes(
         name="model", dtype="fp16", layers=layers, hidden_width=hidden_width, vocabulary=32_000,
-        max_positions=4096, layer=round(layer_mb * MB), embedding=round(embedding_mb * MB),
+        max_positions=4096, layer=round(layer_mb * MB),
+        layer_values=round(layer_mb * MB) // 2, embedding=round(embedding_mb * MB),
         norm=2 * hidden_width, lm_head=round(embedding_mb * MB),
         draft=round(draft_mb * MB) - round(embedding_mb * MB),
         draft_embedding=round(embedding_mb * MB), kv_row=kv_row, draft_kv_row=kv_row, from_weights=False,

@@ -19,6 +19,7 @@ FETCHED = "fetched.json"  # written last: the download is complete
 class KnownModel(StrictModel):
     """target         the checkpoint's repository, OWNER/NAME
     eagle2, eagle3  repositories of published heads: EAGLE-1/2's format, EAGLE-3's
+    small          a small model with the target's tokenizer: a draft model of the kind "lm"
     chat_template  a built-in one, for targets whose tokenizer has none
     config         the fields of the target's config.json that fix its shape
     """
@@ -26,6 +27,7 @@ class KnownModel(StrictModel):
     target: str
     eagle2: str | None = None
     eagle3: str | None = None
+    small: str | None = None
     chat_template: str | None = None
     config: dict[str, Any]
 

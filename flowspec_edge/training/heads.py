@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -93,20 +94,7 @@ def train_head(recipe: HeadRecipe, student: Student, text: Tensor, held_out: Ten
                loop: LoopOptions) -> None:
     """Train on token ids, vectors longer than ``recipe.window`` (held out: LENGTH); resumes from ``work``."""
     dev, head = student.target.device, student.head
-
-    def micro_loss(rows: Tensor, noise: Tensor, anchors: Tensor, depth: int) -> Tensor:
-        with torch.no_grad():
-            states, features = student.read(rows)
-            targets = student.targets(features[:, 1:])
-        total, weights = torch.zeros((), device=dev), 0.0
-        outputs = unroll(head, student.input_states(states[:, :-1] + noise), rows[:, 1:], anchors, depth)
-        for d, out in enumerate(outputs):
-            at = anchors + d if d else slice(None)
-            total = total + recipe.fade**d * student.loss(out, tuple(t[:, at] for t in targets))
-            weights += recipe.fade**d
-        return total / weights
-
-    step_loss = compiled(micro_loss, loop.compile)
+    step_loss = compiled(partial(unrolled_loss, student, recipe.fade), loop.compile)
 
     def loss(step: int, total: int) -> float:
         rows = windows(text, recipe.window, step, recipe.tokens_per_step // recipe.window, seed)
@@ -124,12 +112,30 @@ def train_head(recipe: HeadRecipe, student: Student, text: Tensor, held_out: Ten
         shares = agreement(student, held_out, limit=8)
         return "agreement by depth " + " ".join(f"{share:.3f}" for share in shares)
 
+    train(Run(student.name, head, optimiser_for(recipe, head), recipe.steps, work / f"{student.name}.pt",
+              loss, report, loop.checkpoint_every_s))
+
+
+def unrolled_loss(student: Student, fade: float, rows: Tensor, noise: Tensor, anchors: Tensor, depth: int
+                  ) -> Tensor:
+    """The loss of a batch of windows, int64 [B, n + 1], over ``depth`` steps unrolled from ``anchors``."""
+    with torch.no_grad():
+        states, features = student.read(rows)
+        targets = student.targets(features[:, 1:])
+    total, weights = torch.zeros((), device=student.target.device), 0.0
+    outputs = unroll(student.head, student.input_states(states[:, :-1] + noise), rows[:, 1:], anchors, depth)
+    for d, out in enumerate(outputs):
+        at = anchors + d if d else slice(None)
+        total = total + fade**d * student.loss(out, tuple(t[:, at] for t in targets))
+        weights += fade**d
+    return total / weights
+
+
+def optimiser_for(recipe: HeadRecipe, head: Any) -> Optimiser:
     # Entries of an output matrix shrink as the width grows, so AdamW's steps must shrink, too; Muon's
     # orthogonal updates have the same size at any width.
     adam_lr = recipe.adam_lr * min(1.0, _ADAM_WIDTH / head.config.hidden_size)
-    optimiser = Optimiser(head, recipe.muon_lr, adam_lr, recipe.decay_from)
-    train(Run(student.name, head, optimiser, recipe.steps, work / f"{student.name}.pt", loss, report,
-              loop.checkpoint_every_s))
+    return Optimiser(head, recipe.muon_lr, adam_lr, recipe.decay_from)
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from flowspec_edge.fleet.planning.layer_split import Ranges
     from flowspec_edge.fleet.planning.model_size import ModelBytes
     from flowspec_edge.fleet.planning.planner import CandidateBoard, SplitProblem
+    from flowspec_edge.fleet.planning.scaling import Scaling
     from flowspec_edge.runtime.request import Request
 
 _PROMPTS, _TOKENS = 2, 48  # of a prediction, which takes seconds
@@ -45,6 +46,9 @@ def plan(
     strategies: Annotated[str | None, typer.Option(
         "--strategies", help="Strategies to predict, separated by commas.  Default: flowspec_plus, flowspec, "
                              "chunk_pp, pipedec, speculative, autoregressive.", show_default=False)] = None,
+    draft: Annotated[Literal["head", "ngram"], typer.Option(
+        "--draft", help="What the predictions draft with: an EAGLE head, or n-grams of the text, which need "
+                        "no draft model.")] = "head",
     predict: Annotated[bool, typer.Option(
         "--predict/--no-predict", help="Predict tokens/s in virtual time.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object, not tables.")] = False,
@@ -52,11 +56,13 @@ def plan(
     """Split a model over boards: roles, layers, memory and expected speed.
 
     The split minimises the time of the slowest stage within the boards' memory.  Roles and layers of a
-    cluster file are kept.  No weights are downloaded or loaded: sizes follow from config.json.
+    cluster file are kept.  No weights are downloaded or loaded: sizes follow from config.json.  A time with ≥
+    assumes memory bandwidth alone: the profile has no times of an int4 kernel (flowspec device profile).
 
     Examples:
 
       flowspec plan --model llama-2-7b --devices orin-nano-8gb:5
+      flowspec plan --model llama-2-7b --devices orin-nano-8gb:5 --draft ngram
       flowspec plan --model llama-13b/ --dtype int4 --devices agx-orin-64gb --devices orin-nano-8gb:3
       flowspec plan --model llama-7b/config.json --devices cluster.toml --context 4096 --no-predict --json
     """
@@ -87,7 +93,7 @@ def plan(
     report.other_devices = [f"{member.name}: {why}" for member in members if member.torch_device
                              and (why := device_mismatch(member.profile, member.torch_device))]
     if predict:
-        _predict(report, problem, model, names, [board for board, _ in given])
+        _predict(report, problem, model, names, [board for board, _ in given], draft)
     if as_json:
         print(json.dumps(report.as_json(), indent=2))
     else:
@@ -108,7 +114,7 @@ def _listed_layers(members: Sequence[BoardSpec], size: ModelBytes) -> Ranges | N
     return ranges
 
 
-def _decide(model: str, problem: SplitProblem, boards: list[CandidateBoard], scaled: dict[str, str],
+def _decide(model: str, problem: SplitProblem, boards: list[CandidateBoard], scaled: dict[str, Scaling],
             layers: Ranges | None = None) -> PlanReport:
     """The best split (in the given order if all roles are given), else one board, else the error."""
     from flowspec_edge.cli.boards.plan_report import PlanReport
@@ -142,13 +148,15 @@ def _decide(model: str, problem: SplitProblem, boards: list[CandidateBoard], sca
 
 
 def _predict(report: PlanReport, problem: SplitProblem, model: str, names: Sequence[str],
-             boards: Sequence[CandidateBoard]) -> None:
+             boards: Sequence[CandidateBoard], draft: Literal["head", "ngram"]) -> None:
     from flowspec_edge.cli.common.workload import progress, require_runnable
     from flowspec_edge.fleet.planning import estimate
 
     source, owner = _source(model)
-    report.label = f"virtual time, {report.context} tokens of context, acceptance of {owner}"
-    requests = _requests(source)
+    report.label = (f"virtual time, {report.context} tokens of context, acceptance of {owner}"
+                    + (", int4 by memory bandwidth alone" if report.by_bandwidth else ""))
+    report.drafter = draft
+    requests = prediction_requests(source, draft)
     params, stages = requests[0].params, len(report.plan.stages) if report.plan else 1
     require_runnable(names if report.plan else estimate.ALONE, source, params, "virtual", stages)
     steps = len(requests) * ((len(names) if report.plan else 0) + len(estimate.ALONE) * bool(report.alone))
@@ -172,15 +180,16 @@ def _source(model: str) -> tuple[ModelDir, str]:
     return resolve_model(DEMO), "the demonstration model"
 
 
-def _requests(source: ModelDir) -> list[Request]:
-    """All strategies draft with the EAGLE head, whose memory the plan counts."""
+def prediction_requests(source: ModelDir, draft: Literal["head", "ngram"]) -> list[Request]:
+    """All strategies draft with the EAGLE head, whose memory the plan counts, or all by look-up."""
     from flowspec_edge.bench.run.tasks import load_prompts
     from flowspec_edge.cli.common.workload import demo_prompts, requests_for
     from flowspec_edge.model.text import Tokenizer
     from flowspec_edge.sampling.rule import Sampling
-    from flowspec_edge.strategies.params import Params
+    from flowspec_edge.strategies.params import Draft, Params
 
     prompts = load_prompts(demo_prompts(), _PROMPTS)
+    head: Draft = "eagle2" if source.draft("eagle2") else "eagle3"
     return requests_for(Tokenizer(source), source, prompts, _TOKENS, Sampling(),
-                        Params(draft="eagle2" if source.draft("eagle2") else "eagle3"),
+                        Params(draft="ngram" if draft == "ngram" else head),
                         truncate=max(1, source.max_positions - _TOKENS))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -15,6 +15,7 @@ from flowspec_edge.fleet.planning.estimate import Prediction, SingleBoardEstimat
 from flowspec_edge.fleet.planning.model_size import ModelBytes
 from flowspec_edge.fleet.planning.plan_table import BoardRow
 from flowspec_edge.fleet.planning.planner import PipelinePlan
+from flowspec_edge.model.catalogue import find_known
 from flowspec_edge.util.terminal import plain, printable
 
 
@@ -31,6 +32,7 @@ class PlanReport:
     predictions: list[Prediction] = field(default_factory=list)
     alone: SingleBoardEstimate | None = None
     at_once: int = 1
+    drafter: Literal["head", "ngram"] = "head"
     other_devices: list[str] = field(default_factory=list)
 
     @property
@@ -40,15 +42,34 @@ class PlanReport:
         return draft_turn(plan.d0.profile, plan.slowest, plan.problem.rows) if plan else None
 
     @property
+    def by_bandwidth(self) -> list[str]:
+        """Profiles whose stage times assume memory bandwidth alone, since they have no int4 kernel's."""
+        return list(dict.fromkeys(row.profile for row in self.boards if row.basis == "bandwidth"))
+
+    @property
     def notes(self) -> list[str]:
         """Which figures are not measured."""
         found = [f"profile {row.profile} is {row.provenance}" for row in self.boards
                  if row.provenance != "measured"]
         found += [f"profile {row.profile} is {row.scaled}" for row in self.boards if row.scaled]
+        found += [f"profile {name} has no times of a kernel for {self.size.dtype} weights: its stages are "
+                  "charged for memory bandwidth alone, a lower bound (25 ms for a stage of 13B on Orin "
+                  "Nanos, where the FlowSpec paper's 4-bit kernel took 400); measure it on the board with: "
+                  "flowspec device profile" for name in self.by_bandwidth]
         if self.size.draft_estimated:
-            found.append(f"{self.size.name} has no EAGLE head: it is taken to be one layer and fc")
+            found.append(self._head_note())
         found += self.other_devices
         return list(dict.fromkeys(found))
+
+    def _head_note(self) -> str:
+        name, size = self.size.name, "its size is taken to be one layer and fc"
+        known = find_known(name)
+        if known is None or not known[1].heads:
+            return (f"{name} has no EAGLE head: {size}; without one: --draft ngram, and see: "
+                    f"flowspec models head {name if known else 'MODEL'}")
+        kind, repository = next(iter(known[1].heads.items()))
+        return (f"the head of {name}, {repository} ({kind}), is not on this machine: {size}; "
+                f"flowspec models fetch {name} downloads both")
 
     def as_json(self) -> dict[str, Any]:
         """Sizes in MB (10^6 bytes), times in ms."""
@@ -57,11 +78,12 @@ class PlanReport:
                    for key, value in asdict(row).items()} for row in self.boards]
         return {
             "model": self.size.name, "dtype": self.size.dtype, "context": self.context,
-            "at_once": self.at_once, "boards": boards,
+            "at_once": self.at_once, "boards": boards, "bandwidth_alone": bool(self.by_bandwidth),
             "slowest_stage_ms": round(plan.slowest * 1e3, 6) if plan else None,
             "segment_ms": round(plan.latency * 1e3, 6) if plan else None,
             "draft_device": self.draft.as_json() if self.draft else None,
-            "predictions": [{**asdict(p), "label": self.label} for p in self.predictions],
+            "predictions": [{**asdict(p), "draft": self.drafter, "label": self.label}
+                            for p in self.predictions],
             "one_board": asdict(self.alone) if self.alone else None,
             "estimated": bool(self.notes), "notes": self.notes,
         }
@@ -79,13 +101,15 @@ def show(report: PlanReport) -> None:
             say(f"left out: {row.name}: {row.why}")
     if plan:
         what = "link" if plan.link_bound else "stage"
-        say(f"The slowest {what} takes {_ms(plan.slowest * 1e3)} ms for a segment of {plan.problem.rows} "
-            f"rows, its way through all {_ms(plan.latency * 1e3)} ms.")
+        least = "at least " if report.by_bandwidth else ""
+        say(f"The slowest {what} takes {least}{_ms(plan.slowest * 1e3)} ms for a segment of "
+            f"{plan.problem.rows} rows, its way through all {_ms(plan.latency * 1e3)} ms.")
     if plan and report.draft and (warning := report.draft.warning(plan.d0.name)):
         say(f"{warning[:1].upper()}{warning[1:]}.")
     say("")
     if report.label:
-        say(report.label.replace("virtual time", "VIRTUAL TIME", 1) + "; all draft with the EAGLE head")
+        say(report.label.replace("virtual time", "VIRTUAL TIME", 1)
+            + ("; all draft by n-grams" if report.drafter == "ngram" else "; all draft with the EAGLE head"))
     if report.predictions:
         show_whole(console, _predictions(report.predictions))
     if report.alone:
@@ -108,7 +132,7 @@ def _boards(report: PlanReport) -> Table:
             row.role, plain(row.name), layers,
             *(f"{mb:,.0f}" for mb in (row.weights_mb, row.kv_mb, row.process_mb)),
             f"{row.used_mb:,.0f} / {row.usable_mb:,.0f}", f"{row.headroom_mb:,.0f}",
-            "–" if row.stage_ms is None else _ms(row.stage_ms))
+            "–" if row.stage_ms is None else f"{'≥ ' * (row.basis == 'bandwidth')}{_ms(row.stage_ms)}")
     return table
 
 

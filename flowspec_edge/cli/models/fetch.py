@@ -40,8 +40,9 @@ def list_models(
 
 def fetch(
     name: Annotated[str, typer.Argument(help="A name of the catalogue: flowspec models list.")],
-    head: Annotated[Literal["eagle2", "eagle3", "all", "none"] | None, typer.Option(
-        "--head", help="The published draft heads to fetch.  Default: EAGLE-2's, else EAGLE-3's.",
+    head: Annotated[Literal["eagle2", "eagle3", "lm", "all", "none"] | None, typer.Option(
+        "--head", help="The published draft heads to fetch; lm: a small model with the same tokenizer.  "
+                       "Default: EAGLE-2's, else EAGLE-3's.",
         show_default=False)] = None,
 ) -> None:
     """Download a model of the catalogue and its draft head from Hugging Face's hub.
@@ -54,6 +55,7 @@ def fetch(
 
       flowspec models fetch qwen3-8b
       flowspec models fetch vicuna-13b --head all
+      flowspec models fetch qwen3-8b --head lm
       flowspec models shard --model qwen3-8b --stages 4 --dtype int4 --out qwen3-8b-int4
     """
     found = find_known(name)
@@ -83,6 +85,8 @@ def _heads(name: str, model: KnownModel, head: str | None) -> dict[str, str]:
         return {}
     if head == "all":
         return model.heads
+    if head == "lm" and model.small:
+        return {head: model.small}
     kind = head or next(iter(model.heads), None)
     if kind is None:
         return {}

@@ -13,7 +13,7 @@ from flowspec_edge.config import Profile, load_profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.inventory import Role, device_profile, load_inventory
 from flowspec_edge.fleet.planning.planner import CandidateBoard
-from flowspec_edge.fleet.planning.scaling import scaled
+from flowspec_edge.fleet.planning.scaling import Scaling, scaled
 
 if TYPE_CHECKING:
     from flowspec_edge.fleet.planning.model_size import ModelBytes
@@ -31,8 +31,8 @@ class BoardSpec:
     layers: tuple[int, int] | None = None
     torch_device: str = ""
 
-    def for_model(self, size: ModelBytes) -> tuple[CandidateBoard, str]:
-        """The board with its profile scaled to the model, and a description of the scaling ("" for none)."""
+    def for_model(self, size: ModelBytes) -> tuple[CandidateBoard, Scaling]:
+        """The board with its profile scaled to the model."""
         profile, how = scaled(self.profile, size)
         return CandidateBoard(self.name, profile, self.role), how
 

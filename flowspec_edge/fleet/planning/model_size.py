@@ -43,12 +43,13 @@ class ModelBytes:
 
     max_positions    the model's limit on tokens of prompt and answer together
     layer            weights of one decoder layer (the largest)
+    layer_values     its parameters, a number
     lm_head          a copy of the embeddings if the model ties the two
     draft            the EAGLE head's fc and layer
     draft_embedding  the token embeddings that the head looks up, its own or the target's
     kv_row           keys and values of one row in one layer; draft_kv_row: in the draft head
     from_weights     whether weight files were present and agreed
-    draft_estimated  whether the model has no head, and a head of the target's shape was assumed
+    draft_estimated  whether there is no head here, and a head of the target's shape was assumed
     """
 
     name: str
@@ -58,6 +59,7 @@ class ModelBytes:
     vocabulary: int
     max_positions: int
     layer: int
+    layer_values: int
     embedding: int
     norm: int
     lm_head: int
@@ -110,11 +112,18 @@ def model_bytes(name_or_path: str, dtype: PlanDtype) -> ModelBytes:
         hidden_width=int(config.hidden_size), vocabulary=vocabulary,
         max_positions=position_limit(config.to_dict()),
         layer=max(_layer(layer, dtype) for layer in core.layers),
+        layer_values=max(_numel(layer.parameters()) for layer in core.layers),
         embedding=matrix, norm=_numel(core.norm.parameters()) * width, lm_head=matrix,
         draft=_numel(head.parameters()) * width - looked_up, draft_embedding=looked_up,
         kv_row=_kv_values(config) * width, draft_kv_row=_kv_values(head.config) * width,
         from_weights=from_weights, draft_estimated=draft is None,
     )
+
+
+def target_config(name_or_path: str) -> Any:
+    """transformers' configuration of the target, without a download of weights; errors as for
+    :func:`model_bytes`."""
+    return _locate(name_or_path)[3]
 
 
 def _locate(name_or_path: str) -> tuple[str, Path | None, Path | None, Any]:

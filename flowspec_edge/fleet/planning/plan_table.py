@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flowspec_edge.fleet.planning.planner import CandidateBoard, PipelinePlan, PlannedStage, SplitProblem
+from flowspec_edge.fleet.planning.scaling import Basis, Scaling
 
 _SINGLE_BOARD = "D0+V1"  # the role of a board that runs both processes
 
@@ -18,6 +19,7 @@ class BoardRow:
     headroom_mb  usable memory that stays free
     stage_ms     time of a segment in its layers; None for D0
     scaled       how its profile was scaled to the model; "" if it was measured with that model
+    basis        what stage_ms rests on; "bandwidth": memory bandwidth alone, a lower bound
     """
 
     name: str
@@ -33,13 +35,14 @@ class BoardRow:
     stage_ms: float | None
     why: str | None
     scaled: str
+    basis: Basis
 
     @property
     def used_mb(self) -> float:
         return self.usable_mb - self.headroom_mb
 
 
-def plan_rows(plan: PipelinePlan, scaled: Mapping[str, str]) -> list[BoardRow]:
+def plan_rows(plan: PipelinePlan, scaled: Mapping[str, Scaling]) -> list[BoardRow]:
     """D0, the stages in order, then the unused boards; ``scaled`` is by the boards' names."""
     problem, last = plan.problem, len(plan.stages)
     d0_kv = problem.cached * problem.size.draft_kv_row
@@ -49,7 +52,7 @@ def plan_rows(plan: PipelinePlan, scaled: Mapping[str, str]) -> list[BoardRow]:
 
 
 def alone_rows(board: CandidateBoard, others: Sequence[CandidateBoard], problem: SplitProblem,
-               scaled: Mapping[str, str]) -> list[BoardRow]:
+               scaled: Mapping[str, Scaling]) -> list[BoardRow]:
     size, cached = problem.size, problem.cached
     kv = cached * (size.layers * size.kv_row + size.draft_kv_row)
     milliseconds = board.profile.stage_seconds(problem.rows, size.layers, problem.context) * 1e3
@@ -59,19 +62,19 @@ def alone_rows(board: CandidateBoard, others: Sequence[CandidateBoard], problem:
     return [row, *(_row(other, scaled, None, why=why) for other in others)]
 
 
-def _stage(stage: PlannedStage, place: int, last: bool, problem: SplitProblem, scaled: Mapping[str, str]
-           ) -> BoardRow:
+def _stage(stage: PlannedStage, place: int, last: bool, problem: SplitProblem,
+           scaled: Mapping[str, Scaling]) -> BoardRow:
     size, (lo, hi) = problem.size, stage.layers
     weights = (hi - lo) * size.layer + (place == 1) * size.embedding + last * size.norm
     kv = (hi - lo) * problem.cached * size.kv_row
     return _row(stage.board, scaled, f"V{place}", weights, kv, stage.layers, stage.seconds * 1e3)
 
 
-def _row(board: CandidateBoard, scaled: Mapping[str, str], role: str | None, weights: int = 0, kv: int = 0,
-         layers: tuple[int, int] | None = None, stage_ms: float | None = None, why: str | None = None,
-         processes: int = 1) -> BoardRow:
-    memory, profile = board.memory, board.profile
+def _row(board: CandidateBoard, scaled: Mapping[str, Scaling], role: str | None, weights: int = 0,
+         kv: int = 0, layers: tuple[int, int] | None = None, stage_ms: float | None = None,
+         why: str | None = None, processes: int = 1) -> BoardRow:
+    memory, profile, how = board.memory, board.profile, scaled[board.name]
     process_mb = memory.process_mb * processes if role else 0.0
     used = (weights + kv) / 1e6 + process_mb
     return BoardRow(board.name, profile.name, profile.provenance, role, layers, weights / 1e6, kv / 1e6,
-                    process_mb, memory.usable_mb, memory.usable_mb - used, stage_ms, why, scaled[board.name])
+                    process_mb, memory.usable_mb, memory.usable_mb - used, stage_ms, why, how.note, how.basis)

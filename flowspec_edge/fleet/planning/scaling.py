@@ -1,8 +1,14 @@
-"""Scales a board's profile, measured with one model, to another model by the bytes of its parts."""
+"""Scales a board's profile, measured with one model, to another model by the bytes of its parts.
+
+int4 weights need their kernel's times (``[int4]`` of a profile).  Without them a stage is charged for memory
+bandwidth alone, a lower bound.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Literal
 
 from flowspec_edge.config import ModelShape, Profile, StageCurve
 from flowspec_edge.errors import UsageError
@@ -10,36 +16,47 @@ from flowspec_edge.errors import UsageError
 if TYPE_CHECKING:
     from flowspec_edge.fleet.planning.model_size import ModelBytes
 
+# Of a stage's times: the profile's own kind of weights; the profile's int4 kernel; bytes over bandwidth.
+Basis = Literal["profile", "kernel", "bandwidth"]
 _TOLERANCE = 0.01  # layers whose bytes differ by no more count as equal
+_INT4_ROWS = 16  # for which PyTorch's int4 kernel reads the weights once
 
 
-def scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, str]:
-    """The scaled profile and a description of the scaling, "" if it was measured with that model.
+@dataclass(frozen=True)
+class Scaling:
+    """How a profile was scaled: ``note`` is "" if it was measured with that model."""
+
+    note: str = ""
+    basis: Basis = "profile"
+
+
+def scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
+    """The profile for another model.
 
     A layer's time scales with its bytes, its time per cached token with the hidden width.  lm_head, EAGLE
     head and SPD's module (two layers) take their bytes at a layer's read rate.  A segment's overhead, a small
     draft model's pass, the link and the memory do not change.  UsageError without layer_mb for another model.
     """
     shape = ModelShape(layers=size.layers, hidden_width=size.hidden_width,
-                       bytes_per_value=size.bytes_per_value, layer_mb=size.layer / 1e6)
+                       bytes_per_value=size.bytes_per_value, layer_mb=size.layer / 1e6,
+                       quantised=size.dtype == "int4")
     measured = profile.model
     same_shape = (measured.layers, measured.hidden_width) == (size.layers, size.hidden_width)
+    other_bits = measured.quantised != shape.quantised
     if measured.layer_mb is None:
-        if not same_shape or measured.bytes_per_value != size.bytes_per_value or size.dtype == "int4":
+        if not same_shape or measured.bytes_per_value != size.bytes_per_value or other_bits:
             raise UsageError(
                 f"profile {profile.name} is for {measured.layers} layers of width {measured.hidden_width} "
                 f"and does not say how large they are, so it cannot be scaled to {size.name} in "
                 f"{size.dtype}: add layer_mb to its [model], or measure with: flowspec device profile "
                 "--model DIR")
-        return profile.model_copy(update={"model": shape}), ""
+        return profile.model_copy(update={"model": shape}), Scaling()
     ratio = size.layer / 1e6 / measured.layer_mb
-    if same_shape and abs(ratio - 1) <= _TOLERANCE and measured.bytes_per_value == size.bytes_per_value:
-        return profile.model_copy(update={"model": shape}), ""
-    wider = size.hidden_width / measured.hidden_width
-    curve = profile.stage
-    per_mb = curve.ms[0] / curve.layers / measured.layer_mb  # ms, for the fewest rows of the curve
-    stage = StageCurve(layers=curve.layers, rows=curve.rows, ms=[ms * ratio for ms in curve.ms],
-                       context_ms=[ms * wider for ms in curve.context_ms], overhead_ms=curve.overhead_ms)
+    if (same_shape and abs(ratio - 1) <= _TOLERANCE and measured.bytes_per_value == size.bytes_per_value
+            and not other_bits):
+        return profile.model_copy(update={"model": shape}), Scaling()
+    per_mb = _read_ms(profile)
+    stage, basis = _stage(profile, size)
     head = size.lm_head / 1e6 * per_mb
     draft = profile.draft.model_copy(update={
         "pass_ms": size.draft / 1e6 * per_mb + head,
@@ -49,9 +66,44 @@ def scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, str]:
     own = profile.lm_head
     lm_head = own.model_copy(update={"ms": head, "row_ms": own.row_ms * (head / own.ms if own.ms else ratio)})
     update = {"model": shape, "stage": stage, "draft": draft, "lm_head": lm_head}
-    return profile.model_copy(update=update), (
+    return profile.model_copy(update=update), Scaling(
         f"scaled from layers of {measured.layer_mb:,.4g} MB and width {measured.hidden_width} "
-        f"to {size.layer / 1e6:,.4g} MB and {size.hidden_width}")
+        f"to {size.layer / 1e6:,.4g} MB and {size.hidden_width}", basis)
+
+
+def _read_ms(profile: Profile) -> float:
+    """The time to read 10^6 bytes of the draft device's parts, which are not quantised."""
+    if profile.model.quantised and profile.memory and profile.memory.gb_per_s:
+        return 1 / profile.memory.gb_per_s
+    assert profile.model.layer_mb
+    return profile.stage.ms[0] / profile.stage.layers / profile.model.layer_mb
+
+
+def _stage(profile: Profile, size: ModelBytes) -> tuple[StageCurve, Basis]:
+    measured, curve, kernel = profile.model, profile.stage, profile.int4
+    assert measured.layer_mb
+    by_bytes = size.layer / 1e6 / measured.layer_mb
+    rows = set(curve.rows)
+    basis: Basis = "profile"
+    if size.dtype == "int4" and not measured.quantised:
+        basis = "kernel" if kernel else "bandwidth"
+        rows |= set(kernel.rows) if kernel else {_INT4_ROWS}
+    elif measured.quantised and size.dtype != "int4":
+        basis = "bandwidth"
+    corners = sorted(rows)
+    if basis == "kernel":
+        assert kernel
+        full = size.layer_values * measured.bytes_per_value / 1e6 / measured.layer_mb
+        ms = [curve.milliseconds(n) * full * kernel.ratio(n) for n in corners]
+    elif basis == "bandwidth" and size.dtype == "int4":
+        ms = [max(curve.milliseconds(n), curve.ms[0] * n / _INT4_ROWS) * by_bytes for n in corners]
+    else:
+        ms = [curve.milliseconds(n) * by_bytes for n in corners]
+    wider = size.hidden_width / measured.hidden_width
+    added = [(curve.milliseconds(n, 1000) - curve.milliseconds(n)) * wider for n in corners]
+    return StageCurve(layers=curve.layers, rows=corners, ms=list(accumulate(ms, max)),
+                      context_ms=list(accumulate(added, max)) if curve.context_ms else [],
+                      overhead_ms=curve.overhead_ms), basis
 
 
 def at_context(profile: Profile, context: int) -> Profile:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from flowspec_edge.config import Int4Cost
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.gpu_check.kernel_check import (
     KINDS,
@@ -26,6 +27,7 @@ from flowspec_edge.fleet.gpu_check.kernel_check import (
     advisable,
     check_products,
 )
+from flowspec_edge.fleet.profiling.fit import rounded
 from flowspec_edge.stage.quant.base import KINDS as QUANTISED
 from flowspec_edge.stage.quant.base import Kind
 from flowspec_edge.stage.quant.schemes import scheme
@@ -34,6 +36,7 @@ from flowspec_edge.util.tensors import DTYPES
 
 COMPARED_ROWS = 16  # rows at which kinds are compared: the paper's default for a segment
 ROWS = (1, 4, 16, 32)
+INT4_ROWS = (1, 8, 16, 32, 64)  # of a profile: PyTorch's kernel reads the weights once for every 16 rows
 SHAPE = (4096, 4096)
 ROUNDS = 5
 _COPY_BYTES = 256 * 1024**2
@@ -136,6 +139,17 @@ def measure_kernels(device: str = "cpu", shape: tuple[int, int] = SHAPE, rows: S
         products[check.kind][1] if check.works else 0) for check in checks}
     return KernelReport(device, _name(device), (outputs, inputs), rows, dtype, found, clock.copy_rate,
                         torch.cuda.get_device_capability() if device == "cuda" else None)
+
+
+def measure_int4(device: str, dtype: str) -> Int4Cost | None:
+    """Products with int4 weights beside those with weights of ``dtype``; None if either kernel fails here."""
+    report = measure_kernels(device, rows=INT4_ROWS, kinds=(dtype, "int4"))
+    int4, full = (report.kinds[kind].ms for kind in ("int4", dtype))
+    if not int4 or not full:
+        return None
+    rising = [[rounded(max(times[n] for n in report.rows if n <= rows)) for rows in report.rows]
+              for times in (int4, full)]
+    return Int4Cost(rows=[float(rows) for rows in report.rows], ms=rising[0], full_ms=rising[1])
 
 
 def _product(kind: str, shape: tuple[int, int], dtype: str, device: str) -> tuple[Product, int]:

@@ -32,6 +32,7 @@ from flowspec_edge.fleet.profiling.draft_device import (
     measure_draft_device,
 )
 from flowspec_edge.fleet.profiling.fit import SegmentCase, fit_stage, relative_errors, rounded
+from flowspec_edge.fleet.profiling.kernels import measure_int4
 from flowspec_edge.fleet.profiling.link import LoopbackHop, measure_hop
 from flowspec_edge.fleet.profiling.memory import DeviceMemory, device_memory, read_gpu, read_rate, used_mb
 from flowspec_edge.fleet.profiling.stage import (
@@ -79,9 +80,10 @@ class Effort:
     requests: int = 5
     new_tokens: int = 64
     exchanges: int = 300
+    kernels: bool = True  # whether products with int4 weights are timed
 
 
-QUICK = Effort(contexts=(64, 512), stage_s=2.0, requests=2, new_tokens=32, exchanges=80)
+QUICK = Effort(contexts=(64, 512), stage_s=2.0, requests=2, new_tokens=32, exchanges=80, kernels=False)
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ def measure_profile(options: ProfileOptions, effort: Effort, report: ProgressCal
     # A round trip includes two hops and this process's codec work, which are not the stage's.
     own = {case: max(0.01 * ms, ms - 2 * hop.latency_ms - hop.codec_ms) for case, ms in stages.items()}
     curve = fit_stage(own)
+    int4 = measure_int4(options.device, options.dtype) if effort.kernels else None
     times = _draft_device(options, effort, model, free, report)
     board = read_board()  # again: temperature and clocks under load
     draft, estimated = _draft_cost(times, curve, model)
@@ -135,7 +138,7 @@ def measure_profile(options: ProfileOptions, effort: Effort, report: ProgressCal
         source=_source(stages, times, estimated, peer, hop),
         model=ModelShape(layers=model.layers, hidden_width=model.hidden_width,
                          bytes_per_value=model.bytes_per_value, layer_mb=rounded(model.layer / 1e6)),
-        stage=curve, draft=draft, link=link,
+        stage=curve, draft=draft, link=link, int4=int4,
         lm_head=LmHeadCost(ms=rounded(times.lm_head), row_ms=rounded(times.row)),
         host=HostCost(bookkeeping_ms=rounded(times.bookkeeping)),
         memory=Memory(total_mb=float(round(free.total_mb)), usable_mb=float(round(free.usable_mb)),

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from plankit import MB, profile, size
 
-from flowspec_edge.config import StageCurve
+from flowspec_edge.config import Int4Cost, StageCurve, load_profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.planning.board_spec import BoardSpec, parse_devices
+from flowspec_edge.fleet.planning.model_size import model_bytes
 from flowspec_edge.fleet.planning.plan_table import alone_rows, plan_rows
 from flowspec_edge.fleet.planning.planner import CandidateBoard, SplitProblem, plan
-from flowspec_edge.fleet.planning.scaling import at_context, scaled
+from flowspec_edge.fleet.planning.scaling import Scaling, at_context, scaled
 from flowspec_edge.fleet.profiling.profile_toml import render
 
 CLUSTER = """
@@ -42,7 +44,7 @@ def write_profile(path: Path) -> Path:
 def test_no_scaling_for_the_measured_model() -> None:
     own = profile()
     fitted, how = scaled(own, size())
-    assert how == ""
+    assert how == Scaling()
     assert fitted.stage == own.stage
     assert fitted.lm_head == own.lm_head
     assert fitted.model.layer_mb == 400
@@ -55,7 +57,7 @@ def test_times_scale_with_bytes() -> None:
     # Half as large a layer, half as wide; a layer of 400 MB takes 8 ms, so a MB takes 0.02 ms.
     other = size(layers=12, layer_mb=200, embedding_mb=100, draft_mb=350, hidden_width=2048)
     fitted, how = scaled(measured, other)
-    assert how == "scaled from layers of 400 MB and width 4096 to 200 MB and 2048"
+    assert how.note == "scaled from layers of 400 MB and width 4096 to 200 MB and 2048"
     assert fitted.stage.ms == pytest.approx([8.0, 10.0])
     assert fitted.stage.context_ms == pytest.approx([0.5, 1.0])
     assert fitted.stage.overhead_ms == 1.0
@@ -66,9 +68,45 @@ def test_times_scale_with_bytes() -> None:
     assert (fitted.link, fitted.memory, fitted.draft.lm_pass_ms) == (measured.link, measured.memory, 30)
 
 
+def test_int4_without_a_kernels_times_is_bandwidth_alone_and_says_so() -> None:
+    """A layer of 400 MB takes 8 ms, so its 4-bit weights of 100 MB 2 ms, read once for every 16 rows."""
+    packed = replace(size(), dtype="int4", layer=100 * MB)
+    fitted, how = scaled(profile(layer_ms=8.0), packed)
+    assert how.basis == "bandwidth"
+    assert [fitted.stage_seconds(rows, 1) * 1e3 for rows in (1, 16, 32, 64)] == pytest.approx([2, 2, 4, 8])
+
+
+def test_int4_takes_the_kernels_times_where_the_profile_has_them(tmp_path: Path) -> None:
+    """At 16 rows the int4 product takes half the time of the 16-bit one, at 64 twice its time."""
+    cost = Int4Cost(rows=[16, 64], ms=[0.5, 2.0], full_ms=[1.0, 1.0])
+    board = profile(layer_ms=8.0).model_copy(update={"int4": cost})
+    packed = replace(size(), dtype="int4", layer=100 * MB)
+    fitted, how = scaled(board, packed)
+    assert how.basis == "kernel"
+    assert [fitted.stage_seconds(rows, 1) * 1e3 for rows in (1, 16, 40, 64)] == pytest.approx([4, 4, 10, 16])
+    half = replace(packed, layer_values=size().layer_values // 2)  # a model with layers half as large
+    assert scaled(board, half)[0].stage_seconds(16, 1) == pytest.approx(2e-3)
+    (tmp_path / "board.toml").write_text(render(board))
+    assert load_profile(str(tmp_path / "board.toml")).int4 == cost
+
+
+def test_a_profile_of_4_bit_weights_says_so() -> None:
+    """The paper's 13B testbed: its own times for int4, a guess from bandwidth for anything else."""
+    own = load_profile("paper-13b-int4")
+    thirteen = model_bytes("llama-2-13b", "int4")
+    fitted, how = scaled(own, thirteen)
+    assert how == Scaling()
+    assert fitted.stage_seconds(16, 10) == pytest.approx(0.4)
+    smaller, how = scaled(own, model_bytes("llama-2-7b", "int4"))
+    assert how.basis == "profile"
+    assert smaller.stage_seconds(16, 8) == pytest.approx(0.4 * 8 / 10 * 202.4 / 317.3, rel=0.01)
+    assert smaller.lm_head.ms == pytest.approx(262.1 / 68, rel=0.01)  # which has 16 bits
+    assert scaled(own, model_bytes("llama-2-7b", "fp16"))[1].basis == "bandwidth"
+
+
 def test_a_profile_without_layer_mb_cannot_be_scaled() -> None:
     unknown = profile(layer_mb=None)
-    assert scaled(unknown, size())[1] == ""
+    assert scaled(unknown, size())[1] == Scaling()
     with pytest.raises(UsageError, match=r"profile board is for 32 layers of width 4096 and does not say"):
         scaled(unknown, size(layers=40, hidden_width=5120))
 
@@ -121,7 +159,7 @@ def test_rows_add_up_to_what_the_model_needs() -> None:
     of = size(layers=10)
     p = SplitProblem(of, 2048, 1024)
     boards = [BoardSpec(f"b{i}", profile(usable_mb=2500 + 800 * i)).for_model(of)[0] for i in range(4)]
-    rows = plan_rows(plan(boards, p), {b.name: "" for b in boards})
+    rows = plan_rows(plan(boards, p), {b.name: Scaling() for b in boards})
     used = [row for row in rows if row.role]
     assert used[0].role == "D0"
     assert [row.role for row in used[1:]] == [f"V{i}" for i in range(1, len(used))]
@@ -139,7 +177,7 @@ def test_a_single_board_row_has_two_processes() -> None:
     of = size(layers=4)
     p = SplitProblem(of, 1000, 1000)
     big, other = CandidateBoard("big", profile(usable_mb=20_000)), CandidateBoard("other", profile())
-    row, left = alone_rows(big, [other], p, {"big": "", "other": ""})
+    row, left = alone_rows(big, [other], p, {"big": Scaling(), "other": Scaling()})
     assert (row.role, row.layers, row.process_mb) == ("D0+V1", (0, 4), 1000)
     assert row.weights_mb == pytest.approx((of.target_weights + of.d0_weights) / MB)
     assert row.stage_ms == pytest.approx(24)

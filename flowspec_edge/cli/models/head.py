@@ -1,0 +1,188 @@
+"""``flowspec models head``: what a model can be drafted with, and what training a head for it would cost."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from flowspec_edge.cli.common.options import MOST_REPEATS, MOST_STAGES
+from flowspec_edge.model.catalogue import KnownModel, find_known
+from flowspec_edge.model.modeldir import ModelDir, is_here, resolve_model
+
+if TYPE_CHECKING:
+    from flowspec_edge.training.cost import TrainingCost
+
+_MEGA, _GIGA = 1e6, 1e9
+
+
+@dataclass(frozen=True)
+class DraftChoice:
+    """``ready``: whether it needs nothing that is not on this machine; ``commands`` in their order."""
+
+    way: Literal["ngram", "head", "small model", "train"]
+    ready: bool
+    text: str
+    commands: list[str]
+
+
+def head(
+    model: Annotated[str, typer.Argument(
+        help="A name of flowspec models list, a checkpoint's directory, or OWNER/NAME on Hugging Face's hub.",
+        metavar="MODEL")],
+    kind: Annotated[Literal["eagle2", "eagle3"], typer.Option(
+        "--kind", help="The head to train.")] = "eagle2",
+    steps: Annotated[int | None, typer.Option(
+        "--steps", min=1, max=MOST_REPEATS, metavar="N",
+        help="Training steps of 4096 tokens.  Default: those of train-head, 900.")] = None,
+    stages: Annotated[int, typer.Option(
+        "--stages", min=1, max=MOST_STAGES, help="Stages of the commands that shard.")] = 4,
+    measure: Annotated[bool, typer.Option(
+        "--measure/--no-measure", help="Time a training step here, to estimate the hours.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+) -> None:
+    """Say what to draft with for a model: n-grams, a published head, a small model, or a head of your own.
+
+    The ways are in the order in which to try them, each with its commands.  The hours of a training are
+    estimated from one step with random weights that is timed on this machine, up to a minute; a step that
+    does not fit is scaled from a smaller one, and the text says so.
+
+    Examples:
+
+      flowspec models head llama-2-7b
+      flowspec models head ./my-llama --kind eagle3 --steps 5000
+      flowspec models head qwen3-8b --no-measure --json
+    """
+    from flowspec_edge.fleet.planning.model_size import model_bytes
+
+    size = model_bytes(model, "fp16")  # an error for a model that stages cannot run
+    found = find_known(model)
+    name = found[0] if found else model
+    here = resolve_model(name) if is_here(name) else None
+    cost = _cost(name, kind, steps) if measure else None
+    known = found[1] if found else None
+    ways = [_ngram(name, here is not None), _published(name, known, here, stages),
+            _small(name, known, here, stages), _training(name, kind, steps, stages, here, cost)]
+    if as_json:
+        print(json.dumps({"model": name, "here": here is not None, "layers": size.layers,
+                          "hidden_width": size.hidden_width, "choices": [asdict(way) for way in ways],
+                          "training": _figures(cost) if cost else None}, indent=2))
+        return
+    where = "on this machine" if here else "not on this machine"
+    print(f"{name}: {size.layers} layers of width {size.hidden_width}, {where}")
+    for number, way in enumerate(ways, start=1):
+        print(f"\n{number}. {way.text}")
+        for command in way.commands:
+            print(f"     {command}")
+    print('\nOn boards: model = "DIR" in cluster.toml, with the directory that models shard makes; then: '
+          "flowspec deploy up, which resumes, too.")
+
+
+def _ngram(name: str, here: bool) -> DraftChoice:
+    fetch = [] if here or not find_known(name) else [f"flowspec models fetch {name} --head none"]
+    return DraftChoice("ngram", here, (
+        "At once: n-grams, looked up in the prompt and the answer.  No draft model, the same tokens; it "
+        "gains where an answer repeats its context (code, summaries, extraction)."),
+        [*fetch, f'flowspec generate --model {name} --draft ngram "…"'])
+
+
+def _published(name: str, known: KnownModel | None, here: ModelDir | None, stages: int) -> DraftChoice:
+    own = [part for part in ("eagle2", "eagle3") if here and here.draft(part)]
+    shard = f"flowspec models shard --model {name} --stages {stages} --out {_short(name)}-{stages}"
+    if own:
+        return DraftChoice("head", True, f"A head is here: {', '.join(own)}.",
+                           [f'flowspec generate --model {name} "…"', shard])
+    if known is None or not known.heads:
+        return DraftChoice("head", False, (
+            "A published head: the catalogue knows none for this model.  With one from elsewhere, in the "
+            "format of EAGLE-1, 2 or 3:"), [f"{shard} --draft HEAD-DIR"])
+    named = ", ".join(f"{repository} ({kind})" for kind, repository in known.heads.items())
+    return DraftChoice("head", False, f"A published head: {named}.",
+                       [f"flowspec models fetch {name}", f'flowspec generate --model {name} "…"', shard])
+
+
+def _small(name: str, known: KnownModel | None, here: ModelDir | None, stages: int) -> DraftChoice:
+    use = [f'flowspec generate --model {name} --strategy {strategy} --draft lm "…"'
+           for strategy in ("pipedec", "pearl")]
+    if here and here.draft("lm"):
+        return DraftChoice("small model", True, "A small model with the same tokenizer is here.", use)
+    if known and known.small:
+        return DraftChoice("small model", False, (
+            f"A small model with the same tokenizer, {known.small}: for PipeDec, PEARL and others."),
+            [f"flowspec models fetch {name} --head lm", *use])
+    return DraftChoice("small model", False, (
+        "A small model with the same tokenizer, for PipeDec, PEARL and others: the smallest of the model's "
+        "family, as a checkpoint's directory."),
+        [f"flowspec models shard --model {name} --draft SMALL-DIR --stages {stages} "
+         f"--out {_short(name)}-{stages}"])
+
+
+def _training(name: str, kind: str, steps: int | None, stages: int, here: ModelDir | None,
+              cost: TrainingCost | None) -> DraftChoice:
+    out = f"{_short(name)}-{kind}"
+    known = find_known(name)
+    if here is None and known is None:  # train-head reads a directory
+        fetch, given = [f"hf download {name} --local-dir {_short(name)}"], _short(name)
+    else:
+        fetch, given = ([] if here else [f"flowspec models fetch {name} --head none"]), name
+    count = f" --steps {steps}" if steps else ""
+    train = (f"flowspec models train-head --model {given} --kind {kind} --data chats.jsonl{count} "
+             f"--out {out} --work {out}-work")
+    text = ("A head of your own, from text as the model writes it in its later use (chats.jsonl: a line has "
+            '"prompt" and "answer").  After an interruption the same command resumes; a checkpoint is '
+            "written every two minutes.")
+    if cost:
+        text += f"\n   {_told(cost)}"
+    shard = (f"flowspec models shard --model {given} --draft {out} --stages {stages} "
+             f"--out {_short(name)}-{stages}")
+    return DraftChoice("train", False, text, [*fetch, train, shard])
+
+
+def _told(cost: TrainingCost) -> str:
+    per_million = 1e6 / cost.recipe.tokens_per_step * cost.step_s / 3600
+    how = ("timed" if cost.exact else
+           f"scaled by counted operations from {cost.timed}, which took {_seconds(cost.timed_s)}")
+    needed, free = (f"{size / _GIGA:.1f} GB" for size in (cost.memory, cost.free))
+    memory = f"It needs about {needed} of memory, {free} are free here"
+    if not cost.fits:
+        memory += ": train on a machine with more, by the same command, and copy the head"
+    return (f"Estimated on {cost.device}: {_hours(cost.hours)} for {cost.recipe.steps} steps "
+            f"({cost.tokens / _MEGA:.3g} million tokens), {_hours(per_million)} a million tokens; a step "
+            f"takes {_seconds(cost.step_s)} ({how}), less by up to a quarter where torch.compile works.\n"
+            f"   {memory}.")
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+
+
+def _hours(hours: float) -> str:
+    if hours < 1:
+        return f"{60 * hours:.1f} min"
+    return f"{hours:,.0f} h" if hours >= 10 else f"{hours:.1f} h"
+
+
+def _figures(cost: TrainingCost) -> dict[str, Any]:
+    return {"device": cost.device, "steps": cost.recipe.steps, "tokens": cost.tokens,
+            "hours": round(cost.hours, 4), "step_s": round(cost.step_s, 6), "timed": cost.timed,
+            "timed_s": round(cost.timed_s, 6), "scaled": not cost.exact,
+            "memory_bytes": cost.memory, "free_bytes": cost.free, "fits": cost.fits}
+
+
+def _cost(name: str, kind: str, steps: int | None) -> TrainingCost:
+    from flowspec_edge.fleet.planning.model_size import target_config
+    from flowspec_edge.fleet.probe.board import read_board
+    from flowspec_edge.fleet.profiling.memory import device_memory, read_gpu
+    from flowspec_edge.training.cost import training_cost
+    from flowspec_edge.training.loop import device
+    from flowspec_edge.training.train_head import HeadOptions, recipe_for
+
+    free = device_memory(read_board(), read_gpu(str(device()))).usable_mb
+    recipe = recipe_for(kind, HeadOptions(steps=steps))
+    return training_cost(target_config(name), kind, recipe, int(free * 1e6))
+
+
+def _short(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2]
