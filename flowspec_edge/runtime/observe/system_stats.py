@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from flowspec_edge.runtime.observe.power import PowerMeter
+from flowspec_edge.runtime.observe.power import PowerMeter, board_number
+from flowspec_edge.runtime.observe.power_rails import system_root
 from flowspec_edge.util import procfs
 
 _FRESH_S = 1.0  # reading takes some tenths of a millisecond, on a board with many thermal zones more
@@ -23,17 +24,19 @@ class SystemStats:
                  meter: PowerMeter | None = None) -> None:
         """``root``: contains proc/ and sys/; ``clock``: seconds; ``meter``: the board's, running."""
         self._meter = meter
+        number = board_number(system_root())
+        self._machine = {} if number is None else {"machine": number}
         self._root = root
         self._clock = clock
         self._read_at = -math.inf
         self._newest: dict[str, float] = {}
 
     def read(self) -> dict[str, float]:
-        """Includes ``PowerMeter.read``."""
+        """Includes ``PowerMeter.read``, and ``machine``, a number that processes of one machine share."""
         now = self._clock()
         if now - self._read_at >= _FRESH_S:
             self._read_at, self._newest = now, read_system_stats(self._root)
-        return {**self._newest, **(self._meter.read() if self._meter else {})}
+        return {**self._newest, **self._machine, **(self._meter.read() if self._meter else {})}
 
 
 def read_system_stats(root: Path = _ROOT) -> dict[str, float]:

@@ -44,13 +44,19 @@ class Boards:
 
     def event(self, now: float) -> dict[str, Any]:
         """Return each place's system stats, None where unknown, and its rates per second. D0's links are
-        measured at their other ends: what V1 receives and what VN sends."""
+        measured at their other ends: what V1 receives and what VN sends.
+
+        host  the first place on the same machine
+        """
         with self._lock:
             beats = {place: list(newest) for place, newest in self._beats.items()}
         boards = {place: _board(place, newest, now) for place, newest in sorted(beats.items())}
         counted = once_per_board({place: beats[place][-1][1] for place in boards})
+        hosts: dict[float, int] = {}
         for place, board in boards.items():
             board["watts"] = counted[place].get("watts")
+            machine = beats[place][-1][1].get("machine")
+            board["host"] = place if machine is None else hosts.setdefault(machine, place)
         if 0 in boards and len(boards) > 1:
             boards[0]["bytes_out_s"] = boards[min(set(boards) - {0})]["bytes_in_s"]
             boards[0]["bytes_in_s"] = boards[max(boards)]["bytes_out_s"]

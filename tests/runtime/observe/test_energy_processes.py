@@ -130,6 +130,7 @@ def test_metrics_and_page_tell_each_boards_power_once(running: Running) -> None:
     running.feed.boards.sample(SystemStats(meter=running.meter).read(), time.monotonic())
     shown = running.feed.boards.event(time.monotonic())["boards"]
     assert [told["watts"] for told in shown] == [WATTS[0], None, WATTS[1]]
+    assert [told["host"] for told in shown] == [0, 0, 2]
     stats, _ = running.ask()
     assert stats.energy_j is not None
     assert running.feed.stats.event(0)["joules_per_token"] == pytest.approx(stats.energy_j / 8)

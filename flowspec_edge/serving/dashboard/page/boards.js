@@ -1,36 +1,69 @@
 // The boards as cards: what they have, how they are, how much they do.
 
 const list = document.querySelector("#boards");
+const machines = document.querySelector("#machines");
+const title = document.querySelector("#pipeline-title");
 const cards = new Map();  // by place
+let names = [];  // by place
 
 /** Make a card for every board of a `cluster` event. */
 export function showBoards(cluster) {
-  list.replaceChildren(...cluster.boards.map((board) => card(board, cluster)));
+  names = cluster.boards.map(({ name }) => name);
+  list.replaceChildren(...cluster.boards.map(card));
 }
 
-/** Fill the cards from a `boards` event. */
+/** Fill the cards from a `boards` event; what places on one machine share is shown once, above them. */
 export function fillBoards({ boards }) {
+  const hosts = new Map();  // the boards on each machine
+  for (const board of boards) hosts.set(board.host, [...(hosts.get(board.host) ?? []), board]);
+  const shared = [...hosts.values()].filter((places) => places.length > 1);
+  const single = shared.length === 1 && hosts.size === 1;
+  title.textContent = single ? "The boards: processes of one machine" : "The boards";
+  machines.replaceChildren(...shared.map((places) => machine(places, single)));
   for (const board of boards) {
     const parts = cards.get(board.place);
     if (!parts) continue;
-    const total = board.memory_total, taken = total ? total - board.memory_available : 0;
+    const alone = hosts.get(board.host).length === 1;
     meter(parts.busy, board.busy, `${Math.round(100 * board.busy)} %`);
-    meter(parts.memory, total ? taken / total : 0, total ? share(taken, total) : "unknown");
-    const facts = [
-      board.temperature_c != null && `${Math.round(board.temperature_c)} °C`,
-      board.watts != null && `${board.watts.toFixed(1)} W`,
-      board.load != null && `load ${board.load.toFixed(1)}`,
+    fillMemory(parts.memory, board, alone);
+    show(parts.facts, [
+      ...(alone ? health(board) : []),
       `↓ ${size(board.bytes_in_s)}/s`,
       `↑ ${size(board.bytes_out_s)}/s`,
       `${Math.round(board.rows_s)} rows/s`,
-    ];
-    parts.facts.replaceChildren(...facts.filter(Boolean).map((fact) => element("span", "", fact)));
-    const held = board.resident ? `; this process has ${size(board.resident)}` : "";
-    parts.memory.title = board.memory_available ? `${size(board.memory_available)} are free${held}` : "";
+    ]);
   }
 }
 
-function card(board, cluster) {
+/** A machine with several places; `single`: with all. */
+function machine(places, single) {
+  const [first] = places;
+  const item = element("li", "", ""), memory = bar("memory", "memory"), facts = element("p", "facts", "");
+  fillMemory(memory, first, true);
+  show(facts, health(first));
+  if (!single) item.append(element("b", "", `${listed(places.map(({ place }) => place))} share a machine`));
+  item.append(memory, facts);
+  return item;
+}
+
+const health = ({ temperature_c: celsius, watts, load }) => [
+  celsius != null && `${Math.round(celsius)} °C`,
+  watts != null && `${watts.toFixed(1)} W`,
+  load != null && `load ${load.toFixed(1)}`,
+];
+
+/** The machine's memory, or only that of the board's process. */
+function fillMemory(bar, { memory_total: total, memory_available: free, resident }, whole) {
+  const taken = whole ? total && total - free : resident;
+  const words = taken == null ? "unknown" : whole ? share(taken, total) : size(taken);
+  meter(bar, taken && total ? taken / total : 0, words);
+}
+
+function show(facts, words) {
+  facts.replaceChildren(...words.filter(Boolean).map((fact) => element("span", "", fact)));
+}
+
+function card(board) {
   const own = board.place === 0 ? "drafts, verifies"
     : board.layers ? `layers ${board.layers[0]}–${board.layers[1] - 1}` : "a slice of all layers";
   const head = element("h3", "", board.name);
@@ -39,13 +72,14 @@ function card(board, cluster) {
   cards.set(board.place, parts);
   const item = element("li", "", "");
   item.dataset.place = board.place;
-  item.setAttribute("aria-label", `${board.name}, ${own}, ${cluster.state}`);
   item.append(head, parts.busy, parts.memory, parts.facts);
   return item;
 }
 
 function bar(kind, label) {
   const whole = element("div", `meter ${kind}`, "");
+  whole.setAttribute("role", "meter");
+  whole.setAttribute("aria-label", label);
   const line = element("span", "", label);
   line.append(element("b", "", ""));
   whole.append(line, element("i", "", ""));
@@ -54,7 +88,16 @@ function bar(kind, label) {
 
 function meter(bar, share, text) {
   bar.style.setProperty("--share", share);
+  bar.setAttribute("aria-valuenow", Math.round(100 * share));
+  bar.setAttribute("aria-valuetext", text);
   bar.querySelector("b").textContent = text;
+}
+
+/** Places in words: "D0, V1 and V3", or neighbours as "V1–V4". */
+function listed(places) {
+  const last = places.at(-1);
+  if (places.length > 2 && last - places[0] === places.length - 1) return `${names[places[0]]}–${names[last]}`;
+  return `${places.slice(0, -1).map((place) => names[place]).join(", ")} and ${names[last]}`;
 }
 
 const UNITS = ["B", "kB", "MB", "GB", "TB"];

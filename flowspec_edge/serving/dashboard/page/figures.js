@@ -17,8 +17,8 @@ export function showFigures(figures) {
   put("joules_per_token", figures.joules_per_token, (joules) => [joules.toFixed(2), "J"]);
   at("joules_per_token").parentElement.hidden = figures.joules_per_token == null;
   const { running, waiting, total } = figures;
-  at("queue").textContent = `${running} running, ${waiting} waiting; ${total.requests} answered since the start, `
-    + `${total.tokens} tokens.`;
+  at("queue").textContent = `${running} running, ${waiting} waiting; answered: ${total.requests}, `
+    + `${total.tokens} tokens`;
   showAcceptance(figures.acceptance, figures.rounds);
 }
 

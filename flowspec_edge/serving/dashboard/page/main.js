@@ -12,7 +12,7 @@ const state = document.querySelector("#state");
 
 function describe(cluster) {
   const { model, strategy, stages, dtype, profile } = cluster;
-  const pace = profile ? `, at the pace of ${profile}` : "";
+  const pace = profile ? `, emulated at the pace of ${profile}` : "";
   served.textContent = `${model} in ${dtype} over ${stages} boards and a draft device, ${strategy}${pace}`;
   document.querySelector("#last").textContent = `V${stages}`;
   tell(cluster.state, cluster.state === "up" ? "up" : cluster.reason);

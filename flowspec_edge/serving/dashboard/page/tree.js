@@ -106,9 +106,13 @@ function paint(now) {
     moving ||= Math.abs(node.to - node.y) > 0.01 || cut || node.light < 0.99;
   }
   const upwards = [...nodes.values()].sort((a, b) => LAYERS.indexOf(a.state) - LAYERS.indexOf(b.state));
-  for (const node of upwards) drawEdge(draw, node, place);
-  for (const node of upwards) drawDot(draw, node, place(node));
-  drawLabels(draw, place);
+  const labels = placeLabels(place);
+  for (const cut of [true, false]) {  // what was cut lies behind the rest, with its labels
+    const these = upwards.filter((node) => (node.state === "pruned") === cut);
+    for (const node of these) drawEdge(draw, node, place);
+    for (const node of these) drawDot(draw, node, place(node));
+    drawLabels(draw, labels.filter(({ node }) => (node.state === "pruned") === cut));
+  }
   return moving;
 }
 
@@ -140,29 +144,36 @@ function drawDot(draw, node, { x, y }) {
   draw.globalAlpha = 1;
 }
 
-/** The best first, and only where there is room. */
-function drawLabels(draw, place) {
-  const taken = [];
-  draw.font = `${LABEL}px ui-monospace, "DejaVu Sans Mono", Menlo, monospace`;
-  draw.textAlign = "left";
-  draw.textBaseline = "middle";
-  const rank = (node) => (node.state === "accepted" ? 1 : node.score);
+/** Labels where there is room: [{node, text, left, right, top, bottom}], the best nodes first, those that were cut last. */
+function placeLabels(place) {
+  const placed = [];
+  const rank = (node) => (node.state === "accepted" ? 1 : node.state === "pruned" ? node.score - 1e6 : node.score);
   for (const node of [...nodes.values()].sort((a, b) => rank(b) - rank(a))) {
     const { x, y } = place(node), low = node.state === "accepted" ? LABEL : 0;
     const left = x + (low ? -4 : 9), middle = y + low + (low ? 3 : 0);
     const most = Math.floor((column - (low ? 4 : 17)) / (0.61 * LABEL));
-    if (node.light < 0.3 || node.text.length > most && most < 4) continue;
+    if (node.light < 0.3 || x < 0 || node.text.length > most && most < 4) continue;
     const text = node.text.length > most ? `${node.text.slice(0, most - 1)}…` : node.text;
-    const box = { left, right: left + 0.61 * LABEL * text.length, top: middle - LABEL / 2, bottom: middle + LABEL / 2 };
-    if (taken.some((other) => box.left < other.right && other.left < box.right && box.top < other.bottom
-      && other.top < box.bottom)) continue;
-    taken.push(box);
+    const label = { node, text, left, right: left + 0.61 * LABEL * text.length, top: middle - LABEL / 2,
+      bottom: middle + LABEL / 2 };
+    if (placed.some((other) => label.left < other.right && other.left < label.right && label.top < other.bottom
+      && other.top < label.bottom)) continue;
+    placed.push(label);
+  }
+  return placed;
+}
+
+function drawLabels(draw, labels) {
+  draw.font = `${LABEL}px ui-monospace, "DejaVu Sans Mono", Menlo, monospace`;
+  draw.textAlign = "left";
+  draw.textBaseline = "middle";
+  draw.lineWidth = 3;
+  draw.strokeStyle = colour("panel");
+  for (const { node, text, left, top } of labels) {
     draw.globalAlpha = node.light;
-    draw.lineWidth = 3;
-    draw.strokeStyle = colour("panel");
-    draw.strokeText(text, left, middle);
+    draw.strokeText(text, left, top + LABEL / 2);
     draw.fillStyle = colour(node.state === "drafted" ? "muted" : node.state === "sent" ? "ink" : node.state);
-    draw.fillText(text, left, middle);
+    draw.fillText(text, left, top + LABEL / 2);
   }
   draw.globalAlpha = 1;
 }
