@@ -83,7 +83,7 @@ class StageLinks:
             if time.monotonic() > deadline:
                 raise PeerLost(f"no Hello from {', '.join(missing)} within {within:g} s: check that they "
                                f"run, can reach D0 at {self.control_endpoint} and have the right keys")
-            self.expect_from_now()
+            self.reset()  # nothing was sent that a broken link could have lost
             self.check()
             self.sleep()
             self.collect(lambda message: None)
@@ -218,7 +218,7 @@ class StageLinks:
         return not self._first.disconnected_for()
 
     def reset(self) -> None:
-        """All stages are back: count silence, standstill and disconnects from now."""
+        """Count silence, standstill and disconnects from now, such as when all stages are back."""
         self._disconnects = self._first.disconnects()
         self.expect_from_now()
 
