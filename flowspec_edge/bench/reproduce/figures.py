@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _WIDTH = 7.2  # inches, a paper's two columns
 _LETTERS_AN_INCH = 19  # at 6.5 points
+_LABELS = 92  # letters below an axis, at 7 points
 _ERRORS: dict[str, Any] = {"elinewidth": 0.8, "capsize": 2, "ecolor": "#333333"}
 
 
@@ -68,7 +69,7 @@ def _grouped(axis: Axes, records: Sequence[Record], unit: str, title: str,
              group_of: Callable[[Record], str] = lambda r: r.task) -> None:
     """Bars in groups; hollow ones are published."""
     def group(record: Record) -> str:
-        return group_of(record) if record.source == MEASURED else f"paper,\n{record.source}"
+        return group_of(record) if record.source == MEASURED else f"paper, {record.source}"
 
     groups = list(dict.fromkeys(map(group, records)))
     methods = list(dict.fromkeys(r.method for r in records if r.source == MEASURED))
@@ -81,8 +82,13 @@ def _grouped(axis: Axes, records: Sequence[Record], unit: str, title: str,
             axis.bar(at, record.figure, width * 0.9, color=style.colour if ours else "none",
                      edgecolor=style.colour, linewidth=1.0, yerr=record.standard_error, error_kw=_ERRORS)
         axis.bar(0, 0, color=style.colour, label=style.label)
-    axis.set_xticks(range(len(groups)), groups, fontsize=7)
+    axis.set_xticks(range(len(groups)), [_wrapped(name, _LABELS // len(groups)) for name in groups])
     _finish(axis, unit, title)
+
+
+def _wrapped(name: str, width: int) -> str:
+    """In lines of at most ``width`` letters, also after - and _."""
+    return "\n".join(line.replace("_ ", "_") for line in wrap(name.replace("_", "_ "), max(width, 6)))
 
 
 def _bandwidth(records: Sequence[Record]) -> Figure:

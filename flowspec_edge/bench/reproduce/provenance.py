@@ -11,6 +11,7 @@ from flowspec_edge.bench.reproduce.catalogue import Artefact, Kind
 from flowspec_edge.bench.reproduce.estimates import METHOD
 from flowspec_edge.bench.reproduce.records import MEASURED, Measured, Record
 from flowspec_edge.bench.results.paper_results import PaperResults
+from flowspec_edge.bench.results.rows import MEAN
 from flowspec_edge.bench.run.repetition import DEFINITION
 from flowspec_edge.bench.sweeps.table import published_depths
 
@@ -95,8 +96,9 @@ def _loops(records: Sequence[Record]) -> list[str]:
             found[r.task, r.temperature] = (r.repeating, r.answers)
     if not found:
         return []
-    counts = "; ".join(f"{task}, T = {temperature:g}: {loops} of {answers}"
-                       for (task, temperature), (loops, answers) in found.items() if task != "mean")
+    counts = "; ".join(f"T = {temperature:g}: " + ", ".join(
+        f"{task} {loops} of {answers}" for (task, t), (loops, answers) in found.items()
+        if t == temperature and task != MEAN) for temperature in dict.fromkeys(t for _, t in found))
     return [f"Answers of a method that repeat themselves ({DEFINITION}): {counts}."]
 
 

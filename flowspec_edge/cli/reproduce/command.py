@@ -120,7 +120,7 @@ def _command(artefact: Artefact, options: object, seed: int) -> str:
     parts = ["flowspec", "reproduce", artefact.name]
     for name in ("model", "limit", "truncate", "max_new_tokens"):
         value = getattr(options, name)
-        if value is not None:
+        if value is not None and (name, value) != ("model", DEMO):
             parts += [f"--{name.replace('_', '-')}", Path(str(value)).name]
     for path in getattr(options, "prompts", None) or []:
         parts += ["--prompts", path.name]
