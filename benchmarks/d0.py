@@ -89,10 +89,10 @@ class _Head(LmHead):
     def hidden_size(self) -> int:
         return _WIDTH
 
-    def next_tokens(self, states: Tensor, positions: NDArray[np.integer], sampling: Sampling
-                    ) -> NDArray[np.int32]:
+    def next_tokens(self, states: Tensor, positions: NDArray[np.integer], sampling: Sampling,
+                    allowed: NDArray[np.bool_] | None = None) -> NDArray[np.int32]:
         self._positions = positions.tolist()
-        return super().next_tokens(states, positions, sampling)
+        return super().next_tokens(states, positions, sampling, allowed)
 
     def logits(self, states: Tensor) -> Tensor:
         return self._text.untimed(lambda: self._text.target_logits(self._positions))

@@ -204,7 +204,7 @@ def running(what: ServedModel, cluster: SharedCluster, capacity: int = 16, api_k
     assert not owner.is_alive()
 
 
-def ask(server: Running, prompt: str, **how: Any) -> Any:
+def ask(server: Running, prompt: Any, **how: Any) -> Any:
     return server.client.completions.create(**{"model": NAME, "prompt": prompt, "max_tokens": 6, **how})
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.catalogue import find_known
@@ -15,7 +15,7 @@ from flowspec_edge.util.bounded_read import read_json, read_text
 
 _MAX_TEMPLATE = 1024 * 1024  # bytes
 
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
 
 # Vicuna's since v1.1; Llama-2-chat was also trained without a system message.
 VICUNA_SYSTEM = ("A chat between a curious user and an artificial intelligence assistant. "
@@ -26,13 +26,33 @@ TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "</s>")
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Message:
+    """``calls``: an assistant's; ``call_id``: the call that a tool's message answers."""
+
     role: Role
     content: str
+    calls: tuple[ToolCall, ...] = ()
+    call_id: str | None = None
 
     def __post_init__(self) -> None:
         if self.role not in get_args(Role):
             raise UsageError(f"no role {self.role!r}; there are {', '.join(get_args(Role))}")
+
+    def for_template(self) -> dict[str, Any]:
+        """As templates of transformers' tokenizers read it."""
+        turn: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.calls:
+            turn["tool_calls"] = [{"id": call.id, "type": "function",
+                                   "function": {"name": call.name, "arguments": call.arguments}}
+                                  for call in self.calls]
+        return turn | ({} if self.call_id is None else {"tool_call_id": self.call_id})
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,9 @@ from typing import Any
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.chat import BUILT_IN, TURN_ENDS, Message, read_template, recognise
+from flowspec_edge.model.grammar import GrammarCompiler
 from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.tool_format import Tool, ToolFormat, recognise_tool_format
 
 _UNFINISHED = "\ufffd"  # what decoders write for bytes that are not (yet) a character
 _CONTEXT = 8  # preceding tokens that affect the text of the next
@@ -45,10 +47,11 @@ class Tokenizer:
             raise UsageError("the prompt is empty; give some text to continue")
         return ids
 
-    def chat(self, messages: Sequence[Message]) -> list[int]:
-        """Ends where the answer begins; UsageError without a template, or if the template rejects it."""
+    def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        """Ends where the answer begins; UsageError without a template, or if the template rejects it.
+        ``tools`` need a :attr:`tool_format`."""
         if self._jinja is not None:
-            return self._rendered(messages, self._jinja)
+            return self._rendered(messages, self._jinja, tools)
         if self._built_in is None:
             raise UsageError(f"{self._model.path} has no chat template, and its name matches no "
                              f"built-in one; give --chat-template {', '.join(BUILT_IN)} or a file with a "
@@ -62,6 +65,11 @@ class Tokenizer:
         return ids
 
     @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """Compiles grammars for the model's answers; UsageError without llguidance."""
+        return GrammarCompiler(self._tokenizer, int(self._model.config["vocab_size"]))
+
+    @cached_property
     def longest_token(self) -> int:
         """No token stands for more characters. A byte-level vocabulary spells each byte as a character, and a
         character has at least one byte."""
@@ -72,6 +80,11 @@ class Tokenizer:
         return self._jinja is not None or self._built_in is not None
 
     @property
+    def tool_format(self) -> ToolFormat | None:
+        """How the chat template has the model write tool calls; None: not, or in no known format."""
+        return None if self._jinja is None else recognise_tool_format(self._jinja)
+
+    @property
     def chat_stop_ids(self) -> frozenset[int]:
         """Further ids that end an answer: the tokenizer's EOS, and the chat template's end of turn."""
         ends = {self._tokenizer.eos_token_id} - {None}
@@ -80,9 +93,9 @@ class Tokenizer:
         template = self._jinja or ""
         return frozenset(ends | {special[end] for end in TURN_ENDS if end in special and end in template})
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Skips special tokens."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True,
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        """``special``: with special tokens."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special,
                                           clean_up_tokenization_spaces=False))
 
     def _own_template(self) -> str | None:
@@ -91,13 +104,15 @@ class Tokenizer:
             own = own.get("default")
         return None if own is None else str(own)
 
-    def _rendered(self, messages: Sequence[Message], template: str) -> list[int]:
+    def _rendered(self, messages: Sequence[Message], template: str, tools: Sequence[Tool]) -> list[int]:
         from jinja2 import TemplateError
 
-        chat = [{"role": message.role, "content": message.content} for message in messages]
+        chat = [message.for_template() for message in messages]
+        known = [tool.definition for tool in tools] or None
         try:
             ids: list[int] = self._tokenizer.apply_chat_template(
-                chat, chat_template=template, add_generation_prompt=True, tokenize=True, return_dict=False)
+                chat, known, chat_template=template, add_generation_prompt=True, tokenize=True,
+                return_dict=False)
         except (TemplateError, TypeError, ValueError) as error:
             raise UsageError(f"the chat template of {self._model.path} cannot be used for this chat: "
                              f"{_first_line(error)}") from error

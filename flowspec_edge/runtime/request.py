@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, Literal, Protocol
 
+from flowspec_edge.model.grammar import Grammar
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 
@@ -18,7 +19,7 @@ OnTokens = Callable[[list[int]], None]
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """A token's probability under the target model, before temperature, top-k and top-p.
+    """A token's probability under the target model, before temperature, top-k, top-p and a grammar.
 
     logprob  natural logarithm
     top      the ``Request.logprobs`` most likely tokens and their log probabilities, in descending order
@@ -38,6 +39,7 @@ class Request:
     params: Params = field(default_factory=Params)
     stop_ids: frozenset[int] = frozenset()  # end-of-sequence ids; not part of the result
     logprobs: int | None = None  # number of alternatives in each token's Likelihood; None: no Likelihood
+    grammar: Grammar | None = None  # what the answer must match, which ends it when it is complete
 
 
 @dataclass(frozen=True)

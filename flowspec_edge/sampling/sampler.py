@@ -27,13 +27,18 @@ _MOST_TOP_K = 256  # beyond that the definition is as fast
 _CLOSE_MASS = 1e-4  # sums in float32 are better than that,
 _CLOSE_SUM = 1e-9   # and these are sums in float64
 _NUCLEUS_ROUNDS = 8  # 1.3 on average
-_EXCLUDED = -1e30  # added to a score
+_EXCLUDED = -1e30  # added to a score, or instead of it
 
 
-def choose(logits: Tensor, positions: NDArray[np.integer], sampling: Sampling) -> NDArray[np.int32]:
-    """The tokens of ``sampling.rule.choose``, for ``logits`` [n, V] on any device: int32 [n]."""
+def choose(logits: Tensor, positions: NDArray[np.integer], sampling: Sampling,
+           allowed: NDArray[np.bool_] | None = None) -> NDArray[np.int32]:
+    """The tokens of ``sampling.rule.choose``, for ``logits`` [n, V] on any device: int32 [n]. Only tokens
+    that are ``allowed`` [n, V], at least one in each row, are chosen; top-k and top-p count only them."""
     if not len(logits):
         return np.empty(0, np.int32)
+    if allowed is not None:
+        # Finite: differences of infinite scores are no numbers.
+        logits = wide(logits).masked_fill(~torch.from_numpy(allowed).to(logits.device), _EXCLUDED)
     if sampling.greedy:
         return first_largest(logits).to("cpu", torch.int32).numpy()
     logits = wide(logits)

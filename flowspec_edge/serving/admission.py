@@ -125,13 +125,18 @@ class AdmissionQueue:
             if self._fault is not None:
                 raise ClusterUnavailable(self._fault)
             before = len(self._waiting) + len(self._running)
-            if before >= self._capacity + self._at_once:
+            if before >= self.places:
                 wait = before * self._usual_s / self._at_once
                 raise QueueFull(len(self._waiting), max(1, min(60, round(wait))))
             pending = PendingRequest(request, deliver, self._clock())
             self._waiting.put(caller, pending)
             pending.position = self._requests_ahead(pending) or 0
         return pending
+
+    @property
+    def places(self) -> int:
+        """How many requests may run and wait."""
+        return self._capacity + self._at_once
 
     def cancel(self, pending: PendingRequest) -> None:
         """Remove a request from the queue, or end it within a turn or two."""

@@ -134,9 +134,10 @@ class CompletionEndpoint:
             else:
                 await handler.complete(scope, receive, send)
         finally:
-            record.completion_tokens, record.finish = prepared.detokenizer.tokens, handler.finish
-            record.energy_j = handler.energy_j
-            record.queued_s = handler.pending.waited_s if handler.pending else None
+            record.completion_tokens, record.energy_j = handler.completion_tokens, handler.energy_j
+            first = handler.choices[0] if handler.choices else None
+            record.finish = first.finish if first else None
+            record.queued_s = first.pending.waited_s if first else None
             record.add_tokens(handler.tokens)
 
 

@@ -35,7 +35,8 @@ def handled(kind: type[Body], prepare: Callable[[Any], PreparedRequest], data: b
         raise
     assert prepared.request.max_new_tokens >= 1
     answer = Answer(kind is ChatBody, "tiny", prepared.request, body.include_usage)
-    json.dumps(answer.complete("", "stop", answer.usage(0, None)), ensure_ascii=False).encode()
+    whole = answer.complete([answer.choice(0, [""], "stop")], answer.usage(0, [None]))
+    json.dumps(whole, ensure_ascii=False).encode()
 
 
 @amounts

@@ -130,7 +130,8 @@ def _walk(wheelhouse: Path, target: WheelTarget) -> tuple[list[Path], list[Requi
     pins = {need.name: need for need in _constraints(target)}
     wheels: dict[str, Path] = {}
     missing: dict[str, Requirement] = {}
-    open_needs = [Requirement(f"{_OWN}[int4]" if target.four_bit else _OWN), Requirement("pip")]
+    extras = "grammar,int4" if target.four_bit else "grammar"
+    open_needs = [Requirement(f"{_OWN}[{extras}]"), Requirement("pip")]
     while open_needs:
         need = open_needs.pop()
         name = canonicalize_name(need.name)

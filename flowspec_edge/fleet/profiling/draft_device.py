@@ -125,10 +125,10 @@ class RandomTarget:
 class _TimedHead(LmHead):
     seconds = 0.0
 
-    def next_tokens(self, states: Tensor, positions: NDArray[np.integer], sampling: Sampling
-                    ) -> NDArray[np.int32]:
+    def next_tokens(self, states: Tensor, positions: NDArray[np.integer], sampling: Sampling,
+                    allowed: NDArray[np.bool_] | None = None) -> NDArray[np.int32]:
         start = time.perf_counter()
-        tokens = super().next_tokens(states, positions, sampling)
+        tokens = super().next_tokens(states, positions, sampling, allowed)
         self.seconds += time.perf_counter() - start
         return tokens
 

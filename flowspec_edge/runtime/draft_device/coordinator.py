@@ -20,6 +20,7 @@ from flowspec_edge.errors import ProtocolError, RequestFailed, UsageError
 from flowspec_edge.messages import Cancel, Open, Output, Prune, Segment, Tap
 from flowspec_edge.runtime.draft_device.capacity import session_rows
 from flowspec_edge.runtime.draft_device.generation import Generation
+from flowspec_edge.runtime.draft_device.grammar_masks import GrammarMasks
 from flowspec_edge.runtime.draft_device.lm_head import LmHead
 from flowspec_edge.runtime.request import FinishReason, Likelihood, Request, Result
 from flowspec_edge.strategies.base import Strategy
@@ -71,6 +72,8 @@ class Coordinator:
             assert not predecessor.finished
             self._generation = predecessor._generation
             self._generation.suspend(predecessor.strategy.counters)
+        grammar = self._generation.grammar
+        self._masks = GrammarMasks(grammar, head.vocabulary) if grammar else None
         self._text = [*request.prompt, *self.tokens]  # to prefill
         self._prompt = deque(self._text[cached_rows:])
         self._prompt_left = len(self._prompt)  # rows of it that have not come back
@@ -103,7 +106,10 @@ class Coordinator:
             return self._next_chunk()
         if self._prompt_left or self.builder.in_flight >= self.strategy.max_in_flight:
             return None
-        return self.strategy.next_segment()
+        segment = self.strategy.next_segment()
+        if segment and self._masks:
+            self._masks.sent(segment)
+        return segment
 
     def _next_chunk(self) -> Segment:
         """Chunked prefill (paper, III-A): a slice of the prompt as a chain of committed tokens."""
@@ -198,7 +204,8 @@ class Coordinator:
             self._verify_prompt(output, positions[at])
             return
         states = self._head.states(output.hidden)
-        successors = self._head.next_tokens(states, positions[at], self.request.sampling)
+        allowed = self._masks.returned(output, len(self._read)) if self._masks else None
+        successors = self._head.next_tokens(states, positions[at], self.request.sampling, allowed)
         for row, number in enumerate(output.numbers.tolist()):
             self._hidden[number] = (states, row)
         self._rounds = self.strategy.counters.rounds
@@ -221,7 +228,8 @@ class Coordinator:
         if self._prompt_left:
             return
         last = states[-1:].clone()  # frees the chunk's other rows
-        token = int(self._head.next_tokens(last, positions[-1:], self.request.sampling)[0])
+        allowed = self._masks.first() if self._masks else None
+        token = int(self._head.next_tokens(last, positions[-1:], self.request.sampling, allowed)[0])
         self._hidden[int(output.numbers[-1])] = (last, 0)
         self.builder.skip_prune()
         self._generation.prefilled()

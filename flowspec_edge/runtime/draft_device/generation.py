@@ -13,11 +13,13 @@ from flowspec_edge.tree.draft_api import Commit
 
 
 class Generation:
-    """``finish_reason`` is None while the answer is incomplete."""
+    """``finish_reason`` is None while the answer is incomplete; ``grammar`` is the answer's state in the
+    request's grammar, if it has one."""
 
     def __init__(self, request: Request, clock: Callable[[], float]) -> None:
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
+        self.grammar = request.grammar.begin() if request.grammar else None
         self._request = request
         self._clock = clock
         self._token_at: list[float] = []  # when each token was accepted
@@ -38,7 +40,8 @@ class Generation:
             self._first_at = self._clock()
 
     def extend(self, commits: Sequence[Commit], likelihoods: Sequence[Likelihood]) -> None:
-        """Accept tokens, up to the end of sequence or the limit; ``likelihoods``: one per token, or empty."""
+        """Accept tokens, up to the end of sequence, the limit, or the end of the grammar; ``likelihoods``:
+        one per token, or empty."""
         for index, commit in enumerate(commits):
             if commit.token in self._request.stop_ids:
                 self.finish_reason = "stop"
@@ -47,6 +50,11 @@ class Generation:
             self._token_at.append(self._clock())
             self._likelihoods += likelihoods[index:index + 1]
             self._accepted += commit.accepted
+            if self.grammar:
+                self.grammar.advance(commit.token)
+                if self.grammar.complete:
+                    self.finish_reason = "stop"
+                    break
             if len(self.tokens) == self._request.max_new_tokens:
                 self.finish_reason = "length"
                 break

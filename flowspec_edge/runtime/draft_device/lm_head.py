@@ -39,10 +39,11 @@ class LmHead:
         return states @ self.weight.mT
 
     @torch.inference_mode()
-    def next_tokens(self, states: Tensor, positions: NDArray[np.integer], sampling: Sampling
-                    ) -> NDArray[np.int32]:
-        """Choose the token after each row, int32 [n]; ``positions`` [n] are those of the rows."""
-        return choose(self.logits(states), positions, sampling)
+    def next_tokens(self, states: Tensor, positions: NDArray[np.integer], sampling: Sampling,
+                    allowed: NDArray[np.bool_] | None = None) -> NDArray[np.int32]:
+        """Choose the token after each row, int32 [n]; ``positions`` [n] are those of the rows, ``allowed``
+        [n, V] the tokens to choose from."""
+        return choose(self.logits(states), positions, sampling, allowed)
 
     @torch.inference_mode()
     def likelihoods(self, states: Tensor, tokens: Sequence[int], most: int) -> list[Likelihood]:

@@ -1,1 +1,1 @@
-"""OpenAI's API; in order of use: ``schemas``, ``prepare``, ``handler``, ``detokenize``, ``responses``."""
+"""OpenAI's API; in order of use: ``schemas``, ``prepare``, ``handler``, ``choice``, ``responses``."""

@@ -7,19 +7,22 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from flowspec_edge.runtime.request import Result
 from flowspec_edge.serving import sse
-from flowspec_edge.serving.admission import AdmissionQueue, Event, PendingRequest
-from flowspec_edge.serving.openai.errors import ApiError, api_error
+from flowspec_edge.serving.admission import AdmissionQueue, Event
+from flowspec_edge.serving.openai.choice import Choice
+from flowspec_edge.serving.openai.errors import ApiError
 from flowspec_edge.serving.openai.prepare import PreparedRequest
-from flowspec_edge.serving.openai.responses import Answer, Finish, TokenDecoder, TokenLogprob
+from flowspec_edge.serving.openai.responses import Answer
+from flowspec_edge.serving.openai.tool_calls import CallPiece
 
 _DONE = b"data: [DONE]\n\n"
+_Arrival = tuple[int, Event]  # a choice's index and what came for it
 KEEP_ALIVE_S = 10.0  # proxies and clients give up on connections that are silent for 30 s and more
 
 
@@ -36,8 +39,7 @@ class StreamError(Exception):
 
 
 class ResponseHandler:
-    """pending  None if the request was not admitted
-    finish   None if the answer is incomplete
+    """choices  empty if the request was not admitted
     tokens   arrivals of the answer's tokens: (time.monotonic, count)
     """
 
@@ -47,121 +49,127 @@ class ResponseHandler:
         self._admission, self._prepared = admission, prepared
         self._answer, self._caller = answer, caller
         self._keep_alive_s = keep_alive_s
-        self._result: Result | None = None
-        self.pending: PendingRequest | None = None
-        self.finish: Finish | None = None
+        self.choices: list[Choice] = []
         self.tokens: list[tuple[float, int]] = []
-        self._token_decoder = TokenDecoder(prepared.decode)
-        self._logprobs_sent = 0  # tokens whose log-probabilities were sent
-        self._ids: list[int] = []  # of the answer
 
     async def complete(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer in one piece; raises ApiError or ClientGone."""
         async with self._events(receive) as (events, gone):
-            text = "".join([piece async for piece in self._pieces(events, gone) if piece is not None])
-        assert self.finish is not None
-        answer = self._answer.complete(text, self.finish, self._usage(), self._logprobs(), self._details())
+            found: list[list[str | CallPiece]] = [[] for _ in self.choices]
+            async for choice, pieces in self._pieces(events, gone):
+                if choice is not None:
+                    found[choice.index] += pieces
+        texts = [self._answer.choice(choice.index, pieces, choice.finish, choice.new_logprobs(),
+                                     self._details(choice) if len(found) > 1 else {})
+                 for choice, pieces in zip(self.choices, found, strict=True)]
+        alone = self._details(self.choices[0]) if len(found) == 1 else {}
+        answer = self._answer.complete(texts, self._usage(), alone)
         await JSONResponse(answer, headers=self._headers())(scope, receive, send)
 
     async def stream(self, receive: Receive, send: Send) -> None:
         """Answer as tokens come; the errors are the same until the first event or comment sends the headers.
         A later error is the stream's last event. Comments keep the connection alive while no token comes."""
         async with self._events(receive) as (events, gone):
-            started, opening = False, self._answer.opening()
+            started, opened = False, set[int]()
             try:
-                async for piece in self._pieces(events, gone, self._keep_alive_s):
+                async for choice, pieces in self._pieces(events, gone, self._keep_alive_s):
                     if not started:
                         await sse.begin(send, self._headers())
                         started = True
-                    if piece is None:
-                        assert self.pending is not None
-                        status = self._admission.status_line(self.pending)
-                        await sse.send_data(send, f": {status}\n\n".encode())
+                    if choice is None:
+                        await sse.send_data(send, f": {self._status_line()}\n\n".encode())
                         continue
-                    logprobs = self._logprobs()
+                    opening = [] if choice.index in opened else self._answer.opening(choice.index)
+                    opened.add(choice.index)
                     await _send(send, *opening,
-                                *([self._answer.piece(piece, logprobs)] if piece or logprobs else []))
-                    opening = []
+                                *self._answer.pieces(choice.index, pieces, choice.new_logprobs()))
+                    if choice.finish:
+                        await _send(send, self._answer.closing(choice.index, choice.finish,
+                                                               self._details(choice)))
             except ApiError as error:
                 if not started:
                     raise
                 await _send(send, error.body)
                 await send({"type": "http.response.body", "body": b""})
                 raise StreamError(error) from error
-        assert self.finish is not None
-        await _send(send, *self._answer.closing(self.finish, self._usage(), self._details()))
+        await _send(send, *self._answer.counts(self._usage()))
         await send({"type": "http.response.body", "body": _DONE})
 
-    async def _pieces(self, events: asyncio.Queue[Event], gone: asyncio.Future[None],
-                      patience: float | None = None) -> AsyncIterator[str | None]:
-        """Yield text that is certain, starting with the first token; None after ``patience`` idle seconds."""
-        detokenizer = self._prepared.detokenizer
-        while self.finish is None:
-            event = await _next(events, gone, patience)
-            if event is None:
-                yield None
-            elif isinstance(event, Exception):
-                raise api_error(event)
-            elif isinstance(event, Result):
-                last = detokenizer.close()
-                self._result = event
-                assert event.finish_reason != "cancelled"  # nothing of such a request is delivered
-                self.finish = "stop" if detokenizer.stopped else event.finish_reason
-                yield last
-            else:
-                before = detokenizer.tokens
-                text = detokenizer.push(event)
-                self.tokens.append((time.monotonic(), detokenizer.tokens - before))
-                self._ids += event[:detokenizer.tokens - before]
-                if detokenizer.stopped:
-                    self.finish = "stop"
-                yield text
+    async def _pieces(self, events: asyncio.Queue[_Arrival], gone: asyncio.Future[None],
+                      patience: float | None = None
+                      ) -> AsyncIterator[tuple[Choice | None, list[str | CallPiece]]]:
+        """Yield what is certain of each choice, starting with the first token; None after ``patience`` idle
+        seconds."""
+        while any(choice.finish is None for choice in self.choices):
+            arrival = await _next(events, gone, patience)
+            if arrival is None:
+                yield None, []
+                continue
+            index, event = arrival
+            choice = self.choices[index]
+            ended, before = choice.finish is not None, choice.tokens
+            if ended:
+                continue  # it came while the stop string was found
+            pieces = choice.read(event)
+            if choice.tokens > before:
+                self.tokens.append((time.monotonic(), choice.tokens - before))
+            if choice.finish:
+                self._admission.cancel(choice.pending)  # after a stop string it would go on
+            yield choice, pieces
 
-    def _logprobs(self) -> list[TokenLogprob]:
-        """Those of the tokens read since the last call, if requested."""
-        assert self.pending is not None
-        new = self.pending.likelihoods[self._logprobs_sent:self._prepared.detokenizer.tokens]
-        self._logprobs_sent += len(new)
-        return self._token_decoder.decode(new)
+    def _status_line(self) -> str:
+        waiting = next(choice for choice in self.choices if choice.finish is None)
+        return self._admission.status_line(waiting.pending)
 
     def _headers(self) -> dict[str, str]:
         """The request id that OpenAI's clients show, and the place in the queue at arrival."""
-        assert self.pending is not None
-        return {"x-request-id": self._answer.id, "x-flowspec-position": str(self.pending.position)}
+        return {"x-request-id": self._answer.id,
+                "x-flowspec-position": str(self.choices[0].pending.position)}
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(choice.tokens for choice in self.choices)
 
     @property
     def energy_j(self) -> float | None:
-        """Of the whole run; None if not measured, or if a stop string ended the answer."""
-        return self._result.stats.energy_j if self._result else None
+        """Of the whole run; None if not measured, or if a stop string ended an answer."""
+        spent = [choice.result.stats.energy_j if choice.result else None for choice in self.choices]
+        known = [joules for joules in spent if joules is not None]
+        return sum(known) if known and len(known) == len(spent) else None
 
-    def _details(self) -> dict[str, Any]:
-        return self._answer.details(self._ids, self._result) if self._prepared.details else {}
+    def _details(self, choice: Choice) -> dict[str, Any]:
+        return self._answer.details(choice.ids, choice.result) if self._prepared.details else {}
 
     def _usage(self) -> dict[str, Any]:
-        return self._answer.usage(self._prepared.detokenizer.tokens, self._result)
+        return self._answer.usage(self.completion_tokens, [choice.result for choice in self.choices])
 
     @asynccontextmanager
-    async def _events(self, receive: Receive) -> AsyncIterator[tuple[asyncio.Queue[Event],
+    async def _events(self, receive: Receive) -> AsyncIterator[tuple[asyncio.Queue[_Arrival],
                                                                      asyncio.Future[None]]]:
-        """Submit the request; leaving this context cancels it."""
+        """Submit a request for each choice; leaving this context cancels them."""
         loop = asyncio.get_running_loop()
-        events: asyncio.Queue[Event] = asyncio.Queue()
+        events: asyncio.Queue[_Arrival] = asyncio.Queue()
 
-        def deliver(event: Event) -> None:
+        def deliver(index: int, event: Event) -> None:
             with suppress(RuntimeError):  # the loop has ended, and all connections with it
-                loop.call_soon_threadsafe(events.put_nowait, event)
+                loop.call_soon_threadsafe(events.put_nowait, (index, event))
 
-        self.pending = pending = self._admission.submit(self._prepared.request, self._caller, deliver)
         gone = asyncio.ensure_future(sse.disconnected(receive))
         try:
+            if self._prepared.choices > self._admission.places:
+                raise ApiError(400, f"n: at most {self._admission.places} answers at once here", "n")
+            for index, request in enumerate(self._prepared.requests()):
+                pending = self._admission.submit(request, self._caller, partial(deliver, index))
+                self.choices.append(Choice(index, request, self._prepared, pending))
             yield events, gone
         finally:
-            self._admission.cancel(pending)
+            for choice in self.choices:
+                self._admission.cancel(choice.pending)
             gone.cancel()
 
 
-async def _next(events: asyncio.Queue[Event], gone: asyncio.Future[None], patience: float | None
-                ) -> Event | None:
+async def _next(events: asyncio.Queue[_Arrival], gone: asyncio.Future[None], patience: float | None
+                ) -> _Arrival | None:
     """Return the next event, or None after ``patience`` seconds; raises ClientGone."""
     coming = asyncio.ensure_future(events.get())
     either: set[asyncio.Future[Any]] = {coming, gone}

@@ -1,22 +1,33 @@
-"""Converts a client's body to a request: tokens, limits and defaults."""
+"""Converts a client's body to requests: tokens, limits, defaults, grammars."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.chat import Message
+from flowspec_edge.model.chat import Message, ToolCall
 from flowspec_edge.model.generation import choose_sampling
+from flowspec_edge.model.grammar import Grammar, json_value
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.text import Tokenizer
+from flowspec_edge.model.tool_format import Tool, ToolFormat
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.serving.openai.detokenize import Detokenizer
 from flowspec_edge.serving.openai.errors import ApiError
-from flowspec_edge.serving.openai.schemas import Body, ChatBody, CompletionBody
+from flowspec_edge.serving.openai.schemas import (
+    Body,
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    NamedTool,
+    ResponseFormat,
+    ToolDefinition,
+)
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 
 _COMPLETION_TOKENS = 16  # OpenAI's default for max_tokens of a completion
@@ -24,12 +35,35 @@ _SEEDS = 2**63
 _DRAWN_SEEDS = 2**53  # JavaScript reads them exactly: the seed is in the answer
 
 
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
 @dataclass(frozen=True)
 class PreparedRequest:
+    """request  of the first choice
+    choices  how many answers the client wants
+    stops    stop strings
+    after    token ids of the text that the answer continues; none in a chat
+    details  whether the client asked for the token ids and the run's statistics
+    calls    how tool calls are written, if the answer may have some
+    """
+
     request: Request
-    detokenizer: Detokenizer
     decode: Callable[[Sequence[int]], str]
-    details: bool = False  # whether the client asked for the token ids and the run's statistics
+    choices: int = 1
+    stops: Sequence[str] = ()
+    after: Sequence[int] = ()
+    details: bool = False
+    calls: ToolFormat | None = None
+
+    def detokenizer(self) -> Detokenizer:
+        return Detokenizer(self.decode, self.stops, self.after)
+
+    def requests(self) -> list[Request]:
+        """One for each choice; the seeds of the later ones follow the first's."""
+        sampling = self.request.sampling
+        return [replace(self.request, sampling=replace(sampling, seed=(sampling.seed + i) % _SEEDS))
+                for i in range(self.choices)]
 
 
 @dataclass(frozen=True)
@@ -57,19 +91,26 @@ class ServedModel:
         """ApiError for another model, or a chat that does not fit this one."""
         self.check_name(body.model)
         self._check_size(len(body.messages), "messages")
-        self._check_size(sum(len(turn.content) for turn in body.messages), "characters",
-                         self.tokenizer.longest_token)
-        messages = [Message("system" if turn.role == "developer" else turn.role, turn.content)
-                    for turn in body.messages]
+        calling = body.tools and body.tool_choice != "none"
+        tools = [_tool(definition) for definition in body.tools or ()] if calling else []
+        self._check_size(_characters(body.messages, tools), "characters", self.tokenizer.longest_token)
+        form = self.tokenizer.tool_format
+        if tools and form is None:
+            raise ApiError(400, "the model's chat template has no tools, or in a format that is not known "
+                                'here: leave tools out, or send "tool_choice": "none"', "tools")
         try:
-            ids = self.tokenizer.chat(messages)
+            ids = self.tokenizer.chat([_message(turn) for turn in body.messages], tools)
         except UsageError as error:
             # Written for the command line: clients know neither paths nor options.
             message = str(error).replace(str(self.model.path), f"the model {self.name}")
             message += " to the server" if message.endswith("Jinja template") else ""
             raise ApiError(400, message, "messages") from error
         stops = self.model.stop_ids | self.tokenizer.chat_stop_ids
-        return self._prepared(body, ids, stops, (), self.answer_tokens)
+        if not tools or form is None:
+            return self._prepared(body, ids, stops, (), self.answer_tokens)
+        grammar = self._tool_grammar(body, form, tools, stops)
+        prepared = self._prepared(body, ids, stops, (), self.answer_tokens, grammar)
+        return replace(prepared, calls=form, decode=partial(self.tokenizer.decode, special=True))
 
     def completion(self, body: CompletionBody) -> PreparedRequest:
         """ApiError for another model, or an invalid prompt."""
@@ -106,8 +147,33 @@ class ServedModel:
             raise ApiError(400, f"the model's context is {self._context_tokens} tokens here{fits}; the "
                                 f"prompt has {count} {unit}", code="context_length_exceeded")
 
+    def _tool_grammar(self, body: ChatBody, form: ToolFormat, tools: Sequence[Tool], stop_ids: frozenset[int]
+                      ) -> Grammar:
+        choice = body.tool_choice
+        if isinstance(choice, NamedTool):
+            tools = [tool for tool in tools if tool.name == choice.function.name]
+        required = isinstance(choice, NamedTool) or choice == "required"
+        answer = _json_schema(body.response_format)
+
+        def compiled() -> Grammar:
+            compiler = self.tokenizer.grammars
+            content = None if answer is None else json_value(*answer)
+            several = body.parallel_tool_calls is not False
+            lark = form.grammar(tools, compiler.special, required, several, content)
+            return compiler.compile(lark, stop_ids)
+
+        return _compiled(compiled, "tools")
+
+    def _json_grammar(self, body: Body, stop_ids: frozenset[int]) -> Grammar | None:
+        answer = _json_schema(body.response_format)
+        if answer is None:
+            return None
+        schema, strict = answer
+        return _compiled(lambda: self.tokenizer.grammars.json_schema(schema, stop_ids, strict),
+                         "response_format")
+
     def _prepared(self, body: Body, ids: list[int], stop_ids: frozenset[int], after: Sequence[int],
-               usual: int) -> PreparedRequest:
+                  usual: int, grammar: Grammar | None = None) -> PreparedRequest:
         strategy = body.flowspec.strategy or self.strategy
         if strategy not in self.strategies:
             raise ApiError(400, f"the strategy {strategy!r} does not run here; there are "
@@ -120,9 +186,9 @@ class ServedModel:
                        f"and {wanted} more are asked for")
             raise ApiError(400, message, code="context_length_exceeded")
         request = Request(ids, strategy, wanted, self.sampling(body), self.params, stop_ids,
-                          body.likelihoods)
-        decode = self.tokenizer.decode
-        return PreparedRequest(request, Detokenizer(decode, body.stop, after), decode, body.flowspec.tokens)
+                          body.likelihoods, grammar or self._json_grammar(body, stop_ids))
+        return PreparedRequest(request, self.tokenizer.decode, body.n or 1, body.stop, after,
+                               body.flowspec.tokens)
 
     def sampling(self, body: Body) -> Sampling:
         """The client's settings, else the model's generation config, else greedy; seeds default to random."""
@@ -134,3 +200,41 @@ class ServedModel:
             return choose_sampling(Sampling(**given, seed=seed), given, self.model)[0]
         except UsageError as error:
             raise ApiError(400, str(error), "temperature" if "temperature" in str(error) else None) from error
+
+
+def _message(turn: ChatMessage) -> Message:
+    calls = tuple(ToolCall(call.id, call.function.name, call.function.parsed)
+                  for call in turn.tool_calls or ())
+    role = "system" if turn.role == "developer" else turn.role
+    return Message(role, turn.content, calls, turn.tool_call_id)
+
+
+def _tool(definition: ToolDefinition) -> Tool:
+    function = definition.function
+    return Tool(function.name, {**(function.parameters or _NO_PARAMETERS), "type": "object"},
+                bool(function.strict), definition.model_dump(exclude_none=True))
+
+
+def _characters(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> int:
+    """At least so many characters are in the prompt."""
+    calls = [call.function.arguments for turn in messages for call in turn.tool_calls or ()]
+    return sum(len(turn.content) for turn in messages) + sum(map(len, calls)) + sum(
+        len(tool.name) for tool in tools)
+
+
+def _json_schema(wanted: ResponseFormat | None) -> tuple[dict[str, Any], bool] | None:
+    """The schema of an answer, and whether all of its keywords must be enforced; None: any text."""
+    if wanted is None or wanted.type == "text":
+        return None
+    given = wanted.json_schema if wanted.type == "json_schema" else None
+    return (given.content or {"type": "object"}, bool(given.strict)) if given else ({"type": "object"}, True)
+
+
+def _compiled(compile_grammar: Callable[[], Grammar], param: str) -> Grammar:
+    """ApiError, which names the field, if the grammar cannot be used."""
+    try:
+        return compile_grammar()
+    except UsageError as error:
+        raise ApiError(400, f"{param}: {error}", param) from error
+    except RecursionError as error:
+        raise ApiError(400, f"{param}: nested too deeply", param) from error

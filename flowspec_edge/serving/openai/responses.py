@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from flowspec_edge.runtime.request import Likelihood, Request, Result
+from flowspec_edge.serving.openai.tool_calls import CallPiece
 
-Finish = Literal["stop", "length"]
+Finish = Literal["stop", "length", "tool_calls"]
 
 _PARTIAL = "\ufffd"  # the text of a token that holds a part of a character
 
@@ -33,53 +34,66 @@ class Answer:
     def __post_init__(self) -> None:
         self.id = self.id or ("chatcmpl-" if self.chat else "cmpl-") + uuid.uuid4().hex
 
-    def complete(self, text: str, finish: Finish, usage: dict[str, Any],
-                 logprobs: Sequence[TokenLogprob] = (), extra: dict[str, Any] | None = None
-                 ) -> dict[str, Any]:
-        """``logprobs`` and ``extra`` (:meth:`details`) are given if the client asked for them."""
-        content = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat \
-            else {"text": text}
+    def complete(self, choices: list[dict[str, Any]], usage: dict[str, Any],
+                 extra: dict[str, Any] | None = None) -> dict[str, Any]:
+        """``choices``: of :meth:`choice`; ``extra``: :meth:`details` of the only one, if the client asked."""
         kind = "chat.completion" if self.chat else "text_completion"
-        return self._object(kind, [self._choice(content, finish, logprobs)], usage=usage, **(extra or {}))
+        return self._object(kind, choices, usage=usage, **(extra or {}))
 
-    def opening(self) -> list[dict[str, Any]]:
-        """The chunks before any text: a chat's has the role."""
+    def choice(self, index: int, pieces: Sequence[str | CallPiece], finish: Finish | None,
+               logprobs: Sequence[TokenLogprob] = (), extra: dict[str, Any] | None = None) -> dict[str, Any]:
+        """``logprobs`` and ``extra`` (:meth:`details`) are given if the client asked for them."""
+        text = "".join(piece for piece in pieces if isinstance(piece, str))
+        content: dict[str, Any] = {"text": text}
+        if self.chat:
+            calls = _joined([piece for piece in pieces if isinstance(piece, CallPiece)])
+            message = {"role": "assistant", "content": None if calls and not text else text, "refusal": None}
+            content = {"message": message | ({"tool_calls": calls} if calls else {})}
+        return self._choice(index, content, finish, logprobs) | (extra or {})
+
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        """The chunks before any text of a choice: a chat's has the role."""
         if not self.chat:
             return []
-        return [self._chunk({"delta": {"role": "assistant", "content": ""}})]
+        return [self._chunk(index, {"delta": {"role": "assistant", "content": ""}})]
 
-    def piece(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> dict[str, Any]:
-        return self._chunk({"delta": {"content": text}} if self.chat else {"text": text}, logprobs=logprobs)
+    def pieces(self, index: int, pieces: Sequence[str | CallPiece], logprobs: Sequence[TokenLogprob] = ()
+               ) -> list[dict[str, Any]]:
+        """Chunks with new text and parts of tool calls; the first has the ``logprobs``."""
+        contents = [self._content(piece) for piece in pieces or ([""] if logprobs else [])]
+        return [self._chunk(index, content, logprobs=() if i else logprobs)
+                for i, content in enumerate(contents)]
 
-    def closing(self, finish: Finish, usage: dict[str, Any], extra: dict[str, Any] | None = None
-                ) -> list[dict[str, Any]]:
-        """The last chunks: the finish reason, with :meth:`details` and the counts if the client asked."""
-        last = [self._chunk({"delta": {}} if self.chat else {"text": ""}, finish) | (extra or {})]
-        if self.include_usage:
-            last.append(self._object(self._kind, [], usage=usage))
-        return last
+    def _content(self, piece: str | CallPiece) -> dict[str, Any]:
+        if isinstance(piece, CallPiece):
+            return {"delta": {"tool_calls": [piece.as_delta()]}}
+        return {"delta": {"content": piece}} if self.chat else {"text": piece}
+
+    def closing(self, index: int, finish: Finish, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+        """A choice's last chunk: the finish reason, with :meth:`details` if the client asked."""
+        return self._chunk(index, {"delta": {}} if self.chat else {"text": ""}, finish) | (extra or {})
+
+    def counts(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        """The stream's last chunk, if the client asked for the counts."""
+        return [self._object(self._kind, [], usage=usage)] if self.include_usage else []
 
     def details(self, tokens: Sequence[int], result: Result | None) -> dict[str, Any]:
         """Extend OpenAI's API: the answer's token ids and the run's statistics (None after a stop string)."""
         stats = None if result is None else result.as_json("")["stats"]
         return {"flowspec": {"tokens": list(tokens), "stats": stats}}
 
-    def usage(self, tokens: int, result: Result | None) -> dict[str, Any]:
-        """Token counts; under "flowspec" the settings to reproduce the answer, and the run's statistics.
-        ``result``: None if a stop string ended the answer."""
+    def usage(self, tokens: int, results: Sequence[Result | None]) -> dict[str, Any]:
+        """Token counts of all choices; under "flowspec" the settings to reproduce the first one, and the
+        runs' statistics. ``results``: None if a stop string ended the choice."""
         prompt, sampling = len(self.request.prompt), self.request.sampling
         own: dict[str, Any] = {"strategy": self.request.strategy, "seed": sampling.seed,
                                 "temperature": sampling.temperature, "top_p": sampling.top_p,
                                 "top_k": sampling.top_k}
         cached: dict[str, Any] = {}
-        if result is not None:
-            stats = result.stats
-            cached = {"prompt_tokens_details": {"cached_tokens": stats.reused}}
-            own |= {"tokens_per_second": stats.tokens_per_second, "ttft_s": stats.ttft_s, "alt": stats.alt,
-                     "alr": stats.alr, "rounds": stats.rounds, "drafted": stats.drafted,
-                     "verified": stats.verified, "accepted": stats.accepted}
-            if stats.energy_j is not None:
-                own |= {"energy_j": stats.energy_j, "energy_above_idle_j": stats.energy_above_idle_j}
+        if results and (first := results[0]) is not None:
+            cached = {"prompt_tokens_details": {"cached_tokens": first.stats.reused}}
+        figures = [_figures(result) for result in results]
+        own |= figures[0] if len(figures) == 1 else {"choices": figures}
         return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens,
                 **cached, "flowspec": own}
 
@@ -87,20 +101,45 @@ class Answer:
     def _kind(self) -> str:
         return "chat.completion.chunk" if self.chat else "text_completion"
 
-    def _chunk(self, content: dict[str, Any], finish: Finish | None = None,
+    def _chunk(self, index: int, content: dict[str, Any], finish: Finish | None = None,
                logprobs: Sequence[TokenLogprob] = ()) -> dict[str, Any]:
         extra = {"usage": None} if self.include_usage else {}
-        return self._object(self._kind, [self._choice(content, finish, logprobs)], **extra)
+        return self._object(self._kind, [self._choice(index, content, finish, logprobs)], **extra)
 
-    def _choice(self, content: dict[str, Any], finish: Finish | None, logprobs: Sequence[TokenLogprob]
-                ) -> dict[str, Any]:
+    def _choice(self, index: int, content: dict[str, Any], finish: Finish | None,
+                logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         shape = chat_logprobs if self.chat else completion_logprobs
         shown = shape(logprobs) if logprobs else None
-        return {"index": 0, **content, "logprobs": shown, "finish_reason": finish}
+        return {"index": index, **content, "logprobs": shown, "finish_reason": finish}
 
     def _object(self, kind: str, choices: list[dict[str, Any]], **extra: Any) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model,
                 "choices": choices, **extra}
+
+
+def _figures(result: Result | None) -> dict[str, Any]:
+    """A run's statistics, as far as ``usage`` has them."""
+    if result is None:
+        return {}
+    stats = result.stats
+    own: dict[str, Any] = {
+        "tokens_per_second": stats.tokens_per_second, "ttft_s": stats.ttft_s, "alt": stats.alt,
+        "alr": stats.alr, "rounds": stats.rounds, "drafted": stats.drafted, "verified": stats.verified,
+        "accepted": stats.accepted}
+    if stats.energy_j is not None:
+        own |= {"energy_j": stats.energy_j, "energy_above_idle_j": stats.energy_above_idle_j}
+    return own
+
+
+def _joined(pieces: Sequence[CallPiece]) -> list[dict[str, Any]]:
+    """``tool_calls`` of a message."""
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        if piece.name is not None:
+            calls.append({"id": piece.id, "type": "function",
+                          "function": {"name": piece.name, "arguments": ""}})
+        calls[-1]["function"]["arguments"] += piece.arguments
+    return calls
 
 
 def model_object(name: str, created: int) -> dict[str, Any]:

@@ -16,12 +16,14 @@ from flowspec_edge.serving.openai.errors import ApiError, invalid
 _MAX_STOPS = 4
 _MAX_STOP_CHARACTERS = 1000
 _MAX_TOP_LOGPROBS = 20  # OpenAI's limit for chats
+_MAX_CHOICES = 8
+_MAX_TOOLS = 128  # OpenAI's limit
 # Field -> accepted values, which ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",),
-    "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "tools": ([],),
-    "functions": ([],), "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (), "prediction": (),
+    "best_of": (1,), "echo": (False,), "suffix": ("",),
+    "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},),
+    "functions": ([],), "function_call": ("none", "auto"),
+    "modalities": (["text"],), "audio": (), "prediction": (),
 }
 
 
@@ -79,11 +81,92 @@ class Extensions(_Ignoring):
     tokens: bool = False  # whether the answer's last object has its token ids and the run's statistics
 
 
+class JsonSchema(_Ignoring):
+    """``schema`` is a method's name in pydantic."""
+
+    content: Annotated[dict[str, Any], Field(alias="schema")] = {}
+    strict: bool | None = None
+
+
+class ResponseFormat(_Ignoring):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError('the type json_schema needs "json_schema": {"name": …, "schema": {…}}')
+        return self
+
+
+class FunctionDefinition(_Ignoring):
+    """``parameters``: None: the function has none."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,64}$")]
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _takes_an_object(self) -> FunctionDefinition:
+        if self.parameters and self.parameters.get("type", "object") != "object":
+            raise ValueError("parameters: must be a JSON schema of the type object")
+        return self
+
+
+class ToolDefinition(_Ignoring):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class _Named(_Ignoring):
+    name: str
+
+
+class NamedTool(_Ignoring):
+    """A choice of one tool."""
+
+    type: Literal["function"]
+    function: _Named
+
+
+class _CalledFunction(_Ignoring):
+    name: str
+    arguments: str
+
+    @property
+    def parsed(self) -> dict[str, Any]:
+        """ValueError if the arguments are no JSON object."""
+        parsed = json.loads(self.arguments or "{}", parse_constant=_no_constant)
+        if not isinstance(parsed, dict):
+            raise ValueError
+        return parsed
+
+    @model_validator(mode="after")
+    def _is_json(self) -> _CalledFunction:
+        try:
+            _ = self.parsed
+        except (ValueError, RecursionError):
+            raise ValueError("arguments: must be the text of a JSON object") from None
+        return self
+
+
+class CalledTool(_Ignoring):
+    """A tool call of an earlier answer."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: _CalledFunction
+
+
 class ChatMessage(_Ignoring):
     """A turn; newer clients send "developer" instead of "system"."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_text)] = ""
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -105,7 +188,9 @@ class Body(_Ignoring):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
     stop: Annotated[list[str], BeforeValidator(_stops)] = []
+    response_format: ResponseFormat | None = None
     user: str | None = None
     flowspec: Extensions = Extensions()
 
@@ -129,12 +214,27 @@ class ChatBody(Body):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: Annotated[list[ToolDefinition], Field(max_length=_MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP_LOGPROBS)] | None = None
 
     @property
     def limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @model_validator(mode="after")
+    def _has_the_tool(self) -> ChatBody:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len({*names}) < len(names):
+            raise ValueError("tools: two functions have the same name")
+        choice = self.tool_choice
+        if choice == "required" and not names:
+            raise ValueError("tool_choice: required needs tools")
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise ValueError(f"tool_choice: there is no tool {choice.function.name!r}")
+        return self
 
     @property
     def likelihoods(self) -> int | None:

@@ -67,6 +67,12 @@ def test_a_board_gets_what_its_python_and_machine_need_and_never_torch(house: Pa
         environment(house, DESKTOP)
 
 
+def test_every_board_gets_the_grammar_library(house: Path) -> None:
+    wheel(house, "flowspec_edge-0.1.1-py3-none-any.whl", "llguidance>=1.9; extra == 'grammar'")
+    wheel(house, f"llguidance-{pinned('llguidance', '3.10')}-cp39-abi3-manylinux_2_31_aarch64.whl")
+    assert names(environment(house, BOARD).wheels) == ["flowspec_edge", "llguidance", "pip"]
+
+
 def test_the_digest_is_of_the_wheels_contents_and_of_the_torch_below(house: Path) -> None:
     before = environment(house, BOARD)
     assert environment(house, BOARD) == before

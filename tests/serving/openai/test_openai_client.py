@@ -153,12 +153,15 @@ def test_alive_and_ready(server: Running) -> None:
 
 
 @pytest.mark.parametrize(("change", "param", "says"), [
-    ({"n": 2}, "n", "n is not supported"),
+    ({"n": 9}, "n", "less than or equal to 8"),
     ({"top_logprobs": 2}, "top_logprobs", "goes with logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
     ({"presence_penalty": 0.5}, "presence_penalty", "not supported"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not supported"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "chat template has no tools"),
+    ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools[0].function.name", "pattern"),
+    ({"tool_choice": "required"}, None, "required needs tools"),
+    ({"functions": [{"name": "f"}]}, "functions", "not supported"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "needs"),
     ({"temperature": 3}, "temperature", "less than or equal to 2"),
     ({"temperature": 0.0001}, "temperature", "0.001 to 100"),
     ({"temperature": "hot"}, "temperature", "valid number"),
@@ -170,7 +173,8 @@ def test_alive_and_ready(server: Running) -> None:
     ({"seed": "x"}, "seed", "valid integer"),
     ({"stream": "yes"}, "stream", "valid boolean"),
     ({"messages": []}, "messages", "at least 1 item"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'user' or 'assistant'"),
+    ({"messages": [{"role": "nobody", "content": "x"}]}, "messages[0].role", "'assistant' or 'tool'"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "message 1 is the tool's"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content",
      "text only"),
     ({"messages": [{"role": "assistant", "content": "x"}]}, "messages", "user"),
