@@ -68,7 +68,7 @@ def interrupted(status: FleetStatus) -> dict[str, Installed | None] | None:
 
 def go_back(inventory: Inventory, before: FleetStatus, log: RolloutLog) -> tuple[str | None, str]:
     """Undo a failed rollout; the id of the release that runs again, if any, and a sentence for the report."""
-    releases = {board.name: board.current for board in before.boards}
+    releases = releases_before(before)
     own = RolloutLog(inventory, releases, log.watch)
     spare = [(device, BoardState(device.name)) for device in inventory.device
              if releases[device.name] is None]
@@ -77,7 +77,7 @@ def go_back(inventory: Inventory, before: FleetStatus, log: RolloutLog) -> tuple
     log.add(own, "going back")
     if own.failed:
         return None, _MIXED
-    _restore_links(inventory, before)
+    _restore_links(inventory, before, releases)
     ids = {release.id for release in releases.values() if release}
     if not ids:
         return None, "no release was there before it to go back to, so its services are stopped"
@@ -87,6 +87,16 @@ def go_back(inventory: Inventory, before: FleetStatus, log: RolloutLog) -> tuple
     if stopped:
         return release, f"release {release} runs again where it ran, and nothing on {', '.join(stopped)}"
     return release, f"release {release} runs again on all boards"
+
+
+def releases_before(status: FleetStatus) -> dict[str, Installed | None]:
+    """What each board returns to: the draft device's release if it has that one, else its own.
+
+    They differ where an earlier rollout was interrupted that had switched some stages only.
+    """
+    wanted = {board.current.id for board in status.boards if board.current and board.current.role == "draft"}
+    return {board.name: next((release for release in (board.current, board.previous)
+                              if release and release.id in wanted), board.current) for board in status.boards}
 
 
 def activate(inventory: Inventory, releases: Mapping[str, Installed | None], log: RolloutLog) -> None:
@@ -127,12 +137,13 @@ def _require_answers(status: FleetStatus) -> None:
         raise FlowspecError("; ".join(board.error for board in silent) + "; no board was touched")
 
 
-def _restore_links(inventory: Inventory, before: FleetStatus) -> None:
+def _restore_links(inventory: Inventory, before: FleetStatus, releases: Mapping[str, Installed | None]
+                   ) -> None:
     """A release that never was ready must not become ``previous``.  Boards that fail are skipped."""
     def restore(pair: tuple[DeviceEntry, BoardStatus]) -> None:
         device, status = pair
         command = ["rm", "-f", PREVIOUS]
-        if status.previous:
+        if status.previous and status.previous != releases[device.name]:
             command = ["ln", "-sfn", release_dir(status.previous.id), PREVIOUS]
         elif not status.current:
             command.append(CURRENT)

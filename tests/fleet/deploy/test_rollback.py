@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from flowspec_edge.fleet.deploy.rollback import interrupted
+from flowspec_edge.fleet.deploy.rollback import interrupted, releases_before
 from flowspec_edge.fleet.services.status import BoardStatus, FleetStatus, Installed
 
 
@@ -36,6 +36,17 @@ def test_a_rollback_that_has_switched_all_boards_is_completed_and_not_undone() -
     assert found is not None
     assert {name: release and release.id for name, release in found.items()} == {
         "board-0": "old", "board-1": "old"}
+
+
+@pytest.mark.parametrize(("boards", "before"), [
+    ([("new", "old"), ("new", "old")], ["new", "new"]),
+    ([("old", "older"), ("new", "old"), ("old", "older")], ["old", "old", "old"]),  # an interrupted upgrade
+    ([("old", ""), ("new", "other"), ("", "")], ["old", "new", None]),
+])
+def test_a_failed_rollout_returns_to_what_the_draft_device_ran(boards: list[tuple[str, str]],
+                                                               before: list[str | None]) -> None:
+    found = releases_before(fleet(*boards)).values()
+    assert [release and release.id for release in found] == before
 
 
 def test_the_stages_switch_before_the_draft_device() -> None:
