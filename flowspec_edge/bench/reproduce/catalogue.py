@@ -35,7 +35,8 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Artefact:
-    """``minutes``: about, on two cores, with one process and 16 prompts of the demonstration."""
+    """``minutes``: for 16 prompts of the demonstration in one process, from about 25 ms a token on a core of
+    2 GHz."""
 
     name: str
     paper: str
@@ -60,21 +61,21 @@ _SPD = Measurement("spd", STAGES_ALONE, ("autoregressive", "spd"), params=Params
 
 ARTEFACTS = {artefact.name: artefact for artefact in (
     Artefact("flowspec-table-1", "FlowSpec, Table I",
-             "tokens/s and SR of five methods by task, T = 0 and 1, 7B and 13B int4", 10, "speed",
+             "tokens/s and SR of five methods by task, T = 0 and 1, 7B and 13B int4", 14, "speed",
              (_COMPARISON, _COMPARISON_13B)),
     Artefact("flowspec-table-2", "FlowSpec, Table II",
-             "tokens per turn (ALT) and per round (ALR); measures what Table I does", 10, "acceptance",
+             "tokens per turn (ALT) and per round (ALR); measures what Table I does", 14, "acceptance",
              (_COMPARISON, _COMPARISON_13B)),
     Artefact("flowspec-table-3", "FlowSpec, Table III",
-             "ablation: Chunk-PP, pruning, expansion, score-based drafting", 6, "speed", (_ABLATION,)),
-    Artefact("flowspec-figure-5", "FlowSpec, Figure 5", "tokens/s at 125 to 1000 Mbps, T = 0", 14,
+             "ablation: Chunk-PP, pruning, expansion, score-based drafting", 7, "speed", (_ABLATION,)),
+    Artefact("flowspec-figure-5", "FlowSpec, Figure 5", "tokens/s at 125 to 1000 Mbps, T = 0", 17,
              "bandwidth", (_BANDWIDTH,)),
-    Artefact("flowspec-figure-6", "FlowSpec, Figure 6", "tokens/s by tree depths d0 × d_exp, 3 to 8 each", 25,
+    Artefact("flowspec-figure-6", "FlowSpec, Figure 6", "tokens/s by tree depths d0 × d_exp, 3 to 8 each", 30,
              "depth", (_DEPTH,)),
     Artefact("pipedec-stages", "PipeDec, Figure 5",
-             "7, 14 and 21 stages: PipeDec, a static tree, plain decoding", 8, "stages", (_PIPEDEC,)),
+             "7, 14 and 21 stages: PipeDec, a static tree, plain decoding", 10, "stages", (_PIPEDEC,)),
     Artefact("spd-law", "SPD, section 4.2, eq. 4",
-             "equivalent acceptance length n·N/K against its law n/(n(1−a)+a)", 7, "law", (_SPD,)),
+             "equivalent acceptance length n·N/K against its law n/(n(1−a)+a)", 10, "law", (_SPD,)),
 )}
 
 

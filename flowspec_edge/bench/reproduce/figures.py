@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _WIDTH = 7.2  # inches, a paper's two columns
 _LETTERS_AN_INCH = 19  # at 6.5 points
 _LABELS = 92  # letters below an axis, at 7 points
+_HOLLOW: dict[str, Any] = {"markersize": 5, "markerfacecolor": "white", "linestyle": "--", "linewidth": 0.8}
+_SOURCE_MARKERS = ("o", "s", "^")
 _ERRORS: dict[str, Any] = {"elinewidth": 0.8, "capsize": 2, "ecolor": "#333333"}
 
 
@@ -136,17 +138,21 @@ def _lines(axis: Axes, records: Sequence[Record]) -> None:
         axis.errorbar([float(r.at) for r in mine], [r.figure for r in mine],
                       [e or 0.0 for e in errors] if any(errors) else None, color=style.colour,
                       marker=style.marker, markersize=5, label=style.label, **_ERRORS)
-    theirs = [r for r in records if r.source != MEASURED]
-    for index, (source, method) in enumerate(dict.fromkeys((r.source, r.method) for r in theirs)):
-        style, mine = style_of(method), [r for r in theirs if (r.source, r.method) == (source, method)]
-        several = len({r.source for r in theirs}) > 1
-        axis.plot([float(r.at) for r in mine], [r.figure for r in mine], color=style.colour,
-                  marker=style.marker if not several else ("o", "s", "^")[index % 3], markersize=5,
-                  markerfacecolor="white", linestyle="--", linewidth=0.8)
-        if several or index == 0:
-            axis.plot([], [], color=style.colour if several else "#444444",
-                      marker=("o", "s", "^")[index % 3], markersize=5, markerfacecolor="white",
-                      linestyle="--", linewidth=0.8, label=f"paper, {source}")
+    _published_lines(axis, [r for r in records if r.source != MEASURED])
+
+
+def _published_lines(axis: Axes, records: Sequence[Record]) -> None:
+    """Of one model: the methods' own markers, hollow, with one entry in the legend.  Of several models, which
+    measured one method: a marker and an entry for each."""
+    sources = list(dict.fromkeys(r.source for r in records))
+    for source, method in dict.fromkeys((r.source, r.method) for r in records):
+        style, mine = style_of(method), [r for r in records if (r.source, r.method) == (source, method)]
+        marker = style.marker if len(sources) == 1 else _SOURCE_MARKERS[sources.index(source)]
+        axis.plot([float(r.at) for r in mine], [r.figure for r in mine], color=style.colour, marker=marker,
+                  **_HOLLOW)
+    for source, marker in zip(sources, _SOURCE_MARKERS, strict=False):
+        colour = "#444444" if len(sources) == 1 else style_of(records[0].method).colour
+        axis.plot([], [], color=colour, marker=marker, label=f"paper, {source}", **_HOLLOW)
 
 
 def _of_one_task(records: Sequence[Record]) -> list[Record]:

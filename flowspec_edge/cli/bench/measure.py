@@ -125,7 +125,7 @@ def resume(options: BenchOptions, load: Callable[[Path], _Results], new: _Result
     try:
         old = load(options.out)
     except UsageError as error:
-        raise UsageError(f"cannot resume: {error}; or give another --json") from error
+        raise UsageError(f"cannot resume: {error}; or write to another place") from error
     pairs = {name: (getattr(old, name), getattr(new, name)) for name in fields}
     pairs |= {key: (old.settings.get(key), new.settings.get(key)) for key in old.settings | new.settings}
     if new.clock == "wall":
@@ -134,7 +134,7 @@ def resume(options: BenchOptions, load: Callable[[Path], _Results], new: _Result
         if before != now:
             values = f" ({before} there, {now} here)" if max(len(str(before)), len(str(now))) < 40 else ""
             raise UsageError(f"{options.out} was measured with other settings: {key} differs{values}; "
-                             "use the same settings, or give another --json")
+                             "use the same settings, or write to another place")
     return old
 
 

@@ -248,7 +248,7 @@ def test_resuming_from_a_foreign_file_leaves_it_alone(model: Path, prompts: Path
                  "--resume"]) == 2
     err = capsys.readouterr().err
     assert "is no report of flowspec bench run" in err
-    assert "or give another --json" in err
+    assert "or write to another place" in err
     assert path.read_text() == '{"precious": 1}'
 
 

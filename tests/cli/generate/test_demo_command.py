@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowspec_edge.bench.run.tasks import load_prompts
 from flowspec_edge.cli.common.workload import demo_prompts
+from flowspec_edge.cli.generate.demo import choose_prompts
 from flowspec_edge.cli.main import main
 
 
@@ -20,7 +21,7 @@ def test_streams_over_processes_then_compares(tmp_path: Path, capsys: pytest.Cap
     assert main(["demo", "--model", str(model), *few]) == 0
     out = capsys.readouterr().out
 
-    prompt = load_prompts(demo_prompts(), 1)[0].text
+    (prompt,) = (prompt.text for prompt in choose_prompts(load_prompts(demo_prompts()), 1))
     tokenizer = AutoTokenizer.from_pretrained(model / "target")
     target = AutoModelForCausalLM.from_pretrained(model / "target")
     ids = tokenizer(prompt, return_tensors="pt")
@@ -39,3 +40,10 @@ def test_streams_over_processes_then_compares(tmp_path: Path, capsys: pytest.Cap
 def test_without_the_model_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--model", "nowhere"]) == 2
     assert capsys.readouterr().err.startswith("flowspec: error: no model 'nowhere'")
+
+
+def test_the_picked_prompts_come_first_and_none_is_lost() -> None:
+    prompts = load_prompts(demo_prompts())
+    chosen = choose_prompts(prompts, len(prompts))
+    assert [prompt.id for prompt in chosen[:4]] == ["13", "25", "46", "60"]
+    assert {prompt.id for prompt in chosen} == {prompt.id for prompt in prompts}
