@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -137,13 +139,30 @@ def bits_per_byte(model: LlamaForCausalLM, corpus: TokenizedCorpus, limit: int |
 
 
 def save_lm(model: LlamaForCausalLM, corpus: TokenizedCorpus, out: Path) -> None:
-    """Writes float16 safetensors and the tokenizer in transformers' layout."""
+    """Writes float16 safetensors and the tokenizer in transformers' layout, as versions 4.46 to 5 read it."""
     copy.deepcopy(model).eval().to("cpu", torch.float16).save_pretrained(out)
+    _write_index(out / "model.safetensors")
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=corpus.tokenizer, eos_token=EOS, bos_token=EOS, pad_token=EOS,
         model_max_length=MAX_POSITIONS, clean_up_tokenization_spaces=False,
     )
     tokenizer.save_pretrained(out)
+    config = out / "tokenizer_config.json"
+    fields = json.loads(config.read_text(encoding="utf-8"))
+    fields.pop("backend", None)
+    # Version 5 writes its own name of this class, which older versions refuse; it reads the old name.
+    fields["tokenizer_class"] = "PreTrainedTokenizerFast"
+    config.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_index(weights: Path) -> None:
+    """Write the index that loaders of large models expect, EAGLE's for one, though there is one file."""
+    with safe_open(weights, "pt") as file:
+        names = sorted(file.keys())
+        size = sum(file.get_tensor(name).nbytes for name in names)
+    index = {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(names, weights.name)}
+    weights.with_name(f"{weights.name}.index.json").write_text(json.dumps(index, indent=2) + "\n",
+                                                              encoding="utf-8")
 
 
 def load_lm(path: Path) -> LlamaForCausalLM:

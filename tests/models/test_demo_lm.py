@@ -1,5 +1,6 @@
 """The corpus' hold-out rule and tokenizer, and bits per byte against plain counting."""
 
+import json
 import math
 
 import numpy as np
@@ -111,6 +112,10 @@ def test_saved_models_load_with_auto_classes(corpus, tmp_path):
     assert loaded.dtype == torch.float16
     assert torch.equal(loaded.lm_head.weight, lm.lm_head.weight.half())
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"] == (
+        "PreTrainedTokenizerFast")  # which transformers 4 reads, too
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(loaded.state_dict())
     text = "def f(x):\n    return x  # naïve\n"
     assert tokenizer(text)["input_ids"] == corpus.tokenizer.encode(text).ids
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text

@@ -46,6 +46,18 @@ def test_transformers_loads_it(demo: ModelDir, part: str) -> None:
     assert model.config.vocab_size == len(tokenizer)
 
 
+@pytest.mark.parametrize("part", ["target", "draft-lm"])
+def test_other_readers_find_what_they_need(demo: ModelDir, part: str) -> None:
+    """read_target.py tries versions of transformers: 4.46 and 4.53 refuse the class name that 5 writes."""
+    config = json.loads((demo.path / part / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+    weights = load_file(demo.path / part / "model.safetensors")
+    # EAGLE's loader reads the index
+    index = json.loads((demo.path / part / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == dict.fromkeys(weights, "model.safetensors")
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in weights.values())
+
+
 @pytest.mark.soak
 def test_spds_module_is_what_its_card_says(demo: ModelDir) -> None:
     """Its agreement on held-out text is the share of tokens that SPD foresees in a real run."""

@@ -96,7 +96,7 @@ _HELP = {
     "tree_size": "Nodes of the initial tree (L).",
     "width": "Children per expanded node, and nodes expanded per level (k).",
     "segment": "Longest segment (l).",
-    "depth": "Levels of the initial tree (d0).",
+    "depth": "Levels of the initial tree (d0); EAGLE's depth 5 is 6 here.",
     "expand_depth": "Levels of a context-aware expansion (d_exp).",
     "expand_size": "Nodes of a context-aware expansion (L_exp).",
     "extend_depth": "Levels of a score-aware expansion.",
