@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_origin, get_type_hints
 
 from flowspec_edge import api
 
@@ -45,12 +45,18 @@ def section(name: str, thing: Any) -> Iterator[str]:
 
 
 def fields(thing: Any) -> Iterator[str]:
-    """The fields with their comments in the source, which say what the names do not."""
+    """The fields with what the names do not say: an annotation, or a comment in the source."""
     source = inspect.getsource(thing)
+    hints = get_type_hints(thing, include_extras=True)
     yield "```python"
     for field in dataclasses.fields(thing):
         found = re.search(rf"^    {field.name}: .*$", source, re.MULTILINE)
-        yield found.group().strip() if found else field.name
+        if get_origin(hints[field.name]) is Annotated:
+            kind = re.match(r"Annotated\[(\w+)", str(field.type))
+            assert kind
+            yield f"{field.name}: {kind[1]} = {field.default!r}  # {hints[field.name].__metadata__[0]}"
+        else:
+            yield found.group().strip() if found else field.name
     yield from ("```", "")
 
 

@@ -6,7 +6,6 @@ Begin with :class:`Cluster`. The names are imported when first used: torch and t
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +16,8 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
+
         try:
             return version("flowspec-edge")
         except PackageNotFoundError:  # a source tree that is not installed

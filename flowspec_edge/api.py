@@ -28,7 +28,7 @@ from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import FinishReason, Request, Result, Stats
 from flowspec_edge.runtime.virtual.clock import Span
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
-from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.base import Pipeline, Strategy
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 from flowspec_edge.strategies.registry import strategy_class, strategy_names

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.util.resources import resource_dir
+from flowspec_edge.util.suggest import did_you_mean
 from flowspec_edge.util.terminal import no_control_characters
 from flowspec_edge.util.tomlfile import load_toml as load_toml
 
@@ -232,6 +233,7 @@ def load_profile(name_or_path: str) -> Profile:
     elif name_or_path.endswith(".toml") or "/" in name_or_path:
         path = Path(name_or_path)
     else:
-        raise UsageError(f"no profile {name_or_path!r}; there are {', '.join(profile_names())}, "
+        raise UsageError(f"no profile {name_or_path!r}; {did_you_mean(name_or_path, profile_names())}"
+                         f"there are {', '.join(profile_names())}, "
                          "or give the path of a .toml file")
     return load_toml(path, Profile)

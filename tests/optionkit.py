@@ -8,9 +8,20 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
+from flowspec_edge.cli.main import Commands
+
+
+def all_commands() -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Each command's path, and its function."""
+    for name, lazy in Commands.lazy.items():
+        loaded = lazy.load()
+        if isinstance(loaded, typer.Typer):
+            yield from commands(loaded, (name,))
+        else:
+            yield (name,), loaded
+
 
 def commands(app: typer.Typer, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Each command's path, and its function."""
     for command in app.registered_commands:
         assert command.callback is not None
         yield (*path, command.name or command.callback.__name__.replace("_", "-")), command.callback

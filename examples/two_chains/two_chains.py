@@ -13,6 +13,7 @@ from flowspec_edge import Segment, TreeStrategy
 class TwoChains(TreeStrategy):
     name = "two_chains"
     summary = "two chains of EAGLE-2's draft tokens, verified whole, by turns (an example)"
+    parameters = ("speculative_gamma",)  # the names that --set takes
 
     @property
     def max_in_flight(self) -> int:

@@ -5,22 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
 import flowspec_edge
-from flowspec_edge.cli.bench import commands as bench
-from flowspec_edge.cli.boards import device, doctor, plan
-from flowspec_edge.cli.common import listing
-from flowspec_edge.cli.deploy import commands as deploy
-from flowspec_edge.cli.deploy import keys
-from flowspec_edge.cli.generate import chat, command, demo
-from flowspec_edge.cli.models import commands as models
-from flowspec_edge.cli.reproduce import command as reproduce
-from flowspec_edge.cli.serve import command as serve
-from flowspec_edge.cli.serve import daemons
-from flowspec_edge.cli.sweep import commands as sweep
+from flowspec_edge.cli.common.lazy_group import LazyCommand, LazyGroup
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.util.terminal import printable
 
@@ -29,7 +19,63 @@ _INTERRUPTED = 130  # 128 + SIGINT, the shells' convention
 # Newer releases of typer bundle their own copy of click: take the class from what typer exports.
 _ArgumentError: Any = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
 
+
+_RUN, _MEASURE, _BOARDS = "Run a model", "Measure", "Boards"
+_PROGRAMS = "Programs of the boards' services"
+
+
+class Commands(LazyGroup):
+    lazy: ClassVar = {
+        "demo": LazyCommand(
+            "generate.demo:demo",
+            "Stream an answer over real processes, then compare FlowSpec with the baselines.", _RUN),
+        "generate": LazyCommand(
+            "generate.command:generate",
+            "Continue a text over a pipeline of stages, streaming it as it is accepted.", _RUN),
+        "chat": LazyCommand(
+            "generate.chat:chat",
+            "Chat with a model over a pipeline of stages: answers stream, and caches keep the conversation.",
+            _RUN),
+        "serve": LazyCommand(
+            "serve.command:serve", "Serve OpenAI's API, with a page that shows the cluster at work.", _RUN),
+        "up": LazyCommand("serve.command:serve", "The same as serve.", hidden=True),
+        "models": LazyCommand(
+            "models.commands:app", "Models: list and fetch them, cut them into shards, train draft parts.",
+            _RUN),
+        "strategies": LazyCommand(
+            "common.listing:strategies", "List the strategies; with a name, its parameters.", _RUN),
+        "profiles": LazyCommand(
+            "common.listing:profiles", "List the profiles of devices and testbeds.", _MEASURE),
+        "bench": LazyCommand("bench.commands:app", "Benchmarks.", _MEASURE),
+        "reproduce": LazyCommand(
+            "reproduce.command:reproduce", "The papers' tables and figures, one command each.", _MEASURE),
+        "sweep": LazyCommand(
+            "sweep.commands:app", "How tokens/s change with the links, the stages, the segment, the tree.",
+            _MEASURE),
+        "plan": LazyCommand(
+            "boards.plan:plan", "Split a model over boards: roles, layers, memory and expected speed.",
+            _BOARDS),
+        "doctor": LazyCommand(
+            "boards.doctor:doctor",
+            "Check a machine: release, Python, torch and its GPU, a real product, a real 4-bit kernel, "
+            "memory.", _BOARDS),
+        "device": LazyCommand("boards.device:app", "A board: measure it, show its profile.", _BOARDS),
+        "deploy": LazyCommand(
+            "deploy.commands:app", "A cluster of boards: from bare to running, and back.", _BOARDS),
+        "keys": LazyCommand(
+            "deploy.keys:app", "The keys that encrypt the links between boards.", _BOARDS),
+        "worker": LazyCommand(
+            "serve.daemons:worker",
+            "Run one stage of a cluster until SIGTERM: the program of flowspec-verify@.service.", _PROGRAMS),
+        "draft": LazyCommand(
+            "serve.daemons:draft",
+            "Run the draft device of a cluster until SIGTERM: the program of flowspec-draft.service.",
+            _PROGRAMS),
+    }
+
+
 app = typer.Typer(
+    cls=Commands,
     name="flowspec",
     epilog="Start with: flowspec demo",
     no_args_is_help=True,
@@ -50,27 +96,6 @@ def _options(
         "--version", help="Print the release.", is_eager=True, callback=_print_version)] = False,
 ) -> None:
     """Pipelined tree speculative decoding for one large model over several small boards."""
-
-
-app.command()(demo.demo)
-app.command()(command.generate)
-app.command()(chat.chat)
-app.command()(serve.serve)
-app.command("up", short_help="The same as serve: flowspec up --local starts a cluster here and answers.")(
-    serve.serve)
-app.command()(daemons.worker)
-app.command()(daemons.draft)
-app.command()(listing.strategies)
-app.command()(listing.profiles)
-app.command()(doctor.doctor)
-app.command()(plan.plan)
-app.command()(reproduce.reproduce)
-app.add_typer(bench.app, name="bench")
-app.add_typer(deploy.app, name="deploy")
-app.add_typer(device.app, name="device")
-app.add_typer(keys.app, name="keys")
-app.add_typer(models.app, name="models")
-app.add_typer(sweep.app, name="sweep")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.catalogue import find_known
 from flowspec_edge.model.modeldir import MANIFEST, ModelDir
-from flowspec_edge.util.bounded_read import read_json, read_text
+from flowspec_edge.util.bounded_read import read_json, read_json_object, read_text
 
 _MAX_TEMPLATE = 1024 * 1024  # bytes
+# Besides tokenizer_config.json.
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -94,6 +95,8 @@ _NAME_PATTERNS = {"llama-2": re.compile(r"llama[-_ ]?2.*chat"), "vicuna": re.com
 
 def recognise(model: ModelDir) -> str | None:
     """The built-in format for the model's name; None if none matches."""
+    from flowspec_edge.model.catalogue import find_known  # pydantic takes a while
+
     for name in _names(model):
         if (known := find_known(name)) and known[1].chat_template:
             return known[1].chat_template
@@ -101,6 +104,31 @@ def recognise(model: ModelDir) -> str | None:
             if pattern.search(name.lower()):
                 return kind
     return None
+
+
+def require_template(model: ModelDir, chosen: str | None) -> None:
+    """UsageError for a ``chosen`` template that is missing, or a model without one; needs no transformers."""
+    if chosen is not None:
+        if chosen not in BUILT_IN:
+            read_template(Path(chosen))
+    elif not _has_own_template(model) and recognise(model) is None:
+        raise no_template(model)
+
+
+def no_template(model: ModelDir) -> UsageError:
+    return UsageError(f"{model.path} has no chat template, and its name matches no built-in one; give "
+                      f"--chat-template {', '.join(BUILT_IN)} or a file with a Jinja template")
+
+
+def _has_own_template(model: ModelDir) -> bool:
+    """Whether the tokenizer may have one; its loader decides where its files cannot be read."""
+    if any((model.target / name).exists() for name in _TEMPLATE_FILES):
+        return True
+    path = model.target / "tokenizer_config.json"
+    try:
+        return path.is_file() and bool(read_json_object(path).get("chat_template"))
+    except UsageError:
+        return True
 
 
 def read_template(path: Path) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import ModelDir
-from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.sampling.settings import Sampling
 
 _FILE = "generation_config.json"
 Origin = Literal["command line", "generation_config.json", "default"]

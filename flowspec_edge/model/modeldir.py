@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.catalogue import FETCHED, fetched_dir, find_known, similar_names
 from flowspec_edge.model.config_check import check_config, check_stop_ids
 from flowspec_edge.util.bounded_read import read_json_object
 from flowspec_edge.util.resources import resource_dir
+from flowspec_edge.util.suggest import did_you_mean
 
 DEMO = "demo"
 MANIFEST = "manifest.json"
@@ -131,6 +131,8 @@ def model_path(name_or_path: str) -> Path | None:
         return resource_dir("models") / name_or_path
     if Path(name_or_path).is_dir():
         return Path(name_or_path)
+    from flowspec_edge.model.catalogue import FETCHED, fetched_dir, find_known  # pydantic takes a while
+
     known = find_known(name_or_path)
     return fetched_dir(known[0]) if known and (fetched_dir(known[0]) / FETCHED).is_file() else None
 
@@ -140,12 +142,13 @@ def is_here(name_or_path: str) -> bool:
 
 
 def _absence(name: str) -> str:
+    from flowspec_edge.model.catalogue import find_known, known_models
+
     if known := find_known(name):
         return ("it is in the catalogue, but not on this machine: download it with: flowspec models fetch "
                 f"{known[0]}")
-    meant = similar_names(name)
-    return ("not a directory, and no name in: flowspec models list"
-            + (f"; did you mean {' or '.join(meant)}?" if meant else ""))
+    meant = did_you_mean(name, [*shipped_models(), *known_models()]).rstrip()
+    return "not a directory, and no name in: flowspec models list" + (f"; {meant}" if meant else "")
 
 
 def shipped_models() -> list[str]:

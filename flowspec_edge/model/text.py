@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.chat import BUILT_IN, TURN_ENDS, Message, read_template, recognise
+from flowspec_edge.model.chat import BUILT_IN, TURN_ENDS, Message, no_template, read_template, recognise
 from flowspec_edge.model.grammar import GrammarCompiler
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.tool_format import Tool, ToolFormat, recognise_tool_format
@@ -53,9 +53,7 @@ class Tokenizer:
         if self._jinja is not None:
             return self._rendered(messages, self._jinja, tools)
         if self._built_in is None:
-            raise UsageError(f"{self._model.path} has no chat template, and its name matches no "
-                             f"built-in one; give --chat-template {', '.join(BUILT_IN)} or a file with a "
-                             "Jinja template")
+            raise no_template(self._model)
         ids: list[int] = []
         for piece in BUILT_IN[self._built_in](messages):
             begin, end = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any, Literal, Protocol
 
 from flowspec_edge.model.grammar import Grammar
-from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 
 FinishReason = Literal["stop", "length", "cancelled"]

@@ -51,6 +51,7 @@ class Strategy(ABC):
     name         by which commands and requests know it
     summary      a line for lists
     drafter      draft model: a key of ``modeldir.DRAFT_PARTS``, "ngram", or None
+    parameters   the fields of ``Params`` that it reads itself: the names of ``--set``
     parallelism  "pipeline": every stage has some layers; "megatron", "galaxy": a slice of all
     params       the user's parameters
     builder      numbers rows and builds segments and prunes
@@ -61,6 +62,7 @@ class Strategy(ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
     drafter: ClassVar[str | None] = "eagle2"  # the kind of draft model it wants, if any
+    parameters: ClassVar[tuple[str, ...]] = ()
     parallelism: ClassVar[Parallelism] = "pipeline"  # how the target's devices share a segment
 
     def __init__(self, params: Params, builder: SegmentBuilder, pipeline: Pipeline) -> None:

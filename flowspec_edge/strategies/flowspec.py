@@ -15,7 +15,8 @@ from flowspec_edge.tree.draft_api import Commit
 
 class FlowSpec(TreeStrategy):
     name = "flowspec"
-    summary = "continuous tree speculation: score-ordered, pruned and expanded in flight"
+    summary = "FlowSpec, the paper's: a tree of fixed depth, score-ordered, pruned and expanded in flight"
+    parameters = (*TreeStrategy.parameters, "expand_depth", "expand_size", "extend_depth", "extend_size")
 
     def next_segment(self) -> Segment | None:
         return self.send_best(self.params.segment)

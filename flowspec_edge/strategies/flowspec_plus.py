@@ -37,7 +37,8 @@ _WORTH_LOOKING = math.log(0.02)  # less likely children are not looked up
 
 class FlowSpecPlus(TreeStrategy):
     name = "flowspec_plus"
-    summary = "one lasting tree: the likeliest nodes are drafted and sent, at every depth"
+    summary = "FlowSpec+, this project's: one lasting tree, likeliest nodes first, at any depth (default)"
+    parameters = ("plus_width", "plus_rows", "plus_without")
     tree: BestFirstTree
 
     def __init__(self, params: Params, builder: SegmentBuilder, pipeline: Pipeline) -> None:

@@ -107,6 +107,7 @@ class PipeDec(LayeredStrategy):
 
     name = "pipedec"
     summary = "one layer of a draft model's tree in every stage, hit or miss a timestep (PipeDec)"
+    parameters = ("pipedec_width", "pipedec_children")
     drafter = "lm"
 
     @property
@@ -132,6 +133,7 @@ class SPD(LayeredStrategy):
 
     name = "spd"
     summary = "one token a stage, foreseen from the states in the pipeline (SPD)"
+    parameters = ("spd_width",)
     drafter = "spd"
 
     @classmethod

@@ -20,6 +20,7 @@ from flowspec_edge.tree.segment_builder import SegmentBuilder
 class Pearl(TreeStrategy):
     name = "pearl"
     summary = "the draft makes the next block while the target verifies this one (PEARL)"
+    parameters = ("pearl_gamma",)
     drafter = "lm"
 
     def __init__(self, params: Params, builder: SegmentBuilder, pipeline: Pipeline) -> None:

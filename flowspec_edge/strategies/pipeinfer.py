@@ -30,6 +30,8 @@ from flowspec_edge.tree.segment_builder import SegmentBuilder
 class PipeInfer(TreeStrategy):
     name = "pipeinfer"
     summary = "continuous micro-batches of a draft model, cancelled when refuted (PipeInfer)"
+    parameters = ("pipeinfer_tokens", "pipeinfer_sequences", "pipeinfer_accept", "pipeinfer_split",
+                  "pipeinfer_recovery", "pipeinfer_decay", "pipeinfer_canonical")
     drafter = "lm"
 
     def __init__(self, params: Params, builder: SegmentBuilder, pipeline: Pipeline) -> None:

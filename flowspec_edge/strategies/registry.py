@@ -3,41 +3,57 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Mapping
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import ModelDir
-from flowspec_edge.strategies.autoregressive import Autoregressive
-from flowspec_edge.strategies.base import Strategy
-from flowspec_edge.strategies.flowspec import FlowSpec, FlowSpecNoSBD, PrunedPP
-from flowspec_edge.strategies.flowspec_plus import FlowSpecPlus
-from flowspec_edge.strategies.layered import SPD, PipeDec
+from flowspec_edge.strategies.parameters import COMMON, DRAFTED, all_parameters
 from flowspec_edge.strategies.params import Params
-from flowspec_edge.strategies.pearl import Pearl
-from flowspec_edge.strategies.pipeinfer import PipeInfer
-from flowspec_edge.strategies.synchronous import STPP, ChunkPP, Galaxy, Megatron, Speculative
+from flowspec_edge.util.suggest import did_you_mean
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+    from flowspec_edge.strategies.base import Strategy
 
 ENTRY_POINTS = "flowspec.strategies"  # the group under which a package offers its strategies
 
-STRATEGIES: dict[str, type[Strategy]] = {
-    cls.name: cls for cls in (
-        Autoregressive,
-        ChunkPP,
-        PrunedPP,
-        FlowSpecNoSBD,
-        FlowSpec,
-        FlowSpecPlus,
-        PipeDec,
-        PipeInfer,
-        Pearl,
-        SPD,
-        Speculative,
-        STPP,
-        Megatron,
-        Galaxy,
-    )
+_OWN = {
+    "autoregressive": "autoregressive:Autoregressive",
+    "chunk_pp": "synchronous:ChunkPP",
+    "pruned_pp": "flowspec:PrunedPP",
+    "flowspec_no_sbd": "flowspec:FlowSpecNoSBD",
+    "flowspec": "flowspec:FlowSpec",
+    "flowspec_plus": "flowspec_plus:FlowSpecPlus",
+    "pipedec": "layered:PipeDec",
+    "pipeinfer": "pipeinfer:PipeInfer",
+    "pearl": "pearl:Pearl",
+    "spd": "layered:SPD",
+    "speculative": "synchronous:Speculative",
+    "stpp": "synchronous:STPP",
+    "megatron": "synchronous:Megatron",
+    "galaxy": "synchronous:Galaxy",
 }
+
+
+class _Own(Mapping[str, "type[Strategy]"]):
+    """This package's strategies by name, imported when first asked for: names need no numpy."""
+
+    def __getitem__(self, name: str) -> type[Strategy]:
+        module, _, attribute = _OWN[name].partition(":")
+        found: type[Strategy] = getattr(import_module(f"flowspec_edge.strategies.{module}"), attribute)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_OWN)
+
+    def __len__(self) -> int:
+        return len(_OWN)
+
+
+STRATEGIES = _Own()
 _loaded: dict[str, type[Strategy]] = {}  # from elsewhere, once named
 
 
@@ -51,21 +67,40 @@ def strategy_class(name: str) -> type[Strategy]:
 
     UsageError for an unknown name (with the known ones), or if the import fails or is no strategy.
     """
+    require_strategy(name)
     if chosen := STRATEGIES.get(name) or _loaded.get(name):
         return chosen
     if ":" in name:
+        from importlib.metadata import EntryPoint
+
         return _load(EntryPoint(name.rpartition(":")[2], name, ENTRY_POINTS))
-    if found := _entry_points().get(name):
-        return _load(found)
-    raise UsageError(f"no strategy {name!r}; there are {', '.join(strategy_names())}")
+    return _load(_entry_points()[name])
+
+
+def require_strategy(name: str) -> None:
+    """UsageError for an unknown name; nothing is imported."""
+    if name in _OWN or name in _loaded or ":" in name or name in _entry_points():
+        return
+    raise UsageError(f"no strategy {name!r}; {did_you_mean(name, strategy_names())}"
+                     f"there are {', '.join(strategy_names())}")
+
+
+def parameters_of(chosen: type[Strategy]) -> tuple[str, ...]:
+    """The names of the ``Params`` that ``chosen`` reads, its own first."""
+    drafted = DRAFTED if chosen.drafter else ()
+    return tuple(dict.fromkeys([*chosen.parameters, *drafted, *COMMON]))
 
 
 def _entry_points() -> dict[str, EntryPoint]:
+    from importlib.metadata import entry_points
+
     return {found.name: found for found in entry_points(group=ENTRY_POINTS) if found.name not in STRATEGIES}
 
 
 def _load(found: EntryPoint) -> type[Strategy]:
     module, _, attribute = found.value.partition(":")
+    from flowspec_edge.strategies.base import Strategy
+
     try:
         chosen = getattr(import_module(module), attribute)
     except Exception as error:  # whatever the module's own code raises
@@ -76,6 +111,9 @@ def _load(found: EntryPoint) -> type[Strategy]:
     name, summary = (getattr(chosen, key, None) for key in ("name", "summary"))
     if not (isinstance(name, str) and name.isidentifier() and isinstance(summary, str)):
         raise UsageError(f"{found.value} needs two class attributes: name, an identifier, and summary")
+    if unknown := sorted(set(chosen.parameters) - set(all_parameters())):
+        raise UsageError(f"{found.value} lists parameters that do not exist: {', '.join(unknown)}; it can "
+                         "read the fields of flowspec_edge.Params")
     known = STRATEGIES.get(name) or _loaded.setdefault(name, chosen)
     if known is not chosen:
         raise UsageError(f"{found.value} has the name of another strategy, {name}: give it its own")

@@ -77,6 +77,7 @@ class Speculative(WholeTree):
 
     name = "speculative"
     summary = "a draft model's chain, verified in one go, by turns (PEARL's and PipeInfer's baseline)"
+    parameters = ("speculative_gamma",)
     drafter = "lm"
 
     def begin_round(self) -> None:
@@ -101,6 +102,7 @@ class STPP(WholeTree):
 
     name = "stpp"
     summary = "a static token tree, verified whole through the pipeline (PipeDec's baseline)"
+    parameters = ("stpp_branching",)
     drafter = "lm"
 
     def begin_round(self) -> None:

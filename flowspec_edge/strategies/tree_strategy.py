@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from flowspec_edge.messages import Cancel, Prune, Segment
 from flowspec_edge.strategies.base import Pipeline, Strategy
@@ -23,6 +24,7 @@ class TreeStrategy(Strategy):
     Accepting, committing, pruning, and a new round after a miss are done here.
     """
 
+    parameters: ClassVar[tuple[str, ...]] = ("tree_size", "width", "depth")  # of the initial tree
     order: Order = "score"
 
     def __init__(self, params: Params, builder: SegmentBuilder, pipeline: Pipeline) -> None:

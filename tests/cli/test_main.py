@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
+from dataclasses import asdict
 from functools import cache
 from io import StringIO
 from typing import Any
@@ -16,8 +20,9 @@ import pytest
 import typer
 from tiny_dir import tiny_model_dir
 
-from flowspec_edge.cli.main import app, main
+from flowspec_edge.cli.main import Commands, app, main
 from flowspec_edge.config import profile_names
+from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES
 
 COMMAND = (sys.executable, "-m", "flowspec_edge.cli.main")
@@ -25,7 +30,7 @@ COMMAND = (sys.executable, "-m", "flowspec_edge.cli.main")
 
 def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], bool]]:
     """Every visible command's path, and whether it is a group."""
-    children = getattr(group, "commands", {})
+    children = getattr(group, "commands", {}) if path else {name: group.load(name) for name in Commands.lazy}
     yield path, bool(children)
     for name, child in children.items():
         if not child.hidden:
@@ -33,14 +38,18 @@ def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
 
 
 COMMANDS = dict(commands(typer.main.get_command(app)))
-LISTS = {("strategies",), ("profiles",), ("models", "list")}  # which take nothing
+LISTS = {("profiles",), ("models", "list")}  # which take nothing
+
+
+def printed(*arguments: str) -> str:
+    with redirect_stdout(StringIO()) as said:
+        assert main(arguments) == 0
+    return said.getvalue()
 
 
 @cache
 def help_of(command: tuple[str, ...]) -> str:
-    with redirect_stdout(StringIO()) as said:
-        assert main([*command, "--help"]) == 0
-    return said.getvalue()
+    return printed(*command, "--help")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -58,13 +67,38 @@ def test_help_has_examples(command: tuple[str, ...]) -> None:
 
 def test_the_commands_that_others_call() -> None:
     """Names that are a contract."""
-    assert {("demo",), ("generate",), ("serve",), ("up",), ("chat",), ("doctor",), ("plan",),
+    assert {("demo",), ("generate",), ("serve",), ("chat",), ("doctor",), ("plan",),
             ("device", "profile"), ("device", "peer"),
             ("bench", "run"), ("bench", "tables"), ("bench", "plot"), ("bench", "timeline"),
             ("models", "train-spd"), ("models", "train-head"), ("models", "shard"),
             ("models", "inspect"), ("models", "verify"), ("device", "kernels"),
             *(("sweep", axis) for axis in ("bandwidth", "depth", "stages", "segment", "latency")),
             } <= set(COMMANDS)
+
+
+def test_a_list_of_commands_says_what_each_one_says_of_itself() -> None:
+    """The lines are written twice: the list of commands does not import them."""
+    for name, lazy in Commands.lazy.items():
+        loaded = lazy.load()
+        help_text = loaded.info.help if isinstance(loaded, typer.Typer) else inspect.getdoc(loaded)
+        if not lazy.hidden:
+            assert " ".join(str(help_text).split("\n\n")[0].split()) == lazy.summary, name
+
+
+@pytest.mark.parametrize("command", [("generate",), ("chat",), ("serve",), ("bench", "run"),
+                                     ("bench", "tables"), ("bench", "timeline"), ("sweep", "bandwidth")])
+def test_help_is_short_and_help_all_complete(command: tuple[str, ...]) -> None:
+    short, full = (set(re.findall(r"^│ (--[a-z-]+)", help_text, re.MULTILINE)) for help_text in (
+        help_of(command), printed(*command, "--help-all")))
+    assert {"--set", "--help-all"} < short < full
+    assert len(short) <= 20
+    assert not {"--tau", "--pipedec-width", "--answer-tokens"} & full  # spellings that --set replaced
+
+
+def test_every_parameter_is_listed_by_a_strategy_that_reads_it() -> None:
+    listed = {row["name"]: row["default"] for name in STRATEGIES
+              for row in json.loads(printed("strategies", name, "--json"))["parameters"]}
+    assert listed == asdict(Params())
 
 
 def test_lists_have_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:

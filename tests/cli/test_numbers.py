@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import typer
-from optionkit import commands, options
+from optionkit import all_commands, options
 
 from flowspec_edge.cli.main import app, main
+from flowspec_edge.errors import UsageError
+from flowspec_edge.strategies.parameters import all_parameters, set_parameters
+from flowspec_edge.strategies.params import Params
 
 # Each option once: commands share their definitions.
-NUMBERS = {(name, info.min, info.max, str(info.callback)): (path, name) for path, function in commands(app)
+NUMBERS = {(name, info.min, info.max, str(info.callback)): (path, name) for path, function in all_commands()
            if path[0] != "up"  # the same as serve
            for name, types, info in options(function) if types & {int, float}}
 # Numbers that are lists in a text.
@@ -22,6 +25,8 @@ LISTS = [(("sweep", "bandwidth"), "--mbps"), (("sweep", "depth"), "--depths"),
          (("bench", "run"), "--temperatures"), (("models", "shard"), "--split"),
          (("device", "kernels"), "--rows"), (("device", "kernels"), "--shape"),
          (("generate",), "--stpp-branching")]
+# Parameters of strategies: --set NAME=VALUE.
+SETTINGS = [name for name, one in all_parameters().items() if one.kind in (int, float)]
 # What the commands must be given; none of it exists.
 GIVEN = {("generate",): ["x = "], ("models", "shard"): ["--model", "demo", "--out", "OUT"],
          ("models", "inspect"): ["NONE"], ("models", "train-head"): ["--model", "NONE"],
@@ -34,6 +39,14 @@ LARGE = {"--seed": 2**64}  # else 10^18
 def built() -> Any:
     """The commands, made once: typer takes a while."""
     return typer.main.get_command(app)
+
+
+@pytest.mark.parametrize("value", ["nan", "-1", "", "1e309", str(10**18), "1" * 5000])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_an_absurd_parameter_is_refused(value: str, name: str) -> None:
+    with pytest.raises(UsageError, match=name.replace("_", "[-_]")) as caught:
+        set_parameters(Params(), [f"{name}={value}"], all_parameters(), "any strategy")
+    assert len(str(caught.value)) < 200
 
 
 @pytest.mark.parametrize("values", [("nan", "-1"), pytest.param(

@@ -13,17 +13,20 @@ from flowspec_edge.cli.bench.options import (
     PAPER,
     BenchOptions,
     FromOption,
+    measured_by_default,
     parse_strategies,
 )
-from flowspec_edge.cli.common.options import with_dataclasses
+from flowspec_edge.cli.common.option_groups import with_dataclasses
+from flowspec_edge.cli.common.options import OUTPUT
 from flowspec_edge.errors import UsageError
-from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import Params
 
 app = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 
 
-@with_dataclasses(options=BenchOptions, sampling=Sampling, params=Params)
+@with_dataclasses(strategies=measured_by_default(FLOWSPEC_AND_ABLATIONS), rare=("top_k", "top_p"),
+                  options=BenchOptions, sampling=Sampling, params=Params)
 def run(*, options: BenchOptions, sampling: Sampling, params: Params) -> None:
     """Run strategies on the same prompts and check every token against plain decoding.
 
@@ -32,7 +35,7 @@ def run(*, options: BenchOptions, sampling: Sampling, params: Params) -> None:
     Examples:
 
       flowspec bench run --limit 16
-      flowspec bench run --strategies chunk_pp,flowspec --temperature 1 --rank draft --json out.json
+      flowspec bench run --strategies chunk_pp,flowspec --temperature 1 --set rank=draft --json out.json
       flowspec bench run --strategies all --prompts mt_bench.jsonl --prompts gsm8k.jsonl --temperatures 0,1
       --repeats 3 --truncate 1024 --json out.json --resume
       flowspec bench run --prompts spec_bench/question.jsonl --by-category --limit 10
@@ -54,12 +57,15 @@ def run(*, options: BenchOptions, sampling: Sampling, params: Params) -> None:
     fail_if_different(report.differences)
 
 
-@with_dataclasses(without=("temperature",), options=BenchOptions, sampling=Sampling, params=PAPER)
+@with_dataclasses(without=("temperature",), rare=("top_k", "top_p", "jobs"), options=BenchOptions,
+                  sampling=Sampling, params=PAPER)
 def tables(
     files: FromOption = None,
     markdown: Annotated[Path | None, typer.Option(
-        "--out", help="Write the tables here, not to standard output.", metavar="FILE.md")] = None,
-    published: Annotated[bool, typer.Option("--published", help="Add the paper's means.")] = False,
+        "--out", help="Write the tables here, not to standard output.", metavar="FILE.md",
+        rich_help_panel=OUTPUT)] = None,
+    published: Annotated[bool, typer.Option(
+        "--published", help="Add the paper's means.", rich_help_panel=OUTPUT)] = False,
     *,
     options: BenchOptions,
     sampling: Sampling,

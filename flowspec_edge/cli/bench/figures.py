@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from flowspec_edge.cli.bench.options import FromOption, require_files
+from flowspec_edge.cli.common.option_groups import of_strategy, with_dataclasses
 from flowspec_edge.cli.common.options import (
     MOST_REPEATS,
     DeviceOption,
@@ -18,11 +19,10 @@ from flowspec_edge.cli.common.options import (
     ProfileOption,
     StagesOption,
     StrategyOption,
-    with_dataclasses,
 )
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import DEMO
-from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import Params
 
 
@@ -49,7 +49,7 @@ def plot(
     draw([load_report(path) for path in paths], out)
 
 
-@with_dataclasses(sampling=Sampling, params=Params)
+@with_dataclasses(strategies=of_strategy, sampling=Sampling, params=Params)
 def timeline(
     strategy: StrategyOption = "flowspec",
     prompt: Annotated[str | None, typer.Option(

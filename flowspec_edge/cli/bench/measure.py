@@ -28,7 +28,7 @@ from flowspec_edge.config import Profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import DEMO, ModelDir, resolve_model
 from flowspec_edge.model.text import Tokenizer
-from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import Params
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ def measure(options: BenchOptions, sampling: Sampling, params: Params, strategie
             temperatures: str | None = None) -> BenchReport:
     """Run everything and save it to ``options.out`` step by step; all options are checked before that."""
     from flowspec_edge.bench.results.atomic_write import check_writable
-    from flowspec_edge.bench.results.host_info import host_info
     from flowspec_edge.bench.run.runner import measure as measure_plan
 
     names = parse_strategies(options.strategies or strategies)
@@ -57,6 +56,8 @@ def measure(options: BenchOptions, sampling: Sampling, params: Params, strategie
     processes = clock_settings.processes(options.stages)
     options = replace(options, device=device_of(options.device, model, dtype_of(model, options.dtype),
                                                 processes=processes))
+    from flowspec_edge.bench.results.host_info import host_info  # numpy, when all options are checked
+
     report = resume(options, load_report, BenchReport(
         clock_settings.profile_name, clock_settings.clock,
         settings_for(options, tasks, model, clock_settings.profile, sampling, params),

@@ -9,9 +9,15 @@ from typing import Annotated
 
 import typer
 
+from flowspec_edge.cli.common.option_groups import StrategiesOf
 from flowspec_edge.cli.common.options import (
     MOST_REPEATS,
     MOST_TOKENS,
+    OUTPUT,
+    PROMPTS,
+    SAMPLING,
+    STRATEGY,
+    TIME,
     ClockOption,
     DeviceOption,
     DtypeOption,
@@ -25,7 +31,7 @@ from flowspec_edge.cli.common.options import (
 )
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import DEMO
-from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import Params
 
 PAPER = Params(draft="eagle2", pipedec_width=16)  # the FlowSpec paper's comparison, section V-A
@@ -35,7 +41,8 @@ FromOption = Annotated[list[Path] | None, typer.Option(
     "--from", help="A file that bench run or bench tables wrote with --json; may be given several times.",
     metavar="OUT.json")]
 StrategiesOption = Annotated[str | None, typer.Option(
-    "--strategies", help="Names, separated by commas, or all.", show_default=False)]
+    "--strategies", help="Names of flowspec strategies, separated by commas, or all.", show_default=False,
+    metavar="NAME,NAME", rich_help_panel=STRATEGY)]
 
 
 @dataclass(frozen=True)
@@ -46,27 +53,32 @@ class BenchOptions:
     prompts: Annotated[list[Path] | None, typer.Option(
         "--prompts", help="JSONL with prompt or turns, as question.jsonl of FlowSpec, EAGLE and Spec-Bench; "
                           "each file is a task.  Default: the demonstration's held-out prompts.",
-        metavar="F.jsonl", show_default=False)] = None
+        metavar="F.jsonl", show_default=False, rich_help_panel=PROMPTS)] = None
     by_category: Annotated[bool, typer.Option(
         "--by-category", help="Each category of the files is a task; MT-bench's eight are one, as in "
-                              "Spec-Bench.")] = False
+                              "Spec-Bench.",
+        hidden=True, rich_help_panel=PROMPTS)] = False
     limit: Annotated[int | None, typer.Option(
-        "--limit", min=1, max=MOST_REPEATS, help="Only a task's first N prompts.")] = None
+        "--limit", min=1, max=MOST_REPEATS, help="Only a task's first N prompts.", metavar="N",
+        rich_help_panel=PROMPTS)] = None
     truncate: Annotated[int | None, typer.Option(
-        "--truncate", min=1, max=MOST_TOKENS, help="Only the last N tokens of a prompt.", metavar="N")] = None
+        "--truncate", min=1, max=MOST_TOKENS, help="Only the last N tokens of a prompt.", metavar="N",
+        hidden=True, rich_help_panel=PROMPTS)] = None
     temperatures: Annotated[str | None, typer.Option(
         "--temperatures", help="Several temperatures, separated by commas, instead of --temperature.",
-        metavar="T,T", show_default=False)] = None
+        metavar="T,T", show_default=False, rich_help_panel=SAMPLING)] = None
     repeats: Annotated[int, typer.Option(
         "--repeats", min=1, max=MOST_REPEATS,
         help="Run everything R times, with seeds one apart, and report the standard "
-                                 "deviation.  Greedy text in virtual time runs once.", metavar="R")] = 1
+                                 "deviation.  Greedy text in virtual time runs once.", metavar="R",
+        hidden=True, rich_help_panel=SAMPLING)] = 1
     warmup: Annotated[int, typer.Option(
-        "--warmup", min=0, max=MOST_REPEATS, help="Requests per strategy before measuring.", metavar="W")] = 0
+        "--warmup", min=0, max=MOST_REPEATS, help="Requests per strategy before measuring.", metavar="W",
+        hidden=True, rich_help_panel=TIME)] = 0
     idle_seconds: Annotated[float, typer.Option(
         "--idle-seconds", min=0, max=3600, callback=not_nan,
         help="On boards that measure power: idle for so long before the first request; idle power is "
-             "measured after the first second.", metavar="S")] = 5.0
+             "measured after the first second.", metavar="S", hidden=True, rich_help_panel=TIME)] = 5.0
     model: ModelOption = DEMO
     stages: StagesOption = 0
     dtype: DtypeOption = "auto"
@@ -77,14 +89,15 @@ class BenchOptions:
     emulate: EmulateOption = None
     out: JsonOption = None
     resume: Annotated[bool, typer.Option(
-        "--resume", help="Keep the figures in --json's file and measure the missing ones.")] = False
+        "--resume", help="Keep the figures in --json's file and measure the missing ones.",
+        rich_help_panel=OUTPUT)] = False
 
     jobs: Annotated[int, typer.Option(
         "--jobs", min=1, max=1024, help="Processes for requests in virtual time; figures are those of one.",
-        metavar="N")] = 1
+        metavar="N", rich_help_panel=TIME)] = 1
     dask: Annotated[str | None, typer.Option(
         "--dask", help="Let the workers of this Dask scheduler compute, such as tcp://10.0.0.9:8786.",
-        metavar="ADDRESS", show_default=False)] = None
+        metavar="ADDRESS", show_default=False, hidden=True, rich_help_panel=TIME)] = None
 
     @property
     def parallel(self) -> bool:
@@ -100,16 +113,23 @@ class BenchOptions:
             raise UsageError("--resume needs --json OUT: the file to resume")
 
 
+def measured_by_default(names: str) -> StrategiesOf:
+    """For ``with_dataclasses``: the strategies of ``--strategies``, else ``names``."""
+    return lambda given: parse_strategies(given["options"].strategies or names)
+
+
 def parse_strategies(text: str) -> list[str]:
     """Without duplicates; errors as for ``strategy_class``."""
-    from flowspec_edge.strategies.registry import strategy_class, strategy_names
+    from flowspec_edge.strategies.registry import require_strategy, strategy_class, strategy_names
 
     if text.strip() == "all":
         return strategy_names()
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
         raise UsageError("--strategies has no name; see: flowspec strategies")
-    return [strategy_class(name).name for name in names]
+    for name in names:
+        require_strategy(name)
+    return [strategy_class(name).name if ":" in name else name for name in names]
 
 
 def parse_temperatures(text: str | None, sampling: Sampling) -> list[float]:

@@ -9,6 +9,7 @@ import typer
 
 from flowspec_edge.cli.boards.kernels import kernels
 from flowspec_edge.cli.common.options import MOST_SECONDS, Dtype, ModelOption, ThreadsOption, not_nan
+from flowspec_edge.cli.common.progress import done_of, plain_lines
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import DEMO
 
@@ -166,6 +167,11 @@ class _Bar:
             TextColumn("{task.description:13}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(),
             console=console, transient=True, disable=not console.is_terminal)
         self._task = self._progress.add_task("", total=1.0)
+        self._lines = plain_lines(self._line)
+
+    def _line(self, seconds: float) -> str:
+        task = self._progress.tasks[0]
+        return f"profile: {task.description}, {done_of(100 * task.completed, 100, seconds, '%')}"
 
     def report(self, phase: str, share: float) -> None:
         names = list(_PHASES)
@@ -174,7 +180,9 @@ class _Bar:
 
     def __enter__(self) -> _Bar:
         self._progress.start()
+        self._lines.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._lines.__exit__(None, None, None)
         self._progress.stop()

@@ -70,9 +70,11 @@ def plan(
         raise UsageError("give --devices: a profile (see: flowspec profiles), NAME:5 for five, "
                          "or a cluster file")
 
+    from flowspec_edge.fleet.planning.board_spec import parse_devices
+
+    members = parse_devices(devices)  # a wrong name is found before torch is imported
     from flowspec_edge.cli.bench.options import parse_strategies
     from flowspec_edge.cli.boards.plan_report import show
-    from flowspec_edge.fleet.planning.board_spec import parse_devices
     from flowspec_edge.fleet.planning.draft_turn import device_mismatch
     from flowspec_edge.fleet.planning.estimate import STRATEGIES, check_strategies
     from flowspec_edge.fleet.planning.layer_split import problem_for
@@ -80,7 +82,6 @@ def plan(
 
     names = parse_strategies(strategies) if strategies else list(STRATEGIES)
     check_strategies(names)
-    members = parse_devices(devices)
     size = model_bytes(model, dtype)
     if context > size.max_positions:
         raise UsageError(f"--context {context} is more than the {size.max_positions} tokens that "
@@ -160,7 +161,7 @@ def _predict(report: PlanReport, problem: SplitProblem, model: str, names: Seque
     params, stages = requests[0].params, len(report.plan.stages) if report.plan else 1
     require_runnable(names if report.plan else estimate.ALONE, source, params, "virtual", stages)
     steps = len(requests) * ((len(names) if report.plan else 0) + len(estimate.ALONE) * bool(report.alone))
-    with progress(steps) as advance:
+    with progress(steps, "plan") as advance:
         if report.plan:
             report.predictions = estimate.predict(report.plan, names, source.path, requests, advance)
         if report.alone:
@@ -185,7 +186,7 @@ def prediction_requests(source: ModelDir, draft: Literal["head", "ngram"]) -> li
     from flowspec_edge.bench.run.tasks import load_prompts
     from flowspec_edge.cli.common.workload import demo_prompts, requests_for
     from flowspec_edge.model.text import Tokenizer
-    from flowspec_edge.sampling.rule import Sampling
+    from flowspec_edge.sampling.settings import Sampling
     from flowspec_edge.strategies.params import Draft, Params
 
     prompts = load_prompts(demo_prompts(), _PROMPTS)

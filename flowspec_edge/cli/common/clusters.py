@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 
 from flowspec_edge.cli.common.defaults import dtype_of
 from flowspec_edge.cli.common.options import Clock, DtypeChoice
-from flowspec_edge.config import Profile, load_profile
 from flowspec_edge.model.modeldir import ModelDir
-from flowspec_edge.runtime.request import ClusterBackend, SharedCluster
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from flowspec_edge.config import Profile
     from flowspec_edge.fleet.inventory import Inventory
     from flowspec_edge.runtime.cluster.addresses import Placement
     from flowspec_edge.runtime.cluster.clusters import SharingOptions
     from flowspec_edge.runtime.observe.observer import Observer
+    from flowspec_edge.runtime.request import ClusterBackend, SharedCluster
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,8 @@ class ClockSettings:
 
 def choose_clock(clock: Clock, profile: str, emulate: str | None) -> ClockSettings:
     """UsageError for an unknown profile."""
+    from flowspec_edge.config import load_profile  # pydantic takes a while
+
     described = load_profile(profile)  # in real time, too: a wrong name is an error
     if emulate is not None:
         return ClockSettings("wall", load_profile(emulate))

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from flowspec_edge.cli.common.options import Dtype, DtypeChoice
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.manifest import Manifest
 from flowspec_edge.model.modeldir import ModelDir
 
 if TYPE_CHECKING:
+    from flowspec_edge.model.manifest import Manifest
     from flowspec_edge.util.torchdevice import TorchGpu
 
 _ROWS = 4096  # of text whose caches must fit on a GPU, unless the model takes fewer
@@ -60,7 +60,7 @@ def loaded_bytes(model: ModelDir, dtype: Dtype, copies: int = 1, rows: int | Non
     """Bytes of ``copies`` targets, D0's models, and caches of ``rows`` rows."""
     rows = min(_ROWS, model.max_positions) if rows is None else rows
     if model.sharded:
-        manifest = Manifest.read(model.path)
+        manifest = _manifest(model)
         wider = _BYTES[dtype] / _BYTES[manifest.compute_dtype]
         d0 = manifest.parts["draft"]
         stages = [part for name, part in manifest.parts.items() if name != "draft"]
@@ -73,6 +73,12 @@ def loaded_bytes(model: ModelDir, dtype: Dtype, copies: int = 1, rows: int | Non
     return copies * size.target_weights + size.d0_weights + caches
 
 
+def _manifest(model: ModelDir) -> Manifest:
+    from flowspec_edge.model.manifest import Manifest  # pydantic takes a while
+
+    return Manifest.read(model.path)
+
+
 _STAGES = 4
 
 
@@ -80,7 +86,7 @@ def stages_of(model: ModelDir, requested: int) -> int:
     """0: those of a sharded model, or the paper's four."""
     if not model.sharded:
         return requested or _STAGES
-    manifest = Manifest.read(model.path)
+    manifest = _manifest(model)
     if requested:
         manifest.check_stages(requested)
     return manifest.stages
@@ -90,7 +96,7 @@ def dtype_of(model: ModelDir, requested: DtypeChoice) -> Dtype:
     """"auto": the compute dtype of a sharded model, or fp32."""
     if requested != "auto":
         return requested
-    return Manifest.read(model.path).compute_dtype if model.sharded else "fp32"
+    return _manifest(model).compute_dtype if model.sharded else "fp32"
 
 
 def require_unsharded(model: ModelDir, strategy: str) -> None:

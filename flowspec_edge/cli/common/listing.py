@@ -2,19 +2,67 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from flowspec_edge.util.terminal import plain, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from flowspec_edge.strategies.base import Strategy
 
-def strategies() -> None:
-    """List the strategies, those of installed packages included (entry points "flowspec.strategies")."""
+
+def strategies(
+    name: Annotated[str | None, typer.Argument(
+        help="One of them: list its parameters.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+) -> None:
+    """List the strategies; with a name, its parameters.
+
+    flowspec is the FlowSpec paper's method; flowspec_plus (FlowSpec+), the default, is this project's
+    extension of it: one tree lasts as long as the round, and its likeliest nodes are drafted and sent at any
+    depth.  Strategies of installed packages are listed, too (entry points "flowspec.strategies").
+
+    Examples:
+
+      flowspec strategies
+      flowspec strategies pipedec
+    """
     from flowspec_edge.strategies.registry import strategy_class, strategy_names
 
-    print_columns([(name, strategy_class(name).summary) for name in strategy_names()])
+    if name is not None:
+        _describe(strategy_class(name), as_json)
+        return
+    found: list[tuple[str, ...]] = [(other, strategy_class(other).summary) for other in strategy_names()]
+    if as_json:
+        print(json.dumps([{"name": other, "summary": summary} for other, summary in found], indent=2))
+    else:
+        print_columns(found)
+
+
+def _describe(chosen: type[Strategy], as_json: bool) -> None:
+    from flowspec_edge.strategies.parameters import all_parameters
+    from flowspec_edge.strategies.registry import parameters_of
+
+    every = all_parameters()
+    found = [every[parameter] for parameter in parameters_of(chosen)]
+    if as_json:
+        rows = [{"name": p.name, "default": p.default, "range": p.range, "meaning": p.meaning} for p in found]
+        print(json.dumps({"name": chosen.name, "summary": chosen.summary, "parameters": rows}, indent=2))
+        return
+    print(f"{chosen.name}: {printable(chosen.summary)}\n")
+    print_columns([("parameter", "default", "range", "meaning"),
+                   *((p.name, _as_text(p.default), p.range, p.meaning) for p in found)])
+    first = found[0]
+    print(f"\nExample: flowspec generate \"import os\" --strategy {chosen.name} "
+          f"--set {first.name}={_as_text(first.default)}")
+
+
+def _as_text(default: object) -> str:
+    return str(default).lower() if isinstance(default, bool) else str(default) or "-"
 
 
 def profiles() -> None:

@@ -1,29 +1,29 @@
-"""Requests and their checks, plain decoding as the reference, and a progress bar."""
+"""Requests and their checks, and plain decoding as the reference."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowspec_edge.bench.run.runner import NearTieJudge, PlainDecoding
-from flowspec_edge.bench.run.tasks import Prompt
 from flowspec_edge.cli.common.defaults import dtype_of, require_unsharded
 from flowspec_edge.cli.common.options import Clock, DtypeChoice
+from flowspec_edge.cli.common.progress import progress as progress
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.modeldir import DEMO, DRAFT_PARTS, ModelDir
-from flowspec_edge.model.text import Tokenizer
-from flowspec_edge.runtime.request import Request
-from flowspec_edge.sampling.rule import Sampling
-from flowspec_edge.strategies.params import Params
 from flowspec_edge.util.resources import resource_dir
 
 if TYPE_CHECKING:
     from flowspec_edge.bench.run.near_ties import NearTies
+    from flowspec_edge.bench.run.runner import NearTieJudge, PlainDecoding
+    from flowspec_edge.bench.run.tasks import Prompt
+    from flowspec_edge.model.text import Tokenizer
     from flowspec_edge.runtime.plain import PlainDecoder
+    from flowspec_edge.runtime.request import Request
+    from flowspec_edge.sampling.settings import Sampling
+    from flowspec_edge.strategies.params import Params
 
 
 def demo_prompts() -> Path:
@@ -35,6 +35,8 @@ def requests_for(tokenizer: Tokenizer, model: ModelDir, prompts: Sequence[Prompt
                  sampling: Sampling, params: Params, truncate: int | None = None,
                  advice: str = "lower --max-new-tokens") -> list[Request]:
     """One request per prompt, of its last ``truncate`` tokens; UsageError for a prompt that does not fit."""
+    from flowspec_edge.runtime.request import Request
+
     requests = []
     for prompt in prompts:
         ids = tokenizer.encode(prompt.text)
@@ -109,26 +111,6 @@ def fail_if_different(differences: Sequence[object]) -> None:
         print(f"flowspec: not identical: {difference}", file=sys.stderr)
     if differences:
         raise FlowspecError("not every text is that of plain decoding; see above")
-
-
-@contextmanager
-def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr, if that is a terminal; call the result before each of ``total`` steps."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description:16}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total)
-        started = 0
-
-        def advance(what: str) -> None:
-            nonlocal started
-            bar.update(task, description=what, completed=started)
-            started += 1
-
-        yield advance
 
 
 def _drafts(model: ModelDir) -> str:

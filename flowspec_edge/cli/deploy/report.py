@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from flowspec_edge.cli.common.progress import plain_lines
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.deploy.report import Watch
 
@@ -47,6 +48,12 @@ class RolloutProgress(Watch):
         with self._lock:
             self._progress.update(self._task(what), completed=done, total=total, status=status)
 
+    def line(self) -> str:
+        """The phase, and what each active board does."""
+        with self._lock:
+            about = [f"{task.description.strip()} {task.fields['status']}" for task in self._progress.tasks]
+        return "; ".join(" ".join(text.split()) for text in about if text.strip()) or "working"
+
     def _task(self, name: str) -> TaskID:
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(f"  {name}", total=None, status="")
@@ -64,8 +71,11 @@ def watch_rollout(quiet: bool) -> Iterator[Watch]:
 
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(bar_width=20),
                TextColumn("{task.fields[status]}", markup=False), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        yield RolloutProgress(progress)
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        watch = RolloutProgress(progress)
+        with plain_lines(lambda seconds: f"{watch.line()}, {seconds:.0f} s"):
+            yield watch
 
 
 def print_report(report: DeployReport, verb: str, as_json: bool, dry_run: bool = False) -> None:

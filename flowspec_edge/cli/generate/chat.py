@@ -17,31 +17,35 @@ import typer
 
 from flowspec_edge.cli.common.clusters import choose_clock, open_processes
 from flowspec_edge.cli.common.defaults import device_of, dtype_of, stages_of
+from flowspec_edge.cli.common.option_groups import of_strategy, with_dataclasses
 from flowspec_edge.cli.common.options import (
-    MOST_TOKENS,
+    OUTPUT,
+    PROMPTS,
     ChatTemplateOption,
     DeviceOption,
     DtypeOption,
     EmulateOption,
+    FormerTokensOption,
+    MaxNewTokensOption,
     ModelOption,
     StagesOption,
     StrategyOption,
-    with_dataclasses,
 )
 from flowspec_edge.cli.common.workload import require_runnable
-from flowspec_edge.cli.generate.chat_screen import ChatScreen
 from flowspec_edge.cli.generate.command import explicit_options
 from flowspec_edge.errors import UsageError
+from flowspec_edge.model.chat import require_template
 from flowspec_edge.model.generation import choose_sampling
 from flowspec_edge.model.modeldir import DEMO, resolve_model
-from flowspec_edge.runtime.request import Request, Result, SharedCluster
-from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
-from flowspec_edge.strategies.registry import strategy_class
+from flowspec_edge.strategies.registry import require_strategy, strategy_class
 
 if TYPE_CHECKING:
+    from flowspec_edge.cli.generate.chat_screen import ChatScreen
     from flowspec_edge.model.text import Tokenizer
     from flowspec_edge.runtime.cluster.clusters import SharingOptions
+    from flowspec_edge.runtime.request import Result, SharedCluster
     from flowspec_edge.serving.conversation import Conversation
 
 _QUOTES = '"""'
@@ -56,21 +60,23 @@ _HELP = """/stats            figures of the last answer, of all answers, and of 
 Text between lines of \"\"\" is one message; Ctrl-C stops an answer, Ctrl-D ends the chat."""
 
 
-@with_dataclasses(sampling=Sampling, params=Params)
+@with_dataclasses(sampling=Sampling, params=Params, strategies=of_strategy)
 def chat(
     context: typer.Context,
     model: ModelOption = DEMO,
     system: Annotated[str | None, typer.Option(
-        "--system", help="The system's message.", metavar="TEXT", show_default=False)] = None,
+        "--system", help="The system's message.", metavar="TEXT", show_default=False,
+        rich_help_panel=PROMPTS)] = None,
     chat_template: ChatTemplateOption = None,
     strategy: StrategyOption = DEFAULT_STRATEGY,
     stages: StagesOption = 0,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
-    answer_tokens: Annotated[int, typer.Option(
-        "--answer-tokens", min=1, max=MOST_TOKENS, help="The longest answer.")] = 1024,
+    max_new_tokens: MaxNewTokensOption = 1024,
+    answer_tokens: FormerTokensOption = None,
     emulate: EmulateOption = None,
-    live: Annotated[bool, typer.Option("--live", help="Print a line per stage during an answer.")] = False,
+    live: Annotated[bool, typer.Option(
+        "--live", help="Print a line per stage during an answer.", rich_help_panel=OUTPUT)] = False,
     *,
     sampling: Sampling,
     params: Params,
@@ -86,21 +92,24 @@ def chat(
       flowspec chat --chat-template vicuna --live
       echo "What is a pipeline?" | flowspec chat --model vicuna-7b-v1.5
     """
-    chosen = strategy_class(strategy)
+    require_strategy(strategy)
     found = resolve_model(model)
     stages = stages_of(found, stages)
     clock_settings = choose_clock("wall", "paper-7b", emulate)
+    require_template(found, chat_template)
+    chosen = strategy_class(strategy)
     require_runnable([chosen.name], found, params, "wall", stages)
     device = device_of(device, found, dtype_of(found, dtype), processes=clock_settings.processes(stages))
     explicit = explicit_options(context, asdict(sampling))
     sampling, _ = choose_sampling(sampling, explicit, found)
 
+    from flowspec_edge.cli.generate.chat_screen import ChatScreen
     from flowspec_edge.model.text import Tokenizer
     from flowspec_edge.runtime.draft_device.capacity import cache_rows
     from flowspec_edge.serving.conversation import Conversation
 
     tokenizer = Tokenizer(found, chat_template)
-    conversation = Conversation(tokenizer, found, answer_tokens, system)
+    conversation = Conversation(tokenizer, found, answer_tokens or max_new_tokens, system)
     sharing: SharingOptions = {"at_once": 1, "cache_rows": cache_rows(found.max_positions, 1, params, stages),
                         "rejoin_within": _REJOIN_S}
     with (ChatScreen() as screen,
@@ -130,6 +139,8 @@ class ChatSession:
 
     def start(self) -> None:
         """Generate one token, so that the first question does not wait for the stages to start."""
+        from flowspec_edge.runtime.request import Request
+
         with self.screen.working("starting the stages"):
             self.cluster.generate(Request([0], self.strategy, 1, params=self.params))
 
@@ -150,6 +161,7 @@ class ChatSession:
 
     def answer(self, text: str) -> None:
         from flowspec_edge.model.text import TextStream
+        from flowspec_edge.runtime.request import Request
 
         question = self.conversation.ask(text)
         if question.left_out:

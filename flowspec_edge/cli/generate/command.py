@@ -16,7 +16,12 @@ import typer
 from flowspec_edge.bench.results.atomic_write import check_writable, write
 from flowspec_edge.cli.common.clusters import choose_clock, open_cluster
 from flowspec_edge.cli.common.defaults import device_of, dtype_of, stages_of
+from flowspec_edge.cli.common.option_groups import of_strategy, with_dataclasses
 from flowspec_edge.cli.common.options import (
+    OUTPUT,
+    PROMPTS,
+    TIME,
+    ChatTemplateOption,
     ClockOption,
     DeviceOption,
     DtypeOption,
@@ -26,61 +31,62 @@ from flowspec_edge.cli.common.options import (
     ProfileOption,
     StagesOption,
     StrategyOption,
-    with_dataclasses,
 )
 from flowspec_edge.cli.common.workload import require_fitting, require_runnable
 from flowspec_edge.cli.generate.remote import RemoteRequest, figures_line, generate_remotely, refuse_local
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.chat import BUILT_IN, Message
+from flowspec_edge.model.chat import Message, require_template
 from flowspec_edge.model.generation import Origin, choose_sampling, not_applied
 from flowspec_edge.model.modeldir import DEMO, resolve_model
-from flowspec_edge.runtime.request import Request, Result
-from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
-from flowspec_edge.strategies.registry import strategy_class
+from flowspec_edge.strategies.registry import require_strategy, strategy_class
 from flowspec_edge.util.bounded_read import as_text, bounded, read_bytes
 
 if TYPE_CHECKING:
     from flowspec_edge.runtime.observe.observer import Observer
+    from flowspec_edge.runtime.request import Request, Result
 
 _MAX_PROMPT = 4 * 1024 * 1024  # bytes; a million tokens of English
 
 TraceOption = Annotated[Path | None, typer.Option(
-    "--trace", metavar="F", show_default=False,
+    "--trace", metavar="F", show_default=False, hidden=True, rich_help_panel=OUTPUT,
     help="Write a trace of every segment on every device, for ui.perfetto.dev.")]
 
 
-@with_dataclasses(sampling=Sampling, params=Params)
+@with_dataclasses(sampling=Sampling, params=Params, strategies=of_strategy)
 def generate(
     context: typer.Context,
     prompt: Annotated[str | None, typer.Argument(
         help="The text to continue; with --chat, the question.", show_default=False)] = None,
     prompt_file: Annotated[str | None, typer.Option(
-        "--prompt-file", help="Read the text from a file; -: standard input.", metavar="F")] = None,
+        "--prompt-file", help="Read the text from a file; -: standard input.", metavar="F",
+        rich_help_panel=PROMPTS)] = None,
     chat: Annotated[bool, typer.Option(
-        "--chat", help="The text is a question: apply the model's chat template.")] = False,
+        "--chat", help="The text is a question: apply the model's chat template.",
+        rich_help_panel=PROMPTS)] = False,
     system: Annotated[str | None, typer.Option(
-        "--system", help="With --chat: the system's message.", metavar="TEXT", show_default=False)] = None,
-    chat_template: Annotated[str | None, typer.Option(
-        "--chat-template", metavar="NAME", show_default=False, help=(
-            f"With --chat: {', '.join(BUILT_IN)}, or a file with a Jinja template; by default the "
-            "tokenizer's own."))] = None,
+        "--system", help="With --chat: the system's message.", metavar="TEXT", show_default=False,
+        hidden=True, rich_help_panel=PROMPTS)] = None,
+    max_new_tokens: MaxNewTokensOption = 128,
     model: ModelOption = DEMO,
-    strategy: StrategyOption = DEFAULT_STRATEGY,
-    stages: StagesOption = 0,
+    chat_template: ChatTemplateOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
-    max_new_tokens: MaxNewTokensOption = 128,
+    strategy: StrategyOption = DEFAULT_STRATEGY,
+    stages: StagesOption = 0,
     clock: ClockOption = "wall",
     profile: ProfileOption = "paper-7b",
     emulate: EmulateOption = None,
     cluster: Annotated[Path | None, typer.Option(
-        "--cluster", metavar="FILE", show_default=False,
+        "--cluster", metavar="FILE", show_default=False, rich_help_panel=TIME,
         help="Ask the deployed service of this cluster.toml; it determines the model and all options of the "
              "devices.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object, not the text.")] = False,
+    as_json: Annotated[bool, typer.Option(
+        "--json", help="Print a JSON object, not the text.", rich_help_panel=OUTPUT)] = False,
     trace: TraceOption = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="A live line per stage, on stderr.")] = False,
+    verbose: Annotated[bool, typer.Option(
+        "--verbose", help="A live line per stage, on stderr.", hidden=True, rich_help_panel=OUTPUT)] = False,
     *,
     sampling: Sampling,
     params: Params,
@@ -94,9 +100,7 @@ def generate(
 
       flowspec generate "def fibonacci(n):"
       flowspec generate --prompt-file draft.py --temperature 1 --seed 7
-      flowspec generate "import os" --strategy chunk_pp --clock virtual --json
-      flowspec generate "import os" --emulate paper-7b
-      flowspec generate "import os" --clock virtual --trace trace.json
+      flowspec generate "import os" --strategy flowspec --set depth=6 --clock virtual --json
       flowspec generate --chat "What is a pipeline?" --model vicuna-7b-v1.5
       flowspec generate "def fibonacci(n):" --cluster cluster.toml
     """
@@ -105,8 +109,9 @@ def generate(
         refuse_local(explicit_options(context, context.params))
     if not chat and (system is not None or chat_template is not None):
         raise UsageError(f"{'--chat-template' if system is None else '--system'} works with --chat only")
-    chosen = strategy_class(strategy)
+    require_strategy(strategy)
     if cluster is not None:
+        chosen = strategy_class(strategy)
         named = chosen.name if explicit_options(context, ["strategy"]) else None
         generate_remotely(cluster, RemoteRequest(text, chat, system, named, max_new_tokens, sampling,
                                                  explicit_options(context, asdict(sampling))), as_json)
@@ -114,6 +119,9 @@ def generate(
     found = resolve_model(model)
     stages = stages_of(found, stages)
     clock_settings = choose_clock(clock, profile, emulate)
+    if chat:
+        require_template(found, chat_template)
+    chosen = strategy_class(strategy)
     require_runnable([chosen.name], found, params, clock_settings.clock, stages)
     if trace is not None:
         check_writable(trace)
@@ -124,6 +132,7 @@ def generate(
         logging.getLogger("flowspec_edge").setLevel(logging.INFO)
 
     from flowspec_edge.model.text import TextStream, Tokenizer
+    from flowspec_edge.runtime.request import Request
 
     tokenizer = Tokenizer(found, chat_template)
     if chat:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.sampling.settings import Sampling
 
 if TYPE_CHECKING:
     from flowspec_edge.fleet.inventory import DeviceEntry, Inventory

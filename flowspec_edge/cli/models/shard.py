@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 import typer
 
 from flowspec_edge.cli.common.options import MOST_STAGES, MOST_TOKENS, parse_counts
+from flowspec_edge.cli.common.progress import done_of, plain_lines
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.manifest import DRAFT, ComputeDtype, Manifest, QuantKind, ShardDtype
 from flowspec_edge.util.bounded_read import read_json
@@ -259,6 +260,14 @@ def _bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
     console = Console(stderr=True)
     columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+    done_bytes = 0
+    with (plain_lines(lambda seconds: f"{what}: {done_of(done_bytes / 1e6, total / 1e6, seconds, 'MB')}"),
+          Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress):
         task = progress.add_task(what, total=total)
-        yield lambda done: progress.advance(task, done)
+
+        def advance(done: int) -> None:
+            nonlocal done_bytes
+            done_bytes += done
+            progress.advance(task, done)
+
+        yield advance

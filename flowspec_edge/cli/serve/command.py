@@ -10,27 +10,34 @@ import typer
 
 from flowspec_edge.cli.common.clusters import choose_clock, open_boards, open_processes
 from flowspec_edge.cli.common.defaults import device_of, dtype_of, stages_of
+from flowspec_edge.cli.common.option_groups import with_dataclasses
 from flowspec_edge.cli.common.options import (
+    MODEL,
     MOST_AT_ONCE,
     MOST_REPEATS,
     MOST_SECONDS,
     MOST_TOKENS,
+    SERVICE,
+    STRATEGY,
+    TIME,
     BoardModelOption,
     ChatTemplateOption,
     DeviceOption,
     DtypeOption,
     EmulateOption,
+    FormerTokensOption,
     LogJsonOption,
     ModelOption,
     StagesOption,
     not_nan,
-    with_dataclasses,
 )
 from flowspec_edge.cli.common.workload import require_runnable
 from flowspec_edge.cli.serve.service import Service
 from flowspec_edge.errors import UsageError
+from flowspec_edge.model.chat import require_template
 from flowspec_edge.model.modeldir import DEMO, resolve_model
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
+from flowspec_edge.strategies.registry import require_strategy
 
 if TYPE_CHECKING:
     from flowspec_edge.fleet.inventory import Inventory
@@ -42,47 +49,54 @@ if TYPE_CHECKING:
 @with_dataclasses(params=Params)
 def serve(
     local: Annotated[bool, typer.Option(
-        "--local", show_default=False,
+        "--local", show_default=False, hidden=True,
         help="Run all devices as processes on this machine (the default).")] = False,
     cluster: Annotated[Path | None, typer.Option(
-        "--cluster", metavar="FILE", show_default=False,
+        "--cluster", metavar="FILE", show_default=False, rich_help_panel=TIME,
         help="Serve on the boards of this cluster.toml; this machine is the draft device.")] = None,
     board_model: BoardModelOption = None,
     model: ModelOption = DEMO,
     name: Annotated[str | None, typer.Option(
         "--name", help="The model's name in the API; by default its directory's name.", metavar="NAME",
-        show_default=False)] = None,
+        show_default=False, rich_help_panel=MODEL)] = None,
     strategy: Annotated[str, typer.Option(
-        "--strategy", help="Default of requests; see: flowspec strategies.")] = DEFAULT_STRATEGY,
+        "--strategy", help="Default of requests: a name of flowspec strategies.", metavar="NAME",
+        rich_help_panel=STRATEGY)] = DEFAULT_STRATEGY,
     stages: StagesOption = 0,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     chat_template: ChatTemplateOption = None,
-    host: Annotated[str, typer.Option("--host", help="The address to listen on; other than loopback "
-                                                     "needs an API key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free port.")] = 8000,
+    host: Annotated[str, typer.Option(
+        "--host", help="The address to listen on; other than loopback needs an API key.", metavar="ADDRESS",
+        rich_help_panel=SERVICE)] = "127.0.0.1",
+    port: Annotated[int, typer.Option(
+        "--port", min=0, max=65535, help="0: any free port.", metavar="PORT",
+        rich_help_panel=SERVICE)] = 8000,
     api_key: Annotated[str | None, typer.Option(
-        "--api-key", envvar="FLOWSPEC_API_KEY", metavar="KEY", show_default=False,
+        "--api-key", envvar="FLOWSPEC_API_KEY", metavar="KEY", show_default=False, rich_help_panel=SERVICE,
         help="The key that clients must send; other users cannot see it in the environment.")] = None,
     queue: Annotated[int, typer.Option(
-        "--queue", min=0, max=MOST_REPEATS, help="Requests that may wait; more are refused with 429.")] = 16,
+        "--queue", min=0, max=MOST_REPEATS, help="Requests that may wait; more are refused with 429.",
+        hidden=True, rich_help_panel=SERVICE)] = 16,
     at_once: Annotated[int, typer.Option(
-        "--at-once", min=0, max=MOST_AT_ONCE, show_default=False,
+        "--at-once", min=0, max=MOST_AT_ONCE, show_default=False, metavar="N", rich_help_panel=SERVICE,
         help="Requests that share the stages; 0: the number of stages, at least 2.")] = 0,
     context: Annotated[int, typer.Option(
-        "--context", min=1, max=MOST_TOKENS, metavar="N", help=(
+        "--context", min=1, max=MOST_TOKENS, metavar="N", rich_help_panel=SERVICE, help=(
             "Tokens of all requests together, cached prefixes included, that the caches hold; as in "
             "flowspec plan --context N --at-once M."))] = 4096,
-    answer_tokens: Annotated[int, typer.Option(
-        "--answer-tokens", min=1, max=MOST_TOKENS,
+    max_new_tokens: Annotated[int, typer.Option(
+        "--max-new-tokens", min=1, max=MOST_TOKENS, metavar="N", rich_help_panel=SERVICE,
         help="Most tokens of an answer in a chat without a limit.")] = 1024,
+    answer_tokens: FormerTokensOption = None,
     ready_within: Annotated[float, typer.Option(
         "--ready-within", min=1, max=MOST_SECONDS, callback=not_nan, metavar="S",
-        help="/ready needs a token in the last S seconds; an idle cluster generates one twice as often."
-        )] = 60.0,
+        help="/ready needs a token in the last S seconds; an idle cluster generates one twice as often.",
+        hidden=True, rich_help_panel=SERVICE)] = 60.0,
     rejoin_within: Annotated[float, typer.Option(
         "--rejoin-within", min=0, max=MOST_SECONDS, callback=not_nan, metavar="S",
-        help="Seconds for a lost stage to rejoin before open requests fail; 0: they fail at once.")] = 60.0,
+        help="Seconds for a lost stage to rejoin before open requests fail; 0: they fail at once.",
+        hidden=True, rich_help_panel=SERVICE)] = 60.0,
     emulate: EmulateOption = None,
     log_json: LogJsonOption = False,
     *,
@@ -97,18 +111,20 @@ def serve(
     Examples:
 
       flowspec serve
-      flowspec up --local
       flowspec serve --model vicuna-7b-v1.5 --name vicuna --port 9000 --log-json
       FLOWSPEC_API_KEY=… flowspec serve --host 0.0.0.0 --at-once 4 --queue 8
       flowspec serve --cluster cluster.toml --model llama-13b
       curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json"
       -d '{"model": "demo", "prompt": "def f(x):", "max_tokens": 32}'
     """
+    require_strategy(strategy)
     found = resolve_model(model)
     boards = _boards(cluster, board_model, local, stages, emulate, device)
     stages = stages_of(found, len(boards.verify) if boards else stages)
     at_once = at_once or max(2, stages)
     clock_settings = choose_clock("wall", "paper-7b", emulate)
+    if chat_template is not None:
+        require_template(found, chat_template)
     require_runnable([strategy], found, params, "wall", stages)
     if api_key is not None and not (api_key and api_key.isascii()):
         raise UsageError("the API key must not be empty, and of ASCII characters only")
@@ -119,8 +135,8 @@ def serve(
     service = Service(
         model=found, name=name or found.name, strategy=strategy, stages=stages, dtype=dtype_of(found, dtype),
         params=params, chat_template=chat_template, api_key=api_key, queue=queue, at_once=at_once,
-        context=context, answer_tokens=answer_tokens, ready_within=ready_within, rejoin_within=rejoin_within,
-        cluster=boards.cluster.name if boards else None, profile=emulate,
+        context=context, answer_tokens=answer_tokens or max_new_tokens, ready_within=ready_within,
+        rejoin_within=rejoin_within, cluster=boards.cluster.name if boards else None, profile=emulate,
         device=None if boards else device)
 
     def open_cluster(sharing: SharingOptions) -> AbstractContextManager[SharedCluster]:

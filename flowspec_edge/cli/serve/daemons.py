@@ -13,15 +13,13 @@ from flowspec_edge.cli.common.defaults import stages_of
 from flowspec_edge.cli.common.options import LogJsonOption
 from flowspec_edge.cli.common.workload import require_runnable
 from flowspec_edge.cli.serve.service import Service
-from flowspec_edge.config import load_toml
 from flowspec_edge.errors import OtherRelease, UsageError
 from flowspec_edge.model.modeldir import resolve_model
-from flowspec_edge.runtime.draft_device.config import DraftConfig
-from flowspec_edge.runtime.worker.sd_notify import Notifier
 from flowspec_edge.strategies.params import Params
 
 if TYPE_CHECKING:
     from flowspec_edge.runtime.cluster.clusters import SharingOptions
+    from flowspec_edge.runtime.draft_device.config import DraftConfig
     from flowspec_edge.runtime.request import SharedCluster
 
 ConfigOption = Annotated[Path, typer.Option("--config", metavar="FILE", help="Its configuration, as TOML.")]
@@ -47,6 +45,7 @@ def worker(
     """
     from flowspec_edge.runtime.worker.process import serve
     from flowspec_edge.runtime.worker.release_link import ReleaseLink
+    from flowspec_edge.runtime.worker.sd_notify import Notifier
 
     changes = {"key_file": str(key_file)} if key_file else {}
     release = ReleaseLink(config)
@@ -72,6 +71,10 @@ def draft(
 
       flowspec draft --config /opt/flowspec/current/etc/draft.toml
     """
+    from flowspec_edge.config import load_toml
+    from flowspec_edge.runtime.draft_device.config import DraftConfig
+    from flowspec_edge.runtime.worker.sd_notify import Notifier
+
     settings = load_toml(config, DraftConfig)
     if key_file:
         if not settings.key_file:

@@ -14,7 +14,6 @@ from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES, draft_kind, strategy_class
-from flowspec_edge.strategies.tree_strategy import TreeStrategy
 
 if TYPE_CHECKING:
     from flowspec_edge.runtime.cluster.clusters import SharingOptions
@@ -72,6 +71,7 @@ class Service:
         from flowspec_edge.serving.dashboard.live import Description
         from flowspec_edge.serving.openai.prepare import ServedModel
         from flowspec_edge.serving.server import log_to_stderr, serve_app, url_of
+        from flowspec_edge.strategies.tree_strategy import TreeStrategy
 
         served = ServedModel(self.model, Tokenizer(self.model, self.chat_template), self.name, self.strategy,
                              self._runnable(), self.params, self.answer_tokens, self.context)

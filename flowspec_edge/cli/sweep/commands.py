@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from flowspec_edge.bench.sweeps.sweep import Links
-from flowspec_edge.cli.bench.options import PAPER, BenchOptions
-from flowspec_edge.cli.common.options import MOST_STAGES, BoardModelOption, FigureOption, with_dataclasses
+from flowspec_edge.cli.bench.options import PAPER, BenchOptions, measured_by_default
+from flowspec_edge.cli.common.option_groups import with_dataclasses
+from flowspec_edge.cli.common.options import MOST_STAGES, OUTPUT, TIME, BoardModelOption, FigureOption
 from flowspec_edge.errors import UsageError
-from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import Params
+
+if TYPE_CHECKING:
+    from flowspec_edge.bench.sweeps.sweep import Links
 
 app = typer.Typer(help="How tokens/s change with the links, the stages, the segment, the tree.",
                   no_args_is_help=True)
@@ -22,19 +25,22 @@ _FIGURE_5 = "megatron,galaxy,chunk_pp,pipedec,flowspec"
 _SEGMENTED = "chunk_pp,pruned_pp,flowspec"  # PipeDec's layers have a width of their own
 _HIDDEN_OPTIONS = ("temperatures", "clock", "emulate")  # one temperature; --links decides the clock
 _VIRTUAL = (*_HIDDEN_OPTIONS, "idle_seconds")
+_RARE = ("top_k", "top_p", "repeats")
 
 LinksOption = Annotated[Literal["virtual", "namespaces"], typer.Option(
     "--links", help="virtual: time simulated by the profile.  namespaces: real processes over real, shaped "
-                    "links on this machine.")]
+                    "links on this machine.", rich_help_panel=TIME)]
 ClusterOption = Annotated[Path | None, typer.Option(
     "--cluster", help="Measure the boards of this cluster.toml; this machine is the draft device.",
-    metavar="FILE", show_default=False)]
+    metavar="FILE", show_default=False, rich_help_panel=TIME)]
 PublishedOption = Annotated[bool, typer.Option(
-    "--published/--no-published", help="Show the paper's figures too, if the profile is its testbed.")]
+    "--published/--no-published", help="Show the paper's figures too, if the profile is its testbed.",
+    hidden=True, rich_help_panel=OUTPUT)]
 
 
 
-@with_dataclasses(without=_HIDDEN_OPTIONS, options=BenchOptions, sampling=Sampling, params=PAPER)
+@with_dataclasses(without=_HIDDEN_OPTIONS, strategies=measured_by_default(_FIGURE_5), rare=_RARE,
+                  options=BenchOptions, sampling=Sampling, params=PAPER)
 def bandwidth(
     mbps: Annotated[str, typer.Option("--mbps", help="Bandwidths of every link, in 10^6 bits a second.",
                                       metavar="N,N")] = "1000,500,250,125",
@@ -78,8 +84,8 @@ def bandwidth(
     run_sweep(request, options, sampling, params, figure)
 
 
-@with_dataclasses(without=(*_VIRTUAL, "depth", "expand_depth"), options=BenchOptions, sampling=Sampling,
-                  params=PAPER)
+@with_dataclasses(without=(*_VIRTUAL, "depth", "expand_depth"), strategies=measured_by_default("flowspec"),
+                  rare=_RARE, options=BenchOptions, sampling=Sampling, params=PAPER)
 def depth(
     depths: Annotated[str, typer.Option("--depths", help="Levels of the initial tree (d0).",
                                         metavar="N,N")] = "3,4,5,6,7,8",
@@ -110,7 +116,8 @@ def depth(
     run_sweep(request, options, sampling, params, figure)
 
 
-@with_dataclasses(without=(*_VIRTUAL, "stages"), options=BenchOptions, sampling=Sampling, params=PAPER)
+@with_dataclasses(without=(*_VIRTUAL, "stages"), strategies=measured_by_default(_FIGURE_5), rare=_RARE,
+                  options=BenchOptions, sampling=Sampling, params=PAPER)
 def stages(
     counts: Annotated[str, typer.Option("--stages", help="Verification devices V1…VN.",
                                         metavar="N,N")] = "2,4,8,14,32",
@@ -127,7 +134,7 @@ def stages(
     Examples:
 
       flowspec sweep stages --limit 2 --max-new-tokens 64
-      flowspec sweep stages --stages 4,8 --strategies all --draft own --out stages.svg
+      flowspec sweep stages --stages 4,8 --strategies all --set draft=own --out stages.svg
     """
     from flowspec_edge.cli.sweep.measure import SweepRequest, distinct_counts, run_sweep
 
@@ -138,7 +145,8 @@ def stages(
     run_sweep(request, options, sampling, params, figure)
 
 
-@with_dataclasses(without=(*_VIRTUAL, "segment"), options=BenchOptions, sampling=Sampling, params=PAPER)
+@with_dataclasses(without=(*_VIRTUAL, "segment"), strategies=measured_by_default(_SEGMENTED), rare=_RARE,
+                  options=BenchOptions, sampling=Sampling, params=PAPER)
 def segment(
     rows: Annotated[str, typer.Option("--rows", help="Longest segments (l), in rows.",
                                       metavar="N,N")] = "4,8,16,32,64",
@@ -164,7 +172,8 @@ def segment(
     run_sweep(request, options, sampling, params, figure)
 
 
-@with_dataclasses(without=_VIRTUAL, options=BenchOptions, sampling=Sampling, params=PAPER)
+@with_dataclasses(without=_VIRTUAL, strategies=measured_by_default(_FIGURE_5), rare=_RARE,
+                  options=BenchOptions, sampling=Sampling, params=PAPER)
 def latency(
     ms: Annotated[str, typer.Option("--ms", help="Latencies of every link, one way, in milliseconds.",
                                     metavar="T,T")] = "0.1,0.5,1,2,5,10",

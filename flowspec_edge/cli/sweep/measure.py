@@ -43,7 +43,7 @@ from flowspec_edge.cli.common.workload import (
 from flowspec_edge.config import load_profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import resolve_model
-from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.util.terminal import printable
 
@@ -181,11 +181,11 @@ def measured(request: SweepRequest, options: BenchOptions, sampling: Sampling, p
             run = parallel_run(options, model, names)
             open_parallel = parallel_points(run, setup)
             measure_sweep(deepcopy(sweep), plans, open_parallel, run.plain)  # lists the requests
-            with run, progress(total) as advance:
+            with run, progress(total, "sweep") as advance:
                 measure_sweep(sweep, plans, open_parallel, run.plain, advance, save,
                               near_tie_judge(model, options.dtype, reference))
             return sweep
-        with open_points(request.links, setup) as open_point, progress(total) as advance:
+        with open_points(request.links, setup) as open_point, progress(total, "sweep") as advance:
             plain, explains = plain_decoding(model, options.dtype, reference)
             measure_sweep(sweep, plans, open_point, plain, advance, save, explains)
     return sweep

@@ -17,7 +17,7 @@ from flowspec_edge.cli.main import main
 def test_streams_over_processes_then_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny_model_dir(tmp_path, layers=2, hidden=32)
     capsys.readouterr()
-    few = ("--stages", "2", "--prompts", "2", "--max-new-tokens", "8")
+    few = ("--stages", "2", "--limit", "2", "--max-new-tokens", "8", "--seconds", "1000")
     assert main(["demo", "--model", str(model), *few]) == 0
     out = capsys.readouterr().out
 
@@ -35,6 +35,19 @@ def test_streams_over_processes_then_compares(tmp_path: Path, capsys: pytest.Cap
             assert strategy in part
         assert part.count("identical") >= 4
     assert f"All {4 * 8 + 4 * 16} tokens are identical" in out
+
+
+def test_little_time_leaves_measurements_out_and_says_which(tmp_path: Path,
+                                                            capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_model_dir(tmp_path, layers=2, hidden=32)
+    capsys.readouterr()
+    few = ("--stages", "2", "--max-new-tokens", "4", "--seconds", "1")
+    assert main(["demo", "--model", str(model), *few]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert ("Left out, since 1 s were over (--seconds): flowspec over processes, "
+            "autoregressive over processes, 3 of 4 prompts in virtual time.") in out
+    assert "1 held-out prompts" in out
+    assert f"All {2 * 4 + 4 * 4} tokens are identical" in out
 
 
 def test_without_the_model_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:

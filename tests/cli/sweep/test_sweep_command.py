@@ -49,7 +49,7 @@ def test_bandwidth_in_one_go_and_resumed(given: list[str], tmp_path: Path,
     data = sweep("bandwidth", whole, *given, "--mbps", "1000,125", "--strategies", "megatron,flowspec",
                  "--out", str(figure))
     out, err = capsys.readouterr()
-    assert err == ""
+    assert {line.split(" ")[1] for line in err.splitlines()} <= {"sweep:"}  # progress, if it took long
     assert out.startswith("tokens/s by link bandwidth, VIRTUAL TIME under paper-7b, 4 stages, T = 0\n")
     assert "published" in out
     assert (data["kind"], data["links"]) == ("sweep", "virtual")
