@@ -42,7 +42,8 @@ def test_it_is_replaced_and_the_answer_goes_on(model: Path, monkeypatch: pytest.
 
 def test_one_that_never_answers_ends_the_recovery_and_is_named(model: Path, monkeypatch: pytest.MonkeyPatch
                                                                ) -> None:
-    """Every new one is stopped, too."""
+    """Every new one is stopped, too; after the recovery's deadline no other one is tried."""
+    tried = []
     with ProcessCluster(model, 1, threads=1, rejoin_within=1.0) as cluster:
         preload = forkserver.preload
 
@@ -51,6 +52,7 @@ def test_one_that_never_answers_ends_the_recovery_and_is_named(model: Path, monk
             server = forkserver.server_pid()
             assert server is not None
             os.kill(server, signal.SIGSTOP)
+            tried.append(server)
 
         def strike() -> None:
             monkeypatch.setattr(forkserver, "preload", stopped)
@@ -59,3 +61,4 @@ def test_one_that_never_answers_ends_the_recovery_and_is_named(model: Path, monk
         with pytest.raises(FlowspecError, match=r"the fork server for workers .* does not answer"):
             cluster.generate(Request(PROMPT, "flowspec", 20), on_third(strike))
         monkeypatch.undo()
+    assert len(tried) == 1

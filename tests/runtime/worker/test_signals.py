@@ -14,6 +14,7 @@ from clusterkit import PATIENCE, until
 
 from flowspec_edge.runtime.cluster.forkserver import WorkerProcess
 from flowspec_edge.runtime.worker.config import WorkerConfig
+from flowspec_edge.runtime.worker.process import StopSignals
 
 
 @pytest.fixture
@@ -68,6 +69,20 @@ def test_sigterm_at_any_line_is_exit_code_0(config: Path, lines: list[int]) -> N
     done = subprocess.run([sys.executable, "-c", AT_LINES, str(config), *map(str, lines)],
                           capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
+
+
+def test_a_signal_interrupts_no_function_of_a_worker_that_serves() -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        signals = StopSignals()
+        signals.serving = True
+        for number in before:
+            signals.arrived = False
+            signal.raise_signal(number)
+            assert signals.arrived
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.soak
