@@ -91,13 +91,14 @@ def reproduce(
     from flowspec_edge.cli.reproduce.measure import Measurements, make_folders
     from flowspec_edge.sampling.rule import Sampling
 
-    make_folders(out)
     sampling = Sampling(seed=seed)
     options = BenchOptions(
         prompts=prompts, by_category=by_category, limit=limit or (None if prompts else _DEMO_PROMPTS),
         truncate=truncate, max_new_tokens=max_new_tokens, model=model, dtype=dtype, device=device, jobs=jobs,
         dask=dask)
     measurements = Measurements(options, sampling, out / "measured", resume)
+    measurements.check(measurement for artefact in wanted for measurement in artefact.measurements)
+    make_folders(out)
     differences: list[object] = []
     objects = []
     for artefact in wanted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from flowspec_edge.bench.results.report import BenchReport
 from flowspec_edge.bench.sweeps.sweep import Sweep
 from flowspec_edge.cli.bench.measure import measure
 from flowspec_edge.cli.bench.options import BenchOptions
+from flowspec_edge.cli.common.workload import require_runnable
 from flowspec_edge.cli.sweep.measure import SweepRequest, measured
 from flowspec_edge.errors import UsageError
+from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.sampling.rule import Sampling
 
 
@@ -32,6 +35,12 @@ class Measurements:
     def __init__(self, options: BenchOptions, sampling: Sampling, folder: Path, resume: bool) -> None:
         self._options, self._sampling, self._folder, self._resume = options, sampling, folder, resume
         self._done: dict[str, Measured] = {}
+
+    def check(self, wanted: Iterable[Measurement]) -> None:
+        """UsageError if the model lacks a draft model that one of them needs."""
+        model = resolve_model(self._options.model)
+        for measurement in wanted:
+            require_runnable(measurement.strategies, model, measurement.params, "virtual", 1)
 
     def of(self, wanted: Measurement) -> Measured:
         if wanted.name not in self._done:
