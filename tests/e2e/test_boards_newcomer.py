@@ -69,6 +69,9 @@ def test_the_tables_speeds_are_what_plan_predicts() -> None:
 def desk(tmp_path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
     """A directory with what the documents take for granted, and an environment with the command and a hub."""
     source = tiny_model_dir(tmp_path / "source")
+    config = source / "target" / "config.json"  # for the documents' --context 4096
+    config.write_text(config.read_text().replace('"max_position_embeddings": 2048',
+                                                 '"max_position_embeddings": 8192'))
     tiny_eagle3(source)
     found = find_known("qwen3-8b")
     assert found is not None
@@ -78,9 +81,6 @@ def desk(tmp_path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
     desk = tmp_path / "desk"
     shutil.copytree(source / "target", desk / "Llama-2-13b-chat-hf")
     shutil.copytree(source / "target", desk / "my-llama")
-    config = desk / "my-llama" / "config.json"
-    config.write_text(config.read_text().replace('"max_position_embeddings": 2048',
-                                                 '"max_position_embeddings": 4096'))
     shutil.copytree(source / "eagle2", desk / "EAGLE-llama2-chat-13B")
     shutil.copytree(source / "eagle2", desk / "qwen3-8b-eagle2")  # what train-head makes
     (desk / "cluster.toml").write_text(
