@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 _STEP = re.compile(r"<!-- (?P<kind>run on|do) (?P<what>[^>]+) -->\n"
                    r"(?:```sh\n(?P<script>.*?)```\n(?:\n?```text\n(?P<output>.*?)```\n)?)?", re.DOTALL)
+_BLOCK = re.compile(r"```sh\n(.*?)```", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -64,3 +65,10 @@ def masked(printed: str, changes: Sequence[tuple[str, str | Callable[[re.Match[s
 def _pattern(lines: Sequence[str]) -> str:
     return "".join(r"(?:.*\n)*?" if line == "…" else ".*".join(map(re.escape, line.split("…"))) + r"\n"
                    for line in lines)
+
+
+def commands(text: str) -> list[str]:
+    """All lines of the document's blocks of commands, without comments; a continued line is one."""
+    lines = "".join(_BLOCK.findall(text)).replace("\\\n", "").splitlines()
+    bare = (re.sub(r"\s+#\s.*|^#.*", "", line).strip() for line in lines)
+    return [line for line in bare if line]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
@@ -40,3 +40,20 @@ def options(function: Any) -> Iterator[tuple[str, set[type], Any]]:
                 declared = [name.split("/")[0] for name in info.param_decls if name.startswith("--")]
                 name = (declared or [f"--{parameter.name.replace('_', '-')}"])[0]
                 yield name, set(get_args(hint) or [hint]), info
+
+
+def refusal(words: Sequence[str]) -> str:
+    """What the command would refuse, "" for nothing; it is not run."""
+    from flowspec_edge.cli.main import app
+
+    node: Any = typer.main.get_command(app)
+    context = None
+    try:
+        while hasattr(node, "commands"):
+            context = node.context_class(node, parent=context, info_name=node.name)
+            name, _, words = node.resolve_command(context, list(words))
+            node = node.get_command(context, name)
+        node.make_context(node.name, list(words), parent=context)
+    except Exception as error:  # of the command line parser that typer brings along
+        return getattr(error, "message", "") or repr(error)
+    return ""

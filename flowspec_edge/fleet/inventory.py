@@ -53,7 +53,7 @@ class ClusterSettings(StrictModel):
     ssh_config: str = ""  # for ssh -F; empty: the user's configuration
     # For `flowspec deploy`.  Relative paths are resolved against the cluster file's directory.
     model: str = ""  # a model in the package, a checkpoint's directory, or a sharded model
-    draft: str = ""  # a draft head's checkpoint, if the model's directory has none
+    draft: str = ""  # a draft head's checkpoint, if the model's directory has none; or "ngram"
     dtype: Literal["auto", ShardDtype] = "auto"  # of the weights; auto: unchanged
     context: Annotated[int, Field(ge=1)] = 4096  # KV cache tokens, over all concurrent requests
     at_once: Annotated[int, Field(ge=0)] = 0  # concurrent requests; 0: one per stage, at least 2
@@ -64,6 +64,11 @@ class ClusterSettings(StrictModel):
     power_mode: str = ""  # name in /etc/nvpmodel.conf; empty: unchanged
     serve_host: Address = "127.0.0.1"  # listen address; other than loopback requires an API key
     serve_port: Port = 8000
+
+    @property
+    def by_ngrams(self) -> bool:
+        """Whether D0 drafts by look-up in the text, without a draft model."""
+        return self.draft == "ngram"
 
     @property
     def serves_others(self) -> bool:

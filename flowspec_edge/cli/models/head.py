@@ -84,7 +84,8 @@ def _ngram(name: str, here: bool) -> DraftChoice:
     fetch = [] if here or not find_known(name) else [f"flowspec models fetch {name} --head none"]
     return DraftChoice("ngram", here, (
         "At once: n-grams, looked up in the prompt and the answer.  No draft model, the same tokens; it "
-        "gains where an answer repeats its context (code, summaries, extraction)."),
+        "gains where an answer repeats its context (code, summaries, extraction).  On boards: "
+        'draft = "ngram" in cluster.toml.'),
         [*fetch, f'flowspec generate --model {name} --draft ngram "…"'])
 
 

@@ -108,7 +108,7 @@ def _service(config: DraftConfig, api_key_file: Path | None) -> Service:
     """UsageError for a missing model, a wrong number of sharded stages, or a missing torch device."""
     from flowspec_edge.util import torchdevice
 
-    model, params = resolve_model(config.model), Params()
+    model, params = resolve_model(config.model), Params(draft=config.draft)
     stages = stages_of(model, len(config.instances))
     torchdevice.require(config.device)
     require_runnable([config.strategy], model, params, "wall", stages)

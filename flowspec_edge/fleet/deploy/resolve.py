@@ -139,7 +139,7 @@ def _model(cluster: ClusterSettings, path: Path) -> tuple[ModelDir, Path | None]
     directory = beside(path, cluster.model)
     named = cluster.model in shipped_models() or (find_known(cluster.model) and not directory.is_dir())
     model = resolve_model(cluster.model if named else directory)
-    if not cluster.draft:
+    if not cluster.draft or cluster.by_ngrams:
         return model, None
     head = beside(path, cluster.draft)
     if model.sharded:

@@ -141,9 +141,9 @@ def measure_kernels(device: str = "cpu", shape: tuple[int, int] = SHAPE, rows: S
                         torch.cuda.get_device_capability() if device == "cuda" else None)
 
 
-def measure_int4(device: str, dtype: str) -> Int4Cost | None:
+def measure_int4(device: str, dtype: str, shape: tuple[int, int] = SHAPE) -> Int4Cost | None:
     """Products with int4 weights beside those with weights of ``dtype``; None if either kernel fails here."""
-    report = measure_kernels(device, rows=INT4_ROWS, kinds=(dtype, "int4"))
+    report = measure_kernels(device, shape, INT4_ROWS, kinds=(dtype, "int4"))
     int4, full = (report.kinds[kind].ms for kind in ("int4", dtype))
     if not int4 or not full:
         return None

@@ -85,7 +85,8 @@ def inputs(draw: st.DrawFn) -> Given:
     sha256 = st.text("0123456789abcdef", min_size=64, max_size=64)
     cluster = {**dict(zip(names, ports, strict=True)), "context": draw(st.integers(1, 9999)),
                "at_once": draw(st.integers(0, 3)),
-               "serve_host": draw(st.sampled_from(["127.0.0.1", "0.0.0.0"]))}
+               "serve_host": draw(st.sampled_from(["127.0.0.1", "0.0.0.0"])),
+               "draft": draw(st.sampled_from(["", "head", "ngram"]))}
     return Given(
         lengths=tuple(draw(st.lists(st.integers(1, 4), min_size=stages, max_size=stages))), cluster=cluster,
         first=draw(st.integers(1, 200)),
@@ -128,6 +129,7 @@ def test_the_files_load_and_make_a_ring(given: Given) -> None:
         assert f":{given.cluster['data_port']}" in stage.listen
         assert stage.device == (given.devices[i] or "cpu")
     assert d0.device == (given.devices[0] or "cpu")
+    assert d0.draft == ("ngram" if given.cluster["draft"] == "ngram" else "own")
     assert {config.model for config in (d0, *stages)} == {paths.model_dir(given.request)}
     assert {config.key_file for config in (d0, *stages)} == {paths.KEY}
     assert {config.dtype for config in (d0, *stages)} == {given.dtype}

@@ -26,7 +26,13 @@ from flowspec_edge.fleet.gpu_check.kernel_check import (
     result_of,
     run_in_children,
 )
-from flowspec_edge.fleet.profiling.kernels import KernelReport, KindResult, measure_kernels
+from flowspec_edge.fleet.profiling.kernels import (
+    INT4_ROWS,
+    KernelReport,
+    KindResult,
+    measure_int4,
+    measure_kernels,
+)
 from flowspec_edge.stage.quant import grouped
 from flowspec_edge.stage.quant.base import KINDS as QUANTISED
 
@@ -74,6 +80,14 @@ def test_every_kind_is_tried_and_timed(device: str) -> None:
     assert report.kinds["int4"].nbytes == 64 * 128 // 2 + 64 * 4
     assert report.fastest in QUANTISED if device == "cuda" else report.fastest == "int4"
     assert report.copy_rate > 0
+
+
+def test_a_profile_gets_int4_beside_its_own_weights() -> None:
+    found = measure_int4("cpu", "fp32", (64, 128))
+    assert found is not None
+    assert found.rows == list(INT4_ROWS)
+    assert (sorted(found.ms), sorted(found.full_ms)) == (found.ms, found.full_ms)
+    assert found.ratio(1) == pytest.approx(found.ms[0] / found.full_ms[0])
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,0 +1,87 @@
+"""Renews the table of boards, models and predicted speed in docs/five-boards.md; takes some minutes.
+
+    python docs/build_boards.py
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from flowspec_edge.cli.boards.plan import prediction_requests
+from flowspec_edge.fleet.planning import planner
+from flowspec_edge.fleet.planning.board_spec import parse_devices
+from flowspec_edge.fleet.planning.estimate import predict
+from flowspec_edge.fleet.planning.layer_split import problem_for
+from flowspec_edge.fleet.planning.model_size import PlanDtype, model_bytes
+from flowspec_edge.model.modeldir import DEMO, resolve_model
+
+DOCUMENT = Path(__file__).with_name("five-boards.md")
+TABLE = re.compile(r"(?<=<!-- boards, made by build_boards.py -->\n).*?(?=<!-- end of boards -->)", re.DOTALL)
+CONTEXT = 2048
+COUNTS = (4, 5)
+PROFILES = ("orin-nano-8gb", "orin-nano-8gb-super", "orin-nx-16gb", "agx-orin-64gb")
+MODELS: tuple[tuple[str, PlanDtype], ...] = (
+    ("llama-2-7b", "fp16"), ("qwen3-8b", "fp16"), ("llama-2-13b", "fp16"), ("llama-2-13b", "int4"),
+    ("qwen3-32b", "int4"), ("llama-3.3-70b", "int4"))
+HEAD = ("| boards | model | 4: stage ms | tokens/s | 5: stage ms | tokens/s |", "|---|---|---|---|---|---|")
+
+
+def rows(predicted: bool) -> Iterator[str]:
+    """The table's rows; without predictions "…" stands for tokens/s."""
+    for name in PROFILES:
+        for model, dtype in MODELS:
+            cells = [cell for count in COUNTS for cell in cells_of(name, count, model, dtype, predicted)]
+            yield f"| `{name}` | {model}, {dtype} | {' | '.join(cells)} |"
+
+
+size_of = cache(model_bytes)
+
+
+def cells_of(name: str, count: int, model: str, dtype: PlanDtype, predicted: bool) -> tuple[str, str]:
+    """The slowest stage, and tokens/s with a head, by n-grams, and plain; or why it does not fit."""
+    size = size_of(model, dtype)
+    given = [board.for_model(size) for board in parse_devices([f"{name}:{count}"])]
+    boards, problem = [board for board, _ in given], problem_for(size, CONTEXT, 1, count)
+    try:
+        plan = planner.plan(boards, problem)
+    except planner.DoesNotFit:
+        held = planner.most_layers(boards, problem)
+        return f"no: room for {held} of {size.layers} layers" if held >= 0 else "no: no board can draft", "–"
+    bandwidth = any(how.basis == "bandwidth" for _, how in given)
+    least, most = ("≥ ", "≤ ") if bandwidth else ("", "")
+    stage = f"{least}{plan.slowest * 1e3:.0f}"
+    return stage, f"{most}{' / '.join(speeds(plan))}" if predicted else "…"
+
+
+def speeds(plan: planner.PipelinePlan) -> Sequence[str]:
+    source = resolve_model(DEMO)
+
+    def tokens_per_second(strategy: str, draft: Literal["head", "ngram"]) -> str:
+        [found] = predict(plan, [strategy], source.path, prediction_requests(source, draft))
+        return f"{found.tokens_per_second:.1f}"
+
+    return (tokens_per_second("flowspec_plus", "head"), tokens_per_second("flowspec_plus", "ngram"),
+            tokens_per_second("autoregressive", "head"))
+
+
+def table(predicted: bool = True) -> str:
+    lines = [*HEAD]
+    for row in rows(predicted):
+        lines.append(row)
+        print(row, file=sys.stderr, flush=True)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def without_predictions(text: str) -> str:
+    """The table in the document's ``text`` with "…" for tokens/s."""
+    return re.sub(r"\| (?:≤ )?[\d.]+ / [\d.]+ / [\d.]+ (?=\|)", "| … ", TABLE.findall(text)[0])
+
+
+if __name__ == "__main__":
+    made = table()
+    DOCUMENT.write_text(TABLE.sub(lambda _: made, DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")

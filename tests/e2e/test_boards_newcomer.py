@@ -1,0 +1,118 @@
+"""The way of someone with boards: the commands of the documents, run as they stand there.
+
+The hub is a local directory (``hubkit``), the models are tiny.  What needs boards is run by the tests of a
+fleet (``test_first_hour.py`` and others); tests/cli/test_documented_commands.py checks its options.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import dockit
+import pytest
+from hubkit import hub
+from tiny_dir import tiny_eagle3, tiny_model_dir
+
+from flowspec_edge.model.catalogue import find_known
+
+DOCS = Path(__file__).parents[2] / "docs"
+FIVE = DOCS / "five-boards.md"
+PATIENCE = 1800.0
+# The rest needs boards, root, a GPU, a network, or hours.
+RUN_HERE = re.compile(
+    r"flowspec (models (?!train)|plan |generate (?!--cluster)|device profile (?!--peer))|sed -i ")
+
+
+def build_boards() -> ModuleType:
+    """docs/build_boards.py, which no package holds."""
+    spec = importlib.util.spec_from_file_location("build_boards", DOCS / "build_boards.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_is_quoted_from_the_first_hour_stands_there() -> None:
+    """Whose commands and output the fleet's test compares with boards that look like Orins."""
+    lines = set((DOCS / "first-hour.md").read_text().splitlines())
+    quoted = re.findall(r"<!-- from first-hour.md -->\n```\w+\n(.*?)```", FIVE.read_text(), re.DOTALL)
+    assert len(quoted) >= 4
+    assert [line for block in quoted for line in block.splitlines() if line not in lines] == []
+
+
+def test_the_table_of_boards_says_what_plan_says() -> None:
+    """What fits, and the slowest stage; the predicted speeds are compared in the long tests."""
+    made = build_boards()
+    assert made.without_predictions(FIVE.read_text()) == made.table(predicted=False)
+
+
+@pytest.mark.soak
+def test_the_tables_speeds_are_what_plan_predicts() -> None:
+    """Other processors round otherwise, and a draft may then be ranked otherwise."""
+    made = build_boards()
+    [written] = made.TABLE.findall(FIVE.read_text())
+    figures = [[float(figure) for figure in re.findall(r"(?<=[ ])[\d.]+(?= [/|])", text)]
+               for text in (written, made.table())]
+    assert figures[1] == pytest.approx(figures[0], rel=0.05)
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
+    """A directory with what the documents take for granted, and an environment with the command and a hub."""
+    source = tiny_model_dir(tmp_path / "source")
+    config = source / "target" / "config.json"  # for the documents' --context 4096
+    config.write_text(config.read_text().replace('"max_position_embeddings": 2048',
+                                                 '"max_position_embeddings": 8192'))
+    tiny_eagle3(source)
+    found = find_known("qwen3-8b")
+    assert found is not None
+    known = found[1]
+    assert known.eagle3
+    assert known.small
+    desk = tmp_path / "desk"
+    shutil.copytree(source / "target", desk / "Llama-2-13b-chat-hf")
+    shutil.copytree(source / "target", desk / "my-llama")
+    shutil.copytree(source / "eagle2", desk / "EAGLE-llama2-chat-13B")
+    shutil.copytree(source / "eagle2", desk / "qwen3-8b-eagle2")  # what train-head makes
+    (desk / "cluster.toml").write_text(
+        '[cluster]\nname = "desk"\nmodel = "demo"\n' + "".join(
+            f'[[device]]\nname = "orin-{i}"\naddress = "10.0.0.{10 + i}"\nprofile = "orin-nano-8gb"\n'
+            for i in range(5)))
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "flowspec").write_text(f'#!/bin/sh\nexec {sys.executable} -m flowspec_edge "$@"\n')
+    (tools / "flowspec").chmod(0o755)
+    repositories = {known.target: source / "target", known.eagle3: source / "eagle3",
+                    known.small: source / "draft-lm"}
+    with hub(repositories) as (address, _):
+        yield desk, {
+            **os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": str(DOCS.parent),
+            "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "cache"),
+            "FLOWSPEC_MODELS": str(tmp_path / "models")}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("document", ["five-boards", "boards", "models"])
+def test_every_command_that_needs_no_board_runs(document: str, desk: tuple[Path, dict[str, str]]) -> None:
+    directory, environment = desk
+    commands = [c for c in dockit.commands((DOCS / f"{document}.md").read_text()) if RUN_HERE.match(c)]
+    assert not any(sign in command for command in commands for sign in ("sudo", ";", "|", ">"))
+    assert len(commands) >= 4
+    wrong = []
+    for command in commands:
+        done = subprocess.run(["bash", "-c", command], cwd=directory, env=environment, text=True, check=False,
+                              capture_output=True, stdin=subprocess.DEVNULL, timeout=PATIENCE)
+        if done.returncode:
+            wrong.append(f"{command}\nends with {done.returncode}: {done.stderr or done.stdout}")
+    assert not wrong, "\n".join(wrong)
+    if document == "five-boards":
+        assert 'model = "qwen3-8b"' in (directory / "cluster.toml").read_text()
