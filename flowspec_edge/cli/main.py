@@ -48,7 +48,8 @@ class Commands(LazyGroup):
             "common.listing:profiles", "List the profiles of devices and testbeds.", _MEASURE),
         "bench": LazyCommand("bench.commands:app", "Benchmarks.", _MEASURE),
         "reproduce": LazyCommand(
-            "reproduce.command:reproduce", "Reproduce tables and figures of the papers in virtual time: CSV, Markdown, LaTeX, PDF and SVG.",
+            "reproduce.command:reproduce",
+            "Reproduce tables and figures of the papers in virtual time: CSV, Markdown, LaTeX, PDF and SVG.",
             _MEASURE),
         "sweep": LazyCommand(
             "sweep.commands:app", "How tokens/s change with the links, the stages, the segment, the tree.",
