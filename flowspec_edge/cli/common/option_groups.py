@@ -21,7 +21,7 @@ _SAMPLING_HELP = {
     "top_p": "Sample from the smallest set of tokens with this mass.",
     "seed": "Seed of the noise; a seed gives the same text with every strategy.",
 }
-_SET = "settings"
+_SET = "set"  # the name is also what errors call it
 SetOption = Annotated[list[str] | None, typer.Option(
     "--set", metavar="NAME=VALUE", show_default=False, rich_help_panel=STRATEGY,
     help="A parameter of the strategy; may be given several times.  flowspec strategies NAME lists them.")]

@@ -121,6 +121,7 @@ def test_a_question_goes_into_the_services_template(file: str, capsys: pytest.Ca
 
 @pytest.mark.parametrize(("arguments", "says"), [
     (["--stages", "2"], "--stages does not work with --cluster"),
+    (["--set", "segment=8"], "--set does not work with --cluster"),
     (["--clock", "virtual"], "--clock does not"),
     (["--model", "m"], "--model does not"), (["--emulate", "paper-7b"], "--emulate does not"),
     (["--tree-size", "9"], "--tree-size does not"), (["--trace", "t"], "--trace does not"),
