@@ -167,6 +167,9 @@ def test_all_boards_get_other_keys(cluster: Cluster, first: str) -> None:
     for old, new in zip(before, after, strict=True):
         assert new["public"] == new["recorded"] != old["public"]
         assert new["error"] is None
+    refused = cluster.flowspec("deploy", "rollback")
+    assert refused.returncode == 1
+    assert "the keys were rotated since the release before this one" in refused.stderr, refused.stderr
     answers_as_plain_decoding_does(cluster)
     assert cluster.deploy("up")["changed"] == 0
 

@@ -89,7 +89,8 @@ class _Rendering:
             "id": release, "cluster": self._deployment.cluster.name, "version": version("flowspec-edge"),
             "role": "verify" if place else "draft", "stage": place,
             "layers": list(self._deployment.ranges[place - 1]) if place else None,
-            "model": self._manifest.request, "environment": self._environments[self._boards[place].name]}
+            "model": self._manifest.request, "environment": self._environments[self._boards[place].name],
+            "public_key": self._keys[place]}
         return json.dumps(told, indent=2, sort_keys=True) + "\n"
 
     def _worker(self, release: str, place: int, device: DeviceEntry) -> str:

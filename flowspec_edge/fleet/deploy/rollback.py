@@ -13,8 +13,8 @@ from flowspec_edge.fleet.deploy.rollout_log import RolloutLog
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 from flowspec_edge.fleet.paths import CURRENT, PREVIOUS, release_dir
 from flowspec_edge.fleet.remote.runner import as_root
-from flowspec_edge.fleet.remote.ssh import runner_for
-from flowspec_edge.fleet.services.keys import forget
+from flowspec_edge.fleet.remote.ssh import python_for, runner_for
+from flowspec_edge.fleet.services.keys import forget, is_half_rotated
 from flowspec_edge.fleet.services.status import BoardStatus, FleetStatus, Installed, look
 
 _MIXED = ("boards may have different releases, or none; stages that reach the draft device follow its "
@@ -43,6 +43,13 @@ def roll_back(inventory: Inventory, watch: Watch | None = None) -> DeployReport:
         told = ", ".join(f"{name} {release}" for name, release in ids.items())
         raise FlowspecError(f"the boards' releases before this one differ ({told}): deploy the one that you "
                             "want, with: flowspec deploy up")
+    names = [board.name for board in status.boards if _has_another_key(board)]
+    rotated = [device for device in inventory.device if device.name in names]
+    pythons = {device.name: python_for(inventory, device) for device in rotated}
+    if rotated and not is_half_rotated(inventory, rotated, pythons):
+        raise FlowspecError(f"{', '.join(names)}: the keys were rotated since the release before this one, "
+                            "which needs the former ones; deploy what you want with: flowspec deploy up; "
+                            "no board was touched")
     log = RolloutLog(inventory, befores, watch or Watch())
     activate(inventory, befores, log)
     return log.report(next(iter(ids.values())), left=f"{_MIXED}; to continue: flowspec deploy rollback")
@@ -64,6 +71,14 @@ def interrupted(status: FleetStatus) -> dict[str, Installed | None] | None:
         board.name: release for board in members for release in (board.previous, board.current)
         if release and release.id in targets}
     return found if len(found) == len(members) else None
+
+
+def _has_another_key(board: BoardStatus) -> bool:
+    """Whether the previous release needs another key pair, which only an unfinished rotation leaves there."""
+    if not (board.current and board.previous):
+        return False
+    now, before = board.current.public_key, board.previous.public_key
+    return bool(now and before) and now != before
 
 
 def go_back(inventory: Inventory, before: FleetStatus, log: RolloutLog) -> tuple[str | None, str]:

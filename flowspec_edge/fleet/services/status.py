@@ -37,13 +37,14 @@ class Installed:
     unit: str
     model: str = ""  # its manifest's request
     environment: str = ""
+    public_key: str = ""  # of the pair that it needs; "" if an older flowspec deployed it
 
     @classmethod
     def of(cls, told: dict[str, Any] | None) -> Installed | None:
         if told is None:
             return None
         return cls(told["id"], told["role"], told["stage"], unit_of(told), told.get("model", ""),
-                   told.get("environment", ""))
+                   told.get("environment", ""), told.get("public_key", ""))
 
 
 @dataclass(frozen=True)

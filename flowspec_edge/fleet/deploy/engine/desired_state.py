@@ -37,12 +37,12 @@ class BoardState:
     name: str
     release: str = ""  # id; "" where a phase needs none
     unit: str = ""  # such as flowspec-verify@1.service
-    back: bool = False  # the release ran before: a rollback
     environment: Environment | None = None
     files: Mapping[str, str] = field(default_factory=dict)  # path in the release's directory -> text
     power_mode: str = ""  # name in /etc/nvpmodel.conf; "" leaves it unchanged
     client_key: bool = False  # whether clients on other machines need an API key
     parts: tuple[str, ...] | None = None  # "MODEL/PART" to keep; None: all
+    back: bool = False  # the release ran before: a rollback
 
 
 @dataclass(frozen=True)
