@@ -67,6 +67,8 @@ class Pc:
         for board in range(4):
             printed = re.sub(rf"{re.escape(self._fleet.address(board))}\b", f"10.0.0.{10 + board}", printed)
         printed = printed.replace(f"{self._directory}/", "")
+        # How far a command is: on the document's terminal a bar that goes.
+        printed = re.sub(r"(?m)^flowspec: (?!error: ).*, \d+ s(?:, about \d+ s left)?\n", "", printed)
         return re.sub(rf"(?<![\w.-]){nspawnkit.USER}(?![\w.-])", "me", printed)
 
 
