@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from flowspec_edge.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 # Weak models would add whitespace forever; JSON that is indented ten levels deep still fits.
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n\r\t]{1,40}"}
@@ -40,6 +41,8 @@ class GrammarState:
     def allowed(self, path: Sequence[int]) -> NDArray[np.bool_] | None:
         """Return which tokens may follow the answer and then ``path``: bool [V]; None if ``path`` cannot
         follow the answer. UsageError if the grammar is too complex."""
+        import numpy as np  # here: every command's help imports this module
+
         consumed = self._matcher.try_consume_tokens(list(path)) if path else 0
         bits = self._matcher.compute_bitmask() if consumed == len(path) else None
         if consumed:
