@@ -93,9 +93,9 @@ def test_chats_that_are_none(write: object, messages: list[Message], says: str) 
         write(messages)  # type: ignore[operator]
 
 
-def test_roles_are_three() -> None:
-    with pytest.raises(UsageError, match="no role 'tool'; there are system, user, assistant"):
-        Message("tool", "x")  # type: ignore[arg-type]
+def test_roles_are_four() -> None:
+    with pytest.raises(UsageError, match="no role 'function'; there are system, user, assistant, tool"):
+        Message("function", "x")  # type: ignore[arg-type]
 
 
 @pytest.fixture
