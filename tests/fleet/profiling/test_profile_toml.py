@@ -17,7 +17,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-TEXT = st.text(st.characters(exclude_categories=["Cc", "Cf", "Cs"]), max_size=300)
+TEXT = st.text(st.characters(exclude_categories=["Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"]), max_size=300)
 WORDS = st.lists(st.sampled_from(["layers", 'say "so"', "back\\slash", "a" * 130, "é", "", "\t", '"""']),
                  max_size=60).map(" ".join)
 
