@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from tiny_dir import tiny_model_dir
 
-from flowspec_edge.bench.render.table import table, title
+from flowspec_edge.bench.render.table import show, table, title
 from flowspec_edge.bench.results.report import BenchReport, load_report
 from flowspec_edge.bench.run.runner import BenchPlan, Workload, measure, run
 from flowspec_edge.config import load_profile
@@ -222,7 +222,7 @@ def test_the_table_has_a_caption_and_all_figures(model: Path, cluster: VirtualCl
                                                  requests: list[Request]) -> None:
     rows, _ = run(Erring(cluster, "flowspec", "wrong"), Plain(model), requests, STRATEGIES)
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(table(rows, title("virtual", "paper-7b", 2, 0.0)))
+    show(console, table(rows, title("virtual", "paper-7b", 2, 0.0)))
     text = console.export_text()
     assert "VIRTUAL TIME under paper-7b, 2 stages, T = 0" in text
     lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
