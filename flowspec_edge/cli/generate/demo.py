@@ -68,7 +68,6 @@ def demo(
 
     from flowspec_edge.bench.render.table import show, table, title
     from flowspec_edge.bench.results.report import BenchReport
-    from flowspec_edge.bench.run.repetition import DEFINITION
     from flowspec_edge.bench.run.tasks import load_prompts
     from flowspec_edge.cli.common.defaults import device_of, dtype_of, plain_device_of, stages_of
     from flowspec_edge.cli.common.progress import progress
@@ -133,7 +132,7 @@ def demo(
     on_testbed, here = title("virtual", profile.name, stages, 0), title("wall", None, stages, 0)
     show(console, table(virtual.rows, f"{on_testbed}, {measured} held-out prompts"))
     show(console, table(local.rows, f"{here}, the text above"))
-    console.print(f"{virtual.rows[0].repeating or 0} of {measured} answers repeat themselves: {DEFINITION}.")
+    console.print(f"{virtual.rows[0].repeating or 0} of {measured} answers repeat themselves.")
     console.print("On one machine all devices share its cores: that table shows that it works, not how fast.")
     run_here = {row.strategy for row in local.rows}
     missing = [f"{name} over processes" for name in _STRATEGIES if name not in run_here]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -44,10 +45,13 @@ def test_little_time_leaves_measurements_out_and_says_which(tmp_path: Path,
     few = ("--stages", "2", "--max-new-tokens", "4", "--seconds", "1")
     assert main(["demo", "--model", str(model), *few]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert ("Left out, since 1 s were over (--seconds): flowspec over processes, "
-            "autoregressive over processes, 3 of 4 prompts in virtual time.") in out
-    assert "1 held-out prompts" in out
-    assert f"All {2 * 4 + 4 * 4} tokens are identical" in out
+    # A fast machine leaves less out.
+    [measured] = re.findall(r"(\d) held-out prompts", out)
+    here = 4 - out.count(" over processes,") - out.count(" over processes.")
+    assert (f"{4 - int(measured)} of 4 prompts in virtual time." in out) == (measured != "4")
+    assert ("Left out, since 1 s were over (--seconds): " in out) == (here < 4 or measured != "4")
+    assert here >= 2
+    assert f"All {here * 4 + int(measured) * 4 * 4} tokens are identical" in out
 
 
 def test_without_the_model_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
