@@ -52,7 +52,7 @@ class Sizes(Observer):
             self.sent_rows.append(len(message.numbers))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("curve", ["flat to 64", "own", "steep"])
 def test_to_learn_is_as_fast_as_to_be_told(demo_model: Path, demo_prompts: list[list[int]], curve: str,
                                            temperature: float) -> None:
