@@ -21,9 +21,9 @@ from flowspec_edge.stage.shard import load_lm_head, load_shard
 from flowspec_edge.util import torchdevice
 from flowspec_edge.util.torchdevice import TorchGpu
 
-COMMANDS = [["generate", "x"], ["chat", "--chat-template", "vicuna"], ["serve", "--port", "0"], ["demo"], ["bench", "run"],
-            ["bench", "tables"], ["bench", "timeline"], ["sweep", "bandwidth"], ["sweep", "stages"],
-            ["sweep", "depth"], ["sweep", "segment"], ["sweep", "latency"],
+COMMANDS = [["generate", "x"], ["chat", "--chat-template", "vicuna"], ["serve", "--port", "0"], ["demo"],
+            ["bench", "run"], ["bench", "tables"], ["bench", "timeline"], ["sweep", "bandwidth"],
+            ["sweep", "stages"], ["sweep", "depth"], ["sweep", "segment"], ["sweep", "latency"],
             ["sweep", "bandwidth", "--links", "namespaces"]]
 SHORT = ["--stages", "2", "--max-new-tokens", "4"]
 
