@@ -32,9 +32,9 @@ def on_third(act: Callable[[], None]) -> Callable[[list[int]], None]:
     return on_tokens
 
 
-def until(true: Callable[[], bool]) -> None:
-    """Wait for something that another thread does."""
-    deadline = time.monotonic() + PATIENCE
+def until(true: Callable[[], bool], within: float = PATIENCE) -> None:
+    """Wait for something that another thread or process does; ``within``: seconds."""
+    deadline = time.monotonic() + within
     while not true():
         assert time.monotonic() < deadline, "it did not come about"
         time.sleep(0.005)  # between two looks, up to the deadline: no event tells of any such state

@@ -145,7 +145,8 @@ class Load:
                         self.refusals["the server was killed"] += 1
                 if self._over or time.monotonic() - start > DEADLINE_S:
                     raise Violation(f"{strategy}: no answer after {time.monotonic() - start:.0f} s of tries")
-                time.sleep(_PAUSE_S)  # as a client that retries does
+                with self._changed:
+                    self._changed.wait_for(lambda: self._over, _PAUSE_S)
 
     def _run(self, number: int) -> None:
         chance = random.Random(f"{self.seed} {number}")

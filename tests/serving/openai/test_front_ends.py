@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from clusterkit import until
 from servekit import NAME, Running, running, served
 from servicekit import free_port
 
@@ -105,13 +105,13 @@ def open_webui(server: Running, tmp_path: Path) -> Iterator[httpx2.Client]:
                                    cwd=tmp_path, stdout=log, stderr=log)
     try:
         with httpx2.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=300) as http:
-            deadline, up = time.monotonic() + 900, False
-            while not up:  # its start takes a minute or more
+            def is_up() -> bool:
                 assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
-                assert time.monotonic() < deadline
                 with suppress(httpx2.TransportError):
-                    up = http.get("/health").status_code == 200
-                time.sleep(0.5)
+                    return http.get("/health").status_code == 200
+                return False
+
+            until(is_up, 900.0)  # its start takes a minute or more
             user = {"name": "a", "email": "a@example.com", "password": "a-password"}
             token = http.post("/api/v1/auths/signup", json=user).raise_for_status().json()["token"]
             http.headers["Authorization"] = f"Bearer {token}"

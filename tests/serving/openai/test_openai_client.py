@@ -173,7 +173,7 @@ def test_alive_and_ready(server: Running) -> None:
     ({"seed": "x"}, "seed", "valid integer"),
     ({"stream": "yes"}, "stream", "valid boolean"),
     ({"messages": []}, "messages", "at least 1 item"),
-    ({"messages": [{"role": "nobody", "content": "x"}]}, "messages[0].role", "'assistant' or 'tool'"),
+    ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role", "'assistant' or 'tool'"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "message 1 is the tool's"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content",
      "text only"),
