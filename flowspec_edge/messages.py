@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
+MAX_BATCH = 64  # sessions in a Batch
 
 Int32 = NDArray[np.int32]
 UInt8 = NDArray[np.uint8]
@@ -106,6 +107,17 @@ class Output:
     hidden: Payload
 
 
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Segments, or outputs, of at least two different sessions, which a stage computes in one pass.
+
+    Each part keeps its session's numbers, commits and visibility; prunes, cancels and losses concern the
+    parts of one session.
+    """
+
+    parts: tuple[Segment, ...] | tuple[Output, ...]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Tap:
     """Vi → D0: hidden states [n, H] after ``layer`` layers (no final norm), sent before the next stage
@@ -146,7 +158,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """V1 → D0: V1 has computed ``run`` and has a free slot."""
+    """V1 → D0: V1 has computed ``run``, or the batch that begins with it, and has a free slot."""
 
     session: int
     epoch: int
@@ -155,13 +167,18 @@ class Credit:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Vi → D0, in ``timed`` sessions: computing and sending times, in µs of the stage's monotonic clock."""
+    """Vi → D0, in ``timed`` sessions: computing and sending times, in µs of the stage's monotonic clock.
+
+    rows        of the segment
+    batch_rows  of all segments that were computed with it, its own included
+    """
 
     session: int
     epoch: int
     run: int
     stage: int
     rows: int
+    batch_rows: int
     start: int
     end: int
     sent: int
@@ -226,7 +243,7 @@ class Refusal:
 
 
 Message = (
-    Open | Close | Segment | Output | Tap | Prune | Cancel | Credit | Computed | Hello | Heartbeat
+    Open | Close | Segment | Output | Batch | Tap | Prune | Cancel | Credit | Computed | Hello | Heartbeat
     | SessionReport | Failed | Shutdown | Refusal
 )
 

@@ -47,7 +47,7 @@ def play(engine: StageEngine, steps: list[Step], after: list[Control]) -> list[S
         deliver()
         admitted = engine.admit(step.segment)
         deliver()
-        results.append(None if admitted is None else engine.compute(admitted, poll=deliver)[1])
+        results.append(None if admitted is None else engine.compute([admitted], poll=deliver)[0][1])
         for _ in step.slots:  # what was left over because of fewer layers
             deliver()
     for message in after:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from flowspec_edge.messages import Cancel, Close, Open, Output, Prune, Segment, Tap
+
+
+Results = tuple[list[Tap], Segment | Output]  # of a segment; an Output comes from the last stage
 
 
 class Poll(Protocol):
@@ -38,4 +42,5 @@ class Engine(Protocol):
 
     def admit(self, segment: Segment) -> Segment | None: ...
 
-    def compute(self, admitted: Segment, poll: Poll | None = None) -> tuple[list[Tap], Segment | Output]: ...
+    def compute(self, admitted: Sequence[Segment], poll: Poll | None = None) -> list[Results]:
+        """One pass over the segments of a batch, each of another session."""

@@ -1,14 +1,16 @@
 """The state machine of one stage, for any number of sessions.
 
-    admitted = engine.admit(segment)          # None: stale, nothing to do
-    taps, result = engine.compute(admitted)   # a Segment for the next stage, or an Output
+    admitted = engine.admit(segment)               # None: stale, nothing to do
+    [(taps, result)] = engine.compute([admitted])  # a Segment for the next stage, or an Output
 
-It knows no sockets, clocks, trees or other stages.  Prune, Cancel, Open and Close may arrive at any time,
+Segments of several sessions may be computed in one pass: the weights are read once for all rows, and each row
+attends to its own session's cache.  It knows no sockets, clocks, trees or other stages.  Prune, Cancel, Open and Close may arrive at any time,
 also from ``compute``'s ``poll``; a pass whose session has ended does not touch the cache again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -28,7 +30,8 @@ from flowspec_edge.messages import (
     Tap,
 )
 from flowspec_edge.stage import forward, rows
-from flowspec_edge.stage.base import Poll
+from flowspec_edge.stage.base import Poll, Results
+from flowspec_edge.stage.layers.batch import Part
 from flowspec_edge.stage.layers.kv_cache import KVCache
 from flowspec_edge.stage.session import COUNTERS, Session
 from flowspec_edge.stage.shard import Shard
@@ -142,7 +145,7 @@ class StageEngine:
     def admit(self, segment: Segment) -> Segment | None:
         """Check ``segment``, apply its commits and remove its dead rows; None if it is stale.
 
-        An admitted segment must be computed before the next is admitted.  ProtocolError if the segment
+        An admitted segment must be computed before the session's next is admitted.  ProtocolError if the segment
         violates the protocol or contradicts this stage's state.
         """
         state = self._current(segment)
@@ -163,16 +166,54 @@ class StageEngine:
         return self._drop_rows(state, segment, dead)
 
     @torch.inference_mode()
-    def compute(self, admitted: Segment, poll: Poll | None = None) -> tuple[list[Tap], Segment | Output]:
-        """Run the layers over an admitted segment; an Output comes from the last stage.
+    def compute(self, admitted: Sequence[Segment], poll: Poll | None = None) -> list[Results]:
+        """Run the layers over admitted segments, each of another session, in one pass.
 
         ``poll`` is called before each layer and while the last layers are pending.  Rows that die meanwhile
-        are removed; a cancelled run or an ended session gives an empty result.  FlowspecError if the cache or
-        the memory is full.
+        are removed; a cancelled run or an ended session gives an empty result, and if all do, the pass is
+        broken off.  FlowspecError if a cache or the memory is full.
         """
+        prepared = [self._prepare(segment) for segment in admitted]
+        running = [part for part in prepared if part is not None]
+        for part in running:
+            part.cache.reserve(len(part))
+        for part in running:
+            self._sessions[part.segment.session].computing = True
+        computed = None
+        try:
+            n, held = sum(map(len, running)), sum(len(part.cache) for part in running)
+            with device_memory.allocation(f"computing {n} rows with {held} in the cache", 0, _NEED_LESS):
+                computed = self._run(running, poll)
+            for part in running if computed else ():
+                if not part.ended:
+                    part.cache.append(part.segment.numbers)
+        finally:
+            for part in running:
+                if (state := self._state_of(part)) is not None:
+                    state.computing = False
+                    state.apply_deferred()
+        results = iter(computed or [None] * len(running))
+        return [([], self._result(segment, None)) if part is None else self._emit(part, next(results))
+                for segment, part in zip(admitted, prepared, strict=True)]
+
+    # -- inside ----------------------------------------------------------------------------
+
+    def _run(self, parts: Sequence[Part], poll: Poll | None) -> list[tuple[forward.Taps, Tensor]] | None:
+        def keep_going() -> bool:
+            if poll is not None:
+                poll()
+            for part in parts:
+                part.ended = part.ended or self._has_ended(part)
+            return not all(part.ended for part in parts)
+
+        return forward.run(self.shard, parts, keep_going) if parts else None
+
+    def _prepare(self, admitted: Segment) -> Part | None:
+        """Remove rows that have died since :meth:`admit`, and orphans; None if the session or the run has
+        ended."""
         state = self._sessions.get(admitted.session)
         if state is None or state.epoch != admitted.epoch:
-            return [], self._result(admitted, None)
+            return None
         state.counters["segments"] += 1
         segment = self._drop_rows(state, admitted, state.prunes.dead(admitted.numbers))
         mask, orphans = rows.visible(segment, state.cache.numbers)
@@ -180,46 +221,27 @@ class StageEngine:
             state.counters["orphan_rows"] += int(orphans.sum())
             segment = rows.select(segment, ~orphans)
             mask, _ = rows.visible(segment, state.cache.numbers)
-        state.cache.reserve(len(segment.numbers))
-        state.computing = True
-        try:
-            task = f"computing {len(segment.numbers)} rows with {len(state.cache)} in the cache"
-            with device_memory.allocation(task, 0, _NEED_LESS):
-                result = self._run(state, segment, mask, poll)
-            if result is not None:
-                state.cache.append(segment.numbers)
-        finally:
-            state.computing = False
-            if self._is_open(state):
-                state.apply_deferred()
-        if result is None:
+        part = Part(segment, state.cache, mask)
+        return None if self._has_ended(part) else part
+
+    def _has_ended(self, part: Part) -> bool:
+        state = self._state_of(part)
+        if state is not None and part.segment.run in state.cancelled:
+            state.counters["cancelled"] += not part.ended
+            return True
+        return state is None
+
+    def _state_of(self, part: Part) -> Session | None:
+        """The part's session; None if it has ended, or began anew."""
+        state = self._sessions.get(part.segment.session)
+        return state if state is not None and state.epoch == part.segment.epoch else None
+
+    def _emit(self, part: Part, computed: tuple[forward.Taps, Tensor] | None) -> Results:
+        segment, state = part.segment, self._state_of(part)
+        if part.ended or computed is None or state is None:
             return [], self._result(segment, None)
         state.counters["rows"] += len(segment.numbers)
-        return self._emit(state, segment, *result)
-
-    # -- inside ----------------------------------------------------------------------------
-
-    def _run(self, state: Session, segment: Segment, mask: rows.Bool, poll: Poll | None
-             ) -> tuple[forward.Taps, Tensor] | None:
-        def keep_going() -> bool:
-            if poll is not None:
-                poll()
-            return not self._cancelled(state, segment)
-
-        if self._cancelled(state, segment):
-            return None
-        return forward.run(self.shard, state.cache, segment, mask, keep_going)
-
-    def _cancelled(self, state: Session, segment: Segment) -> bool:
-        if not self._is_open(state):
-            return True
-        if segment.run in state.cancelled:
-            state.counters["cancelled"] += 1
-            return True
-        return False
-
-    def _emit(self, state: Session, segment: Segment, taps: forward.Taps, hidden: Tensor
-              ) -> tuple[list[Tap], Segment | Output]:
+        taps, hidden = computed
         dead = state.prunes.dead(segment.numbers)
         alive = self._drop_rows(state, segment, dead)
         messages = [
@@ -253,9 +275,6 @@ class StageEngine:
     def _count_unknown(self) -> None:
         for name in ("dropped_stale", "dropped_session"):
             self._closed_counters[name] += 1
-
-    def _is_open(self, state: Session) -> bool:
-        return self._sessions.get(state.session) is state
 
     def _end(self, session: int) -> KVCache:
         state = self._sessions.pop(session)

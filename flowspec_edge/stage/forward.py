@@ -1,4 +1,4 @@
-"""One pass of a shard's layers over the rows of a segment.
+"""One pass of a shard's layers over the rows of a segment, or of a batch of segments.
 
 CUDA launches are asynchronous.  Copies go through pinned memory, so that they do not block either, and a
 LaunchPacer keeps the host at most ``AHEAD`` layers ahead of the device, so that polls happen in time.
@@ -14,11 +14,10 @@ from typing import Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
-from flowspec_edge.messages import Int32, Segment
 from flowspec_edge.stage.layers.attention import folded_mask
+from flowspec_edge.stage.layers.batch import BatchCache, BatchMask, Part
 from flowspec_edge.stage.layers.fused import ROW_STEP, FusedLayer, rotation
 from flowspec_edge.stage.layers.kv_cache import KVCache
 from flowspec_edge.stage.shard import Shard
@@ -28,60 +27,69 @@ AHEAD = 2  # pending layers: the running one, and the next so that the device do
 Taps = list[tuple[int, Tensor]]  # layers passed, hidden states [n, H]
 
 
-def run(shard: Shard, cache: KVCache, segment: Segment, mask: NDArray[np.bool_],
-        keep_going: Callable[[], bool]) -> tuple[Taps, Tensor] | None:
-    """(taps, output [n, H]) in host memory; None as soon as ``keep_going`` returns False.
+def run(shard: Shard, parts: Sequence[Part], keep_going: Callable[[], bool]
+        ) -> list[tuple[Taps, Tensor]] | None:
+    """(taps, output [n, H]) of each part in host memory; None as soon as ``keep_going`` returns False.
 
-    mask        [n, len(cache) + n] bool, True where a row sees a column
-    keep_going  called before each layer and while the last layers are pending
+    keep_going  called before each layer and while the last layers are pending; it marks ended parts, whose
+                results are undefined
 
-    Writes keys and values behind the cache's last slot; the caller appends them.
+    Writes keys and values behind each cache's last slot; the caller appends them.
     """
-    if not len(segment.numbers):
-        return [], torch.empty(0, shard.hidden_size, dtype=shard.dtype)
+    computed = [part for part in parts if len(part)]
+    empty: tuple[Taps, Tensor] = [], torch.empty(0, shard.hidden_size, dtype=shard.dtype)
+    if not computed:
+        return [empty] * len(parts)
     first, last = shard.layers
+    wanted = {layer for part in computed for layer in part.segment.taps}
     taps: Taps = []
 
     def tap(layer: int, inputs: Tensor) -> None:
         # The previous stage taps the states that it sends; of the inputs, only embeddings are computed here.
-        if layer in segment.taps and (layer > first or shard.embed is not None):
+        if layer in wanted and (layer > first or shard.embed is not None):
             taps.append((layer, inputs))
 
     pacer = LaunchPacer.of(shard.device)
-    hidden = _layers(shard, cache, _inputs(shard, segment), segment.positions, mask, tap, keep_going, pacer)
+    hidden = _layers(shard, computed, tap, keep_going, pacer)
     if hidden is None:
         return None
     # A stage without layers computes nothing, except the embeddings on the first stage.
-    if last in segment.taps and (last > first or shard.embed is not None):
+    if last in wanted and (last > first or shard.embed is not None):
         taps.append((last, hidden))
     normed = hidden if shard.norm is None else shard.norm(hidden)
     hidden, *tapped = to_host([normed, *(states for _, states in taps)])
     pacer.enqueued()
     if not pacer.finish(keep_going):
         return None
-    return [(layer, states) for (layer, _), states in zip(taps, tapped, strict=True)], hidden
+    results, start = [], 0
+    for part in parts:
+        stop = start + len(part)
+        results.append(([(layer, states[start:stop]) for (layer, _), states in zip(taps, tapped, strict=True)
+                         if layer in part.segment.taps], hidden[start:stop]) if len(part) else empty)
+        start = stop
+    return results
 
 
-def _inputs(shard: Shard, segment: Segment) -> Tensor:
+def _inputs(shard: Shard, parts: Sequence[Part]) -> Tensor:
     if shard.embed is None:
-        assert segment.hidden is not None
-        return to_device(to_torch(segment.hidden), shard.device)
-    assert segment.tokens is not None
-    ids = to_device(torch.from_numpy(segment.tokens.astype(np.int64)), shard.device)
+        states = [to_torch(part.segment.hidden) for part in parts if part.segment.hidden is not None]
+        return to_device(torch.cat(states) if len(states) > 1 else states[0], shard.device)
+    tokens = [part.segment.tokens for part in parts if part.segment.tokens is not None]
+    ids = to_device(torch.from_numpy(np.concatenate(tokens).astype(np.int64)), shard.device)
     embedded: Tensor = shard.embed(ids)
     return embedded
 
 
-def _layers(shard: Shard, cache: KVCache, hidden: Tensor, positions: Int32, mask: NDArray[np.bool_],
-            tap: Callable[[int, Tensor], None], keep_going: Callable[[], bool], pacer: LaunchPacer
-            ) -> Tensor | None:
-    """``hidden`` [n, H] through the layers; ``tap`` gets each layer's index and inputs."""
+def _layers(shard: Shard, parts: Sequence[Part], tap: Callable[[int, Tensor], None],
+            keep_going: Callable[[], bool], pacer: LaunchPacer) -> Tensor | None:
+    """Hidden states [n, H] of all parts' rows; ``tap`` gets each layer's index and inputs."""
+    hidden, positions = _inputs(shard, parts), np.concatenate([part.segment.positions for part in parts])
     n = len(positions)
     fused = bool(shard.modules) and isinstance(shard.modules[0], FusedLayer)
     padding = -n % ROW_STEP if fused else 0
     x = F.pad(hidden, (0, 0, 0, padding))[None] if padding else hidden[None]  # [1, n + padding, H]
     ids = to_device(torch.from_numpy(np.pad(positions.astype(np.int64), (0, padding))), shard.device)[None]
-    folded = folded_mask(mask, shard.kv_groups, shard.dtype, shard.device, n + padding)
+    cache, mask = _attention(shard, parts, n + padding)
     rotated = shard.rotary(x, position_ids=ids)
     if fused:
         rotated = rotation(*rotated)
@@ -89,10 +97,20 @@ def _layers(shard: Shard, cache: KVCache, hidden: Tensor, positions: Int32, mask
         tap(i, x[0, :n])
         if not keep_going():
             return None
-        x = layer(x, attention_mask=folded, position_ids=ids, past_key_values=cache,
+        x = layer(x, attention_mask=mask, position_ids=ids, past_key_values=cache,
                   use_cache=True, position_embeddings=rotated)
         pacer.enqueued()
     return x[0, :n]
+
+
+def _attention(shard: Shard, parts: Sequence[Part], rows: int
+               ) -> tuple[KVCache, Tensor] | tuple[BatchCache, BatchMask]:
+    """The layers' cache and mask; ``rows``: of a pass with padding."""
+    if len(parts) == 1:
+        [part] = parts
+        return part.cache, folded_mask(part.mask, shard.kv_groups, shard.dtype, shard.device, rows)
+    masks = [folded_mask(part.mask, shard.kv_groups, shard.dtype, shard.device) for part in parts]
+    return BatchCache(parts), BatchMask(masks, [len(part) for part in parts])
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:

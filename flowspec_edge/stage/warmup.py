@@ -26,7 +26,7 @@ def warm_up(shard: Shard) -> None:
     for run, rows in enumerate(ROWS):
         admitted = engine.admit(_chain(shard, run, first, rows))
         assert admitted is not None
-        engine.compute(admitted)
+        engine.compute([admitted])
         first += rows
     del engine
     release(shard.device)

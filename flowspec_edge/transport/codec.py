@@ -5,6 +5,8 @@
    every named dimension, the index the bytes of all small arrays, concatenated (``transport.fields``);
 2. the payload, if any: its bytes.
 
+A batch has a header without fields, whose dims are the numbers of its parts' frames; these follow.
+
 For any input, :func:`decode` returns a message or raises ProtocolError; nothing is unpickled, and arrays are
 read-only views on the frames.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 import msgpack
@@ -39,7 +42,8 @@ from flowspec_edge.transport.fields import (
 )
 
 MAX_HEADER_BYTES = 4 * 1024 * 1024  # the small arrays of the longest prompt chunk fit
-MAX_FRAMES = 2
+_PART_FRAMES = 2
+MAX_FRAMES = 1 + _PART_FRAMES * m.MAX_BATCH
 MAX_ITEMS = 2 * MAX_DIM  # of a header; a list or map counts as _CONTAINER more
 _CONTAINER = 1024
 _MAX_MAP = 1024
@@ -66,7 +70,7 @@ FIELDS: dict[type, dict[str, Field]] = {
     m.Prune: {**_SESSION, "sequence": Int(), "start": Int(), "stop": Int(), "keep": Subset()},
     m.Cancel: {**_SESSION, "runs": Ints()},
     m.Credit: _RUN,
-    m.Computed: {**_RUN, "stage": Int(low=1), "rows": Int(), "start": Int(), "end": Int(), "sent": Int()},
+    m.Computed: {**_RUN, "stage": Int(low=1), "rows": Int(), "batch_rows": Int(), "start": Int(), "end": Int(), "sent": Int()},
     m.Hello: {**_STAGE, "stages": Int(low=1), "layers": Ints(length=2), "digest": Text(), "version": Int(),
               "newest": Int(low=-1)},
     m.Heartbeat: {**_STAGE, "counters": FloatMap(), "isolated": Bool()},
@@ -92,12 +96,18 @@ def _form(kind: type, table: dict[str, Field]) -> _Form:
                  tuple(arrays.items()), tuple(name for name, field in arrays.items() if field.optional))
 
 
+_BATCH = m.Batch.__name__
 _FORMS = {kind.__name__: _form(kind, table) for kind, table in FIELDS.items()}
 
 
 def encode(message: m.Message) -> list[Buffer]:
     """The payload is not copied.  ProtocolError for a value without the type, range or shape of
     ``messages``."""
+    if isinstance(message, m.Batch):
+        _check_parts(message.parts)
+        parts = [encode(part) for part in message.parts]
+        header = cast(bytes, msgpack.packb([_BATCH, "", [len(part) for part in parts], b""]))
+        return [header, *(frame for part in parts for frame in part)]
     name = type(message).__name__
     form = _FORMS[name]
     arrays = Arrays()
@@ -122,6 +132,8 @@ def encode(message: m.Message) -> list[Buffer]:
 def decode(frames: Sequence[Buffer]) -> m.Message:
     """ProtocolError for anything that :func:`encode` cannot make."""
     name, layout, dims, index, *scalars = _header(frames)
+    if name == _BATCH:
+        return _decode_batch([layout, index, scalars] == ["", b"", []], dims, frames[1:])
     form = _FORMS.get(name) if type(name) is str else None
     if form is None:
         raise ProtocolError(f"unknown message type {short(name)}; do all devices run the same release?")
@@ -148,6 +160,28 @@ def decode(frames: Sequence[Buffer]) -> m.Message:
     if form.optional and sum(values[key] is not None for key in form.optional) != 1:
         raise ProtocolError(f"{name}: it has exactly one of {' and '.join(form.optional)}")
     return cast(m.Message, form.type(**values))
+
+
+def _decode_batch(plain: bool, sizes: Any, frames: Sequence[Buffer]) -> m.Batch:
+    """``sizes``: the number of frames of each part; ``plain``: the header has nothing else."""
+    if (not plain or type(sizes) is not list or len(sizes) > m.MAX_BATCH
+            or any(type(size) is not int or not 1 <= size <= _PART_FRAMES for size in sizes)
+            or sum(sizes) != len(frames)):
+        raise ProtocolError(f"{_BATCH}: {len(frames)} frames do not match its header, {short(sizes)}")
+    parts = [decode(frames[end - size : end]) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    _check_parts(parts)
+    return m.Batch(cast(tuple[m.Segment, ...], tuple(parts)))
+
+
+def _check_parts(parts: Sequence[m.Message]) -> None:
+    kinds = {type(part) for part in parts}
+    if kinds not in ({m.Segment}, {m.Output}):
+        raise ProtocolError(f"{_BATCH}: it has segments or outputs, not "
+                            f"{' and '.join(sorted(kind.__name__ for kind in kinds)) or 'nothing'}")
+    sessions = {part.session for part in cast(Sequence[m.Segment], parts)}
+    if not 2 <= len(parts) <= m.MAX_BATCH or len(sessions) != len(parts):
+        raise ProtocolError(f"{_BATCH}: {len(parts)} parts of {len(sessions)} sessions; it has 2 to "
+                            f"{m.MAX_BATCH}, each of another session")
 
 
 def _header(frames: Sequence[Buffer]) -> list[Any]:

@@ -91,9 +91,9 @@ def test_reopened_while_a_segment_is_here(engine: StageEngine, oracle: Oracle, m
 
     if moment == "before":
         reopen()
-        _, output = engine.compute(admitted)
+        _, output = engine.compute([admitted])[0]
     else:
-        _, output = engine.compute(admitted, poll=reopen)
+        _, output = engine.compute([admitted], poll=reopen)[0]
     assert isinstance(output, Output)
     assert (output.epoch, len(output.numbers), output.hidden.array.shape) == (0, 0, (0, 32))
     assert held(engine) == []
@@ -114,7 +114,7 @@ def test_a_prune_between_layers_thins_what_is_passed_on(model: Path, oracle: Ora
     prune = book.prune()
     admitted = chain[0].admit(segment)
     assert admitted is not None
-    taps, passed_on = chain[0].compute(admitted, poll=lambda: chain[0].prune(prune))
+    taps, passed_on = chain[0].compute([admitted], poll=lambda: chain[0].prune(prune))[0]
     assert isinstance(passed_on, Segment)
     assert passed_on.numbers.tolist() == taps[0].numbers.tolist() == [good]
     assert passed_on.hidden is not None
@@ -138,7 +138,7 @@ def test_a_prune_between_admit_and_compute(engine: StageEngine, oracle: Oracle) 
     assert admitted is not None
     book.given_up.add(bad)
     engine.prune(book.prune())
-    _, output = engine.compute(admitted)
+    _, output = engine.compute([admitted])[0]
     assert isinstance(output, Output)
     assert output.numbers.tolist() == [good]
     assert_rows(output, book, oracle)
@@ -174,8 +174,8 @@ def test_a_failing_poll_leaves_the_stage_usable(engine: StageEngine, oracle: Ora
         raise ProtocolError("bad frame")
 
     with pytest.raises(ProtocolError, match="bad frame"):
-        engine.compute(admitted, poll)
-    assert_rows(engine.compute(admitted)[1], book, oracle)  # type: ignore[arg-type]
+        engine.compute([admitted], poll)
+    assert_rows(engine.compute([admitted])[0][1], book, oracle)  # type: ignore[arg-type]
     engine.prune(Prune(1, 0, 0, 0, 8, np.arange(5, dtype=I32)))
     assert held(engine) == [0, 1, 2, 3, 4]
 
@@ -187,7 +187,7 @@ def test_a_full_cache_is_one_clear_line(engine: StageEngine) -> None:
     admitted = engine.admit(segment)
     assert admitted is not None
     with pytest.raises(FlowspecError, match="KV cache is full: 16 rows held, 1 more to come, capacity 16"):
-        engine.compute(admitted)
+        engine.compute([admitted])
 
 
 @pytest.mark.parametrize(("change", "complaint"), [

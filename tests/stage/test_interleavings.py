@@ -71,7 +71,7 @@ def run_stage(engine: StageEngine, segments: list[Segment], prunes: list[Prune],
         admitted = engine.admit(segment)
         assert admitted is not None
         deliver()
-        results.append(engine.compute(admitted, poll=deliver)[1])
+        results.append(engine.compute([admitted], poll=deliver)[0][1])
         for _ in range(per_segment):  # what was left over because of fewer layers
             deliver()
     arrivals = iter(schedule[-1:])

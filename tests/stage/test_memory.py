@@ -45,7 +45,7 @@ def test_any_way_to_fail_is_one_line(error: Exception, model: Path, monkeypatch:
     monkeypatch.setattr(forward, "to_host", failing(error))
     with pytest.raises(FlowspecError, match=r"^no memory for computing 3 rows with 0 in the cache: lower the "
                                             r"limits of the session, or give this stage fewer layers$"):
-        engine.compute(admitted)
+        engine.compute([admitted])
 
 
 @pytest.mark.parametrize("text", ["shapes cannot be multiplied", "CUBLAS_STATUS_EXECUTION_FAILED"])
@@ -55,7 +55,7 @@ def test_other_errors_stay_what_they_are(text: str, model: Path, monkeypatch: py
     assert admitted is not None
     monkeypatch.setattr(forward, "to_host", failing(RuntimeError(text)))
     with pytest.raises(RuntimeError, match=text):
-        engine.compute(admitted)
+        engine.compute([admitted])
 
 
 def test_a_real_allocation_that_fails() -> None:

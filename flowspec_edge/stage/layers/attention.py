@@ -6,6 +6,7 @@ rows of one head, so the cache is never copied.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from flowspec_edge.stage.layers.batch import BatchMask
 from flowspec_edge.util.tensors import to_device
 from flowspec_edge.util.torchdevice import use_exact_kernels
 
@@ -45,13 +47,20 @@ def folded_mask(visible: NDArray[np.bool_], groups: int, dtype: torch.dtype, dev
     return additive.view(1, 1, groups * rows, width)[..., :m]
 
 
-def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor,
+def attend(module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Tensor | BatchMask,
            scaling: float | None = None, **_: Any) -> tuple[Tensor, None]:
-    """query [1, heads, n, d], key and value [1, kv_heads, m, d]; returns [1, n, heads, d]."""
+    """query [1, heads, n, d], key and value [1, kv_heads, m, d], or those of each part of a batch; returns
+    [1, n, heads, d]."""
+    if isinstance(attention_mask, BatchMask):
+        return attention_mask.attend(partial(_attend, scaling), query, key, value), None
+    return _attend(scaling, query, key, value, attention_mask), None
+
+
+def _attend(scaling: float | None, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     heads, n, d = query.shape[1:]
     kv_heads = key.shape[1]
     # Query head h becomes row block h % groups of key head h // groups.
     folded = query.reshape(1, kv_heads, -1, d)
-    out = F.scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
+    out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
     out = out.view(1, kv_heads, -1, n, d).permute(0, 3, 1, 2, 4)  # [1, n, kv_heads, groups, d]
-    return out.reshape(1, n, heads, d), None
+    return out.reshape(1, n, heads, d)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flowspec_edge.stage.layers.attention import attend
+from flowspec_edge.stage.layers.batch import BatchCache, BatchMask
 from flowspec_edge.stage.layers.kv_cache import KVCache
 from flowspec_edge.stage.quant.base import QuantLinear
 from flowspec_edge.stage.weights.load import fast_layout
@@ -43,11 +44,12 @@ class FusedLayer(nn.Module):
         self._kv_heads = int(attention.config.num_key_value_heads)
         self._scaling = float(attention.scaling)
 
-    def forward(self, x: Tensor, attention_mask: Tensor, past_key_values: KVCache,
+    def forward(self, x: Tensor, attention_mask: Tensor | BatchMask, past_key_values: KVCache | BatchCache,
                 position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
         """[1, N, H] to [1, N, H]; the first n rows enter the cache, the others are padding.
 
-        attention_mask       from ``attention.folded_mask``: N rows per group, len(cache) + n columns
+        attention_mask       from ``attention.folded_mask``: N rows per group, len(cache) + n columns; or a
+                             batch's
         position_embeddings  from ``rotation``
         """
         rows = x[0]
@@ -60,7 +62,8 @@ class FusedLayer(nn.Module):
             return rows.addmm_(activated, self.down_proj.weight.t())[None]  # product and sum in one kernel
         return (rows + self.down_proj(activated))[None]
 
-    def _attend(self, rows: Tensor, mask: Tensor, cache: KVCache, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    def _attend(self, rows: Tensor, mask: Tensor | BatchMask, cache: KVCache | BatchCache,
+                rotation: tuple[Tensor, Tensor]) -> Tensor:
         """[N, H] to [N, heads * head_dim]."""
         turned, total = self._heads + self._kv_heads, len(rows)
         split = self.qkv(rows).view(total, turned + self._kv_heads, self._head_dim)
@@ -68,7 +71,7 @@ class FusedLayer(nn.Module):
             _norm_in_place(self.q_norm, split[:, : self._heads])
             _norm_in_place(self.k_norm, split[:, self._heads : turned])
         _rotate_in_place(split[:, :turned], rotation)
-        new = mask.shape[-1] - len(cache)
+        new = mask.rows if isinstance(mask, BatchMask) else mask.shape[-1] - len(cast(KVCache, cache))
         keys, values = cache.write(split[:new, self._heads :].unflatten(1, (2, self._kv_heads)), self._index)
         query = split[None, :, : self._heads].transpose(1, 2)
         out, _ = attend(self, query, keys, values, mask, self._scaling)

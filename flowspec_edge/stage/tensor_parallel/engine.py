@@ -9,7 +9,7 @@ and ignored, and a pass that has begun is finished.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from threading import Thread
@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from weakref import finalize
 
 from flowspec_edge.errors import ProtocolError
-from flowspec_edge.messages import Cancel, Close, Open, Output, Prune, Segment, Tap
-from flowspec_edge.stage.base import Poll
+from flowspec_edge.messages import Cancel, Close, Open, Prune, Segment
+from flowspec_edge.stage.base import Poll, Results
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.tensor_parallel.process_group import ProcessGroup
 from flowspec_edge.stage.tensor_parallel.shard import TensorShard
@@ -87,13 +87,13 @@ class TensorEngine:
             self._bytes_before = self._group.bytes_sent
         return (message.session, message.epoch) == (segment.session, segment.epoch)
 
-    def compute(self, admitted: Segment, poll: Poll | None = None) -> tuple[list[Tap], Segment | Output]:
-        """Run all layers together with the other ranks; every rank gets the Output with all rows.
+    def compute(self, admitted: Sequence[Segment], poll: Poll | None = None) -> list[Results]:
+        """Run all layers together with the other ranks; every rank gets the Outputs with all rows.
 
         ``poll`` is called every 50 ms, also during collectives; if it raises, the rank is unusable.  PeerLost
         if another rank is gone.
         """
-        before, session = self._group.bytes_sent, admitted.session
+        before, session = self._group.bytes_sent, admitted[0].session
         try:
             return self._worker.run(lambda: self._engine.compute(admitted), poll)
         finally:

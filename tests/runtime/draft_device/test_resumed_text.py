@@ -59,7 +59,7 @@ def run(coordinator: Coordinator, engine: StageEngine, steps: int) -> list[int]:
                     steps -= 1
                     admitted = engine.admit(message)
                     assert admitted is not None
-                    taps, output = engine.compute(admitted)
+                    taps, output = engine.compute([admitted])[0]
                     assert isinstance(output, Output)
                     for arrival in (*taps, output, Credit(message.session, message.epoch, message.run)):
                         scheduler.receive(arrival)

@@ -76,7 +76,7 @@ def test_a_segment_takes_what_its_rows_and_the_context_cost(tiny_model: Path) ->
         before = ticks.now
         admitted = engine.admit(book.text(range(rows)))
         assert admitted is not None
-        _, output = engine.compute(admitted, ticks.poll)
+        _, output = engine.compute([admitted], ticks.poll)[0]
         assert len(output.numbers) == rows
         assert ticks.now - before == pytest.approx(0.1 * rows + 0.001 * context)
     assert engine.cached(1) == 9
@@ -92,7 +92,7 @@ def test_a_machine_that_is_too_slow_says_so(tiny_model: Path) -> None:
     def slow(wait: float = 0.0) -> None:
         ticks.now += 0.4  # before each of eight layers; 0.5 s would be right
 
-    engine.compute(admitted, slow)
+    engine.compute([admitted], slow)
     assert engine.counters["late_s"] == pytest.approx(2.7)
     assert ticks.now == pytest.approx(3.2)
 
@@ -107,7 +107,7 @@ def test_a_cancelled_run_ends_with_the_layer_that_it_is_in(
     ticks.at[5] = lambda: engine.cancel(Cancel(1, 0, (segment.run + 7,)))  # another's
     admitted = engine.admit(segment)
     assert admitted is not None
-    _, output = engine.compute(admitted, ticks.poll)
+    _, output = engine.compute([admitted], ticks.poll)[0]
     assert ticks.now == pytest.approx(ends_at)
     assert len(output.numbers) == rows
 
@@ -119,7 +119,7 @@ def test_a_run_cancelled_before_it_began_takes_no_time(tiny_model: Path) -> None
     engine.cancel(Cancel(1, 0, (segment.run,)))
     admitted = engine.admit(segment)
     assert admitted is not None
-    _, output = engine.compute(admitted, ticks.poll)
+    _, output = engine.compute([admitted], ticks.poll)[0]
     assert (ticks.now, len(output.numbers)) == (0.0, 0)
 
 

@@ -169,7 +169,7 @@ def launches_a_layer(path: Path, dtype: str, fused: bool) -> Counter[str]:
         admitted = engine.admit(Book().text(range(1, 17)))
         assert admitted is not None
         with Launches() as launches:
-            engine.compute(admitted)
+            engine.compute([admitted])
         counted.append(launches.names)
     return counted[1] - counted[0]
 
