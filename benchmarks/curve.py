@@ -11,7 +11,7 @@ from statistics import fmean
 from benchmarks._common import demo_prompts, options
 from flowspec_edge.config import Profile, load_profile
 from flowspec_edge.model.modeldir import resolve_model
-from flowspec_edge.runtime.draft_device.slot_curve import SlotCurve
+from flowspec_edge.runtime.draft_device.scheduling.slot_curve import SlotCurve
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.sampling.rule import Sampling

@@ -24,7 +24,7 @@ from flowspec_edge.fleet.profiling.stopwatch import seconds_of
 from flowspec_edge.messages import Credit, Output, Payload, Segment
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator, DraftPass
 from flowspec_edge.runtime.draft_device.lm_head import LmHead
-from flowspec_edge.runtime.draft_device.scheduler import Scheduler
+from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.base import Pipeline
@@ -89,13 +89,13 @@ class _Head(LmHead):
     def hidden_size(self) -> int:
         return _WIDTH
 
-    def next_tokens(self, states: Tensor, positions: NDArray[np.integer], sampling: Sampling,
-                    allowed: NDArray[np.bool_] | None = None) -> NDArray[np.int32]:
-        self._positions = positions.tolist()
-        return super().next_tokens(states, positions, sampling, allowed)
-
     def logits(self, states: Tensor) -> Tensor:
-        return self._text.untimed(lambda: self._text.target_logits(self._positions))
+        return states  # ``choose`` has the positions, which decide
+
+    def choose(self, logits: Tensor, positions: NDArray[np.integer], sampling: Sampling,
+               allowed: NDArray[np.bool_] | None = None) -> NDArray[np.int32]:
+        true = self._text.untimed(lambda: self._text.target_logits(positions.tolist()))
+        return super().choose(true, positions, sampling, allowed)
 
     def states(self, hidden: Payload) -> Tensor:
         return to_torch(hidden).to(self.weight.device, torch.float16)

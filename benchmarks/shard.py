@@ -216,7 +216,7 @@ def _serve(out: Path) -> tuple[int, int]:
         bits=pack_bits([(2 << i) - 1 for i in range(ROWS)], ROWS), committed=numbers[:0], tokens=numbers)
     admitted = engine.admit(segment)
     assert admitted is not None
-    engine.compute(admitted)
+    engine.compute([admitted])
     return shard.nbytes + cache.nbytes, _status("VmRSS")
 
 

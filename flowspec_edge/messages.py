@@ -10,6 +10,7 @@ numbers from ``base`` upwards whose bit is set in its row of ``bits``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,7 +116,24 @@ class Batch:
     parts of one session.
     """
 
-    parts: tuple[Segment, ...] | tuple[Output, ...]
+    parts: tuple[Segment | Output, ...]
+
+
+def parts_of(message: Segment | Output | Batch) -> tuple[Segment | Output, ...]:
+    """The parts of a batch, or the message alone."""
+    return message.parts if isinstance(message, Batch) else (message,)
+
+
+def batch_of(parts: Sequence[Segment | Output]) -> Segment | Output | Batch:
+    """The inverse of :func:`parts_of`."""
+    return parts[0] if len(parts) == 1 else Batch(tuple(parts))
+
+
+def shares(size: int, parts: Sequence[Segment | Output]) -> list[int]:
+    """Divide a message's ``size`` bytes among its parts by their rows; the shares add up."""
+    weights = np.cumsum([0, *(1 + len(part.numbers) for part in parts)])
+    divided: list[int] = np.diff(weights * size // weights[-1]).tolist()
+    return divided
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -76,6 +76,6 @@ def _segments(engine: StageEngine, rows: int, context: int) -> Callable[[], obje
             committed=committed, hidden=hidden))
         runs += 1
         assert admitted is not None
-        return engine.compute(admitted)
+        return engine.compute([admitted])[0]
 
     return run

@@ -20,6 +20,8 @@ from flowspec_edge.sampling.rule import DraftVocabulary, Rank, Sampling
 from flowspec_edge.sampling.sampler import rank_children
 from flowspec_edge.tree.draft_api import DraftNode, DraftOutput, DraftRequest
 
+_Rows = tuple[list[int], list[DraftNode], Tensor]  # text rows, nodes, the cache's mask
+
 
 class TreeDrafter(Drafter, ABC):
     """A subclass computes the rows (:meth:`_rows`)."""
@@ -66,19 +68,31 @@ class TreeDrafter(Drafter, ABC):
 
     @torch.inference_mode()
     def expand(self, request: DraftRequest) -> DraftOutput:
+        rows = self._begin(request)
+        if rows is not None:
+            self._store(rows, self._rows(*rows))
+        if not request.nodes:
+            return DraftOutput.empty(0, 0)
+        return self._rank(request, self._logits(self._asked(request)))
+
+    def _begin(self, request: DraftRequest) -> _Rows | None:
+        """Make room for the rows to compute; None if there are none."""
         if request.root != self._root:
             self._reroot(request.root)
         self._check(request)
         nodes = [node for node in request.nodes if node.id != self._root]
         text, self._queue = self._queue, []
-        if text or nodes:
-            mask = self._cache.begin(len(text), [(n.id, n.parent) for n in nodes])
-            outputs = self._rows(text, nodes, mask)
-            if text:
-                self._outputs[self._root] = outputs[len(text) - 1].clone()  # a view would keep all rows
-            for node, output in zip(nodes, outputs[len(text) :], strict=True):
-                self._outputs[node.id] = output
-        return self._rank(request)
+        if not text and not nodes:
+            return None
+        return text, nodes, self._cache.begin(len(text), [(n.id, n.parent) for n in nodes])
+
+    def _store(self, rows: _Rows, outputs: Tensor) -> None:
+        """``outputs`` [n, H]: of the text rows, then of the nodes."""
+        text, nodes, _ = rows
+        if text:
+            self._outputs[self._root] = outputs[len(text) - 1].clone()  # a view would keep all rows
+        for node, output in zip(nodes, outputs[len(text) :], strict=True):
+            self._outputs[node.id] = output
 
     def _reroot(self, root: int) -> None:
         self._root = root
@@ -97,10 +111,11 @@ class TreeDrafter(Drafter, ABC):
             elif not self._queue and self._root not in self._outputs:
                 raise ProtocolError("nothing has been committed that the draft model could continue")
 
-    def _rank(self, request: DraftRequest) -> DraftOutput:
-        if not request.nodes:
-            return DraftOutput.empty(0, 0)
-        logits = self._logits(torch.stack([self._outputs[node.id] for node in request.nodes]))
+    def _asked(self, request: DraftRequest) -> Tensor:
+        """Outputs [n, H] of the request's nodes."""
+        return torch.stack([self._outputs[node.id] for node in request.nodes])
+
+    def _rank(self, request: DraftRequest, logits: Tensor) -> DraftOutput:
         positions = np.fromiter((node.position for node in request.nodes), np.int64)
         sampling, rank, tau = self._ranking
         return DraftOutput(*rank_children(logits, positions, request.children, sampling, rank, tau,

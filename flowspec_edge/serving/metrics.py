@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from flowspec_edge.messages import Heartbeat
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator, Verify
-from flowspec_edge.runtime.draft_device.scheduler import Job
+from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
 from flowspec_edge.runtime.observe.counters import HeartbeatCounters, increase
 from flowspec_edge.runtime.observe.observer import DropReason, Observer
 from flowspec_edge.runtime.observe.power import once_per_board
@@ -105,9 +105,10 @@ class Metrics(Observer):
         self._acceptance.begin(coordinator)
 
     def worked(self, job: Job, start: float, end: float) -> None:
-        accepted = self._acceptance.verified(job.coordinator) if isinstance(job.task, Verify) else None
-        if accepted is not None:
-            self._depth.observe(accepted)
+        for coordinator, task in job.parts:
+            accepted = self._acceptance.verified(coordinator) if isinstance(task, Verify) else None
+            if accepted is not None:
+                self._depth.observe(accepted)
 
     def settled(self, coordinator: Coordinator, result: Result, at: float) -> None:
         self._acceptance.end(coordinator.builder.session)

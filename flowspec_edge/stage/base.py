@@ -7,7 +7,6 @@ from typing import Protocol
 
 from flowspec_edge.messages import Cancel, Close, Open, Output, Prune, Segment, Tap
 
-
 Results = tuple[list[Tap], Segment | Output]  # of a segment; an Output comes from the last stage
 
 

@@ -4,8 +4,9 @@
     [(taps, result)] = engine.compute([admitted])  # a Segment for the next stage, or an Output
 
 Segments of several sessions may be computed in one pass: the weights are read once for all rows, and each row
-attends to its own session's cache.  It knows no sockets, clocks, trees or other stages.  Prune, Cancel, Open and Close may arrive at any time,
-also from ``compute``'s ``poll``; a pass whose session has ended does not touch the cache again.
+attends to its own session's cache.  It knows no sockets, clocks, trees or other stages.  Prune, Cancel, Open
+and Close may arrive at any time, also from ``compute``'s ``poll``; a pass does not touch the cache of a
+session that has ended meanwhile.
 """
 
 from __future__ import annotations
@@ -145,8 +146,8 @@ class StageEngine:
     def admit(self, segment: Segment) -> Segment | None:
         """Check ``segment``, apply its commits and remove its dead rows; None if it is stale.
 
-        An admitted segment must be computed before the session's next is admitted.  ProtocolError if the segment
-        violates the protocol or contradicts this stage's state.
+        An admitted segment must be computed before the session's next is admitted.  ProtocolError if the
+        segment violates the protocol or contradicts this stage's state.
         """
         state = self._current(segment)
         if state is None:
@@ -192,8 +193,8 @@ class StageEngine:
                 if (state := self._state_of(part)) is not None:
                     state.computing = False
                     state.apply_deferred()
-        results = iter(computed or [None] * len(running))
-        return [([], self._result(segment, None)) if part is None else self._emit(part, next(results))
+        results = iter(computed or ())
+        return [([], self._result(segment, None)) if part is None else self._emit(part, next(results, None))
                 for segment, part in zip(admitted, prepared, strict=True)]
 
     # -- inside ----------------------------------------------------------------------------

@@ -24,7 +24,10 @@ class Autoregressive(Strategy):
     def start(self, token: int, position: int) -> None:
         self._unsent, self._position = token, position
 
-    def next_segment(self) -> Segment | None:
+    def row_probabilities(self, limit: int) -> Sequence[float]:
+        return () if self._unsent is None else (1.0,)
+
+    def next_segment(self, rows: int | None = None) -> Segment | None:
         if self._unsent is None:
             return None
         self.builder.add(self._unsent, self._position, committed=True)

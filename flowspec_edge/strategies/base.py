@@ -91,7 +91,7 @@ class Strategy(ABC):
 
     @property
     def allows_early_send(self) -> bool:
-        """Whether a segment may wait at a busy first stage (``runtime.draft_device.send_ahead``)."""
+        """Whether a segment may wait at a busy first stage (``draft_device.scheduling.send_ahead``)."""
         return False
 
     @property
@@ -113,8 +113,15 @@ class Strategy(ABC):
         text."""
 
     @abstractmethod
-    def next_segment(self) -> Segment | None:
-        """Called when the first stage is idle, or soon will be (:attr:`allows_early_send`)."""
+    def next_segment(self, rows: int | None = None) -> Segment | None:
+        """Called when the first stage is idle, or soon will be (:attr:`allows_early_send`). ``rows``: the
+        most that a batch has for it; given only to strategies with :meth:`row_probabilities`."""
+
+    def row_probabilities(self, limit: int) -> Sequence[float] | None:
+        """P(row becomes text) of the next rows, ``limit`` at most, in the order in which they would be sent.
+        The requests of a batch share its rows by these; None: the strategy's segments cannot be divided, and
+        go into a batch whole."""
+        return None
 
     def next_draft(self) -> DraftRequest | None:
         """Called when D0 is idle."""

@@ -18,8 +18,11 @@ class FlowSpec(TreeStrategy):
     summary = "FlowSpec, the paper's: a tree of fixed depth, score-ordered, pruned and expanded in flight"
     parameters = (*TreeStrategy.parameters, "expand_depth", "expand_size", "extend_depth", "extend_size")
 
-    def next_segment(self) -> Segment | None:
-        return self.send_best(self.params.segment)
+    def next_segment(self, rows: int | None = None) -> Segment | None:
+        return self.send_best(self.params.segment if rows is None else rows)
+
+    def row_probabilities(self, limit: int) -> Sequence[float] | None:
+        return self.best_probabilities(min(limit, self.params.segment))
 
     def on_verified(self, run: int, numbers: Sequence[int], successors: Sequence[int]) -> list[Commit]:
         self.record(numbers, successors)
@@ -43,6 +46,9 @@ class FlowSpecNoSBD(FlowSpec):
     summary = "FlowSpec with segments in layer order instead of score order (ablation)"
     order = "layer"
 
+    def row_probabilities(self, limit: int) -> None:
+        """The order is not that of the probabilities."""
+
 
 class PrunedPP(TreeStrategy):
     """Without tree expansion (paper, section V-D): the round ends when the drafted tree is used up."""
@@ -50,5 +56,8 @@ class PrunedPP(TreeStrategy):
     name = "pruned_pp"
     summary = "score-ordered segments, accepted and pruned one by one, no expansion (ablation)"
 
-    def next_segment(self) -> Segment | None:
-        return None if self.drafting else self.send_best(self.params.segment)
+    def next_segment(self, rows: int | None = None) -> Segment | None:
+        return None if self.drafting else self.send_best(self.params.segment if rows is None else rows)
+
+    def row_probabilities(self, limit: int) -> Sequence[float] | None:
+        return () if self.drafting else self.best_probabilities(min(limit, self.params.segment))

@@ -81,10 +81,17 @@ class FlowSpecPlus(TreeStrategy):
 
     # ---- sending -----------------------------------------------------------------------
 
-    def next_segment(self) -> Segment | None:
+    def row_probabilities(self, limit: int) -> Sequence[float]:
+        return self.best_probabilities(min(limit, self._longest()))
+
+    def _longest(self) -> int:
+        return self.params.plus_rows or (LONGEST_BLOCK if self._curve() else self.params.segment)
+
+    def next_segment(self, rows: int | None = None) -> Segment | None:
+        if rows is not None:
+            return self.send_best(rows)
         root = self.tree.root.number < 0
-        longest = self.params.plus_rows or (LONGEST_BLOCK if self._curve() else self.params.segment)
-        nodes = self.tree.pop_unsent(longest - root)
+        nodes = self.tree.pop_unsent(self._longest() - root)
         count = self._rows_to_send(nodes, root)
         self.tree.requeue(nodes[count:])
         nodes = nodes[:count]

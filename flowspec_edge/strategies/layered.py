@@ -52,7 +52,7 @@ class LayeredStrategy(TreeStrategy):
     def begin_round(self) -> None:
         self._newest, self._candidates = [self.tree.root], None
 
-    def next_segment(self) -> Segment | None:
+    def next_segment(self, rows: int | None = None) -> Segment | None:
         if self.tree.root.number < 0:  # a new round, or a hit among candidates that were not sent
             self.begin_round()
             return self.send((), root=True)

@@ -43,7 +43,7 @@ class Pearl(TreeStrategy):
     def _draft_block(self, origin: Node) -> None:
         self.expand([origin], self.gamma, 1, self.gamma)
 
-    def next_segment(self) -> Segment | None:
+    def next_segment(self, rows: int | None = None) -> Segment | None:
         if self.tree.root.number >= 0:
             return None  # sent: its output decides
         if self._pre_verify:

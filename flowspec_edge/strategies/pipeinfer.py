@@ -59,7 +59,7 @@ class PipeInfer(TreeStrategy):
 
     # ---- sending ------------------------------------------------------------------------
 
-    def next_segment(self) -> Segment | None:
+    def next_segment(self, rows: int | None = None) -> Segment | None:
         root = self.tree.root
         if root.number < 0:
             return self.send((), root=True)

@@ -38,7 +38,7 @@ class ChunkPP(TreeStrategy):
         self._chunks = None
         self._outstanding = 0
 
-    def next_segment(self) -> Segment | None:
+    def next_segment(self, rows: int | None = None) -> Segment | None:
         if self.drafting:
             return None
         first = self._chunks is None
@@ -66,7 +66,7 @@ class WholeTree(TreeStrategy):
     def max_in_flight(self) -> int:
         return 1
 
-    def next_segment(self) -> Segment | None:
+    def next_segment(self, rows: int | None = None) -> Segment | None:
         if self.tree.root.number >= 0 or self.drafting:
             return None
         return self.send(self.tree.pop_unsent(self.tree.size), root=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -75,6 +76,14 @@ class TreeStrategy(Strategy):
         root = self.tree.root.number < 0
         nodes = self.tree.pop_unsent(limit - root)
         return self.send(nodes, root) if root or nodes else None
+
+    def best_probabilities(self, limit: int) -> list[float]:
+        """:meth:`row_probabilities` of what :meth:`send_best` would send."""
+        top = self.tree.root
+        root = [1.0] if top.number < 0 else []
+        nodes = self.tree.pop_unsent(limit - len(root))
+        self.tree.requeue(nodes)
+        return root + [math.exp(min(0.0, node.score - top.score)) for node in nodes]
 
     def send(self, nodes: Sequence[Node], root: bool) -> Segment:
         """The segment of the tree's root (``root``: it is unsent) and then ``nodes``, parents first."""

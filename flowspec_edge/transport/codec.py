@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple, cast
 
 import msgpack
@@ -70,7 +70,8 @@ FIELDS: dict[type, dict[str, Field]] = {
     m.Prune: {**_SESSION, "sequence": Int(), "start": Int(), "stop": Int(), "keep": Subset()},
     m.Cancel: {**_SESSION, "runs": Ints()},
     m.Credit: _RUN,
-    m.Computed: {**_RUN, "stage": Int(low=1), "rows": Int(), "batch_rows": Int(), "start": Int(), "end": Int(), "sent": Int()},
+    m.Computed: {**_RUN, "stage": Int(low=1), "rows": Int(), "batch_rows": Int(),
+                 "start": Int(), "end": Int(), "sent": Int()},
     m.Hello: {**_STAGE, "stages": Int(low=1), "layers": Ints(length=2), "digest": Text(), "version": Int(),
               "newest": Int(low=-1)},
     m.Heartbeat: {**_STAGE, "counters": FloatMap(), "isolated": Bool()},
@@ -106,8 +107,8 @@ def encode(message: m.Message) -> list[Buffer]:
     if isinstance(message, m.Batch):
         _check_parts(message.parts)
         parts = [encode(part) for part in message.parts]
-        header = cast(bytes, msgpack.packb([_BATCH, "", [len(part) for part in parts], b""]))
-        return [header, *(frame for part in parts for frame in part)]
+        sizes = [len(part) for part in parts]
+        return [cast(bytes, msgpack.packb([_BATCH, "", sizes, b""])), *chain.from_iterable(parts)]
     name = type(message).__name__
     form = _FORMS[name]
     arrays = Arrays()
@@ -170,7 +171,7 @@ def _decode_batch(plain: bool, sizes: Any, frames: Sequence[Buffer]) -> m.Batch:
         raise ProtocolError(f"{_BATCH}: {len(frames)} frames do not match its header, {short(sizes)}")
     parts = [decode(frames[end - size : end]) for size, end in zip(sizes, accumulate(sizes), strict=True)]
     _check_parts(parts)
-    return m.Batch(cast(tuple[m.Segment, ...], tuple(parts)))
+    return m.Batch(cast(tuple[m.Segment | m.Output, ...], tuple(parts)))
 
 
 def _check_parts(parts: Sequence[m.Message]) -> None:

@@ -144,10 +144,6 @@ class BestFirstTree(DraftTree):
         children."""
         return list(islice(self._likeliest(self._unsent, HOPELESS, lambda node: node.number < 0), limit))
 
-    def requeue(self, nodes: list[Node]) -> None:
-        for node in nodes:
-            self._push(node)
-
     def pop_unexpanded(self, limit: int) -> list[Node]:
         """Remove up to ``limit`` unexpanded nodes, likeliest first, never the root, whose parents are
         expanded and whose children may be worth sending."""

@@ -6,7 +6,7 @@ Adding, sending and re-rooting take time proportional to the nodes added, sent a
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -99,6 +99,11 @@ class DraftTree:
             if len(chain) <= room:
                 heapq.heappop(self._queue)
         return taken
+
+    def requeue(self, nodes: Iterable[Node]) -> None:
+        """Undo :meth:`pop_unsent`, in a tree that is sent by score."""
+        for node in nodes:
+            self._push(node)
 
     def draft_request(self, nodes: list[Node], children: int) -> DraftRequest:
         return DraftRequest(self.root.id, tuple(

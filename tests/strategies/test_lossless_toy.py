@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from flowspec_edge.messages import Cancel, Credit, Output, Payload, Prune, Segment, unpack_bits
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
 from flowspec_edge.runtime.draft_device.lm_head import LmHead
-from flowspec_edge.runtime.draft_device.scheduler import Scheduler
+from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.sampling.rule import Rank, Sampling
 from flowspec_edge.strategies.base import Pipeline
@@ -211,7 +211,7 @@ def drive(name: str, stages: int, prompt: list[int], limit: int, params: Params,
             for _ in range(MOST_PASSES if eager else 1):
                 if (job := scheduler.next_job()) is None:
                     break
-                c.complete(job.task)
+                assert not job.complete()
             else:
                 assert not eager, "D0 never falls idle"
     raise AssertionError("the text was never completed")

@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from flowspec_edge.drafting import checkpoint
+from flowspec_edge.drafting.eagle import batch
 from flowspec_edge.drafting.eagle.head_drafter import HeadDrafter, KeyValueCache
 from flowspec_edge.errors import FlowspecError
 
@@ -47,7 +48,8 @@ class EagleHead(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        config._attn_implementation = "sdpa"
+        batch.register()
+        config._attn_implementation = batch.NAME
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
         self.layers = nn.ModuleList([EagleLayer(config)])

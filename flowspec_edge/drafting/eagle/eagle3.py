@@ -26,6 +26,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from flowspec_edge.drafting import checkpoint
+from flowspec_edge.drafting.eagle import batch
 from flowspec_edge.drafting.eagle.eagle2 import EMBEDDING, PUBLISHED, require_fit, write_head
 from flowspec_edge.drafting.eagle.head_drafter import HeadDrafter, KeyValueCache
 from flowspec_edge.errors import FlowspecError, ProtocolError
@@ -73,7 +74,8 @@ class Eagle3Head(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        config._attn_implementation = "sdpa"
+        batch.register()
+        config._attn_implementation = batch.NAME
         width, vocabulary, draft_tokens = config.hidden_size, config.vocab_size, config.draft_vocab_size
         self.embed_tokens = nn.Embedding(vocabulary, width)
         self.fc = nn.Linear(CAPTURED * config.target_hidden_size, width, bias=False)

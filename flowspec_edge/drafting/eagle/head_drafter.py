@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
+from flowspec_edge.drafting.base import Drafter
+from flowspec_edge.drafting.eagle import batch
 from flowspec_edge.drafting.tree_cache import CacheShape
 from flowspec_edge.drafting.tree_drafter import TreeDrafter
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.sampling.rule import DraftVocabulary, Rank, Sampling
-from flowspec_edge.tree.draft_api import DraftNode
+from flowspec_edge.tree.draft_api import DraftNode, DraftOutput, DraftRequest
 from flowspec_edge.util.tensors import indices
 
 
@@ -79,6 +81,9 @@ class HeadDrafter(TreeDrafter):
         self._text_length += len(tokens)
 
     def _rows(self, text: list[int], nodes: list[DraftNode], mask: Tensor) -> Tensor:
+        return batch.run(self._head, [self._head_rows(text, nodes, mask)])[0]
+
+    def _head_rows(self, text: list[int], nodes: list[DraftNode], mask: Tensor) -> batch.HeadRows:
         entering = [self._to_head_input(torch.cat(self._states))] if text else []
         entering += [torch.stack([self._outputs[node.parent] for node in nodes])] if nodes else []
         self._states.clear()
@@ -87,5 +92,20 @@ class HeadDrafter(TreeDrafter):
         block = indices([[*text, *(node.token for node in nodes)],
                          [*range(start, start + len(text)), *(node.position - 1 for node in nodes)]],
                         self._device)
-        out: Tensor = self._head(torch.cat(entering)[None], block[:1], block[1:], mask, self._cache)
-        return out[0]
+        return batch.HeadRows(torch.cat(entering), block[0], block[1], mask, self._cache)
+
+    def shares_passes_with(self, other: Drafter) -> bool:
+        return isinstance(other, HeadDrafter) and other._head is self._head
+
+    @classmethod
+    @torch.inference_mode()
+    def expand_together(cls, requests: Sequence[tuple[HeadDrafter, DraftRequest]]) -> list[DraftOutput]:
+        """:meth:`expand` for requests of drafters with one head, which have nodes, in one pass."""
+        begun = [(drafter, rows) for drafter, request in requests if (rows := drafter._begin(request))]
+        if begun:
+            outputs = batch.run(begun[0][0]._head, [drafter._head_rows(*rows) for drafter, rows in begun])
+            for (drafter, rows), output in zip(begun, outputs, strict=True):
+                drafter._store(rows, output)
+        asked = [drafter._asked(request) for drafter, request in requests]
+        logits = requests[0][0]._logits(torch.cat(asked)).split([len(rows) for rows in asked])
+        return [drafter._rank(request, own) for (drafter, request), own in zip(requests, logits, strict=True)]

@@ -23,11 +23,11 @@ from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.load import load_drafters
 from flowspec_edge.fleet.profiling.fit import fit_lines, trimmed_mean
 from flowspec_edge.fleet.profiling.stage import WorkerMessage
-from flowspec_edge.messages import Cancel, Credit, Open, Output, Prune, Segment
+from flowspec_edge.messages import Batch, Cancel, Credit, Open, Output, Prune, Segment
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator, DraftPass
 from flowspec_edge.runtime.draft_device.lm_head import LmHead
-from flowspec_edge.runtime.draft_device.scheduler import Scheduler
+from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.stage.shard import find_embedding, load_lm_head
@@ -125,10 +125,16 @@ class RandomTarget:
 class _TimedHead(LmHead):
     seconds = 0.0
 
-    def next_tokens(self, states: Tensor, positions: NDArray[np.integer], sampling: Sampling,
-                    allowed: NDArray[np.bool_] | None = None) -> NDArray[np.int32]:
+    def logits(self, states: Tensor) -> Tensor:
         start = time.perf_counter()
-        tokens = super().next_tokens(states, positions, sampling, allowed)
+        logits = super().logits(states)
+        self.seconds += time.perf_counter() - start
+        return logits
+
+    def choose(self, logits: Tensor, positions: NDArray[np.integer], sampling: Sampling,
+               allowed: NDArray[np.bool_] | None = None) -> NDArray[np.int32]:
+        start = time.perf_counter()
+        tokens = super().choose(logits, positions, sampling, allowed)
         self.seconds += time.perf_counter() - start
         return tokens
 
@@ -168,13 +174,14 @@ class MeasuredDraftDevice:
         while not c.finished:
             start = clock()
             for message in scheduler.take_messages():
+                assert not isinstance(message, Batch)  # there is one request
                 target.send(message)
             middle = clock()
             if item:
                 item.seconds += middle - start
             job = scheduler.next_job()
             if job is not None:
-                task = job.task
+                [(_, task)] = job.parts
                 self._head.seconds = 0.0
                 c.complete(task)
                 done = clock()
@@ -200,7 +207,8 @@ class MeasuredDraftDevice:
         found = []
         for _ in range(times):
             self._head.seconds = 0.0
-            self._head.next_tokens(self._head.states(self._states), np.arange(_HEAD_ROWS), _SAMPLING)
+            logits = self._head.logits(self._head.states(self._states))
+            self._head.choose(logits, np.arange(_HEAD_ROWS), _SAMPLING)
             found.append((_HEAD_ROWS, self._head.seconds))
         return found
 

@@ -14,14 +14,15 @@ from functools import partial
 from typing import TypeVar
 
 from flowspec_edge.errors import FlowspecError, PeerLost
-from flowspec_edge.messages import Cancel, Computed, Credit, Open, Output, Prune, Segment, Tap
+from flowspec_edge.messages import Batch, Cancel, Computed, Credit, Open, Output, Prune, Segment, Tap
 from flowspec_edge.runtime.cluster.active_request import ActiveRequest, SessionState
 from flowspec_edge.runtime.cluster.stage_links import StageLinks
 from flowspec_edge.runtime.cluster.timing import ClusterTiming
 from flowspec_edge.runtime.draft_device.capacity import session_rows
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
 from flowspec_edge.runtime.draft_device.prefix_cache import PrefixCache
-from flowspec_edge.runtime.draft_device.scheduler import Job, Scheduler
+from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
+from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
 from flowspec_edge.runtime.emulation.engine import Emulation, wait_until
 from flowspec_edge.runtime.observe.observer import Observer
 from flowspec_edge.runtime.observe.power import SessionEnergy
@@ -235,43 +236,49 @@ class EventLoop:
         if active.watched:
             self._observer.arrived(times, time.monotonic())
         if self._curve is not None:
-            self._curve.observe(times.stage, times.rows, (times.end - times.start) * 1e-6)
+            self._curve.observe(times.stage, times.batch_rows, (times.end - times.start) * 1e-6)
 
-    def _dispatch(self, messages: Sequence[Segment | Prune | Cancel]) -> None:
+    def _dispatch(self, messages: Sequence[Segment | Batch | Prune | Cancel]) -> None:
         for message in messages:
             self._links.send(message)
-            self._observer.sent(message, time.monotonic())
+            for part in message.parts if isinstance(message, Batch) else (message,):
+                assert not isinstance(part, Output)
+                self._observer.sent(part, time.monotonic())
         self._links.flush()
 
     def _work(self, job: Job) -> None:
-        session = job.coordinator.builder.session
-        active = self._find(session)
-        if active is None:
-            return  # it failed after this job was chosen
-        self._energy.work_for(session)
-        start, began = time.perf_counter(), time.monotonic()
-        try:
-            job.coordinator.complete(job.task)
-        except Exception as error:
-            self._fail_alone(session, error)
+        left = job.without([n for n in job.sessions if self._find(n) is None])  # failed after it was chosen
+        if left is None:
             return
-        finally:
-            self._energy.work_for(None)
-        if self._emulation:
-            seconds = self._emulation.devices.task_seconds(job.coordinator, job.task)
-            active.overrun_s += wait_until(start, seconds)
-        self._scheduler.worked(job, time.perf_counter() - start)
-        self._observer.worked(job, began, time.monotonic())
-        handle = active.handle
-        handle.likelihoods += job.coordinator.new_likelihoods()
-        if handle.on_tokens and (new := job.coordinator.new_tokens()):
+        self._energy.work_for(*left.sessions)
+        start, began = time.perf_counter(), time.monotonic()
+        failures = left.complete()
+        self._energy.work_for()
+        late = wait_until(start, self._emulation.devices.job_seconds(left)) if self._emulation else 0.0
+        self._scheduler.worked(left, time.perf_counter() - start)
+        for coordinator, error in failures:
+            self._fail_alone(coordinator.builder.session, error)
+        done = left.without([coordinator.builder.session for coordinator, _ in failures])
+        if done is None:
+            return
+        self._observer.worked(done, began, time.monotonic())
+        for coordinator, _ in done.parts:
+            active = self._find(coordinator.builder.session)
+            assert active is not None
+            active.overrun_s += late
+            self._deliver(active)
+            if coordinator.finished:
+                self._end(active)
+
+    def _deliver(self, active: ActiveRequest) -> None:
+        handle, coordinator = active.handle, active.coordinator
+        handle.likelihoods += coordinator.new_likelihoods()
+        if handle.on_tokens and (new := coordinator.new_tokens()):
             try:
                 handle.on_tokens(new)  # may block: messages are read before silence is checked
             except Exception as error:
                 handle.set_exception(error)
-                job.coordinator.cancel()
-        if job.coordinator.finished:
-            self._end(active)
+                coordinator.cancel()
 
     # ---- results -------------------------------------------------------------------------------
 

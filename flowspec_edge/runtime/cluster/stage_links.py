@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from flowspec_edge.errors import PeerFault, PeerLost, ProtocolError
 from flowspec_edge.messages import (
+    Batch,
     Cancel,
     Close,
     Computed,
@@ -23,6 +24,8 @@ from flowspec_edge.messages import (
     SessionReport,
     Shutdown,
     Tap,
+    parts_of,
+    shares,
 )
 from flowspec_edge.runtime.cluster.addresses import Addresses, Placement
 from flowspec_edge.runtime.cluster.membership import Membership, StageBroken
@@ -52,7 +55,7 @@ class StageLinks:
         self._transport = transport
         self._exited = exited
         self._on_heartbeat = on_heartbeat
-        self._outbox: deque[Segment] = deque()
+        self._outbox: deque[Segment | Batch] = deque()
         self._disconnects = 0  # of the link to V1, already handled
         self._check_at = 0.0
         self._strangers = 0  # control messages from other processes than the stages
@@ -88,10 +91,10 @@ class StageLinks:
             self.sleep()
             self.collect(lambda message: None)
 
-    def send(self, message: Segment | Open | Close | Prune | Cancel) -> None:
-        """Queue a segment for V1 (:meth:`flush`); send anything else to all stages. PeerLost if a stage is
-        disconnected or its queue is full."""
-        if isinstance(message, Segment):
+    def send(self, message: Segment | Batch | Open | Close | Prune | Cancel) -> None:
+        """Queue a segment or batch for V1 (:meth:`flush`); send anything else to all stages. PeerLost if a
+        stage is disconnected or its queue is full."""
+        if isinstance(message, Segment | Batch):
             self._outbox.append(message)
             return
         before = self._hub.bytes_out
@@ -112,7 +115,9 @@ class StageLinks:
         """Send the queued segments that fit into V1's link."""
         before = self._first.bytes_out
         while self._outbox and self._first.send(self._outbox[0]):
-            self._count(self._outbox.popleft().session, self._first.bytes_out - before)
+            parts = parts_of(self._outbox.popleft())
+            for part, share in zip(parts, shares(self._first.bytes_out - before, parts), strict=True):
+                self._count(part.session, share)
             before = self._first.bytes_out
 
     def collect(self, take: Callable[[Output | Credit | Tap | Computed], None]) -> bool:
@@ -129,14 +134,17 @@ class StageLinks:
 
     def _collect_outputs(self, take: Callable[[Output], None]) -> bool:
         found = False
-        while (output := self._output.receive()) is not None:
+        while (message := self._output.receive()) is not None:
             found = True
-            if not isinstance(output, Output):
-                self._output.reject(f"a {type(output).__name__} is not an output")
+            parts = parts_of(message) if isinstance(message, Output | Batch) else ()
+            outputs = [part for part in parts if isinstance(part, Output)]
+            if not outputs:
+                self._output.reject(f"a {type(message).__name__} is not an output")
                 continue
             self.output_at = time.monotonic()
             try:
-                take(output)
+                for output in outputs:
+                    take(output)
             except ProtocolError as error:
                 self._output.reject(str(error))
         return found

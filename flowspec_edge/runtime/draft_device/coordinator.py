@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,7 +25,8 @@ from flowspec_edge.runtime.draft_device.grammar_masks import GrammarMasks
 from flowspec_edge.runtime.draft_device.lm_head import LmHead
 from flowspec_edge.runtime.request import FinishReason, Likelihood, Request, Result
 from flowspec_edge.strategies.base import Strategy
-from flowspec_edge.tree.draft_api import Commit, DraftRequest
+from flowspec_edge.strategies.params import MOST
+from flowspec_edge.tree.draft_api import Commit, DraftOutput, DraftRequest
 from flowspec_edge.tree.segment_builder import SegmentBuilder
 from flowspec_edge.util.tensors import first_row_not_finite
 
@@ -66,7 +68,7 @@ class Coordinator:
         self.strategy = make(self.builder)
         self.drafter = drafter
         self._cached_rows, self._parent_session = cached_rows, parent_session
-        self._head = head
+        self.head = head
         self._generation = Generation(request, clock)
         if predecessor:
             assert not predecessor.finished
@@ -98,24 +100,38 @@ class Coordinator:
     def controls(self) -> list[Prune | Cancel]:
         return [] if self._prompt_left else self.strategy.controls()
 
-    def next_segment(self) -> Segment | None:
-        """Return the best segment that may be sent now; the caller checks that V1 has room."""
-        if self.finished:
+    @property
+    def is_reading(self) -> bool:
+        """Whether a part of the prompt has not been sent."""
+        return bool(self._prompt) and not self.finished
+
+    @property
+    def _may_send(self) -> bool:
+        return not (self.finished or self._prompt_left
+                    or self.builder.in_flight >= self.strategy.max_in_flight)
+
+    def row_probabilities(self, limit: int) -> Sequence[float] | None:
+        """As ``Strategy.row_probabilities``; nothing while the prompt is read."""
+        return self.strategy.row_probabilities(limit) if self._may_send else ()
+
+    def next_segment(self, rows: int | None = None) -> Segment | None:
+        """Return the best segment that may be sent now, of at most ``rows`` rows if they are given; the
+        caller checks that V1 has room. A chunk of the prompt, while any is left."""
+        if self.is_reading:
+            return self._next_chunk(min(rows or MOST, self.request.params.prefill_chunk))
+        if not self._may_send:
             return None
-        if self._prompt:
-            return self._next_chunk()
-        if self._prompt_left or self.builder.in_flight >= self.strategy.max_in_flight:
-            return None
-        segment = self.strategy.next_segment()
+        # Strategies from outside may not have the argument, which those that divide their rows get alone.
+        segment = self.strategy.next_segment() if rows is None else self.strategy.next_segment(rows)
         if segment and self._masks:
             self._masks.sent(segment)
         return segment
 
-    def _next_chunk(self) -> Segment:
+    def _next_chunk(self, rows: int) -> Segment:
         """Chunked prefill (paper, III-A): a slice of the prompt as a chain of committed tokens."""
         position = len(self._text) - len(self._prompt)
         parent = -1
-        for _ in range(min(self.request.params.prefill_chunk, len(self._prompt))):
+        for _ in range(min(rows, len(self._prompt))):
             parent = self.builder.add(self._prompt.popleft(), position, parent, committed=True)
             position += 1
         return self.builder.seal(self.strategy.prompt_taps)
@@ -141,8 +157,8 @@ class Coordinator:
     def _check(self, message: Output | Tap) -> None:
         name = f"{type(message).__name__.lower()} of segment {message.run} of session {message.session}"
         width = message.hidden.array.shape[1]
-        if width != self._head.hidden_size:
-            raise ProtocolError(f"{name}: its states have {width} values, not {self._head.hidden_size}")
+        if width != self.head.hidden_size:
+            raise ProtocolError(f"{name}: its states have {width} values, not {self.head.hidden_size}")
         sent, numbers = self.builder.sent_numbers(message.run), message.numbers
         if isinstance(message, Output):
             if sent is None or message.run <= self._newest_run:
@@ -184,39 +200,40 @@ class Coordinator:
         self._taps.clear()
 
     def complete(self, task: Task) -> None:
+        """Do a task of this request alone (``scheduling.jobs``: of several together)."""
         if isinstance(task, Verify):
-            self._verify(task.output)
+            states, verified = self.begin(task)
+            verified(self.head.logits(states))
         elif self.drafter is not None:
-            self.strategy.on_draft(task.request, self.drafter.expand(task.request))
+            self.drafted(task.request, self.drafter.expand(task.request))
 
-    def _verify(self, output: Output) -> None:
+    def begin(self, task: Verify) -> tuple[Tensor, Callable[[Tensor], None]]:
+        """Take the output in. Returns the states [m, H] that lm_head has to see, and the rest of the task,
+        to be called with their logits [m, V]: choose tokens, walk the tree, commit."""
+        output = task.output
         numbers, positions = self.builder.pop_returned(output.run)
-        at = np.searchsorted(numbers, output.numbers)
+        positions = positions[np.searchsorted(numbers, output.numbers)]
         if (row := first_row_not_finite(output.hidden)) is not None:
-            raise RequestFailed(f"the last stage's output is not finite from position {positions[at][row]} "
+            raise RequestFailed(f"the last stage's output is not finite from position {positions[row]} "
                                 f"on: activations overflow {output.hidden.dtype}, or the weights are "
                                 "damaged; choose a --dtype with a wider range (bf16, fp32), or check the "
                                 "files with: flowspec models verify")
         if self.drafter and self._needed:
             self._pass_on_taps(self.drafter)  # before the commits that use them
             self._tapped = {run: layers for run, layers in self._tapped.items() if run > output.run}
+        states = self.head.states(output.hidden)
+        if not self._prompt_left:
+            return states, partial(self._verify, output, positions, states)
+        self._take_prompt(output, positions, states)
         if self._prompt_left:
-            self._verify_prompt(output, positions[at])
-            return
-        states = self._head.states(output.hidden)
-        allowed = self._masks.returned(output, len(self._read)) if self._masks else None
-        successors = self._head.next_tokens(states, positions[at], self.request.sampling, allowed)
-        for row, number in enumerate(output.numbers.tolist()):
-            self._hidden[number] = (states, row)
-        self._rounds = self.strategy.counters.rounds
-        commits = self.strategy.on_verified(output.run, output.numbers.tolist(), successors.tolist())
-        self._commit(commits)
+            return states[:0], lambda logits: None
+        last = states[-1:].clone()  # frees the chunk's other rows
+        return last, partial(self._end_prompt, int(output.numbers[-1]), positions[-1:], last)
 
-    def _verify_prompt(self, output: Output, positions: NDArray[np.int32]) -> None:
-        """Pass the features of prompt rows to the drafter; the last row gives the first token."""
+    def _take_prompt(self, output: Output, positions: NDArray[np.int32], states: Tensor) -> None:
+        """Pass the features of prompt rows to the drafter."""
         self._prompt_left -= len(output.numbers)
         self._chain += output.numbers.tolist()
-        states = self._head.states(output.hidden)
         if self.drafter:
             text = self._text
             if positions[0] == 0:
@@ -225,17 +242,28 @@ class Coordinator:
             if following:
                 self.drafter.commit(following, states[: len(following)],
                                     output.numbers[: len(following)].tolist())
-        if self._prompt_left:
-            return
-        last = states[-1:].clone()  # frees the chunk's other rows
+
+    def _end_prompt(self, number: int, position: NDArray[np.int32], state: Tensor, logits: Tensor) -> None:
+        """The prompt's last row gives the first token."""
         allowed = self._masks.first() if self._masks else None
-        token = int(self._head.next_tokens(last, positions[-1:], self.request.sampling, allowed)[0])
-        self._hidden[int(output.numbers[-1])] = (last, 0)
+        token = int(self.head.choose(logits, position, self.request.sampling, allowed)[0])
+        self._hidden[number] = (state, 0)
         self.builder.skip_prune()
         self._generation.prefilled()
         self.strategy.begin(self._text, self.request.sampling)
         self.strategy.start(token, len(self._text))
-        self._commit([Commit(token, int(output.numbers[-1]))])
+        self._commit([Commit(token, number)])
+
+    def _verify(self, output: Output, positions: NDArray[np.int32], states: Tensor, logits: Tensor) -> None:
+        allowed = self._masks.returned(output, len(self._read)) if self._masks else None
+        successors = self.head.choose(logits, positions, self.request.sampling, allowed)
+        for row, number in enumerate(output.numbers.tolist()):
+            self._hidden[number] = (states, row)
+        self._rounds = self.strategy.counters.rounds
+        self._commit(self.strategy.on_verified(output.run, output.numbers.tolist(), successors.tolist()))
+
+    def drafted(self, request: DraftRequest, output: DraftOutput) -> None:
+        self.strategy.on_draft(request, output)
 
     def _commit(self, commits: list[Commit]) -> None:
         if not commits:
@@ -253,7 +281,7 @@ class Coordinator:
     def _likelihoods(self, commits: list[Commit], features: Tensor) -> list[Likelihood]:
         """Run lm_head again, for these rows only, if the request asks for likelihoods."""
         count = self.request.logprobs
-        return [] if count is None else self._head.likelihoods(features, [c.token for c in commits], count)
+        return [] if count is None else self.head.likelihoods(features, [c.token for c in commits], count)
 
     # ---- the answer ------------------------------------------------------------------------
 

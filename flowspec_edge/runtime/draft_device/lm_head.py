@@ -34,16 +34,17 @@ class LmHead:
         """Copy received post-norm hidden states, [n, H], to the device, in the weight's dtype."""
         return to_device(to_torch(hidden), self.weight.device).to(self.weight.dtype)
 
+    @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
         """[n, H] to [n, V], in the weight's dtype, on its device."""
         return states @ self.weight.mT
 
     @torch.inference_mode()
-    def next_tokens(self, states: Tensor, positions: NDArray[np.integer], sampling: Sampling,
-                    allowed: NDArray[np.bool_] | None = None) -> NDArray[np.int32]:
-        """Choose the token after each row, int32 [n]; ``positions`` [n] are those of the rows, ``allowed``
-        [n, V] the tokens to choose from."""
-        return choose(self.logits(states), positions, sampling, allowed)
+    def choose(self, logits: Tensor, positions: NDArray[np.integer], sampling: Sampling,
+               allowed: NDArray[np.bool_] | None = None) -> NDArray[np.int32]:
+        """Choose the token after each row, int32 [n], by its ``logits`` [n, V]; ``positions`` [n] are the
+        rows', ``allowed`` [n, V] the tokens to choose from."""
+        return choose(logits, positions, sampling, allowed)
 
     @torch.inference_mode()
     def likelihoods(self, states: Tensor, tokens: Sequence[int], most: int) -> list[Likelihood]:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
 from flowspec_edge.config import Profile
-from flowspec_edge.messages import Cancel, Close, Open, Output, Prune, Segment, Tap
+from flowspec_edge.messages import Cancel, Close, Open, Prune, Segment
 from flowspec_edge.runtime.virtual.devices import Devices
-from flowspec_edge.stage.base import Engine, Poll
+from flowspec_edge.stage.base import Engine, Poll, Results
 from flowspec_edge.stage.rows import without_rows
 from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.util.bounded_read import read_json
@@ -83,7 +83,7 @@ class EmulatedEngine:
         self._layers = max(layers, 1.0)
         self._cancels_end_segments = cancels_end_segments
         self._clock = clock
-        self._runs: set[tuple[int, int]] = set()  # (session, run) cancelled during the newest segment
+        self._runs: set[tuple[int, int]] = set()  # (session, run) cancelled during the newest pass
         self._overrun_s: dict[int, float] = {}  # by session
 
     @property
@@ -117,31 +117,37 @@ class EmulatedEngine:
         self._engine.cancel(message)
 
     def admit(self, segment: Segment) -> Segment | None:
-        self._runs.clear()
         return self._engine.admit(segment)
 
-    def compute(self, admitted: Segment, poll: Poll | None = None) -> tuple[list[Tap], Segment | Output]:
-        start, rows, context = self._clock(), len(admitted.numbers), self._engine.cached(admitted.session)
+    def compute(self, admitted: Sequence[Segment], poll: Poll | None = None) -> list[Results]:
+        start, rows = self._clock(), sum(len(segment.numbers) for segment in admitted)
+        context = sum(self._engine.cached(segment.session) for segment in admitted)
+        self._runs.clear()
         self._charge.begin(rows, context)
         skipped = self._engine.counters["cancelled"]
-        taps, result = self._engine.compute(admitted, poll)
-        if self._engine.counters["cancelled"] > skipped:
-            return taps, result
+        results = self._engine.compute(admitted, poll)
+        if self._engine.counters["cancelled"] == skipped + len(admitted):
+            return results
         length = self._charge.seconds(rows, context)
         end = start + length
-        late = self._overrun_s.get(admitted.session, 0.0)
-        self._overrun_s[admitted.session] = late + max(0.0, self._clock() - end)
+        late = max(0.0, self._clock() - end)
+        for segment in admitted:
+            self._overrun_s[segment.session] = self._overrun_s.get(segment.session, 0.0) + late
         while (left := end - self._clock()) > 0:
             if poll is None:
                 pause(left)
                 continue
             poll(left)
-            if self._cancels_end_segments and (admitted.session, admitted.run) in self._runs:
+            if not (self._cancels_end_segments and self._runs):
+                continue
+            cancelled = [(segment.session, segment.run) in self._runs for segment in admitted]
+            results = [([], without_rows(results[i][1])) if cancelled[i] else results[i]
+                       for i in range(len(admitted))]
+            if all(cancelled):
                 layer = length / self._layers
                 end = min(end, start + math.ceil((self._clock() - start) / layer) * layer)
-                taps, result = [], without_rows(result)
                 self._runs.clear()
-        return taps, result
+        return results
 
 
 def stage_charge(devices: Devices, parallelism: Parallelism, place: int) -> ProfileCharge:

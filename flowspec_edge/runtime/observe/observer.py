@@ -12,7 +12,7 @@ from typing import Literal
 
 from flowspec_edge.messages import Cancel, Computed, Credit, Heartbeat, Output, Prune, Segment, Tap
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
-from flowspec_edge.runtime.draft_device.scheduler import Job
+from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
 from flowspec_edge.runtime.request import Result
 
 # no open session of that number; sent before, or out of its epoch; no message that the protocol allows

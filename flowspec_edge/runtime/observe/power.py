@@ -122,8 +122,8 @@ class _Share:
 
 
 class SessionEnergy:
-    """Divides a meter's energy among sessions: work for one session is charged to it, other time is shared
-    equally by the open ones, and time without sessions is idle.
+    """Divides a meter's energy among sessions: work for some of them is shared equally by these, other time
+    by all that are open, and time without sessions is idle.
 
     The shares add up to the energy used while any session was open. So do their times, which give the energy
     above idle. Without a meter all results are empty; a meter that raises is not used any more, since figures
@@ -138,7 +138,7 @@ class SessionEnergy:
         self._settle_s = settle_s
         self._shares: dict[int, _Share] = {}
         self._idle = _Share()
-        self._worked_for: int | None = None
+        self._worked_for: tuple[int, ...] = ()
         self._updated: tuple[float, float] | None = None  # until when, and the meter's joules then
         self._quiet_from = clock() + settle_s
 
@@ -149,10 +149,10 @@ class SessionEnergy:
             self._shares = {n: self._shares[n] for n in among if n in self._shares}
         self._shares.setdefault(session, _Share(0.0 if self._updated else math.nan))
 
-    def work_for(self, session: int | None) -> None:
-        """From now on the board works for this session, or for none."""
+    def work_for(self, *sessions: int) -> None:
+        """From now on the board works for these sessions, or for none."""
         self.update()
-        self._worked_for = session
+        self._worked_for = sessions
 
     def close(self, session: int) -> HeartbeatCounters:
         """End a session and return its energy; {} if the sensor failed meanwhile.
@@ -196,11 +196,11 @@ class SessionEnergy:
         since, before = self._updated or (now, joules)
         self._updated = (now, joules)
         used, seconds = joules - before, now - since
-        if self._worked_for in self._shares:
-            self._shares[self._worked_for].add(used, seconds)
-        elif self._shares:
-            for share in self._shares.values():
-                share.add(used / len(self._shares), seconds / len(self._shares))
+        if self._shares:
+            own = [self._shares[n] for n in self._worked_for if n in self._shares]
+            sharing = own or self._shares.values()
+            for share in sharing:
+                share.add(used / len(sharing), seconds / len(sharing))
         elif since >= self._quiet_from:
             self._idle.add(used, seconds)
 

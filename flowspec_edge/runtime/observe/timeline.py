@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from flowspec_edge.messages import Cancel, Computed, Credit, Output, Prune, Segment, Tap
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator, DraftPass
-from flowspec_edge.runtime.draft_device.scheduler import Job
+from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
 from flowspec_edge.runtime.observe.observer import Observer
 from flowspec_edge.runtime.request import Request, Result
 
@@ -129,16 +129,17 @@ class Timeline(Observer):
             self.events.append(OutputArrived(message.session, at, message.run, len(message.numbers)))
 
     def worked(self, job: Job, start: float, end: float) -> None:
-        session, tokens = job.coordinator.builder.session, job.coordinator.tokens
-        if not self.follows(session):
-            return
-        if isinstance(job.task, DraftPass):
-            self.events.append(DraftDeviceWork(session, end, "draft", start, len(job.task.request.nodes)))
-            return
-        output, new = job.task.output, tuple(tokens[self._noted.get(session, len(tokens)):])
-        self._noted[session] = len(tokens)
-        self.events.append(DraftDeviceWork(session, end, "verify", start, len(output.numbers), output.run,
-                                           new))
+        for coordinator, task in job.parts:
+            session, tokens = coordinator.builder.session, coordinator.tokens
+            if not self.follows(session):
+                continue
+            if isinstance(task, DraftPass):
+                self.events.append(DraftDeviceWork(session, end, "draft", start, len(task.request.nodes)))
+                continue
+            output, new = task.output, tuple(tokens[self._noted.get(session, len(tokens)):])
+            self._noted[session] = len(tokens)
+            self.events.append(DraftDeviceWork(session, end, "verify", start, len(output.numbers), output.run,
+                                               new))
 
     def settled(self, coordinator: Coordinator, result: Result, at: float) -> None:
         session = coordinator.builder.session

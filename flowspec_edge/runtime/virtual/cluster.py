@@ -16,7 +16,7 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import ModelDir, is_sharded
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
 from flowspec_edge.runtime.draft_device.models import DraftModels
-from flowspec_edge.runtime.draft_device.slot_curve import WARM_UP_ROWS, SlotCurve
+from flowspec_edge.runtime.draft_device.scheduling.slot_curve import WARM_UP_ROWS, SlotCurve
 from flowspec_edge.runtime.observe.observer import Observer
 from flowspec_edge.runtime.request import OnTokens, Request, Result
 from flowspec_edge.runtime.virtual.clock import EventClock, Span

@@ -9,7 +9,8 @@ from itertools import pairwise
 
 from flowspec_edge.config import Profile
 from flowspec_edge.errors import UsageError
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator, Task, Verify
+from flowspec_edge.runtime.draft_device.coordinator import DraftPass, Verify
+from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
 from flowspec_edge.runtime.virtual.collectives import tensor_seconds
 from flowspec_edge.strategies.base import Parallelism
 
@@ -89,12 +90,17 @@ class Devices:
                    for place, receiver in enumerate(following, start=1))
         return sum(seconds(rows, 0) for seconds in parts) + hops + self.d0.verify_seconds(rows)
 
-    def task_seconds(self, coordinator: Coordinator, task: Task) -> float:
-        if isinstance(task, Verify):
-            return self.d0.verify_seconds(len(task.output.numbers))
+    def job_seconds(self, job: Job) -> float:
+        """Time of D0's work; parts that share their matrix products cost one pass."""
+        tasks = [task for _, task in job.parts]
+        outputs = [len(task.output.numbers) for task in tasks if isinstance(task, Verify)]
+        if outputs:
+            return self.d0.verify_seconds(sum(outputs))
+        coordinator = job.parts[0][0]
         kind = coordinator.strategy.drafts_with(coordinator.request.params)
         assert kind is not None
-        return self.d0.draft_seconds(kind, len(task.request.nodes))
+        return self.d0.draft_seconds(kind, sum(len(task.request.nodes) for task in tasks
+                                               if isinstance(task, DraftPass)))
 
     def _profile(self, place: int) -> Profile:
         return self.stages[place - 1] if place else self.d0

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flowspec_edge.config import Profile
-from flowspec_edge.messages import Message, Payload
+from flowspec_edge.messages import Batch, Message, Payload
 from flowspec_edge.runtime.virtual.clock import EventClock
 from flowspec_edge.transport.codec import encode
 
@@ -40,6 +40,8 @@ def wire_bytes(message: Message, profile: Profile) -> int:
 
 def added_bytes(message: Message, profile: Profile) -> int:
     """How many more bytes the profile's hidden states have than those in the message."""
+    if isinstance(message, Batch):
+        return sum(added_bytes(part, profile) for part in message.parts)
     hidden: Payload | None = getattr(message, "hidden", None)
     if hidden is None:
         return 0

@@ -11,10 +11,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
-from flowspec_edge.messages import Cancel, Close, Computed, Credit, Message, Output, Prune, Segment, Tap
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator, Verify
-from flowspec_edge.runtime.draft_device.scheduler import Job, Scheduler
-from flowspec_edge.runtime.draft_device.slot_curve import SlotCurve
+from flowspec_edge.messages import (
+    Batch,
+    Cancel,
+    Close,
+    Computed,
+    Credit,
+    Message,
+    Output,
+    Prune,
+    Segment,
+    Tap,
+    parts_of,
+    shares,
+)
+from flowspec_edge.runtime.draft_device.coordinator import Coordinator, DraftPass, Verify
+from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
+from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
+from flowspec_edge.runtime.draft_device.scheduling.slot_curve import SlotCurve
 from flowspec_edge.runtime.observe.observer import Observer
 from flowspec_edge.runtime.request import OnTokens, Result
 from flowspec_edge.runtime.virtual.clock import EventClock, Span
@@ -172,16 +186,30 @@ class VirtualRun:
             self._running[session].bytes += size * link.hops
         return size
 
-    def _forward(self, index: int) -> Callable[[Segment | Output | Tap], None]:
-        def forward(message: Segment | Output | Tap) -> None:
+    def _send_data(self, link: VirtualLink, message: Segment | Output | Batch, deliver: Callable[[], None]
+                   ) -> list[tuple[_Running, int]]:
+        """Send over a data link; charge the requests of its parts, and return what each of them pays."""
+        size, parts = wire_bytes(message, self._profile), parts_of(message)
+        link.send(size, deliver)
+        paid = [(self._running[part.session], share)
+                for part, share in zip(parts, shares(size, parts), strict=True)
+                if part.session in self._running]
+        for running, share in paid:
+            running.bytes += share * link.hops
+        return paid
+
+    def _forward(self, index: int) -> Callable[[Segment | Output | Batch | Tap], None]:
+        def forward(message: Segment | Output | Batch | Tap) -> None:
             if isinstance(message, Tap):
                 self._send(self._taps[index], message, message.session, partial(self._arrived, message))
                 return
-            deliver = (partial(self._stages[index + 1].receive, message) if isinstance(message, Segment)
-                       else partial(self._arrived, message))
-            size = self._send(self._data[index + 1], message, message.session, deliver)
-            if message.session in self._running:
-                self._running[message.session].bytes_out[index] += size
+            outputs = [part for part in parts_of(message) if isinstance(part, Output)]
+            if isinstance(message, Output) or outputs:
+                deliver = partial(self._arrived, *outputs)
+            else:
+                deliver = partial(self._stages[index + 1].receive, message)
+            for running, share in self._send_data(self._data[index + 1], message, deliver):
+                running.bytes_out[index] += share
 
         return forward
 
@@ -202,11 +230,12 @@ class VirtualRun:
 
     def _learn(self, times: Computed) -> None:
         if self._curve is not None:
-            self._curve.observe(times.stage, times.rows, (times.end - times.start) * 1e-6)
+            self._curve.observe(times.stage, times.batch_rows, (times.end - times.start) * 1e-6)
 
-    def _arrived(self, message: Output | Tap | Credit) -> None:
-        self._observer.arrived(message, self._clock.now)
-        self._scheduler.receive(message)
+    def _arrived(self, *messages: Output | Tap | Credit) -> None:
+        for message in messages:
+            self._observer.arrived(message, self._clock.now)
+            self._scheduler.receive(message)
         self._pump()
 
     def _pump(self) -> None:
@@ -217,23 +246,26 @@ class VirtualRun:
         job = self._scheduler.next_job()
         if job is None:
             return
-        for segment in self._scheduler.take_ahead(job):
-            self._dispatch(segment)
+        for message in self._scheduler.take_ahead(job):
+            self._dispatch(message)
         self._busy = True
-        end = self._clock.now + self._devices.task_seconds(job.coordinator, job.task)
+        end = self._clock.now + self._devices.job_seconds(job)
         self._spans.append(self._span(job, end))
         start = self._clock.now
         self._clock.at(end, lambda: self._complete(job, start))
 
-    def _dispatch(self, message: Segment | Prune | Cancel) -> None:
-        self._observer.sent(message, self._clock.now)
-        if isinstance(message, Segment):
-            first = self._data[0]
-            size = self._send(first, message, message.session, partial(self._stages[0].receive, message))
-            self._running[message.session].bytes_in += size * first.hops
+    def _dispatch(self, message: Segment | Batch | Prune | Cancel) -> None:
+        if isinstance(message, Prune | Cancel):
+            self._observer.sent(message, self._clock.now)
+            for index, link in enumerate(self._control):
+                self._send(link, message, message.session, partial(self._deliver_hint, index, message))
             return
-        for index, link in enumerate(self._control):
-            self._send(link, message, message.session, partial(self._deliver_hint, index, message))
+        for part in parts_of(message):
+            assert isinstance(part, Segment)
+            self._observer.sent(part, self._clock.now)
+        first = self._data[0]
+        for running, share in self._send_data(first, message, partial(self._stages[0].receive, message)):
+            running.bytes_in += share * first.hops
 
     def _deliver_hint(self, index: int, message: Prune | Cancel | Close) -> None:
         """Tensor-parallel devices ignore hints (the reason is in ``stage.tensor_engine``)."""
@@ -243,11 +275,13 @@ class VirtualRun:
     def _complete(self, job: Job, start: float) -> None:
         self._busy = False
         self._scheduler.worked(job, self._clock.now - start)
-        coordinator = job.coordinator
-        running = self._running.get(coordinator.builder.session)
-        if running is not None:  # it may have been cancelled meanwhile
-            coordinator.complete(job.task)
-            self._observer.worked(job, start, self._clock.now)
+        left = job.without([n for n in job.sessions if n not in self._running])  # cancelled meanwhile
+        if left is not None:
+            for _, error in left.complete():
+                raise error
+            self._observer.worked(left, start, self._clock.now)
+        for coordinator, _ in left.parts if left else ():
+            running = self._running[coordinator.builder.session]
             if running.on_tokens and (new := coordinator.new_tokens()):
                 running.on_tokens(new)
             if coordinator.finished:
@@ -255,8 +289,11 @@ class VirtualRun:
         self._pump()
 
     def _span(self, job: Job, end: float) -> Span:
-        session, now = job.coordinator.builder.session, self._clock.now
-        if isinstance(job.task, Verify):
-            output = job.task.output
-            return Span(0, "verify", now, end, output.run, len(output.numbers), session=session)
-        return Span(0, "draft", now, end, -1, len(job.task.request.nodes), session=session)
+        """Named after the first request."""
+        session, now = job.sessions[0], self._clock.now
+        tasks = [task for _, task in job.parts]
+        if isinstance(tasks[0], Verify):
+            rows = sum(len(task.output.numbers) for task in tasks if isinstance(task, Verify))
+            return Span(0, "verify", now, end, tasks[0].output.run, rows, session=session)
+        nodes = sum(len(task.request.nodes) for task in tasks if isinstance(task, DraftPass))
+        return Span(0, "draft", now, end, -1, nodes, session=session)

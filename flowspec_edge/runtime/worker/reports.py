@@ -63,12 +63,13 @@ class Reports:
                     **self._energy.close(session)}
         self._control.send(SessionReport(self._config.instance, self._config.stage, session, counters))
 
-    def send_timing(self, segment: Segment, rows: int, start: float, end: float) -> None:
-        """Report the time of ``rows`` rows of a segment, in a timed session; seconds of time.monotonic()."""
+    def send_timing(self, segment: Segment, rows: int, batch_rows: int, start: float, end: float) -> None:
+        """Report the time of ``rows`` rows of a segment, of ``batch_rows`` in the pass, in a timed session;
+        seconds of time.monotonic()."""
         if self._stats.timed(segment.session):
             times = (round(moment * 1e6) for moment in (start, end, time.monotonic()))
             self._control.send(Computed(segment.session, segment.epoch, segment.run, self._config.stage,
-                                        rows, *times))
+                                        rows, batch_rows, *times))
 
     def send_failure(self, reason: str) -> None:
         """The open sessions cannot continue."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Literal
+
+from flowspec_edge.messages import Output, Segment, shares
 
 _NEWEST = 1024
 
@@ -21,6 +24,9 @@ class SessionStats:
     bytes_in: int = 0  # over the data links
     bytes_out: int = 0
     slots: deque[float] = field(default_factory=lambda: deque(maxlen=_NEWEST))  # s, segments with rows
+
+    def add(self, counter: Literal["bytes_in", "bytes_out"], size: int) -> None:
+        setattr(self, counter, getattr(self, counter) + size)
 
     def counters(self) -> dict[str, float]:
         """``slot_s`` is the median over segments."""
@@ -85,6 +91,27 @@ class WorkerStats:
         """Return the counters for a session's work: the total and, while it is open, its own."""
         own = self._stats.get(session)
         return [self.total] if own is None else [self.total, own]
+
+    def add_bytes(self, counter: Literal["bytes_in", "bytes_out"], size: int,
+                  parts: Sequence[Segment | Output]) -> None:
+        """Count ``size`` bytes of a message in total, and for the sessions of its parts by their rows."""
+        self.total.add(counter, size)
+        for part, share in zip(parts, shares(size, parts), strict=True):
+            if part.session in self._stats:
+                self._stats[part.session].add(counter, share)
+
+    def add_pass(self, seconds: float, segments: Sequence[Segment], rows: Mapping[int, int]) -> None:
+        """Count a pass, for each of its sessions in full; ``rows``: by session."""
+        own = [(self._stats.get(s.session), len(s.committed), rows[s.session]) for s in segments]
+        every = self.total, sum(tokens for _, tokens, _ in own), sum(count for *_, count in own)
+        computed = any(len(segment.numbers) for segment in segments)
+        for stats, tokens, count in [every, *own]:
+            if stats is not None:
+                stats.compute_s += seconds
+                stats.tokens += tokens
+                stats.rows += count
+                if computed:
+                    stats.slots.append(seconds)
 
     def add_wait(self, seconds: float) -> None:
         """Count idle time for all open sessions."""

@@ -10,9 +10,8 @@ import math
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from flowspec_edge.errors import (
     FlowspecError,
@@ -23,6 +22,7 @@ from flowspec_edge.errors import (
     ProtocolError,
 )
 from flowspec_edge.messages import (
+    Batch,
     Cancel,
     Close,
     Credit,
@@ -35,6 +35,8 @@ from flowspec_edge.messages import (
     Segment,
     Shutdown,
     Tap,
+    batch_of,
+    parts_of,
 )
 from flowspec_edge.runtime.observe.power import PowerMeter, SessionEnergy
 from flowspec_edge.runtime.observe.system_stats import SystemStats
@@ -112,9 +114,8 @@ class Worker:
             self._notifier.ready(self._title)
             while True:
                 self._tick()
-                segment = self._next_segment()
-                if segment is not None:
-                    self._work(segment)
+                if segments := self._next_segments():
+                    self._work(segments)
         except Stopped:
             return
         except KeyRefused as error:
@@ -124,28 +125,32 @@ class Worker:
 
     # ---- data ----------------------------------------------------------------------------------
 
-    def _next_segment(self) -> Segment | None:
+    def _next_segments(self) -> Sequence[Segment]:
+        """The next segment, or those of the next batch; empty without one."""
         try:
             message = self._links.previous.receive()
-            if message is not None and not isinstance(message, Segment):
-                self._links.previous.reject(f"a {type(message).__name__} is not a segment")
-                return None
             if message is None:
                 self._sleep()
-                return None
-            if not self._wait_for_open(message):
-                self._links.previous.reject(f"received a segment of session {message.session}, but no Open "
-                                            f"for it within {self._config.open_within_s:g} s")
-                self._credit(message)
-                return None
+                return ()
+            parts = parts_of(message) if isinstance(message, Segment | Batch) else ()
+            segments = [part for part in parts if isinstance(part, Segment)]
+            if not segments:
+                self._links.previous.reject(f"a {type(message).__name__} is not a segment")
+                return ()
+            for segment in segments:
+                if not self._wait_for_open(segment):
+                    self._links.previous.reject(
+                        f"received a segment of session {segment.session}, but no Open for it within "
+                        f"{self._config.open_within_s:g} s")
+                    self._credit(segments[0])
+                    return ()
         except PeerFault as error:
             self._give_up(error)
-            return None
+            return ()
         received = self._links.previous.bytes_in - self._bytes_in  # since the last one: emulated links delay
         self._bytes_in += received
-        for stats in self._stats.counters_for(message.session):
-            stats.bytes_in += received
-        return message
+        self._stats.add_bytes("bytes_in", received, segments)
+        return segments
 
     def _wait_for_open(self, segment: Segment) -> bool:
         """The two channels are not ordered: a session's first segment may overtake its Open."""
@@ -157,22 +162,25 @@ class Worker:
             self._tick()
         return True
 
-    def _work(self, segment: Segment) -> None:
-        start, before = time.monotonic(), self._rows(segment.session)
+    def _work(self, segments: Sequence[Segment]) -> None:
+        start, before = time.monotonic(), {s.session: self._rows(s.session) for s in segments}
+        admitted = []
         try:
-            admitted = self._engine.admit(segment)
+            for segment in segments:
+                if (alive := self._engine.admit(segment)) is not None:
+                    admitted.append(alive)
         except ProtocolError as error:  # such as a gap: a segment before it was lost
             self._give_up(error)
-            admitted = None
-        if admitted is None:
-            self._credit(segment)  # it occupied a slot at V1 nevertheless
+            admitted = []
+        if not admitted:
+            self._credit(segments[0])  # it occupied a slot at V1 nevertheless
             return
         forwards = self._config.tensor_parallel and self._config.stage < self._config.stages
         if forwards:  # first: no rank can begin without the next one
-            self._send_on(segment)
-        self._energy.work_for(segment.session)
+            self._send_on(segments)
+        self._energy.work_for(*(segment.session for segment in admitted))
         try:
-            taps, result = self._engine.compute(admitted, self._tick)
+            results = self._engine.compute(admitted, self._tick)
         except PeerLost:
             self._drain()
             raise
@@ -180,25 +188,22 @@ class Worker:
             raise
         except FlowspecError as error:  # rows that contradict each other, or do not fit
             self._give_up(error)
-            self._credit(segment)
+            self._credit(segments[0])
             return
         finally:
-            self._energy.work_for(None)
+            self._energy.work_for()
         end = time.monotonic()
-        seconds = end - start
-        rows = max(0, self._rows(segment.session) - before)  # 0 if the session has ended meanwhile
-        for stats in self._stats.counters_for(segment.session):
-            stats.compute_s += seconds
-            stats.tokens += len(segment.committed)
-            stats.rows += rows
-            if len(admitted.numbers):
-                stats.slots.append(seconds)
-        self._credit(segment)  # first: this stage may have nothing else to do
-        for tap in taps:
-            self._send(self._links.control, tap)
+        rows = {session: max(0, self._rows(session) - had)  # 0 if the session has ended meanwhile
+                for session, had in before.items()}
+        self._stats.add_pass(end - start, admitted, rows)
+        self._credit(segments[0])  # first: this stage may have nothing else to do
+        for taps, _ in results:
+            for tap in taps:
+                self._send(self._links.control, tap)
         if not forwards:
-            self._send_on(result)
-        self._reports.send_timing(segment, rows, start, end)
+            self._send_on([result for _, result in results])
+        for segment in admitted:
+            self._reports.send_timing(segment, rows[segment.session], sum(rows.values()), start, end)
 
     def _rows(self, session: int) -> int:
         return int(self._engine.counters_of(session).get("rows", 0))
@@ -208,11 +213,10 @@ class Worker:
         if self._config.stage == 1:
             self._send(self._links.control, Credit(segment.session, segment.epoch, segment.run))
 
-    def _send_on(self, message: Segment | Output) -> None:
+    def _send_on(self, parts: Sequence[Segment | Output]) -> None:
         before = self._links.next.bytes_out
-        self._send(self._links.next, message)
-        for stats in self._stats.counters_for(message.session):
-            stats.bytes_out += self._links.next.bytes_out - before
+        self._send(self._links.next, batch_of(parts))
+        self._stats.add_bytes("bytes_out", self._links.next.bytes_out - before, parts)
 
     def _drain(self) -> None:
         """Another rank is lost: keep answering D0 until D0 has had time to find out which."""
@@ -227,12 +231,19 @@ class Worker:
         Data of a session that ends meanwhile is dropped, because a restarted peer must not get it. Ranks drop
         nothing: all must see the same segments.
         """
-        data = isinstance(message, Segment | Output | Tap) and not self._config.tensor_parallel
         while not link.send(message):
             self._sleep(data=False, room=link)
             self._tick()
-            if data and cast(Segment | Output | Tap, message).session not in self._stats:
-                return
+            if self._config.tensor_parallel:
+                continue
+            match message:
+                case Segment() | Output() | Tap() if message.session not in self._stats:
+                    return
+                case Batch(parts):
+                    alive = [part for part in parts if part.session in self._stats]
+                    if not alive:
+                        return
+                    message = batch_of(alive)
 
     def _sleep(self, data: bool = True, room: Link | None = None, max_s: float = math.inf) -> None:
         """Wait for a message, for room on ``room``, or until the next heartbeat or check is due. ``max_s``:

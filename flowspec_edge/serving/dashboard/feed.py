@@ -7,7 +7,7 @@ from typing import Any
 
 from flowspec_edge.messages import Cancel, Heartbeat, Prune, Segment
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator, Verify
-from flowspec_edge.runtime.draft_device.scheduler import Job
+from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
 from flowspec_edge.runtime.observe.clock_sync import StageClocks
 from flowspec_edge.runtime.observe.timeline import (
     Cancelled,
@@ -69,8 +69,9 @@ class Feed(Timeline):
 
     def worked(self, job: Job, start: float, end: float) -> None:
         super().worked(job, start, end)
-        if isinstance(job.task, Verify):
-            self.stats.verified(job.coordinator, end)
+        for coordinator, task in job.parts:
+            if isinstance(task, Verify):
+                self.stats.verified(coordinator, end)
         if self.watched:
             self.boards.computed(end - start)
             self._snap_if_due(end)

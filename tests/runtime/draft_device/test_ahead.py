@@ -11,7 +11,8 @@ from flowspec_edge.config import load_profile
 from flowspec_edge.messages import Credit, Output, Payload, Segment
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator, DraftPass, Verify
 from flowspec_edge.runtime.draft_device.models import DraftModels
-from flowspec_edge.runtime.draft_device.scheduler import Job, Scheduler
+from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
+from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.strategies.params import Params
@@ -42,7 +43,7 @@ class D0:
             self.sessions.add(self.coordinators[-1])
 
     def job(self, task: DraftPass | Verify) -> Job:
-        return Job(self.coordinators[0], task)
+        return Job(((self.coordinators[0], task),))
 
     def send(self) -> Segment:
         """The segment that V1 has room for."""

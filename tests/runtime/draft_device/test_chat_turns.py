@@ -18,7 +18,7 @@ from tiny_dir import tiny_eagle3
 from flowspec_edge.messages import Cancel, Close, Credit, Prune, Segment
 from flowspec_edge.runtime.draft_device.models import DraftModels
 from flowspec_edge.runtime.draft_device.prefix_cache import PrefixCache
-from flowspec_edge.runtime.draft_device.scheduler import Scheduler
+from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request, Result
 from flowspec_edge.sampling.rule import Sampling
@@ -101,7 +101,7 @@ class Direct:
                 sent += 1
                 self.pass_on(scheduler, queue.popleft())
             if job := scheduler.next_job():
-                d0.complete(job.task)
+                assert not job.complete()
         kept = self.pool.retain(d0)
         for engine in self.engines:
             engine.close(Close(self.session, kept))

@@ -60,7 +60,7 @@ def test_of_an_output_only_few_numbers_a_row_come_down(name: str) -> None:
         if name == "top-k":  # of equal logits the definition decides, row by row
             assert len(sampler._draw_top_k(head.logits(states), np.arange(ROWS), SAMPLINGS[name])) == ROWS
         else:
-            assert len(head.next_tokens(states, np.arange(ROWS), SAMPLINGS[name])) == ROWS
+            assert len(head.choose(head.logits(states), np.arange(ROWS), SAMPLINGS[name])) == ROWS
     assert device.uploads == [(ROWS, H)]
     assert len(device.downloads) == 1
     assert all(shape[0] == ROWS and np.prod(shape[1:], initial=1) <= 42 for shape in device.downloads)

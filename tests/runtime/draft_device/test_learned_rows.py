@@ -19,7 +19,7 @@ from flowspec_edge.config import Profile, load_profile
 from flowspec_edge.messages import Cancel, Computed, Credit, Output, Prune, Segment, Tap
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
-from flowspec_edge.runtime.draft_device.slot_curve import SlotCurve
+from flowspec_edge.runtime.draft_device.scheduling.slot_curve import SlotCurve
 from flowspec_edge.runtime.observe.observer import Observer, Observers
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request

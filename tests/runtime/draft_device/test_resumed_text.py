@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from flowspec_edge.messages import Cancel, Credit, Output, Prune, Segment
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
 from flowspec_edge.runtime.draft_device.models import DraftModels
-from flowspec_edge.runtime.draft_device.scheduler import Scheduler
+from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.sampling.rule import Sampling
@@ -66,7 +66,7 @@ def run(coordinator: Coordinator, engine: StageEngine, steps: int) -> list[int]:
         job = scheduler.next_job()
         assert messages or job
         if job:
-            coordinator.complete(job.task)
+            assert not job.complete()
             streamed += coordinator.new_tokens()
     return streamed
 

@@ -96,7 +96,7 @@ def test_work_is_the_sessions_own_and_waiting_is_shared(tmp_path: Path) -> None:
     bench.draw(20.0)
     bench.energy.work_for(1)
     bench.run(1, update=False)
-    bench.energy.work_for(None)
+    bench.energy.work_for()
     bench.draw(6.0)
     bench.run(1, update=False)
     assert bench.energy.close(1) == {"session_j": pytest.approx(23.0), "board": 7.0,
@@ -124,9 +124,9 @@ def test_shares_add_up_to_the_boards_energy(tmp_path: Path) -> None:
                 over = running.pop()
                 total += bench.energy.close(over).get("session_j", 0.0)
             case "work":
-                bench.energy.work_for(chance.choice([*running, None, -1]))
+                bench.energy.work_for(chance.choice([*running, -1]))
             case _:
-                bench.energy.work_for(None)
+                bench.energy.work_for()
     bench.meter.sample()
     total += sum(bench.energy.close(session).get("session_j", 0.0) for session in sorted(running))
     used = bench.meter.joules_at(bench.now)

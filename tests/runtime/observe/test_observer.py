@@ -13,7 +13,7 @@ from tracekit import check_trace
 from flowspec_edge.messages import Cancel, Computed, Credit, Heartbeat, Output, Prune, Segment, Tap
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
-from flowspec_edge.runtime.draft_device.scheduler import Job
+from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
 from flowspec_edge.runtime.observe.chrome_trace import chrome_trace
 from flowspec_edge.runtime.observe.observer import Observer, Observers
 from flowspec_edge.runtime.observe.timeline import RequestTimeline

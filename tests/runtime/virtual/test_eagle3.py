@@ -25,7 +25,7 @@ from flowspec_edge.messages import Cancel, Close, Credit, Output, Payload, Segme
 from flowspec_edge.runtime.cluster.clusters import LocalCluster
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator, DraftPass, Task, Verify
 from flowspec_edge.runtime.draft_device.models import DraftModels
-from flowspec_edge.runtime.draft_device.scheduler import Scheduler
+from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request, Stats
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
@@ -216,7 +216,7 @@ class Chain:
 
     def next_task(self) -> Task | None:
         job = self.scheduler.next_job()
-        return job and job.task
+        return job and job.parts[0][1]
 
     def draft(self) -> None:
         """Whatever D0 may do but verify."""

@@ -13,7 +13,7 @@ from flowspec_edge.config import DraftCost, Profile, load_profile
 from flowspec_edge.messages import Credit, Output, Payload, Segment, Tap
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator, DraftPass, Task, Verify
 from flowspec_edge.runtime.draft_device.lm_head import LmHead
-from flowspec_edge.runtime.draft_device.scheduler import Scheduler
+from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request, Stats
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
@@ -163,7 +163,7 @@ def test_a_pass_works_on_the_states_that_were_there_when_it_began() -> None:
 
     def next_task() -> Task | None:
         job = scheduler.next_job()
-        return job and job.task
+        return job and job.parts[0][1]
 
     def send() -> tuple[int, int, int]:
         segment, = (m for m in scheduler.take_messages() if isinstance(m, Segment))

@@ -1,0 +1,1 @@
+"""Which requests' rows and draft passes go next, and together."""

@@ -1,0 +1,90 @@
+"""Work of D0 for one or several requests: their matrix products are made together.
+
+lm_head and a draft head take about the time of reading their weights, however many rows they see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from flowspec_edge.drafting.eagle.head_drafter import HeadDrafter
+from flowspec_edge.runtime.draft_device.coordinator import Coordinator, DraftPass, Task, Verify
+
+Failure = tuple[Coordinator, Exception]
+
+
+@dataclass(frozen=True)
+class Job:
+    """``parts``: outputs to verify, or draft passes of drafters that share them; each of another request."""
+
+    parts: tuple[tuple[Coordinator, Task], ...]
+
+    @property
+    def is_draft(self) -> bool:
+        return isinstance(self.parts[0][1], DraftPass)
+
+    @property
+    def sessions(self) -> tuple[int, ...]:
+        return tuple(coordinator.builder.session for coordinator, _ in self.parts)
+
+    def without(self, sessions: Sequence[int]) -> Job | None:
+        """The job for the other requests, if there are any."""
+        parts = tuple(part for part in self.parts if part[0].builder.session not in sessions)
+        return Job(parts) if parts else None
+
+    def complete(self) -> list[Failure]:
+        """Do the work. What a request's own strategy, drafter or sampling raises is returned, and does not
+        concern the others; what the common work raises concerns all."""
+        try:
+            if len(self.parts) > 1:
+                return self._draft() if self.is_draft else self._verify()
+            [(coordinator, task)] = self.parts
+            coordinator.complete(task)
+            return []
+        except Exception as error:
+            return [(coordinator, error) for coordinator, _ in self.parts]
+
+    def _verify(self) -> list[Failure]:
+        failures: list[Failure] = []
+        begun: list[tuple[Coordinator, Tensor, Callable[[Tensor], None]]] = []
+        for coordinator, task in self.parts:
+            try:
+                assert isinstance(task, Verify)
+                begun.append((coordinator, *coordinator.begin(task)))
+            except Exception as error:
+                failures.append((coordinator, error))
+        if begun:
+            states = [own for _, own, _ in begun]
+            logits = begun[0][0].head.logits(torch.cat(states)).split([len(own) for own in states])
+            failures += _each((coordinator, partial(verified, own))
+                              for (coordinator, _, verified), own in zip(begun, logits, strict=True))
+        return failures
+
+    def _draft(self) -> list[Failure]:
+        asked = [(coordinator, coordinator.drafter, task.request) for coordinator, task in self.parts
+                 if isinstance(task, DraftPass) and isinstance(coordinator.drafter, HeadDrafter)]
+        assert len(asked) == len(self.parts)
+        outputs = HeadDrafter.expand_together([(drafter, request) for _, drafter, request in asked])
+        return _each((coordinator, partial(coordinator.drafted, request, output))
+                     for (coordinator, _, request), output in zip(asked, outputs, strict=True))
+
+
+def can_share(first: Coordinator, other: Coordinator) -> bool:
+    """Whether one pass can serve both drafters."""
+    return (isinstance(first.drafter, HeadDrafter) and other.drafter is not None
+            and first.drafter.shares_passes_with(other.drafter))
+
+
+def _each(steps: Iterable[tuple[Coordinator, Callable[[], None]]]) -> list[Failure]:
+    failures: list[Failure] = []
+    for coordinator, step in steps:
+        try:
+            step()
+        except Exception as error:
+            failures.append((coordinator, error))
+    return failures

@@ -1,0 +1,59 @@
+"""How the requests of a batch share its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+_FREE = 1.05  # times a row's time: what rows that cost no time may take
+_PROMPT_SLOWDOWN = 1.5  # by which a prompt's rows may lengthen a batch that carries others' rows, too
+
+
+def divide(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | None, stages: int,
+           most: int, taken: int = 0, gained: float = 0.0) -> list[int]:
+    """How many rows of each request go into the batch: as many as maximise tokens per second.
+
+    offers   P(row becomes text) of each request's rows, in the order of sending
+    seconds  rows -> a stage's time; None: unknown, then as many as the longest offer, or one a request
+    most     rows at most
+    taken    rows that are in the batch already, which bring ``gained`` tokens
+
+    Every request is first given up to half of its equal share of the rows that cost no time; the likeliest
+    rows, of any request, come next.  As in a segment of FlowSpec+, time beyond that of one row counts once
+    per stage.
+    """
+    if seconds is None:
+        most = free = max(len(offers), *(len(offer) for offer in offers))
+    else:
+        free = _most_within(_FREE * seconds(1), seconds, most)
+    sure = max(1, free // (2 * len(offers)))
+    rows = sorted((place >= sure, -worth, request) for request, offer in enumerate(offers)
+                  for place, worth in enumerate(offer))[:most]
+    if seconds is not None:
+        gains = gained + np.cumsum([-worth for _, worth, _ in rows])
+        least = seconds(1)
+        rates = [gain / (least + stages * (seconds(taken + n) - least)) for n, gain in enumerate(gains, 1)]
+        # The last of equal maxima: on a flat piece of the curve further rows are free.
+        rows = rows[:len(rows) - int(np.argmax(rates[::-1]))]
+    shares = [0] * len(offers)
+    for _, _, request in rows:
+        shares[request] += 1
+    return shares
+
+
+def prompt_rows(seconds: Callable[[int], float] | None, others: int, most: int) -> int:
+    """How many rows of prompts a batch with ``others`` rows may have, up to ``most``, so that they do not
+    delay these much; at least one."""
+    if seconds is None or not others:
+        return most
+    return max(1, _most_within(_PROMPT_SLOWDOWN * seconds(others), seconds, others + most) - others)
+
+
+def _most_within(limit: float, seconds: Callable[[int], float], most: int) -> int:
+    """The most rows whose time does not exceed ``limit``; at least one."""
+    low, high = 1, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if seconds(middle) <= limit else (low, middle - 1)
+    return low

@@ -1,0 +1,175 @@
+"""Schedules several requests on V1's slots and D0's time; used by the real-time and virtual-time drivers.
+
+Requests share V1's slots: a batch has the rows of all requests that have any, and their outputs come back,
+are verified and drafted on together.  Outputs come before draft passes: they take less time and free a
+pipeline's worth of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from flowspec_edge.messages import Batch, Cancel, Close, Credit, Open, Output, Prune, Segment, Tap, batch_of
+from flowspec_edge.runtime.draft_device.coordinator import Coordinator, Task
+from flowspec_edge.runtime.draft_device.scheduling.jobs import Job, can_share
+from flowspec_edge.runtime.draft_device.scheduling.row_shares import divide, prompt_rows
+from flowspec_edge.runtime.draft_device.scheduling.send_ahead import SlotPredictor
+
+_MOST_ROWS = 256  # of a batch, unless one segment is longer
+
+
+class Scheduler:
+    """Collects the coordinators' messages and tasks; passes arrivals on to them.
+
+    turn  the coordinator that was called last: the one to blame for an exception
+    """
+
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        """``clock``: the driver's, in seconds; None: no segment is sent ahead."""
+        self._clock = clock
+        self._predictor = SlotPredictor()
+        self.turn: Coordinator | None = None
+        self._open: dict[int, Coordinator] = {}
+        self._at_v1: set[tuple[int, int, int]] = set()  # session, epoch, run of each batch's first segment
+        self._served: dict[int, int] = {}  # session -> the last batch that it was in
+        self._batches = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[Coordinator]:
+        """Iterate over a copy: any request may be removed meanwhile."""
+        return iter(list(self._open.values()))
+
+    def add(self, coordinator: Coordinator) -> Open:
+        """Add a request as the youngest; return the message that every stage needs before its segments."""
+        opening = replace(coordinator.open_message(), concurrent=tuple(self._open))
+        self._open[opening.session] = coordinator
+        self._served[opening.session] = -1
+        return opening
+
+    def remove(self, session: int) -> Close:
+        """Remove a request, finished or not; return the message for the stages. Its segment at V1 occupies
+        the slot until V1's credit."""
+        del self._open[session], self._served[session]
+        return Close(session)
+
+    def take_messages(self) -> list[Segment | Batch | Prune | Cancel]:
+        """Return control messages, then a segment or batch if V1 has none."""
+        messages: list[Segment | Batch | Prune | Cancel] = []
+        for coordinator in self._turns():
+            messages += coordinator.controls()
+        if not self._at_v1:
+            messages += self._take_batch(list(self._open.values()))
+        return messages
+
+    def take_ahead(self, job: Job) -> list[Segment | Batch]:
+        """Return what to queue at V1 before D0 starts ``job``, a draft pass that outlasts V1's work.
+
+        Not before an output, which takes little time and shows what is worth sending.
+        """
+        if self._clock is None or not job.is_draft or len(self._at_v1) != 1:
+            return []
+        if not self._predictor.outlasts(_kind(job), self._clock()):
+            return []
+        return self._take_batch([c for c in self._open.values() if c.strategy.allows_early_send])
+
+    def _take_batch(self, among: Sequence[Coordinator]) -> list[Segment | Batch]:
+        segments = self._alone(among[0]) if len(among) == 1 else self._shared(among)
+        if not segments:
+            return []
+        for segment in segments:
+            self._served[segment.session] = self._batches
+        self._batches += 1
+        first = segments[0]
+        self._at_v1.add((first.session, first.epoch, first.run))
+        if self._clock:
+            self._predictor.sent(sum(len(segment.numbers) for segment in segments), self._clock())
+        whole = batch_of(segments)
+        assert not isinstance(whole, Output)
+        return [whole]
+
+    def _alone(self, coordinator: Coordinator, rows: int | None = None) -> list[Segment]:
+        self.turn = coordinator
+        segment = coordinator.next_segment(rows)
+        return [segment] if segment else []
+
+    def _first(self, among: Sequence[Coordinator]) -> list[Segment]:
+        """Tensor-parallel ranks compute one segment at a time; the oldest request comes first."""
+        return next((found for coordinator in among if (found := self._alone(coordinator))), [])
+
+    def _shared(self, among: Sequence[Coordinator]) -> list[Segment]:
+        """Segments that cannot be divided go whole, and the rows of the others by their worth; then chunks of
+        prompts, as many rows as do not delay these.  The requests that have waited longest come first."""
+        if any(coordinator.strategy.parallelism != "pipeline" for coordinator in among):
+            return self._first(among)
+        order = sorted(among, key=lambda coordinator: self._served[coordinator.builder.session])
+        segments: list[Segment] = []
+        offering: list[tuple[Coordinator, Sequence[float]]] = []
+        reading = [coordinator for coordinator in order if coordinator.is_reading]
+        rows = 0
+        for coordinator in order:
+            self.turn = coordinator
+            offer = coordinator.row_probabilities(_MOST_ROWS)
+            if offer:
+                offering.append((coordinator, offer))
+            elif offer is None and rows < _MOST_ROWS:
+                segments += self._alone(coordinator)
+                rows = sum(len(segment.numbers) for segment in segments)
+        if not segments and not reading and len(offering) == 1:
+            return self._alone(offering[0][0])
+        curve = order[0].strategy.pipeline.slot_seconds if order else None
+        if offering:
+            stages = offering[0][0].strategy.pipeline.stages
+            shares = divide([offer for _, offer in offering], curve, stages, _MOST_ROWS, rows, len(segments))
+            for (coordinator, _), share in zip(offering, shares, strict=True):
+                segments += self._alone(coordinator, share) if share else []
+            rows = sum(len(segment.numbers) for segment in segments)
+        room = prompt_rows(curve, rows, _MOST_ROWS)
+        for place, coordinator in enumerate(reading):
+            if room > 0:
+                chunk = self._alone(coordinator, -(-room // (len(reading) - place)))
+                room -= sum(len(segment.numbers) for segment in chunk)
+                segments += chunk
+        return segments
+
+    def worked(self, job: Job, seconds: float) -> None:
+        self._predictor.add_duration(_kind(job), seconds)
+
+    def receive(self, message: Output | Credit | Tap) -> bool:
+        """Store an arrival for the jobs, without processing it; False for a stale one, which is ignored."""
+        if isinstance(message, Credit):
+            at_v1 = (message.session, message.epoch, message.run)
+            if at_v1 not in self._at_v1:
+                return False
+            self._at_v1.remove(at_v1)
+            if self._clock:
+                self._predictor.segment_done(self._clock())
+            return True
+        return message.session in self._open and self._open[message.session].receive(message)
+
+    def next_job(self) -> Job | None:
+        """Return the most urgent job: outputs before draft passes, all requests' that came together."""
+        outputs: list[tuple[Coordinator, Task]] = []
+        for coordinator in self._turns():
+            if output := coordinator.next_output():
+                outputs.append((coordinator, output))
+        if outputs:
+            return Job(tuple(outputs))
+        drafts: list[tuple[Coordinator, Task]] = []
+        for coordinator in self._turns():
+            shares = not drafts or can_share(drafts[0][0], coordinator)
+            if shares and (draft := coordinator.next_draft()):
+                drafts.append((coordinator, draft))
+        return Job(tuple(drafts)) if drafts else None
+
+    def _turns(self) -> Iterator[Coordinator]:
+        for coordinator in self._open.values():
+            self.turn = coordinator
+            yield coordinator
+
+
+def _kind(job: Job) -> bool:
+    """Jobs of one kind take about the same time."""
+    return job.is_draft
