@@ -10,6 +10,7 @@ import random
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import msgpack
 import numpy as np
@@ -60,7 +61,7 @@ def forged(rng: random.Random, session: int, stage: int, instance: str) -> m.Mes
         m.Output(*ids, numbers, hidden), m.Output(on, epoch, 0, numbers, hidden),
         m.Tap(*ids, 0, numbers, hidden),
         m.Prune(on, epoch, 2**62, 0, 2**31 - 1, numbers), m.Cancel(on, epoch, (2**62,)),
-        m.Credit(*ids), m.Computed(*ids, rng.choice([stage, stage + 7]), 4, 0, 2**62, 0),
+        m.Credit(*ids), m.Computed(*ids, rng.choice([stage, stage + 7]), 4, 4, 0, 2**62, 0),
         m.Hello(instance, stage + 1, 2, (0, 1), "digest"),
         m.Hello(instance, stage, 2, (0, 1), "digest", newest=2**63 - 1),
         m.Heartbeat(instance, stage + 1, {"rows": 1e308}),
@@ -68,6 +69,9 @@ def forged(rng: random.Random, session: int, stage: int, instance: str) -> m.Mes
         m.SessionReport(instance, stage, on + 5, {"bytes_out": float("inf"), "slot_s": float("nan")}),
         m.Failed(instance, stage, "forged\x1b[31m"), m.Shutdown("forged"),
     ]
+    data = [message for message in some if isinstance(message, m.Segment | m.Output)]
+    pair = rng.choice([(data[0], data[1]), (data[2], data[3])])
+    some.append(m.Batch((pair[0], replace(pair[1], session=on + 1))))
     return rng.choice(some)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from flowspec_edge.errors import PeerLost
 from flowspec_edge.messages import (
+    Batch,
     Cancel,
     Close,
     Hello,
@@ -21,12 +22,11 @@ from flowspec_edge.messages import (
     Payload,
     Prune,
     Segment,
-    Tap,
 )
 from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.runtime.worker.sd_notify import Notifier
 from flowspec_edge.runtime.worker.worker import Worker, connect
-from flowspec_edge.stage.base import Engine
+from flowspec_edge.stage.base import Engine, Results
 from flowspec_edge.transport.memory import MemoryTransport
 
 PATIENCE = 30.0  # seconds; only a failing test waits so long
@@ -74,21 +74,21 @@ class HeldEngine:
     def admit(self, segment: Segment) -> Segment | None:
         return segment
 
-    def compute(self, admitted: Segment, poll: Callable[[], None] | None = None
-                ) -> tuple[list[Tap], Segment | Output]:
+    def compute(self, admitted: Sequence[Segment], poll: Callable[[], None] | None = None) -> list[Results]:
         assert poll is not None
         self.started.set()
-        while not any(isinstance(call, Cancel) and admitted.run in call.runs for call in self.calls):
+        while not all(any(isinstance(call, Cancel) and one.run in call.runs for call in self.calls)
+                      for one in admitted):
             poll()
         empty = Payload("float32", np.empty((0, 4), np.float32))
-        return [], Output(admitted.session, admitted.epoch, admitted.run, np.empty(0, np.int32), empty)
+        return [([], Output(one.session, one.epoch, one.run, np.empty(0, np.int32), empty))
+                for one in admitted]
 
 
 class LonelyEngine(HeldEngine):
     """A rank whose group has lost a member."""
 
-    def compute(self, admitted: Segment, poll: Callable[[], None] | None = None
-                ) -> tuple[list[Tap], Segment | Output]:
+    def compute(self, admitted: Sequence[Segment], poll: Callable[[], None] | None = None) -> list[Results]:
         self.started.set()
         raise PeerLost("another rank is gone")
 
@@ -125,7 +125,7 @@ class Stage:
     def tell(self, message: Message) -> None:
         assert self.hub.send("v1", message)
 
-    def give(self, message: Segment) -> None:
+    def give(self, message: Segment | Batch) -> None:
         assert self.first.send(message, PATIENCE)
 
     def hear(self, kind: type[T], where: Callable[[T], bool] = lambda message: True) -> T:

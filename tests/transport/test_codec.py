@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any, get_args
 
@@ -64,13 +65,13 @@ def outputs(draw: Any) -> m.Output | m.Tap:
     return m.Output(draw(ints), draw(ints), draw(ints), numbers, hidden)
 
 
-messages = st.one_of(
+single = st.one_of(
     segments(), prunes(), outputs(),
     st.builds(m.Open, ints, ints, st.integers(1, 2**40), st.integers(0, 9),
               st.lists(ints, max_size=4).map(tuple), st.lists(ints, max_size=4).map(tuple),
               st.integers(-1, 2**40), ints, st.booleans()),
     st.builds(m.Close, ints, st.lists(ints, max_size=9).map(tuple)), st.builds(m.Credit, ints, ints, ints),
-    st.builds(m.Computed, ints, ints, ints, st.integers(1, 99), ints, ints, ints, ints),
+    st.builds(m.Computed, ints, ints, ints, st.integers(1, 99), ints, ints, ints, ints, ints),
     st.builds(m.Cancel, ints, ints, st.lists(ints, max_size=5).map(tuple)),
     st.builds(m.Hello, texts, ints, st.integers(1, 99), st.tuples(ints, ints), texts, ints,
               st.integers(-1, 99)),
@@ -78,6 +79,9 @@ messages = st.one_of(
     st.builds(m.SessionReport, texts, ints, ints, counters),
     st.builds(m.Failed, texts, ints, texts), st.builds(m.Shutdown, texts), st.builds(m.Refusal),
 )
+parts = st.one_of(*(st.lists(kind, min_size=2, max_size=4, unique_by=lambda part: part.session)
+                    for kind in (segments(), outputs().filter(lambda found: isinstance(found, m.Output)))))
+messages = st.one_of(single, parts.map(lambda found: m.Batch(tuple(found))))
 
 
 def plain(value: Any) -> Any:
@@ -86,6 +90,8 @@ def plain(value: Any) -> Any:
         return (value.dtype.str, value.shape, value.tobytes())
     if isinstance(value, dict):
         return {key: repr(number) for key, number in value.items()}  # so that nan is nan
+    if isinstance(value, tuple):
+        return tuple(map(plain, value))
     if isinstance(value, m.Payload):
         return (value.dtype, plain(value.array))
     if isinstance(value, get_args(m.Message)):
@@ -125,6 +131,30 @@ def test_random_bytes_are_protocol_errors(frames: list[bytes]) -> None:
         decode(frames)
 
 
+@pytest.mark.parametrize("sessions", [(), (1,), (1, 1), range(1, m.MAX_BATCH + 2)])
+def test_a_batch_has_several_sessions_once_each(sessions: Sequence[int]) -> None:
+    none = np.empty(0, np.int32)
+    outputs = tuple(m.Output(session, 0, 0, none, m.Payload("float16", np.empty((0, 4), np.float16)))
+                    for session in sessions)
+    with pytest.raises(ProtocolError, match=r"segments or outputs|each of another session"):
+        encode(m.Batch(outputs))
+    frames = [frame for output in outputs for frame in frames_of(output)]
+    header = msgpack.packb(["Batch", "", [2] * len(outputs), b""])
+    with pytest.raises(ProtocolError, match=r"match its header|segments or outputs|each of another session"):
+        decode([header, *frames])
+
+
+@pytest.mark.parametrize("parts", [
+    (m.Shutdown(), m.Refusal()), (m.Credit(1, 0, 0), m.Credit(2, 0, 0)),
+    (m.Batch(()), m.Batch(())),
+])
+def test_a_batch_has_segments_or_outputs_alone(parts: tuple[m.Message, ...]) -> None:
+    inner = [msgpack.packb(["Batch", "", [], b""]) if isinstance(part, m.Batch) else frames_of(part)[0]
+             for part in parts]
+    with pytest.raises(ProtocolError, match="it has segments or outputs, not"):
+        decode([msgpack.packb(["Batch", "", [1] * len(parts), b""]), *inner])
+
+
 @settings(max_examples=150, deadline=None)
 @given(messages, st.data())
 def test_damaged_frames_are_messages_or_protocol_errors(message: m.Message, data: st.DataObject) -> None:
@@ -152,7 +182,7 @@ values = st.recursive(
 
 
 @settings(max_examples=150, deadline=None)
-@given(messages, values, st.data())
+@given(single, values, st.data())
 def test_any_value_anywhere_in_the_header_is_a_message_or_a_protocol_error(message: m.Message, value: Any,
                                                                 data: st.DataObject) -> None:
     frames = frames_of(message)

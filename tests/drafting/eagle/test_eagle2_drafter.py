@@ -7,6 +7,8 @@ from headkit import GREEDY, Eagle2, Session, log_softmax
 from transformers import LlamaConfig
 
 from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, EagleHead
+from flowspec_edge.drafting.eagle.head_drafter import HeadDrafter
+from flowspec_edge.drafting.ngram import NgramDrafter
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
@@ -156,3 +158,42 @@ def test_misuse_is_named():
         s.drafter.expand(DraftRequest(81, (DraftNode(82, 81, 1, 6),), 2))
     with pytest.raises(ProtocolError, match="root stands at position 9"):
         s.drafter.expand(DraftRequest(s.root.id, (DraftNode(s.root.id, -1, 1, 9),), 2))
+
+
+SAMPLINGS = [Sampling(), Sampling(0.8, seed=3), Sampling(1.0, top_p=0.9, seed=4)]
+
+
+def begun(head, lm_head, seed):
+    """A drafter with a text of its own length."""
+    drafter, rng = EagleDrafter(head, lm_head), np.random.default_rng(seed)
+    drafter.reset(SAMPLINGS[seed % 3], "noise" if seed % 2 else "draft", 0.7)
+    tokens = rng.integers(0, V, size=3 + 4 * seed).tolist()
+    drafter.commit(tokens[:1], None)
+    drafter.commit(tokens[1:], torch.from_numpy(rng.normal(size=(len(tokens) - 1, H))), range(1, len(tokens)))
+    return drafter, len(tokens) - 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_children_are_those_of_passes_alone(count):
+    """The root, some of its children, and the root again, which has no row left to compute."""
+    head, lm_head = make_head(7), torch.randn(V, H, dtype=torch.float64)
+    together, alone = ([begun(head, lm_head, seed) for seed in range(count)] for _ in range(2))
+    requests = [DraftRequest(0, (DraftNode(0, -1, 5, at),), 6) for _, at in together]
+    for level in range(3):
+        found = HeadDrafter.expand_together([(d, r) for (d, _), r in zip(together, requests, strict=True)])
+        for output, (drafter, _), request in zip(found, alone, requests, strict=True):
+            expected = drafter.expand(request)
+            np.testing.assert_array_equal(output.tokens, expected.tokens)
+            np.testing.assert_allclose(output.scores, expected.scores, atol=1e-9)
+        requests = [DraftRequest(0, tuple(DraftNode(1 + i, 0, int(token), at + 1)
+                                          for i, token in enumerate(output.tokens[0][: 1 + seed])), 4)
+                    if level == 0 else DraftRequest(0, (DraftNode(0, -1, 5, at),), 3)
+                    for seed, (output, (_, at)) in enumerate(zip(found, together, strict=True))]
+
+
+def test_who_shares_passes():
+    head, lm_head = make_head(7), torch.randn(V, H, dtype=torch.float64)
+    one, other = EagleDrafter(head, lm_head), EagleDrafter(head, lm_head)
+    assert one.shares_passes_with(other)
+    assert not one.shares_passes_with(EagleDrafter(make_head(7), lm_head))
+    assert not one.shares_passes_with(NgramDrafter(3, 1))

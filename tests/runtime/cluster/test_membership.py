@@ -61,7 +61,7 @@ def test_silence_is_counted_from_the_last_message_or_the_request(members: Member
 @pytest.mark.parametrize(("sender", "message", "text"), [
     ("v1", V2, "it says it is V2, but it is set up as V1"),
     ("v2", Heartbeat("v2", 1, {}), "it says it is V1, but it is set up as V2"),
-    ("v2", Computed(1, 0, 0, 1, 4, 0, 1, 2), "it says it is V1, but it is set up as V2"),
+    ("v2", Computed(1, 0, 0, 1, 4, 4, 0, 1, 2), "it says it is V1, but it is set up as V2"),
     ("v1", replace(V1, newest=2**63 - 1), "it knows a session 9223372036854775807"),
     ("v2", Credit(1, 0, 0), "only V1 gives credits"),
     ("v1", Close(1), "a Close is not a stage's"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flowspec_edge.config import load_profile
-from flowspec_edge.messages import Credit, Output, Payload, Segment
+from flowspec_edge.messages import Batch, Credit, Output, Payload, Segment, parts_of
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator, DraftPass, Verify
 from flowspec_edge.runtime.draft_device.models import DraftModels
 from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
@@ -46,13 +46,15 @@ class D0:
         return Job(((self.coordinators[0], task),))
 
     def send(self) -> Segment:
-        """The segment that V1 has room for."""
-        [segment] = self.sessions.take_messages()
-        assert isinstance(segment, Segment)
-        return segment
+        """The first segment of what V1 has room for."""
+        [message] = self.sessions.take_messages()
+        assert isinstance(message, Segment | Batch)
+        first = parts_of(message)[0]
+        assert isinstance(first, Segment)
+        return first
 
-    def done(self, segment: Segment) -> None:
-        self.sessions.receive(Credit(segment.session, segment.epoch, segment.run))
+    def done(self, first: Segment) -> None:
+        self.sessions.receive(Credit(first.session, first.epoch, first.run))
 
     def practise(self) -> None:
         """What a segment, a pass and an output take becomes known; then a segment is at V1, sent now."""
@@ -65,8 +67,9 @@ class D0:
         self.at_v1 = self.send()
 
     def ahead(self, task: DraftPass | Verify = A_PASS) -> list[int]:
-        """Scheduler whose segments would go before this."""
-        return [segment.session for segment in self.sessions.take_ahead(self.job(task))]
+        """Sessions whose segments would go before this."""
+        return [part.session for message in self.sessions.take_ahead(self.job(task))
+                for part in parts_of(message)]
 
 
 def test_before_a_pass_that_would_end_too_late_one_segment_goes_ahead(tiny_model: Path) -> None:
@@ -106,24 +109,24 @@ def test_the_work_that_an_output_makes_waits_for_nobody(tiny_model: Path) -> Non
 
 @pytest.mark.parametrize(("strategies", "without", "ahead"), [
     (["flowspec_plus"], "ahead", []), (["flowspec"], "", []), (["autoregressive", "flowspec"], "", []),
-    (["flowspec", "flowspec_plus"], "", []), (["flowspec_plus", "flowspec"], "", [1]),
-    (["flowspec_plus", "flowspec_plus"], "", [1]),
+    (["flowspec", "flowspec_plus"], "", []), (["flowspec_plus", "flowspec"], "", []),
+    (["flowspec_plus", "flowspec_plus"], "", [1, 2]),
 ])
-def test_the_oldest_goes_ahead_if_its_strategy_does(tiny_model: Path, strategies: list[str], without: str,
-                                                    ahead: list[int]) -> None:
+def test_what_goes_ahead_if_all_strategies_do(tiny_model: Path, strategies: list[str], without: str,
+                                              ahead: list[int]) -> None:
+    """A request that sends nothing ahead would have to wait for the others' batch."""
     d0 = D0(tiny_model, *strategies, without=without)
     d0.practise()
     d0.now += SLOT
     assert d0.ahead() == ahead
 
 
-def test_a_younger_one_does_not_take_the_place_of_the_oldest_that_has_nothing(tiny_model: Path) -> None:
-    """It would be in V1's queue when an output tells the oldest what to send."""
-    d0 = D0(tiny_model, "flowspec_plus", "flowspec_plus")
+def test_a_request_that_is_over_keeps_nothing_back(tiny_model: Path) -> None:
+    d0 = D0(tiny_model, "flowspec", "flowspec_plus")
     d0.practise()
     d0.now += SLOT
     d0.coordinators[0].cancel()
-    assert d0.ahead() == []
+    assert d0.ahead() == [2]
 
 
 def test_without_a_clock_nobody_knows_when(tiny_model: Path) -> None:

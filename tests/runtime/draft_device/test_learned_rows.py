@@ -111,7 +111,8 @@ def test_what_is_learned_is_what_every_stage_told(tiny_model: Path) -> None:
     cluster = VirtualCluster(tiny_model, 3, uneven, observer=watch, learn=True)
     for length in (70, 9):
         cluster.generate(Request(list(range(length)), "flowspec_plus", 12))
-    warm = [Computed(0, 0, 0, place, rows, 0, 0, round(1e6 * cluster.devices.stage_seconds(place, rows)))
+    warm = [Computed(0, 0, 0, place, rows, rows, 0, 0,
+                     round(1e6 * cluster.devices.stage_seconds(place, rows)))
             for place in (1, 2, 3) for rows in (1, 16, 64)]
     watch.times = warm + watch.times
     watch.link_row_s = cluster.devices.link_row_seconds()
@@ -137,7 +138,7 @@ def test_plus_rows_is_the_limit_of_what_is_tried(demo_model: Path, demo_prompts:
 def test_a_report_weighs_little_and_is_charged(tiny_model: Path) -> None:
     """One a stage and segment, only of requests that use them."""
     month = 30 * 24 * 3600 * 10**6  # microseconds that a board has been up
-    report = Computed(month // 1000, 9, 9999, 14, 64, month, month + 10**5, month + 10**5)
+    report = Computed(month // 1000, 9, 9999, 14, 64, 64, month, month + 10**5, month + 10**5)
     assert sum(map(len, encode(report))) <= 64
 
     def total(strategy: str, learn: bool, params: Params = FIXED) -> int:

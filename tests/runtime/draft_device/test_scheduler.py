@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from flowspec_edge.config import load_profile
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.messages import Credit, Segment
+from flowspec_edge.messages import Batch, Credit, Segment, parts_of
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.draft_device.models import DraftModels
 from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
@@ -87,6 +88,25 @@ def test_the_same_request_three_times(tiny_model: Path, name: str) -> None:
     results = virtual(tiny_model, 3).generate_many(requests, [0.0, 0.7, 1.1])
     for request, result in zip(requests, results, strict=True):
         assert result.tokens == own_text(tiny_model, request)
+
+
+@settings(max_examples=12, deadline=None)
+@given(names=st.lists(st.sampled_from(PIPELINED), min_size=1, max_size=8), stages=st.integers(1, 4),
+       choice=st.data())
+def test_requests_that_come_and_go_at_any_time(tiny_model: Path, names: list[str], stages: int,
+                                               choice: st.DataObject) -> None:
+    """Any strategies, parameters and noise beside one another."""
+    requests = [replace(request, params=replace(SMALL, segment=choice.draw(st.integers(1, 8)),
+                                                prefill_chunk=choice.draw(st.integers(1, 20))))
+                for request in some(len(names), names)]
+    moments = st.floats(0, 3)
+    arrivals = [choice.draw(moments) for _ in names]
+    leaves = [at + choice.draw(moments) if choice.draw(st.integers(0, 3)) == 0 else None for at in arrivals]
+    results = virtual(tiny_model, stages).generate_many(requests, arrivals, leaves=leaves)
+    for request, result, leave in zip(requests, results, leaves, strict=True):
+        expected = own_text(tiny_model, request)
+        assert result.tokens == expected[: len(result.tokens)], request.strategy
+        assert result.tokens == expected or leave is not None
 
 
 @pytest.mark.parametrize("kind", ["megatron", "galaxy"])
@@ -179,29 +199,41 @@ def test_what_cannot_be_beside_one_another_is_refused(tiny_model: Path) -> None:
 # ---- who goes next ---------------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None)
-@given(removed=st.integers(0, 2), order=st.permutations([0, 1, 2]))
-def test_one_segment_at_v1_and_the_oldest_first(tiny_model: Path, removed: int, order: list[int]) -> None:
-    device0 = DraftModels(tiny_model)
-    sessions = Scheduler()
-    for number in (1, 2, 3):
-        request = Request(prompt(number, 40), "autoregressive", 4, params=SMALL)
-        opening = sessions.add(device0.coordinator(request, 2, lambda: 0.0, number, lambda kind: 1.0))
+def scheduled(model: Path, count: int, strategy: str = "autoregressive", length: int = 40) -> Scheduler:
+    device0, scheduler = DraftModels(model), Scheduler()
+    for number in range(1, count + 1):
+        request = Request(prompt(number, length), strategy, 4, params=SMALL)
+        opening = scheduler.add(device0.coordinator(request, 2, lambda: 0.0, number, lambda kind: 1.0))
         assert opening.concurrent == tuple(range(1, number))
-    [first] = sessions.take_messages()
-    assert isinstance(first, Segment)
-    assert (first.session, first.run) == (1, 0)
-    gone = removed + 1
-    assert sessions.remove(gone).session == gone
-    assert sessions.take_messages() == []  # V1 has it still, whoever it was for
-    for i in order:  # what is not at V1 frees nothing
-        sessions.receive(Credit(i + 1, 0, 7))
-    assert sessions.take_messages() == []
+    return scheduler
+
+
+def sent(scheduler: Scheduler) -> list[tuple[int, int, int]]:
+    """Session, run and rows of each segment that goes to V1."""
+    return [(part.session, part.run, len(part.numbers)) for message in scheduler.take_messages()
+            if isinstance(message, Segment | Batch) for part in parts_of(message)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(removed=st.integers(1, 3), order=st.permutations([1, 2, 3]))
+def test_one_batch_at_v1_with_rows_of_all(tiny_model: Path, removed: int, order: list[int]) -> None:
+    sessions = scheduled(tiny_model, 3)
+    assert sent(sessions) == [(1, 0, 16), (2, 0, 16), (3, 0, 16)]
+    assert sessions.remove(removed).session == removed
+    assert sent(sessions) == []  # V1 has it still, whoever it was for
+    for number in order:  # what does not name the batch frees nothing
+        sessions.receive(Credit(number, 0, 7))
+        sessions.receive(Credit(number, 0, 0)) if number > 1 else None
+    assert sent(sessions) == []
     sessions.receive(Credit(1, 0, 0))
-    [second] = sessions.take_messages()
-    oldest = min({1, 2, 3} - {gone})
-    assert isinstance(second, Segment)
-    assert (second.session, second.run) == (oldest, int(oldest == 1))
+    assert sent(sessions) == [(number, 1, 16) for number in (1, 2, 3) if number != removed]
+
+
+def test_ranks_of_a_tensor_parallel_group_get_one_segment(tiny_model: Path) -> None:
+    sessions = scheduled(tiny_model, 2, "galaxy", 16)
+    assert sent(sessions) == [(1, 0, 16)]
+    sessions.receive(Credit(1, 0, 0))
+    assert sent(sessions) == [(2, 0, 16)]
 
 
 # ---- processes -------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +140,8 @@ def test_clocks_elsewhere_are_mapped_by_the_quickest_message(tiny_model: Path) -
         def arrived(self, message: Any, at: float) -> None:
             if isinstance(message, Computed):
                 off, way = message.stage * 100_000_000, 0.001 + 0.001 * (message.run % 3)
-                message = Computed(message.session, message.epoch, message.run, message.stage, message.rows,
-                                   message.start - off, message.end - off, message.sent - off)
+                message = replace(message, start=message.start - off, end=message.end - off,
+                                  sent=message.sent - off)
                 at += way
             super().arrived(message, at)
 

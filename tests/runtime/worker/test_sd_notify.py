@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from servicekit import Ear
 from workerkit import PATIENCE, HeldEngine, Start, segment
 
-from flowspec_edge.messages import Cancel, Open, Output, Segment, Shutdown, Tap
+from flowspec_edge.messages import Cancel, Open, Segment, Shutdown
 from flowspec_edge.runtime.worker.sd_notify import Notifier
+from flowspec_edge.stage.base import Results
 
 QUICK = "4000"  # µs of the watchdog
 
@@ -83,8 +84,7 @@ class Stuck(HeldEngine):
         super().__init__()
         self.may_end = threading.Event()
 
-    def compute(self, admitted: Segment, poll: Callable[[], None] | None = None
-                ) -> tuple[list[Tap], Segment | Output]:
+    def compute(self, admitted: Sequence[Segment], poll: Callable[[], None] | None = None) -> list[Results]:
         self.started.set()
         assert self.may_end.wait(PATIENCE)
         return super().compute(admitted, poll)

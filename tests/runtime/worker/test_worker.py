@@ -7,6 +7,7 @@ elsewhere it is the real one.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -24,15 +25,13 @@ from flowspec_edge.messages import (
     Hello,
     Message,
     Open,
-    Output,
     Prune,
     Segment,
     SessionReport,
     Shutdown,
-    Tap,
 )
 from flowspec_edge.runtime.worker.reports import one_line
-from flowspec_edge.stage.base import Poll
+from flowspec_edge.stage.base import Poll, Results
 from flowspec_edge.stage.engine import StageEngine
 
 
@@ -109,8 +108,8 @@ def test_a_session_that_ends_in_the_middle_of_a_segment_takes_back_no_rows(start
     class Ending(StageEngine):
         """D0 closes the session while its second segment is computed."""
 
-        def compute(self, admitted: Segment, poll: Poll | None = None) -> tuple[list[Tap], Segment | Output]:
-            if admitted.run == 1:
+        def compute(self, admitted: Sequence[Segment], poll: Poll | None = None) -> list[Results]:
+            if admitted[0].run == 1:
                 stage.tell(Close(1))
                 until_closed(poll)
             return super().compute(admitted, poll)

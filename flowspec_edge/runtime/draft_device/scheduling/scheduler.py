@@ -67,13 +67,16 @@ class Scheduler:
     def take_ahead(self, job: Job) -> list[Segment | Batch]:
         """Return what to queue at V1 before D0 starts ``job``, a draft pass that outlasts V1's work.
 
-        Not before an output, which takes little time and shows what is worth sending.
+        Not before an output, which takes little time and shows what is worth sending; nor beside a request
+        whose strategy sends nothing ahead: it would have to wait for another slot.
         """
         if self._clock is None or not job.is_draft or len(self._at_v1) != 1:
             return []
         if not self._predictor.outlasts(_kind(job), self._clock()):
             return []
-        return self._take_batch([c for c in self._open.values() if c.strategy.allows_early_send])
+        running = [coordinator for coordinator in self._open.values() if not coordinator.finished]
+        early = all(coordinator.strategy.allows_early_send for coordinator in running)
+        return self._take_batch(running) if early else []
 
     def _take_batch(self, among: Sequence[Coordinator]) -> list[Segment | Batch]:
         segments = self._alone(among[0]) if len(among) == 1 else self._shared(among)

@@ -1,0 +1,179 @@
+"""Segments of several sessions in one pass: every row is what transformers computes for its own text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stagekit import Book, Oracle, assert_cache, assert_rows, engines, random_tokens
+from tiny import tiny_llama
+
+from flowspec_edge.messages import Cancel, Close, Open, Output, Segment
+from flowspec_edge.stage.engine import StageEngine
+
+I32 = np.int32
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("llama"), layers=4, hidden=32)
+
+
+@pytest.fixture(scope="module")
+def oracle(model: Path) -> Oracle:
+    return Oracle(model)
+
+
+def opened(model: Path, stages: int, sessions: int, fused: bool | None = None) -> list[StageEngine]:
+    chain = engines(model, stages, capacity=64, fused=fused)
+    for engine in chain:
+        for session in range(2, sessions + 1):
+            engine.open(Open(session, 0, 64, concurrent=tuple(range(1, session))))
+    return chain
+
+
+def together(chain: list[StageEngine], segments: list[Segment]) -> list[Output]:
+    """Pass a batch down the chain; the outputs of its segments."""
+    messages: list[Segment | Output] = list(segments)
+    for engine in chain:
+        admitted = []
+        for message in messages:
+            assert isinstance(message, Segment)
+            alive = engine.admit(message)
+            assert alive is not None
+            admitted.append(alive)
+        messages = [result for _, result in engine.compute(admitted)]
+    return [message for message in messages if isinstance(message, Output)]
+
+
+def grow(book: Book, choice: st.DataObject) -> Segment:
+    """A segment with any rows below the text or below living rows, perhaps after a commit; perhaps none."""
+    live = sorted(book.live())
+    if live and choice.draw(st.booleans()):
+        book.commit(choice.draw(st.sampled_from(live)))
+    for _ in range(choice.draw(st.integers(0, 4))):
+        parents = [book.committed[-1], *sorted(book.live())]
+        book.add(choice.draw(st.integers(1, 90)), choice.draw(st.sampled_from(parents)))
+    return book.builder.seal()
+
+
+@settings(max_examples=8, deadline=None)
+@given(sessions=st.integers(1, 5), stages=st.integers(1, 3), fused=st.booleans(), choice=st.data())
+def test_rows_of_several_texts(model: Path, oracle: Oracle, sessions: int, stages: int, fused: bool,
+                               choice: st.DataObject) -> None:
+    """Texts of different lengths, any of them in a batch, prunes in between."""
+    chain = opened(model, stages, sessions, fused)
+    books = [Book(session) for session in range(1, sessions + 1)]
+    for i, book in enumerate(books):
+        outputs = together(chain, [book.text(random_tokens(3 + 5 * i, 97, seed=i))])
+        book.builder.skip_prune()
+        assert_rows(outputs[0], book, oracle)
+    for _ in range(3):
+        batch = choice.draw(st.lists(st.sampled_from(books), min_size=1, unique=True))
+        outputs = together(chain, [grow(book, choice) for book in batch])
+        for book, output in zip(batch, outputs, strict=True):
+            assert output.session == book.builder.session
+            assert_rows(output, book, oracle)
+        pruned = choice.draw(st.sampled_from(books))
+        hint = pruned.prune()
+        for engine in chain:
+            engine.prune(hint)
+    for engine in chain:
+        for book in books:
+            assert_cache(engine, book, oracle)
+
+
+def started(model: Path, sessions: int) -> tuple[StageEngine, list[Book]]:
+    """A whole model with a text of each session."""
+    [engine] = opened(model, 1, sessions)
+    books = [Book(session) for session in range(1, sessions + 1)]
+    together([engine], [book.text(random_tokens(6, 97, seed=i)) for i, book in enumerate(books)])
+    return engine, books
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("end", ["close", "cancel", "reopen", "replace"])
+def test_one_ends_between_layers(model: Path, oracle: Oracle, end: str, fused: bool) -> None:
+    """Its rows come out empty; its memory may belong to another session already, which stays intact."""
+    [engine] = opened(model, 1, 3, fused)
+    books = [Book(session) for session in (1, 2, 3)]
+    together([engine], [book.text(random_tokens(6, 97, seed=i)) for i, book in enumerate(books)])
+    others, gone = [books[0], books[2]], books[1]
+    batch = []
+    for book in books:
+        book.builder.skip_prune()
+        book.add(5, book.committed[-1])
+        batch.append(book.builder.seal())
+    polls = iter(range(100))
+
+    def strike() -> None:
+        if next(polls) != 2:
+            return
+        match end:
+            case "close":
+                engine.close(Close(2, tuple(range(4))))  # the cache shrinks to these rows
+            case "cancel":
+                engine.cancel(Cancel(2, 0, (1,)))
+            case "reopen":
+                engine.open(Open(2, 1, 64, concurrent=(1, 3)))
+            case "replace":
+                engine.close(Close(2))
+                engine.open(Open(4, 0, 64, concurrent=(1, 3)))
+
+    admitted = [engine.admit(segment) for segment in batch]
+    results = engine.compute([segment for segment in admitted if segment], poll=strike)
+    first, empty, last = (result for _, result in results)
+    assert isinstance(empty, Output)
+    assert (empty.session, len(empty.numbers)) == (2, 0)
+    for book, output in zip(others, (first, last), strict=True):
+        assert isinstance(output, Output)
+        assert len(output.numbers) == 1
+        assert_rows(output, book, oracle)
+        assert_cache(engine, book, oracle)
+    assert engine.counters["cancelled"] == (end == "cancel")
+    if end == "close":
+        engine.open(Open(4, 0, 64, concurrent=(1, 3), retained=(2,), parent_session=2, rows=4))
+    heir = {"close": Book(4, kept=tuple(gone.paths[3])), "cancel": gone, "reopen": Book(2, 1),
+            "replace": Book(4)}[end]
+    rows = heir.text([7, 8, 9])
+    assert_rows(together([engine], [rows])[0], heir, oracle)
+    assert_cache(engine, heir, oracle)
+
+
+def test_when_all_end_the_pass_is_broken_off(model: Path) -> None:
+    engine, books = started(model, 2)
+    batch = []
+    for book in books:
+        book.add(5, book.committed[-1])
+        batch.append(engine.admit(book.builder.seal()))
+    polls = []
+
+    def cancel() -> None:
+        polls.append(1)
+        for session in (1, 2):
+            engine.cancel(Cancel(session, 0, (1,)))
+
+    results = engine.compute([segment for segment in batch if segment], poll=cancel)
+    assert len(polls) == 1  # of four layers
+    assert [len(result.numbers) for _, result in results] == [0, 0]
+    assert engine.counters["cancelled"] == 2
+
+
+def test_taps_of_those_that_asked(model: Path, oracle: Oracle) -> None:
+    engine, books = started(model, 3)
+    batch = []
+    for layers, book in zip([(1, 2), (), (2,)], books, strict=True):
+        book.add(9, book.committed[-1])
+        alive = engine.admit(replace(book.builder.seal(), taps=layers))
+        assert alive is not None
+        batch.append(alive)
+    results = engine.compute(batch)
+    assert [[tap.layer for tap in taps] for taps, _ in results] == [[1, 2], [], [2]]
+    for (taps, _), book in zip(results, books, strict=True):
+        for tap in taps:
+            truth = oracle.truth(book.paths[int(tap.numbers[0])]).layer_inputs[tap.layer]
+            np.testing.assert_allclose(tap.hidden.array[0], truth.numpy(), atol=1e-4)
