@@ -158,13 +158,7 @@ class Cluster:
     def generate_many(self, requests: Sequence[Request]) -> list[Completion]:
         """Run requests that arrive together and share the pipeline; answers in their order. UsageError if
         they need different kinds of parallelism."""
-        if isinstance(self._backend, VirtualCluster):
-            results = self._backend.generate_many(requests)
-        else:
-            handles = [self._backend.submit(request) for request in requests]
-            self._backend.serve(lambda: all(handle.done() for handle in handles))
-            results = [handle.result() for handle in handles]
-        return [self._completion(result) for result in results]
+        return [self._completion(result) for result in self._backend.generate_many(requests)]
 
     def plain(self, request: Request) -> list[int]:
         """Return the tokens of plain decoding, without a pipeline: what every strategy has to give. The first

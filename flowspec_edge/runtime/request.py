@@ -69,11 +69,13 @@ class Stats:
 
 @dataclass(frozen=True)
 class Result:
-    """``tokens`` exclude the prompt and the end-of-sequence id."""
+    """``tokens`` exclude the prompt and the end-of-sequence id; ``token_at``: when each was accepted, in
+    seconds of the cluster's clock."""
 
     tokens: list[int]
     finish_reason: FinishReason
     stats: Stats
+    token_at: tuple[float, ...] = ()
 
     def as_json(self, text: str) -> dict[str, Any]:
         """The ``generate --json`` object."""
@@ -135,6 +137,15 @@ class ClusterBackend(Protocol):
 
     def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
         """Run one request to its end; ``on_tokens`` gets new tokens as they are committed."""
+
+    def generate_many(self, requests: Sequence[Request], arrivals: Sequence[float] | None = None
+                      ) -> list[Result]:
+        """Run requests concurrently; results in their order, with ``token_at`` in seconds after the call.
+
+        arrivals  seconds after the call at which each arrives; all at 0 by default
+
+        UsageError if they need different parallelism.
+        """
 
     def close(self) -> None:
         """End every process and socket; idempotent."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from flowspec_edge.util.suggest import did_you_mean
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-    from flowspec_edge.strategies.base import Strategy
+    from flowspec_edge.strategies.base import Parallelism, Strategy
 
 ENTRY_POINTS = "flowspec.strategies"  # the group under which a package offers its strategies
 
@@ -83,6 +83,16 @@ def require_strategy(name: str) -> None:
         return
     raise UsageError(f"no strategy {name!r}; {did_you_mean(name, strategy_names())}"
                      f"there are {', '.join(strategy_names())}")
+
+
+def one_parallelism(names: Iterable[str]) -> Parallelism:
+    """The parallelism that all these strategies need; a pipeline if there are none. UsageError if they
+    differ."""
+    kinds: set[Parallelism] = {strategy_class(name).parallelism for name in names} or {"pipeline"}
+    if len(kinds) > 1:
+        raise UsageError("concurrent requests must share one kind of parallelism, "
+                         f"not {' and '.join(sorted(kinds))}")
+    return kinds.pop()
 
 
 def parameters_of(chosen: type[Strategy]) -> tuple[str, ...]:

@@ -1,9 +1,11 @@
-"""Tables I, II and III of the FlowSpec paper from benchmark reports, in Markdown."""
+"""Tables I, II and III of the FlowSpec paper from benchmark reports, in Markdown; a table of concurrent
+requests."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from flowspec_edge.bench.render.concurrency_table import concurrency_markdown
 from flowspec_edge.bench.render.markdown import markdown_table
 from flowspec_edge.bench.render.styles import style_of
 from flowspec_edge.bench.render.table import timing
@@ -22,7 +24,22 @@ Cells = list[str]
 
 def paper_tables(reports: Sequence[BenchReport], only: Collection[str] | None = None,
                  published: PaperResults | None = None) -> str:
-    """``only`` these strategies; ``published``: the paper's own means, for the last columns."""
+    """``only`` these strategies; ``published``: the paper's own means, for the last columns.
+
+    Reports of concurrent requests have a table of their own after the paper's.
+    """
+    shared = [report for report in reports if report.concurrent]
+    alone = [report for report in reports if not report.concurrent]
+    parts = _paper_parts(alone, only, published) if alone else []
+    if shared:
+        parts.append("# Concurrent requests")
+    for report in shared:
+        parts += [concurrency_markdown(report, only), _note(report, None)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _paper_parts(reports: Sequence[BenchReport], only: Collection[str] | None,
+                 published: PaperResults | None) -> list[str]:
     parts = ["# Table I: tokens/s, and SR: the ratio to Chunk-PP's in the same run"]
     for report in reports:
         parts += [_heading(report), *_speed_tables(report, _order(report, COMPARED, only), published),
@@ -35,7 +52,7 @@ def paper_tables(reports: Sequence[BenchReport], only: Collection[str] | None = 
     for report in reports:
         shown = [name for name in _order(report, ABLATION, only) if name in ABLATION]
         parts += [_heading(report), *_speed_tables(report, shown, published), _note(report, published)]
-    return "\n\n".join(parts) + "\n"
+    return parts
 
 
 _TURNS = (

@@ -49,6 +49,9 @@ def plot(reports: Sequence[BenchReport], path: Path) -> None:
     check_figure(path)
     if not any(report.rows for report in reports):
         raise UsageError("the reports hold no rows yet: nothing to plot")
+    if any(report.concurrent for report in reports):
+        raise UsageError("figures are of requests that run one by one; for --clients and --arrival-rate "
+                         "there is a table: flowspec bench tables --from OUT.json")
     if len({report.settings["stages"] for report in reports}) > 1:
         panels = _line_panels(reports)
         figure, axes = new_figure(len(panels), 7.0)

@@ -71,7 +71,7 @@ def table(rows: Sequence[ReportRow], caption: str) -> Table:
             cells += [_number(row.tokens_per_second_repeating), _number(row.tokens_per_second_other)]
         measured = [getattr(row, name) for name in energy]
         cells += map(_number, measured)
-        cells.append(_texts(row))
+        cells.append(texts(row))
         if several:
             cells.insert(0, "" if row.task == previous else plain(row.task))
         previous = row.task
@@ -87,7 +87,7 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-def _texts(row: ReportRow) -> str:
+def texts(row: ReportRow) -> str:
     if not row.identical:
         return "[red]DIFFERENT[/red]"
     return f"{row.near_ties} near tie{'s'[:row.near_ties > 1]}" if row.near_ties else "identical"

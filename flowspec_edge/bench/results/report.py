@@ -75,6 +75,11 @@ class BenchReport(JsonResults):
         return self.clock == "wall" and self.profile is not None
 
     @property
+    def concurrent(self) -> bool:
+        """Whether requests shared the devices."""
+        return any(sample.concurrent for sample in self.samples)
+
+    @property
     def cells(self) -> set[Cell]:
         return {sample.cell for sample in self.samples}
 
@@ -93,10 +98,23 @@ class BenchReport(JsonResults):
             "profile": self.profile, "clock": self.clock, "emulated": self.emulated, "date": self.date,
             "complete": self.complete, "machine": self.machine, "settings": self.settings,
             "energy": ENERGY if any(row.energy_j is not None for row in self.rows) else None,
-            "rows": [asdict(row) for row in self.rows], "means": [asdict(row) for row in self.means],
+            "rows": [_row_json(row) for row in self.rows], "means": [_row_json(row) for row in self.means],
             "differences": [asdict(d) for d in self.differences],
-            "samples": [asdict(sample) for sample in self.samples],
+            "samples": [_sample_json(sample) for sample in self.samples],
         }
+
+
+def _row_json(row: ReportRow) -> dict[str, Any]:
+    data = asdict(row)
+    figures = data.pop("concurrency") or {}
+    return {**data, **figures}
+
+
+def _sample_json(sample: Sample) -> dict[str, Any]:
+    data = asdict(sample)
+    if sample.concurrent is None:
+        del data["concurrent"]
+    return data
 
 
 class _Task(BaseModel):

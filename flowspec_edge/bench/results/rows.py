@@ -7,6 +7,13 @@ from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Any
 
+from flowspec_edge.bench.results.concurrency import (
+    ConcurrencyFigures,
+    ConcurrentTiming,
+    figures_of,
+    mean_figures,
+)
+
 BASELINE = "chunk_pp"
 MEAN = "mean"
 
@@ -22,6 +29,7 @@ class Sample:
     near_ties  whether the text counts as identical in 16 bits although near ties were decided differently
     repeating  whether the text repeats itself (``run.repetition``); None in files from before this field
     energy_j, energy_above_idle_j  as in a request's ``Stats``
+    concurrent  None if the request ran alone
     """
 
     strategy: str
@@ -46,6 +54,7 @@ class Sample:
     energy_j: float | None = None
     energy_above_idle_j: float | None = None
     repeating: bool | None = None
+    concurrent: ConcurrentTiming | None = None
 
     @property
     def cell(self) -> Cell:
@@ -72,6 +81,7 @@ class ReportRow:
     tokens_per_second_repeating, tokens_per_second_other
                           of the texts that repeat themselves and of all others; None without such texts
     speedup_other         ratio to chunk_pp's tokens_per_second_other
+    concurrency           None if requests ran one by one
     """
 
     strategy: str
@@ -101,6 +111,7 @@ class ReportRow:
     tokens_per_second_repeating: float | None = None
     tokens_per_second_other: float | None = None
     speedup_other: float | None = None
+    concurrency: ConcurrencyFigures | None = None
 
 
 def rows_of(samples: Iterable[Sample]) -> list[ReportRow]:
@@ -137,6 +148,7 @@ def _row(samples: Sequence[Sample]) -> ReportRow:
     turns, rounds = sum(s.turns for s in samples), sum(s.rounds for s in samples)
     decoded = _decoded(samples)
     after_first = sum(max(0, s.tokens - 1) for s in samples)
+    timings = [s.concurrent for s in samples if s.concurrent]
     tokens = sum(s.tokens for s in samples)
     energy, above_idle = _sum(s.energy_j for s in samples), _sum(s.energy_above_idle_j for s in samples)
     return ReportRow(
@@ -157,6 +169,7 @@ def _row(samples: Sequence[Sample]) -> ReportRow:
         joules_per_token=None if energy is None or not tokens else energy / tokens,
         joules_per_token_above_idle=None if above_idle is None or not tokens else above_idle / tokens,
         answers=len(samples), **_apart(samples, decoded),
+        concurrency=figures_of(timings) if timings else None,
     )
 
 
@@ -194,6 +207,8 @@ def _mean(parts: Sequence[ReportRow], deviation: float | None) -> ReportRow:
         figures[name] = _mean_of(getattr(row, name) for row in parts)
     loops = [row.repeating for row in parts if row.repeating is not None]
     figures["repeating"] = sum(loops) if len(loops) == len(parts) else None
+    shared = [row.concurrency for row in parts if row.concurrency]
+    figures["concurrency"] = mean_figures(shared) if shared else None
     return replace(parts[0], task=MEAN, tokens_per_second_sd=deviation,
                    identical=all(row.identical for row in parts), **figures)
 

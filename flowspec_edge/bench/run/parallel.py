@@ -37,11 +37,12 @@ class Workplace:
 
 @dataclass(frozen=True)
 class PipelineTask:
-    """A request, to a pipeline or (``stages`` 0) to plain decoding; ``profile`` is JSON."""
+    """Concurrent requests, to a pipeline or (``stages`` 0) to plain decoding; ``profile`` is JSON."""
 
-    request: Request
+    requests: tuple[Request, ...]
     stages: int = 0
     profile: str = ""
+    arrivals: tuple[float, ...] | None = None
 
 
 class ParallelRun:
@@ -56,7 +57,7 @@ class ParallelRun:
         """
         self._workplace, self._jobs, self._dask = workplace, jobs, dask
         self._tasks: list[PipelineTask] = []
-        self._results: Generator[Result | FlowspecError, None, None] | None = None
+        self._results: Generator[list[Result] | FlowspecError, None, None] | None = None
         self._next = 0
         self._undo = ExitStack()
         _import("joblib", "jobs")
@@ -86,23 +87,23 @@ class ParallelRun:
 
     def plain(self, request: Request) -> tuple[list[int], str]:
         """A ``PlainDecoding``."""
-        result = self._take(PipelineTask(request))
+        [result] = self._take(PipelineTask((request,)))
         return result.tokens, result.finish_reason
 
-    def _take(self, task: PipelineTask) -> Result:
+    def _take(self, task: PipelineTask) -> list[Result]:
         if self._results is None:
             self._tasks.append(task)
-            return Result([], "length", Stats())
+            return [Result([], "length", Stats()) for _ in task.requests]
         assert task == self._tasks[self._next], "the measurement asks in another order than its dry run"
         self._next += 1
         try:
-            result = next(self._results)
+            results = next(self._results)
         except Exception as error:  # joblib's, for a process that was killed
             raise FlowspecError(f"a process of --jobs failed ({type(error).__name__}: {error}): if memory "
                                 "ran out, use fewer") from error
-        if isinstance(result, FlowspecError):
-            raise result
-        return result
+        if isinstance(results, FlowspecError):
+            raise results
+        return results
 
 
 class ParallelCluster:
@@ -110,11 +111,17 @@ class ParallelCluster:
 
     clock = "virtual"
 
-    def __init__(self, take: Callable[[PipelineTask], Result], stages: int, profile: str) -> None:
+    def __init__(self, take: Callable[[PipelineTask], list[Result]], stages: int, profile: str) -> None:
         self._take, self._stages, self._profile = take, stages, profile
 
     def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
-        return self._take(PipelineTask(request, self._stages, self._profile))
+        return self.generate_many([request])[0]
+
+    def generate_many(self, requests: Sequence[Request], arrivals: Sequence[float] | None = None
+                      ) -> list[Result]:
+        """One task: concurrent requests share the devices."""
+        return self._take(PipelineTask(tuple(requests), self._stages, self._profile,
+                                       tuple(arrivals) if arrivals else None))
 
     def close(self) -> None:
         """The processes belong to the run."""
@@ -127,9 +134,9 @@ def threads_of(jobs: int) -> int:
 # ---- in the processes ------------------------------------------------------------------------------------
 
 
-def _compute(workplace: Workplace, task: PipelineTask) -> Result | FlowspecError:
+def _compute(workplace: Workplace, task: PipelineTask) -> list[Result] | FlowspecError:
     try:
-        return _loaded(workplace).result(task)
+        return _loaded(workplace).results(task)
     except FlowspecError as error:  # returned, because joblib raises one error and forgets the others
         return error
 
@@ -150,8 +157,10 @@ class _Loaded:
         self._cluster: VirtualCluster | None = None
         self._described: tuple[int, str] | None = None
 
-    def result(self, task: PipelineTask) -> Result:
-        return self._through_pipeline(task) if task.stages else self._plainly(task.request)
+    def results(self, task: PipelineTask) -> list[Result]:
+        if task.stages:
+            return self._through_pipeline(task)
+        return [self._plainly(request) for request in task.requests]
 
     def _plainly(self, request: Request) -> Result:
         from flowspec_edge.runtime.plain import PlainDecoder
@@ -162,7 +171,7 @@ class _Loaded:
                                               request.stop_ids)
         return Result(tokens, reason, Stats())
 
-    def _through_pipeline(self, task: PipelineTask) -> Result:
+    def _through_pipeline(self, task: PipelineTask) -> list[Result]:
         """Clusters of other devices take over the weights."""
         from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 
@@ -171,7 +180,7 @@ class _Loaded:
             self._cluster = (self._cluster.under(profile, task.stages) if self._cluster else
                              VirtualCluster(w.model, task.stages, profile, w.dtype, device=w.device))
             self._described = task.stages, task.profile
-        return self._cluster.generate(task.request)
+        return self._cluster.generate_many(task.requests, task.arrivals)
 
 
 @lru_cache(maxsize=1)

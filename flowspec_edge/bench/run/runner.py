@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from flowspec_edge.bench.results.report import BenchReport, Difference
 from flowspec_edge.bench.results.rows import ReportRow, Sample
+from flowspec_edge.bench.run.concurrent import ArrivalGroup, ArrivalPattern, MeasuredAnswer, run_groups
 from flowspec_edge.bench.run.repetition import repeats_itself
 from flowspec_edge.runtime.request import ClusterBackend, Request, Result
 
@@ -29,6 +30,7 @@ class BenchPlan:
 
     ``warmup``: uncounted requests before each strategy's first, in which a cluster loads models and fills
     caches.
+    ``pattern``: how requests arrive that share the devices; None: one by one.
     """
 
     strategies: Sequence[str]
@@ -36,12 +38,13 @@ class BenchPlan:
     temperatures: Sequence[float]
     repeats: int = 1
     warmup: int = 0
+    pattern: ArrivalPattern | None = None
 
     def steps(self, report: BenchReport) -> int:
         total, warm, references = 0, set(), {}
         for strategy, temperature, work in self.missing(report):
             repeats = self.repeats_at(temperature, report.clock)
-            total += len(work.requests) * repeats
+            total += (len(work.requests) + len(self.groups(work, 0))) * repeats
             warm.add(strategy)
             references[work.task, temperature] = len(work.requests) * (repeats if temperature else 1)
         return total + sum(references.values()) + self.warmup * len(warm)
@@ -56,6 +59,20 @@ class BenchPlan:
         return [(strategy, temperature, work) for strategy in self.strategies
                 for temperature in self.temperatures for work in self.workloads
                 if (strategy, work.task, temperature) not in done]
+
+    def groups(self, work: Workload, repeat: int) -> list[ArrivalGroup]:
+        """A task's concurrent requests; none if they run one by one."""
+        if self.pattern is None:
+            return []
+        seed = work.requests[0].sampling.seed + repeat
+        return self.pattern.groups(len(work.requests), seed)
+
+    @property
+    def at_once(self) -> int:
+        """The most requests that can be open together."""
+        if self.pattern is None:
+            return 1
+        return max(self.pattern.at_once(len(work.requests)) for work in self.workloads)
 
     def repeats_at(self, temperature: float, clock: str) -> int:
         """1 for greedy decoding in virtual time, which is deterministic."""
@@ -87,15 +104,13 @@ def measure(cluster: ClusterBackend, plain: PlainDecoding, plan: BenchPlan, repo
                 advance(f"{name}, warm-up")
                 cluster.generate(replace(jobs[turn % len(jobs)][2], strategy=name))
         samples, differences = [], []
-        for key, (repeat, index, request) in zip(keys, jobs, strict=True):
-            advance(name)
-            result = cluster.generate(replace(request, strategy=name))
-            difference = _compare(expected[key], result, Difference(
+        requests = [replace(request, strategy=name) for _, _, request in jobs]
+        for answer in _answers(cluster, plan, work, requests, advance):
+            repeat, index, request = jobs[answer.member]
+            difference, tied = _check(answer, expected[keys[answer.member]], request, explains, Difference(
                 name, index, 0, None, None, work.task, temperature, repeat))
-            tied = bool(difference and explains and explains(request, result.tokens, result.finish_reason))
-            differences += [difference] if difference and not tied else []
-            samples.append(_sample(name, work.task, temperature, repeat, index, result,
-                                   tied or not difference, tied))
+            differences += [difference] if difference else []
+            samples.append(_sample(name, work.task, temperature, repeat, index, answer, not difference, tied))
         report.samples += samples  # at the end, so that an interrupted task does not count as measured
         report.differences += differences
         save()
@@ -118,16 +133,45 @@ def _at(request: Request, temperature: float, repeat: int) -> Request:
     return replace(request, sampling=replace(request.sampling, temperature=temperature, seed=seed))
 
 
-def _sample(strategy: str, task: str, temperature: float, repeat: int, prompt: int, result: Result,
+def _answers(cluster: ClusterBackend, plan: BenchPlan, work: Workload, requests: Sequence[Request],
+             advance: Advance) -> Iterator[MeasuredAnswer]:
+    """``requests``: all repeats of a task, one strategy's."""
+    name, size = requests[0].strategy, len(work.requests)
+    if plan.pattern is None:
+        for member, request in enumerate(requests):
+            advance(name)
+            yield MeasuredAnswer(member, cluster.generate(request))
+        return
+    groups = [replace(group, members=[first + member for member in group.members])
+              for repeat, first in enumerate(range(0, len(requests), size))
+              for group in plan.groups(work, repeat)]
+    yield from run_groups(cluster, requests, plan.pattern, groups, lambda what: advance(f"{name}, {what}"))
+
+
+def _check(answer: MeasuredAnswer, expected: tuple[list[int], str], request: Request,
+           explains: NearTieJudge | None, where: Difference) -> tuple[Difference | None, bool]:
+    """Return the difference from plain decoding's text, and whether there is one that near ties explain."""
+    tied = False
+    for result in filter(None, (answer.alone, answer.result)):
+        difference = _compare(expected, result, where)
+        if difference and not (explains and explains(request, result.tokens, result.finish_reason)):
+            return difference, False
+        tied |= difference is not None
+    return None, tied
+
+
+def _sample(strategy: str, task: str, temperature: float, repeat: int, prompt: int, answer: MeasuredAnswer,
             identical: bool, tied: bool) -> Sample:
+    result, timing = answer.result, answer.timing
     s = result.stats
     return Sample(
         strategy, task, temperature, repeat, prompt, tokens=len(result.tokens), turns=s.turns,
-        rounds=s.rounds, tokens_per_second=s.tokens_per_second, decode_s=s.decode_s, ttft_s=s.ttft_s,
+        rounds=s.rounds, tokens_per_second=s.tokens_per_second, decode_s=s.decode_s,
+        ttft_s=timing.token_s[0] if timing and timing.token_s else s.ttft_s,  # with the wait for a session
         itl_p50_s=s.itl_p50_s, itl_p95_s=s.itl_p95_s, drafted=s.drafted, verified=s.verified,
         accepted=s.accepted, bytes=s.bytes, identical=identical,
         near_ties=tied, energy_j=s.energy_j, energy_above_idle_j=s.energy_above_idle_j,
-        repeating=repeats_itself(result.tokens),
+        repeating=repeats_itself(result.tokens), concurrent=timing,
     )
 
 

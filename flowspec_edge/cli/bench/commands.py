@@ -39,9 +39,12 @@ def run(*, options: BenchOptions, sampling: Sampling, params: Params) -> None:
       flowspec bench run --strategies all --prompts mt_bench.jsonl --prompts gsm8k.jsonl --temperatures 0,1
       --repeats 3 --truncate 1024 --json out.json --resume
       flowspec bench run --prompts spec_bench/question.jsonl --by-category --limit 10
+      flowspec bench run --strategies autoregressive,flowspec_plus --clients 4 --limit 8 --json four.json
+      flowspec bench run --strategies flowspec_plus --arrival-rate 0.2 --limit 16
     """
     from rich.console import Console
 
+    from flowspec_edge.bench.render.concurrency_table import concurrency_table, rows_to_show
     from flowspec_edge.bench.render.table import show, table, title
     from flowspec_edge.cli.bench.measure import measure
     from flowspec_edge.cli.common.workload import fail_if_different
@@ -49,11 +52,9 @@ def run(*, options: BenchOptions, sampling: Sampling, params: Params) -> None:
     report = measure(options, sampling, params, FLOWSPEC_AND_ABLATIONS)
     console = Console()
     for temperature in dict.fromkeys(row.temperature for row in report.rows):
-        rows = [row for row in report.rows if row.temperature == temperature]
-        if len({row.task for row in rows}) > 1:
-            rows += [row for row in report.means if row.temperature == temperature]
         how = title(report.clock, report.profile, report.settings["stages"], temperature)
-        show(console, table(rows, how))
+        show(console, (concurrency_table if report.concurrent else table)(
+            rows_to_show(report, temperature), how))
     fail_if_different(report.differences)
 
 
@@ -74,7 +75,8 @@ def tables(
     """Print tables I, II and III of the FlowSpec paper in Markdown.
 
     Runs the methods of these tables at temperatures 0 and 1, all drafting with EAGLE-2 as in the paper;
-    with --from it only reads files, and --strategies selects the rows.
+    with --from it only reads files, and --strategies selects the rows.  Concurrent requests (--clients,
+    --arrival-rate) have another table.
 
     Examples:
 

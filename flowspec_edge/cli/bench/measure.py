@@ -64,7 +64,7 @@ def measure(options: BenchOptions, sampling: Sampling, params: Params, strategie
         host_info(options.device), str(date.today())), "clock")
     report.complete = False
     plan = BenchPlan(names, workloads_for(options, tasks, model, sampling, params), temperature_values,
-                     options.repeats, options.warmup)
+                     options.repeats, options.warmup, options.pattern)
 
     def save() -> None:
         if options.out is not None:
@@ -82,7 +82,7 @@ def measure(options: BenchOptions, sampling: Sampling, params: Params, strategie
                              near_tie_judge(model, options.dtype, reference))
             return report
         with (open_cluster(clock_settings, model, options.stages, options.dtype, device=options.device,
-                           idle_s=options.idle_seconds) as cluster,
+                           idle_s=options.idle_seconds, at_once=plan.at_once) as cluster,
               progress(steps) as advance):
             plain, explains = plain_decoding(model, options.dtype, reference)
             measure_plan(cluster, plain, plan, report, advance, save, explains)
@@ -144,6 +144,7 @@ def settings_for(options: BenchOptions, tasks: Sequence[Task], model: ModelDir, 
     """Everything that a row depends on, except the machine."""
     from flowspec_edge.bench.results.host_info import versions
 
+    shared = {"clients": options.clients, "arrival_rate": options.arrival_rate}
     drawn = {key: value for key, value in asdict(sampling).items() if key != "temperature"}
     return {
         "model": model.name,
@@ -151,6 +152,7 @@ def settings_for(options: BenchOptions, tasks: Sequence[Task], model: ModelDir, 
         "limit": options.limit, "truncate": options.truncate, "stages": options.stages,
         "dtype": options.dtype, "device": options.device, "max_new_tokens": options.max_new_tokens,
         "repeats": options.repeats, "warmup": options.warmup,
+        **{key: value for key, value in shared.items() if value is not None},
         **drawn, "seeds": [sampling.seed + repeat for repeat in range(options.repeats)],
         **asdict(params), "versions": versions(), "profile": profile.model_dump() if profile else None,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -33,6 +33,9 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import DEMO
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import Params
+
+if TYPE_CHECKING:
+    from flowspec_edge.bench.run.concurrent import ArrivalPattern
 
 PAPER = Params(draft="eagle2", pipedec_width=16)  # the FlowSpec paper's comparison, section V-A
 FLOWSPEC_AND_ABLATIONS = "autoregressive,chunk_pp,pruned_pp,flowspec_no_sbd,flowspec"
@@ -75,6 +78,14 @@ class BenchOptions:
     warmup: Annotated[int, typer.Option(
         "--warmup", min=0, max=MOST_REPEATS, help="Requests per strategy before measuring.", metavar="W",
         hidden=True, rich_help_panel=TIME)] = 0
+    clients: Annotated[int | None, typer.Option(
+        "--clients", min=1, max=64, metavar="K", show_default=False, rich_help_panel=PROMPTS,
+        help="Requests run in groups of K that arrive together, and each alone to compare.")] = None
+    arrival_rate: Annotated[float | None, typer.Option(
+        "--arrival-rate", min=0.001, max=1000, callback=not_nan, metavar="R", show_default=False,
+        rich_help_panel=PROMPTS,
+        help="Requests arrive at random, R a second on average (Poisson, from --seed), however slow the "
+             "answers.")] = None
     idle_seconds: Annotated[float, typer.Option(
         "--idle-seconds", min=0, max=3600, callback=not_nan,
         help="On boards that measure power: idle for so long before the first request; idle power is "
@@ -100,6 +111,14 @@ class BenchOptions:
         metavar="ADDRESS", show_default=False, hidden=True, rich_help_panel=TIME)] = None
 
     @property
+    def pattern(self) -> ArrivalPattern | None:
+        from flowspec_edge.bench.run.concurrent import ArrivalPattern
+
+        if self.clients is None and self.arrival_rate is None:
+            return None
+        return ArrivalPattern(self.clients, self.arrival_rate)
+
+    @property
     def parallel(self) -> bool:
         return self.jobs > 1 or self.dask is not None
 
@@ -111,6 +130,9 @@ class BenchOptions:
     def __post_init__(self) -> None:
         if self.resume and self.out is None:
             raise UsageError("--resume needs --json OUT: the file to resume")
+        if self.clients is not None and self.arrival_rate is not None:
+            raise UsageError("give --clients or --arrival-rate, not both: requests arrive in groups or at a "
+                             "rate")
 
 
 def measured_by_default(names: str) -> StrategiesOf:

@@ -56,10 +56,11 @@ def choose_clock(clock: Clock, profile: str, emulate: str | None) -> ClockSettin
 @contextmanager
 def open_cluster(clock_settings: ClockSettings, model: ModelDir, stages: int, dtype: DtypeChoice,
                  placement: Placement | None = None, observer: Observer | None = None, *, device: str = "cpu",
-                 idle_s: float = 0.0) -> Iterator[ClusterBackend]:
-    """Processes (``wall``), started with the first request, or virtual time; ``device`` is torch's."""
+                 idle_s: float = 0.0, at_once: int = 1) -> Iterator[ClusterBackend]:
+    """Processes (``wall``), started with the first request, or virtual time; ``device`` is torch's;
+    ``at_once``: concurrent requests that the processes must accept."""
     if clock_settings.clock == "wall":
-        sharing: SharingOptions = {"idle_s": idle_s}
+        sharing: SharingOptions = {"idle_s": idle_s, "at_once": at_once}
         if observer is not None:
             sharing["observer"] = observer
         with open_processes(clock_settings, model, stages, dtype, placement, device=device,

@@ -23,7 +23,8 @@ app = typer.Typer(help="How tokens/s change with the links, the stages, the segm
 
 _FIGURE_5 = "megatron,galaxy,chunk_pp,pipedec,flowspec"
 _SEGMENTED = "chunk_pp,pruned_pp,flowspec"  # PipeDec's layers have a width of their own
-_HIDDEN_OPTIONS = ("temperatures", "clock", "emulate")  # one temperature; --links decides the clock
+# One temperature; --links decides the clock; requests run one by one.
+_HIDDEN_OPTIONS = ("temperatures", "clock", "emulate", "clients", "arrival_rate")
 _VIRTUAL = (*_HIDDEN_OPTIONS, "idle_seconds")
 _RARE = ("top_k", "top_p", "repeats")
 

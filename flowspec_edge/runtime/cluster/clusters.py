@@ -8,7 +8,9 @@ from __future__ import annotations
 import gc
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
@@ -32,7 +34,7 @@ from flowspec_edge.runtime.request import (
 )
 from flowspec_edge.runtime.worker.sd_notify import Notifier
 from flowspec_edge.strategies.base import Parallelism
-from flowspec_edge.strategies.registry import strategy_class
+from flowspec_edge.strategies.registry import one_parallelism, strategy_class
 from flowspec_edge.transport import keys
 
 if TYPE_CHECKING:
@@ -77,6 +79,29 @@ class OnDemandCluster(ABC):
     def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
         """Run one request, on a new cluster after a loss; raises the errors of ProcessCluster."""
         return self._for(request.strategy).generate(request, on_tokens)
+
+    def generate_many(self, requests: Sequence[Request], arrivals: Sequence[float] | None = None
+                      ) -> list[Result]:
+        """As ``runtime.request.ClusterBackend``. A request that is due is submitted between two steps of the
+        event loop: on an idle cluster up to 20 ms late."""
+        if not requests:
+            return []
+        one_parallelism(request.strategy for request in requests)
+        cluster = self._for(requests[0].strategy)
+        began = time.monotonic()
+        due = arrivals or [0.0] * len(requests)
+        waiting = deque(sorted((at, place) for place, at in enumerate(due)))
+        handles: dict[int, RequestHandle] = {}
+
+        def done() -> bool:
+            while waiting and waiting[0][0] <= time.monotonic() - began:
+                place = waiting.popleft()[1]
+                handles[place] = cluster.submit(requests[place])
+            return not waiting and all(handle.done() for handle in handles.values())
+
+        cluster.serve(done)
+        results = [handles[place].result() for place in range(len(requests))]
+        return [replace(result, token_at=tuple(at - began for at in result.token_at)) for result in results]
 
     def submit(self, request: Request, on_tokens: OnTokens | None = None) -> RequestHandle:
         """Queue a request, and start the right kind of cluster if necessary. UsageError if another kind

@@ -99,4 +99,4 @@ class Generation:
             accepted=self._accepted,
             bytes=bytes_sent, decode_s=decode, slot_s=slot_s, stages=stages, reused=reused,
         )
-        return Result(list(self.tokens), self.finish_reason, stats)
+        return Result(list(self.tokens), self.finish_reason, stats, tuple(self._token_at))

@@ -12,7 +12,6 @@ from itertools import product
 from pathlib import Path
 
 from flowspec_edge.config import Profile
-from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import ModelDir, is_sharded
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
 from flowspec_edge.runtime.draft_device.models import DraftModels
@@ -25,7 +24,7 @@ from flowspec_edge.runtime.virtual.run import VirtualRun
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.shard import Shard, load_shard, stage_ranges
 from flowspec_edge.strategies.base import Parallelism
-from flowspec_edge.strategies.registry import strategy_class
+from flowspec_edge.strategies.registry import one_parallelism
 
 
 class StageWeights:
@@ -102,11 +101,7 @@ class VirtualCluster:
 
         UsageError if one does not fit, or if they need different parallelism.
         """
-        chosen = {strategy_class(request.strategy).parallelism for request in requests}
-        if len(chosen) > 1:
-            raise UsageError("concurrent requests must share one kind of parallelism, "
-                             f"not {' and '.join(sorted(chosen))}")
-        [parallelism] = chosen or {"pipeline"}
+        parallelism = one_parallelism(request.strategy for request in requests)
         clock = EventClock()
         self.spans = []
         engines = self._engines_of(self._stages if parallelism == "pipeline" else 1)

@@ -23,6 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("command", [
     ["bench", "run", "--temperatures", "0,1", "--repeats", "2", "--warmup", "1"],
+    ["bench", "run", "--arrival-rate", "0.5"],
     ["sweep", "bandwidth", "--mbps", "50,200"], ["sweep", "stages", "--stages", "1,2"]], ids=" ".join)
 def test_the_report_of_two_processes_is_that_of_one(model: Path, tmp_path: Path, command: list[str]) -> None:
     command = [*command, "--model", str(model), "--strategies", "flowspec,autoregressive", "--limit", "3",
@@ -71,4 +72,4 @@ def test_the_dry_run_and_the_measurement_agree(model: Path) -> None:
     run.plain(Request([3], max_new_tokens=1))
     with run, pytest.raises(AssertionError, match="another order"):
         run.plain(Request([4], max_new_tokens=1))
-    assert PipelineTask(Request([3])) == PipelineTask(Request([3]))
+    assert PipelineTask((Request([3]),)) == PipelineTask((Request([3]),))

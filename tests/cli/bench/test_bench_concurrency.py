@@ -1,0 +1,68 @@
+"""``flowspec bench`` with --clients and --arrival-rate: the file, resuming, tables, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_dir import tiny_model_dir
+
+from flowspec_edge.cli.main import main
+
+FIGURES = {"clients", "arrival_rate", "total_tokens_per_second", "slowest_share", "fairness",
+           "pooled_itl_p50_s", "pooled_itl_p95_s", "pooled_itl_p99_s"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2, hidden=32)
+
+
+def bench(model: Path, out: Path, *arguments: str) -> int:
+    return main(["bench", "run", "--model", str(model), "--limit", "2", "--stages", "2", "--strategies",
+                 "autoregressive", "--max-new-tokens", "6", "--json", str(out), *arguments])
+
+
+def test_the_file_holds_what_its_rows_are_computed_from(model: Path, tmp_path: Path,
+                                                        capsys: pytest.CaptureFixture[str]) -> None:
+    path, single = tmp_path / "two.json", tmp_path / "one.json"
+    assert bench(model, single) == 0
+    capsys.readouterr()
+    assert bench(model, path, "--clients", "2") == 0
+    shown = capsys.readouterr().out
+    one, two = (json.loads(p.read_text()) for p in (single, path))
+    (row,) = two["rows"]
+    assert row.keys() - one["rows"][0].keys() == FIGURES
+    assert two["samples"][0].keys() - one["samples"][0].keys() == {"concurrent"}
+    assert two["settings"] == {**one["settings"], "clients": 2}
+
+    timings = [sample["concurrent"] for sample in two["samples"]]
+    total = sum(len(t["token_s"]) for t in timings) / max(t["token_s"][-1] for t in timings)
+    share = min(len(t["token_s"]) / t["token_s"][-1] / t["alone_tokens_per_second"] for t in timings)
+    assert (row["clients"], row["arrival_rate"]) == (2, None)
+    assert (row["total_tokens_per_second"], row["slowest_share"]) == pytest.approx((total, share))
+    assert f"{total:.2f}" in shown
+    assert f"{share:.2f}" in shown
+
+    before = path.read_bytes()
+    assert bench(model, path, "--clients", "2", "--resume") == 0  # nothing is missing
+    assert path.read_bytes() == before
+    assert bench(model, path, "--clients", "4", "--resume") == 2
+    assert "was measured with other settings: clients differs (2 there, 4 here)" in capsys.readouterr().err
+
+    assert main(["bench", "tables", "--from", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("# Concurrent requests")
+    assert "Table I" not in text
+    [line] = [line for line in text.splitlines() if line.startswith("| autoregressive")]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[2:5] == ["2", f"{total:.2f}", f"{share:.2f}"]
+    assert main(["bench", "plot", "--from", str(path), "--out", str(tmp_path / "f.svg")]) == 2
+    assert "figures are of requests that run one by one" in capsys.readouterr().err
+
+
+def test_groups_and_a_rate_exclude_one_another(model: Path, tmp_path: Path,
+                                               capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(model, tmp_path / "o.json", "--clients", "2", "--arrival-rate", "1") == 2
+    assert "give --clients or --arrival-rate, not both" in capsys.readouterr().err
