@@ -52,9 +52,10 @@ def together(chain: list[StageEngine], segments: list[Segment]) -> list[Output]:
 
 def grow(book: Book, choice: st.DataObject) -> Segment:
     """A segment with any rows below the text or below living rows, perhaps after a commit; perhaps none."""
-    live = sorted(book.live())
-    if live and choice.draw(st.booleans()):
-        book.commit(choice.draw(st.sampled_from(live)))
+    text = book.paths[book.committed[-1]]
+    following = sorted(number for number in book.live() if book.paths[number][:-1] == text)
+    if following and choice.draw(st.booleans()):
+        book.commit(choice.draw(st.sampled_from(following)))
     for _ in range(choice.draw(st.integers(0, 4))):
         parents = [book.committed[-1], *sorted(book.live())]
         book.add(choice.draw(st.integers(1, 90)), choice.draw(st.sampled_from(parents)))
