@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 _FREE = 1.05  # times a row's time: what rows that cost no time may take
-_PROMPT_SLOWDOWN = 1.5  # by which a prompt's rows may lengthen a batch that carries others' rows, too
+_PROMPT_SLOWDOWN = 1.25  # by which a prompt's rows may lengthen a batch that carries others' rows, too
 
 
 def divide(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | None, stages: int,
