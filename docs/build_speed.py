@@ -32,7 +32,8 @@ def draw(source: Path, target: Path) -> None:
     for place, name in enumerate(names):
         style, ratio = style_of(name), speed[name] / speed[_BASE]
         axis.barh(place, ratio, color=style.colour)
-        axis.text(ratio + 0.02, place, f"{ratio:.2f} ×   {speed[name]:.1f} tokens/s", va="center", fontsize=9)
+        axis.text(ratio + 0.02, place, f"{ratio:.2f} ×   {speed[name]:.1f} tokens/s", va="center", fontsize=9,
+                  bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
     axis.set_yticks(range(len(names)), [style_of(name).label for name in names])
     axis.axvline(1.0, color="#888888", linewidth=0.8, linestyle=":")
     axis.set_xlim(0, 1.35 * max(speed.values()) / speed[_BASE])

@@ -7,6 +7,7 @@ decoding with the same restriction.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -122,5 +123,7 @@ def json_value(schema: dict[str, Any], strict: bool = True) -> str:
 
 
 def _reason(text: str) -> str:
+    """Without the position in, and the listing of, a grammar that the user did not write."""
     text = text.partition("failed to compile JSON schema: ")[2] or text
+    text = re.split(r"\n *\d+ \| ", text)[0]
     return " ".join(text.split())[:_MAX_REASON]

@@ -64,7 +64,7 @@ ARTEFACTS = {artefact.name: artefact for artefact in (
              "tokens/s and SR of five methods by task, T = 0 and 1, 7B and 13B int4", 14, "speed",
              (_COMPARISON, _COMPARISON_13B)),
     Artefact("flowspec-table-2", "FlowSpec, Table II",
-             "tokens per turn (ALT) and per round (ALR); measures what Table I does", 14, "acceptance",
+             "tokens per turn (ALT) and per round (ALR), from the measurement of Table I", 14, "acceptance",
              (_COMPARISON, _COMPARISON_13B)),
     Artefact("flowspec-table-3", "FlowSpec, Table III",
              "ablation: Chunk-PP, pruning, expansion, score-based drafting", 7, "speed", (_ABLATION,)),

@@ -33,6 +33,7 @@ def figure_of(kind: Kind, records: Sequence[Record], found: Sequence[Measured], 
     if kind == "depth":
         assert isinstance(found[0].results, Sweep)
         figure = depth_figure(found[0].results)
+        _add_published_cells(figure.axes[0], records)
     else:
         figure = _FIGURES[kind](records)
     width = int(figure.get_figwidth() * _LETTERS_AN_INCH)
@@ -40,6 +41,21 @@ def figure_of(kind: Kind, records: Sequence[Record], found: Sequence[Measured], 
     figure.set_figheight(figure.get_figheight() + 0.125 * len(lines))
     figure.supxlabel("\n".join(lines), fontsize=6.5, x=0.01, ha="left", color="#444444")
     return figure
+
+
+def _add_published_cells(axis: Axes, records: Sequence[Record]) -> None:
+    columns, rows = ([label.get_text() for label in labels]
+                     for labels in (axis.get_xticklabels(), axis.get_yticklabels()))
+    theirs = [r for r in records if r.source != MEASURED]
+    for r in theirs:
+        depth, _, expansion = r.at.partition(",")
+        if depth in rows and expansion in columns:
+            axis.text(columns.index(expansion), rows.index(depth) + 0.33, f"paper: {r.figure:.2f}",
+                      ha="center", va="center", fontsize=6.5,
+                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
+    beside = "; in white: the paper's" if theirs else ""
+    axis.set_title(f"tokens/s of FlowSpec, VIRTUAL TIME under {_one_title(records)}{beside}", loc="left",
+                   fontsize=9)
 
 
 def _bars(records: Sequence[Record]) -> Figure:
@@ -120,11 +136,11 @@ def _law(records: Sequence[Record]) -> Figure:
     figure, (axis,) = new_figure(1, _WIDTH, 3.2)
     _lines(axis, [r for r in records if r.quantity == "acceptance_length"])
     ours = _of_one_task([r for r in records if r.source == MEASURED])
-    rates = [r.figure for r in ours if r.quantity == "acceptance"]
+    rates = [(r.figure, r.stages) for r in ours if r.quantity == "acceptance"]
     most = max(r.stages for r in records)
-    for rate, line in ((max(rates), "--"), (min(rates), ":")):
+    for (rate, stages), line in ((max(rates), "--"), (min(rates), ":")):
         axis.plot(range(1, most + 1), [law(n, rate) for n in range(1, most + 1)], line, color="#777777",
-                  linewidth=1, label=f"the law at a = {rate:.3f}")
+                  linewidth=1, label=f"the law at a = {rate:.3f} (of n = {stages})")
     _finish(axis, "equivalent acceptance length n·N/K", _one_title(records))
     _ticks(axis, records, "stages n")
     return figure

@@ -39,15 +39,20 @@ def about(artefact: Artefact, found: Sequence[Measured], command: str) -> list[s
     """Lines for the head of every file."""
     lines = [f"{artefact.what[0].upper()}{artefact.what[1:]}. VIRTUAL TIME: real tokens of the model "
              "below, every duration charged by a profile; nothing was timed on such devices."]
+    profiles: dict[str, list[str]] = {}  # by everything else that a measurement says about itself
     for measured in found:
         s = measured.settings
         tasks = "; ".join(f"{t['name']}: {t['prompts']} prompts, SHA-256 {t['sha256'][:12]}"
                           for t in s["tasks"])
-        profile = s["profile"]
-        lines.append(f"profile {profile['name']} ({profile['provenance']}); model {s['model']}; {tasks}; "
-                     f"at most {s['max_new_tokens']} new tokens; {s['dtype']}; seed {s['seed']}; draft "
-                     f"{s['draft']}; measured {measured.results.date} with {s['versions']['flowspec-edge']}")
-    return [*dict.fromkeys(lines), f"{release()}; {command}"]
+        rest = (f"model {s['model']}; {tasks}; at most {s['max_new_tokens']} new tokens; {s['dtype']}; seed "
+                f"{s['seed']}; draft {s['draft']}; measured {measured.results.date} with "
+                f"{s['versions']['flowspec-edge']}")
+        profile = f"{s['profile']['name']} ({s['profile']['provenance']})"
+        profiles.setdefault(rest, []).append(profile)
+    for rest, names in profiles.items():
+        distinct = list(dict.fromkeys(names))
+        lines.append(f"profile{'s' if len(distinct) > 1 else ''} {', '.join(distinct)}; {rest}")
+    return [*lines, f"{release()}; {command}"]
 
 
 def notes(artefact: Artefact, found: Sequence[Measured], records: Sequence[Record], paper: PaperResults
@@ -66,7 +71,8 @@ def notes(artefact: Artefact, found: Sequence[Measured], records: Sequence[Recor
     if artefact.kind == "speed" and any(len(m.settings["tasks"]) < 2 for m in found):
         lines.append("The paper's columns are means over its six tasks.")
     if artefact.kind == "depth" and any(r.source != MEASURED for r in records):
-        lines.append(published_depths(paper.depth[0]))
+        text = published_depths(paper.depth[0])
+        lines.append(text[0].upper() + text[1:])
     elif any(r.source != MEASURED for r in records):
         lines.append(f"Published, not measured here: {_source(artefact, found, paper)}; other models and "
                      "prompts than ours.")

@@ -62,7 +62,6 @@ def measure(options: BenchOptions, sampling: Sampling, params: Params, strategie
         clock_settings.profile_name, clock_settings.clock,
         settings_for(options, tasks, model, clock_settings.profile, sampling, params),
         host_info(options.device), str(date.today())), "clock")
-    report.complete = False
     plan = BenchPlan(names, workloads_for(options, tasks, model, sampling, params), temperature_values,
                      options.repeats, options.warmup, options.pattern)
 
@@ -70,7 +69,9 @@ def measure(options: BenchOptions, sampling: Sampling, params: Params, strategie
         if options.out is not None:
             report.save(options.out)
 
-    if steps := plan.steps(report):
+    steps = plan.steps(report)
+    report.complete = not steps
+    if steps:
         reference = plain_device_of(options.device, model, dtype_of(model, options.dtype), processes)
         if options.parallel:
             assert clock_settings.profile is not None

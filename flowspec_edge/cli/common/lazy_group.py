@@ -23,10 +23,8 @@ class LazyCommand:
         return getattr(import_module(f"flowspec_edge.cli.{module}"), attribute)
 
 
-class LazyGroup(TyperGroup):
-    """Subclasses list ``lazy``, the commands by name."""
-
-    lazy: ClassVar[dict[str, LazyCommand]] = {}
+class QuickGroup(TyperGroup):
+    """Options that were not given are left out: typer needs pydantic to read even their defaults."""
 
     _named_first = False  # whether the arguments begin with a command, not with an option of the group
 
@@ -35,8 +33,13 @@ class LazyGroup(TyperGroup):
         return super().parse_args(ctx, args)
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Options that were not given are left out: typer needs pydantic to read even their defaults."""
         return [] if self._named_first else super().get_params(ctx)
+
+
+class LazyGroup(QuickGroup):
+    """Subclasses list ``lazy``, the commands by name."""
+
+    lazy: ClassVar[dict[str, LazyCommand]] = {}
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*self.lazy, *(name for name in super().list_commands(ctx) if name not in self.lazy)]
@@ -58,6 +61,7 @@ class LazyGroup(TyperGroup):
         if name not in self.commands:
             loaded = self.lazy[name].load()
             if isinstance(loaded, typer.Typer):
+                loaded.info.cls = QuickGroup
                 command: Any = typer.main.get_group(loaded)
             else:
                 alone = typer.Typer(add_completion=False)

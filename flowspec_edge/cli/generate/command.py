@@ -41,9 +41,11 @@ from flowspec_edge.model.modeldir import DEMO, resolve_model
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 from flowspec_edge.strategies.registry import require_strategy, strategy_class
-from flowspec_edge.util.bounded_read import as_text, bounded, read_bytes
+from flowspec_edge.util.bounded_read import as_text, bounded, read_bytes, read_json_object
 
 if TYPE_CHECKING:
+    from flowspec_edge.model.grammar import Grammar
+    from flowspec_edge.model.text import Tokenizer
     from flowspec_edge.runtime.observe.observer import Observer
     from flowspec_edge.runtime.request import Request, Result
 
@@ -52,6 +54,7 @@ _MAX_PROMPT = 4 * 1024 * 1024  # bytes; a million tokens of English
 TraceOption = Annotated[Path | None, typer.Option(
     "--trace", metavar="F", show_default=False, hidden=True, rich_help_panel=OUTPUT,
     help="Write a trace of every segment on every device, for ui.perfetto.dev.")]
+_ANY_OBJECT = {"type": "object"}
 
 
 @with_dataclasses(sampling=Sampling, params=Params, strategies=of_strategy)
@@ -84,6 +87,11 @@ def generate(
              "devices.")] = None,
     as_json: Annotated[bool, typer.Option(
         "--json", help="Print a JSON object, not the text.", rich_help_panel=OUTPUT)] = False,
+    json_schema: Annotated[Path | None, typer.Option(
+        "--json-schema", metavar="FILE", show_default=False, hidden=True, rich_help_panel=OUTPUT,
+        help="The answer is JSON for this JSON schema, unless --max-new-tokens cuts it off.")] = None,
+    json_object: Annotated[bool, typer.Option(
+        "--json-object", help="The answer is any JSON object.", hidden=True, rich_help_panel=OUTPUT)] = False,
     trace: TraceOption = None,
     verbose: Annotated[bool, typer.Option(
         "--verbose", help="A live line per stage, on stderr.", hidden=True, rich_help_panel=OUTPUT)] = False,
@@ -102,6 +110,7 @@ def generate(
       flowspec generate --prompt-file draft.py --temperature 1 --seed 7
       flowspec generate "import os" --strategy flowspec --set depth=6 --clock virtual --json
       flowspec generate --chat "What is a pipeline?" --model vicuna-7b-v1.5
+      flowspec generate "Rome:" --json-schema city.json --max-new-tokens 300
       flowspec generate "def fibonacci(n):" --cluster cluster.toml
     """
     text = _read_prompt(prompt, prompt_file)
@@ -110,11 +119,13 @@ def generate(
     if not chat and (system is not None or chat_template is not None):
         raise UsageError(f"{'--chat-template' if system is None else '--system'} works with --chat only")
     require_strategy(strategy)
+    schema = _schema(json_schema, json_object)
     if cluster is not None:
         chosen = strategy_class(strategy)
         named = chosen.name if explicit_options(context, ["strategy"]) else None
+        explicit = explicit_options(context, asdict(sampling))
         generate_remotely(cluster, RemoteRequest(text, chat, system, named, max_new_tokens, sampling,
-                                                 explicit_options(context, asdict(sampling))), as_json)
+                                                 explicit, schema), as_json)
         return
     found = resolve_model(model)
     stages = stages_of(found, stages)
@@ -146,7 +157,8 @@ def generate(
     if ignored := not_applied(found, sampling):
         print(f"flowspec: note: {found.name} asks for options that are not applied here: "
               f"{', '.join(ignored)}", file=sys.stderr)
-    request = Request(ids, chosen.name, max_new_tokens, sampling, params, stops)
+    grammar = _grammar(tokenizer, schema, stops, json_schema)
+    request = Request(ids, chosen.name, max_new_tokens, sampling, params, stops, grammar=grammar)
     pieces: list[str] = []
     stream = TextStream(tokenizer.decode, pieces.append if as_json else _write, before)
     about = {"model": found.name, "stages": stages, "clock": clock_settings.clock,
@@ -202,6 +214,27 @@ def _read_prompt(prompt: str | None, prompt_file: str | None) -> str:
     if not text:
         raise UsageError("the prompt is empty; give some text to continue")
     return text
+
+
+def _schema(path: Path | None, any_object: bool) -> dict[str, Any] | None:
+    """What the answer must match; None: any text."""
+    if path is None:
+        return _ANY_OBJECT if any_object else None
+    if any_object:
+        raise UsageError("--json-object and --json-schema exclude each other")
+    return read_json_object(path)
+
+
+def _grammar(tokenizer: Tokenizer, schema: dict[str, Any] | None, stop_ids: frozenset[int], path: Path | None
+             ) -> Grammar | None:
+    """UsageError, which names ``path``, for a schema that cannot be enforced."""
+    if schema is None:
+        return None
+    compiler = tokenizer.grammars
+    try:
+        return compiler.json_schema(schema, stop_ids)
+    except UsageError as error:
+        raise UsageError(f"{path or '--json-object'}: {error}") from error
 
 
 def _write(text: str) -> None:

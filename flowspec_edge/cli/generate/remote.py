@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 
 _ACCEPTED = {"prompt", "prompt_file", "chat", "system", "strategy", "max_new_tokens", "as_json", "cluster",
-             *asdict(Sampling())}
+             "json_schema", "json_object", *asdict(Sampling())}
 
 
 @dataclass(frozen=True)
 class RemoteRequest:
-    """``explicit``: names of the sampling values that override the model's generation_config.json."""
+    """explicit  names of the sampling values that override the model's generation_config.json
+    schema    the JSON schema that the answer must match; None: any text
+    """
 
     text: str
     chat: bool
@@ -31,6 +33,7 @@ class RemoteRequest:
     max_new_tokens: int
     sampling: Sampling
     explicit: Collection[str]
+    schema: dict[str, Any] | None = None
 
     @property
     def path(self) -> str:
@@ -44,6 +47,9 @@ class RemoteRequest:
         body |= {name: values[name] for name in ("temperature", "top_p", "top_k") if name in self.explicit}
         if self.strategy is not None:
             body["flowspec"]["strategy"] = self.strategy
+        if self.schema is not None:
+            wanted = {"name": "answer", "schema": self.schema, "strict": True}
+            body["response_format"] = {"type": "json_schema", "json_schema": wanted}
         if not self.chat:
             return body | {"prompt": self.text}
         messages = [{"role": "system", "content": self.system}] if self.system is not None else []

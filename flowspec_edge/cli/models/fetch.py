@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from flowspec_edge.cli.common.listing import print_columns
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.catalogue import FETCHED, KnownModel, fetched_dir, find_known, known_models
 from flowspec_edge.model.modeldir import DRAFT_PARTS, ModelDir, is_here, resolve_model, shipped_models
+
+if TYPE_CHECKING:
+    from flowspec_edge.model.catalogue import KnownModel
 
 
 def list_models(
@@ -22,6 +24,8 @@ def list_models(
     `flowspec plan` knows every one of them by its name.  The other commands need it on this machine:
     flowspec models fetch NAME.
     """
+    from flowspec_edge.model.catalogue import fetched_dir, known_models
+
     shipped = {name: resolve_model(name) for name in shipped_models()}
     known = known_models()
     if as_json:
@@ -58,6 +62,8 @@ def fetch(
       flowspec models fetch qwen3-8b --head lm
       flowspec models shard --model qwen3-8b --stages 4 --dtype int4 --out qwen3-8b-int4
     """
+    from flowspec_edge.model.catalogue import FETCHED, fetched_dir, find_known
+
     found = find_known(name)
     if found is None:
         raise UsageError(f"no model {name!r} in the catalogue; see: flowspec models list")

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from flowspec_edge.cli.common.options import MOST_REPEATS, MOST_STAGES
-from flowspec_edge.model.catalogue import KnownModel, find_known
 from flowspec_edge.model.modeldir import ModelDir, is_here, resolve_model
 
 if TYPE_CHECKING:
+    from flowspec_edge.model.catalogue import KnownModel
     from flowspec_edge.training.cost import TrainingCost
 
 _MEGA, _GIGA = 1e6, 1e9
@@ -56,6 +56,7 @@ def head(
       flowspec models head qwen3-8b --no-measure --json
     """
     from flowspec_edge.fleet.planning.model_size import model_bytes
+    from flowspec_edge.model.catalogue import find_known
 
     size = model_bytes(model, "fp16")  # an error for a model that stages cannot run
     found = find_known(model)
@@ -63,8 +64,8 @@ def head(
     here = resolve_model(name) if is_here(name) else None
     cost = _cost(name, kind, steps) if measure else None
     known = found[1] if found else None
-    ways = [_ngram(name, here is not None), _published(name, known, here, stages),
-            _small(name, known, here, stages), _training(name, kind, steps, stages, here, cost)]
+    ways = [_ngram(name, known, here), _published(name, known, here, stages),
+            _small(name, known, here, stages), _training(name, kind, steps, stages, known, here, cost)]
     if as_json:
         print(json.dumps({"model": name, "here": here is not None, "layers": size.layers,
                           "hidden_width": size.hidden_width, "choices": [asdict(way) for way in ways],
@@ -80,9 +81,9 @@ def head(
           "flowspec deploy up, which resumes, too.")
 
 
-def _ngram(name: str, here: bool) -> DraftChoice:
-    fetch = [] if here or not find_known(name) else [f"flowspec models fetch {name} --head none"]
-    return DraftChoice("ngram", here, (
+def _ngram(name: str, known: KnownModel | None, here: ModelDir | None) -> DraftChoice:
+    fetch = [] if here or not known else [f"flowspec models fetch {name} --head none"]
+    return DraftChoice("ngram", here is not None, (
         "At once: n-grams, looked up in the prompt and the answer.  No draft model, the same tokens; it "
         "gains where an answer repeats its context (code, summaries, extraction).  On boards: "
         'draft = "ngram" in cluster.toml.'),
@@ -120,10 +121,9 @@ def _small(name: str, known: KnownModel | None, here: ModelDir | None, stages: i
          f"--out {_short(name)}-{stages}"])
 
 
-def _training(name: str, kind: str, steps: int | None, stages: int, here: ModelDir | None,
-              cost: TrainingCost | None) -> DraftChoice:
+def _training(name: str, kind: str, steps: int | None, stages: int, known: KnownModel | None,
+              here: ModelDir | None, cost: TrainingCost | None) -> DraftChoice:
     out = f"{_short(name)}-{kind}"
-    known = find_known(name)
     if here is None and known is None:  # train-head reads a directory
         fetch, given = [f"hf download {name} --local-dir {_short(name)}"], _short(name)
     else:

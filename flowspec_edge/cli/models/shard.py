@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
 import typer
 
-from flowspec_edge.cli.common.options import MOST_STAGES, MOST_TOKENS, parse_counts
+from flowspec_edge.cli.common.options import MOST_STAGES, MOST_TOKENS, Dtype, parse_counts
 from flowspec_edge.cli.common.progress import done_of, plain_lines
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.model.manifest import DRAFT, ComputeDtype, Manifest, QuantKind, ShardDtype
 from flowspec_edge.util.bounded_read import read_json
 from flowspec_edge.util.terminal import plain
 
 if TYPE_CHECKING:
+    from flowspec_edge.model.manifest import Manifest, QuantKind, ShardDtype
     from flowspec_edge.sharding.plan import ShardingPlan
 
 StoredDtype = Literal["fp32", "fp16", "bf16", "int4", "nf4", "fp4", "4bit"]
@@ -41,7 +41,7 @@ def shard(
         "the checkpoint's own 16 bits.")] = None,
     group: Annotated[int | None, typer.Option(
         "--group", min=1, max=1 << 20, help="Weights per scale in int4.  Default: 128.", metavar="N")] = None,
-    compute_dtype: Annotated[ComputeDtype | None, typer.Option(
+    compute_dtype: Annotated[Dtype | None, typer.Option(
         "--compute-dtype",
         help="Element type of computing.  Default: bf16 with 4 bits, else as stored.")] = None,
     kernels: Annotated[Path | None, typer.Option(
@@ -105,6 +105,8 @@ def inspect(
 
       flowspec models inspect llama-13b --context 2048
     """
+    from flowspec_edge.model.manifest import Manifest
+
     manifest = Manifest.read(directory)
     rows = _figures(manifest, context)
     if as_json:
@@ -126,6 +128,8 @@ def verify(directory: _Directory, as_json: _Json = False) -> None:
 
       flowspec models verify llama-13b
     """
+    from flowspec_edge.model.manifest import Manifest
+
     manifest = Manifest.read(directory)
     here = [name for name in manifest.parts if manifest.has_part(name)]
     absent = [name for name in manifest.parts if name not in here]
@@ -157,6 +161,8 @@ def _stored_dtype(dtype: StoredDtype | None, kernels: Path | None) -> ShardDtype
         return dtype
     if kernels is None:
         return _fastest_here()
+    from flowspec_edge.model.manifest import QuantKind
+
     try:
         fastest = read_json(kernels)["fastest"]
     except (KeyError, TypeError) as error:
@@ -196,6 +202,8 @@ def _summary(plan: ShardingPlan) -> str:
 
 def _figures(manifest: Manifest, context: int) -> list[dict[str, Any]]:
     """One row per part, D0's last."""
+    from flowspec_edge.model.manifest import DRAFT
+
     found = []
     for name, part in manifest.parts.items():
         layers = None if name == DRAFT else manifest.ranges[int(name.rpartition("-")[2]) - 1]

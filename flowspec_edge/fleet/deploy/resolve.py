@@ -21,9 +21,10 @@ from flowspec_edge.fleet.probe.preflight import Needs
 from flowspec_edge.fleet.services.status import BoardStatus, FleetStatus
 from flowspec_edge.model.catalogue import find_known
 from flowspec_edge.model.manifest import DRAFT, Manifest, ShardDtype, stage_part
-from flowspec_edge.model.modeldir import ModelDir, resolve_model, shipped_models
+from flowspec_edge.model.modeldir import DRAFT_PARTS, ModelDir, resolve_model, shipped_models
 from flowspec_edge.runtime.draft_device.capacity import cache_rows
 from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.registry import draft_kind, strategy_class
 from flowspec_edge.util.jetson import process_memory
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ def resolve_deployment(inventory: Inventory, path: Path) -> Deployment:
     """
     path = path.absolute()
     model, head = _model(inventory.cluster, path)
+    _require_drafter(inventory.cluster, path, model, head)
     profiles = {device.name: profile for device in inventory.device
                 if (profile := device_profile(device, path)) and profile.memory}
     missing = [device.name for device in inventory.device if device.name not in profiles]
@@ -149,6 +151,27 @@ def _model(cluster: ClusterSettings, path: Path) -> tuple[ModelDir, Path | None]
         raise UsageError(f"{path}: cluster.draft: {head} is not a draft model's directory: it has no "
                          "config.json")
     return model, head
+
+
+def _require_drafter(cluster: ClusterSettings, path: Path, model: ModelDir, head: Path | None) -> None:
+    """UsageError if neither ``model`` nor ``head`` is what the strategy drafts with."""
+    params = Params(draft="ngram" if cluster.by_ngrams else "own")
+    kind = draft_kind(strategy_class(cluster.strategy), params, model)
+    if kind in (None, "ngram") or model.draft(kind):
+        return
+    lacks = f"which {model.path} does not have"
+    if head is not None:
+        from flowspec_edge.sharding.drafts import open_draft  # torch takes a while
+
+        found = open_draft(head).kind
+        if found == kind or (kind, found) == ("eagle2", "eagle3"):
+            return
+        lacks += f", and {head} is of the kind {found}"
+    ways = 'take strategy = "autoregressive"'
+    if kind != "spd":
+        add = "shard it again with --draft DIR" if model.sharded else "give a head's directory as draft"
+        ways = f'in [cluster], set draft = "ngram" to look up in the text, {add}, or {ways}'
+    raise UsageError(f"{path}: {cluster.strategy} drafts with {DRAFT_PARTS[kind]}/, {lacks}: {ways}")
 
 
 class _Choice:

@@ -71,11 +71,14 @@ def test_every_format_holds_the_figures(name: str, tmp_path: Path) -> None:
                 assert re.match(r"[\d.]*", cell)[0] in tex  # type: ignore[index]
     for heading in ("VIRTUAL TIME", "seed 0", "flowspec-edge", f"flowspec reproduce {name}", "±"):
         assert heading in text
-    assert text.count("Published, not measured here") + text.count("published:") == 1
+    assert text.count("Published, not measured here") + text.count("Published: ") == 1
+    assert len(re.findall("^profiles? ", text, re.MULTILINE)) == 1
 
     assert (tmp_path / f"{name}.pdf").read_bytes().startswith(b"%PDF")
     svg = (tmp_path / f"{name}.svg").read_text(encoding="utf-8")
     ElementTree.fromstring(svg)
+    if artefact.kind == "depth":
+        assert svg.count(">paper: ") == 2  # its best and its worst cell
     if artefact.kind not in ("depth", "law"):
         for method in {r["method"] for r in records}:
             assert style_of(method).colour in svg

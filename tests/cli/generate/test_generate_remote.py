@@ -119,6 +119,17 @@ def test_a_question_goes_into_the_services_template(file: str, capsys: pytest.Ca
     assert len(json.loads(capsys.readouterr().out)["tokens"]) == 12
 
 
+def test_the_service_gets_the_answers_schema(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+                                             ) -> None:
+    pytest.importorskip("llguidance")
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": [7]}')
+    for question in ((), ("--chat",)):
+        assert generate(file, PROMPT, *question, "--json-schema", str(schema)) == 0
+        out, err = capsys.readouterr()
+        assert (out.strip(), "(stop)" in err) == ("7", True)
+
+
 @pytest.mark.parametrize(("arguments", "says"), [
     (["--stages", "2"], "--stages does not work with --cluster"),
     (["--set", "segment=8"], "--set does not work with --cluster"),

@@ -51,6 +51,7 @@ def test_a_table_is_measured_once_and_written(tmp_path: Path, capsys: pytest.Cap
     shown = capsys.readouterr()
     assert "FlowSpec w/o SBD" in shown.out
     assert "wrote " in shown.err
+    assert "INCOMPLETE" not in (out / "flowspec-table-3.md").read_text(encoding="utf-8")
     assert set(out.iterdir()) == files
 
     assert main(["reproduce", "flowspec-table-3", *given, "--seed", "7", "--resume"]) == 2

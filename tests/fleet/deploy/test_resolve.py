@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from plankit import profile
 from shardkit import cut
-from tiny_dir import tiny_model_dir
+from tiny_dir import tiny_eagle3, tiny_model_dir
 
 from flowspec_edge.config import Conditions, load_profile
 from flowspec_edge.errors import UsageError
@@ -28,6 +28,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("home")
     model = tiny_model_dir(path / "model", layers=6, hidden=32)
     cut(model, path / "cut", split=[1, 2, 3])
+    tiny_eagle3(model)
     shape = {"layers": 6, "hidden_width": 32, "layer_mb": model_bytes(str(model), "fp16").layer / 1e6}
     kinds = {"slow": {"layer_ms": 6.0}, "fast": {"layer_ms": 2.0}, "full": {"usable_mb": 500.1},
              "mute": {}}
@@ -140,6 +141,24 @@ def test_a_sharded_model_fixes_the_layers(home: Path) -> None:
 def test_what_does_not_go_together(home: Path, cluster: str, boards: tuple[str, ...], fault: str) -> None:
     with pytest.raises(UsageError, match=fault):
         decide(home, cluster, *boards)
+
+
+def test_a_strategy_needs_its_draft_model(home: Path) -> None:
+    target, boards = 'model = "model/target"', ("a", "b", "c")
+    with pytest.raises(UsageError, match=r"flowspec_plus drafts with eagle2/, which .*/model/target does not "
+                       r'have: in \[cluster\], set draft = "ngram" .*, or take strategy = "autoregressive"'):
+        decide(home, target, *boards)
+    with pytest.raises(UsageError, match=r"and .*/draft-lm is of the kind lm"):
+        decide(home, f'{target}\ndraft = "model/draft-lm"', *boards)
+    with pytest.raises(UsageError, match=r"spd drafts with spd/, .* does not have: take strategy = "):
+        decide(home, f'{target}\ndraft = "ngram"\nstrategy = "spd"', *boards)
+    cut(home / "model/target", home / "cut-alone", split=[3, 3])
+    with pytest.raises(UsageError, match=r"cut-alone does not have: .*, shard it again with --draft DIR"):
+        decide(home, 'model = "cut-alone"', *boards)
+    for runs in ('draft = "ngram"', 'strategy = "autoregressive"', 'draft = "model/eagle2"',
+                 'draft = "model/eagle3"', 'draft = "model/draft-lm"\nstrategy = "pipedec"'):
+        decide(home, f"{target}\n{runs}", *boards)
+    decide(home, 'model = "cut-alone"\ndraft = "ngram"', *boards)
 
 
 @pytest.mark.parametrize(("cluster", "boards", "fault"), [
