@@ -32,7 +32,7 @@ def test_no_division_with_the_guaranteed_rows_is_faster(found: list[list[float]]
     seconds, gained = curve(flat, slope), float(taken > 0)
     shares = divide(found, seconds, stages, 24, taken, gained)
     free = max(n for n in range(1, 25) if seconds(n) <= 1.05 * seconds(1))
-    sure = [min(len(offer), max(1, free // (2 * len(found)))) for offer in found]
+    sure = [min(len(offer), max(1, free // len(found))) for offer in found]
     chosen = rate(found, tuple(shares), seconds, stages, taken, gained)
     for other in product(*(range(len(offer) + 1) for offer in found)):
         allowed = all(n >= least for n, least in zip(other, sure, strict=True))
@@ -46,7 +46,7 @@ def test_rows_that_cost_nothing_are_used_and_everybody_has_some(found: list[list
     shares = divide(found, curve(flat, 1e9), 4, 24)
     assert sum(shares) == min(flat, sum(map(len, found)))
     for offer, share in zip(found, shares, strict=True):
-        assert share >= min(len(offer), flat // (2 * len(found)))
+        assert share >= min(len(offer), flat // len(found))
 
 
 @given(found=offers)

@@ -19,25 +19,25 @@ def divide(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | 
     most     rows at most
     taken    rows that are in the batch already, which bring ``gained`` tokens
 
-    Every request is first given up to half of its equal share of the rows that cost no time; the likeliest
-    rows, of any request, come next.  As in a segment of FlowSpec+, time beyond that of one row counts once
+    Every request is first given up to its equal share of the rows that cost no time; the likeliest rows, of any
+    request, come next.  As in a segment of FlowSpec+, time beyond that of one row counts once
     per stage.
     """
     if seconds is None:
         most = free = max(len(offers), *(len(offer) for offer in offers))
     else:
         free = _most_within(_FREE * seconds(1), seconds, most)
-    sure = max(1, free // (2 * len(offers)))
-    rows = sorted((place >= sure, -worth, request) for request, offer in enumerate(offers)
+    sure = max(1, free // len(offers))
+    rows = sorted((place >= sure, -worth, place, request) for request, offer in enumerate(offers)
                   for place, worth in enumerate(offer))[:most]
     if seconds is not None:
-        gains = gained + np.cumsum([-worth for _, worth, _ in rows])
+        gains = gained + np.cumsum([-worth for _, worth, _, _ in rows])
         least = seconds(1)
         rates = [gain / (least + stages * (seconds(taken + n) - least)) for n, gain in enumerate(gains, 1)]
         # The last of equal maxima: on a flat piece of the curve further rows are free.
         rows = rows[:len(rows) - int(np.argmax(rates[::-1]))]
     shares = [0] * len(offers)
-    for _, _, request in rows:
+    for *_, request in rows:
         shares[request] += 1
     return shares
 
