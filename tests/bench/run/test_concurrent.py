@@ -11,6 +11,7 @@ from statistics import mean
 
 import numpy as np
 import pytest
+from flowspec_edge.runtime.draft_device.scheduler import Job
 from tiny_dir import tiny_model_dir
 
 from flowspec_edge.bench.results.report import BenchReport
@@ -20,7 +21,6 @@ from flowspec_edge.config import load_profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.runtime.cluster.clusters import LocalCluster
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
-from flowspec_edge.runtime.draft_device.scheduler import Job
 from flowspec_edge.runtime.observe.observer import Observer
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request, Result

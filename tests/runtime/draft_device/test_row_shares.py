@@ -57,7 +57,8 @@ def test_without_a_curve_a_batch_is_as_long_as_the_longest_offer(found: list[lis
 
 @given(flat=st.integers(1, 40), slope=st.floats(0.001, 0.5), others=st.integers(1, 64),
        most=st.integers(1, 300))
-def test_a_prompt_slows_the_others_by_a_quarter_at_most(flat: int, slope: float, others: int, most: int) -> None:
+def test_a_prompt_slows_the_others_by_a_quarter_at_most(flat: int, slope: float, others: int, most: int
+                                                         ) -> None:
     seconds = curve(flat, slope)
     rows = prompt_rows(seconds, others, most)
     fits = [n for n in range(1, most + 1) if seconds(others + n) <= 1.25 * seconds(others)]

@@ -19,9 +19,8 @@ def divide(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | 
     most     rows at most
     taken    rows that are in the batch already, which bring ``gained`` tokens
 
-    Every request is first given up to its equal share of the rows that cost no time; the likeliest rows, of any
-    request, come next.  As in a segment of FlowSpec+, time beyond that of one row counts once
-    per stage.
+    Every request is first given up to its equal share of the rows that cost no time; the likeliest rows, of
+    any request, come next.  As in a segment of FlowSpec+, time beyond that of one row counts once per stage.
     """
     if seconds is None:
         most = free = max(len(offers), *(len(offer) for offer in offers))
