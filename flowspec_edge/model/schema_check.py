@@ -1,8 +1,8 @@
 """Whether a JSON schema from a client can be compiled in bounded time and memory.
 
-llguidance bounds the size of what it makes, but not its work on the intersection of patterns: thirty short ones
-under ``allOf`` take minutes and gigabytes, and a thread cannot be ended.  Schemas with patterns are therefore
-compiled in a process with limits first.
+llguidance bounds the size of what it makes, but not its work on the intersection of patterns: thirty short
+ones under ``allOf`` take minutes and gigabytes, and a thread cannot be ended.  Schemas with patterns are
+therefore compiled in a process with limits first.
 """
 
 from __future__ import annotations
