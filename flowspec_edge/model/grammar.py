@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from flowspec_edge.errors import UsageError
+from flowspec_edge.model.schema_check import require_tractable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 # Weak models would add whitespace forever; JSON that is indented ten levels deep still fits.
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n\r\t]{1,40}"}
 _MAX_REASON = 200  # characters of llguidance's explanation
+_EXCERPT = re.compile(r"\n\s*[0-9]+ \| ")  # of the grammar, which follows it
 
 
 class GrammarState:
@@ -118,12 +120,14 @@ class GrammarCompiler:
 
 def json_value(schema: dict[str, Any], strict: bool = True) -> str:
     """A JSON value for ``schema``, in llguidance's Lark syntax; ``strict`` as for
-    :meth:`GrammarCompiler.json_schema`."""
-    return f"%json {json.dumps({**schema, 'x-guidance': {**_JSON_OPTIONS, 'lenient': not strict}})}"
+    :meth:`GrammarCompiler.json_schema`. UsageError if it would take too long to compile."""
+    value = f"%json {json.dumps({**schema, 'x-guidance': {**_JSON_OPTIONS, 'lenient': not strict}})}"
+    require_tractable(f"start: {value}")
+    return value
 
 
 def _reason(text: str) -> str:
     """Without the position in, and the listing of, a grammar that the user did not write."""
     text = text.partition("failed to compile JSON schema: ")[2] or text
-    text = re.split(r"\n *\d+ \| ", text)[0]
+    text = _EXCERPT.split(text)[0]
     return " ".join(text.split())[:_MAX_REASON]

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 
+from flowspec_edge.util.terminal import printable
+
 requests = logging.getLogger("flowspec_edge.serving.requests")
 
 GONE = 499  # nginx's status for a client that closed its connection
@@ -60,7 +62,7 @@ class AccessRecord:
 
     def __str__(self) -> str:
         queued = "" if self.queued_s is None else f", queued {self.queued_s:.2f} s"
-        ended = self.error or self.finish or "client gone"
+        ended = printable(" ".join((self.error or self.finish or "client gone").split()))
         tokens = f"{self.prompt_tokens} + {self.completion_tokens} tokens"
         energy = "" if self.energy_j is None else f", {self.energy_j:.1f} J"
         took = f"{tokens} in {self.seconds:.2f} s{queued}{energy}"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-from optionkit import all_commands, options
+from optionkit import all_commands, options, refusal
 
+from flowspec_edge.cli.common.options import not_nan
 from flowspec_edge.cli.main import app, main
 from flowspec_edge.errors import UsageError
 from flowspec_edge.strategies.parameters import all_parameters, set_parameters
@@ -68,3 +70,17 @@ def test_an_absurd_number_is_refused(
         assert err.count("\n") == 1
         assert name.rstrip("s").split("-")[-1] in err, (value, err)  # --temperatures: "temperature must be"
     assert not list(tmp_path.iterdir())
+
+
+def test_nan_is_refused_by_the_options_themselves() -> None:
+    """typer 0.19 lets it pass any smallest and largest value."""
+    assert (not_nan(None), not_nan(0.5)) == (None, 0.5)
+    with pytest.raises(typer.BadParameter, match="nan is not a number"):
+        not_nan(math.nan)
+
+
+def test_stages_are_refused_before_any_is_made() -> None:
+    """Without a limit the command neither answers nor ends."""
+    asked = ["generate", "x = ", "--clock", "virtual", "--stages"]
+    assert refusal([*asked, str(10**9)]) == "1000000000 is not at most 256"
+    assert refusal([*asked, "256"]) == ""

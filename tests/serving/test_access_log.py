@@ -37,3 +37,9 @@ def test_lines_of_a_kind_are_limited_and_counted() -> None:
         logger.error("another")
     handler.close()
     assert "3 more lines in a minute, like 'another', were left out" in lines_of(handler)[-1]
+
+
+def test_what_a_client_sent_is_one_line_without_terminal_escapes() -> None:
+    about = AccessRecord("/path", status=404, error="no 'a\n\x1b]0;b\x07'")
+    [line] = LogFormatter(as_json=False).format(logging.makeLogRecord({"record": about})).splitlines()
+    assert line.endswith(r"no 'a \x1b]0;b\x07'")

@@ -61,6 +61,11 @@ def test_what_is_not_sent_in_time_is_given_up(model: Path, limit: str, sent: byt
         assert closed(connection)
 
 
+def test_a_head_without_end_is_refused(model: Path) -> None:
+    with limited(model) as url, connect(url, HEAD + b"X: " + b"a" * 17 * 2**10) as connection:
+        assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
+
+
 def test_a_new_client_takes_the_place_of_the_one_that_has_waited_longest(model: Path) -> None:
     with limited(model) as url, ExitStack() as stack:
         halves = [stack.enter_context(connect(url, HEAD)) for _ in range(4)]

@@ -13,6 +13,7 @@ from flowspec_edge.fleet.deploy.engine.desired_state import Action, BoardState, 
 from flowspec_edge.fleet.deploy.engine.facts import BoardFacts, PartWanted
 from flowspec_edge.fleet.deploy.release import render
 from flowspec_edge.fleet.deploy.resolve import Deployment
+from flowspec_edge.fleet.deploy.rollback import releases_before
 from flowspec_edge.fleet.deploy.steps.phases import decide
 from flowspec_edge.fleet.inventory import DeviceEntry
 from flowspec_edge.fleet.paths import DRAFT_UNIT, VENVS, model_dir, verify_unit
@@ -66,7 +67,7 @@ def make_diff(deployment: Deployment, manifest: Manifest, environments: Mapping[
     """The difference between the boards' state and the deployment; mappings are by board.
 
     recorded  the recorded public keys
-    status    the running releases, whose parts of models are kept
+    status    the running releases, whose parts of models are kept, and to which the boards can return
     digests   of the stages' shards, V1's first (``release.digests_of``)
     """
     names = [device.name for device in deployment.boards]
@@ -75,11 +76,13 @@ def make_diff(deployment: Deployment, manifest: Manifest, environments: Mapping[
            if keys[name] == "undo" else there for name, there in facts.items()}
     release, files = render(deployment, manifest, {name: now[name].public or _NO_KEY for name in names},
                             digests, {name: made.digest for name, made in environments.items()})
-    boards = []
+    boards, befores = [], releases_before(status)
     for place, device in enumerate(deployment.boards):
         name = device.name
-        state = replace(state_of(deployment, place, environments[name]), release=release, files=files[name],
-                        parts=_needed_parts(manifest, place, status, name))
+        before = befores[name]
+        state = replace(
+            state_of(deployment, place, environments[name]), release=release, files=files[name],
+            before=before.id if before else "", parts=_needed_parts(manifest, place, status, name))
         boards.append(BoardDiff(
             device, state, keys[name], now[name].part_changes,
             *(tuple(decide(phase, state, now[name])) for phase in (

@@ -4,6 +4,8 @@ for each fact that is not, the steps that mend it."""
 from __future__ import annotations
 
 import hashlib
+import os
+import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -51,8 +53,10 @@ def status(previous: str = REQUEST) -> FleetStatus:
         for place, name in enumerate(("draft", "stage"))])
 
 
-def diff(facts: Mapping[str, BoardFacts], recorded: Mapping[str, str] = KEYS) -> Diff:
-    return make_diff(deployment(), MANIFEST, dict.fromkeys(KEYS, ENVIRONMENT), facts, recorded, status(), ())
+def diff(facts: Mapping[str, BoardFacts], recorded: Mapping[str, str] = KEYS,
+         before: FleetStatus | None = None) -> Diff:
+    return make_diff(deployment(), MANIFEST, dict.fromkeys(KEYS, ENVIRONMENT), facts, recorded,
+                     before or status(), ())
 
 
 def settled() -> dict[str, BoardFacts]:
@@ -180,6 +184,31 @@ def test_another_release_is_current() -> None:
         **STAGE.releases, "r1": ReleaseFacts({}), "r0.partial": ReleaseFacts({})}))
     assert changed(diff({**SETTLED, "stage": facts})) == [
         "current release", "power mode at boot", "running", "old releases", "settled"]
+
+
+def test_after_an_interrupted_rollout_a_stage_can_still_return_to_the_draft_devices_release(tmp_path: Path
+                                                                                            ) -> None:
+    """The draft device runs r1, the stage has been switched to r2, and now another release is deployed."""
+    boards = [BoardStatus("draft", Installed("r1", "draft", 0, "")),
+              BoardStatus("stage", Installed("r2", "verify", 1, ""), Installed("r1", "verify", 1, ""))]
+    releases = {**STAGE.releases, **{name: ReleaseFacts({}) for name in ("r5", "r4", "r3", "r2", "r1")}}
+    facts = replace(STAGE, current="/opt/flowspec/releases/r2", previous="/opt/flowspec/releases/r1",
+                    releases=releases)
+    found = diff({**SETTLED, "stage": facts}, before=FleetStatus(boards))
+    for name in releases:
+        (tmp_path / "releases" / name).mkdir(parents=True)
+    for name, release in (("current", "r2"), ("previous", "r1")):
+        (tmp_path / name).symlink_to(tmp_path / "releases" / release)
+    stage = found.boards[1]
+    for action in (*stage.switch, *stage.activate):
+        if action.step in ("current release", "old releases"):
+            here = "\n".join(action.commands).replace("/opt/flowspec", str(tmp_path))
+            subprocess.run(["sh", "-ec", here], check=True)
+    assert found.release is not None
+    assert {name: Path(os.readlink(tmp_path / name)).name for name in ("current", "previous")} == {
+        "current": found.release, "previous": "r1"}
+    assert (tmp_path / "previous").is_dir()
+    assert not (tmp_path / "releases/r2").exists()  # as three others are newer
 
 
 def test_the_draft_device_is_restarted_as_soon_as_it_has_switched() -> None:

@@ -43,6 +43,7 @@ class BoardState:
     client_key: bool = False  # whether clients on other machines need an API key
     parts: tuple[str, ...] | None = None  # "MODEL/PART" to keep; None: all
     back: bool = False  # the release ran before: a rollback
+    before: str = ""  # id of the release to return to; not ``current`` after an interrupted rollout
 
 
 @dataclass(frozen=True)

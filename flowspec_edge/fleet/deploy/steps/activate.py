@@ -95,7 +95,7 @@ def links(state: BoardState, facts: BoardFacts) -> Action:
         return Action("current release")
     text = paths.GOING_BACK if state.back else ""
     mark = (f"{quote('echo', text)} > {paths.UNSETTLED}",) if _marks(state, facts) else ()
-    before = (_link(facts.current, paths.PREVIOUS),) if facts.current else ()
+    before = (_link(_before(state, facts), paths.PREVIOUS),) if facts.current else ()
     return Action("current release", (*mark, *before, _link(target, paths.CURRENT), f"sync -f {paths.HOME}"))
 
 
@@ -113,7 +113,7 @@ def started(state: BoardState, facts: BoardFacts) -> Action:
 def tidy(state: BoardState, facts: BoardFacts) -> Action:
     """Remove old releases, and environments that no release uses."""
     switched = facts.current != paths.release_dir(state.release)
-    used = {state.release, _name(facts.current if switched and facts.current else facts.previous)}
+    used = {state.release, _name(_before(state, facts) if switched and facts.current else facts.previous)}
     spare = [name for name in facts.releases if name not in used and not name.endswith((".partial", ".old"))]
     kept = used | {*spare[:_KEPT]}
     in_use = {_name(release.venv) for name, release in facts.releases.items() if name in kept}
@@ -146,6 +146,13 @@ def _others_gone(state: BoardState, facts: BoardFacts) -> Action:
 def _marks(state: BoardState, facts: BoardFacts) -> bool:
     """Whether ``links`` marks the rollout as unfinished: on a stage that has a release to return to."""
     return state.unit != paths.DRAFT_UNIT and facts.current not in ("", paths.release_dir(state.release))
+
+
+def _before(state: BoardState, facts: BoardFacts) -> str:
+    """The target of ``previous`` once ``current`` is another release: not that of an interrupted rollout, but
+    the draft device's, to which a stage that restarts before the draft device has switched must return."""
+    kept = state.before in facts.releases and state.before != state.release
+    return paths.release_dir(state.before) if kept else facts.current
 
 
 def _outdated(state: BoardState, facts: BoardFacts) -> bool:
