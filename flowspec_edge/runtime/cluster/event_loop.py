@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from typing import TypeVar
 
 from flowspec_edge.errors import FlowspecError, PeerLost
 from flowspec_edge.messages import Batch, Cancel, Computed, Credit, Open, Output, Prune, Segment, Tap
@@ -21,7 +19,7 @@ from flowspec_edge.runtime.cluster.timing import ClusterTiming
 from flowspec_edge.runtime.draft_device.capacity import session_rows
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
 from flowspec_edge.runtime.draft_device.prefix_cache import PrefixCache
-from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
+from flowspec_edge.runtime.draft_device.scheduling.jobs import Failure, Job
 from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
 from flowspec_edge.runtime.emulation.engine import Emulation, wait_until
 from flowspec_edge.runtime.observe.observer import Observer
@@ -33,8 +31,6 @@ log = logging.getLogger(__name__)
 _LAST_REPORT_S = 2.0  # timeout of the stages' session reports
 _STALL_S = 120.0  # without any output while requests run and all stages answer
 _MAX_LOSSES = 5  # in a row without a new token: the request may be what kills the stages
-
-T = TypeVar("T")
 
 # (handle, session number, the request's coordinator before a loss or None) -> coordinator
 MakeCoordinator = Callable[[RequestHandle, int, Coordinator | None], Coordinator]
@@ -56,7 +52,7 @@ class EventLoop:
         self._links = links
         self._make = make
         self._emulation = emulation
-        self._scheduler = Scheduler(clock=time.monotonic)
+        self._scheduler = self._new_scheduler()
         self._active: list[ActiveRequest] = []  # oldest first
         self._session = 0
 
@@ -101,7 +97,7 @@ class EventLoop:
             else:
                 active.suspend()
         # V1's queue and the stages' caches are gone; stages may come back on other devices.
-        self._scheduler = Scheduler(clock=time.monotonic)
+        self._scheduler = self._new_scheduler()
         self.pool.clear()
         if self._curve is not None:
             self._curve.clear()
@@ -153,11 +149,12 @@ class EventLoop:
             if active.handle.cancel_requested:
                 active.coordinator.cancel()
                 self._end(active)
-        self._dispatch(self._ask(self._scheduler.take_messages) or [])
-        job = self._ask(self._scheduler.next_job)
+        self._dispatch(self._scheduler.take_messages())
+        job = self._scheduler.next_job()
         if job is not None:
-            self._dispatch(self._ask(partial(self._scheduler.take_ahead, job)) or [])
+            self._dispatch(self._scheduler.take_ahead(job))
             self._work(job)
+        self._end_failed()
         received = self._links.collect(self._receive)
         if wrong := self._links.take_dropped():
             self._observer.dropped("frame", wrong)
@@ -170,15 +167,14 @@ class EventLoop:
             raise PeerLost(f"no output for {_STALL_S:g} s, though every stage answers: a segment "
                            "was lost; start the cluster again")
 
-    def _ask(self, question: Callable[[], T]) -> T | None:
-        """The scheduler's answer; None if a request's own strategy or drafter raised, which ends it."""
-        try:
-            return question()
-        except Exception as error:
-            if self._scheduler.turn is None:
-                raise
-            self._fail_alone(self._scheduler.turn.builder.session, error)
-            return None
+    def _new_scheduler(self) -> Scheduler:
+        self._failures: list[Failure] = []  # of requests' own strategies and drafters, to be ended
+        return Scheduler(time.monotonic, lambda *failure: self._failures.append(failure))
+
+    def _end_failed(self) -> None:
+        failures, self._failures = self._failures, []
+        for coordinator, error in failures:
+            self._fail_alone(coordinator.builder.session, error)
 
     def _in_state(self, state: SessionState) -> list[ActiveRequest]:
         return [active for active in self._active if active.state is state]
@@ -253,11 +249,10 @@ class EventLoop:
         self._energy.work_for(*left.sessions)
         start, began = time.perf_counter(), time.monotonic()
         failures = left.complete()
+        self._failures += failures
         self._energy.work_for()
         late = wait_until(start, self._emulation.devices.job_seconds(left)) if self._emulation else 0.0
         self._scheduler.worked(left, time.perf_counter() - start)
-        for coordinator, error in failures:
-            self._fail_alone(coordinator.builder.session, error)
         done = left.without([coordinator.builder.session for coordinator, _ in failures])
         if done is None:
             return
@@ -299,7 +294,8 @@ class EventLoop:
     def _fail_alone(self, session: int, error: Exception) -> None:
         """What one request's strategy, drafter or sampling raises ends that request; the others go on."""
         active = self._find(session)
-        assert active is not None
+        if active is None:
+            return  # it failed twice in a step
         if not isinstance(error, FlowspecError):
             log.error("a request ends with an error: %s", error, exc_info=error)
         self._active.remove(active)

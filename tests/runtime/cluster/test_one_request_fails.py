@@ -40,7 +40,8 @@ def cluster(model: Path) -> Iterator[ProcessCluster]:
         yield made
 
 
-@pytest.mark.parametrize("where", ["complete", "controls", "next_segment", "next_draft", "result"])
+@pytest.mark.parametrize("where", ["begin", "drafted", "controls", "row_probabilities", "next_segment",
+                                   "next_draft", "result"])
 def test_an_exception_ends_one_request_and_the_others_go_on(
         cluster: ProcessCluster, expected: list[list[int]], where: str, monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture) -> None:

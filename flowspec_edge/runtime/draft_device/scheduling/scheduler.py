@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 from flowspec_edge.messages import Batch, Cancel, Close, Credit, Open, Output, Prune, Segment, Tap, batch_of
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator, Task
@@ -17,19 +19,21 @@ from flowspec_edge.runtime.draft_device.scheduling.row_shares import divide, pro
 from flowspec_edge.runtime.draft_device.scheduling.send_ahead import SlotPredictor
 
 _MOST_ROWS = 256  # of a batch, unless one segment is longer
+T = TypeVar("T")
 
 
 class Scheduler:
-    """Collects the coordinators' messages and tasks; passes arrivals on to them.
+    """Collects the coordinators' messages and tasks; passes arrivals on to them."""
 
-    turn  the coordinator that was called last: the one to blame for an exception
-    """
-
-    def __init__(self, clock: Callable[[], float] | None = None) -> None:
-        """``clock``: the driver's, in seconds; None: no segment is sent ahead."""
+    def __init__(self, clock: Callable[[], float] | None = None,
+                 on_failure: Callable[[Coordinator, Exception], None] | None = None) -> None:
+        """clock       the driver's, in seconds; None: no segment is sent ahead
+        on_failure  gets what a request's own strategy or drafter raises, while the others' messages and tasks
+                    are still collected; None: it is raised
+        """
         self._clock = clock
+        self._on_failure = on_failure
         self._predictor = SlotPredictor()
-        self.turn: Coordinator | None = None
         self._open: dict[int, Coordinator] = {}
         self._at_v1: set[tuple[int, int, int]] = set()  # session, epoch, run of each batch's first segment
         self._served: dict[int, int] = {}  # session -> the last batch that it was in
@@ -58,8 +62,8 @@ class Scheduler:
     def take_messages(self) -> list[Segment | Batch | Prune | Cancel]:
         """Return control messages, then a segment or batch if V1 has none."""
         messages: list[Segment | Batch | Prune | Cancel] = []
-        for coordinator in self._turns():
-            messages += coordinator.controls()
+        for coordinator in self:
+            messages += self._ask(coordinator, coordinator.controls) or []
         if not self._at_v1:
             messages += self._take_batch(list(self._open.values()))
         return messages
@@ -94,8 +98,7 @@ class Scheduler:
         return [whole]
 
     def _alone(self, coordinator: Coordinator, rows: int | None = None) -> list[Segment]:
-        self.turn = coordinator
-        segment = coordinator.next_segment(rows)
+        segment = self._ask(coordinator, partial(coordinator.next_segment, rows))
         return [segment] if segment else []
 
     def _first(self, among: Sequence[Coordinator]) -> list[Segment]:
@@ -113,8 +116,7 @@ class Scheduler:
         reading = [coordinator for coordinator in order if coordinator.is_reading]
         rows = 0
         for coordinator in order:
-            self.turn = coordinator
-            offer = coordinator.row_probabilities(_MOST_ROWS)
+            offer = self._ask(coordinator, partial(coordinator.row_probabilities, _MOST_ROWS))
             if offer:
                 offering.append((coordinator, offer))
             elif offer is None and rows < _MOST_ROWS:
@@ -155,22 +157,26 @@ class Scheduler:
     def next_job(self) -> Job | None:
         """Return the most urgent job: outputs before draft passes, all requests' that came together."""
         outputs: list[tuple[Coordinator, Task]] = []
-        for coordinator in self._turns():
+        for coordinator in self:
             if output := coordinator.next_output():
                 outputs.append((coordinator, output))
         if outputs:
             return Job(tuple(outputs))
         drafts: list[tuple[Coordinator, Task]] = []
-        for coordinator in self._turns():
+        for coordinator in self:
             shares = not drafts or can_share(drafts[0][0], coordinator)
-            if shares and (draft := coordinator.next_draft()):
+            if shares and (draft := self._ask(coordinator, coordinator.next_draft)):
                 drafts.append((coordinator, draft))
         return Job(tuple(drafts)) if drafts else None
 
-    def _turns(self) -> Iterator[Coordinator]:
-        for coordinator in self._open.values():
-            self.turn = coordinator
-            yield coordinator
+    def _ask(self, coordinator: Coordinator, question: Callable[[], T]) -> T | None:
+        try:
+            return question()
+        except Exception as error:
+            if self._on_failure is None:
+                raise
+            self._on_failure(coordinator, error)
+            return None
 
 
 def _kind(job: Job) -> bool:
