@@ -59,7 +59,7 @@ class Reports:
 
     def send_session_report(self, session: int) -> None:
         """Send the final figures, energy included, of an open session that is about to be closed."""
-        counters = {**self._engine.counters_of(session), **self._stats.counters_for(session)[-1].counters(),
+        counters = {**self._engine.counters_of(session), **self._stats.counters(session),
                     **self._energy.close(session)}
         self._control.send(SessionReport(self._config.instance, self._config.stage, session, counters))
 

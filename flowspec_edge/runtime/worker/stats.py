@@ -87,10 +87,9 @@ class WorkerStats:
         """Return whether the Open is still to come: sessions are opened in numerical order."""
         return session > self.newest or (session in self._stats and self._stats[session].epoch < epoch)
 
-    def counters_for(self, session: int) -> list[SessionStats]:
-        """Return the counters for a session's work: the total and, while it is open, its own."""
-        own = self._stats.get(session)
-        return [self.total] if own is None else [self.total, own]
+    def counters(self, session: int) -> dict[str, float]:
+        """Return an open session's counters."""
+        return self._stats[session].counters()
 
     def add_bytes(self, counter: Literal["bytes_in", "bytes_out"], size: int,
                   parts: Sequence[Segment | Output]) -> None:

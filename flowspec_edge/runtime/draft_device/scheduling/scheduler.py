@@ -12,7 +12,19 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from flowspec_edge.messages import Batch, Cancel, Close, Credit, Open, Output, Prune, Segment, Tap, batch_of
+from flowspec_edge.messages import (
+    MAX_BATCH,
+    Batch,
+    Cancel,
+    Close,
+    Credit,
+    Open,
+    Output,
+    Prune,
+    Segment,
+    Tap,
+    batch_of,
+)
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator, Task
 from flowspec_edge.runtime.draft_device.scheduling.jobs import Job, can_share
 from flowspec_edge.runtime.draft_device.scheduling.row_shares import divide, prompt_rows
@@ -110,7 +122,7 @@ class Scheduler:
         prompts, as many rows as do not delay these.  The requests that have waited longest come first."""
         if any(coordinator.strategy.parallelism != "pipeline" for coordinator in among):
             return self._first(among)
-        order = sorted(among, key=lambda coordinator: self._served[coordinator.builder.session])
+        order = sorted(among, key=lambda coordinator: self._served[coordinator.builder.session])[:MAX_BATCH]
         segments: list[Segment] = []
         offering: list[tuple[Coordinator, Sequence[float]]] = []
         reading = [coordinator for coordinator in order if coordinator.is_reading]
@@ -155,7 +167,7 @@ class Scheduler:
         return message.session in self._open and self._open[message.session].receive(message)
 
     def next_job(self) -> Job | None:
-        """Return the most urgent job: outputs before draft passes, all requests' that came together."""
+        """Return the most urgent job: the outputs that are here, of all requests, before draft passes."""
         outputs: list[tuple[Coordinator, Task]] = []
         for coordinator in self:
             if output := coordinator.next_output():
