@@ -11,7 +11,6 @@ from statistics import mean
 
 import numpy as np
 import pytest
-from flowspec_edge.runtime.draft_device.scheduler import Job
 from tiny_dir import tiny_model_dir
 
 from flowspec_edge.bench.results.report import BenchReport
@@ -21,6 +20,7 @@ from flowspec_edge.config import load_profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.runtime.cluster.clusters import LocalCluster
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
 from flowspec_edge.runtime.observe.observer import Observer
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request, Result
@@ -49,8 +49,9 @@ class Notes(Observer):
         self.requests[coordinator.builder.session] = coordinator.request
 
     def worked(self, job: Job, start: float, end: float) -> None:
-        seen = self.token_at[job.coordinator.builder.session]
-        seen += [end] * (len(job.coordinator.tokens) - len(seen))
+        for coordinator, _ in job.parts:
+            seen = self.token_at[coordinator.builder.session]
+            seen += [end] * (len(coordinator.tokens) - len(seen))
 
 
 def plain_text(decoder: PlainDecoder, request: Request) -> tuple[list[int], str]:
