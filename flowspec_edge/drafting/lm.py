@@ -6,6 +6,7 @@ Tree rows see all of the text, despite a sliding window; that can only worsen dr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,11 @@ class LMDrafter(TreeDrafter):
     def __init__(self, model: PreTrainedModel, vocabulary: int | None = None,
                  shape: CacheShape | None = None) -> None:
         self._model = model.eval().requires_grad_(False)
-        self._head = model.get_output_embeddings()
         self._last_token = model.get_input_embeddings().weight.shape[0] - 1
         self._vocabulary = vocabulary
         self._shape = shape or _cache_shape(model)
-        super().__init__(self._shape, self._logits_of)
+        # No method of this object: in a circle of references its cache would wait for the collector.
+        super().__init__(self._shape, partial(_logits, model, vocabulary))
 
     def clone_session(self) -> LMDrafter:
         """For a concurrent session: the same weights, another cache."""
@@ -59,15 +60,16 @@ class LMDrafter(TreeDrafter):
         ).last_hidden_state
         return out[0]
 
-    def _logits_of(self, outputs: Tensor) -> Tensor:
-        """Last hidden states [n, H] to [n, target's vocabulary], as the model computes them."""
-        config = self._model.config
-        logits: Tensor = self._head(outputs)[:, : self._vocabulary]
-        logits = logits * (getattr(config, "logit_scale", None) or 1.0)  # Cohere
-        logits = logits / (getattr(config, "logits_scaling", None) or 1.0)  # Granite
-        if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
-            logits = cap * torch.tanh(logits / cap)
-        return logits
+
+def _logits(model: PreTrainedModel, vocabulary: int | None, outputs: Tensor) -> Tensor:
+    """Last hidden states [n, H] to [n, target's vocabulary], as the model computes them."""
+    config = model.config
+    logits: Tensor = model.get_output_embeddings()(outputs)[:, :vocabulary]
+    logits = logits * (getattr(config, "logit_scale", None) or 1.0)  # Cohere
+    logits = logits / (getattr(config, "logits_scaling", None) or 1.0)  # Granite
+    if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
+        logits = cap * torch.tanh(logits / cap)
+    return logits
 
 
 @torch.inference_mode()

@@ -1,5 +1,8 @@
 """LMDrafter against transformers' own full forward of every path."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -101,3 +104,15 @@ def test_half_precision_stays_close():
     drafter.commit(text, None)
     got = drafter.expand(DraftRequest(0, (DraftNode(0, -1, 9, 4),), V))
     assert np.abs(got.scores[0] - want[got.tokens[0]]).max() < 0.05
+
+
+def test_a_drafter_that_is_dropped_frees_its_cache_at_once():
+    """Not when the collector looks for circles, which a process with many objects does rarely."""
+    drafter = LMDrafter(make_model(1)).clone_session()
+    cache = weakref.ref(drafter._cache)
+    gc.disable()
+    try:
+        del drafter
+        assert cache() is None
+    finally:
+        gc.enable()
