@@ -220,7 +220,7 @@ def test_one_batch_at_v1_with_rows_of_all(tiny_model: Path, removed: int, order:
     sessions = scheduled(tiny_model, 3)
     assert sent(sessions) == [(1, 0, 16), (2, 0, 16), (3, 0, 16)]
     assert sessions.remove(removed).session == removed
-    assert sent(sessions) == []  # V1 has it still, whoever it was for
+    assert sent(sessions) == []  # the removed request's rows are at V1 still
     for number in order:  # what does not name the batch frees nothing
         sessions.receive(Credit(number, 0, 7))
         sessions.receive(Credit(number, 0, 0)) if number > 1 else None
