@@ -212,10 +212,11 @@ class Profile(StrictModel):
                  "spd": self.draft.spd_pass_ms, "ngram": 0.0}
         return (costs[kind] + self.draft.row_ms * nodes) * 1e-3
 
-    def verify_seconds(self, rows: int) -> float:
-        """D0's time for an output: bookkeeping, and lm_head if it has rows."""
+    def verify_seconds(self, rows: int, outputs: int = 1) -> float:
+        """D0's time for ``outputs`` that came together: bookkeeping for each, and lm_head once for all
+        ``rows``, if there are any."""
         head = self.lm_head.ms + self.lm_head.row_ms * rows if rows else 0.0
-        return (self.host.bookkeeping_ms + head) * 1e-3
+        return (self.host.bookkeeping_ms * outputs + head) * 1e-3
 
     def link_seconds(self, size: int) -> tuple[float, float]:
         """(time that ``size`` bytes occupy the link, latency after that)."""

@@ -102,9 +102,11 @@ class EventLoop:
         if self._curve is not None:
             self._curve.clear()
         self._links.close_all(sessions)
-        if self._active and self._active[0].losses > _MAX_LOSSES:  # the oldest: its segments go first
-            active = self._active.pop(0)
-            self._fail(active, PeerLost(f"stages were lost {active.losses} times, and this request "
+        # All requests are in each batch, so any may be the cause: the likeliest made no progress longest.
+        worst = max(self._active, key=lambda active: active.losses, default=None)
+        if worst and worst.losses > _MAX_LOSSES:
+            self._active.remove(worst)
+            self._fail(worst, PeerLost(f"stages were lost {worst.losses} times, and this request "
                                         f"got no new token meanwhile: {reason}"))
         self.answer_cancelled()
 
@@ -153,8 +155,10 @@ class EventLoop:
         job = self._scheduler.next_job()
         if job is not None:
             self._dispatch(self._scheduler.take_ahead(job))
+        self._end_failed()  # before the work, which may end the same request
+        if job is not None:
             self._work(job)
-        self._end_failed()
+            self._end_failed()
         received = self._links.collect(self._receive)
         if wrong := self._links.take_dropped():
             self._observer.dropped("frame", wrong)
@@ -295,7 +299,7 @@ class EventLoop:
         """What one request's strategy, drafter or sampling raises ends that request; the others go on."""
         active = self._find(session)
         if active is None:
-            return  # it failed twice in a step
+            return  # it has failed already, when it was asked for something else
         if not isinstance(error, FlowspecError):
             log.error("a request ends with an error: %s", error, exc_info=error)
         self._active.remove(active)

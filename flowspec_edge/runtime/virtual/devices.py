@@ -91,11 +91,11 @@ class Devices:
         return sum(seconds(rows, 0) for seconds in parts) + hops + self.d0.verify_seconds(rows)
 
     def job_seconds(self, job: Job) -> float:
-        """Time of D0's work; parts that share their matrix products cost one pass."""
+        """Time of D0's work: one pass for all parts, bookkeeping for each."""
         tasks = [task for _, task in job.parts]
         outputs = [len(task.output.numbers) for task in tasks if isinstance(task, Verify)]
         if outputs:
-            return self.d0.verify_seconds(sum(outputs))
+            return self.d0.verify_seconds(sum(outputs), len(outputs))
         coordinator = job.parts[0][0]
         kind = coordinator.strategy.drafts_with(coordinator.request.params)
         assert kind is not None
