@@ -16,9 +16,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
+from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.checkpoint import first_line
-from flowspec_edge.drafting.tree_cache import CacheShape
-from flowspec_edge.drafting.tree_drafter import TreeDrafter
+from flowspec_edge.drafting.joint_cache import JointCache
+from flowspec_edge.drafting.tree_cache import CacheShape, TreeCache
+from flowspec_edge.drafting.tree_drafter import Rows, TreeDrafter
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
@@ -47,15 +49,33 @@ class LMDrafter(TreeDrafter):
         self._text_length += len(tokens)
 
     def _rows(self, text: list[int], nodes: list[DraftNode], mask: Tensor) -> Tensor:
+        return self._run(self._inputs(text, nodes), mask, self._cache)
+
+    def shares_passes_with(self, other: Drafter) -> bool:
+        return isinstance(other, LMDrafter) and other._model is self._model
+
+    def _rows_together(self, begun: Sequence[tuple[TreeDrafter, Rows]]) -> list[Tensor]:
+        inputs = [drafter._inputs(text, nodes) for drafter, (text, nodes, _) in begun
+                  if isinstance(drafter, LMDrafter)]
+        counts = [block.shape[1] for block in inputs]
+        caches = JointCache([drafter._cache for drafter, _ in begun], counts)
+        mask = caches.mask([mask for _, (_, _, mask) in begun])
+        return list(self._run(torch.cat(inputs, 1), mask, caches).split(counts))
+
+    def _inputs(self, text: list[int], nodes: list[DraftNode]) -> Tensor:
+        """Tokens and positions, int64 [2, n]."""
         start = self._cache.committed - len(text)
         tokens = [min(token, self._last_token) for token in (*text, *(node.token for node in nodes))]
         positions = [*range(start, start + len(text)), *(node.position for node in nodes)]
-        block = indices([tokens, positions], self._cache.device)
+        return indices([tokens, positions], self._cache.device)
+
+    def _run(self, inputs: Tensor, mask: Tensor, cache: TreeCache | JointCache) -> Tensor:
+        """Last hidden states [n, H] of ``inputs`` [2, n]."""
         out: Tensor = self._model.base_model(
-            input_ids=block[:1],
-            position_ids=block[1:],
+            input_ids=inputs[:1],
+            position_ids=inputs[1:],
             attention_mask=mask,
-            past_key_values=self._cache,
+            past_key_values=cache,
             use_cache=True,
         ).last_hidden_state
         return out[0]

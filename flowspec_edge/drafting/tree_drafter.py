@@ -7,7 +7,7 @@ row sees the text, its expanded ancestors and itself.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from flowspec_edge.sampling.rule import DraftVocabulary, Rank, Sampling
 from flowspec_edge.sampling.sampler import rank_children
 from flowspec_edge.tree.draft_api import DraftNode, DraftOutput, DraftRequest
 
-_Rows = tuple[list[int], list[DraftNode], Tensor]  # text rows, nodes, the cache's mask
+Rows = tuple[list[int], list[DraftNode], Tensor]  # text rows, nodes, the cache's mask
 
 
 class TreeDrafter(Drafter, ABC):
@@ -75,7 +75,28 @@ class TreeDrafter(Drafter, ABC):
             return DraftOutput.empty(0, 0)
         return self._rank(request, self._logits(self._asked(request)))
 
-    def _begin(self, request: DraftRequest) -> _Rows | None:
+    def shares_passes_with(self, other: Drafter) -> bool:
+        """Whether :meth:`expand_together` takes both."""
+        return False
+
+    @staticmethod
+    @torch.inference_mode()
+    def expand_together(requests: Sequence[tuple[TreeDrafter, DraftRequest]]) -> list[DraftOutput]:
+        """:meth:`expand` for requests, which have nodes, of drafters that share passes: in one pass."""
+        begun = [(drafter, rows) for drafter, request in requests if (rows := drafter._begin(request))]
+        if begun:
+            outputs = begun[0][0]._rows_together(begun)
+            for (drafter, rows), output in zip(begun, outputs, strict=True):
+                drafter._store(rows, output)
+        asked = [drafter._asked(request) for drafter, request in requests]
+        logits = requests[0][0]._logits(torch.cat(asked)).split([len(rows) for rows in asked])
+        return [drafter._rank(request, own) for (drafter, request), own in zip(requests, logits, strict=True)]
+
+    def _rows_together(self, begun: Sequence[tuple[TreeDrafter, Rows]]) -> list[Tensor]:
+        """:meth:`_rows` of drafters that share passes."""
+        raise NotImplementedError
+
+    def _begin(self, request: DraftRequest) -> Rows | None:
         """Make room for the rows to compute; None if there are none."""
         if request.root != self._root:
             self._reroot(request.root)
@@ -86,7 +107,7 @@ class TreeDrafter(Drafter, ABC):
             return None
         return text, nodes, self._cache.begin(len(text), [(n.id, n.parent) for n in nodes])
 
-    def _store(self, rows: _Rows, outputs: Tensor) -> None:
+    def _store(self, rows: Rows, outputs: Tensor) -> None:
         """``outputs`` [n, H]: of the text rows, then of the nodes."""
         text, nodes, _ = rows
         if text:

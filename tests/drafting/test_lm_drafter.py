@@ -6,9 +6,10 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from flowspec_edge.drafting.lm import LMDrafter
+from flowspec_edge.drafting.tree_drafter import TreeDrafter
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
 
@@ -22,16 +23,29 @@ def make_model(seed):
     return LlamaForCausalLM(config).double().eval()
 
 
+def make_gemma(seed):
+    """Logits with a soft cap, scaled embeddings, norms around each block."""
+    torch.manual_seed(seed)
+    config = Gemma2Config(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                          num_attention_heads=4, num_key_value_heads=2, head_dim=8, initializer_range=0.3)
+    return Gemma2ForCausalLM(config).double().eval()
+
+
 def check(model, drafter, text, root, requests, k=4):
     """``requests``: (node, path of tokens below the root that ends with the node's)."""
     got = drafter.expand(DraftRequest(root, tuple(node for node, _ in requests), k))
-    for row, (_, path) in enumerate(requests):
+    check_children(model, text, [path for _, path in requests], got)
+    return got
+
+
+def check_children(model, text, paths, got):
+    k = got.tokens.shape[1]
+    for row, path in enumerate(paths):
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([text + path])).logits[0, -1]
         want = torch.log_softmax(logits, -1).topk(k)
         np.testing.assert_allclose(got.scores[row], want.values.numpy(), rtol=1e-4, atol=1e-4)
         assert got.tokens[row].tolist() == want.indices.tolist()
-    return got
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -73,6 +87,44 @@ def test_random_walks_agree_with_full_forwards(seed):
             text += tokens
             tree, expanded, root = {}, set(), next_id
             next_id += 1
+
+
+@pytest.mark.parametrize("make", [make_model, make_gemma])
+def test_passes_of_several_sessions_agree_with_full_forwards(make):
+    """Texts of different lengths; sessions that join late, and that skip a pass."""
+    rng, model = np.random.default_rng(0), make(6)
+    first = LMDrafter(model)
+    drafters = [first, first.clone_session(), first.clone_session()]
+    texts = [rng.integers(0, V, size=size).tolist() for size in (3, 20, 9)]
+    for drafter, text in zip(drafters, texts, strict=True):
+        drafter.reset(Sampling(), "draft", 1.0)
+        drafter.commit(text, None)
+    roots = [0, 0, 0]
+    for step, taking_part in enumerate([(0, 1), (0, 1, 2), (2, 0), (1,), (0, 1, 2)]):
+        tops = {i: DraftNode(roots[i], -1, texts[i][-1], len(texts[i]) - 1) for i in taking_part}
+        found = TreeDrafter.expand_together([(drafters[i], DraftRequest(roots[i], (top,), 4))
+                                             for i, top in tops.items()])
+        children = []
+        for i, got in zip(taking_part, found, strict=True):
+            check_children(model, texts[i], [[]], got)
+            children.append([(DraftNode(100 * step + place + 1, roots[i], token, len(texts[i])), [token])
+                             for place, token in enumerate(got.tokens[0][:1 + i].tolist())])
+        found = TreeDrafter.expand_together([
+            (drafters[i], DraftRequest(roots[i], tuple(node for node, _ in nodes), 3))
+            for i, nodes in zip(taking_part, children, strict=True)])
+        for i, nodes, got in zip(taking_part, children, found, strict=True):
+            check_children(model, texts[i], [path for _, path in nodes], got)
+            node, path = nodes[-1]
+            drafters[i].commit(path, None)
+            texts[i] += path
+            roots[i] = node.id
+
+
+def test_drafters_of_one_model_share_passes():
+    model = make_model(1)
+    drafter = LMDrafter(model)
+    assert drafter.shares_passes_with(drafter.clone_session())
+    assert not drafter.shares_passes_with(LMDrafter(make_model(1)))
 
 
 def test_a_rewound_drafter_knows_the_text_up_to_there():

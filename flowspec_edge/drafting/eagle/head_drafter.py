@@ -13,10 +13,10 @@ from transformers import LlamaConfig
 from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.eagle import batch
 from flowspec_edge.drafting.tree_cache import CacheShape
-from flowspec_edge.drafting.tree_drafter import TreeDrafter
+from flowspec_edge.drafting.tree_drafter import Rows, TreeDrafter
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.sampling.rule import DraftVocabulary, Rank, Sampling
-from flowspec_edge.tree.draft_api import DraftNode, DraftOutput, DraftRequest
+from flowspec_edge.tree.draft_api import DraftNode
 from flowspec_edge.util.tensors import indices
 
 
@@ -97,15 +97,6 @@ class HeadDrafter(TreeDrafter):
     def shares_passes_with(self, other: Drafter) -> bool:
         return isinstance(other, HeadDrafter) and other._head is self._head
 
-    @classmethod
-    @torch.inference_mode()
-    def expand_together(cls, requests: Sequence[tuple[HeadDrafter, DraftRequest]]) -> list[DraftOutput]:
-        """:meth:`expand` for requests of drafters with one head, which have nodes, in one pass."""
-        begun = [(drafter, rows) for drafter, request in requests if (rows := drafter._begin(request))]
-        if begun:
-            outputs = batch.run(begun[0][0]._head, [drafter._head_rows(*rows) for drafter, rows in begun])
-            for (drafter, rows), output in zip(begun, outputs, strict=True):
-                drafter._store(rows, output)
-        asked = [drafter._asked(request) for drafter, request in requests]
-        logits = requests[0][0]._logits(torch.cat(asked)).split([len(rows) for rows in asked])
-        return [drafter._rank(request, own) for (drafter, request), own in zip(requests, logits, strict=True)]
+    def _rows_together(self, begun: Sequence[tuple[TreeDrafter, Rows]]) -> list[Tensor]:
+        return batch.run(self._head, [drafter._head_rows(*rows) for drafter, rows in begun
+                                      if isinstance(drafter, HeadDrafter)])

@@ -7,8 +7,8 @@ from headkit import GREEDY, Eagle2, Session, log_softmax
 from transformers import LlamaConfig
 
 from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, EagleHead
-from flowspec_edge.drafting.eagle.head_drafter import HeadDrafter
 from flowspec_edge.drafting.ngram import NgramDrafter
+from flowspec_edge.drafting.tree_drafter import TreeDrafter
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
@@ -180,7 +180,7 @@ def test_children_are_those_of_passes_alone(count):
     together, alone = ([begun(head, lm_head, seed) for seed in range(count)] for _ in range(2))
     requests = [DraftRequest(0, (DraftNode(0, -1, 5, at),), 6) for _, at in together]
     for level in range(3):
-        found = HeadDrafter.expand_together([(d, r) for (d, _), r in zip(together, requests, strict=True)])
+        found = TreeDrafter.expand_together([(d, r) for (d, _), r in zip(together, requests, strict=True)])
         for output, (drafter, _), request in zip(found, alone, requests, strict=True):
             expected = drafter.expand(request)
             np.testing.assert_array_equal(output.tokens, expected.tokens)

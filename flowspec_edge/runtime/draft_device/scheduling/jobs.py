@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flowspec_edge.drafting.eagle.head_drafter import HeadDrafter
+from flowspec_edge.drafting.tree_drafter import TreeDrafter
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator, DraftPass, Task, Verify
 
 Failure = tuple[Coordinator, Exception]
@@ -67,16 +67,16 @@ class Job:
 
     def _draft(self) -> list[Failure]:
         asked = [(coordinator, coordinator.drafter, task.request) for coordinator, task in self.parts
-                 if isinstance(task, DraftPass) and isinstance(coordinator.drafter, HeadDrafter)]
+                 if isinstance(task, DraftPass) and isinstance(coordinator.drafter, TreeDrafter)]
         assert len(asked) == len(self.parts)
-        outputs = HeadDrafter.expand_together([(drafter, request) for _, drafter, request in asked])
+        outputs = TreeDrafter.expand_together([(drafter, request) for _, drafter, request in asked])
         return _each((coordinator, partial(coordinator.drafted, request, output))
                      for (coordinator, _, request), output in zip(asked, outputs, strict=True))
 
 
 def can_share(first: Coordinator, other: Coordinator) -> bool:
     """Whether one pass can serve both drafters."""
-    return (isinstance(first.drafter, HeadDrafter) and other.drafter is not None
+    return (isinstance(first.drafter, TreeDrafter) and other.drafter is not None
             and first.drafter.shares_passes_with(other.drafter))
 
 
