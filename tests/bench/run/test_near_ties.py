@@ -19,6 +19,7 @@ from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import OnTokens, Request, Result
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.sampling.rule import Sampling, choose
+from flowspec_edge.strategies.params import Params
 
 PROMPT = [5, 9, 20, 7]
 SAMPLINGS = [Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_k=20, top_p=0.8, seed=4),
@@ -148,3 +149,17 @@ def test_a_bench_counts_near_ties_and_refuses_others(model: Path, near: bool) ->
     rows, differences = run(swapping, plain, requests, ["autoregressive"])  # fp32's rule: to the token
     assert not rows[0].identical
     assert differences
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_only_near_ties_differ_among_requests_that_share_segments(model: Path, dtype: str) -> None:
+    """Four greedy and four sampled texts, whose rows go through the stages together."""
+    decoder, rng = PlainDecoder(model, dtype), np.random.default_rng(2)
+    requests = [Request(rng.integers(0, 300, size=4 + i).tolist(), strategy, 24,
+                        sampling=Sampling(float(i % 2), seed=i), params=Params(draft="ngram"))
+                for i, strategy in enumerate(["flowspec_plus", "flowspec", "pipedec", "autoregressive"] * 2)]
+    results = VirtualCluster(model, 2, load_profile("paper-7b"), dtype).generate_many(requests)
+    explain = NearTies(decoder.model).explain
+    for request, result in zip(requests, results, strict=True):
+        assert len(result.tokens) == 24
+        assert explain(request, result.tokens, result.finish_reason), request.strategy
