@@ -25,7 +25,7 @@ from flowspec_edge.model.modeldir import DEMO, ModelDir, resolve_model
 from flowspec_edge.model.text import TextStream, Tokenizer
 from flowspec_edge.runtime.cluster.clusters import LocalCluster
 from flowspec_edge.runtime.plain import PlainDecoder
-from flowspec_edge.runtime.request import FinishReason, Request, Result, Stats
+from flowspec_edge.runtime.request import FinishReason, Request, Result, SchedulingPolicy, Stats
 from flowspec_edge.runtime.virtual.clock import Span
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.sampling.settings import Sampling
@@ -83,7 +83,7 @@ class Cluster:
     @classmethod
     def virtual(cls, model: str | Path = DEMO, *, stages: int | None = None,
                 profile: str | Path | Profile = "paper-7b", dtype: ComputeDtype | None = None,
-                device: str = "cpu") -> Cluster:
+                device: str = "cpu", scheduling_policy: SchedulingPolicy = "fair") -> Cluster:
         """Return a cluster in virtual time: one process, every token computed, every time from ``profile``.
         The same requests give the same figures to the last digit.
 
@@ -92,17 +92,21 @@ class Cluster:
         profile  name or TOML file of device and link speeds (``flowspec profiles``)
         dtype    "fp32", "bf16" or "fp16"; None: a sharded model's own, else "fp32"
         device   torch device for all weights
+        scheduling_policy  of concurrent requests. "fair": rows by weight and worth; "fcfs": the oldest
+                           request's first
 
         UsageError for an unknown model or profile, or more stages than layers.
         """
         found, stages, dtype = _choose(model, stages, dtype)
         described = profile if isinstance(profile, Profile) else load_profile(str(profile))
         return cls(found, stages, dtype, device,
-                   VirtualCluster(found.path, stages, described, dtype, device=device))
+                   VirtualCluster(found.path, stages, described, dtype, device=device,
+                                  scheduling_policy=scheduling_policy))
 
     @classmethod
     def local(cls, model: str | Path = DEMO, *, stages: int | None = None, dtype: ComputeDtype | None = None,
-              device: str = "cpu", threads: int | None = None) -> Cluster:
+              device: str = "cpu", threads: int | None = None,
+              scheduling_policy: SchedulingPolicy = "fair") -> Cluster:
         """Return a cluster of processes on this machine, started with the first request. Times are measured.
 
         threads  torch threads per process; None divides the cores
@@ -111,7 +115,8 @@ class Cluster:
         """
         found, stages, dtype = _choose(model, stages, dtype)
         return cls(found, stages, dtype, device,
-                   LocalCluster(found.path, stages, dtype, device=device, threads=threads))
+                   LocalCluster(found.path, stages, dtype, device=device, threads=threads,
+                                scheduling_policy=scheduling_policy))
 
     @property
     def clock(self) -> str:
@@ -126,20 +131,21 @@ class Cluster:
 
     def request(self, prompt: str | Sequence[int], *, strategy: str = DEFAULT_STRATEGY,
                 max_new_tokens: int = 128, sampling: Sampling | None = None, params: Params | None = None,
-                ) -> Request:
+                priority: int = 0) -> Request:
         """Build a request that ends at the model's end-of-sequence ids.
 
         prompt    text, or token ids
         strategy  a name (:func:`strategy_names`), or "package.module:Class"
         sampling  temperature, top_p, top_k and seed; None: greedy
         params    the strategies' parameters; None: the papers' values
+        priority  beside other requests: lower is earlier, and one less doubles the guaranteed rows
 
         UsageError for an unknown strategy or an empty prompt.
         """
         strategy_class(strategy)
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         return Request(ids, strategy, max_new_tokens, sampling or Sampling(), params or Params(),
-                       self.model.stop_ids)
+                       self.model.stop_ids, priority=priority)
 
     def generate(self, prompt: str | Sequence[int] | Request, *, strategy: str = DEFAULT_STRATEGY,
                  max_new_tokens: int = 128, sampling: Sampling | None = None, params: Params | None = None,

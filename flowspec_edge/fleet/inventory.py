@@ -14,6 +14,7 @@ from flowspec_edge.config import Profile, StrictModel, load_profile, load_toml
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.paths import PYTHON
 from flowspec_edge.model.manifest import ShardDtype
+from flowspec_edge.runtime.request import SchedulingPolicy
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY
 from flowspec_edge.strategies.registry import strategy_class
 from flowspec_edge.util.tomlfile import Misplaced, matching
@@ -57,6 +58,7 @@ class ClusterSettings(StrictModel):
     dtype: Literal["auto", ShardDtype] = "auto"  # of the weights; auto: unchanged
     context: Annotated[int, Field(ge=1)] = 4096  # KV cache tokens, over all concurrent requests
     at_once: Annotated[int, Field(ge=0)] = 0  # concurrent requests; 0: one per stage, at least 2
+    scheduling_policy: SchedulingPolicy = "fair"  # how concurrent requests share the stages
     strategy: str = DEFAULT_STRATEGY
     keys: str = "keys"  # directory of the boards' public keys; private keys stay on the boards
     wheelhouse: str = "wheelhouse"  # directory of the boards' wheels

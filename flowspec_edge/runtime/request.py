@@ -14,6 +14,7 @@ from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 
 FinishReason = Literal["stop", "length", "cancelled"]
+SchedulingPolicy = Literal["fair", "fcfs"]  # how requests share a batch: ``scheduling.row_shares``
 OnTokens = Callable[[list[int]], None]
 
 
@@ -40,6 +41,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()  # end-of-sequence ids; not part of the result
     logprobs: int | None = None  # number of alternatives in each token's Likelihood; None: no Likelihood
     grammar: Grammar | None = None  # what the answer must match, which ends it when it is complete
+    priority: int = 0  # beside other requests; lower is earlier, and one less doubles the guaranteed rows
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from flowspec_edge.cli.serve.service import Service
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.chat import require_template
 from flowspec_edge.model.modeldir import DEMO, resolve_model
+from flowspec_edge.runtime.request import SchedulingPolicy
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 from flowspec_edge.strategies.registry import require_strategy
 
@@ -81,6 +82,10 @@ def serve(
     at_once: Annotated[int, typer.Option(
         "--at-once", min=0, max=MOST_AT_ONCE, show_default=False, metavar="N", rich_help_panel=SERVICE,
         help="Requests that share the stages; 0: the number of stages, at least 2.")] = 0,
+    scheduling_policy: Annotated[SchedulingPolicy, typer.Option(
+        "--scheduling-policy", rich_help_panel=SERVICE, help=(
+            "fair: these requests share every slot, weighted by their priority; fcfs: the oldest request's "
+            "rows go first."))] = "fair",
     context: Annotated[int, typer.Option(
         "--context", min=1, max=MOST_TOKENS, metavar="N", rich_help_panel=SERVICE, help=(
             "Tokens of all requests together, cached prefixes included, that the caches hold; as in "
@@ -136,7 +141,8 @@ def serve(
         model=found, name=name or found.name, strategy=strategy, stages=stages, dtype=dtype_of(found, dtype),
         params=params, chat_template=chat_template, api_key=api_key, queue=queue, at_once=at_once,
         context=context, answer_tokens=answer_tokens or max_new_tokens, ready_within=ready_within,
-        rejoin_within=rejoin_within, cluster=boards.cluster.name if boards else None, profile=emulate,
+        rejoin_within=rejoin_within, scheduling_policy=scheduling_policy,
+        cluster=boards.cluster.name if boards else None, profile=emulate,
         device=None if boards else device)
 
     def open_cluster(sharing: SharingOptions) -> AbstractContextManager[SharedCluster]:

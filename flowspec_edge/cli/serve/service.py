@@ -12,6 +12,7 @@ from flowspec_edge.cli.common.options import Dtype
 from flowspec_edge.cli.common.workload import require_runnable
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.runtime.request import SchedulingPolicy
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES, draft_kind, strategy_class
 
@@ -54,6 +55,7 @@ class Service:
     answer_tokens: int
     ready_within: float
     rejoin_within: float
+    scheduling_policy: SchedulingPolicy
     cluster: str | None = None
     profile: str | None = None
     device: str | None = None
@@ -85,6 +87,7 @@ class Service:
             metrics, feed, live = _watching(about, admission, served, SystemStats(meter=meter))
             opened = open_cluster({
                 "at_once": self.at_once, "rejoin_within": self.rejoin_within,
+                "scheduling_policy": self.scheduling_policy,
                 "cache_rows": cache_rows(self.context, self.at_once, self.params, self.stages),
                 "observer": Observers([metrics, feed, *watchers]), "meter": meter})
             app = make_app(admission, served, self.api_key, metrics=metrics, live=live)

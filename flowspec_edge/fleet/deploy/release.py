@@ -113,7 +113,8 @@ class _Rendering:
             output=self._data[0], first=self._data[1],
             instances=[_instance(release, place) for place in range(1, stages + 1)], digests=self._digests,
             key_file=paths.KEY, public_key=self._keys[0], worker_keys=self._keys[1:], context=cluster.context,
-            at_once=self._deployment.at_once, host=cluster.serve_host, port=cluster.serve_port,
+            at_once=self._deployment.at_once, scheduling_policy=cluster.scheduling_policy,
+            host=cluster.serve_host, port=cluster.serve_port,
             api_key_file=paths.API_KEY if cluster.serves_others else "").dump()
 
     @property

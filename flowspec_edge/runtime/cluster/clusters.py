@@ -31,6 +31,7 @@ from flowspec_edge.runtime.request import (
     Request,
     RequestHandle,
     Result,
+    SchedulingPolicy,
 )
 from flowspec_edge.runtime.worker.sd_notify import Notifier
 from flowspec_edge.strategies.base import Parallelism
@@ -50,6 +51,7 @@ class SharingOptions(TypedDict, total=False):
     observer: Observer
     meter: PowerMeter | None
     idle_s: float
+    scheduling_policy: SchedulingPolicy
 
 
 class OnDemandCluster(ABC):

@@ -24,7 +24,7 @@ from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
 from flowspec_edge.runtime.emulation.engine import Emulation, wait_until
 from flowspec_edge.runtime.observe.observer import Observer
 from flowspec_edge.runtime.observe.power import SessionEnergy
-from flowspec_edge.runtime.request import Request, RequestHandle, Result
+from flowspec_edge.runtime.request import Request, RequestHandle, Result, SchedulingPolicy
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class EventLoop:
 
     def __init__(self, links: StageLinks, make: MakeCoordinator, emulation: Emulation | None,
                  observer: Observer, energy: SessionEnergy, timing: ClusterTiming,
-                 cache_rows: int | None = None) -> None:
+                 cache_rows: int | None = None, policy: SchedulingPolicy = "fair") -> None:
         """``cache_rows``: limit for the rows in the stages' caches; None: no limit, and no prefix cache."""
         self.warming_up = False  # the curve learns from every request, whatever its strategy
         self.pool = PrefixCache(cache_rows)
@@ -52,6 +52,7 @@ class EventLoop:
         self._links = links
         self._make = make
         self._emulation = emulation
+        self._policy = policy
         self._scheduler = self._new_scheduler()
         self._active: list[ActiveRequest] = []  # oldest first
         self._session = 0
@@ -173,7 +174,7 @@ class EventLoop:
 
     def _new_scheduler(self) -> Scheduler:
         self._failures: list[Failure] = []  # of requests' own strategies and drafters, to be ended
-        return Scheduler(time.monotonic, lambda *failure: self._failures.append(failure))
+        return Scheduler(time.monotonic, lambda *failure: self._failures.append(failure), self._policy)
 
     def _end_failed(self) -> None:
         failures, self._failures = self._failures, []

@@ -46,6 +46,7 @@ from flowspec_edge.runtime.request import (
     Request,
     RequestHandle,
     Result,
+    SchedulingPolicy,
     Stats,
 )
 from flowspec_edge.stage.shard import stage_ranges
@@ -76,7 +77,7 @@ class ProcessCluster:
                  waiting: Callable[[list[str]], None] = lambda stages: None,
                  slow: Callable[[], AbstractContextManager[None]] = nullcontext,
                  observer: Observer | None = None, meter: PowerMeter | None = None, idle_s: float = 0.0,
-                 ) -> None:
+                 scheduling_policy: SchedulingPolicy = "fair") -> None:
         """Start the stages, or connect to those at ``addresses``, and wait until all have loaded.
 
         device         torch device of D0 and of the stages that are started here
@@ -93,6 +94,7 @@ class ProcessCluster:
         slow           entered around calls that may take minutes on a slow disk (loading D0's models)
         meter          running power meter of this board; results have the energy if every board has one
         idle_s         seconds to measure idle power before the first request; only with a meter
+        scheduling_policy  how concurrent requests share the stages (``Scheduler``)
 
         Links to stages that are started here are encrypted, with keys made for this cluster; the collectives
         of tensor-parallel ranks cannot be. UsageError, before anything is started, if the model cannot be cut
@@ -132,7 +134,7 @@ class ProcessCluster:
                                          lambda kind: self._draft_models.pass_seconds(kind))
             self._energy = SessionEnergy(meter)
             self._loop = EventLoop(self._links, self._coordinator, emulation, self.observer, self._energy,
-                                   self._timing, cache_rows)
+                                   self._timing, cache_rows, scheduling_policy)
             self._recovery = Recovery(self._links, self._workers,
                                       rejoin_within if plan or not grouped else 0.0, self.observer, watch,
                                       plan.new_group if plan and grouped else None)

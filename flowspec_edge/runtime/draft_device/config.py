@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from flowspec_edge.config import Count, Positive, StrictModel, Text
 from flowspec_edge.model.manifest import ComputeDtype
+from flowspec_edge.runtime.request import SchedulingPolicy
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY
 from flowspec_edge.transport.bind_check import unencrypted_bind_problem
 from flowspec_edge.util.tomlfile import Misplaced
@@ -35,6 +36,7 @@ class DraftConfig(StrictModel):
     threads: Annotated[int, Field(ge=0)] = 0  # of torch; 0 leaves its default
     context: Count = 4096
     at_once: Annotated[int, Field(ge=0)] = 0  # 0: as many as there are stages, at least 2
+    scheduling_policy: SchedulingPolicy = "fair"  # how they share the stages
     queue: Annotated[int, Field(ge=0)] = 16
     rejoin_within_s: Positive = 60.0
     ready_within_s: Positive = 60.0

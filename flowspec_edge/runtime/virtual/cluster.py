@@ -17,7 +17,7 @@ from flowspec_edge.runtime.draft_device.coordinator import Coordinator
 from flowspec_edge.runtime.draft_device.models import DraftModels
 from flowspec_edge.runtime.draft_device.scheduling.slot_curve import WARM_UP_ROWS, SlotCurve
 from flowspec_edge.runtime.observe.observer import Observer
-from flowspec_edge.runtime.request import OnTokens, Request, Result
+from flowspec_edge.runtime.request import OnTokens, Request, Result, SchedulingPolicy
 from flowspec_edge.runtime.virtual.clock import EventClock, Span
 from flowspec_edge.runtime.virtual.devices import Devices
 from flowspec_edge.runtime.virtual.run import VirtualRun
@@ -54,14 +54,17 @@ class VirtualCluster:
     spans: list[Span]  # of the newest run
 
     def __init__(self, model_dir: Path, stages: int, profile: Profile | Devices, dtype: str = "fp32",
-                 observer: Observer | None = None, *, device: str = "cpu", learn: bool = False) -> None:
+                 observer: Observer | None = None, *, device: str = "cpu", learn: bool = False,
+                 scheduling_policy: SchedulingPolicy = "fair") -> None:
         """device  torch device for D0's weights and the stages'
         learn   D0 learns segment times from the stages' reports (``slot_curve``), instead of from the profile
+        scheduling_policy  how concurrent requests share the stages (``Scheduler``)
         """
         self.devices = profile if isinstance(profile, Devices) else Devices.even(profile, stages)
         self._draft_models = DraftModels(model_dir, dtype, device)
         self._stages = stages
         self._observer = observer or Observer()
+        self._policy = scheduling_policy
         self._weights = StageWeights(ModelDir(model_dir).stages, dtype, device)
         self._curve = self._warm_curve() if learn else None
         self._engines: dict[int, list[StageEngine]] = {}  # by the number of pieces
@@ -106,7 +109,7 @@ class VirtualCluster:
         self.spans = []
         engines = self._engines_of(self._stages if parallelism == "pipeline" else 1)
         run = VirtualRun(engines, self.devices, parallelism, clock, self.spans, self._observer,
-                         self._curve)
+                         self._curve, self._policy)
         results: dict[int, Result] = {}
 
         def start(place: int) -> None:

@@ -30,7 +30,7 @@ from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
 from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
 from flowspec_edge.runtime.draft_device.scheduling.slot_curve import SlotCurve
 from flowspec_edge.runtime.observe.observer import Observer
-from flowspec_edge.runtime.request import OnTokens, Result
+from flowspec_edge.runtime.request import OnTokens, Result, SchedulingPolicy
 from flowspec_edge.runtime.virtual.clock import EventClock, Span
 from flowspec_edge.runtime.virtual.collectives import tensor_bytes
 from flowspec_edge.runtime.virtual.devices import Devices
@@ -55,8 +55,8 @@ class VirtualRun:
     """Runs requests until none is left."""
 
     def __init__(self, engines: list[StageEngine], devices: Devices, parallelism: Parallelism,
-                 clock: EventClock, spans: list[Span], observer: Observer, curve: SlotCurve | None = None
-                 ) -> None:
+                 clock: EventClock, spans: list[Span], observer: Observer, curve: SlotCurve | None = None,
+                 policy: SchedulingPolicy = "fair") -> None:
         """engines  one per device, or one for a tensor-parallel group
         curve    learns from the stages' reports; only then are the reports' bytes charged
         """
@@ -64,7 +64,7 @@ class VirtualRun:
         self._curve = curve
         self._timed: set[int] = set()  # sessions whose segments' times the observer wants; not charged
         self._learned: set[int] = set()  # sessions whose segments' times go into the curve
-        self._scheduler = Scheduler(clock=lambda: clock.now)
+        self._scheduler = Scheduler(clock=lambda: clock.now, policy=policy)
         self._running: dict[int, _Running] = {}
         self._engines = engines
         self._devices = devices

@@ -186,7 +186,7 @@ class ServedModel:
                        f"and {wanted} more are asked for")
             raise ApiError(400, message, code="context_length_exceeded")
         request = Request(ids, strategy, wanted, self.sampling(body), self.params, stop_ids,
-                          body.likelihoods, grammar or self._json_grammar(body, stop_ids))
+                          body.likelihoods, grammar or self._json_grammar(body, stop_ids), body.priority or 0)
         return PreparedRequest(request, self.tokenizer.decode, body.n or 1, body.stop, after,
                                body.flowspec.tokens)
 

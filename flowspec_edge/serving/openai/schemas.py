@@ -192,6 +192,7 @@ class Body(_Ignoring):
     stop: Annotated[list[str], BeforeValidator(_stops)] = []
     response_format: ResponseFormat | None = None
     user: str | None = None
+    priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     flowspec: Extensions = Extensions()
 
     @property

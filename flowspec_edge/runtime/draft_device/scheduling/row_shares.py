@@ -8,26 +8,30 @@ import numpy as np
 
 _FREE = 1.05  # times a row's time: what rows that cost no time may take
 _PROMPT_SLOWDOWN = 1.25  # by which a prompt's rows may lengthen a batch that carries others' rows, too
+_MOST_STEPS = 10  # of priority that count: a weight a thousandth of another's guarantees nothing anyway
 
 
 def divide(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | None, stages: int,
-           most: int, taken: int = 0, gained: float = 0.0) -> list[int]:
+           most: int, taken: int = 0, gained: float = 0.0, weights: Sequence[float] = ()) -> list[int]:
     """How many rows of each request go into the batch: as many as maximise tokens per second.
 
     offers   P(row becomes text) of each request's rows, in the order of sending
     seconds  rows -> a stage's time; None: unknown, then as many as the longest offer, or one a request
     most     rows at most
     taken    rows that are in the batch already, which bring ``gained`` tokens
+    weights  of the requests' guaranteed shares; empty: equal
 
-    Every request is first given up to its equal share of the rows that cost no time; the likeliest rows, of
-    any request, come next.  As in a segment of FlowSpec+, time beyond that of one row counts once per stage.
+    Every request is first given up to its guaranteed share of the rows that cost no time, at least one; the
+    likeliest rows, of any request, come next.  As in a segment of FlowSpec+, time beyond that of one row
+    counts once per stage.
     """
     if seconds is None:
         most = free = max(len(offers), *(len(offer) for offer in offers))
     else:
         free = _most_within(_FREE * seconds(1), seconds, most)
-    sure = max(1, free // len(offers))
-    rows = sorted((place >= sure, -worth, place, request) for request, offer in enumerate(offers)
+    weights = weights or [1.0] * len(offers)
+    sure = [max(1, int(free * weight / sum(weights))) for weight in weights]
+    rows = sorted((place >= sure[request], -worth, place, request) for request, offer in enumerate(offers)
                   for place, worth in enumerate(offer))[:most]
     if seconds is not None:
         gains = gained + np.cumsum([-worth for _, worth, _, _ in rows])
@@ -39,6 +43,27 @@ def divide(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | 
     for *_, request in rows:
         shares[request] += 1
     return shares
+
+
+def divide_in_order(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | None, stages: int,
+                    most: int, taken: int = 0, gained: float = 0.0) -> list[int]:
+    """As :func:`divide`, but the first request gets the rows that it would get alone, and each next one as
+    many more as then maximise the tokens per second of all: at least one, while there is room."""
+    shares: list[int] = []
+    if seconds is None:
+        most = max(len(offers), *(len(offer) for offer in offers))
+    for number, offer in enumerate(offers, 1):
+        room = max(1, most - sum(shares) - (len(offers) - number))  # leaves one for each later request
+        [share] = divide([offer[:room]], seconds, stages, room, taken, gained)
+        taken, gained = taken + share, gained + sum(offer[:share])
+        shares.append(share)
+    return shares
+
+
+def priority_weights(priorities: Sequence[int]) -> list[float]:
+    """Return each request's weight, at most 1: half as much for every step behind the highest priority."""
+    first = min(priorities, default=0)
+    return [0.5 ** min(priority - first, _MOST_STEPS) for priority in priorities]
 
 
 def prompt_rows(seconds: Callable[[int], float] | None, others: int, most: int) -> int:

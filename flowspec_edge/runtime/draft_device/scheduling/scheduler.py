@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from math import ceil
 from typing import TypeVar
 
 from flowspec_edge.messages import (
@@ -27,8 +28,14 @@ from flowspec_edge.messages import (
 )
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator, Task
 from flowspec_edge.runtime.draft_device.scheduling.jobs import Job, can_share
-from flowspec_edge.runtime.draft_device.scheduling.row_shares import divide, prompt_rows
+from flowspec_edge.runtime.draft_device.scheduling.row_shares import (
+    divide,
+    divide_in_order,
+    priority_weights,
+    prompt_rows,
+)
 from flowspec_edge.runtime.draft_device.scheduling.send_ahead import SlotPredictor
+from flowspec_edge.runtime.request import SchedulingPolicy
 
 _MOST_ROWS = 256  # of a batch, unless one segment is longer
 T = TypeVar("T")
@@ -38,13 +45,17 @@ class Scheduler:
     """Collects the coordinators' messages and tasks; passes arrivals on to them."""
 
     def __init__(self, clock: Callable[[], float] | None = None,
-                 on_failure: Callable[[Coordinator, Exception], None] | None = None) -> None:
+                 on_failure: Callable[[Coordinator, Exception], None] | None = None,
+                 policy: SchedulingPolicy = "fair") -> None:
         """clock       the driver's, in seconds; None: no segment is sent ahead
         on_failure  gets what a request's own strategy or drafter raises, while the others' messages and tasks
                     are still collected; None: it is raised
+        policy      fair: requests share rows by their priorities' weights; fcfs: those of a higher priority,
+                    and among equals the older ones, get theirs first
         """
         self._clock = clock
         self._on_failure = on_failure
+        self._in_order = policy == "fcfs"
         self._predictor = SlotPredictor()
         self._open: dict[int, Coordinator] = {}
         self._at_v1: set[tuple[int, int, int]] = set()  # session, epoch, run of each batch's first segment
@@ -114,15 +125,16 @@ class Scheduler:
         return [segment] if segment else []
 
     def _first(self, among: Sequence[Coordinator]) -> list[Segment]:
-        """Tensor-parallel ranks compute one segment at a time; the oldest request comes first."""
-        return next((found for coordinator in among if (found := self._alone(coordinator))), [])
+        """Tensor-parallel ranks compute one segment at a time; of equal priorities the oldest comes first."""
+        return next((found for coordinator in sorted(among, key=_priority)
+                     if (found := self._alone(coordinator))), [])
 
     def _shared(self, among: Sequence[Coordinator]) -> list[Segment]:
         """Segments that cannot be divided go whole, and the rows of the others by their worth; then chunks of
-        prompts, as many rows as do not delay these.  The requests that have waited longest come first."""
+        prompts, as many rows as do not delay these."""
         if any(coordinator.strategy.parallelism != "pipeline" for coordinator in among):
             return self._first(among)
-        order = sorted(among, key=lambda coordinator: self._served[coordinator.builder.session])[:MAX_BATCH]
+        order = sorted(among, key=_priority if self._in_order else self._last_served)[:MAX_BATCH]
         segments: list[Segment] = []
         offering: list[tuple[Coordinator, Sequence[float]]] = []
         reading = [coordinator for coordinator in order if coordinator.is_reading]
@@ -139,17 +151,24 @@ class Scheduler:
         curve = order[0].strategy.pipeline.slot_seconds if order else None
         if offering:
             stages = offering[0][0].strategy.pipeline.stages
-            shares = divide([offer for _, offer in offering], curve, stages, _MOST_ROWS, rows, len(segments))
+            offers, heft = [offer for _, offer in offering], _weights([one for one, _ in offering])
+            shares = (divide_in_order(offers, curve, stages, _MOST_ROWS, rows, len(segments))
+                      if self._in_order else
+                      divide(offers, curve, stages, _MOST_ROWS, rows, len(segments), heft))
             for (coordinator, _), share in zip(offering, shares, strict=True):
                 segments += self._alone(coordinator, share) if share else []
             rows = sum(len(segment.numbers) for segment in segments)
         room = prompt_rows(curve, rows, _MOST_ROWS)
         for place, coordinator in enumerate(reading):
             if room > 0:
-                chunk = self._alone(coordinator, -(-room // (len(reading) - place)))
+                heft = _weights(reading[place:])
+                chunk = self._alone(coordinator, room if self._in_order else ceil(room * heft[0] / sum(heft)))
                 room -= sum(len(segment.numbers) for segment in chunk)
                 segments += chunk
         return segments
+
+    def _last_served(self, coordinator: Coordinator) -> int:
+        return self._served[coordinator.builder.session]
 
     def worked(self, job: Job, seconds: float) -> None:
         self._predictor.add_duration(_kind(job), seconds)
@@ -189,6 +208,14 @@ class Scheduler:
                 raise
             self._on_failure(coordinator, error)
             return None
+
+
+def _priority(coordinator: Coordinator) -> int:
+    return coordinator.request.priority
+
+
+def _weights(coordinators: Sequence[Coordinator]) -> list[float]:
+    return priority_weights([coordinator.request.priority for coordinator in coordinators])
 
 
 def _kind(job: Job) -> bool:
