@@ -70,7 +70,7 @@ def watched_cluster(model: Path, meter: PowerMeter | None = None) -> Iterator[Wa
 
 
 @contextmanager
-def watchable(cluster: Watched, api_key: str | None = None) -> Iterator[Watchable]:
+def watchable(cluster: Watched, api_key: str | None = None, at_once: int = 1) -> Iterator[Watchable]:
     """A server as ``flowspec serve`` has it, without a chat template."""
     what = served(cluster.model, None)
     described = Description(NAME, what.strategy, "fp32", [(0, 1), (1, 2)], None, api_key is not None)
@@ -79,7 +79,7 @@ def watchable(cluster: Watched, api_key: str | None = None) -> Iterator[Watchabl
         return Live(cluster.feed, admission, described, what.tokenizer.decode,
                     SystemStats(meter=cluster.meter).read)
 
-    with running(what, cluster.clusters, api_key=api_key, page=page) as server:
+    with running(what, cluster.clusters, api_key=api_key, at_once=at_once, page=page) as server:
         yield Watchable(**vars(cluster), server=server)
 
 

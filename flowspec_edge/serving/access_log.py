@@ -6,9 +6,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 
 from flowspec_edge.util.terminal import printable
 
@@ -36,21 +35,18 @@ class AccessRecord:
     seconds: float = 0.0
     error: str | None = None
     _start: float = field(default_factory=time.monotonic, repr=False)
-    _gaps: list[float] = field(default_factory=list, repr=False)
+    _token_at: float | None = field(default=None, repr=False)  # when the newest came
 
-    def add_tokens(self, tokens: Sequence[tuple[float, int]]) -> None:
-        """Set the arrivals of the tokens, in order: (time.monotonic, count)."""
-        self._gaps.clear()
-        for (before, _), (at, count) in pairwise([(0.0, 0), *tokens]):
-            self._gaps += [at - before, *[0.0] * (count - 1)]
-        if tokens:
-            self.first_token_s = tokens[0][0] - self._start
-            del self._gaps[0]
-
-    @property
-    def gaps(self) -> Sequence[float]:
-        """Seconds between consecutive tokens; 0 for tokens that came together."""
-        return self._gaps
+    def add_tokens(self, at: float, count: int) -> list[float]:
+        """Note that ``count`` tokens came together, ``at`` in seconds of time.monotonic. Returns the seconds
+        between each and the token before; the answer's first has none."""
+        gaps = [0.0] * (count - 1)
+        if self._token_at is None:
+            self.first_token_s = at - self._start
+        else:
+            gaps.insert(0, at - self._token_at)
+        self._token_at = at
+        return gaps
 
     def write(self) -> None:
         self.seconds = time.monotonic() - self._start

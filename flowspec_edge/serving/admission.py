@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 _PAUSE_S = 0.5  # before a lost cluster is tried again; doubled every time
 _MAX_PAUSE_S = 15.0
 _POLL_S = 0.1
+_AGING_S = 30.0  # of waiting, which count as a step of priority
 _STARTING = "no token has come through the pipeline yet: the cluster is starting"
 _ENDING = "the server is shutting down"
 
@@ -85,6 +86,15 @@ class Readiness:
     token_age_s: float | None  # seconds since the last token; None: none has come
 
 
+@dataclass(frozen=True)
+class WaitingRequest:
+    """``ahead``: requests that must end before its turn; ``waited_s``: seconds since its arrival."""
+
+    ahead: int
+    waited_s: float
+    priority: int
+
+
 class AdmissionQueue:
     def __init__(self, probe: Request, capacity: int = 16, recent_s: float = 60.0, patience_s: float = 60.0,
                  at_once: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
@@ -107,7 +117,7 @@ class AdmissionQueue:
         self._ending = False
         self._lock = threading.RLock()  # guards all that follows
         self._cluster: SharedCluster | None = None
-        self._waiting: FairQueue[PendingRequest] = FairQueue()
+        self._waiting: FairQueue[PendingRequest] = FairQueue(clock, _AGING_S)
         self._running: set[PendingRequest] = set()
         self._fault: str | None = _STARTING
         self._closed = False
@@ -117,8 +127,8 @@ class AdmissionQueue:
     # ---- from any thread -----------------------------------------------------------------------
 
     def submit(self, request: Request, caller: str, deliver: Deliver) -> PendingRequest:
-        """Queue a request; callers take turns. QueueFull or ClusterUnavailable if it is refused. ``deliver``
-        gets token lists, then one Result or exception; nothing after :meth:`cancel`."""
+        """Queue a request by its priority; callers take turns. QueueFull or ClusterUnavailable if it is
+        refused. ``deliver`` gets token lists, then one Result or exception; nothing after :meth:`cancel`."""
         with self._lock:
             if self._closed:
                 raise ClusterUnavailable(_ENDING)
@@ -129,7 +139,7 @@ class AdmissionQueue:
                 wait = before * self._usual_s / self._at_once
                 raise QueueFull(len(self._waiting), max(1, min(60, round(wait))))
             pending = PendingRequest(request, deliver, self._clock())
-            self._waiting.put(caller, pending)
+            self._waiting.put(caller, pending, request.priority)
             pending.position = self._requests_ahead(pending) or 0
         return pending
 
@@ -153,6 +163,13 @@ class AdmissionQueue:
                 return f"waiting: {' '.join(reason.split())}"
             before = self._requests_ahead(pending)
             return "working" if before is None else f"waiting, {before} before you"
+
+    def waiting(self) -> list[WaitingRequest]:
+        """Return the requests without a place, the next one first."""
+        with self._lock:
+            now = self._clock()
+            return [WaitingRequest(self._ahead(place), now - pending.arrived_at, pending.request.priority)
+                    for place, pending in enumerate(self._waiting)]
 
     def readiness(self) -> Readiness:
         with self._lock:
@@ -199,7 +216,11 @@ class AdmissionQueue:
     def _requests_ahead(self, pending: PendingRequest) -> int | None:
         """How many requests must end before this one starts; None if it is not queued."""
         before = self._waiting.before(pending)
-        return None if before is None else max(0, before + 1 + len(self._running) - self._at_once)
+        return None if before is None else self._ahead(before)
+
+    def _ahead(self, place: int) -> int:
+        """``place``: in the queue, from 0."""
+        return max(0, place + 1 + len(self._running) - self._at_once)
 
     # ---- in the thread that owns the cluster -----------------------------------------------------
 

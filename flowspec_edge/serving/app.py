@@ -59,11 +59,10 @@ def make_app(admission: AdmissionQueue, served: ServedModel, api_key: str | None
         text, kind = metrics.page(http.headers.get("accept", ""), admission.readiness())
         return Response(text, media_type=kind)
 
-    observe = metrics.request_ended if metrics else lambda record: None
     intake = Intake()
-    chat = CompletionEndpoint(admission, intake, served.name, ChatBody, served.chat, keep_alive_s, observe)
+    chat = CompletionEndpoint(admission, intake, served.name, ChatBody, served.chat, keep_alive_s, metrics)
     completion = CompletionEndpoint(admission, intake, served.name, CompletionBody, served.completion,
-                                    keep_alive_s, observe)
+                                    keep_alive_s, metrics)
     app = Starlette(
         routes=[
             Route("/v1/models", models),
@@ -87,8 +86,9 @@ class CompletionEndpoint:
 
     def __init__(self, admission: AdmissionQueue, intake: Intake, name: str, kind: type[B],
                  prepare: Callable[[B], PreparedRequest], keep_alive_s: float,
-                 observe: Callable[[AccessRecord], None]) -> None:
-        """``kind``: the type of its bodies; ``observe`` gets the record of every finished request."""
+                 metrics: Metrics | None) -> None:
+        """``kind``: the type of its bodies; ``metrics`` gets the tokens as they come, and every finished
+        request's record."""
         self._admission, self._intake, self._name = admission, intake, name
 
         def both(data: bytes) -> tuple[B, PreparedRequest]:
@@ -98,7 +98,7 @@ class CompletionEndpoint:
         self._prepare: Callable[[bytes], tuple[Body, PreparedRequest]] = both
         self._chat = kind is ChatBody
         self._keep_alive_s = keep_alive_s
-        self._observe = observe
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = AccessRecord(scope["path"])
@@ -116,7 +116,8 @@ class CompletionEndpoint:
             await failure.response()(scope, receive, send)
         finally:
             record.write()
-            self._observe(record)
+            if self._metrics:
+                self._metrics.request_ended(record)
 
     async def _serve(self, record: AccessRecord, scope: Scope, receive: Receive, send: Send) -> None:
         http = Request(scope, receive)
@@ -127,7 +128,14 @@ class CompletionEndpoint:
         record.id, record.strategy = answer.id, prepared.request.strategy
         record.prompt_tokens = len(prepared.request.prompt)
         caller = body.user or (http.client.host if http.client else "")
-        handler = ResponseHandler(self._admission, prepared, answer, caller, self._keep_alive_s)
+
+        def arrived(count: int) -> None:
+            is_first = record.first_token_s is None
+            gaps = record.add_tokens(time.monotonic(), count)
+            if self._metrics:
+                self._metrics.tokens_arrived(count, record.first_token_s if is_first else None, gaps)
+
+        handler = ResponseHandler(self._admission, prepared, answer, caller, self._keep_alive_s, arrived)
         try:
             if body.stream:
                 await handler.stream(receive, send)
@@ -138,7 +146,6 @@ class CompletionEndpoint:
             first = handler.choices[0] if handler.choices else None
             record.finish = first.finish if first else None
             record.queued_s = first.pending.waited_s if first else None
-            record.add_tokens(handler.tokens)
 
 
 async def _http_error(http: Request, error: Exception) -> Response:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
@@ -38,9 +38,12 @@ _OUTCOMES = {GONE: "client_gone", 429: "queue_full", 503: "unavailable", 500: "f
 class Metrics(Observer):
     """Observes a cluster, and gets the records of finished requests."""
 
-    def __init__(self, stages: int, system_stats: Callable[[], HeartbeatCounters], about: dict[str, str]
-                 ) -> None:
-        """``system_stats``: D0's own (``SystemStats.read``); ``about``: labels of flowspec_build_info."""
+    def __init__(self, stages: int, system_stats: Callable[[], HeartbeatCounters], about: dict[str, str],
+                 fairness: Callable[[], float | None] = lambda: None) -> None:
+        """system_stats  D0's own (``SystemStats.read``)
+        about         labels of flowspec_build_info
+        fairness      of the running requests (``RequestStats.fairness``)
+        """
         disable_created_metrics()  # an unused extra series per counter
         self._stages = StageMetrics(stages, system_stats)
         self._acceptance = AcceptanceTracker()
@@ -53,7 +56,8 @@ class Metrics(Observer):
             return Histogram(f"flowspec_{name}", text, labels, registry=registry, buckets=buckets)
 
         self._requests = counter("requests", "Requests that are over, by how they ended.", "path", "outcome")
-        self._generated = counter("generated_tokens", "Tokens of answers, as clients' usage counts them.")
+        self._generated = counter("generated_tokens", "Tokens of answers, as clients' usage counts them, "
+                                  "when they come.")
         self._prompt = counter("prompt_tokens", "Tokens of the prompts of requests that had their turn.")
         self._reused = counter("prompt_tokens_reused",
                                "Tokens of prompts that were not read in again, for stages had kept them.")
@@ -71,7 +75,7 @@ class Metrics(Observer):
                                 "ended; that depth d was reached: the share of rounds above le=d-1.", _DEPTHS)
         self._losses = counter("losses", "Times that a stage was lost.")
         self._recoveries = counter("recoveries", "Times that all stages were there again after a loss.")
-        self._state_gauges = _StateGauges(about)
+        self._state_gauges = _StateGauges(about, fairness)
         registry.register(self._state_gauges)
         registry.register(self._stages)
 
@@ -86,18 +90,22 @@ class Metrics(Observer):
 
     # ---- from the HTTP thread --------------------------------------------------------------------------
 
+    def tokens_arrived(self, count: int, first_token_s: float | None, gaps: Sequence[float]) -> None:
+        """Tokens of one answer came together; ``first_token_s`` and ``gaps`` as in :class:`AccessRecord`,
+        the former None unless the answer's first token is among them."""
+        self._generated.inc(count)
+        if first_token_s is not None:
+            self._ttft.observe(first_token_s)
+        for gap in gaps:
+            self._gaps.observe(gap)
+
     def request_ended(self, record: AccessRecord) -> None:
         refused = "refused" if record.status >= 400 else record.finish or "failed"
         self._requests.labels(record.path, _OUTCOMES.get(record.status, refused)).inc()
         self._seconds.labels(record.path).observe(record.seconds)
-        self._generated.inc(record.completion_tokens)
         if record.queued_s is not None:
             self._queued.observe(record.queued_s)
             self._prompt.inc(record.prompt_tokens)
-        if record.first_token_s is not None:
-            self._ttft.observe(record.first_token_s)
-        for gap in record.gaps:
-            self._gaps.observe(gap)
 
     # ---- from the thread that drives the cluster -------------------------------------------------------
 
@@ -139,8 +147,9 @@ class Metrics(Observer):
 class _StateGauges(Collector):
     """Gauges of ``state`` at the moment of the scrape."""
 
-    def __init__(self, about: dict[str, str]) -> None:
+    def __init__(self, about: dict[str, str], fairness: Callable[[], float | None]) -> None:
         self.state: Readiness | None = None
+        self._fairness = fairness
         self._about = {"version": version("flowspec-edge"), **about}
 
     def collect(self) -> Iterator[Metric]:
@@ -152,6 +161,11 @@ class _StateGauges(Collector):
                 ("requests_running", "Requests that have a place in the stages.", self.state.running),
                 ("requests_waiting", "Requests that wait for a place in the stages.", self.state.waiting)):
             yield GaugeMetricFamily(f"flowspec_{name}", text, value=float(value))
+        fairness = GaugeMetricFamily("flowspec_requests_fairness_ratio", "Tokens per second of the slowest "
+                                     "running request over those of the fastest; absent unless two run.")
+        if (ratio := self._fairness()) is not None:
+            fairness.add_metric([], ratio)
+        yield fairness
 
 
 _SILENT_S = 5.0  # after which a stage is not up

@@ -15,6 +15,7 @@ from clusterkit import PATIENCE, until
 from livekit import STAGES, Watchable, Watched, watchable, watched_cluster
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright
 from powerkit import board
+from servekit import LONG, post
 from tiny_dir import tiny_model_dir
 
 from flowspec_edge.model.modeldir import ModelDir
@@ -185,6 +186,34 @@ def test_it_shows_the_boards_the_answer_the_tree_and_the_figures(browser: Browse
         expect(page.locator("#boards li").nth(1)).to_contain_text(re.compile(r"\d+ rows/s"))
         assert painted(page, "#rail")
         assert painted(page, "#tree")
+
+
+def test_it_shows_requests_side_by_side_and_what_waits(browser: Browser, cluster: Watched) -> None:
+    with watchable(cluster, at_once=2) as watched, visit(browser, watched.server.url, viewport=PHONE) as found:
+        page, server = found.page, watched.server
+        board_names(page)
+        section, rows = page.locator("#requests"), page.locator("#requests tbody tr")
+        expect(section).to_be_hidden()
+        for number, priority in enumerate((0, -1, 2)):
+            post(server, {"prompt": f"request {number}", "max_tokens": LONG, "priority": priority})
+            until(lambda n=number: sum(vars(server.admission.readiness())[name]
+                                       for name in ("running", "waiting")) == n + 1)
+        expect(rows).to_have_count(3)
+        expect(page.locator("#together")).to_have_text(re.compile(
+            r"Together [\d.]+ tokens a second; the slowest has \d+ % of the fastest one's\."))
+        for row, name in enumerate((r"\d+", r"\d+, priority −1")):
+            cells = rows.nth(row).locator("th, td")
+            expect(cells).to_have_count(8)
+            expect(cells.first).to_have_text(re.compile(f"^{name}$"))
+            for cell in (2, 3, 4, 5, 6, 7):
+                expect(cells.nth(cell)).to_have_text(re.compile(r"^\d"))
+        expect(rows.nth(2)).to_have_text(re.compile(r"waits, priority 2\s*1 before it, for"))
+        assert not scrolls_sideways(page)
+        contrasts = page.evaluate(CONTRASTS)
+        assert {words: ratio for words, ratio in contrasts if ratio < 4.5} == {}
+        for connection in server.connections:
+            connection.close()
+        expect(section).to_be_hidden()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

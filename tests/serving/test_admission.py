@@ -95,6 +95,27 @@ def test_callers_take_turns_and_each_ones_order_is_kept(held: Held, model: Path)
         assert lengths == [shortest[0], shortest[1], shortest[3], shortest[2]]
 
 
+def test_a_higher_priority_starts_first(held: Held, model: Path) -> None:
+    """As with vLLM a lower number is a higher priority."""
+    with running(served(model), held) as server, ThreadPoolExecutor(8) as pool:
+        held.may_go.clear()
+        asked = []
+        for waiting, (priority, length) in enumerate([(0, 1), (0, 2), (7, 3), (-1, 4), (0, 5)]):
+            asked.append(pool.submit(ask, server, "x " * length, extra_body={"priority": priority}))
+            until(lambda n=waiting: (server.admission.readiness().waiting, len(held.started)) == (n, 2))
+        assert [(one.priority, one.ahead) for one in server.admission.waiting()] == [
+            (-1, 1), (0, 2), (0, 3), (7, 4)]
+        held.may_go.set()
+        for answer in asked:
+            answer.result(PATIENCE)
+        shortest = sorted(len(request.prompt) for request in held.started[1:])
+        order = [shortest.index(len(request.prompt)) for request in held.started[1:]]
+        assert order == [0, 3, 1, 4, 2]
+        assert [request.priority for request in held.started[1:]] == [0, -1, 0, 0, 7]
+        with pytest.raises(openai.BadRequestError, match="priority"):
+            ask(server, "x", extra_body={"priority": "high"})
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_ends_its_request_with_the_next_tokens(held: Held, model: Path,
                                                                        stream: bool) -> None:

@@ -11,17 +11,19 @@ from pathlib import Path
 
 import fleetkit
 import pytest
-from clusterkit import until
+from clusterkit import PATIENCE, until
 from openai import APIStatusError
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
-from servekit import AT_ONCE, NAME, Running, running, served
+from servekit import AT_ONCE, LONG, NAME, Running, running, served
 
 from flowspec_edge.messages import Heartbeat
 from flowspec_edge.runtime.cluster.clusters import LocalCluster
+from flowspec_edge.runtime.observe.observer import Observers
 from flowspec_edge.runtime.observe.system_stats import SystemStats
 from flowspec_edge.serving.access_log import GONE, AccessRecord
 from flowspec_edge.serving.admission import Readiness
+from flowspec_edge.serving.dashboard.feed import Feed
 from flowspec_edge.serving.metrics import Metrics, StageMetrics
 
 KEY = "a-key"
@@ -48,8 +50,10 @@ class Read:
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[Running]:
-    metrics = Metrics(STAGES, SystemStats().read, {"model": NAME})
-    with (LocalCluster(model, STAGES, threads=1, at_once=AT_ONCE, observer=metrics) as clusters,
+    feed = Feed()
+    metrics = Metrics(STAGES, SystemStats().read, {"model": NAME}, feed.stats.fairness)
+    observer = Observers([metrics, feed])
+    with (LocalCluster(model, STAGES, threads=1, at_once=AT_ONCE, observer=observer) as clusters,
           running(served(model), clusters, api_key=KEY, at_once=AT_ONCE, metrics=metrics) as server):
         server.http.headers["authorization"] = f"Bearer {KEY}"
         yield server
@@ -238,10 +242,34 @@ def test_losses_and_endings_are_told_apart() -> None:
 def test_gaps_between_tokens() -> None:
     record = AccessRecord("/v1/completions")
     begun = time.monotonic()
-    record.add_tokens([(begun + 1.0, 1), (begun + 1.5, 3), (begun + 1.75, 1)])
+    assert record.add_tokens(begun + 1.0, 2) == [0]
+    assert record.add_tokens(begun + 1.5, 3) == pytest.approx([0.5, 0, 0])
+    assert record.add_tokens(begun + 1.75, 1) == pytest.approx([0.25])
     assert record.first_token_s == pytest.approx(1.0, abs=0.5)
-    assert list(record.gaps) == pytest.approx([0.5, 0, 0, 0.25])
-    assert "gaps" not in record.as_json()
+    assert "token_at" not in record.as_json()
+
+
+def test_tokens_are_counted_while_they_come(server: Running) -> None:
+    """So that a rate over a minute shows an answer that takes ten; two that run have a fairness."""
+    before = read(server)
+
+    def grown(page: Read, name: str) -> float:
+        return page.total(name) - before.total(name)
+
+    with ThreadPoolExecutor(2) as pool:
+        streams = [pool.submit(server.client.completions.create, model=NAME, prompt=f"stream {i}",
+                               max_tokens=LONG, stream=True) for i in range(2)]
+        with streams[0].result(PATIENCE) as first, streams[1].result(PATIENCE) as second:
+            got = sum(1 for stream in (first, second) for _ in zip(stream, range(5), strict=False))
+            until(lambda: grown(read(server), "generated_tokens_total") >= got)
+            page = read(server)
+            assert page("requests_running") == 2
+            assert grown(page, "requests_total") == 0
+            assert grown(page, "time_to_first_token_seconds_count") == 2
+            assert grown(page, "inter_token_latency_seconds_count") >= got - 2
+            assert 0 < page("requests_fairness_ratio") <= 1
+    until(lambda: read(server)("requests_running") == 0)
+    assert not read(server).total("requests_fairness_ratio")
 
 
 def test_the_log_tells_joules_where_they_were_measured() -> None:

@@ -132,7 +132,7 @@ def _watching(about: Description, admission: AdmissionQueue, served: ServedModel
     from flowspec_edge.serving.metrics import Metrics
 
     feed, stages = Feed(), len(about.layers)
-    metrics = Metrics(stages, system_stats.read, {"model": about.model, "strategy": about.strategy,
-                                                  "stages": str(stages), "dtype": about.dtype,
-                                                  "emulates": about.profile or ""})
+    metrics = Metrics(stages, system_stats.read, {
+        "model": about.model, "strategy": about.strategy, "stages": str(stages), "dtype": about.dtype,
+        "emulates": about.profile or ""}, feed.stats.fairness)
     return metrics, feed, Live(feed, admission, about, served.tokenizer.decode, system_stats.read)

@@ -62,6 +62,8 @@ class Feed(Timeline):
 
     def sent(self, message: Segment | Prune | Cancel, at: float) -> None:
         super().sent(message, at)
+        if isinstance(message, Segment):
+            self.stats.sent(message.session, len(message.numbers), at)
         if self.watched:
             if isinstance(message, Segment):
                 self.boards.sent(len(message.numbers))

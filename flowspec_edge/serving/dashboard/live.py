@@ -211,7 +211,7 @@ class Live:
         return self._feed.boards.event(now)
 
     def _stats_event(self) -> dict[str, Any]:
-        return self._feed.stats.event(self._admission.readiness().waiting)
+        return self._feed.stats.event(self._admission.waiting(), time.monotonic())
 
 
 def encoded(name: str, event: dict[str, Any]) -> bytes:

@@ -3,31 +3,67 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import numpy as np
 
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
 from flowspec_edge.runtime.observe.timeline import AcceptanceTracker
 from flowspec_edge.runtime.request import Result
+from flowspec_edge.serving.admission import WaitingRequest
 
 _ROUNDS = 200  # newest ones, for the acceptance per depth
 DEPTHS = 12  # that are shown
+_GAPS = 1000  # newest ones of a request, for the percentiles
+_SHARE_S = 5.0  # over which a request's share of the rows is taken
+_SEGMENTS = 2048  # at most, of that time
+_MOST_WAITING = 20  # that are listed
 
 
 @dataclass(eq=False)
 class _Progress:
-    """Times are seconds of time.monotonic()."""
+    """Times are seconds of time.monotonic(); ``number`` counts requests from 1, but for the probes."""
 
+    number: int
+    priority: int
     begun_at: float
     tokens_before: int  # this session
+    tokens: int
     first_at: float | None = None  # when the first token of this session came
+    newest_at: float = 0.0
+    gaps: deque[float] = field(default_factory=lambda: deque(maxlen=_GAPS))  # between tokens, seconds
     accepted: int = 0  # draft tokens in the rounds that ended
+
+    def add_tokens(self, tokens: int, at: float) -> None:
+        """The answer has so many tokens now."""
+        self.gaps.extend(([at - self.newest_at] if self.first_at is not None else [])
+                         + [0.0] * (tokens - self.tokens - 1))
+        self.tokens, self.newest_at = tokens, at
+
+    def tokens_per_second(self, now: float) -> float | None:
+        """After the first token, as in ``Stats``; falls while no token comes. None before the second."""
+        generated = self.tokens - self.tokens_before - 1
+        if self.first_at is None or generated < 1 or now <= self.first_at:
+            return None
+        return generated / (now - self.first_at)
+
+    def event(self, now: float, session: int, share: float | None) -> dict[str, Any]:
+        at = np.percentile(list(self.gaps), (50, 95, 99)).tolist() if self.gaps else [None] * 3
+        ttft = None  # also of an answer that began before a loss, in another session
+        if self.first_at is not None and not self.tokens_before:
+            ttft = self.first_at - self.begun_at
+        return {"number": self.number, "session": session, "priority": self.priority, "tokens": self.tokens,
+                "tokens_per_second": self.tokens_per_second(now), "ttft_s": ttft,
+                "itl_p50_s": at[0], "itl_p95_s": at[1], "itl_p99_s": at[2], "share": share}
 
 
 class RequestStats:
-    """Statistics of the oldest running request, or else of the last one. Requests of one token, such as the
-    server's own probes, are not counted."""
+    """Statistics of each running request, and more of the oldest one, or else of the last. Requests of one
+    token, such as the server's own probes, are not counted."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,13 +74,25 @@ class RequestStats:
         self._shown: dict[str, float] = {}
         self._joules: float | None = None  # per token of the newest answer
         self._total = {"requests": 0, "tokens": 0, "drafted": 0, "accepted": 0}
+        self._sent: deque[tuple[float, int, int]] = deque(maxlen=_SEGMENTS)  # when, session, rows
+        self._begun = 0  # requests
         self.ends = 0  # requests that ended, of any length
 
     def opened(self, coordinator: Coordinator, at: float) -> None:
         """A request begins, or continues in another session."""
         with self._lock:
-            self._running[coordinator.builder.session] = _Progress(at, len(coordinator.tokens))
+            tokens, request = len(coordinator.tokens), coordinator.request
+            number = 0  # of a probe
+            if request.max_new_tokens > 1:
+                self._begun += 1
+                number = self._begun
+            progress = _Progress(number, request.priority, at, tokens, tokens)
+            self._running[coordinator.builder.session] = progress
             self._acceptance.begin(coordinator)
+
+    def sent(self, session: int, rows: int, at: float) -> None:
+        with self._lock:
+            self._sent.append((at, session, rows))
 
     def verified(self, coordinator: Coordinator, at: float) -> None:
         with self._lock:
@@ -53,6 +101,8 @@ class RequestStats:
             accepted = self._acceptance.verified(coordinator)
             if progress is None or tokens == progress.tokens_before:
                 return
+            if tokens > progress.tokens:
+                progress.add_tokens(tokens, at)
             if progress.first_at is None:
                 progress.first_at = at
                 if not progress.tokens_before and not coordinator.finished and self._is_shown(session):
@@ -98,15 +148,40 @@ class RequestStats:
             self._running.clear()
             self._acceptance.clear()
 
-    def event(self, waiting: int) -> dict[str, Any]:
-        """Return the event of docs/serving.md; unknown figures are None."""
+    def fairness(self) -> float | None:
+        """Return tokens/s of the slowest running request over those of the fastest; None unless two have
+        some."""
+        with self._lock:
+            return _fairness(self._speeds(time.monotonic()))
+
+    def event(self, waiting: Sequence[WaitingRequest], now: float) -> dict[str, Any]:
+        """Return the event of docs/serving.md; unknown figures are None. ``now``: of time.monotonic()."""
         with self._lock:
             rounds = len(self._rounds)
             depths = [sum(n >= depth for n in self._rounds) / rounds for depth in range(1, DEPTHS + 1)] \
                 if rounds else []
             newest = {name: self._shown.get(name) for name in ("tokens_per_second", "alt", "alr", "ttft_s")}
+            speeds = self._speeds(now)
             return {**newest, "joules_per_token": self._joules, "acceptance": depths, "rounds": rounds,
-                    "running": len(self._running), "waiting": waiting, "total": dict(self._total)}
+                    "running": len(self._running), "waiting": len(waiting), "total": dict(self._total),
+                    "requests": self._requests(now),
+                    "queue": [asdict(one) for one in waiting[:_MOST_WAITING]],
+                    "together": {"tokens_per_second": sum(speeds), "fairness": _fairness(speeds)}}
+
+    def _speeds(self, now: float) -> list[float]:
+        return [speed for progress in self._running.values() if (speed := progress.tokens_per_second(now))]
+
+    def _requests(self, now: float) -> list[dict[str, Any]]:
+        """Return those that run, the oldest first."""
+        while self._sent and self._sent[0][0] < now - _SHARE_S:
+            self._sent.popleft()
+        rows = dict.fromkeys(self._running, 0)
+        for _, session, count in self._sent:
+            if session in rows:
+                rows[session] += count
+        total = sum(rows.values())
+        return [progress.event(now, session, rows[session] / total if total else None)
+                for session, progress in self._running.items() if progress.number]
 
     def _end(self, coordinator: Coordinator) -> _Progress | None:
         self._acceptance.end(coordinator.builder.session)
@@ -115,3 +190,7 @@ class RequestStats:
     def _is_shown(self, session: int) -> bool:
         """Return whether no older request runs."""
         return session == next(iter(self._running), session)
+
+
+def _fairness(speeds: Sequence[float]) -> float | None:
+    return min(speeds) / max(speeds) if len(speeds) > 1 else None

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
@@ -39,18 +38,18 @@ class StreamError(Exception):
 
 
 class ResponseHandler:
-    """choices  empty if the request was not admitted
-    tokens   arrivals of the answer's tokens: (time.monotonic, count)
-    """
+    """``choices``: empty if the request was not admitted."""
 
     def __init__(self, admission: AdmissionQueue, prepared: PreparedRequest, answer: Answer, caller: str,
-                 keep_alive_s: float) -> None:
-        """``keep_alive_s``: seconds without a token after which a stream sends a status line."""
+                 keep_alive_s: float, on_tokens: Callable[[int], None]) -> None:
+        """keep_alive_s  seconds without a token after which a stream sends a status line
+        on_tokens     called when tokens come, with the number of those that belong to the answer
+        """
         self._admission, self._prepared = admission, prepared
         self._answer, self._caller = answer, caller
         self._keep_alive_s = keep_alive_s
         self.choices: list[Choice] = []
-        self.tokens: list[tuple[float, int]] = []
+        self._on_tokens = on_tokens
 
     async def complete(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer in one piece; raises ApiError or ClientGone."""
@@ -112,7 +111,7 @@ class ResponseHandler:
                 continue  # it came while the stop string was found
             pieces = choice.read(event)
             if choice.tokens > before:
-                self.tokens.append((time.monotonic(), choice.tokens - before))
+                self._on_tokens(choice.tokens - before)
             if choice.finish:
                 self._admission.cancel(choice.pending)  # after a stop string it would go on
             yield choice, pieces

@@ -9,7 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowspec_edge.runtime.draft_device.scheduling.row_shares import divide, prompt_rows
+from flowspec_edge.runtime.draft_device.scheduling.row_shares import (
+    divide,
+    divide_in_order,
+    priority_weights,
+    prompt_rows,
+)
 
 falling = st.lists(st.floats(0.01, 1.0), min_size=1, max_size=6).map(lambda row: sorted(row, reverse=True))
 offers = st.lists(falling, min_size=1, max_size=4)
@@ -26,13 +31,15 @@ def rate(found: list[list[float]], shares: tuple[int, ...], seconds: Callable[[i
 
 
 @given(found=offers, flat=st.integers(1, 12), slope=st.floats(0.001, 0.5), stages=st.integers(1, 6),
-       taken=st.integers(0, 10))
+       taken=st.integers(0, 10), weights=st.lists(st.sampled_from([1.0, 0.5, 0.125]), min_size=4, max_size=4))
 def test_no_division_with_the_guaranteed_rows_is_faster(found: list[list[float]], flat: int, slope: float,
-                                                        stages: int, taken: int) -> None:
+                                                        stages: int, taken: int, weights: list[float]) -> None:
     seconds, gained = curve(flat, slope), float(taken > 0)
-    shares = divide(found, seconds, stages, 24, taken, gained)
+    weights = weights[:len(found)]
+    shares = divide(found, seconds, stages, 24, taken, gained, weights)
     free = max(n for n in range(1, 25) if seconds(n) <= 1.05 * seconds(1))
-    sure = [min(len(offer), max(1, free // len(found))) for offer in found]
+    sure = [min(len(offer), max(1, int(free * weight / sum(weights))))
+            for offer, weight in zip(found, weights, strict=True)]
     chosen = rate(found, tuple(shares), seconds, stages, taken, gained)
     for other in product(*(range(len(offer) + 1) for offer in found)):
         allowed = all(n >= least for n, least in zip(other, sure, strict=True))
@@ -53,6 +60,45 @@ def test_rows_that_cost_nothing_are_used_and_everybody_has_some(found: list[list
 def test_without_a_curve_a_batch_is_as_long_as_the_longest_offer(found: list[list[float]]) -> None:
     most = max(len(found), *map(len, found))
     assert sum(divide(found, None, 4, 24)) == min(most, sum(map(len, found)))
+
+
+def test_a_weight_of_two_guarantees_twice_the_rows() -> None:
+    likely, unlikely = [0.9] * 20, [0.1] * 20
+    free_rows = curve(12, 1e9)
+    assert divide([unlikely, likely], free_rows, 4, 24) == [6, 6]
+    assert divide([unlikely, likely], free_rows, 4, 24, weights=[2.0, 1.0]) == [8, 4]
+    assert divide([unlikely, likely, likely], free_rows, 4, 24, weights=[1000.0, 1.0, 1.0]) == [10, 1, 1]
+
+
+def test_a_step_of_priority_is_a_factor_of_two() -> None:
+    assert priority_weights([0, 1, 3, -1]) == [0.5, 0.25, 0.0625, 1.0]
+    least, *_ = priority_weights([2**63 - 1, -(2**63)])
+    assert least > 0
+    assert priority_weights([]) == []
+
+
+@given(found=offers, flat=st.integers(1, 12), slope=st.floats(0.001, 0.5), stages=st.integers(1, 6))
+def test_in_order_the_first_has_what_it_would_have_alone_and_no_one_is_without_a_row(
+        found: list[list[float]], flat: int, slope: float, stages: int) -> None:
+    seconds = curve(flat, slope)
+    shares = divide_in_order(found, seconds, stages, 24)
+    assert shares[:1] == divide(found[:1], seconds, stages, 24 - len(found) + 1)
+    taken = gained = 0.0
+    for offer, share in zip(found, shares, strict=True):
+        assert 1 <= share <= len(offer)
+        own = rate([offer], (share,), seconds, stages, int(taken), gained)
+        for other in range(1, len(offer) + 1):
+            assert own >= rate([offer], (other,), seconds, stages, int(taken), gained) - 1e-9
+        taken, gained = taken + share, gained + sum(offer[:share])
+
+
+@given(found=offers, most=st.integers(4, 24))
+def test_in_order_there_are_no_more_rows_than_room(found: list[list[float]], most: int) -> None:
+    assert sum(divide_in_order(found, curve(24, 0.0), 4, most)) == min(most, sum(map(len, found)))
+    longest = max(len(found), *map(len, found))
+    shares = divide_in_order(found, None, 4, 24)
+    assert sum(shares) == min(longest, sum(map(len, found)))
+    assert min(shares) >= 1
 
 
 @given(flat=st.integers(1, 40), slope=st.floats(0.001, 0.5), others=st.integers(1, 64),

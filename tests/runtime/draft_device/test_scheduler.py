@@ -22,7 +22,7 @@ from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.draft_device.models import DraftModels
 from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
 from flowspec_edge.runtime.plain import PlainDecoder
-from flowspec_edge.runtime.request import Request
+from flowspec_edge.runtime.request import Request, SchedulingPolicy
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.params import Params
@@ -40,8 +40,8 @@ def plain(model: Path) -> PlainDecoder:
 
 
 @cache
-def virtual(model: Path, stages: int) -> VirtualCluster:
-    return VirtualCluster(model, stages, PROFILE)
+def virtual(model: Path, stages: int, policy: SchedulingPolicy = "fair") -> VirtualCluster:
+    return VirtualCluster(model, stages, PROFILE, scheduling_policy=policy)
 
 
 @cache
@@ -92,17 +92,17 @@ def test_the_same_request_three_times(tiny_model: Path, name: str) -> None:
 
 @settings(max_examples=12, deadline=None)
 @given(names=st.lists(st.sampled_from(PIPELINED), min_size=1, max_size=8), stages=st.integers(1, 4),
-       choice=st.data())
+       policy=st.sampled_from(["fair", "fcfs"]), choice=st.data())
 def test_requests_that_come_and_go_at_any_time(tiny_model: Path, names: list[str], stages: int,
-                                               choice: st.DataObject) -> None:
-    """Any strategies, parameters and noise beside one another."""
-    requests = [replace(request, params=replace(SMALL, segment=choice.draw(st.integers(1, 8)),
+                                               policy: SchedulingPolicy, choice: st.DataObject) -> None:
+    """Any strategies, parameters, noise and priorities beside one another."""
+    requests = [replace(request, priority=choice.draw(st.integers(-2, 2)), params=replace(SMALL, segment=choice.draw(st.integers(1, 8)),
                                                 prefill_chunk=choice.draw(st.integers(1, 20))))
                 for request in some(len(names), names)]
     moments = st.floats(0, 3)
     arrivals = [choice.draw(moments) for _ in names]
     leaves = [at + choice.draw(moments) if choice.draw(st.integers(0, 3)) == 0 else None for at in arrivals]
-    results = virtual(tiny_model, stages).generate_many(requests, arrivals, leaves=leaves)
+    results = virtual(tiny_model, stages, policy).generate_many(requests, arrivals, leaves=leaves)
     for request, result, leave in zip(requests, results, leaves, strict=True):
         expected = own_text(tiny_model, request)
         assert result.tokens == expected[: len(result.tokens)], request.strategy
@@ -189,6 +189,48 @@ def test_two_at_once_give_more_tokens_a_second(demo_model: Path, demo_prompts: l
     assert max(seconds[1]) < 0.95 * sum(seconds[0])
 
 
+def demo_speeds(model: Path, prompts: list[list[int]], policy: SchedulingPolicy, priorities: tuple[int, ...]
+                ) -> list[float]:
+    """Tokens/s of requests beside one another, whose texts are those of their runs alone."""
+    cluster = virtual(model, 4, policy)
+    requests = [Request(tokens, "flowspec_plus", 40, priority=priority)
+                for tokens, priority in zip(prompts, priorities, strict=False)]
+    results = cluster.generate_many(requests)
+    expected = [text(model, tuple(request.prompt), 40, request.sampling) for request in requests]
+    assert [result.tokens for result in results] == expected
+    return [result.stats.tokens_per_second for result in results]
+
+
+def test_a_weight_of_two_gives_more_tokens_a_second(demo_model: Path, demo_prompts: list[list[int]]) -> None:
+    """To the oldest as to the youngest of four that are asked the same."""
+    same = [demo_prompts[0]] * 4
+    equal = demo_speeds(demo_model, same, "fair", (0, 0, 0, 0))
+    first = demo_speeds(demo_model, same, "fair", (-1, 0, 0, 0))
+    last = demo_speeds(demo_model, same, "fair", (0, 0, 0, -1))
+    assert first[0] > equal[0]
+    assert first[0] == max(first)
+    assert last[3] > equal[3]
+    assert last[3] == max(last)
+
+
+def test_in_order_of_arrival_the_oldest_is_as_fast_as_alone(demo_model: Path, demo_prompts: list[list[int]]
+                                                            ) -> None:
+    [alone] = demo_speeds(demo_model, demo_prompts, "fcfs", (0,))
+    together = demo_speeds(demo_model, demo_prompts, "fcfs", (0, 0, 0))
+    assert together[0] > 0.9 * alone
+    assert together[0] > demo_speeds(demo_model, demo_prompts, "fair", (0, 0, 0))[0]
+    overtaken = demo_speeds(demo_model, demo_prompts, "fcfs", (0, 0, -1))
+    assert overtaken[2] > together[2]
+
+
+def test_a_prompt_of_a_higher_priority_is_read_first(tiny_model: Path) -> None:
+    requests = [Request(prompt(i, 120), "autoregressive", 2, params=replace(SMALL, prefill_chunk=64),
+                        priority=-2 * i) for i in range(2)]
+    for policy in ("fair", "fcfs"):
+        first, urgent = virtual(tiny_model, 2, policy).generate_many(requests)
+        assert urgent.stats.ttft_s < first.stats.ttft_s
+
+
 def test_what_cannot_be_beside_one_another_is_refused(tiny_model: Path) -> None:
     cluster = virtual(tiny_model, 2)
     with pytest.raises(UsageError, match="one kind of parallelism, not galaxy and pipeline"):
@@ -199,10 +241,11 @@ def test_what_cannot_be_beside_one_another_is_refused(tiny_model: Path) -> None:
 # ---- who goes next ---------------------------------------------------------------------------------
 
 
-def scheduled(model: Path, count: int, strategy: str = "autoregressive", length: int = 40) -> Scheduler:
+def scheduled(model: Path, count: int, strategy: str = "autoregressive", length: int = 40,
+              priorities: tuple[int, ...] = (0, 0, 0)) -> Scheduler:
     device0, scheduler = DraftModels(model), Scheduler()
     for number in range(1, count + 1):
-        request = Request(prompt(number, length), strategy, 4, params=SMALL)
+        request = Request(prompt(number, length), strategy, 4, params=SMALL, priority=priorities[number - 1])
         opening = scheduler.add(device0.coordinator(request, 2, lambda: 0.0, number, lambda kind: 1.0))
         assert opening.concurrent == tuple(range(1, number))
     return scheduler
@@ -233,6 +276,11 @@ def test_ranks_of_a_tensor_parallel_group_get_one_segment(tiny_model: Path) -> N
     sessions = scheduled(tiny_model, 2, "galaxy", 16)
     assert sent(sessions) == [(1, 0, 16)]
     sessions.receive(Credit(1, 0, 0))
+    assert sent(sessions) == [(2, 0, 16)]
+
+
+def test_a_group_computes_the_segment_of_the_highest_priority(tiny_model: Path) -> None:
+    sessions = scheduled(tiny_model, 3, "galaxy", 16, priorities=(1, 0, 0))
     assert sent(sessions) == [(2, 0, 16)]
 
 

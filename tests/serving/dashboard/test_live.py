@@ -16,7 +16,7 @@ import pytest
 from clusterkit import PATIENCE, until
 from livekit import STAGES, Watchable, Watched, Watcher, watchable, watched_cluster
 from openai import APIError
-from servekit import NAME
+from servekit import LONG, NAME, post
 
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.text import Tokenizer
@@ -150,6 +150,39 @@ def test_plain_decoding_has_no_tree_and_guesses_nothing(watched: Watchable) -> N
     with Watcher(watched.server.url) as watcher:
         session = told_of(watched, watcher, "autoregressive")
     assert [tree for tree in watcher.named("tree") if tree["session"] == session] == []
+
+
+def test_requests_that_share_the_stages_are_listed_beside_one_another(cluster: Watched) -> None:
+    """With those that wait, in the order of their turns."""
+    with watchable(cluster, at_once=2) as watched, Watcher(watched.server.url) as watcher:
+        server = watched.server
+        for number, priority in enumerate((0, -1, 0, 3, 2)):
+            post(server, {"prompt": f"request {number}", "max_tokens": LONG, "priority": priority})
+            until(lambda n=number: sum(vars(server.admission.readiness())[name]
+                                       for name in ("running", "waiting")) == n + 1)
+
+        def shown() -> list[dict[str, Any]]:
+            return [figures for figures in watcher.named("figures") if figures["waiting"] == 3
+                    and sum(one["itl_p50_s"] is not None for one in figures["requests"]) == 2]
+
+        until(lambda: bool(shown()))
+        figures = shown()[-1]
+        first, second = figures["requests"]
+        assert (first["priority"], second["priority"]) == (0, -1)
+        assert second["number"] == first["number"] + 1
+        assert first["session"] < second["session"]
+        speeds = [one["tokens_per_second"] for one in (first, second)]
+        assert figures["together"]["tokens_per_second"] == pytest.approx(sum(speeds))
+        assert figures["together"]["fairness"] == pytest.approx(min(speeds) / max(speeds))
+        assert first["share"] + second["share"] == pytest.approx(1)
+        for one in (first, second):
+            assert 0 < one["share"] < 1
+            assert one["ttft_s"] > 0
+            assert 0 <= one["itl_p50_s"] <= one["itl_p95_s"] <= one["itl_p99_s"]
+        assert [(one["priority"], one["ahead"]) for one in figures["queue"]] == [(0, 1), (2, 2), (3, 3)]
+        assert all(one["waited_s"] >= 0 for one in figures["queue"])
+    with watchable(cluster) as watched, Watcher(watched.server.url) as watcher:
+        assert watcher.wait("figures", running=0)["requests"] == []
 
 
 def test_two_viewers_see_the_same_and_one_that_reads_nothing_holds_nobody_up(watched: Watchable) -> None:

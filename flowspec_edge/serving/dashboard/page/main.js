@@ -5,6 +5,7 @@ import { openChat } from "./chat.js";
 import { watch } from "./feed.js";
 import { explainFigures, showFigures } from "./figures.js";
 import { clearRail, layRail, moveSegments } from "./rail.js";
+import { showRequests } from "./requests.js";
 import { clearTree, explainTree, growTree } from "./tree.js";
 
 const served = document.querySelector("#served");
@@ -33,7 +34,10 @@ watch({
   boards: fillBoards,
   flow: moveSegments,
   tree: growTree,
-  figures: showFigures,
+  figures(event) {
+    showFigures(event);
+    showRequests(event);
+  },
   cut(why) {
     tell("cut", `${why}; trying again`);
     clearRail();

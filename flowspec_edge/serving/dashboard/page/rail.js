@@ -156,5 +156,10 @@ function freeColour(at) {
 }
 
 function sessionColour(session) {
-  return colour(sessions.get(session)?.colour ?? SESSION_COLOURS[0]);
+  return colour(colourName(session));
+}
+
+/** The name in style.css of the colour of a session's segments. */
+export function colourName(session) {
+  return sessions.get(session)?.colour ?? SESSION_COLOURS[0];
 }
