@@ -138,7 +138,7 @@ class Cluster:
         strategy  a name (:func:`strategy_names`), or "package.module:Class"
         sampling  temperature, top_p, top_k and seed; None: greedy
         params    the strategies' parameters; None: the papers' values
-        priority  beside other requests: lower is earlier, and one less doubles the guaranteed rows
+        priority  beside other requests: lower is earlier, and one less quadruples the guaranteed rows
 
         UsageError for an unknown strategy or an empty prompt.
         """

@@ -208,6 +208,12 @@ def ask(server: Running, prompt: Any, **how: Any) -> Any:
     return server.client.completions.create(**{"model": NAME, "prompt": prompt, "max_tokens": 6, **how})
 
 
+def placed(server: Running) -> tuple[int, int]:
+    """How many requests run, and how many wait."""
+    state = server.admission.readiness()
+    return state.running, state.waiting
+
+
 def post(server: Running, body: dict[str, Any]) -> socket.socket:
     """Send a request, and leave the answer to come."""
     host, port = server.url.removeprefix("http://").split(":")

@@ -41,7 +41,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()  # end-of-sequence ids; not part of the result
     logprobs: int | None = None  # number of alternatives in each token's Likelihood; None: no Likelihood
     grammar: Grammar | None = None  # what the answer must match, which ends it when it is complete
-    priority: int = 0  # beside other requests; lower is earlier, and one less doubles the guaranteed rows
+    priority: int = 0  # beside other requests; lower is earlier, and one less quadruples the guaranteed rows
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from clusterkit import PATIENCE, until
 from livekit import STAGES, Watchable, Watched, watchable, watched_cluster
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright
 from powerkit import board
-from servekit import LONG, post
+from servekit import LONG, placed, post
 from tiny_dir import tiny_model_dir
 
 from flowspec_edge.model.modeldir import ModelDir
@@ -189,15 +189,15 @@ def test_it_shows_the_boards_the_answer_the_tree_and_the_figures(browser: Browse
 
 
 def test_it_shows_requests_side_by_side_and_what_waits(browser: Browser, cluster: Watched) -> None:
-    with watchable(cluster, at_once=2) as watched, visit(browser, watched.server.url, viewport=PHONE) as found:
+    with (watchable(cluster, at_once=2) as watched,
+          visit(browser, watched.server.url, viewport=PHONE) as found):
         page, server = found.page, watched.server
         board_names(page)
         section, rows = page.locator("#requests"), page.locator("#requests tbody tr")
         expect(section).to_be_hidden()
         for number, priority in enumerate((0, -1, 2)):
             post(server, {"prompt": f"request {number}", "max_tokens": LONG, "priority": priority})
-            until(lambda n=number: sum(vars(server.admission.readiness())[name]
-                                       for name in ("running", "waiting")) == n + 1)
+            until(lambda n=number: placed(server) == (min(n + 1, 2), max(0, n - 1)))
         expect(rows).to_have_count(3)
         expect(page.locator("#together")).to_have_text(re.compile(
             r"Together [\d.]+ tokens a second; the slowest has \d+ % of the fastest one's\."))

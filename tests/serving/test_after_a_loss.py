@@ -53,7 +53,7 @@ def test_a_cluster_that_is_lost_and_another_one(model: Path) -> None:
             with pytest.raises(PeerLost):
                 other.result(0)
         assert "V2 was killed" in (feed.loss_reason or "")
-        assert feed.stats.event(0)["running"] == 0
+        assert feed.stats.event([], 0.0)["running"] == 0
         assert feed._open == metrics._acceptance._rounds == {}
         assert count() == (1, 0)
         clusters.generate(Request(PROMPT, "flowspec", 2))
@@ -69,7 +69,7 @@ def test_after_a_fault_of_ours_nothing_of_those_that_ran_is_left(model: Path) ->
             clusters.serve(lambda: next(turns) < 0)
         assert all(ticket.done for ticket in tickets)
         assert feed._open == metrics._acceptance._rounds == {}
-        assert feed.stats.event(0)["running"] == 0
+        assert feed.stats.event([], 0.0)["running"] == 0
         assert feed.loss_reason is None
 
 

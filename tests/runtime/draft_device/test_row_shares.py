@@ -31,9 +31,11 @@ def rate(found: list[list[float]], shares: tuple[int, ...], seconds: Callable[[i
 
 
 @given(found=offers, flat=st.integers(1, 12), slope=st.floats(0.001, 0.5), stages=st.integers(1, 6),
-       taken=st.integers(0, 10), weights=st.lists(st.sampled_from([1.0, 0.5, 0.125]), min_size=4, max_size=4))
+       taken=st.integers(0, 10),
+       weights=st.lists(st.sampled_from([1.0, 0.5, 0.125]), min_size=4, max_size=4))
 def test_no_division_with_the_guaranteed_rows_is_faster(found: list[list[float]], flat: int, slope: float,
-                                                        stages: int, taken: int, weights: list[float]) -> None:
+                                                        stages: int, taken: int, weights: list[float]
+                                                        ) -> None:
     seconds, gained = curve(flat, slope), float(taken > 0)
     weights = weights[:len(found)]
     shares = divide(found, seconds, stages, 24, taken, gained, weights)
@@ -70,26 +72,29 @@ def test_a_weight_of_two_guarantees_twice_the_rows() -> None:
     assert divide([unlikely, likely, likely], free_rows, 4, 24, weights=[1000.0, 1.0, 1.0]) == [10, 1, 1]
 
 
-def test_a_step_of_priority_is_a_factor_of_two() -> None:
-    assert priority_weights([0, 1, 3, -1]) == [0.5, 0.25, 0.0625, 1.0]
+def test_a_step_of_priority_is_a_factor_of_four() -> None:
+    assert priority_weights([0, 1, 3, -1]) == [1 / 4, 1 / 16, 1 / 256, 1.0]
     least, *_ = priority_weights([2**63 - 1, -(2**63)])
     assert least > 0
     assert priority_weights([]) == []
 
 
 @given(found=offers, flat=st.integers(1, 12), slope=st.floats(0.001, 0.5), stages=st.integers(1, 6))
-def test_in_order_the_first_has_what_it_would_have_alone_and_no_one_is_without_a_row(
+def test_in_order_the_first_has_what_it_would_have_alone_and_is_not_delayed_for_the_others(
         found: list[list[float]], flat: int, slope: float, stages: int) -> None:
     seconds = curve(flat, slope)
-    shares = divide_in_order(found, seconds, stages, 24)
-    assert shares[:1] == divide(found[:1], seconds, stages, 24 - len(found) + 1)
-    taken = gained = 0.0
-    for offer, share in zip(found, shares, strict=True):
-        assert 1 <= share <= len(offer)
-        own = rate([offer], (share,), seconds, stages, int(taken), gained)
-        for other in range(1, len(offer) + 1):
-            assert own >= rate([offer], (other,), seconds, stages, int(taken), gained) - 1e-9
-        taken, gained = taken + share, gained + sum(offer[:share])
+    first, *others = divide_in_order(found, seconds, stages, 24)
+    assert [first] == divide(found[:1], seconds, stages, 24 - len(found) + 1)
+    assert all(1 <= share <= len(offer) for offer, share in zip(found[1:], others, strict=True))
+    at_least = first + len(others)
+    assert first + sum(others) <= max(at_least, sum(
+        seconds(n) <= 1.05 * seconds(first) for n in range(1, 60)))
+
+
+def test_in_order_what_the_first_leaves_free_goes_to_the_next() -> None:
+    likely, unlikely = [0.9] * 5, [0.1] * 20
+    assert divide_in_order([likely, unlikely, likely], curve(12, 1e9), 4, 24) == [5, 6, 1]
+    assert divide_in_order([unlikely, likely, likely], curve(12, 1e9), 4, 24) == [12, 1, 1]
 
 
 @given(found=offers, most=st.integers(4, 24))

@@ -96,8 +96,9 @@ def test_the_same_request_three_times(tiny_model: Path, name: str) -> None:
 def test_requests_that_come_and_go_at_any_time(tiny_model: Path, names: list[str], stages: int,
                                                policy: SchedulingPolicy, choice: st.DataObject) -> None:
     """Any strategies, parameters, noise and priorities beside one another."""
-    requests = [replace(request, priority=choice.draw(st.integers(-2, 2)), params=replace(SMALL, segment=choice.draw(st.integers(1, 8)),
-                                                prefill_chunk=choice.draw(st.integers(1, 20))))
+    requests = [replace(request, priority=choice.draw(st.integers(-2, 2)),
+                        params=replace(SMALL, segment=choice.draw(st.integers(1, 8)),
+                                       prefill_chunk=choice.draw(st.integers(1, 20))))
                 for request in some(len(names), names)]
     moments = st.floats(0, 3)
     arrivals = [choice.draw(moments) for _ in names]
@@ -201,16 +202,16 @@ def demo_speeds(model: Path, prompts: list[list[int]], policy: SchedulingPolicy,
     return [result.stats.tokens_per_second for result in results]
 
 
-def test_a_weight_of_two_gives_more_tokens_a_second(demo_model: Path, demo_prompts: list[list[int]]) -> None:
+@pytest.mark.parametrize("place", [0, pytest.param(3, marks=pytest.mark.soak)])
+def test_a_higher_priority_gives_more_tokens_a_second(demo_model: Path, demo_prompts: list[list[int]],
+                                                      place: int) -> None:
     """To the oldest as to the youngest of four that are asked the same."""
-    same = [demo_prompts[0]] * 4
-    equal = demo_speeds(demo_model, same, "fair", (0, 0, 0, 0))
-    first = demo_speeds(demo_model, same, "fair", (-1, 0, 0, 0))
-    last = demo_speeds(demo_model, same, "fair", (0, 0, 0, -1))
-    assert first[0] > equal[0]
-    assert first[0] == max(first)
-    assert last[3] > equal[3]
-    assert last[3] == max(last)
+    same, priorities = [demo_prompts[0]] * 4, [0, 0, 0, 0]
+    equal = demo_speeds(demo_model, same, "fair", tuple(priorities))
+    priorities[place] = -1
+    urgent = demo_speeds(demo_model, same, "fair", tuple(priorities))
+    assert urgent[place] > equal[place]
+    assert urgent[place] == max(urgent)
 
 
 def test_in_order_of_arrival_the_oldest_is_as_fast_as_alone(demo_model: Path, demo_prompts: list[list[int]]
@@ -224,11 +225,14 @@ def test_in_order_of_arrival_the_oldest_is_as_fast_as_alone(demo_model: Path, de
 
 
 def test_a_prompt_of_a_higher_priority_is_read_first(tiny_model: Path) -> None:
-    requests = [Request(prompt(i, 120), "autoregressive", 2, params=replace(SMALL, prefill_chunk=64),
-                        priority=-2 * i) for i in range(2)]
+    """Three prompts, of more rows than a batch has."""
+    requests = [Request(prompt(i, 500), "autoregressive", 2, params=replace(SMALL, prefill_chunk=256))
+                for i in range(3)]
+    urgent = [*requests[:2], replace(requests[2], priority=-1)]
     for policy in ("fair", "fcfs"):
-        first, urgent = virtual(tiny_model, 2, policy).generate_many(requests)
-        assert urgent.stats.ttft_s < first.stats.ttft_s
+        cluster = virtual(tiny_model, 2, policy)
+        equal, first = (cluster.generate_many(some)[2].stats.ttft_s for some in (requests, urgent))
+        assert first < equal
 
 
 def test_what_cannot_be_beside_one_another_is_refused(tiny_model: Path) -> None:

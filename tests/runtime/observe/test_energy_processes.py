@@ -133,7 +133,7 @@ def test_metrics_and_page_tell_each_boards_power_once(running: Running) -> None:
     assert [told["host"] for told in shown] == [0, 0, 2]
     stats, _ = running.ask()
     assert stats.energy_j is not None
-    assert running.feed.stats.event(0)["joules_per_token"] == pytest.approx(stats.energy_j / 8)
+    assert running.feed.stats.event([], 0.0)["joules_per_token"] == pytest.approx(stats.energy_j / 8)
 
 
 def test_what_leaves_a_board_out_is_no_figure(running: Running) -> None:
@@ -144,7 +144,7 @@ def test_what_leaves_a_board_out_is_no_figure(running: Running) -> None:
     stats, _ = running.ask()
     assert (stats.energy_j, stats.energy_above_idle_j) == (None, None)
     assert ["session_j" in told for told in stats.stages] == [True, False]
-    assert running.feed.stats.event(0)["joules_per_token"] is None
+    assert running.feed.stats.event([], 0.0)["joules_per_token"] is None
     current.write_text(kept)
     running.listen(lambda: ("flowspec_device_power_watts", "V2") in running.page())
     assert running.ask()[0].energy_j is not None

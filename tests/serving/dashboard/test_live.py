@@ -16,7 +16,7 @@ import pytest
 from clusterkit import PATIENCE, until
 from livekit import STAGES, Watchable, Watched, Watcher, watchable, watched_cluster
 from openai import APIError
-from servekit import LONG, NAME, post
+from servekit import LONG, NAME, placed, post
 
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.text import Tokenizer
@@ -58,14 +58,14 @@ def last_session(watcher: Watcher) -> int:
 
 def told_of(watched: Watchable, watcher: Watcher, strategy: str = "flowspec") -> int:
     """Ask, and wait until all is told; the session."""
-    ends = watched.feed.stats.event(0)["total"]["requests"] + 1
+    ends = watched.feed.stats.event([], 0.0)["total"]["requests"] + 1
     ask(watched, strategy)
     until(lambda: any(event["total"]["requests"] == ends for event in watcher.named("figures")))
     return last_session(watcher)
 
 
 def test_figures_are_those_of_the_answer(watched: Watchable) -> None:
-    before = watched.feed.stats.event(0)
+    before = watched.feed.stats.event([], 0.0)
     with Watcher(watched.server.url) as watcher:
         told_of(watched, watcher)
         figures, boards = watcher.named("figures")[-1], watcher.named("boards")[-1]["boards"]
@@ -158,8 +158,7 @@ def test_requests_that_share_the_stages_are_listed_beside_one_another(cluster: W
         server = watched.server
         for number, priority in enumerate((0, -1, 0, 3, 2)):
             post(server, {"prompt": f"request {number}", "max_tokens": LONG, "priority": priority})
-            until(lambda n=number: sum(vars(server.admission.readiness())[name]
-                                       for name in ("running", "waiting")) == n + 1)
+            until(lambda n=number: placed(server) == (min(n + 1, 2), max(0, n - 1)))
 
         def shown() -> list[dict[str, Any]]:
             return [figures for figures in watcher.named("figures") if figures["waiting"] == 3

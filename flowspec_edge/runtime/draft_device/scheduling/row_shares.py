@@ -8,7 +8,8 @@ import numpy as np
 
 _FREE = 1.05  # times a row's time: what rows that cost no time may take
 _PROMPT_SLOWDOWN = 1.25  # by which a prompt's rows may lengthen a batch that carries others' rows, too
-_MOST_STEPS = 10  # of priority that count: a weight a thousandth of another's guarantees nothing anyway
+_STEP = 4  # a request's weight over that of one of the next lower priority: 2 was too little to be measured
+_MOST_STEPS = 5  # that count: a weight a thousandth of another's guarantees one row anyway
 
 
 def divide(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | None, stages: int,
@@ -47,23 +48,25 @@ def divide(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | 
 
 def divide_in_order(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | None, stages: int,
                     most: int, taken: int = 0, gained: float = 0.0) -> list[int]:
-    """As :func:`divide`, but the first request gets the rows that it would get alone, and each next one as
-    many more as then maximise the tokens per second of all: at least one, while there is room."""
-    shares: list[int] = []
+    """As :func:`divide`, but the first request gets the rows that it would get alone; the next ones, in turn,
+    those that cost no time beside it, and at least one."""
     if seconds is None:
         most = max(len(offers), *(len(offer) for offer in offers))
+    shares: list[int] = []
     for number, offer in enumerate(offers, 1):
         room = max(1, most - sum(shares) - (len(offers) - number))  # leaves one for each later request
         [share] = divide([offer[:room]], seconds, stages, room, taken, gained)
         taken, gained = taken + share, gained + sum(offer[:share])
         shares.append(share)
+        if seconds is not None and number == 1:
+            most = min(most, share + _most_within(_FREE * seconds(taken), seconds, taken + most) - taken)
     return shares
 
 
 def priority_weights(priorities: Sequence[int]) -> list[float]:
-    """Return each request's weight, at most 1: half as much for every step behind the highest priority."""
+    """Return each request's weight, at most 1: a quarter for every step behind the highest priority."""
     first = min(priorities, default=0)
-    return [0.5 ** min(priority - first, _MOST_STEPS) for priority in priorities]
+    return [1 / _STEP ** min(priority - first, _MOST_STEPS) for priority in priorities]
 
 
 def prompt_rows(seconds: Callable[[int], float] | None, others: int, most: int) -> int:
