@@ -71,7 +71,8 @@ def test_it_serves_logs_and_leaves_nothing_behind(
         model: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, number: signal.Signals,
         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOWSPEC_SYSFS", str(board(tmp_path_factory.mktemp("board"), WATTS)))
-    with started(model, tmp_path, "--log-json", "--api-key", "key", "--context", "1800") as process:
+    with started(model, tmp_path, "--log-json", "--api-key", "key", "--context", "1800",
+                 "--scheduling-policy", "fcfs") as process:
         line = line_of(process.stdout)
         found = re.fullmatch(r"flowspec: serving tiny \(flowspec_plus, 2 stages, fp32\) at "
                              r"(http://127.0.0.1:\d+)/v1, the page at \1/\n", line)
@@ -205,6 +206,7 @@ def test_it_can_be_ended_while_the_cluster_starts(model: Path, tmp_path: Path) -
     (["--queue", "-1"], "Invalid value for '--queue'"),
     (["--context", "0"], "Invalid value for '--context'"),
     (["--at-once", "-1"], "Invalid value for '--at-once'"),
+    (["--scheduling-policy", "priority"], "Invalid value for '--scheduling-policy'"),
     (["--local", "--cluster", "x.toml"], "give --cluster or --local, not both"),
     (["--cluster", "x.toml"], "give --cluster or --stages, not both"),
     (["--board-model", "/model"], "--board-model works with --cluster only"),

@@ -85,6 +85,7 @@ def inputs(draw: st.DrawFn) -> Given:
     sha256 = st.text("0123456789abcdef", min_size=64, max_size=64)
     cluster = {**dict(zip(names, ports, strict=True)), "context": draw(st.integers(1, 9999)),
                "at_once": draw(st.integers(0, 3)),
+               "scheduling_policy": draw(st.sampled_from(["fair", "fcfs"])),
                "serve_host": draw(st.sampled_from(["127.0.0.1", "0.0.0.0"])),
                "draft": draw(st.sampled_from(["", "head", "ngram"]))}
     return Given(
@@ -134,6 +135,7 @@ def test_the_files_load_and_make_a_ring(given: Given) -> None:
     assert {config.key_file for config in (d0, *stages)} == {paths.KEY}
     assert {config.dtype for config in (d0, *stages)} == {given.dtype}
     assert bool(d0.api_key_file) == (given.cluster["serve_host"] == "0.0.0.0")
+    assert d0.scheduling_policy == given.cluster["scheduling_policy"]
     assert d0.at_once == (given.cluster["at_once"] or max(2, len(stages)))
 
 

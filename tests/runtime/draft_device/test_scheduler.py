@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 
 from flowspec_edge.config import load_profile
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.messages import Batch, Credit, Segment, parts_of
+from flowspec_edge.messages import Batch, Cancel, Credit, Prune, Segment, parts_of
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.draft_device.coordinator import Coordinator
 from flowspec_edge.runtime.draft_device.models import DraftModels
 from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
+from flowspec_edge.runtime.observe.observer import Observer
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request, SchedulingPolicy
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
@@ -306,6 +308,32 @@ def test_processes_answer_several_at_once(processes: ProcessCluster, tiny_model:
         # Drafts depend on the moment, so rows may differ, but not by another request's.
         assert mine["segments"] < its["segments"] + 10
         assert mine["rows"] >= len(requests[1].prompt)
+
+
+class FirstSent(Observer):
+    """Notes which request's segment was the first one, after the newest request had begun."""
+
+    def __init__(self) -> None:
+        self.priorities: dict[int, int] = {}  # by session
+        self.first: int | None = None
+
+    def opened(self, coordinator: Coordinator, at: float) -> None:
+        self.priorities[coordinator.builder.session] = coordinator.request.priority
+        self.first = None
+
+    def sent(self, message: Segment | Prune | Cancel, at: float) -> None:
+        if self.first is None:
+            self.first = self.priorities[message.session]
+
+
+def test_processes_in_order_of_arrival(tiny_model: Path) -> None:
+    """But for the priority, which comes first."""
+    requests = [replace(request, priority=-i) for i, request in enumerate(some(3, ["flowspec"]))]
+    observer = FirstSent()
+    with ProcessCluster(tiny_model, 2, threads=1, observer=observer, scheduling_policy="fcfs") as cluster:
+        results = cluster.generate_many(requests)
+    assert [result.tokens for result in results] == [own_text(tiny_model, request) for request in requests]
+    assert observer.first == -2
 
 
 def test_a_server_takes_requests_from_other_threads(processes: ProcessCluster, tiny_model: Path) -> None:

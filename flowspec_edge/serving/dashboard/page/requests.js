@@ -19,7 +19,7 @@ export function showRequests({ requests, queue, waiting, together: all }) {
 function words({ tokens_per_second: pace, fairness }, oldest) {
   if (!pace || !oldest) return "";
   const spread = fairness == null ? "" : `; the slowest has ${percent(fairness)} of the fastest one's`;
-  return `Together ${number(pace)} tokens a second${spread}. The figures below are those of ${oldest.number}.`;
+  return `Together ${number(pace)} tokens a second${spread}. The figures below are those of request ${oldest.number}.`;
 }
 
 function runs(request) {
