@@ -91,7 +91,7 @@ class RequestHandle(Future[Result]):
 
     The driving thread sets the result and runs callbacks. It also calls ``on_tokens``, which must be quick
     because all requests wait; if it raises, this request ends with that error. ``likelihoods``: one per token
-    passed to ``on_tokens``, if requested.
+    passed to ``on_tokens``, if requested; ``started``: False while the request waits for room in the cluster.
     """
 
     def __init__(self, request: Request, on_tokens: OnTokens | None = None) -> None:
@@ -100,6 +100,7 @@ class RequestHandle(Future[Result]):
         self.on_tokens = on_tokens
         self.likelihoods: list[Likelihood] = []
         self.cancel_requested = False
+        self.started = False
 
     def cancel(self) -> bool:
         """End the request within a turn or two; False if it was done before. Unlike a plain Future it still

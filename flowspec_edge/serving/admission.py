@@ -162,7 +162,10 @@ class AdmissionQueue:
             if reason := self._reason():
                 return f"waiting: {' '.join(reason.split())}"
             before = self._requests_ahead(pending)
-            return "working" if before is None else f"waiting, {before} before you"
+            if before is None:
+                fits = pending.handle is None or pending.handle.started
+                return "working" if fits else "waiting for room in the stages' caches"
+            return f"waiting, {before} before you"
 
     def waiting(self) -> list[WaitingRequest]:
         """Return the requests without a place, the next one first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,10 +14,20 @@ from servekit import LONG, NAME, Held, ask, post, running, served
 from transformers import AutoTokenizer
 
 from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.draft_device.capacity import cache_rows
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Result
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.serving.access_log import GONE
+from flowspec_edge.strategies.params import Params
+
+
+def received(connection: socket.socket) -> bytes:
+    """What comes next, which is something."""
+    data = connection.recv(4096)
+    assert data
+    return data
 
 
 def broken_off(end: Result | BaseException) -> bool:
@@ -114,6 +125,23 @@ def test_a_higher_priority_starts_first(held: Held, model: Path) -> None:
         assert [request.priority for request in held.started[1:]] == [0, -1, 0, 0, 7]
         with pytest.raises(openai.BadRequestError, match="priority"):
             ask(server, "x", extra_body={"priority": "high"})
+
+
+def test_a_request_that_does_not_fit_beside_another_waits_for_room(model: Path) -> None:
+    """It has a place, but the caches are sized for one text of the longest kind."""
+    rows = cache_rows(LONG + 100, 1, Params(), 1)
+    with (ProcessCluster(model, 1, threads=1, at_once=2, cache_rows=rows) as cluster,
+          running(served(model), cluster, at_once=2, keep_alive_s=0.05) as server):
+        large = {"prompt": "x", "max_tokens": LONG, "stream": True}
+        first = post(server, large)
+        assert first.recv(100).startswith(b"HTTP/1.1 200 OK")
+        second, seen = post(server, large), b""
+        while b": waiting for room in the stages' caches" not in seen:
+            seen += received(second)
+        assert b"data:" not in seen
+        first.close()
+        while b"data:" not in seen:
+            seen += received(second)
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -273,7 +273,9 @@ class ProcessCluster:
             self._recovery.end()
         while (self._queue and self._loop.open < self._at_once
                and self._loop.has_room(self._queue[0].request)):  # strictly in order
-            self._loop.start(self._queue.popleft())
+            handle = self._queue.popleft()
+            handle.started = True
+            self._loop.start(handle)
         self._loop.step(_CHECK_S if self._loop.busy else _IDLE_S)
 
     def _abandon(self, error: BaseException) -> None:
