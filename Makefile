@@ -33,10 +33,12 @@ test: check
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder \
 		-m 'not soak and not fleet and not aarch64'
 
-# A thousand faults under clients are among them; their report is $(CHAOS_REPORT).
+# A thousand faults under clients are among them; their report is $(CHAOS_REPORT).  Property tests
+# (hypothesis marks them) run again with all of their examples.
 CHAOS_REPORT ?= build/chaos.json
 soak: $(READY)
-	FLOWSPEC_CHAOS_REPORT=$(CHAOS_REPORT) $(BIN)/python -m pytest -m 'soak and not fleet and not aarch64'
+	FLOWSPEC_CHAOS_REPORT=$(CHAOS_REPORT) FLOWSPEC_ALL_EXAMPLES=1 $(BIN)/python -m pytest \
+		-m '(soak or hypothesis) and not fleet and not aarch64'
 
 # Containers with a systemd each; needs root.  Their images are built once: a few minutes, 3.5 GB.
 test-fleet: $(READY)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from propertykit import examples
 
 # The models are tiny: a second thread costs more than it computes, on a loaded machine a hundred times more.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,7 +24,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (max(_soft, _most), _hard))
 
 
 # An example that takes longer on a loaded machine is no failure.
-hypothesis.settings.register_profile("flowspec", deadline=None)
+hypothesis.settings.register_profile("flowspec", examples(100, quick=40))
 hypothesis.settings.load_profile("flowspec")
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from propertykit import examples
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from flowspec_edge.drafting.lm import LMDrafter
@@ -31,7 +32,7 @@ def expansion(found: list[Row], columns: int) -> DraftOutput:
 
 
 @given(found=st.lists(st.tuples(rows, rows), min_size=1, max_size=4), children=st.integers(1, 8))
-@settings(max_examples=100, deadline=None)
+@examples(100, quick=30)
 def test_the_best_of_both_stay(found: list[tuple[Row, Row]], children: int) -> None:
     merged = merge(expansion([a for a, _ in found], 5), expansion([b for _, b in found], 5), children)
     assert merged.tokens.shape == merged.scores.shape == (len(found), children)

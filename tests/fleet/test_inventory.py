@@ -8,8 +8,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from propertykit import examples
 
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, load_inventory, resolve
@@ -148,7 +149,7 @@ VALUES = st.sampled_from(["1", "-1", "true", "[]", "[1, 2]", "{a = 1}", "''", "1
 EDITS = st.tuples(st.integers(0, TEXT.count("\n")), LINES, VALUES, st.sampled_from("dixv"))
 
 
-@settings(max_examples=100)
+@examples(100, quick=30)
 @given(st.lists(EDITS, max_size=4))
 def test_every_error_is_one_line(edits: list[tuple[int, str, str, str]]) -> None:
     """Lines of the example deleted, inserted, replaced, or with other values."""

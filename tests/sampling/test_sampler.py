@@ -8,6 +8,7 @@ import torch
 from gpukit import DEVICES
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from propertykit import examples
 
 import flowspec_edge.sampling.sampler
 from flowspec_edge.sampling import rule as definition
@@ -32,7 +33,7 @@ def logits_of(seed: int, n: int, vocabulary: int, spread: float, coarse: bool) -
 @given(st.integers(0, 10_000), VOCABULARIES, st.sampled_from([0.0, 0.1, 1.0, 3.0, 30.0]), st.booleans(),
        st.one_of(SAMPLINGS, st.just(Sampling())), st.lists(st.integers(0, 2**40), min_size=1, max_size=4))
 @example(seed=0, vocabulary=4099, spread=0.0, coarse=False, sampling=Sampling(), positions=[0])
-@settings(max_examples=120, deadline=None)
+@examples(120, quick=40)
 def test_the_tokens_are_those_of_the_definition(
     device: str, seed: int, vocabulary: int, spread: float, coarse: bool, sampling: Sampling,
     positions: list[int],
@@ -69,7 +70,7 @@ def test_top_p_is_exact_on_the_edge_of_every_token_that_may_be_drawn(
 @pytest.mark.parametrize("device", DEVICES)
 @given(st.integers(0, 10_000), st.sampled_from([2, 5, 40, 300]), st.integers(1, 6), st.integers(2, 40),
        st.integers(2, 80), st.sampled_from([0.5, 1.0, 3.0]))
-@settings(max_examples=200, deadline=None)
+@examples(200, quick=70)
 def test_equal_logits_are_kept_in_the_order_of_their_ids(
     device: str, seed: int, vocabulary: int, levels: int, k: int, halves: int, temperature: float
 ) -> None:

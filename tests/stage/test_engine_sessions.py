@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from playkit import LAYERS, SLOTS, STAGES, Control, Step, passed_on, play
+from propertykit import examples
 from stagekit import Book, Oracle, assert_cache, assert_rows, engines, random_tokens, through
 from storykit import VOCAB, stories
 from tiny import tiny_llama
@@ -87,7 +88,7 @@ def same(one: Segment | Output | None, other: Segment | Output | None) -> bool:
             and np.array_equal(one.hidden.array, other.hidden.array))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40, quick=15)
 @given(data=st.data(), sessions=st.integers(2, 3))
 def test_every_session_gets_what_it_gets_alone(shards: list[Shard], data: st.DataObject,
                                                sessions: int) -> None:

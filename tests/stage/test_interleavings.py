@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from propertykit import examples
 from stagekit import Oracle, assert_cache, assert_rows
 from storykit import VOCAB, Story, stories
 from tiny import tiny_llama
@@ -79,7 +80,7 @@ def run_stage(engine: StageEngine, segments: list[Segment], prunes: list[Prune],
     return results
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150, quick=40)
 @given(data=st.data())
 def test_any_interleaving_gives_the_same_cache(shards: list[Shard], oracle: Oracle, data: st.DataObject
                                                ) -> None:
@@ -102,7 +103,7 @@ def test_any_interleaving_gives_the_same_cache(shards: list[Shard], oracle: Orac
     assert set(story.survivors) <= set(returned)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30, quick=20)
 @given(data=st.data())
 def test_prunes_may_never_arrive(shards: list[Shard], oracle: Oracle, data: st.DataObject) -> None:
     """Without prunes the cache holds more rows, but every commit removes the rows it decides."""

@@ -6,9 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from playkit import LAYERS, SLOTS, STAGES, Control, Step, passed_on, play
+from propertykit import examples
 from stagekit import Book, Oracle, assert_cache, assert_rows, engines, random_tokens, through
 from storykit import VOCAB, Story, stories
 from tiny import tiny_llama
@@ -75,7 +76,7 @@ def _mixed(draw: st.DrawFn, one: list[Segment], other: list[Segment]) -> list[Se
     return [left[i].pop(0) for i in draw(st.permutations([0] * len(one) + [1] * len(other)))]
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40, quick=15)
 @given(data=st.data())
 def test_kept_rows_are_as_good_as_read_in(shards: list[Shard], oracle: Oracle, data: st.DataObject) -> None:
     (steps, told), after = data.draw(plays()), list[Control]()

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from propertykit import examples
 
 from flowspec_edge.messages import Cancel, Credit, Output, Payload, Prune, Segment, unpack_bits
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
@@ -222,7 +223,7 @@ def drive(name: str, stages: int, prompt: list[int], limit: int, params: Params,
        limit=st.integers(1, 24), segment=st.sampled_from([1, 2, 5, 16]), depth=st.integers(1, 4),
        width=st.integers(1, 4), size=st.integers(4, 30), absent=st.sampled_from([0.0, 0.0, 0.3, 0.7, 1.0]),
        eager=st.sampled_from([False, False, False, True]), choice=st.data())
-@settings(max_examples=40, deadline=None)
+@examples(40, quick=20)
 def test_the_tokens_of_plain_decoding(name: str, stages: int, prompt: list[int], limit: int, segment: int,
                                       depth: int, width: int, size: int, absent: float, eager: bool,
                                       choice: st.DataObject) -> None:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from propertykit import examples
 
 from flowspec_edge import messages as m
 from flowspec_edge.errors import ProtocolError
@@ -155,7 +156,7 @@ def test_a_batch_has_segments_or_outputs_alone(parts: tuple[m.Message, ...]) -> 
         decode([msgpack.packb(["Batch", "", [1] * len(parts), b""]), *inner])
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150, quick=50)
 @given(messages, st.data())
 def test_damaged_frames_are_messages_or_protocol_errors(message: m.Message, data: st.DataObject) -> None:
     frames = frames_of(message)
@@ -181,7 +182,7 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=3), max_leaves=6)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150, quick=50)
 @given(single, values, st.data())
 def test_any_value_anywhere_in_the_header_is_a_message_or_a_protocol_error(message: m.Message, value: Any,
                                                                 data: st.DataObject) -> None:

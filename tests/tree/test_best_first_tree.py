@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from propertykit import examples
 
 from flowspec_edge.tree.acceptance import accepted_path
 from flowspec_edge.tree.acceptance_estimator import AcceptanceEstimator, Evidence
@@ -220,7 +221,7 @@ def pick(data: st.DataObject, what: list[Guess]) -> Guess:
     return what[data.draw(st.integers(0, len(what) - 1))]
 
 
-Model.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+Model.TestCase.settings = settings(examples(120, quick=40), stateful_step_count=40)
 TestBestFirstTree = Model.TestCase
 
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lookupkit import brute_force
+from propertykit import examples
 
 from flowspec_edge.tree.text_index import TextIndex
 
@@ -14,7 +15,7 @@ lengths = st.tuples(st.integers(1, 6), st.integers(1, 6)).map(sorted)
 
 
 @given(text=texts, below=st.lists(st.integers(0, 3), max_size=5), lengths=lengths)
-@settings(max_examples=150, deadline=None)
+@examples(150, quick=50)
 def test_candidates_are_those_of_brute_force(text: list[int], below: list[int], lengths: list[int]) -> None:
     shortest, longest = lengths
     index = TextIndex(longest, shortest)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plankit import MB, board, problem, size
+from propertykit import examples
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.planning.layer_split import plan_as_listed
@@ -96,7 +97,7 @@ def instances(draw: st.DrawFn) -> tuple[list[CandidateBoard], SplitProblem]:
     return boards, problem(of, context=1000, tentative=1000)
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120, quick=40)
 @given(instances())
 def test_never_worse_than_every_split_there_is(instance: tuple[list[CandidateBoard], SplitProblem]) -> None:
     boards, p = instance

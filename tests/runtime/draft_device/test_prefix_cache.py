@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from propertykit import examples
 
 from flowspec_edge.runtime.draft_device.capacity import cache_rows, session_rows, tentative_rows
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
@@ -43,7 +44,7 @@ def best(left: list[tuple[int, list[int]]], prompt: list[int], odd: bool) -> tup
     return (max(found)[2], max(found)[0]) if found else None
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100, quick=30)
 @given(data=st.data())
 def test_any_coming_and_going(data: st.DataObject) -> None:
     pool = PrefixCache(LIMIT)

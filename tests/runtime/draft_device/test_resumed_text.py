@@ -10,8 +10,9 @@ from functools import cache
 from itertools import count
 from pathlib import Path
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from propertykit import examples
 
 from flowspec_edge.messages import Cancel, Credit, Output, Prune, Segment
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
@@ -71,7 +72,7 @@ def run(coordinator: Coordinator, engine: StageEngine, steps: int) -> list[int]:
     return streamed
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20, quick=8)
 @given(name=st.sampled_from(PIPELINED), at=st.integers(0, 1),
        moments=st.lists(st.integers(0, 12), max_size=3))
 def test_a_text_in_parts_is_the_text(tiny_model: Path, name: str, at: int, moments: list[int]) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from propertykit import examples
 
 from flowspec_edge.config import load_profile
 from flowspec_edge.errors import FlowspecError, UsageError
@@ -92,7 +93,7 @@ def test_the_same_request_three_times(tiny_model: Path, name: str) -> None:
         assert result.tokens == own_text(tiny_model, request)
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12, quick=4)
 @given(names=st.lists(st.sampled_from(PIPELINED), min_size=1, max_size=8), stages=st.integers(1, 4),
        policy=st.sampled_from(["fair", "fcfs"]), choice=st.data())
 def test_requests_that_come_and_go_at_any_time(tiny_model: Path, names: list[str], stages: int,

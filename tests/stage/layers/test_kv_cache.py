@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from propertykit import examples
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowspec_edge.errors import FlowspecError
@@ -35,7 +36,7 @@ def write(cache: KVCache, rows: torch.Tensor, numbers: np.ndarray) -> None:
 
 
 @given(masks=st.lists(st.integers(0, 2**20 - 1), min_size=1, max_size=4), rows=st.integers(0, 20))
-@settings(max_examples=100, deadline=None)
+@examples(100, quick=30)
 def test_keep_is_boolean_indexing(masks: list[int], rows: int) -> None:
     cache, truth = filled(rows)
     numbers = cache.numbers.copy()
