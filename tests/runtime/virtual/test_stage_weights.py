@@ -75,15 +75,15 @@ def test_a_sharded_models_parts_are_loaded_once(model: Path, tmp_path: Path) -> 
 def test_strategies_and_points_share_the_weights(model: Path) -> None:
     """A pipeline of three and a group of three, then two and five stages under another profile."""
     cluster = VirtualCluster(model, 3, PROFILE)
-    expected, _ = PlainDecoder(model).generate(PROMPT, 12, Sampling())
+    expected, _ = PlainDecoder(model).generate(PROMPT, 6, Sampling())
     used = []
     for stages in (3, 2, 5):
         cluster = cluster.under(load_profile("paper-13b-int4"), stages) if stages != 3 else cluster
         for strategy in ("flowspec", "megatron"):
-            result = cluster.generate(Request(PROMPT, strategy, 12))
+            result = cluster.generate(Request(PROMPT, strategy, 6))
             assert result.tokens == expected
             fresh = VirtualCluster(model, stages, cluster.devices)
-            assert fresh.generate(Request(PROMPT, strategy, 12)).stats == result.stats
+            assert fresh.generate(Request(PROMPT, strategy, 6)).stats == result.stats
         used += [places([engine.shard for engine in engines]) for engines in cluster._engines.values()]
     assert len(used) == 2 + 2 + 2
     assert all(each == used[0] for each in used)
