@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import flowspec_edge
 from flowspec_edge import Cluster, Params, Sampling, TreeStrategy, UsageError, strategy_class, strategy_names
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,14 +37,21 @@ def test_the_examples_of_the_document_run(tmp_path: Path) -> None:
     assert "busy seconds:" in done.stdout
 
 
-def test_the_reference_is_that_of_the_docstrings() -> None:
-    assert run(str(ROOT / "docs" / "build_api.py"), "--check").returncode == 0, "run docs/build_api.py"
+def test_the_reference_is_that_of_the_docstrings(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.spec_from_file_location("build_api", ROOT / "docs" / "build_api.py")
+    assert found is not None
+    assert found.loader is not None
+    found.loader.exec_module(script := importlib.util.module_from_spec(found))
+    monkeypatch.setattr(sys, "argv", ["build_api.py", "--check"])
+    assert script.main() == 0, "run docs/build_api.py"
 
 
 def test_the_package_is_imported_without_the_heavy_libraries() -> None:
     done = run("-c", "import sys, flowspec_edge; print(flowspec_edge.__version__, 'torch' in sys.modules,"
-                     " hasattr(flowspec_edge, 'nothing'), 'Cluster' in dir(flowspec_edge))")
-    assert re.fullmatch(r"\d+\.\d+\.\d+ False False True\n", done.stdout), done.stderr
+                     " 'numpy' in sys.modules)")
+    assert re.fullmatch(r"\d+\.\d+\.\d+ False False\n", done.stdout), done.stderr
+    assert "Cluster" in dir(flowspec_edge)
+    assert not hasattr(flowspec_edge, "nothing")
 
 
 def test_the_package_is_a_command() -> None:

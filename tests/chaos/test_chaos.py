@@ -1,4 +1,5 @@
-"""The chaos run: a few faults of every kind here, a thousand in `make soak`; and that it would tell."""
+"""The chaos run: a few kinds of faults here, each once and a thousand in all in `make soak`; and that it
+would tell."""
 
 from __future__ import annotations
 
@@ -18,11 +19,14 @@ from tests.chaos.clients import Question, Violation, compare
 from tests.chaos.faults import able, build_clock
 from tests.chaos.processes import Holdings
 from tests.chaos.run import chaos
-from tests.chaos.schedule import LINKS, LOCAL, SETUPS, schedule
+from tests.chaos.schedule import LINKS, LOCAL, SETUPS, Setup, schedule
 
 LONG = 1000
 EVERYWHERE = {*LOCAL, *LINKS}
-# A server of each place, small enough for every run.
+# What strikes a stage, D0 and the machine, without another start of the server or of its fork server.
+QUICK = ("kill", "stop_continue", "draft_stop_continue", "disk_full", "clock_back", "memory_limit")
+FEW = (replace(SETUPS[0], stages=2, share=len(QUICK), kinds=tuple((kind, 1) for kind in QUICK)),)
+# A server of each place.
 SMALL = (replace(SETUPS[0], stages=2, share=len(LOCAL)),
          replace(SETUPS[-1], stages=1, share=2, kinds=(("link_cut", 1), ("link_slow", 1))))
 
@@ -75,8 +79,10 @@ def test_what_a_server_gained_is_told() -> None:
         "processes": 0, "threads": 0, "descriptors": 3, "files": 0, "draft_mib": 0, "stage_mib": 52.5}
 
 
-def test_faults_of_every_kind(short_tmp_path: Path) -> None:
-    setups = SMALL if not fleetkit.why_no_bed() else SMALL[:1]
+@pytest.mark.parametrize("setups", [FEW, pytest.param(SMALL, marks=pytest.mark.soak)], ids=["few", "all"])
+def test_faults_of_many_kinds(short_tmp_path: Path, setups: tuple[Setup, ...]) -> None:
+    if fleetkit.why_no_bed():
+        setups = setups[:1]
     faults = sum(len(setup.kinds) for setup in setups)
     report = chaos(1, faults, short_tmp_path, written("chaos-small"), setups=setups, prompts=2, tokens=(4, 8),
                    longest_s=2.0)

@@ -1,7 +1,7 @@
 """The cluster as it really runs: processes, sockets, signals.
 
-Tokens are compared with transformers' own decoding of the unsharded model; processes are killed,
-stopped and orphaned.
+Tokens are compared with transformers' own decoding of the unsharded model; processes are killed and
+stopped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from multiprocessing import connection
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from flowspec_edge.errors import FlowspecError, PeerLost, UsageError
 from flowspec_edge.runtime.cluster.addresses import Addresses
+from flowspec_edge.runtime.cluster.forkserver import WorkerProcess
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request, Result
@@ -51,6 +52,7 @@ def cluster(model: Path) -> Iterator[ProcessCluster]:
         yield made
 
 
+@cache
 def greedy(model: Path, count: int) -> list[int]:
     """transformers' own generate."""
     whole = AutoModelForCausalLM.from_pretrained(model / "target", dtype=torch.float32)
@@ -174,31 +176,6 @@ def test_a_truncated_shard_is_told_by_the_stage_that_reads_it(model: Path, tmp_p
     assert len(str(caught.value).splitlines()) == 1
 
 
-ORPHANS = """
-import signal, sys
-from pathlib import Path
-from flowspec_edge.runtime.cluster.forkserver import server_pid
-from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
-cluster = ProcessCluster(Path(sys.argv[1]), 2, threads=1)
-print(server_pid(), *cluster.pids, flush=True)
-signal.pause()
-"""
-
-
-def test_stages_and_their_fork_server_do_not_outlive_a_d0_that_is_killed(model: Path) -> None:
-    command = [sys.executable, "-c", ORPHANS, str(model)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as d0:
-        assert d0.stdout is not None
-        pids = [int(pid) for pid in d0.stdout.readline().split()]
-        assert len(pids) == 3
-        assert all(map(alive, pids))
-        ends = [os.pidfd_open(pid) for pid in pids]
-        d0.kill()
-    for end in ends:
-        assert connection.wait([end], PATIENCE), "a process lives on"
-        os.close(end)
-
-
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
@@ -224,9 +201,8 @@ def test_stages_elsewhere_serve_one_d0_after_another(model: Path, tmp_path: Path
 
 def test_a_worker_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "w.toml").write_text('stage = 1\n')
-    command = [sys.executable, "-m", "flowspec_edge.runtime.worker", "--config", str(tmp_path / "w.toml")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert done.returncode == UsageError.exit_code
-    assert done.stderr.startswith("flowspec worker: ")
-    assert "missing key 'instance'" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    assert WorkerProcess(tmp_path / "w.toml", tmp_path / "output").wait(PATIENCE) == UsageError.exit_code
+    said = (tmp_path / "output").read_text()
+    assert said.startswith("flowspec worker: ")
+    assert "missing key 'instance'" in said
+    assert len(said.splitlines()) == 1
