@@ -14,43 +14,55 @@ from flowspec_edge.config import load_profile
 from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.runtime.cluster.clusters import LocalCluster
 from flowspec_edge.runtime.emulation.engine import Emulation
-from flowspec_edge.runtime.request import ClusterBackend, Request, Stats
+from flowspec_edge.runtime.request import ClusterBackend, Request, Result, Stats
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.runtime.virtual.devices import Devices
 
 STRATEGIES = ("chunk_pp", "flowspec", "flowspec_plus")
 
 
-def measure(prompts: int, tokens: int, profile: str, stages: int) -> dict[str, dict[str, list[Stats]]]:
-    """Clock → strategy → the requests' figures."""
+def measure(prompts: int, tokens: int, profile: str, stages: int, clients: int = 1
+            ) -> dict[str, dict[str, list[list[Result]]]]:
+    """Clock → strategy → groups of ``clients`` results that arrived together."""
     model, devices = resolve_model(), Devices.even(load_profile(profile), stages)
     requests = demo_prompts(prompts)
+    groups = [requests[i : i + clients] for i in range(0, len(requests), clients)]
 
-    def run(cluster: ClusterBackend) -> dict[str, list[Stats]]:
+    def run(cluster: ClusterBackend) -> dict[str, list[list[Result]]]:
         with closing(cluster):
-            return {name: [cluster.generate(Request(ids, name, tokens)).stats for ids in requests]
-                    for name in STRATEGIES}
+            return {name: [cluster.generate_many([Request(ids, name, tokens) for ids in group])
+                           for group in groups] for name in STRATEGIES}
 
-    return {"emulated": run(LocalCluster(model.path, stages, emulation=Emulation(devices))),
+    return {"emulated": run(LocalCluster(model.path, stages, emulation=Emulation(devices), at_once=clients)),
             "virtual": run(VirtualCluster(model.path, stages, devices))}
 
 
 def main() -> None:
-    given = options(__doc__, prompts=4, tokens=64, profile="paper-7b", stages=4)
-    found = measure(given.prompts, given.tokens, given.profile, given.stages)
-    speed = {clock: {name: fmean(s.tokens_per_second for s in stats) for name, stats in rows.items()}
+    given = options(__doc__, prompts=4, tokens=64, profile="paper-7b", stages=4, clients=1)
+    found = measure(given.prompts, given.tokens, given.profile, given.stages, given.clients)
+    speed = {clock: {name: fmean(map(_speed, groups)) for name, groups in rows.items()}
              for clock, rows in found.items()}
     for name in STRATEGIES:
         pairs = zip(found["emulated"][name], found["virtual"][name], strict=True)
-        each = ", ".join(f"{a.tokens_per_second / b.tokens_per_second:.3f}" for a, b in pairs)
+        each = ", ".join(f"{_speed(a) / _speed(b):.3f}" for a, b in pairs)
         emulated, virtual = speed["emulated"][name], speed["virtual"][name]
-        print(f"{name}, {given.stages} stages, {given.profile}: EMULATED {emulated:.2f} tokens/s, "
-              f"VIRTUAL TIME {virtual:.2f}, ratio {emulated / virtual:.3f} (each prompt: {each})")
+        print(f"{name}, {given.stages} stages, {given.profile}, {given.clients} at once: "
+              f"EMULATED {emulated:.2f} tokens/s, VIRTUAL TIME {virtual:.2f}, "
+              f"ratio {emulated / virtual:.3f} (each: {each})")
+    if given.clients > 1:
+        return
     gain = speed["emulated"]["flowspec"] / speed["emulated"]["chunk_pp"]
-    alt = {name: _alt(found["virtual"][name]) for name in STRATEGIES}
+    alt = {name: _alt([group[0].stats for group in found["virtual"][name]]) for name in STRATEGIES}
     turns = alt["flowspec"] / alt["chunk_pp"]
     print(f"flowspec over chunk_pp: {gain:.3f} x in EMULATED wall clock, {turns:.3f} x in tokens per turn "
           f"(VIRTUAL TIME): {gain / turns:.3f} of it is kept")
+
+
+def _speed(group: list[Result]) -> float:
+    """Tokens/s: of one request while it decodes, of several together from their arrival on."""
+    if len(group) == 1:
+        return group[0].stats.tokens_per_second
+    return sum(len(result.tokens) for result in group) / max(result.token_at[-1] for result in group)
 
 
 def _alt(stats: list[Stats]) -> float:
