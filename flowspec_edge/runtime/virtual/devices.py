@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 
 from flowspec_edge.config import Profile
@@ -55,9 +55,17 @@ class Devices:
 
     def occupied_seconds(self, rows: int) -> float:
         """Time of a segment in the slowest stage plus the slowest link after a stage."""
-        size = rows * self.d0.model.hidden_width * self.d0.model.bytes_per_value
-        ring = [*range(1, len(self.stages) + 1), 0]
-        return self.slot_seconds(rows) + max(self.hop_seconds(a, b, size)[0] for a, b in pairwise(ring))
+        if rows not in self._occupied:  # a scheduler asks for up to 256 lengths of every batch
+            size = rows * self.d0.model.hidden_width * self.d0.model.bytes_per_value
+            ring = [*range(1, len(self.stages) + 1), 0]
+            link = max(self.hop_seconds(a, b, size)[0] for a, b in pairwise(ring))
+            self._occupied[rows] = self.slot_seconds(rows) + link
+        return self._occupied[rows]
+
+    @cached_property
+    def _occupied(self) -> dict[int, float]:
+        """By rows."""
+        return {}
 
     def link_row_seconds(self) -> float:
         """Mean time of a row's hidden state over a link after a stage, as a round trip measures it."""
