@@ -93,8 +93,8 @@ class TreeDrafter(Drafter, ABC):
         return [drafter._rank(request, own) for (drafter, request), own in zip(requests, logits, strict=True)]
 
     def _rows_together(self, begun: Sequence[tuple[TreeDrafter, Rows]]) -> list[Tensor]:
-        """:meth:`_rows` of drafters that share passes."""
-        raise NotImplementedError
+        """:meth:`_rows` of drafters that share passes; here one after the other."""
+        return [drafter._rows(*rows) for drafter, rows in begun]
 
     def _begin(self, request: DraftRequest) -> Rows | None:
         """Make room for the rows to compute; None if there are none."""
