@@ -69,7 +69,8 @@ def test_while_there_is_no_room_only_living_parts_wait(start: Start, real: Stage
     stage.tell(Close(1))
     stage.hear(SessionReport, lambda report: report.session == 1)
     assert outputs(stage.output.receive(PATIENCE)) == [(1, 0, 1), (2, 0, 1)]
-    assert outputs(stage.output.receive(PATIENCE)) == [(2, 1, 1)]
+    # A part that was being computed when its session was closed goes on without rows; D0 drops it.
+    assert [part for part in outputs(stage.output.receive(PATIENCE)) if part[2]] == [(2, 1, 1)]
 
 
 def test_outputs_are_no_segments(start: Start, real: StageEngine) -> None:
