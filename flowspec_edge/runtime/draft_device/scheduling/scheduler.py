@@ -151,18 +151,19 @@ class Scheduler:
         curve = order[0].strategy.pipeline.slot_seconds if order else None
         if offering:
             stages = offering[0][0].strategy.pipeline.stages
-            offers, heft = [offer for _, offer in offering], _weights([one for one, _ in offering])
+            offers, weights = [offer for _, offer in offering], _weights([one for one, _ in offering])
             shares = (divide_in_order(offers, curve, stages, _MOST_ROWS, rows, len(segments))
                       if self._in_order else
-                      divide(offers, curve, stages, _MOST_ROWS, rows, len(segments), heft))
+                      divide(offers, curve, stages, _MOST_ROWS, rows, len(segments), weights))
             for (coordinator, _), share in zip(offering, shares, strict=True):
                 segments += self._alone(coordinator, share) if share else []
             rows = sum(len(segment.numbers) for segment in segments)
         room = prompt_rows(curve, rows, _MOST_ROWS)
         for place, coordinator in enumerate(reading):
             if room > 0:
-                heft = _weights(reading[place:])
-                chunk = self._alone(coordinator, room if self._in_order else ceil(room * heft[0] / sum(heft)))
+                weights = _weights(reading[place:])
+                own = room if self._in_order else ceil(room * weights[0] / sum(weights))
+                chunk = self._alone(coordinator, own)
                 room -= sum(len(segment.numbers) for segment in chunk)
                 segments += chunk
         return segments
