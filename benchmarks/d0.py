@@ -11,6 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -18,11 +19,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.tree_cache import CacheShape
 from flowspec_edge.drafting.tree_drafter import TreeDrafter
 from flowspec_edge.messages import Batch, Credit, Output, Payload, Segment, parts_of
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
 from flowspec_edge.runtime.draft_device.lm_head import LmHead
+from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
 from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
 from flowspec_edge.runtime.draft_device.scheduling.slot_curve import SlotCurve
 from flowspec_edge.runtime.request import Request
@@ -31,7 +34,7 @@ from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import strategy_class
 from flowspec_edge.transport.codec import decode, encode
-from flowspec_edge.tree.draft_api import DraftNode
+from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
 from flowspec_edge.util.tensors import to_torch
 
 VOCABULARY = 32_000
@@ -103,16 +106,24 @@ class _Head(LmHead):
         return to_torch(hidden).to(self.weight.device, torch.float16)
 
 
+_Asked = list[tuple[_Text, list[int]]]
+
+
 class _Drafter(TreeDrafter):
     """Keeps cache, masks and outputs like an EAGLE head, without computing."""
 
     rows_behind = 1
 
-    def __init__(self, text: _Text, device: torch.device) -> None:
+    def __init__(self, text: _Text, device: torch.device, asked: _Asked) -> None:
+        """``asked``: the pass's positions, in the texts of all drafters that share it."""
         shape = CacheShape(1, 32, 128, torch.float16, device)
-        super().__init__(shape, lambda outputs: text.untimed(lambda: text.draft_logits(self._at)))
+        super().__init__(shape, lambda outputs: _draft_logits(asked))
         self._text_of = text
+        self._asked_rows = asked
         self._states: list[Tensor] = []
+
+    def shares_passes_with(self, other: Drafter) -> bool:
+        return True
 
     def commit(self, tokens: Sequence[int], features: Tensor | None, rows: Sequence[int] = ()) -> None:
         self._text_length += len(tokens)
@@ -120,9 +131,9 @@ class _Drafter(TreeDrafter):
             self._states.append(features)
             self._queue += tokens
 
-    def expand(self, request):  # type: ignore[no-untyped-def]
-        self._at = [node.position for node in request.nodes]
-        return super().expand(request)
+    def _asked(self, request: DraftRequest) -> Tensor:
+        self._asked_rows.append((self._text_of, [node.position for node in request.nodes]))
+        return super()._asked(request)
 
     def _rows(self, text: list[int], nodes: list[DraftNode], mask: Tensor) -> Tensor:
         entering = [torch.cat(self._states)] if text else []
@@ -131,15 +142,23 @@ class _Drafter(TreeDrafter):
         return torch.cat(entering)
 
 
+def _draft_logits(asked: _Asked) -> Tensor:
+    """Of all rows of a pass, as one tensor."""
+    parts = [partial(text.draft_logits, positions) for text, positions in asked]
+    logits = asked[0][0].untimed(lambda: torch.cat([part() for part in parts]))
+    asked.clear()
+    return logits
+
+
 def turns(name: str, sampling: Sampling, count: int = 300, vocabulary: int = VOCABULARY,
           device: str = "cpu", seed: int = 0, requests: int = 1) -> list[float]:
     """Milliseconds of D0's work in each of ``count`` turns without matrix products; ``requests``
     share its segments."""
     on = torch.device(device)
     texts = [_Text(vocabulary, on, seed + i) for i in range(requests)]
-    scheduler = Scheduler()
+    scheduler, asked = Scheduler(), _Asked()
     for i, text in enumerate(texts):
-        scheduler.add(_coordinator(name, sampling, text, vocabulary, on, session=i + 1))
+        scheduler.add(_coordinator(name, sampling, text, vocabulary, on, i + 1, asked))
     pipeline: deque[Segment | Batch] = deque()
     costs: list[float] = []
     while len(costs) < count + 2 * _STAGES:
@@ -150,30 +169,35 @@ def turns(name: str, sampling: Sampling, count: int = 300, vocabulary: int = VOC
         for message in arriving:
             scheduler.receive(decode(message))  # type: ignore[arg-type]
         while (job := scheduler.next_job()) is not None and not job.is_draft:
-            job.complete()
+            _complete(job)
         for out in scheduler.take_messages():
             encode(out)
             if isinstance(out, Segment | Batch):
                 pipeline.append(out)
                 first = out.parts[0] if isinstance(out, Batch) else out
                 scheduler.receive(Credit(first.session, first.epoch, first.run))
-        for coordinator in scheduler:
-            for _ in range(_PASSES):
-                draft = coordinator.next_draft()
-                if draft is None:
-                    break
-                coordinator.complete(draft)
+        for _ in range(_PASSES):
+            if job is None:
+                break
+            _complete(job)
+            job = scheduler.next_job()
         if not reading:
             costs.append((now(on) - start - sum(text.seconds for text in texts) + spent) * 1e3)
     return costs[2 * _STAGES:]
 
 
+def _complete(job: Job) -> None:
+    for _, error in job.complete():
+        raise error
+
+
 def _coordinator(name: str, sampling: Sampling, text: _Text, vocabulary: int, device: torch.device,
-                 session: int) -> Coordinator:
+                 session: int, asked: _Asked) -> Coordinator:
     request = Request(text.tokens[:8], name, 90_000, sampling, Params())
     pipeline = Pipeline(_STAGES, slot_seconds=SlotCurve().seconds)
     return Coordinator(request, lambda builder: strategy_class(name)(request.params, builder, pipeline),
-                       _Drafter(text, device), _Head(text, vocabulary, device), time.perf_counter, session)
+                       _Drafter(text, device, asked), _Head(text, vocabulary, device), time.perf_counter,
+                       session)
 
 
 def now(device: torch.device) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -89,8 +90,18 @@ class TreeDrafter(Drafter, ABC):
             for (drafter, rows), output in zip(begun, outputs, strict=True):
                 drafter._store(rows, output)
         asked = [drafter._asked(request) for drafter, request in requests]
-        logits = requests[0][0]._logits(torch.cat(asked)).split([len(rows) for rows in asked])
-        return [drafter._rank(request, own) for (drafter, request), own in zip(requests, logits, strict=True)]
+        logits = requests[0][0]._logits(torch.cat(asked))
+        if len({(request.children, *drafter._order()) for drafter, request in requests}) == 1:
+            nodes = tuple(node for _, request in requests for node in request.nodes)
+            drafter, first = requests[0]
+            return drafter._rank(replace(first, nodes=nodes), logits).split([len(rows) for rows in asked])
+        parts = logits.split([len(rows) for rows in asked])
+        return [drafter._rank(request, own) for (drafter, request), own in zip(requests, parts, strict=True)]
+
+    def _order(self) -> tuple[object, ...]:
+        """What decides on the order of children; drafters that share passes have one vocabulary."""
+        sampling, rank, tau = self._ranking
+        return (sampling, rank, tau) if rank == "noise" and not sampling.greedy else ()
 
     def _rows_together(self, begun: Sequence[tuple[TreeDrafter, Rows]]) -> list[Tensor]:
         """:meth:`_rows` of drafters that share passes; here one after the other."""

@@ -18,7 +18,7 @@ from flowspec_edge.tree.acceptance_estimator import AcceptanceEstimator, Evidenc
 from flowspec_edge.tree.draft_tree import DraftTree, Node
 
 HOPELESS = math.log(1e-4)  # less likely nodes are neither added nor sent
-_WORTH_DRAFTING = math.log(1e-3)  # children of less likely nodes are hardly ever sent
+_LEAST_EXPANDED = 1e-3  # children of less likely nodes are hardly ever sent
 
 _Queue = list[tuple[float, int, Node]]  # a heap of (-score, id, node); outdated where the scores differ
 
@@ -144,12 +144,13 @@ class BestFirstTree(DraftTree):
         children."""
         return list(islice(self._likeliest(self._unsent, HOPELESS, lambda node: node.number < 0), limit))
 
-    def pop_unexpanded(self, limit: int) -> list[Node]:
+    def pop_unexpanded(self, limit: int, floor: float = 0.0) -> list[Node]:
         """Remove up to ``limit`` unexpanded nodes, likeliest first, never the root, whose parents are
-        expanded and whose children may be worth sending."""
+        expanded and whose children may be worth sending: not those with a probability below ``floor``."""
         found: list[Node] = []
         early: list[Node] = []  # their parents are not expanded yet
-        nodes = self._likeliest(self._unexpanded, _WORTH_DRAFTING, lambda node: not node.expanded)
+        floor = math.log(max(floor, _LEAST_EXPANDED))
+        nodes = self._likeliest(self._unexpanded, floor, lambda node: not node.expanded)
         while len(found) < limit and (node := next(nodes, None)) is not None:
             assert node.parent is not None
             (found if node.parent.expanded else early).append(node)

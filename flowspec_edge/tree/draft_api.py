@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +51,12 @@ class DraftOutput:
     @classmethod
     def empty(cls, nodes: int, children: int) -> DraftOutput:
         return cls(np.full((nodes, children), ABSENT, np.int32), np.full((nodes, children), -np.inf))
+
+    def split(self, nodes: Sequence[int]) -> list[DraftOutput]:
+        """The outputs of ``nodes[0]``, ``nodes[1]``, … nodes."""
+        ends = np.cumsum(nodes)[:-1]
+        return [DraftOutput(*own) for own in zip(np.split(self.tokens, ends), np.split(self.scores, ends),
+                                                 strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

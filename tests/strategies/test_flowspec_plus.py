@@ -88,6 +88,21 @@ def test_a_pass_takes_as_many_as_it_may() -> None:
     assert d0.asked() == [A, B, C]
 
 
+@pytest.mark.parametrize(("segment", "expected"), [
+    (2, [C]),  # the last row sent is C, of 0.36: nodes of at least half of that
+    (4, [C, D]),  # D, of 0.12
+    (5, [C, D, F, E]),  # F, of 0.045; E has 0.03
+    (9, [C, D, F, E]),  # there was room for more
+])
+def test_nodes_far_less_likely_than_what_was_sent_are_not_drafted(segment: int, expected: list[int]) -> None:
+    d0 = Device0("flowspec_plus", segment=segment)
+    d0.send()
+    d0.draft({ROOT: [(A, 0.6), (B, 0.3)]})
+    d0.draft({A: [(C, 0.6), (D, 0.2), (E, 0.05)], B: [(F, 0.15)]})
+    d0.send()
+    assert d0.asked() == expected
+
+
 def test_a_request_names_parents_and_positions() -> None:
     d0 = Device0("flowspec_plus", plus_width=2)
     d0.draft(LIKELY)

@@ -161,23 +161,31 @@ def test_misuse_is_named():
 
 
 SAMPLINGS = [Sampling(), Sampling(0.8, seed=3), Sampling(1.0, top_p=0.9, seed=4)]
+RANKINGS = {  # by the request
+    "different": lambda i: (SAMPLINGS[i % 3], "noise" if i % 2 else "draft", 0.7),
+    "without noise": lambda i: (SAMPLINGS[i % 3], "draft", 0.5 + i / 10),
+    "same noise": lambda i: (SAMPLINGS[1], "noise", 0.7),
+    "other noise": lambda i: (Sampling(0.8, seed=i), "noise", 0.7),
+}
 
 
-def begun(head, lm_head, seed):
+def begun(head, lm_head, seed, ranking):
     """A drafter with a text of its own length."""
     drafter, rng = EagleDrafter(head, lm_head), np.random.default_rng(seed)
-    drafter.reset(SAMPLINGS[seed % 3], "noise" if seed % 2 else "draft", 0.7)
+    drafter.reset(*ranking(seed))
     tokens = rng.integers(0, V, size=3 + 4 * seed).tolist()
     drafter.commit(tokens[:1], None)
     drafter.commit(tokens[1:], torch.from_numpy(rng.normal(size=(len(tokens) - 1, H))), range(1, len(tokens)))
     return drafter, len(tokens) - 1
 
 
+@pytest.mark.parametrize("ranking", RANKINGS.values(), ids=RANKINGS)
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_children_are_those_of_passes_alone(count):
+def test_children_are_those_of_passes_alone(count, ranking):
     """The root, some of its children, and the root again, which has no row left to compute."""
     head, lm_head = make_head(7), torch.randn(V, H, dtype=torch.float64)
-    together, alone = ([begun(head, lm_head, seed) for seed in range(count)] for _ in range(2))
+    together, alone = ([begun(head, lm_head, seed, ranking) for seed in range(count)]
+                       for _ in range(2))
     requests = [DraftRequest(0, (DraftNode(0, -1, 5, at),), 6) for _, at in together]
     for level in range(3):
         found = TreeDrafter.expand_together([(d, r) for (d, _), r in zip(together, requests, strict=True)])
