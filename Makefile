@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup demo test test-fleet test-aarch64 test-cuda check bench soak soak-fleet timelines clean
+.PHONY: setup demo test test-slow test-fleet test-aarch64 test-cuda check bench soak soak-fleet timelines clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -29,9 +29,14 @@ check: $(READY)
 
 # In the order of files: sorted by their number of tests, files with few long tests would come last.  Three
 # processes, because tests that wait for processes leave one of two cores idle.
+PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder
+
 test: check
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder \
-		-m 'not soak and not fleet and not aarch64'
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not soak and not fleet and not aarch64'
+
+# Tests of the same files that take a quarter of a minute or more each: so `make test` stays below ten minutes.
+test-slow: $(READY)
+	$(BIN)/python -m pytest $(PARALLEL) -m 'slow and not soak and not fleet and not aarch64'
 
 # A thousand faults under clients are among them; their report is $(CHAOS_REPORT).  Property tests
 # (hypothesis marks them) run again with all of their examples.

@@ -26,6 +26,7 @@ def run(*command: str, path: Path | None = None) -> subprocess.CompletedProcess[
                           timeout=300, env={**os.environ, "PYTHONPATH": package})
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_document_run(tmp_path: Path) -> None:
     examples = (ROOT / "docs" / "api.md").read_text(encoding="utf-8").split("## Reference")[0]
     blocks = re.findall(r"```python\n(.*?)```", examples, re.DOTALL)
@@ -92,6 +93,7 @@ def test_requests_together_and_in_pieces(cluster: Cluster) -> None:
     assert together[0].tokens == alone.tokens
 
 
+@pytest.mark.slow
 def test_an_installed_strategy_has_a_name_in_every_command(tmp_path: Path) -> None:
     site, figures = tmp_path / "site", tmp_path / "figures.json"
     made = run("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation",

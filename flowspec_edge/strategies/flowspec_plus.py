@@ -92,10 +92,11 @@ class FlowSpecPlus(TreeStrategy):
     def next_segment(self, rows: int | None = None) -> Segment | None:
         root = self.tree.root.number < 0
         room = (rows or self._longest()) - root
-        found = self.tree.pop_unsent(room)
-        nodes = found[: self._rows_to_send(found, root)] if rows is None else found
+        found = self.tree.pop_unsent(room + 1)  # one more, to know whether there is more
+        nodes = found[:room]
+        nodes = nodes[: self._rows_to_send(nodes, root)] if rows is None else nodes
         self.tree.requeue(found[len(nodes) :])
-        is_full = nodes and (len(nodes) == room or len(nodes) < len(found))
+        is_full = nodes and len(nodes) < len(found)
         self._least_sent = self.tree.probability(nodes[-1]) if is_full else 0.0
         return self.send(nodes, root) if root or nodes else None
 

@@ -98,6 +98,7 @@ def test_cudas_own_count() -> None:
     assert cuda_launches(lambda: (x + 1) * 2) == launches(lambda: (x + 1) * 2) == 2
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "figures.json"
     assert main(["--shape", "tiny", "--dtype", "fp32", "--layers", "2", "--rows", "1,3",

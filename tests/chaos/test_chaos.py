@@ -79,6 +79,7 @@ def test_what_a_server_gained_is_told() -> None:
         "processes": 0, "threads": 0, "descriptors": 3, "files": 0, "draft_mib": 0, "stage_mib": 52.5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setups", [FEW, pytest.param(SMALL, marks=pytest.mark.soak)], ids=["few", "all"])
 def test_faults_of_many_kinds(short_tmp_path: Path, setups: tuple[Setup, ...]) -> None:
     if fleetkit.why_no_bed():

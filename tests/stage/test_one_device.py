@@ -47,6 +47,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: family_model(name, tmp_path_factory.mktemp(name)) for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", ["fp16", pytest.param("fp32", marks=pytest.mark.soak)])
 def test_no_family_mixes_devices(models: dict[str, Path], dtype: str, fused: bool) -> None:

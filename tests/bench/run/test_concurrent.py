@@ -162,6 +162,7 @@ def test_every_group_is_full() -> None:
     assert ArrivalPattern(clients=3).groups(2, seed=0)[0].members == [0, 1, 0]
 
 
+@pytest.mark.slow
 def test_processes_take_requests_when_they_arrive(model: Path) -> None:
     decoder = PlainDecoder(model)
     with LocalCluster(model, 2) as cluster:

@@ -30,6 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_measure_this_machine_and_the_link_to_a_peer(model: Path, tmp_path: Path,
                                                      capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "board.toml"

@@ -55,6 +55,7 @@ def test_boards_have_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert "--device" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=needs_cuda)])
 def test_generate_and_bench_tell_the_device(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                             device: str) -> None:

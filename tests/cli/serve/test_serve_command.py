@@ -131,6 +131,7 @@ def stages_of(process: subprocess.Popen[str]) -> tuple[int, list[int]]:
     return server, sorted(forks[server])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recovering", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_one_signal_ends_it_although_devices_are_stopped(model: Path, tmp_path: Path,
                                                          recovering: bool) -> None:

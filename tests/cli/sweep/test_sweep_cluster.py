@@ -35,6 +35,7 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @sshkit.needs_boards
 @pytest.mark.parametrize("rates", [[50], pytest.param([50, 10], marks=pytest.mark.soak)])
 def test_real_boards_are_shaped_measured_and_put_back(

@@ -61,6 +61,7 @@ def agrees(found: dict[object, float], expected: dict[object, float]) -> bool:
     return found == pytest.approx(expected, rel=0.1)
 
 
+@pytest.mark.slow
 @fleetkit.needs_netns
 @pytest.mark.parametrize("number", [
     signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.soak)])

@@ -24,6 +24,7 @@ def boards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sshkit.Boards]:
         yield boards
 
 
+@pytest.mark.slow
 @sshkit.needs_boards
 def test_boards_and_their_links(boards: sshkit.Boards, tmp_path: Path, capsys: pytest.CaptureFixture[str]
                                 ) -> None:

@@ -12,6 +12,7 @@ from flowspec_edge.fleet.doctor.compute import check_compute, judge_libraries, j
 from flowspec_edge.fleet.gpu_check.kernel_check import CheckResult
 
 
+@pytest.mark.slow
 def test_this_machines_libraries_do_real_products() -> None:
     findings = {finding.check: finding for finding in check_compute(l4t="")}
     assert {name: finding.state for name, finding in findings.items()} == dict.fromkeys(

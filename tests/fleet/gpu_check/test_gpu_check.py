@@ -34,6 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=4, hidden=32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_all_is_right_here(model: Path, device: str) -> None:
     """In real processes; fp32 alone, since a random model's logits nearly tie all the time."""

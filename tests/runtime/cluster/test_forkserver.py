@@ -136,6 +136,7 @@ def test_a_killed_worker_is_noticed_though_the_fork_server_is_stopped(
     assert fleetkit.ended(server, PATIENCE)
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_does_not_answer_is_replaced(config: Path, tmp_path: Path,
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forkserver, "_START_S", 0.5)
@@ -169,6 +170,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_an_unguarded_script_starts_workers_that_do_not_outlive_it(config: Path, tmp_path: Path,
                                                                        short_tmp_path: Path) -> None:
     script, temporary = tmp_path / "script.py", short_tmp_path

@@ -25,6 +25,7 @@ with ProcessCluster(Path(sys.argv[1]), int(sys.argv[3]), threads=1, placement=pl
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "stages", "processes"), [("forks", 2, 3), ("programs", 1, 1)])
 def test_nothing_is_left(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: str,
                          stages: int, processes: int) -> None:

@@ -181,6 +181,7 @@ def _free_port() -> int:
         return int(server.getsockname()[1])
 
 
+@pytest.mark.slow
 def test_stages_elsewhere_serve_one_d0_after_another(model: Path, tmp_path: Path) -> None:
     control, data, output = (f"tcp://127.0.0.1:{_free_port()}" for _ in range(3))
     config = WorkerConfig(instance="board-1", stage=1, stages=1, model=str(model / "target"), threads=1,

@@ -144,6 +144,7 @@ def test_kept_rows_go_with_a_lost_stage(model: Path, plain: PlainDecoder) -> Non
         assert len(PROMPT) < reused[3][0] < reused[3][1]  # what was read in again was kept
 
 
+@pytest.mark.slow
 def test_a_stopped_fork_server_is_replaced_with_all_its_workers(
         cluster: ProcessCluster, plain: PlainDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forkserver, "_EXIT_CODE_S", 0.5)

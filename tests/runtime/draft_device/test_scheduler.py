@@ -219,10 +219,11 @@ def test_a_higher_priority_gives_more_tokens_a_second(demo_model: Path, demo_pro
 
 def test_in_order_of_arrival_the_oldest_is_as_fast_as_alone(demo_model: Path, demo_prompts: list[list[int]]
                                                             ) -> None:
-    [alone] = demo_speeds(demo_model, demo_prompts, "fcfs", (0,))
-    together = demo_speeds(demo_model, demo_prompts, "fcfs", (0, 0, 0))
+    prompts = demo_prompts[1:]
+    [alone] = demo_speeds(demo_model, prompts, "fcfs", (0,))
+    together = demo_speeds(demo_model, prompts, "fcfs", (0, 0, 0))
     assert together[0] > 0.9 * alone
-    assert together[0] > demo_speeds(demo_model, demo_prompts, "fair", (0, 0, 0))[0]
+    assert together[0] > demo_speeds(demo_model, prompts, "fair", (0, 0, 0))[0]
     overtaken = demo_speeds(demo_model, demo_prompts, "fcfs", (0, 0, -1))
     assert overtaken[2] > together[2]
 

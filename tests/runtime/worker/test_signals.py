@@ -63,6 +63,7 @@ for first in map(int, sys.argv[2:]):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lines", [
     [1, 2, 3, 9, 14, 20, 27, 40, 70], pytest.param(range(1, 400), marks=pytest.mark.soak)])
 def test_sigterm_at_any_line_is_exit_code_0(config: Path, lines: list[int]) -> None:
