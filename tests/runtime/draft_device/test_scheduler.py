@@ -1,70 +1,33 @@
-"""Requests beside one another: each gets the very tokens of its run alone, whoever else is there."""
+"""Requests beside one another in virtual time: each gets the tokens of its run alone."""
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from propertykit import examples
+from requestkit import SAMPLINGS, SMALL, own_text, prompt, some, text
 
 from flowspec_edge.config import load_profile
-from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.messages import Batch, Cancel, Credit, Prune, Segment, parts_of
-from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.errors import UsageError
+from flowspec_edge.messages import Batch, Credit, Segment, parts_of
 from flowspec_edge.runtime.draft_device.models import DraftModels
 from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
-from flowspec_edge.runtime.observe.observer import Observer
-from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request, SchedulingPolicy
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
-from flowspec_edge.sampling.rule import Sampling
-from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES
 
 PROFILE = load_profile("paper-7b")
 PIPELINED = [name for name, cls in STRATEGIES.items() if cls.parallelism == "pipeline"]
-SAMPLINGS = (Sampling(), Sampling(1.0, seed=11), Sampling(1.0, top_p=0.9, seed=12))
-SMALL = Params(segment=4, width=4, tree_size=20, depth=3, prefill_chunk=16)
-
-
-@cache
-def plain(model: Path) -> PlainDecoder:
-    return PlainDecoder(model)
 
 
 @cache
 def virtual(model: Path, stages: int, policy: SchedulingPolicy = "fair") -> VirtualCluster:
     return VirtualCluster(model, stages, PROFILE, scheduling_policy=policy)
-
-
-@cache
-def text(model: Path, prompt: tuple[int, ...], count: int, sampling: Sampling) -> list[int]:
-    return plain(model).generate(list(prompt), count, sampling)[0]
-
-
-def own_text(model: Path, request: Request) -> list[int]:
-    """What plain decoding makes of a request without an end of sequence."""
-    return text(model, tuple(request.prompt), request.max_new_tokens, request.sampling)
-
-
-def prompt(i: int, length: int = 12) -> list[int]:
-    return np.random.default_rng(i).integers(1, 97, length).tolist()
-
-
-def some(count: int, names: list[str], start: int = 0) -> list[Request]:
-    """Different prompts, samplings and lengths; of strategies one after the other."""
-    return [Request(prompt(start + i, 5 + 13 * i), names[(start + i) % len(names)], 8 + 3 * i,
-                    SAMPLINGS[(start + i) % 3], SMALL) for i in range(count)]
 
 
 # ---- virtual time ----------------------------------------------------------------------------------
@@ -290,119 +253,3 @@ def test_ranks_of_a_tensor_parallel_group_get_one_segment(tiny_model: Path) -> N
 def test_a_group_computes_the_segment_of_the_highest_priority(tiny_model: Path) -> None:
     sessions = scheduled(tiny_model, 3, "galaxy", 16, priorities=(1, 0, 0))
     assert sent(sessions) == [(2, 0, 16)]
-
-
-# ---- processes -------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def processes(tiny_model: Path) -> Iterator[ProcessCluster]:
-    with ProcessCluster(tiny_model, 2, threads=1) as made:
-        yield made
-
-
-def test_processes_answer_several_at_once(processes: ProcessCluster, tiny_model: Path) -> None:
-    requests = some(4, ["flowspec", "chunk_pp", "pipeinfer"])
-    results = processes.generate_many(requests)
-    assert [result.tokens for result in results] == [own_text(tiny_model, request) for request in requests]
-    alone = processes.generate(requests[1])
-    for mine, its in zip(results[1].stats.stages, alone.stats.stages, strict=True):
-        # Drafts depend on the moment, so rows may differ, but not by another request's.
-        assert mine["segments"] < its["segments"] + 10
-        assert mine["rows"] >= len(requests[1].prompt)
-
-
-class FirstSent(Observer):
-    """Notes which request's segment was the first one, after the newest request had begun."""
-
-    def __init__(self) -> None:
-        self.priorities: dict[int, int] = {}  # by session
-        self.first: int | None = None
-
-    def opened(self, coordinator: Coordinator, at: float) -> None:
-        self.priorities[coordinator.builder.session] = coordinator.request.priority
-        self.first = None
-
-    def sent(self, message: Segment | Prune | Cancel, at: float) -> None:
-        if self.first is None:
-            self.first = self.priorities[message.session]
-
-
-def test_processes_in_order_of_arrival(tiny_model: Path) -> None:
-    """But for the priority, which comes first."""
-    requests = [replace(request, priority=-i) for i, request in enumerate(some(3, ["flowspec"]))]
-    observer = FirstSent()
-    with ProcessCluster(tiny_model, 2, threads=1, observer=observer, scheduling_policy="fcfs") as cluster:
-        results = cluster.generate_many(requests)
-    assert [result.tokens for result in results] == [own_text(tiny_model, request) for request in requests]
-    assert observer.first == -2
-
-
-def test_a_server_takes_requests_from_other_threads(processes: ProcessCluster, tiny_model: Path) -> None:
-    """One goes away, one cannot run, one's listener fails; the others get their texts."""
-    stopped = threading.Event()
-    server = threading.Thread(target=processes.serve, args=(stopped.is_set,))
-    server.start()
-    try:
-        requests = some(3, ["flowspec", "autoregressive"])
-        streamed: list[int] = []
-        heard = threading.Event()
-        endless = processes.submit(Request(prompt(9), "flowspec", 1500), lambda new: heard.set())
-        tickets = [processes.submit(requests[0], streamed.extend), processes.submit(requests[1])]
-        unfit = processes.submit(Request(prompt(9), "flowspec", 5000))
-
-        def fail(new: list[int]) -> None:
-            raise ValueError("the listener is gone")
-
-        failing = processes.submit(requests[2], fail)
-        assert heard.wait(60)
-        endless.cancel()
-        result = endless.result(60)
-        assert result.finish_reason == "cancelled"
-        assert 0 < len(result.tokens) < 1500
-        assert result.tokens[:20] == text(tiny_model, tuple(prompt(9)), 20, Sampling())[: len(result.tokens)]
-        for ticket, request in zip(tickets, requests, strict=False):
-            assert ticket.result(60).tokens == own_text(tiny_model, request)
-        assert streamed == tickets[0].result().tokens
-        with pytest.raises(UsageError, match="the model stops at"):
-            unfit.result(60)
-        with pytest.raises(ValueError, match="the listener is gone"):
-            failing.result(60)
-        assert processes.generate(requests[2]).tokens == own_text(tiny_model, requests[2])
-    finally:
-        stopped.set()
-        server.join(60)
-    assert not server.is_alive()
-    assert processes.generate(requests[1]).tokens == own_text(tiny_model, requests[1])
-
-
-def test_what_is_cancelled_while_it_waits_is_not_begun(processes: ProcessCluster, tiny_model: Path) -> None:
-    request = some(1, ["flowspec"])[0]
-    gone, stays = processes.submit(request), processes.submit(request)
-    gone.cancel()
-    assert processes.busy
-    processes.serve(gone.done)
-    result = gone.result(0)
-    assert (result.tokens, result.finish_reason, result.stats.stages) == ([], "cancelled", ())
-    processes.serve(stays.done)
-    assert stays.result(0).tokens == own_text(tiny_model, request)
-    assert not processes.busy
-
-
-def test_a_lost_stage_ends_every_request(tiny_model: Path) -> None:
-    with ProcessCluster(tiny_model, 2, threads=1) as cluster:
-        other = cluster.submit(Request(prompt(2), "flowspec", 500))
-        with pytest.raises(FlowspecError, match="V2 was killed by SIGKILL"):
-            cluster.generate(Request(prompt(1), "flowspec", 500),
-                             lambda new: os.kill(cluster.pids[1], signal.SIGKILL))
-        with pytest.raises(FlowspecError, match="V2 was killed by SIGKILL"):
-            other.result(1)
-
-
-@pytest.mark.soak
-def test_real_tensor_parallel_ranks_take_several(tiny_model: Path) -> None:
-    with ProcessCluster(tiny_model, 2, threads=1, parallelism="megatron") as cluster:
-        requests = some(2, ["megatron"])
-        results = cluster.generate_many(requests)
-        assert [r.tokens for r in results] == [own_text(tiny_model, request) for request in requests]
-        assert all(stage["collective_bytes"] > 0 for r in results for stage in r.stats.stages)
