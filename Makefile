@@ -34,7 +34,7 @@ PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 test: check
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not soak and not fleet and not aarch64'
 
-# Tests of the same files that take a quarter of a minute or more each: so `make test` stays below ten minutes.
+# Tests of the same files that take about ten seconds or more each: so `make test` stays near ten minutes.
 test-slow: $(READY)
 	$(BIN)/python -m pytest $(PARALLEL) -m 'slow and not soak and not fleet and not aarch64'
 

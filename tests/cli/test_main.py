@@ -151,6 +151,7 @@ def test_interrupting_ends_quietly_with_130(endless: tuple[str, ...]) -> None:
     assert err == b""
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_ends_it_quietly(endless: tuple[str, ...]) -> None:
     with subprocess.Popen(endless, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -68,6 +68,7 @@ with RemoteStages(load_inventory(Path(sys.argv[1])), sys.argv[2], "fp32", thread
 """
 
 
+@pytest.mark.slow
 def test_stages_end_when_the_controller_is_killed(boards: sshkit.Boards, model: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", _CONTROLLER, str(boards.file), str(model)],
                           stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as controller:

@@ -104,6 +104,7 @@ def per_second(results: list[Result]) -> float:
     return sum(r.stats.tokens_per_second for r in results) / len(results)
 
 
+@pytest.mark.slow
 def test_chunk_pp_accepts_enough_and_flowspec_outruns_it(demo: ModelDir) -> None:
     """The papers' claim in virtual time, which does not depend on the machine that runs the test."""
     chunk, flowspec = run(demo, "chunk_pp"), run(demo, "flowspec")

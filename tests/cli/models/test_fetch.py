@@ -76,6 +76,7 @@ print([main(["plan", "--model", name, *arguments]) for name in sys.argv[1:]])
 """
 
 
+@pytest.mark.slow
 def test_plan_fetches_config_json_alone(tmp_path: Path, place: Path) -> None:
     with hub({"someone/tiny": tiny_llama(tmp_path / "tiny", layers=4)}) as (address, asked):
         done = subprocess.run([sys.executable, "-c", PLANS, "someone/tiny", "someone/else"], text=True,

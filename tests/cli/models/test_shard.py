@@ -207,6 +207,7 @@ def test_interrupted_it_goes_on(tmp_path: Path) -> None:
 # -- the hub -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pickled", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_a_model_from_the_hub(tmp_path: Path, pickled: bool) -> None:
     home = tiny_llama(tmp_path / "tiny", layers=2)

@@ -176,6 +176,7 @@ def test_it_goes_on_where_a_killed_board_stopped(boards: sshkit.Boards, model: M
     check(boards, model, 1)
 
 
+@pytest.mark.slow
 def test_a_board_that_hangs_is_named_and_the_next_run_completes(boards: sshkit.Boards, model: Manifest
                                                                 ) -> None:
     """ssh's connection lives on; the program at its end is stopped."""

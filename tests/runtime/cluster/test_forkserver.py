@@ -109,6 +109,7 @@ def test_threads_may_start_workers_at_once(tmp_path: Path) -> None:
     assert {worker.wait(PATIENCE) for worker in workers} == {2}
 
 
+@pytest.mark.slow
 def test_workers_end_with_their_fork_server_and_the_next_has_another(config: Path, tmp_path: Path) -> None:
     worker = WorkerProcess(config, tmp_path / "output")
     server = server_pid()

@@ -176,6 +176,7 @@ def test_strangers_on_ports_without_keys_change_nothing(
     assert len([record for record in caplog.records if "dropped a message" in record.message]) <= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [40, pytest.param(2500, marks=pytest.mark.soak)])
 def test_a_holder_of_a_stages_key_ends_neither_the_cluster_nor_a_stage(
         model: Path, expected: list[int], tmp_path: Path, count: int) -> None:

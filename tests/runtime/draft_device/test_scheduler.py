@@ -168,6 +168,7 @@ def demo_speeds(model: Path, prompts: list[list[int]], policy: SchedulingPolicy,
     return [result.stats.tokens_per_second for result in results]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [0, pytest.param(3, marks=pytest.mark.soak)])
 def test_a_higher_priority_gives_more_tokens_a_second(demo_model: Path, demo_prompts: list[list[int]],
                                                       place: int) -> None:
@@ -180,6 +181,7 @@ def test_a_higher_priority_gives_more_tokens_a_second(demo_model: Path, demo_pro
     assert urgent[place] == max(urgent)
 
 
+@pytest.mark.slow
 def test_in_order_of_arrival_the_oldest_is_as_fast_as_alone(demo_model: Path, demo_prompts: list[list[int]]
                                                             ) -> None:
     prompts = demo_prompts[1:]

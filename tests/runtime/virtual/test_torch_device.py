@@ -33,6 +33,7 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu:0", pytest.param("cuda:0", marks=needs_cuda)])
 @pytest.mark.parametrize("emulated", [False, True])
 def test_no_stage_is_forked_and_the_text_is_the_same(tiny_model: Path, device: str, emulated: bool,
