@@ -68,8 +68,9 @@ class Metrics(Observer):
         self._seconds = histogram("request_duration_seconds", "From a request's arrival to its end.",
                                   _SECONDS, "path")
         self._queued = histogram("queue_wait_seconds", "From a request's arrival to its turn.", _SECONDS)
-        self._drafted = counter("drafted_tokens", "Nodes that draft trees were given.")
-        self._verified = counter("verified_tokens", "Draft tokens that came out of the last stage.")
+        self._drafted = counter("drafted_tokens", "Nodes of draft trees that were sent.")
+        self._verified = counter("verified_tokens",
+                                 "Nodes of draft trees, and roots, that came out of the last stage.")
         self._accepted = counter("accepted_tokens", "Draft tokens that became text.")
         self._depth = histogram("round_accepted_tokens", "Draft tokens accepted in a round that a miss "
                                 "ended; that depth d was reached: the share of rounds above le=d-1.", _DEPTHS)
