@@ -127,6 +127,10 @@ class Strategy(ABC):
         """Called when D0 is idle."""
         return None
 
+    def on_tap(self, run: int, layer: int) -> None:
+        """The hidden states of ``run``'s rows after ``layer`` layers have arrived for the drafter."""
+        return
+
     def on_draft(self, request: DraftRequest, output: DraftOutput) -> None:
         """The draft pass ``request`` finished; the tree may have changed since it began."""
 

@@ -126,6 +126,9 @@ class SPD(LayeredStrategy):
     step's start: the newest token's embedding, and the states that stages have returned of older tokens.
     With n stages and an acceptance a, a cycle yields 1 / (n (1 - a) + a) tokens.
 
+    The step starts when the newest token enters the first stage.  The state with which the token before it
+    has left that stage arrives a moment later, by a link's time; a draft waits for it.
+
     A width W above 1 makes a tree: each branch's last node gets four children, and the W best by cumulative
     probability stay (section 4.1).  Acceptance is exact, unlike the published code's rejection test of child
     after child.
@@ -135,6 +138,25 @@ class SPD(LayeredStrategy):
     summary = "one token a stage, foreseen from the states in the pipeline (SPD)"
     parameters = ("spd_width",)
     drafter = "spd"
+
+    def __init__(self, params: Params, builder: SegmentBuilder, pipeline: Pipeline) -> None:
+        super().__init__(params, builder, pipeline)
+        self._first = self.pipeline.depths[0] if self.pipeline.depths else 0  # layers of the first stage
+        self._sent = self._before = -1  # runs of the newest layer and of the one before it; -1: none
+        self._tapped = -1  # the newest run whose state after the first stage has arrived
+
+    def send(self, nodes: Sequence[Node], root: bool) -> Segment:
+        segment = super().send(nodes, root)
+        comes = not root and self._first in self.segment_taps
+        self._before, self._sent = self._sent if comes else -1, segment.run
+        return segment
+
+    def on_tap(self, run: int, layer: int) -> None:
+        if layer == self._first:
+            self._tapped = max(self._tapped, run)
+
+    def next_draft(self) -> DraftRequest | None:
+        return super().next_draft() if self._before <= self._tapped else None
 
     @classmethod
     def drafts_with(cls, params: Params) -> str:

@@ -150,6 +150,7 @@ class Coordinator:
                 self._outputs.append(message)
             case Tap():
                 self._taps.append(message)
+                self.strategy.on_tap(message.run, message.layer)
                 if message.layer in self._needed:
                     self._tapped.setdefault(message.run, set()).add(message.layer)
         return True

@@ -43,7 +43,7 @@ def test_cycles_are_those_of_the_law(demo_model: Path, demo_prompts: list[list[i
     """K is counted in slots of a stage; a, the share of tokens that were foreseen, from the commits."""
     cluster = VirtualCluster(demo_model, stages, ideal_profile)
     n, tokens, hits, cycles = stages, 0, 0, 0.0
-    for prompt in demo_prompts[:1]:
+    for prompt in demo_prompts[1:2]:
         s = cluster.generate(Request(prompt, "spd", 25, sampling, Params(spd_width=width))).stats
         tokens, hits, cycles = tokens + 24, hits + s.accepted, cycles + s.turns
         # A text that ends in a hit leaves a round unfinished: its fill of the pipeline is not the law's.
@@ -191,10 +191,12 @@ def test_a_pass_works_on_the_states_that_were_there_when_it_began() -> None:
     tap(root, 1)
     c.complete(draft)
     send()
-    tap(root, 3)
-    tap((99, 0, 0), 4)  # of another session
+    assert next_task() is None  # the state that the root has at the step's start is still on its way
+    tap((99, 0, 0), 2)  # of another session
+    assert next_task() is None
+    tap(root, 2)
     again = next_task()
     assert isinstance(again, DraftPass)
     c.complete(again)
-    assert drafter.seen == [2, "pass", 1, 3, "pass"]
+    assert drafter.seen == [2, "pass", 1, 2, "pass"]
     assert taps == [(2,), (1, 2), (1, 2)]
