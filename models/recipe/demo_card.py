@@ -27,7 +27,9 @@ def _size(path: Path) -> int:
 
 
 def _tokens(recipe: DemoRecipe) -> dict[str, int]:
-    return {"target": recipe.target.steps * recipe.target.tokens_per_step,
+    against_loops = recipe.unlikelihood
+    return {"target": (recipe.target.steps * recipe.target.tokens_per_step
+                       + against_loops.steps * against_loops.tokens_per_step),
             "eagle2": recipe.eagle.steps * recipe.eagle.tokens_per_step,
             "draft-lm": recipe.draft_lm.steps * recipe.draft_lm.tokens_per_step}
 
@@ -64,7 +66,8 @@ def _readme(recipe: DemoRecipe, corpus: TokenizedCorpus, figures: dict[str, Any]
             sizes: dict[str, int]) -> str:
     data, tokens, parameters = corpus.summary, _tokens(recipe), figures["parameters"]
     shapes = {
-        "target": _shape(recipe.target),
+        "target": f"{_shape(recipe.target)}; the last {recipe.unlikelihood.steps} steps also make loops in "
+                  "its greedy text less likely (sequence-level unlikelihood, arXiv 1908.04319)",
         "eagle2": f"EAGLE-2 head: fc and one layer of the target's shape, unrolled {recipe.eagle.depth} "
                   "steps in training; a copy of the target's embedding, not counted, comes with it",
         "draft-lm": f"{_shape(recipe.draft_lm)}; trained on the target's distributions",

@@ -19,6 +19,7 @@ import torch
 from demo_card import write_card
 from demo_lm import bits_per_byte, load_lm, save_lm, tokenized_corpus, train_lm
 from demo_recipe import DEMO, QUICK, DemoRecipe
+from demo_unlikelihood import train_against_loops
 from rich.console import Console
 from transformers.utils import logging
 
@@ -47,6 +48,7 @@ def train_demo(out: Path, work: Path | None = None, quick: bool = False) -> None
 
     def target_part(directory: Path) -> None:
         model = train_lm("target", recipe.target, corpus, work, recipe.seed, recipe.loop)
+        train_against_loops(model, recipe.unlikelihood, corpus, work, recipe.seed + 1, recipe.loop)
         save_lm(model, corpus, directory)
 
     def eagle_part(directory: Path) -> None:

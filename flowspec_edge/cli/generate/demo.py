@@ -33,9 +33,10 @@ _STRATEGIES = ("flowspec_plus", "chunk_pp", "flowspec", "autoregressive")  # the
 _PROFILE = "paper-7b"
 _SMALL = 10**8  # bytes
 _LOCAL_SHARE = 0.5  # of the time, at most, for the processes
-# The model is small: of its 64 greedy answers of 96 tokens 24 fall into loops, which flatter every strategy.
-# These question ids were picked by reading those that do not; the others follow when more are asked for.
-_PICKED = ("13", "25", "46", "60", "23", "20", "63", "64", "35")
+# The model is small: of its 64 greedy answers of 96 tokens 5 fall into loops, which flatter every strategy,
+# and many others go round in circles. These question ids were picked by reading the answers; the others
+# follow when more are asked for.
+_PICKED = ("13", "46", "60", "7", "2", "63", "35", "59", "23")
 
 
 def demo(

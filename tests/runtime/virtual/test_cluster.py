@@ -53,10 +53,9 @@ def test_a_round_of_chunk_pp_is_charged_its_drafting(demo_model: Path) -> None:
     assert slots + drafting < result.stats.decode_s < slots + drafting + 0.05
 
 
-def test_d0_works_while_the_stages_do(demo_model: Path) -> None:
+def test_d0_works_while_the_stages_do(demo_model: Path, demo_prompts: list[list[int]]) -> None:
     """A continuous strategy must not pay for drafting on every turn: stages are busy most of the time."""
-    prompt = list(range(300, 340))
-    stats = VirtualCluster(demo_model, 4, PROFILE).generate(Request(prompt, "flowspec", 60)).stats
+    stats = VirtualCluster(demo_model, 4, PROFILE).generate(Request(demo_prompts[2], "flowspec", 60)).stats
     assert sum(s["compute_s"] for s in stats.stages) > 0.8 * 4 * stats.decode_s
 
 
