@@ -43,7 +43,7 @@ from flowspec_edge.strategies.params import Params
 
 NAME = "tiny"
 AT_ONCE = 4  # requests that the cluster has room for
-LONG = 1500  # tokens: no request for so many comes to its end
+LONG = 1500  # tokens: with a model that never_ends, more than come while a test looks on
 STRATEGIES = ("flowspec", "chunk_pp", "autoregressive")
 
 

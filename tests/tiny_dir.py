@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from tiny import tiny_llama
 from transformers import LlamaConfig
 
@@ -50,6 +51,15 @@ def tiny_eagle3(model_dir: Path, drafted: int | None = None, seed: int = 0,
             head.d2t.copy_(ids - torch.arange(len(ids)))
             head.t2d.fill_(False)[ids] = True
     save_head3(head, model_dir / "eagle3", torch.float32)
+
+
+def never_ends(model_dir: Path) -> Path:
+    """Give the end-of-sequence id of ``model_dir``'s target a logit of 0: greedy answers reach their limits."""
+    file = model_dir / "target" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"][0] = 0
+    save_file(tensors, file, {"format": "pt"})
+    return model_dir
 
 
 def tiny_model_dir(path: Path, layers: int = 4, hidden: int = 64, vocab: int = 300, seed: int = 0) -> Path:

@@ -16,7 +16,7 @@ from livekit import STAGES, Watchable, Watched, watchable, watched_cluster
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright
 from powerkit import board
 from servekit import LONG, placed, post
-from tiny_dir import tiny_model_dir
+from tiny_dir import never_ends, tiny_model_dir
 
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.text import Tokenizer
@@ -59,7 +59,7 @@ pytestmark = fleetkit.needs("a real browser", "" if CHROMIUM.exists() else
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2, hidden=32, vocab=97)
+    return never_ends(tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2, hidden=32, vocab=97))
 
 
 @pytest.fixture(scope="module")

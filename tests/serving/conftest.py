@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from servekit import AT_ONCE, Held, Watch
-from tiny_dir import tiny_model_dir
+from tiny_dir import never_ends, tiny_model_dir
 
 from flowspec_edge.runtime.cluster.clusters import LocalCluster
 from flowspec_edge.runtime.plain import PlainDecoder
@@ -15,7 +15,7 @@ from flowspec_edge.runtime.plain import PlainDecoder
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("served"), layers=2, hidden=32, vocab=97)
+    return never_ends(tiny_model_dir(tmp_path_factory.mktemp("served"), layers=2, hidden=32, vocab=97))
 
 
 @pytest.fixture(scope="session")
