@@ -54,7 +54,7 @@ def tiny_eagle3(model_dir: Path, drafted: int | None = None, seed: int = 0,
 
 
 def never_ends(model_dir: Path) -> Path:
-    """Give the end-of-sequence id of ``model_dir``'s target a logit of 0: greedy answers reach their limits."""
+    """Give the end-of-sequence id of the target a logit of 0: greedy answers reach their limits."""
     file = model_dir / "target" / "model.safetensors"
     tensors = load_file(file)
     tensors["lm_head.weight"][0] = 0
