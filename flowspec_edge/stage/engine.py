@@ -210,8 +210,8 @@ class StageEngine:
         return forward.run(self.shard, parts, keep_going) if parts else None
 
     def _prepare(self, admitted: Segment) -> Part | None:
-        """Remove rows that have died since :meth:`admit`, and orphans; None if the session or the run has
-        ended."""
+        """Remove rows that have died since :meth:`admit`, and orphans; None if no row is left, or if the
+        session or the run has ended."""
         state = self._sessions.get(admitted.session)
         if state is None or state.epoch != admitted.epoch:
             return None
@@ -223,7 +223,8 @@ class StageEngine:
             segment = rows.select(segment, ~orphans)
             mask, _ = rows.visible(segment, state.cache.numbers)
         part = Part(segment, state.cache, mask)
-        return None if self._has_ended(part) else part
+        # A part without rows stays out of the pass, which goes on only as long as a part with rows needs it.
+        return None if self._has_ended(part) or not len(part) else part
 
     def _has_ended(self, part: Part) -> bool:
         state = self._state_of(part)

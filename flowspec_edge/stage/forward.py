@@ -31,17 +31,14 @@ def run(shard: Shard, parts: Sequence[Part], keep_going: Callable[[], bool]
         ) -> list[tuple[Taps, Tensor]] | None:
     """(taps, output [n, H]) of each part in host memory; None as soon as ``keep_going`` returns False.
 
+    parts       at least one, each with rows
     keep_going  called before each layer and while the last layers are pending; it marks ended parts, whose
-                results are undefined
+                results are undefined, and returns False when all have ended
 
     Writes keys and values behind each cache's last slot; the caller appends them.
     """
-    computed = [part for part in parts if len(part)]
-    empty: tuple[Taps, Tensor] = [], torch.empty(0, shard.hidden_size, dtype=shard.dtype)
-    if not computed:
-        return [empty] * len(parts)
     first, last = shard.layers
-    wanted = {layer for part in computed for layer in part.segment.taps}
+    wanted = {layer for part in parts for layer in part.segment.taps}
     taps: Taps = []
 
     def tap(layer: int, inputs: Tensor) -> None:
@@ -50,7 +47,7 @@ def run(shard: Shard, parts: Sequence[Part], keep_going: Callable[[], bool]
             taps.append((layer, inputs))
 
     pacer = LaunchPacer.of(shard.device)
-    hidden = _layers(shard, computed, tap, keep_going, pacer)
+    hidden = _layers(shard, parts, tap, keep_going, pacer)
     if hidden is None:
         return None
     # A stage without layers computes nothing, except the embeddings on the first stage.
@@ -65,7 +62,7 @@ def run(shard: Shard, parts: Sequence[Part], keep_going: Callable[[], bool]
     for part in parts:
         stop = start + len(part)
         results.append(([(layer, states[start:stop]) for (layer, _), states in zip(taps, tapped, strict=True)
-                         if layer in part.segment.taps], hidden[start:stop]) if len(part) else empty)
+                         if layer in part.segment.taps], hidden[start:stop]))
         start = stop
     return results
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from propertykit import examples
 from stagekit import Book, Oracle, assert_cache, assert_rows, engines, random_tokens
 from tiny import tiny_llama
 
-from flowspec_edge.messages import Cancel, Close, Open, Output, Segment
+from flowspec_edge.messages import Cancel, Close, Open, Output, Prune, Segment
 from flowspec_edge.stage.engine import StageEngine
 
 I32 = np.int32
@@ -96,53 +99,79 @@ def started(model: Path, sessions: int) -> tuple[StageEngine, list[Book]]:
     return engine, books
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("end", ["close", "cancel", "reopen", "replace"])
-def test_one_ends_between_layers(model: Path, oracle: Oracle, end: str, fused: bool) -> None:
-    """Its rows come out empty; its memory may belong to another session already, which stays intact."""
+ENDINGS = ("none", "close", "cancel", "reopen", "replace")
+
+
+@examples(400, quick=60)
+@given(fused=st.booleans(), data=st.data())
+def test_sessions_end_between_layers(model: Path, oracle: Oracle, fused: bool, data: st.DataObject) -> None:
+    """Any of three parts may have no rows left, and any session may end before any layer: its rows come out
+    empty, its memory may belong to another session at once, and the others' rows and caches stay exact."""
     [engine] = opened(model, 1, 3, fused)
-    books = [Book(session) for session in (1, 2, 3)]
-    together([engine], [book.text(random_tokens(6, 97, seed=i)) for i, book in enumerate(books)])
-    others, gone = [books[0], books[2]], books[1]
+    books = {session: Book(session) for session in (1, 2, 3)}
+    together([engine], [book.text(random_tokens(6, 97, seed=i)) for i, book in books.items()])
+    rows = {session: data.draw(st.integers(0, 2), f"rows of {session}") for session in books}
+    doomed = data.draw(st.sets(st.sampled_from([1, 2, 3])), "pruned before the first layer")
+    ends = {session: data.draw(st.sampled_from(ENDINGS), f"end of {session}") for session in books}
+    layers = {session: data.draw(st.integers(0, 3), f"layer of {session}") for session in books}
     batch = []
-    for book in books:
+    for session, book in books.items():
         book.builder.skip_prune()
-        book.add(5, book.committed[-1])
+        for token in range(rows[session]):
+            book.add(5 + token, book.committed[-1])
         batch.append(book.builder.seal())
-    polls = iter(range(100))
-
-    def strike() -> None:
-        if next(polls) != 2:
-            return
-        match end:
-            case "close":
-                engine.close(Close(2, tuple(range(4))))  # the cache shrinks to these rows
-            case "cancel":
-                engine.cancel(Cancel(2, 0, (1,)))
-            case "reopen":
-                engine.open(Open(2, 1, 64, concurrent=(1, 3)))
-            case "replace":
-                engine.close(Close(2))
-                engine.open(Open(4, 0, 64, concurrent=(1, 3)))
-
     admitted = [engine.admit(segment) for segment in batch]
-    results = engine.compute([segment for segment in admitted if segment], poll=strike)
-    first, empty, last = (result for _, result in results)
-    assert isinstance(empty, Output)
-    assert (empty.session, len(empty.numbers)) == (2, 0)
-    for book, output in zip(others, (first, last), strict=True):
+    for segment in batch:
+        if segment.session in doomed:
+            rows[segment.session] = 0
+            engine.prune(Prune(segment.session, 0, 0, segment.first, segment.stop, np.empty(0, I32)))
+
+    def beside() -> dict[str, Any]:
+        return {"capacity": 64, "concurrent": engine.sessions, "retained": tuple(engine.kept)}
+
+    pending = [session for session, end in ends.items() if end != "none"]
+
+    def strike(layer: int) -> None:
+        for session in [session for session in pending if layers[session] == layer]:
+            pending.remove(session)
+            match ends[session]:
+                case "close":
+                    engine.close(Close(session, tuple(range(4))))  # the cache shrinks to these rows
+                case "cancel":
+                    engine.cancel(Cancel(session, 0, (1,)))
+                case "reopen":
+                    engine.open(Open(session, 1, **beside()))
+                case "replace":
+                    engine.close(Close(session))
+                    engine.open(Open(session + 10, 0, **beside()))
+
+    polls = count()
+    results = engine.compute([segment for segment in admitted if segment], lambda: strike(next(polls)))
+    ended = {session for session, end in ends.items() if end != "none" and session not in pending}
+    for session, (_, output) in zip(books, results, strict=True):
         assert isinstance(output, Output)
-        assert len(output.numbers) == 1
-        assert_rows(output, book, oracle)
-        assert_cache(engine, book, oracle)
-    assert engine.counters["cancelled"] == (end == "cancel")
-    if end == "close":
-        engine.open(Open(4, 0, 64, concurrent=(1, 3), retained=(2,), parent_session=2, rows=4))
-    heir = {"close": Book(4, kept=tuple(gone.paths[3])), "cancel": gone, "reopen": Book(2, 1),
-            "replace": Book(4)}[end]
-    rows = heir.text([7, 8, 9])
-    assert_rows(together([engine], [rows])[0], heir, oracle)
-    assert_cache(engine, heir, oracle)
+        assert output.session == session
+        assert len(output.numbers) == (0 if session in ended else rows[session])
+        assert_rows(output, books[session], oracle)
+        if session not in ended:
+            assert_cache(engine, books[session], oracle)
+        if ends[session] == "cancel":
+            counted = engine.counters_of(session)["cancelled"]
+            assert counted == (session in ended and rows[session] > 0)
+    for layer in range(4):  # those that the pass did not reach
+        strike(layer)
+    for session, book in books.items():
+        heir = book
+        match ends[session]:
+            case "close":
+                engine.open(Open(session + 10, 0, **beside(), parent_session=session, rows=4))
+                heir = Book(session + 10, kept=book.paths[3])
+            case "reopen":
+                heir = Book(session, 1)
+            case "replace":
+                heir = Book(session + 10)
+        assert_rows(together([engine], [heir.text([7, 8, 9])])[0], heir, oracle)
+        assert_cache(engine, heir, oracle)
 
 
 def test_when_all_end_the_pass_is_broken_off(model: Path) -> None:

@@ -1,8 +1,8 @@
 """Several sessions on one stage: under any interleaving each gets the results it would get alone.
 
 What every session is sent is drawn as in ``test_interleavings``.  Then segments of all of them are
-mixed, and their hints, Opens and Closes come at moments of anybody's: also between the layers of
-another session's segment.
+mixed and share passes, and their hints, Opens and Closes come at any moment: also between the layers of
+a pass that they share.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from playkit import LAYERS, SLOTS, STAGES, Control, Step, passed_on, play
+from playkit import LAYERS, SLOTS, STAGES, Control, Step, passed_on, passes, places, play
 from propertykit import examples
 from stagekit import Book, Oracle, assert_cache, assert_rows, engines, random_tokens, through
 from storykit import VOCAB, stories
@@ -37,16 +37,17 @@ def shards(model: Path) -> list[Shard]:
 
 def alone(steps: list[Step], after: list[Control], session: int) -> tuple[list[Step], list[Control]]:
     """The events of one session, in the same order."""
-    found: list[Step] = []
+    own_steps: list[Step] = []
     waiting: list[Control] = []
     for step in steps:
-        own = [[m for m in slot if m.session == session] for slot in step.slots]
-        if step.segment.session != session:
-            waiting += [message for slot in own for message in slot]
-            continue
-        found.append(Step(step.segment, [waiting + own[0], *own[1:]]))
-        waiting = []
-    return found, waiting + [message for message in after if message.session == session]
+        slots = [[m for m in slot if m.session == session] for slot in step.slots]
+        segments = [segment for segment in step.segments if segment.session == session]
+        if segments:
+            own_steps.append(Step(segments, [waiting + slots[0], *slots[1:]]))
+            waiting = []
+        else:
+            waiting += [message for slot in slots for message in slot]
+    return own_steps, waiting + [message for message in after if message.session == session]
 
 
 @st.composite
@@ -54,14 +55,14 @@ def mixtures(draw: st.DrawFn, sessions: int) -> list[Step]:
     """Two or three interleaved sessions; some are closed before the end."""
     told = [draw(stories(session)) for session in range(1, sessions + 1)]
     left = [list(story.segments) for story in told]
-    steps: list[Step] = []
-    first: list[int] = []  # step of each session's first segment
+    segments: list[Segment] = []
+    begun = 0
     while any(left):
-        known = [s for s in range(min(len(first) + 1, sessions)) if left[s]]
-        s = draw(st.sampled_from(known))
-        if s == len(first):
-            first.append(len(steps))
-        steps.append(Step(left[s].pop(0)))
+        s = draw(st.sampled_from([s for s in range(min(begun + 1, sessions)) if left[s]]))
+        begun = max(begun, s + 1)
+        segments.append(left[s].pop(0))
+    steps = draw(passes(segments))
+    first = [places(steps, session)[0] for session in range(1, sessions + 1)]
     # Slot by slot, for all steps: moment m is slot m % SLOTS of step m // SLOTS.
     moments = [slot for step in steps for slot in step.slots]
     opened = 0
@@ -79,13 +80,16 @@ def mixtures(draw: st.DrawFn, sessions: int) -> list[Step]:
     return steps
 
 
-def same(one: Segment | Output | None, other: Segment | Output | None) -> bool:
+def assert_same(one: Segment | Output | None, other: Segment | Output | None) -> None:
+    """Up to rounding: matrix products of more rows may add in another order."""
+    assert type(one) is type(other)
     if one is None or other is None:
-        return one is other
+        return
+    assert one.run == other.run
+    assert one.numbers.tolist() == other.numbers.tolist()
     assert one.hidden is not None
     assert other.hidden is not None
-    return (type(one) is type(other) and one.run == other.run and np.array_equal(one.numbers, other.numbers)
-            and np.array_equal(one.hidden.array, other.hidden.array))
+    np.testing.assert_allclose(one.hidden.array, other.hidden.array, atol=1e-5, rtol=1e-4)
 
 
 @examples(40, quick=15)
@@ -95,20 +99,23 @@ def test_every_session_gets_what_it_gets_alone(shards: list[Shard], data: st.Dat
     steps, after = data.draw(mixtures(sessions)), list[Control]()
     for shard in shards:
         together = StageEngine(shard)
-        results = play(together, steps, after)
+        played = play(together, steps, after)
         for session in range(1, sessions + 1):
             single = StageEngine(shard)
-            expected = play(single, *alone(steps, after, session))
-            got = [r for r, step in zip(results, steps, strict=True) if step.segment.session == session]
+            expected = [result for [result] in play(single, *alone(steps, after, session))]
+            got = [result for step, results in zip(steps, played, strict=True)
+                   for segment, result in zip(step.segments, results, strict=True)
+                   if segment.session == session]
             assert len(got) == len(expected)
-            assert all(map(same, got, expected))
+            for one, other in zip(got, expected, strict=True):
+                assert_same(one, other)
             mine, its = together.cache_of(session), single.cache_of(session)
             assert (mine is None) == (its is None)
             if mine is not None and its is not None:
                 assert mine.numbers.tolist() == its.numbers.tolist()
-                assert all(map(torch.equal, mine.rows(), its.rows()))
+                torch.testing.assert_close(mine.rows(), its.rows(), atol=1e-5, rtol=1e-4)
                 assert together.counters_of(session) == single.counters_of(session)
-        steps, after = passed_on(steps, results)
+        steps, after = passed_on(steps, played)
 
 
 def test_each_has_its_own_text_cache_and_counters(model: Path) -> None:

@@ -3,12 +3,13 @@ whatever else the stage does meanwhile.  The oracle is transformers, row by row.
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from playkit import LAYERS, SLOTS, STAGES, Control, Step, passed_on, play
+from playkit import LAYERS, SLOTS, STAGES, Control, Step, during, passed_on, passes, places, play
 from propertykit import examples
 from stagekit import Book, Oracle, assert_cache, assert_rows, engines, random_tokens, through
 from storykit import VOCAB, Story, stories
@@ -43,24 +44,28 @@ def plays(draw: st.DrawFn) -> tuple[list[Step], dict[int, Story]]:
     """A session that is closed and leaves rows, one that begins with some of them, one beside both.
 
     The Close comes at any moment after the outputs of the rows to be kept, also between the layers of
-    a segment of that very session.
+    a segment of that very session, which may share its pass with one of the session beside it.
     """
     first, beside = draw(stories(1)), draw(stories(2))
     last = draw(st.integers(1, len(first.segments)))  # the first segment whose output D0 has not seen
     seen = {number for segment in first.segments[:last] for number in segment.numbers.tolist()}
-    chain = first.book.committed
-    kept = chain[: next((i for i, number in enumerate(chain) if number not in seen), len(chain))]
+    text = first.book.committed
+    kept = text[: next((i for i, number in enumerate(text) if number not in seen), len(text))]
     kept = kept[: draw(st.integers(1, len(kept)))]
     rows = draw(st.integers(1, len(kept)))
     second = draw(stories(3, first.book.paths[kept[rows - 1]]))
     other = list(beside.segments)
     front = _mixed(draw, first.segments, [other.pop(0) for _ in range(draw(st.integers(0, len(other))))])
-    steps = [Step(segment) for segment in (*front, *_mixed(draw, second.segments, other))]
-    places = [i for i, segment in enumerate(front) if segment.session == 1]
-    start = next(i for i, step in enumerate(steps) if step.segment.session == 3)
+    before = draw(passes(front))
+    steps = [*before, *draw(passes(_mixed(draw, second.segments, other)))]
+    own = places(before, 1)
+    start = places(steps, 3)[0]
     moments = [slot for step in steps for slot in step.slots]
-    earliest = (places[last] if last < len(places) else places[-1] + 1) * SLOTS
-    closed = draw(st.integers(earliest, max(earliest, len(front) * SLOTS)))
+    earliest = (own[last] if last < len(own) else own[-1] + 1) * SLOTS
+    closing = st.integers(earliest, max(earliest, len(before) * SLOTS))
+    if inside := [moment for moment in during(before, 1) if moment >= earliest]:
+        closing = st.sampled_from(inside) | closing
+    closed = draw(closing)
     opened = draw(st.integers(closed, max(closed, start * SLOTS)))
     moments[0] += [Open(1, 0, 64), Open(2, 0, 64, concurrent=(1,))]
     moments[closed].append(Close(1, tuple(kept)))
@@ -82,17 +87,17 @@ def test_kept_rows_are_as_good_as_read_in(shards: list[Shard], oracle: Oracle, d
     (steps, told), after = data.draw(plays()), list[Control]()
     for shard in shards:
         engine = StageEngine(shard)
-        results = play(engine, steps, after)
+        played = play(engine, steps, after)
         for session, story in told.items():
             cache = engine.cache_of(session)
             assert cache is not None
             assert cache.numbers.tolist() == story.survivors
         assert_cache(engine, told[3].book, oracle)
         assert engine.kept == {}
-        for step, result in zip(steps, results, strict=True):
-            if isinstance(result, Output) and step.segment.session in told:
-                assert_rows(result, told[step.segment.session].book, oracle)
-        steps, after = passed_on(steps, results)
+        for result in chain.from_iterable(played):
+            if isinstance(result, Output) and result.session in told:
+                assert_rows(result, told[result.session].book, oracle)
+        steps, after = passed_on(steps, played)
 
 
 def left(engine: StageEngine, session: int, capacity: int, keep: int) -> None:

@@ -143,7 +143,8 @@ class EmulatedEngine:
             cancelled = [(segment.session, segment.run) in self._runs for segment in admitted]
             results = [([], without_rows(results[i][1])) if cancelled[i] else results[i]
                        for i in range(len(admitted))]
-            if all(cancelled):
+            if all(ended or not len(segment.numbers)
+                   for ended, segment in zip(cancelled, admitted, strict=True)):
                 layer = length / self._layers
                 end = min(end, start + math.ceil((self._clock() - start) / layer) * layer)
                 self._runs.clear()

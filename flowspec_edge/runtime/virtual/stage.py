@@ -124,7 +124,8 @@ class VirtualStage:
             self.work[session].cancelled += 1
             running.results[i] = [], without_rows(running.results[i][1])
             running.cancelled[i] = True
-            if all(running.cancelled):
+            if all(cancelled or not len(other.numbers)
+                   for cancelled, other in zip(running.cancelled, running.segments, strict=True)):
                 done = math.ceil((self.clock.now - running.start) / layer - 1e-9)
                 end = min(running.end, running.start + done * layer)
                 self._pass = replace(running, end=end)
