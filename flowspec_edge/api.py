@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from flowspec_edge.config import Profile, load_profile
-from flowspec_edge.errors import FlowspecError, PeerLost, UsageError
+from flowspec_edge.errors import FlowspecError, PeerLost, RequestFailed, UsageError
 from flowspec_edge.messages import Segment
 from flowspec_edge.model.manifest import ComputeDtype, Manifest
 from flowspec_edge.model.modeldir import DEMO, ModelDir, resolve_model
@@ -34,12 +34,13 @@ from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 from flowspec_edge.strategies.registry import strategy_class, strategy_names
 from flowspec_edge.strategies.tree_strategy import TreeStrategy
 from flowspec_edge.tree.draft_api import Commit, DraftOutput, DraftRequest
+from flowspec_edge.tree.draft_tree import DraftTree, Node
 from flowspec_edge.tree.segment_builder import SegmentBuilder
 
-__all__ = ["Cluster", "Commit", "Completion", "DraftOutput", "DraftRequest", "FlowspecError", "Params",
-           "PeerLost", "Pipeline", "Profile", "Request", "Sampling", "Segment", "SegmentBuilder", "Span",
-           "Stats", "Strategy", "TreeStrategy", "UsageError", "load_profile", "strategy_class",
-           "strategy_names"]
+__all__ = ["Cluster", "Commit", "Completion", "DraftOutput", "DraftRequest", "DraftTree", "FlowspecError",
+           "Node", "Params", "PeerLost", "Pipeline", "Profile", "Request", "RequestFailed",
+           "Sampling", "Segment", "SegmentBuilder", "Span", "Stats", "Strategy", "TreeStrategy",
+           "UsageError", "load_profile", "strategy_class", "strategy_names"]
 
 _STAGES = 4  # the paper's
 
@@ -95,7 +96,7 @@ class Cluster:
         scheduling_policy  of concurrent requests. "fair": rows by weight and worth; "fcfs": the oldest
                            request's first
 
-        UsageError for an unknown model or profile, or more stages than layers.
+        UsageError for an unknown model or profile, or more stages than layers of the profile's model.
         """
         found, stages, dtype = _choose(model, stages, dtype)
         described = profile if isinstance(profile, Profile) else load_profile(str(profile))
@@ -111,7 +112,8 @@ class Cluster:
 
         threads  torch threads per process; None divides the cores
 
-        Arguments and errors otherwise as for :meth:`virtual`. PeerLost, from a request, if a stage ends.
+        Arguments and errors otherwise as for :meth:`virtual`, but the layers are the model's own. PeerLost,
+        from a request, if a stage ends.
         """
         found, stages, dtype = _choose(model, stages, dtype)
         return cls(found, stages, dtype, device,
@@ -151,7 +153,8 @@ class Cluster:
                  max_new_tokens: int = 128, sampling: Sampling | None = None, params: Params | None = None,
                  on_text: Callable[[str], None] | None = None) -> Completion:
         """Run one request; ``on_text`` gets the text as it is generated. The other arguments are those of
-        :meth:`request` and ignored for a ``Request``. UsageError if the request does not fit the model."""
+        :meth:`request` and ignored for a ``Request``. UsageError if the request does not fit the model;
+        RequestFailed if the strategy raises something."""
         made = prompt if isinstance(prompt, Request) else self.request(
             prompt, strategy=strategy, max_new_tokens=max_new_tokens, sampling=sampling, params=params)
         if on_text is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -14,7 +15,16 @@ from typing import Any
 import pytest
 
 import flowspec_edge
-from flowspec_edge import Cluster, Params, Sampling, TreeStrategy, UsageError, strategy_class, strategy_names
+from flowspec_edge import (
+    Cluster,
+    Params,
+    RequestFailed,
+    Sampling,
+    TreeStrategy,
+    UsageError,
+    strategy_class,
+    strategy_names,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "two_chains"
@@ -132,6 +142,32 @@ class Impostor(Nameless):
 def test_what_is_no_strategy_is_refused(name: str, reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         strategy_class(name)
+
+
+class Faulty(TreeStrategy):
+    name = "faulty"
+    summary = "divides by zero when the first draft pass is wanted"
+
+    def begin_round(self) -> None:
+        self.expand([self.tree.root], levels=1 // self.tree.size, width=2, keep=2)
+
+    def next_segment(self) -> None:
+        return None
+
+
+def test_what_a_strategy_from_outside_raises_names_its_line(cluster: Cluster) -> None:
+    line = inspect.getsourcelines(Faulty.begin_round)[1] + 1
+    with pytest.raises(RequestFailed, match=rf"faulty failed: ZeroDivisionError: .*{__name__}.py:{line}\)$"):
+        cluster.generate("import os", strategy=f"{__name__}:Faulty", max_new_tokens=4)
+    assert len(cluster.generate("import os", max_new_tokens=4).tokens) == 4
+
+
+def test_arguments_that_are_nearly_right(cluster: Cluster) -> None:
+    with pytest.raises(UsageError, match="'deepth'; did you mean depth"):
+        Params(deepth=3)  # type: ignore[call-arg]
+    for make in (Cluster.virtual, Cluster.local):
+        with pytest.raises(UsageError, match="99 stages"):
+            make("demo", stages=99).generate("import os", max_new_tokens=1)
 
 
 def test_spans_are_those_of_virtual_time() -> None:

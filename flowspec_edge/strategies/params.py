@@ -8,6 +8,7 @@ from typing import Annotated, Literal, get_args, get_type_hints
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.sampling.settings import Rank
+from flowspec_edge.util.suggest import did_you_mean
 
 LONGEST_BLOCK = 64  # PEARL's, when a draft pass costs next to nothing
 Draft = Literal["own", "eagle2", "eagle2-deep", "eagle3", "lm", "ngram"]
@@ -55,6 +56,12 @@ class Params:
     speculative_gamma: Annotated[int, "draft tokens a verification"] = 4
     stpp_branching: Annotated[str, "children per node, level by level (SpecInfer's)"] = "1,1,3,1,1,1,1,1"
     spd_width: Annotated[int, "W: branches kept"] = 1
+
+    def __new__(cls, *values: object, **named: object) -> Params:
+        if unknown := [name for name in named if name not in cls.__slots__]:
+            raise UsageError(f"no parameter {unknown[0]!r}; {did_you_mean(unknown[0], cls.__slots__)}"
+                             "flowspec strategies NAME lists those of a strategy")
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         for f in fields(self):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from flowspec_edge.errors import UsageError
+from flowspec_edge.errors import FlowspecError, RequestFailed, UsageError
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.strategies.parameters import COMMON, DRAFTED, all_parameters
 from flowspec_edge.strategies.params import Params
@@ -124,10 +126,36 @@ def _load(found: EntryPoint) -> type[Strategy]:
     if unknown := sorted(set(chosen.parameters) - set(all_parameters())):
         raise UsageError(f"{found.value} lists parameters that do not exist: {', '.join(unknown)}; it can "
                          "read the fields of flowspec_edge.Params")
-    known = STRATEGIES.get(name) or _loaded.setdefault(name, chosen)
-    if known is not chosen:
+    known = STRATEGIES.get(name) or _loaded.get(name) or _loaded.setdefault(name, _located(chosen))
+    if chosen not in (known, *known.__bases__):
         raise UsageError(f"{found.value} has the name of another strategy, {name}: give it its own")
-    return chosen
+    return known
+
+
+def _located(chosen: type[Strategy]) -> type[Strategy]:
+    """A subclass whose methods raise RequestFailed, with file and line, for whatever ``chosen`` raises."""
+    from flowspec_edge.strategies.base import Strategy
+
+    source = inspect.getsourcefile(chosen)
+
+    def located(method: Callable[..., object]) -> Callable[..., object]:
+        @wraps(method)
+        def call(*values: object, **named: object) -> object:
+            try:
+                return method(*values, **named)
+            except FlowspecError:
+                raise
+            except Exception as error:
+                frames = traceback.extract_tb(error.__traceback__)
+                frame = next((frame for frame in reversed(frames) if frame.filename == source), frames[-1])
+                raise RequestFailed(f"the strategy {chosen.name} failed: {type(error).__name__}: {error} "
+                                    f"({frame.filename}:{frame.lineno})") from error
+        return call
+
+    methods = {name: located(getattr(chosen, name)) for name, method in inspect.getmembers(Strategy)
+               if inspect.isfunction(method) and (name == "__init__" or not name.startswith("_"))}
+    same = {name: getattr(chosen, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(chosen.__name__, (chosen,), {**methods, **same})
 
 
 def draft_kind(chosen: type[Strategy], params: Params, model: ModelDir) -> str | None:

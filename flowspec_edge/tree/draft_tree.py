@@ -43,7 +43,13 @@ class Node:
 
 
 class DraftTree:
-    """The root is committed text; all other nodes are guesses."""
+    """What may follow the text: the root is the newest token of the text, all other nodes are guesses.
+
+    root        the :class:`Node` of the newest token; its number is -1 until the strategy has sent it
+    size        nodes below the root
+    sent        by number: the nodes, root included, that are on their way or verified
+    generation  expansions begun so far; with ``order`` "layer" nodes of an older one are sent first
+    """
 
     def __init__(self, token: int, position: int, order: Order = "score", first_id: int = 0) -> None:
         self.next_id = first_id + 1  # the next round's tree continues from it
@@ -106,11 +112,13 @@ class DraftTree:
             self._push(node)
 
     def draft_request(self, nodes: list[Node], children: int) -> DraftRequest:
+        """Ask the draft model for the likeliest ``children`` of each node."""
         return DraftRequest(self.root.id, tuple(
             DraftNode(n.id, -1 if n.parent is None else n.parent.id, n.token, n.position, n.number)
             for n in nodes), children)
 
     def mark_sent(self, node: Node, number: int) -> None:
+        """The node has its number from the segment builder."""
         node.number = number
         self.sent[number] = node
 
@@ -123,6 +131,7 @@ class DraftTree:
         return True
 
     def child(self, parent: Node, token: int) -> Node | None:
+        """The child of ``parent`` with ``token``, if it has one."""
         return parent.children.get(token)
 
     def reroot(self, path: list[Node]) -> None:

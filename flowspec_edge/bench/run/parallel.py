@@ -7,6 +7,7 @@ measurement asks for; processes compute that ahead, and the measurement itself t
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -26,13 +27,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Workplace:
-    """What every process loads once; ``plugins``: strategies from outside, as "package.module:Class"."""
+    """What every process loads once.
+
+    plugins  strategies from outside, as "package.module:Class"
+    threads  of torch; None: those of the Dask worker that computes
+    """
 
     model: Path
     dtype: str
     device: str = "cpu"
     plugins: tuple[str, ...] = ()
-    threads: int = 1  # of torch
+    threads: int | None = 1
 
 
 @dataclass(frozen=True)
@@ -133,10 +138,13 @@ def threads_of(jobs: int) -> int:
 
 # ---- in the processes ------------------------------------------------------------------------------------
 
+_computing = threading.Lock()  # a Dask worker computes in several threads, a process has one set of models
+
 
 def _compute(workplace: Workplace, task: PipelineTask) -> list[Result] | FlowspecError:
     try:
-        return _loaded(workplace).results(task)
+        with _computing:
+            return _loaded(workplace).results(task)
     except FlowspecError as error:  # returned, because joblib raises one error and forgets the others
         return error
 
@@ -149,7 +157,7 @@ class _Loaded:
 
         from flowspec_edge.strategies.registry import strategy_class
 
-        torch.set_num_threads(workplace.threads)
+        torch.set_num_threads(workplace.threads or _dask_threads())
         for name in workplace.plugins:
             strategy_class(name)
         self._workplace = workplace
@@ -181,6 +189,13 @@ class _Loaded:
                              VirtualCluster(w.model, task.stages, profile, w.dtype, device=w.device))
             self._described = task.stages, task.profile
         return self._cluster.generate_many(task.requests, task.arrivals)
+
+
+def _dask_threads() -> int:
+    """As many as Dask counts on this worker (``dask worker --nthreads``)."""
+    from distributed import get_worker
+
+    return int(get_worker().state.nthreads)
 
 
 @lru_cache(maxsize=1)

@@ -94,8 +94,9 @@ def parallel_run(options: BenchOptions, model: ModelDir, names: Sequence[str]) -
     """The processes of --jobs, or Dask's."""
     from flowspec_edge.bench.run.parallel import ParallelRun, Workplace, plugins_of, threads_of
 
+    threads = None if options.dask else threads_of(options.jobs)
     return ParallelRun(Workplace(model.path.resolve(), dtype_of(model, options.dtype), options.device,
-                                 plugins_of(names), threads_of(options.jobs)), options.jobs, options.dask)
+                                 plugins_of(names), threads), options.jobs, options.dask)
 
 
 def tasks_of(options: BenchOptions) -> list[Task]:

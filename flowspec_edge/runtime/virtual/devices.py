@@ -42,7 +42,11 @@ class Devices:
 
     @classmethod
     def even(cls, profile: Profile, stages: int) -> Devices:
-        """``stages`` equal devices that share the model's layers evenly, and an equal D0."""
+        """``stages`` equal devices that share the model's layers evenly, and an equal D0. UsageError for more
+        stages than layers."""
+        if stages > profile.model.layers:
+            raise UsageError(f"{stages} stages are more than the {profile.model.layers} layers of profile "
+                             f"{profile.name}: use fewer stages, or another profile")
         return cls(profile, (profile,) * stages, (profile.model.layers / stages,) * stages, profile.name)
 
     def stage_seconds(self, place: int, rows: int, context: int = 0) -> float:
