@@ -1,4 +1,7 @@
-"""The values of config.json that decide shapes, checked before a library computes with them."""
+"""The values of config.json that decide the family and shapes, checked before a library computes with them.
+
+A new family is a name in ``ARCHITECTURES`` once tests/stage/test_families.py compares it with transformers.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from flowspec_edge.errors import UsageError
+
+# Families whose forward pass is exactly: embeddings, layers with one full-attention mask, norm.
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 _SIZES = {  # field -> the most of any model, with room
     "hidden_size": 1 << 20,
@@ -50,6 +56,12 @@ def check_config(config: Mapping[str, Any], path: Path, required: Collection[str
     if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
         raise UsageError(f"{path}: layer_types must be a list of names, not {_shown(kinds)}")
     check_stop_ids(config, path)
+
+
+def require_family(model_type: object, path: Path | str) -> None:
+    """UsageError if stages cannot run models of this type."""
+    if model_type not in ARCHITECTURES:
+        raise UsageError(f"{path}: stages cannot run {model_type!r} models, only {', '.join(ARCHITECTURES)}")
 
 
 def check_stop_ids(config: Mapping[str, Any], path: Path) -> None:

@@ -1,7 +1,4 @@
-"""The model families that stages can run, and the checks of their config.json.
-
-A new family is a name in ``ARCHITECTURES`` once tests/stage/test_families.py compares it with transformers.
-"""
+"""The models that stages can run: config.json as transformers reads it, and what it must not ask for."""
 
 from __future__ import annotations
 
@@ -15,14 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.config_check import check_config
+from flowspec_edge.model.config_check import check_config, require_family
 from flowspec_edge.model.manifest import DRAFT_TARGET, Manifest, stage_part
 from flowspec_edge.model.modeldir import is_sharded
 from flowspec_edge.stage.layers import attention
 from flowspec_edge.util.bounded_read import read_json_object
-
-# Families whose forward pass is exactly: embeddings, layers with one full-attention mask, norm.
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 # Rotary embeddings whose angle depends only on the row's position.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -81,9 +75,7 @@ def skeleton(config: Any) -> Any:
 
 
 def _check(config: Any, path: Path | str, quantised: bool) -> None:
-    if config.model_type not in ARCHITECTURES:
-        raise UsageError(f"{path}: stages cannot run {config.model_type!r} models, "
-                         f"only {', '.join(ARCHITECTURES)}")
+    require_family(config.model_type, path)
     _check_rope(config, path)
     _check_shape(config, path)
     _check_layers(config, path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from flowspec_edge.cli.common.defaults import dtype_of, require_unsharded
 from flowspec_edge.cli.common.options import Clock, DtypeChoice
 from flowspec_edge.cli.common.progress import progress as progress
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.model.config_check import require_family
 from flowspec_edge.model.modeldir import DEMO, DRAFT_PARTS, ModelDir
 from flowspec_edge.util.resources import resource_dir
 
@@ -58,10 +60,11 @@ def require_fitting(length: int, model: ModelDir, max_new_tokens: int, name: str
 
 def require_runnable(strategies: Sequence[str], model: ModelDir, params: Params, clock: Clock,
                      stages: int) -> None:
-    """UsageError if a strategy lacks its draft model, a whole model, or a layer per process; without
-    torch."""
+    """UsageError if stages cannot run the model, or a strategy lacks its draft model, a whole model, or a
+    layer per process; without torch."""
     from flowspec_edge.strategies.registry import draft_kind, strategy_class
 
+    require_family(model.config.get("model_type"), model.target / "config.json")
     for name in strategies:
         chosen = strategy_class(name)
         kind = draft_kind(chosen, params, model)
@@ -77,6 +80,18 @@ def require_runnable(strategies: Sequence[str], model: ModelDir, params: Params,
         if clock == "wall" and chosen.parallelism == "pipeline" and stages > model.layers:
             raise UsageError(f"{name}: {stages} stages are more than the model's {model.layers} layers: "
                              f"use at most --stages {model.layers}, or --clock virtual")
+
+
+def with_a_draft(strategy: str, model: ModelDir, params: Params) -> Params:
+    """``params`` with look-up in the text, and a note about it, if the model has no draft model at all."""
+    from flowspec_edge.strategies.registry import strategy_class
+
+    drafter = strategy_class(strategy).drafter
+    if params.draft != "own" or drafter in (None, "spd", "ngram") or any(map(model.draft, DRAFT_PARTS)):
+        return params
+    print(f"flowspec: note: {model.path} has no draft model, so {strategy} looks up in the text; for a head: "
+          f"flowspec models head {model.path}", file=sys.stderr)
+    return replace(params, draft="ngram")
 
 
 def plain_decoding(model: ModelDir, dtype: DtypeChoice, device: str = "cpu"

@@ -31,7 +31,7 @@ from flowspec_edge.cli.common.options import (
     StagesOption,
     StrategyOption,
 )
-from flowspec_edge.cli.common.workload import require_runnable
+from flowspec_edge.cli.common.workload import require_runnable, with_a_draft
 from flowspec_edge.cli.generate.command import explicit_options
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.chat import require_template
@@ -98,6 +98,7 @@ def chat(
     clock_settings = choose_clock("wall", "paper-7b", emulate)
     require_template(found, chat_template)
     chosen = strategy_class(strategy)
+    params = with_a_draft(chosen.name, found, params)
     require_runnable([chosen.name], found, params, "wall", stages)
     device = device_of(device, found, dtype_of(found, dtype), processes=clock_settings.processes(stages))
     explicit = explicit_options(context, asdict(sampling))

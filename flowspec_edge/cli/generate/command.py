@@ -32,7 +32,7 @@ from flowspec_edge.cli.common.options import (
     StagesOption,
     StrategyOption,
 )
-from flowspec_edge.cli.common.workload import require_fitting, require_runnable
+from flowspec_edge.cli.common.workload import require_fitting, require_runnable, with_a_draft
 from flowspec_edge.cli.generate.remote import RemoteRequest, figures_line, generate_remotely, refuse_local
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.chat import Message, require_template
@@ -133,6 +133,7 @@ def generate(
     if chat:
         require_template(found, chat_template)
     chosen = strategy_class(strategy)
+    params = with_a_draft(chosen.name, found, params)
     require_runnable([chosen.name], found, params, clock_settings.clock, stages)
     if trace is not None:
         check_writable(trace)

@@ -31,7 +31,7 @@ from flowspec_edge.cli.common.options import (
     StagesOption,
     not_nan,
 )
-from flowspec_edge.cli.common.workload import require_runnable
+from flowspec_edge.cli.common.workload import require_runnable, with_a_draft
 from flowspec_edge.cli.serve.service import Service
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.chat import require_template
@@ -130,6 +130,7 @@ def serve(
     clock_settings = choose_clock("wall", "paper-7b", emulate)
     if chat_template is not None:
         require_template(found, chat_template)
+    params = with_a_draft(strategy, found, params)
     require_runnable([strategy], found, params, "wall", stages)
     if api_key is not None and not (api_key and api_key.isascii()):
         raise UsageError("the API key must not be empty, and of ASCII characters only")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -48,6 +49,25 @@ def test_json_is_greedy_decoding_with_figures(model: Path, reference: tuple[list
     assert {"turns", "rounds", "alt", "alr", "tokens_per_second", "ttft_s", "drafted", "verified", "accepted",
             "bytes"} <= result["stats"].keys()
     assert result["stats"]["drafted"] > 0
+
+
+def test_a_checkpoint_without_a_head_looks_up_in_the_text(
+        model: Path, reference: tuple[list[int], str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(model / "target", PROMPT, "--json") == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["tokens"] == reference[0]
+    assert f"flowspec models head {model / 'target'}" in err
+
+
+def test_the_family_is_checked_before_the_head(model: Path, tmp_path: Path,
+                                               capsys: pytest.CaptureFixture[str]) -> None:
+    other = shutil.copytree(model / "target", tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"model_type": "gemma"}))
+    assert generate(other, PROMPT) == 2
+    error = capsys.readouterr().err
+    assert "'gemma'" in error
+    assert "--draft" not in error
 
 
 def test_without_json_the_text_is_streamed_and_the_figures_go_to_stderr(
