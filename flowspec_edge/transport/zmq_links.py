@@ -1,8 +1,9 @@
 """Links over ZeroMQ: PUSH/PULL for data, one peer per socket; DEALER/ROUTER for control.
 
-The connecting end detects a vanished peer by ZMTP heartbeats; ZeroMQ's own thread answers them, however busy
-the peer is. The bound end sends none, because libzmq 4.3.5 aborts the process when one is due on a connection
-whose peer left while its messages wait for a full queue: TCP detects a vanished peer there.
+Both ends detect a vanished peer by the kernel's TCP timers, and neither sends ZMTP heartbeats: libzmq 4.3.5
+aborts the process when it reads one, or one is due, on a connection that broke while messages waited for a full
+queue. A peer whose kernel answers is never disconnected, however busy it is; that it has stopped is for the
+messages above to find out.
 """
 
 from __future__ import annotations
@@ -213,9 +214,10 @@ class ZmqTransport:
         socket.set_hwm(queue)
         socket.linger = self._tuning.linger_ms
         socket.maxmsgsize = self._tuning.max_message_bytes
-        socket.heartbeat_ivl = self._tuning.heartbeat_ms
-        socket.heartbeat_timeout = self._tuning.silence_ms
-        socket.heartbeat_ttl = self._tuning.silence_ms
+        socket.tcp_maxrt = self._tuning.silence_ms  # while data is under way
+        probe_s = max(1, self._tuning.silence_ms // 5000)  # while none is
+        socket.tcp_keepalive, socket.tcp_keepalive_cnt = 1, 4
+        socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = probe_s
         return socket
 
     def _bind(self, socket: zmq.Socket[bytes], endpoint: str, name: str, peer_keys: Collection[bytes],
@@ -223,9 +225,6 @@ class ZmqTransport:
         if self._keys is None and not self._unencrypted and (reason := unencrypted_bind_problem(endpoint)):
             socket.close()
             raise UsageError(f"{name}: {reason}")
-        socket.heartbeat_ivl = 0
-        socket.tcp_keepalive, socket.tcp_keepalive_cnt = 1, 3
-        socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = max(1, self._tuning.silence_ms // 1000)
         # Every socket has its own ZAP domain: its allow-list.  Without keys there is no list, but the domain
         # makes libzmq refuse ZMTP 1.0, for which it takes bytes such as an HTTP request.
         socket.zap_domain = name.encode()

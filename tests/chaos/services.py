@@ -169,12 +169,23 @@ class LocalService(Service):
                      if "multiprocessing.forkserver" in command_line(pid)), None)
 
     def stage_pid(self, stage: int) -> int | None:
-        server = self.fork_server
-        for pid in children(server) if server else ():
-            with suppress(OSError):  # it may end meanwhile; each writes to a file of its own
-                if Path(os.readlink(f"/proc/{pid}/fd/2")).name == f"v{stage}.stderr":
-                    return pid
-        return None
+        return self._stages().get(stage)
+
+    def processes(self) -> set[int]:
+        found = super().processes() | {*self._stages().values()}
+        self.seen |= found
+        return found
+
+    def _stages(self) -> dict[int, int]:
+        """Process ids by stage: each writes to a file of its own. They outlive their fork server, and are then
+        no descendants of the draft device."""
+        found = {}
+        for pid in (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
+            with suppress(OSError):  # it may end meanwhile
+                output = Path(os.readlink(f"/proc/{pid}/fd/2"))
+                if output.is_relative_to(self.temporary) and output.match("v[0-9]*.stderr"):
+                    found[int(output.stem[1:])] = pid
+        return found
 
     def fill_disk(self) -> None:
         with (self.temporary / "ballast").open("wb", buffering=0) as file, suppress(OSError):

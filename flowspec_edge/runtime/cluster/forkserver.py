@@ -25,15 +25,19 @@ from types import ModuleType
 
 from flowspec_edge.errors import FlowspecError
 
+STOPPED, ENDED = "T", "Z"
 _PRELOAD = ["flowspec_edge.runtime.worker.load", "flowspec_edge.runtime.worker.process", __name__]
 FIRST_START_S = 120.0  # imports included, from a slow disk
 _LEAST_START_S = 1.0  # however little of a deadline is left
 _START_S = 5.0  # once the fork server has started a worker
 _EXIT_CODE_S = 5.0  # between a worker's end and the fork server's report of its exit code
+_UNREPORTED = 255  # multiprocessing's exit code if there is no report
+_TEND_S = 10.0  # between two fork servers that are started in advance: they may end at once
 
 _context = multiprocessing.get_context("forkserver")
 _starting = threading.Lock()
 _answered: int | None = None  # process id of the fork server that has started a worker
+_tended_at = -_TEND_S
 
 
 def preload() -> None:
@@ -51,10 +55,35 @@ def preload() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
+def tend() -> None:
+    """If the fork server has ended or was stopped, start another one, before a worker has to wait for its
+    imports; to be called several times a second while workers run."""
+    global _tended_at
+    server, now = server_pid(), time.monotonic()
+    if server is None or now < _tended_at + _TEND_S:
+        return
+    state = process_state(server)
+    if state == STOPPED:
+        _kill(server)
+    if state in (STOPPED, ENDED):
+        _tended_at = now
+        with suppress(FlowspecError):  # such as of a full disk: the next start says so
+            preload()
+
+
 def server_pid() -> int | None:
     """Return the fork server's process id; None before the first :func:`preload`."""
     pid: int | None = vars(forkserver)["_forkserver"]._forkserver_pid  # no public API
     return pid
+
+
+def process_state(pid: int) -> str:
+    """Return the kernel's letter for a process' state: STOPPED by SIGSTOP or its like (not by a debugger),
+    ENDED, or others."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return ENDED
 
 
 @atexit.register  # before multiprocessing's own handler, which waits for every worker without limit
@@ -72,7 +101,7 @@ class WorkerProcess:
         """Start a worker that reads ``config`` and writes stdout and stderr to ``output``.
 
         It inherits this process' environment (except what torch reads at import time), and ends when this
-        process or the fork server ends; if this process was killed, the worker removes ``directory``.
+        process ends, not with its fork server; if this process was killed, it removes ``directory``.
         FlowspecError if the fork server fails, or does not start it in ``within`` seconds.
         """
         listener = socket.socket(fileno=os.dup(listen_fd)) if listen_fd >= 0 else None
@@ -85,14 +114,14 @@ class WorkerProcess:
         assert self._process.pid is not None
         self.pid = self._process.pid
         self._code: int | None = None
-        self.unreported = False  # the fork server hung when the worker ended, so the cause is unknown
+        self.unreported = False  # the fork server was gone or hung when the worker ended: the cause is unknown
         try:  # the kernel reports every exit; the fork server only while it runs
             self._pidfd = os.pidfd_open(self.pid)
         except ProcessLookupError:
             self._code = self._reap()
 
     def poll(self) -> int | None:
-        """Return the exit code, or None while the worker runs; 255 if the fork server ended first."""
+        """Return the exit code, or None while the worker runs; 255 if its fork server ended first."""
         if self._code is None and connection.wait([self._pidfd], 0):
             self._code = self._reap()
             os.close(self._pidfd)
@@ -121,10 +150,12 @@ class WorkerProcess:
     def _reap(self) -> int | None:
         self._process.join(_EXIT_CODE_S)
         if self._process.exitcode is None:
-            self.unreported = True
             _kill(self._server)
             self._process.join()  # ends at once: the killed server held the other end of the pipe
         code = self._process.exitcode
+        self.unreported = code == _UNREPORTED
+        with suppress(ChildProcessError):  # in a container this process may be the init that has adopted it
+            os.waitpid(self.pid, os.WNOHANG)
         self._process.close()
         return code
 
@@ -139,7 +170,7 @@ def _start(within: float, *args: object) -> tuple[ForkServerProcess, int]:
             preload()
             server = server_pid()
             assert server is not None
-            process = _context.Process(target=_run, args=(server, *args), daemon=True)
+            process = _context.Process(target=_run, args=args, daemon=True)
             usual = _START_S if server == _answered else FIRST_START_S
             patience = max(_LEAST_START_S, min(usual, deadline - time.monotonic()))
             guard = threading.Timer(patience, _kill, [server])
@@ -188,7 +219,7 @@ def _remove_sockets() -> None:
         shutil.rmtree(util.get_temp_dir(), ignore_errors=True)  # the starter's: a child inherits the name
 
 
-def _run(parent: int, config: Path, output: Path, environment: Mapping[str, str],
+def _run(config: Path, output: Path, environment: Mapping[str, str],
          listener: socket.socket | None, verbose: bool, directory: Path | None) -> None:
     from flowspec_edge.runtime.worker import process  # here: the parent process does not need it
 
@@ -201,5 +232,5 @@ def _run(parent: int, config: Path, output: Path, environment: Mapping[str, str]
     util.Finalize(None, _remove_sockets, exitpriority=0)
     os.environ.clear()
     os.environ.update(environment)
-    changes = {"listen_fd": listener.detach() if listener else -1, "parent": parent}
+    changes = {"listen_fd": listener.detach() if listener else -1}
     sys.exit(process.serve(config, verbose, changes, directory=directory))

@@ -14,7 +14,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.runtime.cluster.forkserver import FIRST_START_S, WorkerProcess
+from flowspec_edge.runtime.cluster.forkserver import (
+    FIRST_START_S,
+    STOPPED,
+    WorkerProcess,
+    process_state,
+    tend,
+)
 from flowspec_edge.runtime.worker.config import WorkerConfig
 
 Wrap = Callable[[int, Sequence[str]], list[str]]
@@ -23,6 +29,8 @@ AnyWorker = subprocess.Popen[bytes] | WorkerProcess
 _GRACE_S = 2.0  # between SIGTERM and SIGKILL
 _KILLED_S = 30.0  # after SIGKILL; only a process that waits inside the kernel takes so long
 _POLL_S = 0.02
+_STOPPED_S = 2.0  # after which a stopped worker is taken for lost
+_UNWATCHED_S = 1.0  # between two looks: the worker may have run meanwhile
 
 
 class WorkerProcesses:
@@ -32,6 +40,8 @@ class WorkerProcesses:
     def __init__(self) -> None:
         self._starters: list[Callable[[float], AnyWorker]] = []  # by stage; of the seconds that it may take
         self._workers: list[AnyWorker] = []
+        self._looked_at = 0.0
+        self._stopped_at: dict[int, float] = {}  # by stage; of the workers that are stopped
 
     @cached_property
     def _temporary(self) -> TemporaryDirectory[str]:
@@ -71,6 +81,7 @@ class WorkerProcesses:
             between()
         for stage in stages:
             self._workers[stage - 1] = self._starters[stage - 1](deadline - time.monotonic())
+            self._stopped_at.pop(stage, None)
 
     def _spawn(self, config: WorkerConfig, file: Path, verbose: bool, wrap: Wrap | None, within: float
                ) -> subprocess.Popen[bytes]:
@@ -88,13 +99,29 @@ class WorkerProcesses:
                 env={**os.environ, "PYTHONPATH": path})
 
     def ended(self) -> dict[int, str]:
-        """Return why workers have ended, by stage: "V2 was killed by SIGKILL"."""
+        """Return why workers have ended, by stage: "V2 was killed by SIGKILL". Of a stopped worker the silence
+        will be noticed; its state says it sooner, and surely: it is killed."""
+        self._end_stopped()
         codes = {stage: worker.poll() for stage, worker in enumerate(self._workers, start=1)}
         return {stage: f"V{stage} {self._cause(stage, code)}"
                 for stage, code in codes.items() if code is not None}
 
+    def _end_stopped(self) -> None:
+        now = time.monotonic()
+        if now > self._looked_at + _UNWATCHED_S:
+            self._stopped_at.clear()
+        self._looked_at = now
+        for stage, worker in enumerate(self._workers, start=1):
+            if process_state(worker.pid) != STOPPED:
+                if worker.poll() is None:
+                    self._stopped_at.pop(stage, None)
+            elif now >= self._stopped_at.setdefault(stage, now) + _STOPPED_S:
+                self._kill(stage)
+
     def exited(self, within: float = 0.0) -> str | None:
-        """Wait up to ``within`` seconds for a worker to end; return the reason of the first one, or None."""
+        """Wait up to ``within`` seconds for a worker to end; return the reason of the first one, or None. Also
+        replaces a fork server that has ended, which no worker waits for yet."""
+        tend()
         deadline = time.monotonic() + within
         while self._workers and not self.ended() and time.monotonic() < deadline:
             time.sleep(_POLL_S)  # polled: workers may be forks or programs, which have no common handle
@@ -128,11 +155,13 @@ class WorkerProcesses:
                                 "disk or a device driver; see the kernel's log (dmesg)") from None
 
     def _cause(self, stage: int, code: int) -> str:
+        if stage in self._stopped_at:
+            return "was stopped, and did not go on before it was killed"
         if code < 0:
             return f"was killed by {signal.Signals(-code).name}"
         worker = self._workers[stage - 1]
         if isinstance(worker, WorkerProcess) and worker.unreported:
-            return "has ended; the fork server hung and did not report how, so it was killed"
+            return "has ended; the fork server, which knows how, had ended or hung"
         file = self._output(stage)
         lines = file.read_text(encoding="utf-8", errors="replace").split("\n") if file.exists() else []
         messages = [line.strip() for line in lines if line.strip()]

@@ -36,11 +36,11 @@ from flowspec_edge.messages import (
     Shutdown,
     Tap,
     batch_of,
-    parts_of,
 )
 from flowspec_edge.runtime.observe.power import PowerMeter, SessionEnergy
 from flowspec_edge.runtime.observe.system_stats import SystemStats
 from flowspec_edge.runtime.worker.config import WorkerConfig
+from flowspec_edge.runtime.worker.intake import Intake
 from flowspec_edge.runtime.worker.release_link import ReleaseLink
 from flowspec_edge.runtime.worker.reports import Reports, one_line
 from flowspec_edge.runtime.worker.sd_notify import Notifier
@@ -93,8 +93,9 @@ class Worker:
         self._engine = engine
         self._stopping = stopping
         self._release = release
-        self._bytes_in = 0  # of the data link, counted so far
         self._stats = WorkerStats()
+        self._intake = Intake(links.previous, self._stats, config.open_within_s, config.tensor_parallel,
+                              self._credit)
         self._energy = SessionEnergy(meter)
         self._reports = Reports(config, links.control, links.previous, links.next, engine, self._stats,
                                 hello, SystemStats(meter=meter), self._energy)
@@ -128,39 +129,13 @@ class Worker:
     def _next_segments(self) -> Sequence[Segment]:
         """The next segment, or those of the next batch; empty without one."""
         try:
-            message = self._links.previous.receive()
-            if message is None:
-                self._sleep()
-                return ()
-            parts = parts_of(message) if isinstance(message, Segment | Batch) else ()
-            segments = [part for part in parts if isinstance(part, Segment)]
-            if not segments:
-                self._links.previous.reject(f"a {type(message).__name__} is not a segment")
-                return ()
-            for segment in segments:
-                if not self._wait_for_open(segment):
-                    self._links.previous.reject(
-                        f"received a segment of session {segment.session}, but no Open for it within "
-                        f"{self._config.open_within_s:g} s")
-                    self._credit(segments[0])
-                    return ()
+            segments = self._intake.take()
         except PeerFault as error:
             self._give_up(error)
             return ()
-        received = self._links.previous.bytes_in - self._bytes_in  # since the last one: emulated links delay
-        self._bytes_in += received
-        self._stats.add_bytes("bytes_in", received, segments)
+        if not segments and self._intake.has_room:
+            self._sleep()
         return segments
-
-    def _wait_for_open(self, segment: Segment) -> bool:
-        """The two channels are not ordered: a session's first segment may overtake its Open."""
-        deadline = time.monotonic() + self._config.open_within_s
-        while self._stats.awaits_open(segment.session, segment.epoch):
-            if time.monotonic() > deadline:
-                return False
-            self._sleep(data=False)
-            self._tick()
-        return True
 
     def _work(self, segments: Sequence[Segment]) -> None:
         start, before = time.monotonic(), {s.session: self._rows(s.session) for s in segments}
@@ -223,7 +198,7 @@ class Worker:
         deadline = time.monotonic() + self._config.broken_after_s
         while time.monotonic() < deadline:
             self._tick()
-            self._sleep(data=False)
+            self._sleep()
 
     def _send(self, link: ClientLink, message: Message) -> None:
         """Send ``message``; serve control messages while the peer has no room.
@@ -232,7 +207,7 @@ class Worker:
         nothing: all must see the same segments.
         """
         while not link.send(message):
-            self._sleep(data=False, room=link)
+            self._sleep(room=link)
             self._tick()
             if self._config.tensor_parallel:
                 continue
@@ -245,14 +220,17 @@ class Worker:
                         return
                     message = batch_of(alive)
 
-    def _sleep(self, data: bool = True, room: Link | None = None, max_s: float = math.inf) -> None:
-        """Wait for a message, for room on ``room``, or until the next heartbeat or check is due. ``max_s``:
-        seconds that an emulated segment has left; they count as computing, not as waiting."""
-        start = time.monotonic()
+    def _sleep(self, room: Link | None = None, computing_s: float = math.inf) -> None:
+        """Wait for a message, for room on ``room``, or until the next heartbeat or check is due, and read the
+        data link. ``computing_s``: seconds that an emulated segment has left; they count as computing, not as
+        waiting, and segments that come meanwhile are left where they are."""
+        start, waits = time.monotonic(), computing_s == math.inf
+        data = waits and self._intake.has_room
         incoming = [self._links.control, self._links.previous] if data else [self._links.control]
-        due = max(0.0, min(self._reports.due_at - start, self._check_at - start, max_s))
+        due = max(0.0, min(self._reports.due_at - start, self._check_at - start, computing_s))
         self._links.transport.wait(incoming, [room] if room else [], due)
-        if max_s == math.inf:
+        if waits:
+            self._intake.read()
             self._stats.add_wait(time.monotonic() - start)
 
     # ---- control -------------------------------------------------------------------------------
@@ -260,7 +238,7 @@ class Worker:
     def _tick(self, wait: float = 0.0) -> None:
         """Handle control messages, checks and heartbeats; also called between layers."""
         if wait > 0:
-            self._sleep(data=False, max_s=wait)
+            self._sleep(computing_s=wait)
         if self._stopping():
             raise Stopped
         try:
@@ -325,8 +303,8 @@ class Worker:
     def _check(self) -> None:
         """End, or abandon the sessions, if a peer that they need is gone."""
         config, links = self._config, self._links
-        d0 = multiprocessing.parent_process()  # of a forked worker, whose parent is the fork server
-        if (config.parent and os.getppid() != config.parent) or (d0 and not d0.is_alive()):
+        d0 = multiprocessing.parent_process()  # of a forked worker, which outlives its fork server
+        if not d0.is_alive() if d0 else config.parent and os.getppid() != config.parent:
             raise PeerLost("the process that started this stage is gone")
         d0_lost_s = links.control.disconnected_for()
         if links.control.failed_handshakes() >= _FAILED_HANDSHAKES:
