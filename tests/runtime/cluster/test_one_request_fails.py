@@ -14,6 +14,7 @@ from clusterkit import PATIENCE, PROMPT
 from tiny_dir import tiny_model_dir
 
 from flowspec_edge.errors import PeerLost
+from flowspec_edge.runtime.cluster import subprocesses
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
 from flowspec_edge.runtime.observe.power import PowerMeter
@@ -91,8 +92,10 @@ def test_each_request_has_its_own_exception(cluster: ProcessCluster) -> None:
     assert len({id(error) for error in [*errors, caught.value]}) == 5
 
 
-def test_a_stopped_stage_is_noticed_although_requests_begin_all_the_time(model: Path) -> None:
+def test_a_silent_stage_is_noticed_although_requests_begin_all_the_time(
+        model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that begins while no other runs does not make the stages' silence start again."""
+    monkeypatch.setattr(subprocesses, "_STOPPED_S", PATIENCE)  # else its state is noticed first
     with ProcessCluster(model, 2, threads=1, dead_after=4.0) as cluster:
         os.kill(cluster.pids[1], signal.SIGSTOP)
 

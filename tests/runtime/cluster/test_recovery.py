@@ -6,6 +6,7 @@ model.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -48,14 +49,14 @@ def striker() -> Striker:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, striker: Striker) -> Iterator[ProcessCluster]:
-    with ProcessCluster(model, 3, threads=1, dead_after=2.0, rejoin_within=PATIENCE, observer=striker
+    with ProcessCluster(model, 3, threads=1, rejoin_within=PATIENCE, observer=striker
                         ) as made:
         yield made
 
 
 @pytest.mark.parametrize(("stage", "number", "text"), [
     (2, signal.SIGKILL, "V2 was killed by SIGKILL"),
-    (3, signal.SIGSTOP, "V3 has been silent for 2 s"),
+    (3, signal.SIGSTOP, "V3 was stopped, and did not go on"),
 ])
 def test_two_answers_go_on_after_a_stage_was_lost(
         cluster: ProcessCluster, plain: PlainDecoder, striker: Striker, stage: int, number: signal.Signals,
@@ -145,17 +146,19 @@ def test_kept_rows_go_with_a_lost_stage(model: Path, plain: PlainDecoder) -> Non
 
 
 @pytest.mark.slow
-def test_a_stopped_fork_server_is_replaced_with_all_its_workers(
-        cluster: ProcessCluster, plain: PlainDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forkserver, "_EXIT_CODE_S", 0.5)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_fork_server_is_replaced_and_its_workers_go_on(
+        cluster: ProcessCluster, plain: PlainDecoder, monkeypatch: pytest.MonkeyPatch,
+        number: signal.Signals) -> None:
+    monkeypatch.setattr(forkserver, "_tended_at", -math.inf)
     before, server = cluster.pids, forkserver.server_pid()
     assert server is not None
 
     def strike() -> None:
-        os.kill(server, signal.SIGSTOP)
+        os.kill(server, number)
         os.kill(before[1], signal.SIGKILL)
 
     assert cluster.generate(TWO[0], on_third(strike)).tokens == own_texts(plain, TWO[:1])[0]
     assert forkserver.server_pid() != server
-    assert not set(before) & set(cluster.pids)
-    assert not any(map(alive, before))
+    assert [one == other for one, other in zip(before, cluster.pids, strict=True)] == [True, False, True]
+    assert not alive(before[1])
