@@ -20,6 +20,7 @@ from clusterkit import PATIENCE, PROMPT, until
 from hostilekit import intruder, knock, wrong_frames
 from losskit import Striker
 from tiny_dir import tiny_model_dir
+from workerkit import segment
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.runtime.cluster import event_loop
@@ -31,6 +32,7 @@ from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request, RequestHandle
 from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.transport import keys
+from flowspec_edge.transport.codec import encode
 
 REQUEST = Request(PROMPT, "flowspec", max_new_tokens=24)
 INSTANCES = ["board-1", "board-2"]
@@ -197,6 +199,26 @@ def test_a_holder_of_a_stages_key_ends_neither_the_cluster_nor_a_stage(
             while (handle := made.begin()).exception(PATIENCE):  # the intruder's last frames are still queued
                 assert time.monotonic() < deadline
             assert handle.result().tokens == expected, (endpoint, identity)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [200, pytest.param(3000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("ahead", [1, 10**6], ids=["soon past", "never"])
+def test_segments_of_unknown_sessions_end_neither_the_cluster_nor_a_stage(
+        model: Path, expected: list[int], tmp_path: Path, count: int, ahead: int) -> None:
+    """From a holder of V1's key, at V2: they wait for an Open, and the link from V1 is read all the same."""
+    with site(model, tmp_path, encrypted=True) as made:
+        _, v1, v2 = made.pairs
+        with intruder(zmq.PUSH, made.listen[1], "", v1, v2.public) as send:
+            for _ in range(4):
+                handle = made.begin()
+                for number in range(count // 4):
+                    send(encode(segment(0, session=made.session + ahead + number)))
+                right_or_one_error(handle, expected)
+        deadline = time.monotonic() + PATIENCE
+        while (handle := made.begin()).exception(PATIENCE):  # the intruder's last segments still wait
+            assert time.monotonic() < deadline
+        assert handle.result().tokens == expected
 
 
 def test_a_draft_device_that_counts_from_behind_is_told(
