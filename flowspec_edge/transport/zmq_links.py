@@ -1,9 +1,9 @@
 """Links over ZeroMQ: PUSH/PULL for data, one peer per socket; DEALER/ROUTER for control.
 
 Both ends detect a vanished peer by the kernel's TCP timers, and neither sends ZMTP heartbeats: libzmq 4.3.5
-aborts the process when it reads one, or one is due, on a connection that broke while messages waited for a full
-queue. A peer whose kernel answers is never disconnected, however busy it is; that it has stopped is for the
-messages above to find out.
+aborts the process when it reads one, or one is due, on a connection that broke while messages waited for a
+full queue. A peer that is busy but whose kernel has room for messages stays connected; that it has stopped is
+found out by the stages' own heartbeats.
 """
 
 from __future__ import annotations

@@ -177,8 +177,8 @@ class LocalService(Service):
         return found
 
     def _stages(self) -> dict[int, int]:
-        """Process ids by stage: each writes to a file of its own. They outlive their fork server, and are then
-        no descendants of the draft device."""
+        """Process ids by stage: each writes to a file of its own. They outlive their fork server, and then do
+        not descend from the draft device."""
         found = {}
         for pid in (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
             with suppress(OSError):  # it may end meanwhile

@@ -31,8 +31,8 @@ USUAL_S = Tuning().silence_ms / 1e3
 # Seconds for which an end is busy, in multiples of the limit.
 BUSY = (0.5, 0.9, 1.1, 1.6, 2.1)
 
-# A bound end and a connecting one: each is busy in turn, then takes one message, then is busy again. Each says
-# how many messages it has sent and received.
+# Ends that take one message, are busy for so many seconds, take the next, and so on; in the end all that is left.
+# Their process says how many they got, and how often the connecting ones lost their connections.
 BUSY_END = """
 import sys, time
 from pathlib import Path
@@ -84,8 +84,8 @@ def tuning(limit_s: float) -> Tuning:
     return Tuning(silence_ms=round(limit_s * 1e3), control_queue=8)
 
 
-def busy_end(endpoint: str, pairs: Sequence[KeyPair], own: int, directory: Path, limit_s: float, life_s: float,
-             busy: Sequence[float]) -> subprocess.Popen[str]:
+def busy_end(endpoint: str, pairs: Sequence[KeyPair], own: int, directory: Path, limit_s: float,
+             life_s: float, busy: Sequence[float]) -> subprocess.Popen[str]:
     own_file, peer = "", ""
     if pairs:
         own_file, peer = str(directory / str(own)), pairs[1 - own].public.decode()
@@ -137,7 +137,8 @@ def test_a_bound_end_may_be_busy_for_any_time(pairs: list[KeyPair], tmp_path: Pa
 
 
 @pytest.mark.parametrize("limit_s", [LIMIT_S, pytest.param(USUAL_S, marks=pytest.mark.soak)])
-def test_a_connecting_end_may_be_busy_for_any_time(pairs: list[KeyPair], tmp_path: Path, limit_s: float) -> None:
+def test_a_connecting_end_may_be_busy_for_any_time(pairs: list[KeyPair], tmp_path: Path, limit_s: float
+                                                   ) -> None:
     busy = [limit_s * factor for factor in BUSY]
     life_s = 3.5 * max(busy)
     names = [f"v{number}" for number in range(len(busy))]

@@ -114,7 +114,7 @@ class WorkerProcess:
         assert self._process.pid is not None
         self.pid = self._process.pid
         self._code: int | None = None
-        self.unreported = False  # the fork server was gone or hung when the worker ended: the cause is unknown
+        self.unreported = False  # how the worker ended is unknown: its fork server was gone, or hung
         try:  # the kernel reports every exit; the fork server only while it runs
             self._pidfd = os.pidfd_open(self.pid)
         except ProcessLookupError:

@@ -99,8 +99,8 @@ class WorkerProcesses:
                 env={**os.environ, "PYTHONPATH": path})
 
     def ended(self) -> dict[int, str]:
-        """Return why workers have ended, by stage: "V2 was killed by SIGKILL". Of a stopped worker the silence
-        will be noticed; its state says it sooner, and surely: it is killed."""
+        """Return why workers have ended, by stage: "V2 was killed by SIGKILL". One that has been stopped for
+        two seconds is killed: its state is certain sooner than its silence is."""
         self._end_stopped()
         codes = {stage: worker.poll() for stage, worker in enumerate(self._workers, start=1)}
         return {stage: f"V{stage} {self._cause(stage, code)}"
@@ -119,8 +119,8 @@ class WorkerProcesses:
                 self._kill(stage)
 
     def exited(self, within: float = 0.0) -> str | None:
-        """Wait up to ``within`` seconds for a worker to end; return the reason of the first one, or None. Also
-        replaces a fork server that has ended, which no worker waits for yet."""
+        """Wait up to ``within`` seconds for a worker to end; return the reason of the first one, or None.
+        Meanwhile another fork server is started if it has ended."""
         tend()
         deadline = time.monotonic() + within
         while self._workers and not self.ended() and time.monotonic() < deadline:

@@ -111,7 +111,7 @@ def serve(path: Path, verbose: bool = False, changes: Mapping[str, Any] | None =
 
 
 def _is_gone(started_by: int) -> bool:
-    d0 = multiprocessing.parent_process()  # of a forked worker, whose parent is the fork server
+    d0 = multiprocessing.parent_process()  # of a forked worker, which outlives its fork server
     return not d0.is_alive() if d0 else os.getppid() != started_by
 
 
