@@ -31,7 +31,7 @@ USUAL_S = Tuning().silence_ms / 1e3
 # Seconds for which an end is busy, in multiples of the limit.
 BUSY = (0.5, 0.9, 1.1, 1.6, 2.1)
 
-# Ends that take one message, are busy for so many seconds, take the next, and so on; in the end all that is left.
+# Ends that take one message, are busy for so many seconds, and so on; in the end they take all that is left.
 # Their process says how many they got, and how often the connecting ones lost their connections.
 BUSY_END = """
 import sys, time

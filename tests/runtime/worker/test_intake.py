@@ -1,0 +1,141 @@
+"""What a stage takes from its data link, in which order: a session whose Open is late holds up no other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from workerkit import PATIENCE, HeldEngine, Stage, Start, segment
+
+from flowspec_edge.errors import PeerFault
+from flowspec_edge.messages import Cancel, Credit, Failed, Heartbeat, Open, Segment, batch_of
+from flowspec_edge.runtime.worker.intake import _ROOM, Intake
+from flowspec_edge.runtime.worker.stats import WorkerStats
+from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.transport.memory import MemoryLink, MemoryTransport
+
+
+class Reader:
+    """An intake, the device before it, and what it refused."""
+
+    def __init__(self, in_order: bool = False, within_s: float = PATIENCE) -> None:
+        network = MemoryTransport(data_queue=1000)
+        self.stats = WorkerStats()
+        self.refused: list[Segment] = []
+        link = network.pull("v1", "V1 data in")
+        self.peer: MemoryLink = network.push("v1", "D0 data out")
+        self.intake = Intake(link, self.stats, within_s, in_order, self.refused.append)
+
+    def give(self, *segments: Segment) -> None:
+        assert self.peer.send(batch_of(segments))
+
+    def take_all(self) -> list[Sequence[Segment]]:
+        taken: list[Sequence[Segment]] = []
+        while segments := self.intake.take():
+            taken.append(segments)
+        return taken
+
+
+# Each step opens the next session, or sends a message with the next segments of some sessions (1 to 4).
+steps = st.lists(st.none() | st.sets(st.integers(1, 4), min_size=1, max_size=3), max_size=30)
+
+
+@given(steps, st.booleans())
+def test_a_sessions_segments_keep_their_order_and_none_is_lost(script: list[set[int] | None],
+                                                              in_order: bool) -> None:
+    reader, opened, runs = Reader(in_order), 0, dict.fromkeys(range(1, 5), 0)
+    sent: list[list[tuple[int, int]]] = []
+    taken: list[list[tuple[int, int]]] = []
+
+    def open_next() -> None:
+        nonlocal opened
+        opened += 1
+        reader.stats.open(opened, 0, range(1, opened))
+
+    def take() -> None:
+        for segments in reader.take_all():
+            assert all(part.session <= opened for part in segments)
+            taken.append([(part.session, part.run) for part in segments])
+
+    for step in script:
+        if step is None and opened < 4:
+            open_next()
+        elif step:
+            parts = [segment(runs[session], session=session) for session in sorted(step)]
+            reader.give(*parts)
+            sent.append([(part.session, part.run) for part in parts])
+            for session in step:
+                runs[session] += 1
+        take()
+        if all(session <= opened for message in sent for session, _ in message):
+            assert len(taken) == len(sent)
+    while opened < 4:
+        open_next()
+    take()
+    assert sorted(taken) == sorted(sent)
+    for session in runs:
+        own = [run for message in taken for which, run in message if which == session]
+        assert own == sorted(own)
+    if in_order:
+        assert taken == sent
+    assert reader.refused == []
+
+
+def test_other_sessions_pass_segments_that_wait_for_their_open(start: Start, real: StageEngine) -> None:
+    stage = start(real)
+    stage.tell(Open(1, 0, 64))
+    stage.give(segment(0, session=7))
+    stage.give(segment(0, session=1))
+    assert stage.result().session == 1
+    stage.tell(Open(7, 0, 64, concurrent=(1,)))
+    assert stage.result().session == 7
+
+
+def test_segments_of_unknown_sessions_make_room_for_others() -> None:
+    reader = Reader()
+    reader.stats.open(1, 0, ())
+    flood = [segment(0, session=number) for number in range(2, 3 * _ROOM)]
+    for one in flood:
+        reader.give(one)
+    reader.give(segment(0, session=1))
+    taken: list[Sequence[Segment]] = []
+    for _ in flood:
+        with suppress(PeerFault):  # one for each that is refused
+            taken += reader.take_all()
+    assert [part.session for segments in taken for part in segments] == [1]
+    assert [part.session for part in reader.refused] == [one.session for one in flood[:len(reader.refused)]]
+    assert 0 < len(reader.refused) < len(flood)
+
+
+@pytest.mark.parametrize("session", [1, 7])
+def test_a_stage_that_waits_for_room_reads_its_link_and_no_more_than_it_can_hold(
+        start: Start, real: StageEngine, session: int) -> None:
+    stage = start(real, data_queue=1)
+    stage.tell(Open(1, 0, 4096))
+    for run in range(3):  # the second result has no room: the stage waits
+        stage.give(segment(run))
+    stage.hear(Heartbeat, lambda beat: beat.counters["segments"] == 2)
+    for number in range(_ROOM - 1):
+        assert stage.first.send(segment(3 + number, session=session), PATIENCE)
+    for _ in range(2):
+        stage.hear(Heartbeat)
+    held = 0
+    while stage.first.send(segment(3 + _ROOM + held, session=session), 0.1):
+        held += 1
+    assert held <= 1  # the queue's own place
+    assert [stage.result().run for _ in range(3)] == [0, 1, 2]
+
+
+def test_a_refused_message_gives_its_place_back(start: Start) -> None:
+    engine = HeldEngine()
+    stage: Stage = start(engine, open_within_s=0.1)
+    stage.tell(Open(1, 0, 64))
+    stage.give(segment(0, session=1))
+    assert engine.started.wait(PATIENCE)
+    stage.give(segment(0, session=9))
+    stage.tell(Cancel(1, 0, (0,)))
+    stage.hear(Credit, lambda credit: credit.session == 9)
+    assert "session 9" in stage.hear(Failed).cause
