@@ -40,10 +40,10 @@ from flowspec_edge.messages import (
 from flowspec_edge.runtime.observe.power import PowerMeter, SessionEnergy
 from flowspec_edge.runtime.observe.system_stats import SystemStats
 from flowspec_edge.runtime.worker.config import WorkerConfig
-from flowspec_edge.runtime.worker.intake import Intake
 from flowspec_edge.runtime.worker.release_link import ReleaseLink
 from flowspec_edge.runtime.worker.reports import Reports, one_line
 from flowspec_edge.runtime.worker.sd_notify import Notifier
+from flowspec_edge.runtime.worker.segment_queue import SegmentQueue
 from flowspec_edge.runtime.worker.stats import WorkerStats
 from flowspec_edge.stage.base import Engine
 from flowspec_edge.transport import keys
@@ -94,8 +94,8 @@ class Worker:
         self._stopping = stopping
         self._release = release
         self._stats = WorkerStats()
-        self._intake = Intake(links.previous, self._stats, config.open_within_s, config.tensor_parallel,
-                              self._credit)
+        self._arrived = SegmentQueue(links.previous, self._stats, config.open_within_s,
+                                     config.tensor_parallel, self._credit)
         self._energy = SessionEnergy(meter)
         self._reports = Reports(config, links.control, links.previous, links.next, engine, self._stats,
                                 hello, SystemStats(meter=meter), self._energy)
@@ -129,11 +129,11 @@ class Worker:
     def _next_segments(self) -> Sequence[Segment]:
         """The next segment, or those of the next batch; empty without one."""
         try:
-            segments = self._intake.take()
+            segments = self._arrived.take()
         except PeerFault as error:
             self._give_up(error)
             return ()
-        if not segments and self._intake.has_room:
+        if not segments and self._arrived.has_room:
             self._sleep()
         return segments
 
@@ -225,12 +225,12 @@ class Worker:
         data link. ``computing_s``: seconds that an emulated segment has left; they count as computing, not as
         waiting, and segments that come meanwhile are left where they are."""
         start, waits = time.monotonic(), computing_s == math.inf
-        data = waits and self._intake.has_room
+        data = waits and self._arrived.has_room
         incoming = [self._links.control, self._links.previous] if data else [self._links.control]
         due = max(0.0, min(self._reports.due_at - start, self._check_at - start, computing_s))
         self._links.transport.wait(incoming, [room] if room else [], due)
         if waits:
-            self._intake.read()
+            self._arrived.read()
             self._stats.add_wait(time.monotonic() - start)
 
     # ---- control -------------------------------------------------------------------------------

@@ -12,14 +12,14 @@ from workerkit import PATIENCE, HeldEngine, Stage, Start, segment
 
 from flowspec_edge.errors import PeerFault
 from flowspec_edge.messages import Cancel, Credit, Failed, Heartbeat, Open, Segment, batch_of
-from flowspec_edge.runtime.worker.intake import _ROOM, Intake
+from flowspec_edge.runtime.worker.segment_queue import _ROOM, SegmentQueue
 from flowspec_edge.runtime.worker.stats import WorkerStats
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.transport.memory import MemoryLink, MemoryTransport
 
 
 class Reader:
-    """An intake, the device before it, and what it refused."""
+    """A queue, the device before it, and what it refused."""
 
     def __init__(self, in_order: bool = False, within_s: float = PATIENCE) -> None:
         network = MemoryTransport(data_queue=1000)
@@ -27,14 +27,14 @@ class Reader:
         self.refused: list[Segment] = []
         link = network.pull("v1", "V1 data in")
         self.peer: MemoryLink = network.push("v1", "D0 data out")
-        self.intake = Intake(link, self.stats, within_s, in_order, self.refused.append)
+        self.queue = SegmentQueue(link, self.stats, within_s, in_order, self.refused.append)
 
     def give(self, *segments: Segment) -> None:
         assert self.peer.send(batch_of(segments))
 
     def take_all(self) -> list[Sequence[Segment]]:
         taken: list[Sequence[Segment]] = []
-        while segments := self.intake.take():
+        while segments := self.queue.take():
             taken.append(segments)
         return taken
 

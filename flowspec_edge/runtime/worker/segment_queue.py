@@ -27,7 +27,7 @@ class _Arrival:
     until: float  # when its sessions must be open (time.monotonic)
 
 
-class Intake:
+class SegmentQueue:
     def __init__(self, link: Link, stats: WorkerStats, open_within_s: float, in_order: bool,
                  refused: Callable[[Segment], None]) -> None:
         """open_within_s  how long segments wait for their session's Open
