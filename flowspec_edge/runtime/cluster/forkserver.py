@@ -29,20 +29,23 @@ STOPPED, ENDED = "T", "Z"
 _PRELOAD = ["flowspec_edge.runtime.worker.load", "flowspec_edge.runtime.worker.process", __name__]
 FIRST_START_S = 120.0  # imports included, from a slow disk
 _LEAST_START_S = 1.0  # however little of a deadline is left
-_START_S = 5.0  # once the fork server has started a worker
+_START_S = 5.0  # once the fork server has imported
+_POLL_S = 0.01
 _EXIT_CODE_S = 5.0  # between a worker's end and the fork server's report of its exit code
 _UNREPORTED = 255  # multiprocessing's exit code if there is no report
 _TEND_S = 10.0  # between two fork servers that are started in advance: they may end at once
 
 _context = multiprocessing.get_context("forkserver")
 _starting = threading.Lock()
-_answered: int | None = None  # process id of the fork server that has started a worker
+_preloaded_at = 0.0  # when the fork server was started (time.monotonic)
 _tended_at = -_TEND_S
 
 
 def preload() -> None:
     """Start this process' fork server unless it runs; its imports continue in the background. FlowspecError
     if the system does not permit it."""
+    global _preloaded_at
+    before = server_pid()
     _context.set_forkserver_preload(_PRELOAD)
     resource_tracker.ensure_running()  # first: it changes the signal mask
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for this process
@@ -53,6 +56,8 @@ def preload() -> None:
                             "choose another directory with TMPDIR") from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    if server_pid() != before:
+        _preloaded_at = time.monotonic()
 
 
 def tend() -> None:
@@ -161,24 +166,32 @@ class WorkerProcess:
 
 
 def _start(within: float, *args: object) -> tuple[ForkServerProcess, int]:
-    """Start a worker; return it and its fork server's process id. A fork server that does not answer in time
-    is killed and replaced once, then FlowspecError."""
-    global _answered
+    """Start a worker; return it and its fork server's process id. FlowspecError if there is none in time.
+
+    A fork server that was stopped, hangs in its imports for too long, or does not answer after them is killed
+    and replaced once. One that still imports is not: the next start finds it further on.
+    """
     deadline, retry = time.monotonic() + within, True
     with _starting:
+        if (stopped := server_pid()) is not None and process_state(stopped) == STOPPED:
+            _kill(stopped)
         while True:
             preload()
             server = server_pid()
             assert server is not None
+            waits_until = max(min(deadline, _preloaded_at + FIRST_START_S), time.monotonic() + _LEAST_START_S)
+            while not (ready := _has_imported(server)) and time.monotonic() < waits_until:
+                time.sleep(_POLL_S)  # nothing tells of it
+            if not ready and time.monotonic() < _preloaded_at + FIRST_START_S:
+                raise FlowspecError(f"the fork server for workers (process {server}) does not answer: its "
+                                    f"imports take more than {within:.0f} s")
             process = _context.Process(target=_run, args=args, daemon=True)
-            usual = _START_S if server == _answered else FIRST_START_S
-            patience = max(_LEAST_START_S, min(usual, deadline - time.monotonic()))
+            patience = max(_LEAST_START_S, min(_START_S, deadline - time.monotonic()))
             guard = threading.Timer(patience, _kill, [server])
             guard.start()
             try:
                 with _no_main_module():
                     process.start()
-                _answered = server
                 return process, server
             except (EOFError, OSError) as error:
                 if not retry or time.monotonic() >= deadline:
@@ -189,6 +202,17 @@ def _start(within: float, *args: object) -> tuple[ForkServerProcess, int]:
                     _kill(server)
             finally:
                 guard.cancel()
+
+
+def _has_imported(server: int) -> bool:
+    """Whether the fork server, whose socket takes connections at once, reads from it: multiprocessing handles
+    SIGCHLD from then on. True for one that has ended, too: its start fails at once."""
+    try:
+        status = Path(f"/proc/{server}/status").read_text(errors="replace")
+    except OSError:
+        return True
+    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    return fields["State"].startswith(ENDED) or bool(int(fields["SigCgt"], 16) >> signal.SIGCHLD - 1 & 1)
 
 
 def _kill(pid: int) -> None:
