@@ -6,13 +6,19 @@ decoding with the same restriction.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Sequence
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.schema_check import require_tractable
+from flowspec_edge.model.untrusted.processes import LimitedProcesses, LimitExceeded, Limits
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,8 +26,21 @@ if TYPE_CHECKING:
 
 # Weak models would add whitespace forever; JSON that is indented ten levels deep still fits.
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n\r\t]{1,40}"}
+_MAX_BYTES = 256 * 2**10  # of a grammar
+_MAX_FORCED = 8 * 2**10  # bytes without a choice: they are tokenised for every mask
+# llguidance's own limits are for one client. A mask takes at most about 5 ms with these.
+_PARSER_LIMITS = {"verbose_errors": False, "step_lexer_fuel": 50_000, "step_max_items": 20_000,
+                  "max_lexer_states": 50_000}
+_COMPILING = Limits(cpu_s=1.0, memory=128 * 2**20, stack=2**20)
+_MASKS_S, _MASKS_TURN_S = 0.3, 0.1  # CPU time for the masks of an answer: saved at most, and gained per turn
+_KNOWN = 1024  # grammars that are not checked again
+_QUICK_S = 0.1
+_BYTES_SPECIAL = "<[256]>"  # a special token of llguidance's tokenizer for bytes
 _MAX_REASON = 200  # characters of llguidance's explanation
 _EXCERPT = re.compile(r"\n\s*[0-9]+ \| ")  # of the grammar, which follows it
+
+
+Special = Callable[[str], "str | None"]  # as GrammarCompiler.special
 
 
 class GrammarState:
@@ -30,6 +49,11 @@ class GrammarState:
     def __init__(self, matcher: Any, vocabulary: int) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
+        self._left_s = _MASKS_S
+
+    def turn(self) -> None:
+        """The masks that follow are of another turn of the pipeline."""
+        self._left_s = min(_MASKS_S, self._left_s + _MASKS_TURN_S)
 
     def advance(self, token: int) -> None:
         """The answer continues with ``token``; UsageError if the grammar does not allow it."""
@@ -43,13 +67,17 @@ class GrammarState:
 
     def allowed(self, path: Sequence[int]) -> NDArray[np.bool_] | None:
         """Return which tokens may follow the answer and then ``path``: bool [V]; None if ``path`` cannot
-        follow the answer. UsageError if the grammar is too complex."""
+        follow the answer. UsageError if the grammar is too complex: other answers wait for this thread."""
         import numpy as np  # here: every command's help imports this module
 
+        if self._left_s < 0:
+            raise UsageError("the answer's grammar is too complex: its masks take too long")
+        began = time.thread_time()
         consumed = self._matcher.try_consume_tokens(list(path)) if path else 0
         bits = self._matcher.compute_bitmask() if consumed == len(path) else None
         if consumed:
             self._matcher.rollback(consumed)
+        self._left_s -= time.thread_time() - began
         self._check()
         if bits is None:
             return None
@@ -72,8 +100,29 @@ class Grammar:
         return GrammarState(self._matcher.deep_copy(), self._vocabulary)
 
 
+@dataclass(frozen=True)
+class GrammarText:
+    """``lark``: in llguidance's syntax; ``checked``: the same with a special token of the byte tokenizer in
+    place of each of the model's."""
+
+    lark: str
+    checked: str
+
+    @cached_property
+    def digest(self) -> bytes:
+        return hashlib.sha256(self.checked.encode()).digest()
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """Of a process with limits: why a grammar is refused (empty: it is not), and how long that took."""
+
+    refusal: str
+    seconds: float
+
+
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer."""
+    """Compiles grammars for one tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer: Any, vocabulary: int) -> None:
         """``tokenizer``: transformers'; ``vocabulary``: the model's logits. UsageError without llguidance."""
@@ -83,18 +132,38 @@ class GrammarCompiler:
             raise UsageError("JSON mode and tool calls need the package llguidance: "
                              "pip install 'flowspec-edge[grammar]'") from error
         self._library: Any = llguidance
+        self._processes = LimitedProcesses("grammar", _COMPILING)
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
+        self._lock = threading.Lock()  # guards what follows
         self._wrapped: dict[frozenset[int], Any] = {}  # by the ids that end a sequence
+        self._known: OrderedDict[bytes, _Verdict] = OrderedDict()  # by the digests of grammars
 
     def json_schema(self, schema: dict[str, Any], stop_ids: frozenset[int], strict: bool = True) -> Grammar:
         """The answer is JSON for ``schema``; UsageError if that is no schema. ``strict``: UsageError also for
         keywords that llguidance does not know, which are otherwise ignored."""
-        return self.compile(f"start: {json_value(schema, strict)}", stop_ids)
+        return self.compile(self.text(lambda special: f"start: {json_value(schema, strict)}"), stop_ids)
 
-    def compile(self, lark: str, stop_ids: frozenset[int]) -> Grammar:
-        """``lark``: in llguidance's syntax. UsageError if it is wrong, or too large."""
-        limits = self._library.LLParserLimits(verbose_errors=False)
-        matcher = self._library.LLMatcher(self._wrap(stop_ids), lark, log_level=0, limits=limits)
+    def text(self, write: Callable[[Special], str]) -> GrammarText:
+        """``write``: returns a grammar in llguidance's Lark syntax, given what spells special tokens.
+        UsageError if it is too long."""
+        self._processes.start()  # while the vocabulary is wrapped
+        text = GrammarText(write(self.special), write(lambda word: self.special(word) and _BYTES_SPECIAL))
+        if len(text.checked) > _MAX_BYTES:
+            raise UsageError(f"the schema is too long: {len(text.checked)} bytes; at most {_MAX_BYTES}")
+        return text
+
+    def is_quick(self, text: GrammarText) -> bool:
+        """Whether compiling is known to take no time to speak of."""
+        known = self._known.get(text.digest)
+        return known is not None and known.seconds < _QUICK_S
+
+    def compile(self, text: GrammarText, stop_ids: frozenset[int]) -> Grammar:
+        """UsageError if the grammar is wrong, or needs too much time or memory: each is first compiled in a
+        process with limits."""
+        self._require_tractable(text)
+        limits = self._library.LLParserLimits(**_PARSER_LIMITS)
+        matcher = self._library.LLMatcher(self._wrap(stop_ids), text.lark, log_level=0, limits=limits)
+        matcher.compute_bitmask()  # here, in no hurry, and not in the thread that every answer waits for
         if matcher.is_error():
             raise UsageError(_reason(matcher.get_error()))
         return Grammar(matcher, self._vocabulary)
@@ -106,24 +175,49 @@ class GrammarCompiler:
         known = ids[0] is not None and self._tokenizer.convert_ids_to_tokens(ids) == [token]
         return f"<[{ids[0]}]>" if known and wrapped.is_special_token(ids[0]) else None
 
+    def _require_tractable(self, text: GrammarText) -> None:
+        known = self._known.get(text.digest)
+        if known is None:
+            began = time.monotonic()
+            refusal = self._refusal(text.checked)
+            known = _Verdict(refusal, time.monotonic() - began)
+            with self._lock:
+                self._known[text.digest] = known
+                if len(self._known) > _KNOWN:
+                    self._known.popitem(last=False)
+        if known.refusal:
+            raise UsageError(known.refusal)
+
+    def _refusal(self, lark: str) -> str:
+        """Empty: none."""
+        try:
+            self._processes.run({"lark": lark, "limits": _PARSER_LIMITS, "forced": _MAX_FORCED})
+        except LimitExceeded as error:
+            refusal = f"the schema is too complex to compile: {error}"
+            if not error.certain:
+                raise UsageError(refusal) from error
+            return refusal
+        except UsageError as error:
+            return _reason(str(error)) or "not valid"
+        return ""
+
     def _wrap(self, stop_ids: frozenset[int]) -> Any:
         """The vocabulary as llguidance reads it; takes a second for a large one."""
-        if stop_ids not in self._wrapped:
-            try:
-                self._wrapped[stop_ids] = self._library.hf.from_tokenizer(
-                    self._tokenizer, n_vocab=self._vocabulary, eos_token=sorted(stop_ids) or None)
-            except Exception as error:  # its bindings raise several kinds
-                raise UsageError("llguidance cannot read the model's tokenizer: "
-                                 f"{_reason(str(error))}") from error
-        return self._wrapped[stop_ids]
+        with self._lock:
+            if stop_ids not in self._wrapped:
+                try:
+                    self._wrapped[stop_ids] = self._library.hf.from_tokenizer(
+                        self._tokenizer, n_vocab=self._vocabulary, eos_token=sorted(stop_ids) or None)
+                except Exception as error:  # its bindings raise several kinds
+                    raise UsageError("llguidance cannot read the model's tokenizer: "
+                                     f"{_reason(str(error))}") from error
+            return self._wrapped[stop_ids]
 
 
 def json_value(schema: dict[str, Any], strict: bool = True) -> str:
     """A JSON value for ``schema``, in llguidance's Lark syntax; ``strict`` as for
-    :meth:`GrammarCompiler.json_schema`. UsageError if it would take too long to compile."""
-    value = f"%json {json.dumps({**schema, 'x-guidance': {**_JSON_OPTIONS, 'lenient': not strict}})}"
-    require_tractable(f"start: {value}")
-    return value
+    :meth:`GrammarCompiler.json_schema`."""
+    return f"%json {json.dumps({**schema, 'x-guidance': {**_JSON_OPTIONS, 'lenient': not strict}})}"
 
 
 def _reason(text: str) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -19,7 +21,7 @@ from flowspec_edge.serving.access_log import GONE, AccessRecord
 from flowspec_edge.serving.admission import AdmissionQueue
 from flowspec_edge.serving.dashboard.live import Live
 from flowspec_edge.serving.dashboard.pages import page_routes
-from flowspec_edge.serving.intake import Intake
+from flowspec_edge.serving.intake import Intake, Work
 from flowspec_edge.serving.metrics import Metrics
 from flowspec_edge.serving.openai.errors import ApiError, api_error
 from flowspec_edge.serving.openai.handler import KEEP_ALIVE_S, ClientGone, ResponseHandler, StreamError
@@ -60,8 +62,8 @@ def make_app(admission: AdmissionQueue, served: ServedModel, api_key: str | None
         return Response(text, media_type=kind)
 
     intake = Intake()
-    chat = CompletionEndpoint(admission, intake, served.name, ChatBody, served.chat, keep_alive_s, metrics)
-    completion = CompletionEndpoint(admission, intake, served.name, CompletionBody, served.completion,
+    chat = CompletionEndpoint(admission, intake, served, ChatBody, served.chat, keep_alive_s, metrics)
+    completion = CompletionEndpoint(admission, intake, served, CompletionBody, served.completion,
                                     keep_alive_s, metrics)
     app = Starlette(
         routes=[
@@ -84,18 +86,14 @@ def make_app(admission: AdmissionQueue, served: ServedModel, api_key: str | None
 class CompletionEndpoint:
     """One of OpenAI's endpoints, as an ASGI application."""
 
-    def __init__(self, admission: AdmissionQueue, intake: Intake, name: str, kind: type[B],
+    def __init__(self, admission: AdmissionQueue, intake: Intake, served: ServedModel, kind: type[B],
                  prepare: Callable[[B], PreparedRequest], keep_alive_s: float,
                  metrics: Metrics | None) -> None:
         """``kind``: the type of its bodies; ``metrics`` gets the tokens as they come, and every finished
         request's record."""
-        self._admission, self._intake, self._name = admission, intake, name
-
-        def both(data: bytes) -> tuple[B, PreparedRequest]:
-            body = read_body(kind, data)
-            return body, prepare(body)
-
-        self._prepare: Callable[[bytes], tuple[Body, PreparedRequest]] = both
+        self._admission, self._intake, self._served = admission, intake, served
+        self._read: Callable[[bytes], Body] = partial(read_body, kind)
+        self._prepare: Callable[[Any], PreparedRequest] = prepare
         self._chat = kind is ChatBody
         self._keep_alive_s = keep_alive_s
         self._metrics = metrics
@@ -121,13 +119,19 @@ class CompletionEndpoint:
 
     async def _serve(self, record: AccessRecord, scope: Scope, receive: Receive, send: Send) -> None:
         http = Request(scope, receive)
+        address = http.client.host if http.client else ""
         async with self._intake.body(http) as data:
-            body, prepared = await self._intake.run(lambda: self._prepare(data))
+            body = await self._intake.run("text", address, lambda: self._read(data), receive)
+            caller = body.user or address
+            prepared = await self._intake.run("template" if self._chat else "text", caller,
+                                              lambda: self._prepare(body), receive)
+        if prepared.grammar is not None:
+            work: Work = "text" if self._served.is_quick(prepared) else "grammar"
+            prepared = await self._intake.run(work, caller, lambda: self._served.compiled(prepared), receive)
         record.stream = bool(body.stream)
-        answer = Answer(self._chat, self._name, prepared.request, body.include_usage)
+        answer = Answer(self._chat, self._served.name, prepared.request, body.include_usage)
         record.id, record.strategy = answer.id, prepared.request.strategy
         record.prompt_tokens = len(prepared.request.prompt)
-        caller = body.user or (http.client.host if http.client else "")
 
         def arrived(count: int) -> None:
             is_first = record.first_token_s is None

@@ -1,19 +1,28 @@
-"""Request bodies: read with bounded memory, and prepared in a thread of their own.
+"""Request bodies: read with bounded memory, and prepared in threads of their own.
 
-Tokenizers and chat templates take up to seconds for a long prompt. The event loop, which serves every other
-client, does not wait for them.
+Tokenizers, chat templates and grammars take up to seconds. The event loop, which serves every other client,
+does not wait for them; and what is usually quick does not wait for what may be slow.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
 
+from flowspec_edge.model.untrusted.processes import cancelled_by
+from flowspec_edge.serving import sse
+from flowspec_edge.serving.fair_queue import FairQueue
 from flowspec_edge.serving.openai.errors import ApiError
 
 T = TypeVar("T")
@@ -21,15 +30,19 @@ T = TypeVar("T")
 MAX_BODY_BYTES = 2 * 2**20  # no model served here has room for a prompt of that size
 _MAX_HELD_BYTES = 8 * MAX_BODY_BYTES  # of all bodies that are being read or prepared
 _RETRY_S = 5
+_THREADS = 2  # of each kind of work; one caller has at most one of them
+_MAX_WAITING, _MAX_OF_CALLER = 128, 32  # requests, for each kind of work
+
+Work = Literal["text", "template", "grammar"]
 
 
 class Intake:
-    """For the event loop's thread. Requests are prepared one after the other."""
+    """For the event loop's thread."""
 
     def __init__(self, max_held_bytes: int = _MAX_HELD_BYTES) -> None:
         self._max_held_bytes = max_held_bytes
         self._held_bytes = 0
-        self._thread = ThreadPoolExecutor(1, "prepare")
+        self._lanes: dict[Work, _Lane] = {"text": _Lane(), "template": _Lane(), "grammar": _Lane()}
 
     @asynccontextmanager
     async def body(self, http: Request) -> AsyncIterator[bytes]:
@@ -51,6 +64,79 @@ class Intake:
         finally:
             self._held_bytes -= len(data)
 
-    async def run(self, prepare: Callable[[], T]) -> T:
-        """Return the result of ``prepare``, called in the thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, prepare)
+    async def run(self, work: Work, caller: str, do: Callable[[], T], receive: Receive) -> T:
+        """Return the result of ``do``, called in a thread: callers take turns. ApiError if too many wait;
+        ClientDisconnect when the client goes, which also cancels the job that ``do`` has in a process with
+        limits.
+
+        work  "text": parsing and tokenising; "template": with a chat template; "grammar": compiling
+        """
+        doing = asyncio.ensure_future(self._lanes[work].run(caller, do))
+        gone = asyncio.ensure_future(sse.disconnected(receive))
+        try:
+            await asyncio.wait((doing, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not doing.done():
+                raise ClientDisconnect
+            return doing.result()
+        finally:
+            doing.cancel()
+            gone.cancel()
+
+
+@dataclass(eq=False)
+class _Job:
+    caller: str
+    do: Callable[[], Any]
+    done: asyncio.Future[Any]
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def __call__(self) -> Any:
+        with cancelled_by(self.cancelled):
+            return self.do()
+
+
+class _Lane:
+    """Threads for one kind of work, and the queue before them."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_THREADS, "prepare")
+        self._waiting: FairQueue[_Job] = FairQueue(time.monotonic, 1.0)
+        self._running: Counter[str] = Counter()  # by caller
+
+    async def run(self, caller: str, do: Callable[[], T]) -> T:
+        if sum(job.caller == caller for job in self._waiting) >= _MAX_OF_CALLER:
+            raise ApiError(429, f"{_MAX_OF_CALLER} of your requests are being prepared; try again in "
+                                f"{_RETRY_S} s", code="rate_limit_exceeded", retry_after=_RETRY_S)
+        if len(self._waiting) >= _MAX_WAITING:
+            raise ApiError(503, f"the server is preparing too many requests; try again in {_RETRY_S} s",
+                           code="overloaded", retry_after=_RETRY_S)
+        job = _Job(caller, do, asyncio.get_running_loop().create_future())
+        self._waiting.put(caller, job)
+        self._start()
+        try:
+            result: T = await job.done
+            return result
+        finally:
+            job.cancelled.set()
+            self._waiting.remove(job)
+
+    def _start(self) -> None:
+        """Start the next job of every caller that has no thread, while there are threads."""
+        for job in self._waiting:
+            if self._running.total() >= _THREADS:
+                return
+            if not self._running[job.caller]:
+                self._waiting.remove(job)
+                self._running[job.caller] += 1
+                running = asyncio.get_running_loop().run_in_executor(self._threads, job)
+                running.add_done_callback(partial(self._ended, job))
+
+    def _ended(self, job: _Job, running: asyncio.Future[Any]) -> None:
+        self._running -= Counter([job.caller])  # without callers that have none
+        error = running.exception()
+        if not job.done.done():  # its client is still there
+            if error:
+                job.done.set_exception(error)
+            else:
+                job.done.set_result(running.result())
+        self._start()

@@ -50,7 +50,7 @@ def ends(tokenizer: Any, text: str, form: ToolFormat, required: bool = False, se
          content: str | None = None) -> bool | None:
     """Whether an answer may be ``text``; None: it may begin so, but has to go on."""
     compiler = GrammarCompiler(tokenizer, VOCABULARY)
-    grammar = form.grammar(TOOLS, compiler.special, required, several, content)
+    grammar = compiler.text(lambda special: form.grammar(TOOLS, special, required, several, content))
     state = compiler.compile(grammar, frozenset({0})).begin()
     path = tokenizer(text, add_special_tokens=False)["input_ids"]
     allowed = state.allowed(path)

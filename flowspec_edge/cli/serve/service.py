@@ -77,6 +77,7 @@ class Service:
 
         served = ServedModel(self.model, Tokenizer(self.model, self.chat_template), self.name, self.strategy,
                              self._runnable(), self.params, self.answer_tokens, self.context)
+        served.tokenizer.start()
         about = Description(self.name, self.strategy, self.dtype, self._layers(), self.profile,
                             self.api_key is not None, served.tokenizer.chats,
                             issubclass(strategy_class(self.strategy), TreeStrategy))

@@ -42,6 +42,7 @@ class GrammarMasks:
         """The masks of an output's rows, bool [n, V]; ``text``: tokens of prompt and answer. Everything is
         allowed after rows that cannot become text."""
         rows = self._sent.pop(output.run)
+        self._state.turn()
         masks = np.ones((len(output.numbers), self._vocabulary), np.bool_)
         for mask, number in zip(masks, output.numbers.tolist(), strict=True):
             position, path = rows[number]

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
 from flowspec_edge.errors import FlowspecError, RequestFailed, UsageError
+from flowspec_edge.model.untrusted.processes import ProcessesUnavailable
 from flowspec_edge.serving.admission import ClusterUnavailable, QueueFull
 
 _TYPES = {429: "rate_limit_error"}
@@ -43,6 +44,8 @@ def api_error(error: Exception) -> ApiError:
             return error
         case QueueFull():
             return ApiError(429, str(error), code="rate_limit_exceeded", retry_after=error.retry_after)
+        case ProcessesUnavailable():
+            return ApiError(503, str(error), code="overloaded", retry_after=error.retry_after)
         case ClusterUnavailable():
             return ApiError(503, str(error), code="cluster_unavailable", retry_after=error.retry_after)
         case UsageError():

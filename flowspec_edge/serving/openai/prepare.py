@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.chat import Message, ToolCall
 from flowspec_edge.model.generation import choose_sampling
-from flowspec_edge.model.grammar import Grammar, json_value
+from flowspec_edge.model.grammar import GrammarText, json_value
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.model.tool_format import Tool, ToolFormat
@@ -46,6 +47,7 @@ class PreparedRequest:
     after    token ids of the text that the answer continues; none in a chat
     details  whether the client asked for the token ids and the run's statistics
     calls    how tool calls are written, if the answer may have some
+    grammar  that the answer must match, and the field that asks for it
     """
 
     request: Request
@@ -55,6 +57,7 @@ class PreparedRequest:
     after: Sequence[int] = ()
     details: bool = False
     calls: ToolFormat | None = None
+    grammar: tuple[GrammarText, str] | None = None
 
     def detokenizer(self) -> Detokenizer:
         return Detokenizer(self.decode, self.stops, self.after)
@@ -108,7 +111,7 @@ class ServedModel:
         stops = self.model.stop_ids | self.tokenizer.chat_stop_ids
         if not tools or form is None:
             return self._prepared(body, ids, stops, (), self.answer_tokens)
-        grammar = self._tool_grammar(body, form, tools, stops)
+        grammar = self._tool_grammar(body, form, tools)
         prepared = self._prepared(body, ids, stops, (), self.answer_tokens, grammar)
         return replace(prepared, calls=form, decode=partial(self.tokenizer.decode, special=True))
 
@@ -147,33 +150,41 @@ class ServedModel:
             raise ApiError(400, f"the model's context is {self._context_tokens} tokens here{fits}; the "
                                 f"prompt has {count} {unit}", code="context_length_exceeded")
 
-    def _tool_grammar(self, body: ChatBody, form: ToolFormat, tools: Sequence[Tool], stop_ids: frozenset[int]
-                      ) -> Grammar:
+    def is_quick(self, prepared: PreparedRequest) -> bool:
+        """Whether :meth:`compiled` is known to take no time to speak of."""
+        return prepared.grammar is None or self.tokenizer.grammars.is_quick(prepared.grammar[0])
+
+    def compiled(self, prepared: PreparedRequest) -> PreparedRequest:
+        """Compile the request's grammar; ApiError, which names the field, if it cannot be used."""
+        if prepared.grammar is None:
+            return prepared
+        text, param = prepared.grammar
+        with _grammar_errors(param):
+            grammar = self.tokenizer.grammars.compile(text, prepared.request.stop_ids)
+        return replace(prepared, request=replace(prepared.request, grammar=grammar))
+
+    def _tool_grammar(self, body: ChatBody, form: ToolFormat, tools: Sequence[Tool]
+                      ) -> tuple[GrammarText, str]:
         choice = body.tool_choice
         if isinstance(choice, NamedTool):
             tools = [tool for tool in tools if tool.name == choice.function.name]
         required = isinstance(choice, NamedTool) or choice == "required"
         answer = _json_schema(body.response_format)
-
-        def compiled() -> Grammar:
-            compiler = self.tokenizer.grammars
+        several = body.parallel_tool_calls is not False
+        with _grammar_errors("tools"):
             content = None if answer is None else json_value(*answer)
-            several = body.parallel_tool_calls is not False
-            lark = form.grammar(tools, compiler.special, required, several, content)
-            return compiler.compile(lark, stop_ids)
+            return self.tokenizer.grammars.text(
+                lambda special: form.grammar(tools, special, required, several, content)), "tools"
 
-        return _compiled(compiled, "tools")
-
-    def _json_grammar(self, body: Body, stop_ids: frozenset[int]) -> Grammar | None:
+    def _json_grammar(self, body: Body) -> tuple[GrammarText, str] | None:
         answer = _json_schema(body.response_format)
         if answer is None:
             return None
-        schema, strict = answer
-        return _compiled(lambda: self.tokenizer.grammars.json_schema(schema, stop_ids, strict),
-                         "response_format")
+        with _grammar_errors("response_format"):
+            return self.tokenizer.grammars.text(lambda _: f"start: {json_value(*answer)}"), "response_format"
 
     def _prepared(self, body: Body, ids: list[int], stop_ids: frozenset[int], after: Sequence[int],
-                  usual: int, grammar: Grammar | None = None) -> PreparedRequest:
+                  usual: int, grammar: tuple[GrammarText, str] | None = None) -> PreparedRequest:
         strategy = body.flowspec.strategy or self.strategy
         if strategy not in self.strategies:
             raise ApiError(400, f"the strategy {strategy!r} does not run here; there are "
@@ -186,9 +197,9 @@ class ServedModel:
                        f"and {wanted} more are asked for")
             raise ApiError(400, message, code="context_length_exceeded")
         request = Request(ids, strategy, wanted, self.sampling(body), self.params, stop_ids,
-                          body.likelihoods, grammar or self._json_grammar(body, stop_ids), body.priority or 0)
+                          body.likelihoods, priority=body.priority or 0)
         return PreparedRequest(request, self.tokenizer.decode, body.n or 1, body.stop, after,
-                               body.flowspec.tokens)
+                               body.flowspec.tokens, grammar=grammar or self._json_grammar(body))
 
     def sampling(self, body: Body) -> Sampling:
         """The client's settings, else the model's generation config, else greedy; seeds default to random."""
@@ -230,10 +241,11 @@ def _json_schema(wanted: ResponseFormat | None) -> tuple[dict[str, Any], bool] |
     return (given.content or {"type": "object"}, bool(given.strict)) if given else ({"type": "object"}, True)
 
 
-def _compiled(compile_grammar: Callable[[], Grammar], param: str) -> Grammar:
-    """ApiError, which names the field, if the grammar cannot be used."""
+@contextmanager
+def _grammar_errors(param: str) -> Iterator[None]:
+    """ApiError, which names the field, if a grammar cannot be used."""
     try:
-        return compile_grammar()
+        yield
     except UsageError as error:
         raise ApiError(400, f"{param}: {error}", param) from error
     except RecursionError as error:

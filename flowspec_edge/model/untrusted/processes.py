@@ -1,0 +1,220 @@
+"""Processes with limits, for work on what clients and checkpoints send: grammars and chat templates.
+
+Neither a library's native code nor a template can be interrupted within a process, and neither bounds its
+work. A process that exceeds a limit is killed and replaced; the others stay for the next job.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from flowspec_edge.errors import FlowspecError, UsageError
+
+_LOOK_S = 0.1  # between two looks at the deadline, and whether the job has been cancelled
+_END_S = 5.0  # for a process to end after a signal, or after it has closed its socket
+_MAX_REPLY = 16 * 2**20  # bytes
+_TRIES = 2  # a process may have been ended from outside before it got its job
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one job.
+
+    cpu_s   seconds of CPU time
+    wall_s  seconds in all: on a machine with other work a job gets a part of a core
+    memory  bytes of address space beyond those of a process without a job
+    stack   bytes; far less than the threads have that do the same later, without limits
+    """
+
+    cpu_s: float
+    memory: int
+    stack: int
+    wall_s: float = 20.0
+
+
+class LimitExceeded(UsageError):
+    """A job needs too much; the message says of what. ``certain``: the same job will always do so."""
+
+    def __init__(self, what: str, certain: bool = True) -> None:
+        super().__init__(what)
+        self.certain = certain
+
+
+class JobCancelled(FlowspecError):
+    """Its result is no longer needed."""
+
+
+class ProcessesUnavailable(FlowspecError):
+    """No process can be started, or none lives long enough to take a job."""
+
+    retry_after = 5  # seconds
+
+
+_cancelled: ContextVar[threading.Event | None] = ContextVar("cancelled", default=None)
+
+
+@contextmanager
+def cancelled_by(event: threading.Event) -> Iterator[None]:
+    """Jobs that this thread runs within end with JobCancelled when ``event`` is set."""
+    token = _cancelled.set(event)
+    try:
+        yield
+    finally:
+        _cancelled.reset(token)
+
+
+class LimitedProcesses:
+    """Up to ``count`` processes that do jobs of one ``kind`` of ``__main__.JOBS``. Thread-safe. The processes
+    start when they are needed, and end with this object, or with the process that it is in."""
+
+    def __init__(self, kind: str, limits: Limits, count: int = 2) -> None:
+        self.limits = limits
+        self._kind = kind
+        self._slots = threading.BoundedSemaphore(count)
+        self._idle: list[_Process] = []
+        self._all: set[_Process] = set()
+        self._end = weakref.finalize(self, _end_all, self._all)
+
+    def start(self) -> None:
+        """Start one process ahead of the first job, without waiting for it."""
+        if not self._all:
+            with suppress(ProcessesUnavailable):
+                self._idle.append(self._started())
+
+    def run(self, job: dict[str, Any]) -> str:
+        """Return a job's result. UsageError if the job fails, LimitExceeded if it needs too much,
+        JobCancelled, or ProcessesUnavailable."""
+        data = json.dumps(job, default=str).encode()
+        with self._slots:
+            deadline = time.monotonic() + self.limits.wall_s
+            for _ in range(_TRIES):
+                reply = self._reply(data, deadline)
+                if reply is not None:
+                    break
+            else:
+                raise ProcessesUnavailable(f"the process for a {self._kind} ended before it had its job")
+        if reply["error"] is not None:
+            raise UsageError(reply["error"])
+        return str(reply["result"])
+
+    def close(self) -> None:
+        self._end()
+
+    def _reply(self, data: bytes, deadline: float) -> dict[str, Any] | None:
+        """None: the process had ended before."""
+        process = self._idle.pop() if self._idle else self._started()
+        reusable = False
+        try:
+            reply = process.exchange(data, deadline)
+            if reply is not None:
+                reusable = bool(reply["reusable"])
+                return reply
+            code = process.exit_code()
+        finally:
+            if reusable:
+                self._idle.append(process)
+            else:
+                process.end()
+                self._all.discard(process)
+        if code == -signal.SIGPROF:
+            raise LimitExceeded(f"more than {self.limits.cpu_s:g} s of CPU time")
+        if code == -signal.SIGSEGV:
+            raise LimitExceeded("it is nested too deeply")
+        if code in (-signal.SIGABRT, -signal.SIGKILL):  # a failed allocation, or the system's own limit
+            raise LimitExceeded(f"more than {self.limits.memory >> 20} MiB", code == -signal.SIGABRT)
+        return None
+
+    def _started(self) -> _Process:
+        try:
+            process = _Process(self._kind, self.limits)
+        except OSError as error:
+            raise ProcessesUnavailable(f"no process can be started for a {self._kind}: {error}") from error
+        self._all.add(process)
+        return process
+
+
+class _Process:
+    """Takes a job as its length (8 bytes, big-endian) and JSON, and replies alike."""
+
+    def __init__(self, kind: str, limits: Limits) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", __package__, kind, json.dumps(asdict(limits))],
+                    stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                    start_new_session=True)  # Ctrl-C is for the program, which ends its processes
+            except BaseException:
+                self._socket.close()
+                raise
+        self._socket.setblocking(False)
+
+    def exchange(self, data: bytes, deadline: float) -> dict[str, Any] | None:
+        """Return the reply, or None if the process ends without one."""
+        try:
+            self._send(len(data).to_bytes(8, "big") + data, deadline)
+            size = int.from_bytes(self._receive(8, deadline), "big")
+            if size > _MAX_REPLY:
+                raise LimitExceeded(f"a result of more than {_MAX_REPLY >> 20} MiB")
+            reply: dict[str, Any] = json.loads(self._receive(size, deadline))
+            return reply
+        except (OSError, EOFError):
+            return None
+
+    def exit_code(self) -> int:
+        """Of a process that has closed its socket."""
+        try:
+            return int(self._process.wait(_END_S))
+        except subprocess.TimeoutExpired:
+            return 0
+
+    def end(self) -> None:
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        self._socket.close()
+
+    def _send(self, data: bytes, deadline: float) -> None:
+        left = memoryview(data)
+        while left:
+            self._wait(select.POLLOUT, deadline)
+            left = left[self._socket.send(left):]
+
+    def _receive(self, size: int, deadline: float) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            self._wait(select.POLLIN, deadline)
+            piece = self._socket.recv(min(size - len(data), 2**20))
+            if not piece:
+                raise EOFError
+            data += piece
+        return bytes(data)
+
+    def _wait(self, what: int, deadline: float) -> None:
+        """Wait for the socket; poll, because select has no descriptors above 1023."""
+        poll = select.poll()
+        poll.register(self._socket, what)
+        cancelled = _cancelled.get()
+        while not poll.poll(_LOOK_S * 1000):
+            if cancelled is not None and cancelled.is_set():
+                raise JobCancelled("the client has gone")
+            if time.monotonic() > deadline:
+                raise LimitExceeded("more time than there is while the machine is busy", certain=False)
+
+
+def _end_all(processes: set[_Process]) -> None:
+    for process in list(processes):
+        process.end()
