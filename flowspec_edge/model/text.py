@@ -12,10 +12,9 @@ from flowspec_edge.model.chat import BUILT_IN, TURN_ENDS, Message, no_template, 
 from flowspec_edge.model.grammar import GrammarCompiler
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.tool_format import Tool, ToolFormat, recognise_tool_format
-from flowspec_edge.model.untrusted.processes import LimitedProcesses, LimitExceeded, Limits
+from flowspec_edge.model.untrusted.templates import TemplateRenderer
 
 _UNFINISHED = "\ufffd"  # what decoders write for bytes that are not (yet) a character
-_RENDERING = Limits(cpu_s=2.0, memory=256 * 2**20, stack=8 * 2**20)
 _CONTEXT = 8  # preceding tokens that affect the text of the next
 
 
@@ -35,7 +34,7 @@ class Tokenizer:
             raise UsageError(f"the tokenizer in {model.target} cannot be loaded: {_first_line(error)}"
                              ) from error
         self._model = model
-        self._processes = LimitedProcesses("template", _RENDERING)
+        self._templates = TemplateRenderer()
         self._jinja: str | None = None
         if chat_template is not None and chat_template not in BUILT_IN:
             self._jinja = read_template(Path(chat_template))
@@ -108,21 +107,14 @@ class Tokenizer:
     def start(self) -> None:
         """Begin what the first chat needs, without waiting for it."""
         if self._jinja is not None:
-            self._processes.start()
+            self._templates.start()
 
     def _rendered(self, messages: Sequence[Message], template: str, tools: Sequence[Tool]) -> list[int]:
-        """As transformers' ``apply_chat_template``, but the template, which came with the checkpoint, is
-        rendered in a process with limits."""
-        context = {**self._tokenizer.special_tokens_map,
-                   "messages": [message.for_template() for message in messages],
-                   "tools": [tool.definition for tool in tools] or None, "documents": None,
-                   "add_generation_prompt": True}
+        chat = [message.for_template() for message in messages]
         try:
-            text = self._processes.run({"template": template, "context": context})
+            text = self._templates.render(template, self._tokenizer.special_tokens_map, chat,
+                                          [tool.definition for tool in tools], add_generation_prompt=True)
             ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        except LimitExceeded as error:
-            raise UsageError(f"the chat template of {self._model.path} takes too much for this chat: {error}"
-                             ) from error
         except (UsageError, TypeError, ValueError) as error:  # surrogates are no text
             raise UsageError(f"the chat template of {self._model.path} cannot be used for this chat: "
                              f"{_first_line(error)}") from error

@@ -16,11 +16,13 @@ from rich.progress import track
 from torch import Tensor
 
 from flowspec_edge.errors import UsageError
+from flowspec_edge.model.untrusted.templates import TemplateRenderer
 from flowspec_edge.util.bounded_read import read_bytes, read_json_object
 
 HELD_OUT_ONE_IN = 50  # tokens
 _SUFFIXES = (".txt", ".py", ".md", ".jsonl")  # files read from a directory
 _MOST_BYTES = 1 << 30  # of a file: its text and tokens are held in memory
+_TEMPLATES = TemplateRenderer()
 _KEYS = 'none of the keys "text", "prompt" and "messages"'
 
 
@@ -205,7 +207,8 @@ def _conversation(messages: list[dict[str, str]], tokenizer: Any) -> Document:
     if not tokenizer.chat_template:
         return Document("\n".join(message["content"] for message in messages))
     try:
-        return Document(tokenizer.apply_chat_template(messages, tokenize=False), templated=True)
-    except Exception as error:  # templates raise their own errors and jinja's
+        template = tokenizer.get_chat_template()
+        return Document(_TEMPLATES.render(template, tokenizer.special_tokens_map, messages), templated=True)
+    except (UsageError, ValueError) as error:  # several templates, none of them the default
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise _UnusableLine(f"the tokenizer's chat template refuses it ({reason})") from error

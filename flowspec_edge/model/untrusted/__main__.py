@@ -67,13 +67,13 @@ def _template_job() -> Job:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
                           sort_keys=sort_keys)
 
-    def reject(message: str) -> None:
+    def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = reject
+    environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     compiled = lru_cache(4)(environment.from_string)
     return lambda job: compiled(job["template"]).render(job["context"])

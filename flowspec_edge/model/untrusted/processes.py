@@ -115,7 +115,7 @@ class LimitedProcesses:
 
     def _reply(self, data: bytes, deadline: float) -> dict[str, Any] | None:
         """None: the process had ended before."""
-        process = self._idle.pop() if self._idle else self._started()
+        process = self._take()
         reusable = False
         try:
             reply = process.exchange(data, deadline)
@@ -127,15 +127,25 @@ class LimitedProcesses:
             if reusable:
                 self._idle.append(process)
             else:
-                process.end()
-                self._all.discard(process)
+                self._discard(process)
         if code == -signal.SIGPROF:
             raise LimitExceeded(f"more than {self.limits.cpu_s:g} s of CPU time")
         if code == -signal.SIGSEGV:
-            raise LimitExceeded("it is nested too deeply")
+            raise LimitExceeded("nested too deeply")
         if code in (-signal.SIGABRT, -signal.SIGKILL):  # a failed allocation, or the system's own limit
             raise LimitExceeded(f"more than {self.limits.memory >> 20} MiB", code == -signal.SIGABRT)
         return None
+
+    def _take(self) -> _Process:
+        with suppress(IndexError):
+            while not (process := self._idle.pop()).is_alive:
+                self._discard(process)
+            return process
+        return self._started()
+
+    def _discard(self, process: _Process) -> None:
+        process.end()
+        self._all.discard(process)
 
     def _started(self) -> _Process:
         try:
@@ -173,6 +183,10 @@ class _Process:
             return reply
         except (OSError, EOFError):
             return None
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     def exit_code(self) -> int:
         """Of a process that has closed its socket."""

@@ -1,0 +1,175 @@
+"""Hostile schemas and templates over HTTP: an error for their client, and nothing for the others."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from clusterkit import until
+from schemakit import chain, hostile_schemas, hostile_templates
+from servekit import NAME, Held, Running, ask, post, running, served
+
+from flowspec_edge.model.untrusted.processes import LimitedProcesses
+from flowspec_edge.serving.openai.prepare import ServedModel
+
+# Six times the limit of CPU time, had it no limit.
+SLOW = [{"allOf": [{"properties": {"p": {"type": "string", "pattern": f"{word}{i}*"}}} for i in range(30)]}
+        for word in ("ab", "cd", "ef", "gh", "ij", "kl")]
+ORDINARY = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
+            "additionalProperties": False}
+
+
+def wanting(schema: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a body."""
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}}
+
+
+@contextmanager
+def serving(held: Held, model: Path, template: str = "vicuna") -> Iterator[tuple[Running, ServedModel]]:
+    what = served(model, template)
+    with running(what, held) as server:
+        yield server, what
+
+
+def refused(call: Callable[[], Any]) -> openai.BadRequestError:
+    with pytest.raises(openai.BadRequestError) as caught:
+        call()
+    return caught.value
+
+
+@pytest.mark.parametrize("schema", [{"type": "integer", "multipleOf": 9999991}, chain("", 2577),
+                                    chain("items", 1025), {"const": "x" * 1_900_000}])
+def test_a_hostile_schema_is_its_clients_error(held: Held, model: Path, schema: dict[str, Any]) -> None:
+    with serving(held, model) as (server, _):
+        tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": schema}}}}
+        if "$defs" in schema:
+            tool["function"] = {"name": "f", "parameters": {  # type: ignore[assignment]
+                "properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": schema["$defs"]}}
+        assert refused(lambda: ask(server, "x", response_format=wanting(schema))).param == "response_format"
+        refused(lambda: server.client.chat.completions.create(
+            model=NAME, messages=[{"role": "user", "content": "x"}], tools=[tool]))  # type: ignore[list-item]
+        assert ask(server, "x").usage.completion_tokens == 6
+        assert ask(server, "x", extra_body=wanting(ORDINARY), max_tokens=60)
+
+
+def test_tools_pass_the_same_gate(held: Held, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "tools.jinja").write_text("{{ tools | tojson }}<tool_call>{{ messages[0].content }}")
+    with serving(held, model, str(tmp_path / "tools.jinja")) as (server, _):
+        def call(parameters: dict[str, Any], **more: Any) -> Any:
+            function = {"name": "f", "parameters": parameters}
+            return server.client.chat.completions.create(
+                model=NAME, messages=[{"role": "user", "content": "x"}], max_tokens=3,
+                tools=[{"type": "function", "function": function}], **more)
+
+        for schema in ({"properties": {"a": {"type": "integer", "multipleOf": 9999991}}},
+                       {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": chain("", 2577)["$defs"]}):
+            assert refused(lambda schema=schema: call(schema)).param == "tools"  # type: ignore[misc]
+        assert refused(lambda: call(ORDINARY, extra_body=wanting(chain("", 2577)))).param == "tools"
+        assert call(ORDINARY).choices
+
+
+@pytest.mark.parametrize("template", [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "{{ 1 / 0 }}",
+    "{{ 10.0 ** 1000 }}", "{{ 'x' * 10 ** 10 }}", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "{{ '\\ud800' }}", "{{ messages * 10 ** 8 }}", "{{ raise_exception('x' * 10 ** 6) }}",
+])
+def test_a_hostile_template_is_an_error_of_each_chat(held: Held, model: Path, tmp_path: Path, template: str
+                                                     ) -> None:
+    (tmp_path / "t.jinja").write_text(template)
+    with serving(held, model, str(tmp_path / "t.jinja")) as (server, _):
+        error = refused(lambda: server.client.chat.completions.create(
+            model=NAME, messages=[{"role": "user", "content": "x"}]))
+        assert error.param == "messages"
+        assert ask(server, "x").usage.completion_tokens == 6
+
+
+def test_other_clients_do_not_wait_for_slow_schemas(held: Held, model: Path) -> None:
+    with serving(held, model) as (server, _), ThreadPoolExecutor(len(SLOW)) as pool:
+        ask(server, "x", extra_body=wanting(ORDINARY), max_tokens=60)
+        slow = [pool.submit(refused, lambda schema=schema, i=i: ask(  # type: ignore[misc]
+                    server, "x", extra_body=wanting(schema), user=f"hostile {i % 3}"))
+                for i, schema in enumerate(SLOW)]
+        for _ in range(2):
+            assert ask(server, "x").usage.completion_tokens == 6
+        assert ask(server, "x", extra_body=wanting(ORDINARY), max_tokens=60)  # known
+        assert not all(one.done() for one in slow)
+        assert {one.result().status_code for one in slow} == {400}
+
+
+def test_a_client_that_goes_ends_its_job(held: Held, model: Path) -> None:
+    with serving(held, model) as (server, what):
+        processes: LimitedProcesses = what.tokenizer.grammars._processes
+        ask(server, "x", extra_body=wanting(ORDINARY), max_tokens=60)
+        connection = post(server, {"prompt": "x", **wanting(SLOW[0])})
+        until(lambda: len(processes._all) > len(processes._idle))
+        working = processes._all - set(processes._idle)
+        connection.close()
+        server.records.wait(499)
+        until(lambda: not working & processes._all)
+        assert ask(server, "x", extra_body=wanting(ORDINARY), max_tokens=60)
+
+
+@pytest.mark.parametrize("count", [33, pytest.param(1000, marks=pytest.mark.soak)])
+def test_many_hostile_schemas(held: Held, model: Path, count: int) -> None:
+    """Four at a time; each is answered with 200, 400 or 413, and the server serves on."""
+    with serving(held, model) as (server, _), ThreadPoolExecutor(4) as pool:
+        def status(item: tuple[int, tuple[str, dict[str, Any]]]) -> int:
+            number, (_, schema) = item
+            data = json.dumps({"model": NAME, "prompt": "x", "max_tokens": 8, "user": f"u{number % 5}",
+                               **wanting(schema)})
+            answer = server.http.post("/v1/completions", content=data, timeout=120,
+                                      headers={"Content-Type": "application/json"})
+            return int(answer.status_code)
+
+        found = list(pool.map(status, enumerate(hostile_schemas(count))))
+        assert set(found) <= {200, 400, 413}
+        assert 200 in found
+        assert ask(server, "x").usage.completion_tokens == 6
+
+
+@pytest.mark.soak
+def test_many_hostile_templates(held: Held, model: Path, tmp_path: Path) -> None:
+    for number, template in enumerate(hostile_templates(1000)):
+        file = tmp_path / f"{number}.jinja"
+        file.write_text(template, encoding="utf-8", errors="replace")
+        with serving(held, model, str(file)) as (server, _):
+            answer = server.http.post("/v1/chat/completions", timeout=120, json={
+                "model": NAME, "max_tokens": 2, "messages": [{"role": "user", "content": "x"}]})
+            assert answer.status_code in (200, 400), (template[:200], answer.text[:200])
+
+
+def test_the_queue_before_the_threads_is_bounded_and_fair(held: Held, model: Path, tmp_path: Path) -> None:
+    what = served(model)
+    begun, may_end = threading.Event(), threading.Event()
+    original = type(what.tokenizer).encode
+
+    class Waiting(type(what.tokenizer)):  # type: ignore[misc]
+        def encode(self, text: str) -> list[int]:
+            if text == "slow":
+                begun.set()
+                assert may_end.wait(60)
+            return original(self, text)
+
+    tokenizer = Waiting(what.model, "vicuna")
+    with running(replace(what, tokenizer=tokenizer), held, capacity=64) as server, ThreadPoolExecutor(40) as pool:
+        def one(caller: str, prompt: str = "slow") -> int:
+            answer = server.http.post("/v1/completions", timeout=60, json={
+                "model": NAME, "prompt": prompt, "max_tokens": 1, "user": caller})
+            if answer.status_code == 429:
+                assert int(answer.headers["retry-after"]) >= 1
+            return int(answer.status_code)
+
+        many = [pool.submit(one, "greedy") for _ in range(35)]
+        assert begun.wait(60)
+        until(lambda: any(done.done() for done in many))  # those above the bound
+        assert one("modest", "x") == 200
+        may_end.set()
+        assert sorted({done.result() for done in many}) == [200, 429]
