@@ -196,7 +196,7 @@ TEMPLATES: list[str] = [
     "{{ messages * 10 ** 9 }}", _FOR + _END, f"{_FOR}x{_END}", f"{_FOR}{{{{ messages }}}}{_END}",
     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     "{% for x in messages recursive %}{{ loop(messages) }}{% endfor %}",
-    "{% set ns = namespace(s='x') %}{% for i in range(99) %}{% set ns.s = ns.s + ns.s %}{% endfor %}{{ ns.s }}",
+    "{% set ns = namespace(s='x') %}{% for i in range(99) %}{% set ns.s = 2 * ns.s %}{% endfor %}{{ ns.s }}",
     "{% set ns = namespace(s='x') %}{% for i in range(30) %}{% set ns.s = ns.s * 9 %}{% endfor %}{{ ns.s }}",
     "{{ range(10 ** 9) | list }}", "{{ '%1000000000d' % 1 }}", "{{ '{:>999999999}'.format(1) }}",
     "{{ 'a' | center(10 ** 10) }}", "{{ 'a\nb' | indent(10 ** 9) }}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,9 +21,8 @@ from servekit import NAME, Held, Running, ask, post, running, served
 from flowspec_edge.model.untrusted.processes import LimitedProcesses
 from flowspec_edge.serving.openai.prepare import ServedModel
 
-# Six times the limit of CPU time, had it no limit.
-SLOW = [{"allOf": [{"properties": {"p": {"type": "string", "pattern": f"{word}{i}*"}}} for i in range(30)]}
-        for word in ("ab", "cd", "ef", "gh", "ij", "kl")]
+# Each takes all of the CPU time that there is for one.
+SLOW = [{"type": "integer", "multipleOf": 9999991 - 2 * i} for i in range(30)]
 ORDINARY = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
             "additionalProperties": False}
 
@@ -49,19 +49,13 @@ def refused(call: Callable[[], Any]) -> openai.BadRequestError:
                                     chain("items", 1025), {"const": "x" * 1_900_000}])
 def test_a_hostile_schema_is_its_clients_error(held: Held, model: Path, schema: dict[str, Any]) -> None:
     with serving(held, model) as (server, _):
-        tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": schema}}}}
-        if "$defs" in schema:
-            tool["function"] = {"name": "f", "parameters": {  # type: ignore[assignment]
-                "properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": schema["$defs"]}}
-        assert refused(lambda: ask(server, "x", response_format=wanting(schema))).param == "response_format"
-        refused(lambda: server.client.chat.completions.create(
-            model=NAME, messages=[{"role": "user", "content": "x"}], tools=[tool]))  # type: ignore[list-item]
+        assert refused(lambda: ask(server, "x", extra_body=wanting(schema))).param == "response_format"
         assert ask(server, "x").usage.completion_tokens == 6
         assert ask(server, "x", extra_body=wanting(ORDINARY), max_tokens=60)
 
 
 def test_tools_pass_the_same_gate(held: Held, model: Path, tmp_path: Path) -> None:
-    (tmp_path / "tools.jinja").write_text("{{ tools | tojson }}<tool_call>{{ messages[0].content }}")
+    (tmp_path / "tools.jinja").write_text("{# tools <tool_call> #}{{ messages[0].content }}")
     with serving(held, model, str(tmp_path / "tools.jinja")) as (server, _):
         def call(parameters: dict[str, Any], **more: Any) -> Any:
             function = {"name": "f", "parameters": parameters}
@@ -92,16 +86,16 @@ def test_a_hostile_template_is_an_error_of_each_chat(held: Held, model: Path, tm
 
 
 def test_other_clients_do_not_wait_for_slow_schemas(held: Held, model: Path) -> None:
-    with serving(held, model) as (server, _), ThreadPoolExecutor(len(SLOW)) as pool:
+    with serving(held, model) as (server, _):
         ask(server, "x", extra_body=wanting(ORDINARY), max_tokens=60)
-        slow = [pool.submit(refused, lambda schema=schema, i=i: ask(  # type: ignore[misc]
-                    server, "x", extra_body=wanting(schema), user=f"hostile {i % 3}"))
+        slow = [post(server, {"prompt": "x", "user": f"hostile {i % 3}", **wanting(schema)})
                 for i, schema in enumerate(SLOW)]
-        for _ in range(2):
-            assert ask(server, "x").usage.completion_tokens == 6
+        assert ask(server, "x").usage.completion_tokens == 6
         assert ask(server, "x", extra_body=wanting(ORDINARY), max_tokens=60)  # known
-        assert not all(one.done() for one in slow)
-        assert {one.result().status_code for one in slow} == {400}
+        assert len(select.select(slow, [], [], 0)[0]) < len(slow)
+        for connection in slow:
+            connection.close()
+        assert ask(server, "x", extra_body=wanting({"type": "array", "items": ORDINARY}), max_tokens=20)
 
 
 def test_a_client_that_goes_ends_its_job(held: Held, model: Path) -> None:
@@ -159,7 +153,8 @@ def test_the_queue_before_the_threads_is_bounded_and_fair(held: Held, model: Pat
             return original(self, text)
 
     tokenizer = Waiting(what.model, "vicuna")
-    with running(replace(what, tokenizer=tokenizer), held, capacity=64) as server, ThreadPoolExecutor(40) as pool:
+    with (running(replace(what, tokenizer=tokenizer), held, capacity=64) as server,
+          ThreadPoolExecutor(40) as pool):
         def one(caller: str, prompt: str = "slow") -> int:
             answer = server.http.post("/v1/completions", timeout=60, json={
                 "model": NAME, "prompt": prompt, "max_tokens": 1, "user": caller})
