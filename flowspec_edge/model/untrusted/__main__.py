@@ -13,7 +13,6 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-_NICE = 5  # the pipeline goes first
 _MAX_REASON = 2000  # characters
 _PAGE = resource.getpagesize()
 
@@ -85,7 +84,6 @@ JOBS: dict[str, Callable[[], Job]] = {"grammar": _grammar_job, "template": _temp
 def main() -> None:
     kind, given = sys.argv[1:]
     limits = json.loads(given)
-    os.nice(_NICE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_STACK, (limits["stack"], limits["stack"]))
     do = JOBS[kind]()

@@ -7,6 +7,7 @@ work. A process that exceeds a limit is killed and replaced; the others stay for
 from __future__ import annotations
 
 import json
+import os
 import select
 import signal
 import socket
@@ -23,6 +24,8 @@ from typing import Any
 
 from flowspec_edge.errors import FlowspecError, UsageError
 
+_PATIENCE_S = 0.5  # after which a job gives way to the pipeline
+_NICE = 10
 _LOOK_S = 0.1  # between two looks at the deadline, and whether the job has been cancelled
 _END_S = 5.0  # for a process to end after a signal, or after it has closed its socket
 _MAX_REPLY = 16 * 2**20  # bytes
@@ -120,7 +123,7 @@ class LimitedProcesses:
         try:
             reply = process.exchange(data, deadline)
             if reply is not None:
-                reusable = bool(reply["reusable"])
+                reusable = bool(reply["reusable"]) and not process.is_slowed
                 return reply
             code = process.exit_code()
         finally:
@@ -171,9 +174,12 @@ class _Process:
                 self._socket.close()
                 raise
         self._socket.setblocking(False)
+        self._slow_at = 0.0
+        self.is_slowed = False
 
     def exchange(self, data: bytes, deadline: float) -> dict[str, Any] | None:
         """Return the reply, or None if the process ends without one."""
+        self._slow_at = time.monotonic() + _PATIENCE_S
         try:
             self._send(len(data).to_bytes(8, "big") + data, deadline)
             size = int.from_bytes(self._receive(8, deadline), "big")
@@ -225,7 +231,12 @@ class _Process:
         while not poll.poll(_LOOK_S * 1000):
             if cancelled is not None and cancelled.is_set():
                 raise JobCancelled("the client has gone")
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > self._slow_at and not self.is_slowed:
+                self.is_slowed = True
+                with suppress(OSError):  # it may have ended
+                    os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICE)
+            if now > deadline:
                 raise LimitExceeded("more time than there is while the machine is busy", certain=False)
 
 
