@@ -41,7 +41,8 @@ class Request:
     stop_ids: frozenset[int] = frozenset()  # end-of-sequence ids; not part of the result
     logprobs: int | None = None  # number of alternatives in each token's Likelihood; None: no Likelihood
     grammar: Grammar | None = None  # what the answer must match, which ends it when it is complete
-    priority: int = 0  # beside other requests; lower is earlier, and one less quadruples the guaranteed rows
+    priority: int = 0  # beside its caller's; lower is earlier, and one less quadruples the guaranteed rows
+    caller: tuple[str, ...] = ()  # callers have equal shares of the guaranteed rows, level by level
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class RequestHandle(Future[Result]):
 
     The driving thread sets the result and runs callbacks. It also calls ``on_tokens``, which must be quick
     because all requests wait; if it raises, this request ends with that error. ``likelihoods``: one per token
-    passed to ``on_tokens``, if requested; ``started``: False while the request waits for room in the cluster.
+    passed to ``on_tokens``, if requested; ``waits_for_room``: whether the stages' caches are too full for it.
     """
 
     def __init__(self, request: Request, on_tokens: OnTokens | None = None) -> None:
@@ -100,13 +101,22 @@ class RequestHandle(Future[Result]):
         self.on_tokens = on_tokens
         self.likelihoods: list[Likelihood] = []
         self.cancel_requested = False
-        self.started = False
+        self.suspended = False
+        self.waits_for_room = False
 
     def cancel(self) -> bool:
         """End the request within a turn or two; False if it was done before. Unlike a plain Future it still
         gets a result: the tokens generated so far, ``cancelled``."""
         self.cancel_requested = True
         return not self.done()
+
+    def suspend(self) -> None:
+        """Give way to other requests, within a turn, until :meth:`resume`. The text does not depend on it: a
+        new session reads the text so far, or takes over its retained rows."""
+        self.suspended, self.waits_for_room = True, False
+
+    def resume(self) -> None:
+        self.suspended = False
 
     def fail(self, error: BaseException) -> None:
         """For the cluster: end with a copy of ``error``, because several threads may raise what ended all."""

@@ -1,4 +1,4 @@
-"""Who may use the endpoints: the API key or, without one, the Host that a request names.
+"""Who may use the endpoints: an API key or, without one, the Host that a request names; and who calls.
 
 Decisions rest on the ASGI scope alone. Starlette's ``request.url`` is put together from the client's Host
 header, so its path need not be the path that is served.
@@ -7,29 +7,34 @@ header, so its path need not be the path that is served.
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import re
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flowspec_edge.serving.dashboard.pages import is_page
+from flowspec_edge.serving.fair_queue import Caller
 from flowspec_edge.serving.openai.errors import ApiError
 
 _OCTET = rb"(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _LOOPBACK = re.compile(rb"(?:localhost|127(?:\." + _OCTET + rb"){3}|\[::1\])(?::([0-9]{1,5}))?",
                        re.IGNORECASE)
 _MAX_PORT = 65535
+_KEY = "flowspec.key"  # in the scope: which key a request had
+_NETWORK_V6 = 64  # bits of an IPv6 address that its user did not choose
 
 
 class AccessMiddleware:
-    """Checks the API key, except on /health and the page, which asks its user for the key.
+    """Checks the API keys, except on /health and the page, which asks its user for the key.
 
     Without a key only this machine can reach the server. That includes browsers, in which a foreign page's
     name may resolve to loopback (DNS rebinding), so the Host must be one of loopback's own.
     """
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+        """``api_key``: one or several, separated by white space; each is a caller of its own."""
         self._app = app
-        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+        self._expected = None if api_key is None else [f"Bearer {key}".encode() for key in api_key.split()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refused = self._refusal(scope) if scope["type"] == "http" else None
@@ -46,7 +51,9 @@ class AccessMiddleware:
         if path == "/health" or is_page(path):
             return None
         given = _values(scope, b"authorization")
-        if given and hmac.compare_digest(given[0], self._expected):
+        known = [hmac.compare_digest(given[0], key) for key in self._expected] if given else []
+        if any(known):
+            scope[_KEY] = str(known.index(True))
             return None
         message = ("incorrect API key" if given else
                    "no API key: send it as the header Authorization: Bearer KEY")
@@ -61,3 +68,16 @@ def is_loopback(hosts: list[bytes]) -> bool:
 
 def _values(scope: Scope, name: bytes) -> list[bytes]:
     return [value for key, value in scope["headers"] if key == name]
+
+
+def caller_of(scope: Scope, user: str | None) -> Caller:
+    """Return a request's caller: its API key, its address, its ``user``. An IPv6 address counts by its
+    network; behind a trusted proxy the address is the one that the proxy names."""
+    host = scope["client"][0] if scope.get("client") else ""
+    try:
+        address = ipaddress.ip_address(host)
+        if address.version == 6:
+            host = str(ipaddress.ip_network((address, _NETWORK_V6), strict=False))
+    except ValueError:  # a proxy may name anything
+        pass
+    return scope.get(_KEY, ""), host, user or ""

@@ -1,4 +1,4 @@
-"""Admission: requests queue for the cluster's few places.
+"""Admission: requests queue for the cluster's few places, and give them up to callers that have fewer.
 
 One thread owns the cluster and runs :meth:`AdmissionQueue.run`; all other methods are thread-safe.
 """
@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flowspec_edge.errors import FlowspecError, RequestFailed, UsageError
 from flowspec_edge.runtime.cluster.stage_links import ADVICE
@@ -22,7 +22,7 @@ from flowspec_edge.runtime.request import (
     Result,
     SharedCluster,
 )
-from flowspec_edge.serving.fair_queue import FairQueue
+from flowspec_edge.serving.fair_queue import Caller, FairQueue
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ _PAUSE_S = 0.5  # before a lost cluster is tried again; doubled every time
 _MAX_PAUSE_S = 15.0
 _POLL_S = 0.1
 _AGING_S = 30.0  # of waiting, which count as a step of priority
+_TURN_S = 2.0  # of decoding, after which the only place of a caller may go to one without
 _STARTING = "no token has come through the pipeline yet: the cluster is starting"
 _ENDING = "the server is shutting down"
 
@@ -58,7 +59,8 @@ class PendingRequest:
 
     position   requests, at its arrival, that had to end before its turn
     waited_s   seconds until it got a place; None before that
-    handle     the cluster's, once it has a place
+    handle     the cluster's, once it has had a place
+    turn_from  when the first token came since it got its place; None before that
     """
 
     request: Request
@@ -68,6 +70,12 @@ class PendingRequest:
     waited_s: float | None = None
     cancelled: bool = False
     handle: RequestHandle | None = None
+    turn_from: float | None = None
+
+    @property
+    def needs_room(self) -> bool:
+        """Whether it has a place, and waits for room in the stages' caches."""
+        return self.handle is not None and self.handle.waits_for_room
 
     @property
     def likelihoods(self) -> list[Likelihood]:
@@ -117,8 +125,7 @@ class AdmissionQueue:
         self._ending = False
         self._lock = threading.RLock()  # guards all that follows
         self._cluster: SharedCluster | None = None
-        self._waiting: FairQueue[PendingRequest] = FairQueue(clock, _AGING_S)
-        self._running: set[PendingRequest] = set()
+        self._queue: FairQueue[PendingRequest] = FairQueue(clock, _AGING_S)
         self._fault: str | None = _STARTING
         self._closed = False
         self._token_at: float | None = None
@@ -126,20 +133,20 @@ class AdmissionQueue:
 
     # ---- from any thread -----------------------------------------------------------------------
 
-    def submit(self, request: Request, caller: str, deliver: Deliver) -> PendingRequest:
-        """Queue a request by its priority; callers take turns. QueueFull or ClusterUnavailable if it is
-        refused. ``deliver`` gets token lists, then one Result or exception; nothing after :meth:`cancel`."""
+    def submit(self, request: Request, caller: Caller, deliver: Deliver) -> PendingRequest:
+        """Queue a request; callers take turns. QueueFull if all places are taken and its caller has a share, or
+        ClusterUnavailable. ``deliver`` gets token lists, then one Result or exception; nothing after
+        :meth:`cancel`."""
         with self._lock:
             if self._closed:
                 raise ClusterUnavailable(_ENDING)
             if self._fault is not None:
                 raise ClusterUnavailable(self._fault)
-            before = len(self._waiting) + len(self._running)
-            if before >= self.places:
-                wait = before * self._usual_s / self._at_once
-                raise QueueFull(len(self._waiting), max(1, min(60, round(wait))))
-            pending = PendingRequest(request, deliver, self._clock())
-            self._waiting.put(caller, pending, request.priority)
+            if not self._queue.admits(caller, self.places):
+                wait = self.places * self._usual_s / self._at_once
+                raise QueueFull(len(self._queue), max(1, min(60, round(wait))))
+            pending = PendingRequest(replace(request, caller=caller), deliver, self._clock())
+            self._queue.put(caller, pending, request.priority)
             pending.position = self._requests_ahead(pending) or 0
         return pending
 
@@ -152,9 +159,10 @@ class AdmissionQueue:
         """Remove a request from the queue, or end it within a turn or two."""
         with self._lock:
             pending.cancelled = True
-            self._waiting.remove(pending)
             if pending.handle is not None:
                 pending.handle.cancel()
+            if pending not in self._queue.placed:
+                self._queue.discard(pending)
 
     def status_line(self, pending: PendingRequest) -> str:
         """Return what a request without tokens is waiting for, in one line."""
@@ -163,8 +171,7 @@ class AdmissionQueue:
                 return f"waiting: {' '.join(reason.split())}"
             before = self._requests_ahead(pending)
             if before is None:
-                fits = pending.handle is None or pending.handle.started
-                return "working" if fits else "waiting for room in the stages' caches"
+                return "waiting for room in the stages' caches" if pending.needs_room else "working"
             return f"waiting, {before} before you"
 
     def waiting(self) -> list[WaitingRequest]:
@@ -172,7 +179,7 @@ class AdmissionQueue:
         with self._lock:
             now = self._clock()
             return [WaitingRequest(self._ahead(place), now - pending.arrived_at, pending.request.priority)
-                    for place, pending in enumerate(self._waiting)]
+                    for place, pending in enumerate(self._queue)]
 
     def readiness(self) -> Readiness:
         with self._lock:
@@ -180,7 +187,7 @@ class AdmissionQueue:
             reason = self._reason()
             if reason is None and age is not None and age > self._recent_s:
                 reason = f"no token for {age:.0f} s"
-            return Readiness(reason is None, reason or "", len(self._running), len(self._waiting), age)
+            return Readiness(reason is None, reason or "", len(self._queue.placed), len(self._queue), age)
 
     @property
     def closed(self) -> bool:
@@ -190,9 +197,9 @@ class AdmissionQueue:
         """End :meth:`run`; every open request ends with an error. Idempotent."""
         with self._lock:
             self._closed = True
-            left = [*self._running, *self._waiting.clear()]
-            self._running.clear()
+            left = [*self._queue.placed, *self._queue]
             for pending in left:
+                self._queue.discard(pending)
                 if pending.handle is not None:
                     pending.handle.cancel()
         for pending in left:
@@ -218,12 +225,14 @@ class AdmissionQueue:
 
     def _requests_ahead(self, pending: PendingRequest) -> int | None:
         """How many requests must end before this one starts; None if it is not queued."""
-        before = self._waiting.before(pending)
+        before = self._queue.before(pending)
         return None if before is None else self._ahead(before)
 
     def _ahead(self, place: int) -> int:
-        """``place``: in the queue, from 0."""
-        return max(0, place + 1 + len(self._running) - self._at_once)
+        """``place``: in the queue, from 0. The next one may get another's place."""
+        if place == 0 and self._queue.gives_way(_turn_lasts):
+            return 0
+        return max(0, place + 1 + len(self._queue.placed) - self._at_once)
 
     # ---- in the thread that owns the cluster -----------------------------------------------------
 
@@ -260,35 +269,68 @@ class AdmissionQueue:
             self._mark_lost(error)
 
     def _next(self) -> PendingRequest | None:
+        """Give a place to the next request that can have one, if need be another's; return that request."""
         with self._lock:
-            if not self._can_start():
+            if not self._can_change():
                 return None
-            pending = self._waiting.take()
-            self._running.add(pending)
-            pending.waited_s = self._clock() - pending.arrived_at
+            if (loser := self._loser()) is not None:
+                self._queue.withdraw(loser)
+                loser.turn_from = None
+                if loser.handle is not None:
+                    loser.handle.suspend()
+                if self._needs_room() is not None:
+                    return None  # which gets the loser's
+            pending = self._queue.take()
+            if pending.waited_s is None:
+                pending.waited_s = self._clock() - pending.arrived_at
             return pending
 
-    def _can_start(self) -> bool:
-        open_ = not self._closed and self._reason() is None
-        return open_ and len(self._waiting) > 0 and len(self._running) < self._at_once
+    def _can_change(self) -> bool:
+        """Return whether a request can get a place, or has to lose its place."""
+        if self._closed or self._reason() is not None:
+            return False
+        if self._loser() is not None:
+            return True
+        free = len(self._queue.placed) < self._at_once and self._needs_room() is None
+        return free and len(self._queue) > 0
+
+    def _loser(self) -> PendingRequest | None:
+        """Return the request that has to give up its place: to the next one, or its room to one that has a
+        place and no room."""
+        if (needy := self._needs_room()) is not None:
+            rival = self._queue.gives_way(_turn_lasts)
+            return needy if rival is needy else self._queue.gives_way(self._turn_is_over, needy)
+        full = len(self._queue.placed) >= self._at_once
+        return self._queue.gives_way(self._turn_is_over) if full else None
+
+    def _needs_room(self) -> PendingRequest | None:
+        return next((pending for pending in self._queue.placed if pending.needs_room), None)
+
+    def _turn_is_over(self, pending: PendingRequest) -> bool:
+        return pending.turn_from is not None and self._clock() - pending.turn_from >= _TURN_S
 
     def _probe_due(self) -> bool:
         """Return whether nothing runs and a probe is due."""
         with self._lock:
             last = self._token_at
             quiet = last is not None and self._clock() - last >= self._recent_s / 2
-            return quiet and not self._running and self._reason() is None
+            return quiet and not self._queue.placed and self._reason() is None
 
     def _has_work(self) -> bool:
         """Return whether the cluster's thread has to leave ``serve`` to do something else."""
         with self._lock:
-            return self._over or self._fault is not None or self._can_start() or self._probe_due()
+            return self._over or self._fault is not None or self._can_change() or self._probe_due()
 
     def _start(self, cluster: SharedCluster, pending: PendingRequest) -> None:
+        if pending.handle is not None:
+            pending.handle.resume()
+            return
         start = self._clock()
 
         def on_tokens(tokens: list[int]) -> None:
             self._token_at = self._clock()
+            if pending.turn_from is None:
+                pending.turn_from = self._token_at
             self._deliver(pending, tokens)
 
         try:
@@ -314,9 +356,8 @@ class AdmissionQueue:
             case _:  # no Exception: the process ends
                 event = ClusterUnavailable(_ENDING)
         with self._lock:
-            if pending not in self._running:
+            if not self._queue.discard(pending):
                 return
-            self._running.remove(pending)
             self._usual_s += (self._clock() - start - self._usual_s) / 4
         self._deliver(pending, event)
 
@@ -366,7 +407,7 @@ class AdmissionQueue:
                 return
             with self._lock:
                 patient = self._clock() - lost_at < self._patience_s
-                left = [] if patient else self._waiting.clear()
+                left = [] if patient else self._queue.clear()
             for pending in left:
                 self._deliver(pending, ClusterUnavailable(reason))
             again_at = time.monotonic() + pause
@@ -377,3 +418,7 @@ class AdmissionQueue:
     def _deliver(self, pending: PendingRequest, event: Event) -> None:
         if not pending.cancelled:
             pending.deliver(event)
+
+
+def _turn_lasts(pending: PendingRequest) -> bool:
+    return False

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from flowspec_edge.serving.access_control import AccessMiddleware
+from flowspec_edge.serving.access_control import AccessMiddleware, caller_of
 from flowspec_edge.serving.access_log import GONE, AccessRecord
 from flowspec_edge.serving.admission import AdmissionQueue
 from flowspec_edge.serving.dashboard.live import Live
@@ -119,10 +119,9 @@ class CompletionEndpoint:
 
     async def _serve(self, record: AccessRecord, scope: Scope, receive: Receive, send: Send) -> None:
         http = Request(scope, receive)
-        address = http.client.host if http.client else ""
         async with self._intake.body(http) as data:
-            body = await self._intake.run("text", address, lambda: self._read(data), receive)
-            caller = body.user or address
+            body = await self._intake.run("text", caller_of(scope, None), lambda: self._read(data), receive)
+            caller = caller_of(scope, body.user)
             prepared = await self._intake.run("template" if self._chat else "text", caller,
                                               lambda: self._prepare(body), receive)
         if prepared.grammar is not None:

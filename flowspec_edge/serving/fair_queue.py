@@ -1,82 +1,187 @@
-"""A queue in which higher priorities go first, and callers of one priority take turns."""
+"""Requests that wait for a place in the cluster, and those that have one: callers take turns at every level.
+
+A caller is a path, from what tells callers apart for certain to what they say of themselves: API key,
+address, user. Fairness begins at the first level, so whoever names many users at one address shares the turns
+of that address. Priorities order the requests of one caller only; no caller gains on another by them.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from bisect import insort
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator
 from copy import copy
-from typing import Generic, TypeVar
+from itertools import count
+from typing import Generic, NamedTuple, TypeVar
 
-T = TypeVar("T")
-_Callers = OrderedDict[str, deque[tuple[float, T]]]  # when each item was queued; the next caller first
+T = TypeVar("T", bound=Hashable)
+Caller = tuple[str, ...]
+
+
+class _Entry(NamedTuple):
+    """``due``: the arrival, later by the aging for every step of priority; ``number``: of its arrival."""
+
+    due: float
+    priority: int
+    number: int
 
 
 class FairQueue(Generic[T]):
-    """A caller with many requests delays others of its priority by one of them at a time."""
+    """Not thread-safe. ``len`` and iteration are about the items that wait."""
 
     def __init__(self, clock: Callable[[], float], aging_s: float) -> None:
-        """``aging_s``: seconds of waiting that count as one step of priority, so that no priority starves."""
+        """``aging_s``: seconds of waiting that count as one step of priority: an item waits for later ones of
+        its caller for at most so long for each step that they are ahead."""
         self._clock = clock
         self._aging_s = aging_s
-        self._levels: dict[int, _Callers[T]] = {}  # by priority
+        self._numbers = count()
+        self._entries: dict[T, tuple[Caller, _Entry]] = {}  # of all items
+        self._waiting: dict[Caller, list[tuple[_Entry, T]]] = {}  # sorted
+        self._placed: OrderedDict[T, Caller] = OrderedDict()  # the newest place last
+        self._places = Counter[Caller]()  # by paths and their beginnings, like the next two
+        self._items = Counter[Caller]()
+        self._turns: dict[Caller, int] = {}  # when each last had a turn
 
     def __len__(self) -> int:
-        return sum(len(items) for callers in self._levels.values() for items in callers.values())
+        return len(self._entries) - len(self._placed)
 
     def __iter__(self) -> Iterator[T]:
-        """Iterate in the order of :meth:`take`, if nothing is added meanwhile."""
+        """Iterate in the order of :meth:`take`, if nothing is added or ends meanwhile."""
         left = copy(self)
-        left._levels = {priority: OrderedDict((caller, deque(items)) for caller, items in callers.items())
-                        for priority, callers in self._levels.items()}
-        while left._levels:
+        left._waiting = {caller: list(items) for caller, items in self._waiting.items()}
+        left._placed, left._places, left._turns = self._placed.copy(), self._places.copy(), self._turns.copy()
+        left._numbers = count(next(self._numbers))
+        while left._waiting:
             yield left.take()
 
-    def put(self, caller: str, item: T, priority: int = 0) -> None:
-        """Queue behind the caller's other items of this priority; lower numbers go first. A new caller comes
-        after those that wait."""
-        callers = self._levels.setdefault(priority, OrderedDict())
-        callers.setdefault(caller, deque()).append((self._clock(), item))
+    @property
+    def placed(self) -> list[T]:
+        """The items that have a place, the newest place last."""
+        return list(self._placed)
+
+    def admits(self, caller: Caller, limit: int) -> bool:
+        """Return whether the caller may put an item: fewer than ``limit`` are here, or fewer of the caller's
+        than its share of the limit, which is divided equally among those that are here, level by level."""
+        if len(self._entries) < limit:
+            return True
+        share = limit
+        for path in _paths(caller):
+            beside = {other[:len(path)] for other in self._items if len(other) == len(path)
+                      and other[:-1] == path[:-1]}
+            share //= len(beside | {path})
+            if self._items[path] >= share:
+                return False
+        return True
+
+    def put(self, caller: Caller, item: T, priority: int = 0) -> None:
+        """Queue an item; of its caller's, lower priorities go first. A new caller comes after those that
+        wait."""
+        number = next(self._numbers)
+        entry = _Entry(self._clock() + priority * self._aging_s, priority, number)
+        self._entries[item] = caller, entry
+        for path in _paths(caller):
+            self._items[path] += 1
+            self._turns.setdefault(path, number)
+        insort(self._waiting.setdefault(caller, []), (entry, item), key=_entry)
 
     def take(self) -> T:
-        """Remove the next caller's oldest item; IndexError if the queue is empty."""
-        if not self._levels:
+        """Give the next item a place; IndexError if none waits."""
+        if not self._waiting:
             raise IndexError("the queue is empty")
-        priority = min(self._levels, key=self._due)
-        callers = self._levels[priority]
-        caller, items = callers.popitem(last=False)
-        _, item = items.popleft()
-        if items:
-            callers[caller] = items
-        elif not callers:
-            del self._levels[priority]
+        caller = self._next_caller()
+        _, item = self._waiting[caller].pop(0)
+        if not self._waiting[caller]:
+            del self._waiting[caller]
+        self._placed[item] = caller
+        turn = next(self._numbers)
+        for path in _paths(caller):
+            self._places[path] += 1
+            self._turns[path] = turn
         return item
 
-    def _due(self, priority: int) -> tuple[float, int]:
-        """Waiting moves all priorities ahead alike, so their order depends on when their oldest item came."""
-        oldest = min(items[0][0] for items in self._levels[priority].values())
-        return oldest + priority * self._aging_s, priority
+    def withdraw(self, item: T) -> None:
+        """Take the item's place away; it waits where it was before."""
+        caller = self._leave_place(item)
+        insort(self._waiting.setdefault(caller, []), (self._entries[item][1], item), key=_entry)
+
+    def gives_way(self, turn_over: Callable[[T], bool], to: T | None = None) -> T | None:
+        """Return the item that has to leave its place, if any: for the next one that waits, or for ``to``,
+        which has a place that is of no use to it.
+
+        At the first level where two callers differ, one with two places more than the other gives up its
+        newest; one with a single place gives it up to one without when ``turn_over``.
+        """
+        if to is None and not self._waiting:
+            return None
+        caller = self._next_caller() if to is None else self._placed[to]
+        best: tuple[int, int] | None = None
+        found = None
+        for age, (item, other) in enumerate(self._placed.items()):
+            paths = next(((mine, its) for mine, its in zip(_paths(caller), _paths(other), strict=True)
+                          if mine != its), None)
+            if item == to or paths is None:
+                continue
+            own = self._places[paths[0]] - (to is not None)
+            more = self._places[paths[1]] - own
+            if more >= 2:
+                rank = more, age
+            elif more == 1 and own == 0 and turn_over(item):
+                rank = more, -age
+            else:
+                continue
+            if best is None or rank > best:
+                best, found = rank, item
+        return found
 
     def before(self, item: T) -> int | None:
-        """Return how many items precede this one if none is added; None if it is not queued."""
-        return next((place for place, other in enumerate(self) if other == item), None)
+        """Return how many waiting items precede this one if nothing changes; None if it does not wait."""
+        if item not in self._entries or item in self._placed:
+            return None
+        return next(place for place, other in enumerate(self) if other == item)
 
-    def remove(self, item: T) -> bool:
-        """Remove an item; return whether it was queued."""
-        for priority, callers in self._levels.items():
-            for caller, items in callers.items():
-                found = next((entry for entry in items if entry[1] == item), None)
-                if found is None:
-                    continue
-                items.remove(found)
-                if not items:
-                    del callers[caller]
-                if not callers:
-                    del self._levels[priority]
-                return True
-        return False
+    def discard(self, item: T) -> bool:
+        """Remove an item that waits or has a place; return whether there was one."""
+        if item not in self._entries:
+            return False
+        caller, entry = self._entries[item]
+        if item in self._placed:
+            self._leave_place(item)
+        else:
+            self._waiting[caller].remove((entry, item))
+            if not self._waiting[caller]:
+                del self._waiting[caller]
+        del self._entries[item]
+        for path in _paths(caller):
+            self._items[path] -= 1
+            if not self._items[path]:
+                del self._items[path], self._turns[path]
+        return True
 
     def clear(self) -> list[T]:
-        """Remove all items; return them in the order of :meth:`take`."""
+        """Remove the items that wait; return them in the order of :meth:`take`."""
         left = list(self)
-        self._levels.clear()
+        for item in left:
+            self.discard(item)
         return left
+
+    def _leave_place(self, item: T) -> Caller:
+        caller = self._placed.pop(item)
+        for path in _paths(caller):
+            self._places[path] -= 1
+            if not self._places[path]:
+                del self._places[path]
+        return caller
+
+    def _next_caller(self) -> Caller:
+        """At each level, the one with the fewest places, and of equals the one whose turn is longest ago."""
+        return min(self._waiting, key=lambda caller: [(self._places[path], self._turns[path])
+                                                      for path in _paths(caller)])
+
+
+def _paths(caller: Caller) -> list[Caller]:
+    """The caller's path from the first level to the last."""
+    return [caller[:end] for end in range(1, len(caller) + 1)]
+
+
+def _entry(pair: tuple[_Entry, object]) -> _Entry:
+    return pair[0]

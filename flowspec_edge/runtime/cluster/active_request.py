@@ -21,6 +21,7 @@ class SessionState(Enum):
     OPEN = auto()
     CLOSING = auto()  # the request is over; waiting for the stages' reports
     SUSPENDED = auto()  # the stages are lost; the request will resume in another session
+    PAUSED = auto()  # the request gave way to others; it will resume in another session
 
 
 @dataclass(eq=False)
@@ -31,6 +32,7 @@ class ActiveRequest:
     watched: bool = False  # the observer wants the stages' times
     overrun_s: float = 0.0  # by how much D0's own work exceeded the emulated time
     report_deadline: float = 0.0  # of the stages, while closing
+    interrupted: bool = False  # the reports of its earlier sessions are not counted
     losses: int = 0  # of stages, in a row without a new token
     tokens_before: int = 0  # at the last loss
 
@@ -41,6 +43,7 @@ class ActiveRequest:
     def suspend(self) -> None:
         """The stages are lost."""
         self.state = SessionState.SUSPENDED
+        self.interrupted = True
         made = len(self.coordinator.tokens)
         self.losses = self.losses + 1 if made == self.tokens_before else 1
         self.tokens_before = made
@@ -56,7 +59,7 @@ class ActiveRequest:
             int(counters.get(kind, 0)) for counters in stages for kind in ("bytes_out", "collective_bytes"))
         slot_s = slot_s or max(counters.get("slot_s", 0.0) for counters in stages)
         result = self.coordinator.result(slot_s, total, tuple(stages))
-        if not self.losses:  # a lost stage never reported its part
+        if not self.interrupted:  # a lost stage never reported its part
             joules, above_idle = cluster_energy([energy, *stages])
             result = replace(result, stats=replace(result.stats, energy_j=joules,
                                                    energy_above_idle_j=above_idle))

@@ -64,21 +64,35 @@ class EventLoop:
     @property
     def open(self) -> int:
         """Number of unfinished requests."""
-        return len(self._active) - len(self._in_state(SessionState.CLOSING))
+        return len(self._in_state(SessionState.OPEN, SessionState.SUSPENDED))
 
     def has_room(self, request: Request) -> bool:
         return self.pool.fits(session_rows(request, len(self._links.members.instances)))
 
     def start(self, handle: RequestHandle) -> None:
-        """Start a request; one that cannot run gets its error immediately."""
-        idle = not self.busy
-        opening = self._open(ActiveRequest(handle), None)
+        """Start a request, or continue one that gave way; one that cannot run gets its error immediately."""
+        idle = not self._in_state(SessionState.OPEN, SessionState.CLOSING)
+        paused = [active for active in self._in_state(SessionState.PAUSED) if active.handle is handle]
+        opening = (self._open(paused[0], paused[0].coordinator) if paused else
+                   self._open(ActiveRequest(handle), None))
         if opening is None:
             return
         if idle:
             self._links.members.drop_reports()
             self._links.expect_outputs_from_now()
         self._links.send(opening)
+
+    def give_way(self) -> list[RequestHandle]:
+        """Close the sessions of the requests that have to give way, for :meth:`start` to continue; the stages
+        retain their rows while there is room."""
+        leaving = [active for active in self._in_state(SessionState.OPEN)
+                   if active.handle.suspended and not active.handle.cancel_requested]
+        for active in leaving:
+            active.state = SessionState.PAUSED
+            active.interrupted = True
+            self._observer.failed(active.coordinator, time.monotonic())
+            self._close(active)
+        return [active.handle for active in leaving]
 
     def listen_again(self) -> None:
         """Read what came while no thread drove the cluster, and count silence from now."""
@@ -90,8 +104,9 @@ class EventLoop:
     def suspend(self, reason: str) -> None:
         """After the loss of a stage, keep unfinished requests for :meth:`resume` and answer the others. A
         request that repeatedly loses stages without progress ends with PeerLost and ``reason``."""
-        sessions = [active.session for active in self._active if active.state is not SessionState.SUSPENDED]
-        for active in list(self._active):
+        open_ = self._in_state(SessionState.OPEN, SessionState.CLOSING)
+        sessions = [active.session for active in open_]
+        for active in [*open_, *self._in_state(SessionState.SUSPENDED)]:
             if active.coordinator.finished:
                 self._active.remove(active)
                 self._answer(active)
@@ -112,7 +127,7 @@ class EventLoop:
         self.answer_cancelled()
 
     def answer_cancelled(self) -> None:
-        for active in self._in_state(SessionState.SUSPENDED):
+        for active in self._in_state(SessionState.SUSPENDED, SessionState.PAUSED):
             if active.handle.cancel_requested:
                 self._active.remove(active)
                 active.coordinator.cancel()
@@ -140,7 +155,7 @@ class EventLoop:
             match active.state:
                 case SessionState.CLOSING:
                     self._answer(active)
-                case SessionState.OPEN | SessionState.SUSPENDED:
+                case SessionState.OPEN | SessionState.SUSPENDED | SessionState.PAUSED:
                     self._fail(active, error)
 
     # ---- one step ------------------------------------------------------------------------------
@@ -181,16 +196,16 @@ class EventLoop:
         for coordinator, error in failures:
             self._fail_alone(coordinator.builder.session, error)
 
-    def _in_state(self, state: SessionState) -> list[ActiveRequest]:
-        return [active for active in self._active if active.state is state]
+    def _in_state(self, *states: SessionState) -> list[ActiveRequest]:
+        return [active for active in self._active if active.state in states]
 
     def _find(self, session: int) -> ActiveRequest | None:
-        return next((active for active in self._active
-                     if active.session == session and active.state is not SessionState.SUSPENDED), None)
+        return next((active for active in self._in_state(SessionState.OPEN, SessionState.CLOSING)
+                     if active.session == session), None)
 
     def _open(self, active: ActiveRequest, before: Coordinator | None) -> Open | None:
-        """Open a session for a request; ``before`` is its coordinator before a loss. Returns the message for
-        the stages, or None if the request cannot run and was given its error."""
+        """Open a session for a request; ``before`` is its coordinator in an earlier session. Returns the
+        message for the stages, or None if the request cannot run and was given its error."""
         # Above those of a former D0, although a board's clock may be behind after a reboot: a stage does not
         # wait for the Open of a session whose number is lower than one that it knows.
         self._session = max(self._session, self._links.members.newest, int(time.time() * 1e3)) + 1
@@ -198,6 +213,7 @@ class EventLoop:
         if before:
             sent = self._links.bytes.pop(before.builder.session)
             self._energy.close(before.builder.session)
+            self._links.members.take_reports(before.builder.session)
         try:
             active.coordinator = self._make(active.handle, session, before)
         except BaseException as error:
@@ -286,6 +302,9 @@ class EventLoop:
         """Close the session, but wait for the stages' reports: they are part of the result."""
         active.state = SessionState.CLOSING
         active.report_deadline = time.monotonic() + _LAST_REPORT_S
+        self._close(active)
+
+    def _close(self, active: ActiveRequest) -> None:
         kept = self.pool.retain(active.coordinator)
         self._links.send(replace(self._scheduler.remove(active.session), retain=kept))
 

@@ -262,31 +262,39 @@ class ProcessCluster:
             raise
 
     def _step(self) -> None:
+        self._queue.extend(self._loop.give_way())
+        self._loop.answer_cancelled()
         for handle in [handle for handle in list(self._queue) if handle.cancel_requested]:
             self._queue.remove(handle)
-            handle.set_cancelled()
+            if not handle.done():
+                handle.set_cancelled()
         if self._recovery.status.state is ClusterState.RECOVERING:
             if not self._recovery.poll():
-                self._loop.answer_cancelled()
                 return
             self._loop.resume()
             self._recovery.end()
-        while (self._queue and self._loop.open < self._at_once
-               and self._loop.has_room(self._queue[0].request)):  # strictly in order
-            handle = self._queue.popleft()
-            handle.started = True
+        for handle in [handle for handle in list(self._queue) if not handle.suspended]:  # strictly in order
+            if self._loop.open >= self._at_once:
+                break
+            handle.waits_for_room = not self._loop.has_room(handle.request)
+            if handle.waits_for_room:
+                break
+            self._queue.remove(handle)
             self._loop.start(handle)
         self._loop.step(_CHECK_S if self._loop.busy else _IDLE_S)
 
     def _abandon(self, error: BaseException) -> None:
         self._loop.abandon(error)
         while self._queue:
-            self._queue.popleft().fail(error)
+            handle = self._queue.popleft()
+            if not handle.done():
+                handle.fail(error)
 
     def _coordinator(self, handle: RequestHandle, session: int, before: Coordinator | None) -> Coordinator:
         request = handle.request
-        prefix = None if before else self._loop.pool.find(
-            request.prompt, lambda cached: self._draft_models.can_share_drafter(cached.request, request))
+        text = [*request.prompt, *(before.tokens if before else ())]
+        prefix = self._loop.pool.find(
+            text, lambda cached: self._draft_models.can_share_drafter(cached.request, request))
         return self._draft_models.coordinator(
             request, len(self._members.instances), time.monotonic, session,
             lambda kind: self._timing.draft_passes(kind, request.params.segment),

@@ -51,13 +51,11 @@ class Coordinator:
                  head: LmHead, clock: Callable[[], float], session: int = 1,
                  predecessor: Coordinator | None = None, cached_rows: int = 0, parent_session: int = -1
                  ) -> None:
-        """predecessor  the request's coordinator before a loss: its prompt and answer become this one's
-                     prompt
+        """predecessor  the request's coordinator in an earlier session: its prompt and answer become this
+                     one's prompt
         cached_rows  rows of the prompt that the stages retain from ``parent_session``; at least one must be
                      left to prefill, and a drafter must have been rewound to one token more
         """
-        assert not (predecessor and cached_rows)
-        assert 0 <= cached_rows < max(len(request.prompt), 1)
         if not request.prompt:
             raise UsageError("the prompt is empty; give at least one token")
         if request.max_new_tokens < 1:
@@ -77,6 +75,8 @@ class Coordinator:
         grammar = self._generation.grammar
         self._masks = GrammarMasks(grammar, head.vocabulary) if grammar else None
         self._text = [*request.prompt, *self.tokens]  # to prefill
+        assert 0 <= cached_rows < len(self._text)
+        self._reused: int = predecessor._reused if predecessor else cached_rows
         self._prompt = deque(self._text[cached_rows:])
         self._prompt_left = len(self._prompt)  # rows of it that have not come back
         self._read = list(self._text)  # all accepted tokens, also those after the end of the answer
@@ -315,4 +315,4 @@ class Coordinator:
     def result(self, slot_s: float, bytes_sent: int, stages: tuple[dict[str, float], ...] = ()) -> Result:
         """``slot_s``: time of one segment in the slowest stage."""
         return self._generation.result(self.strategy.counters, self._rounds, slot_s, bytes_sent, stages,
-                                       self._cached_rows)
+                                       self._reused)

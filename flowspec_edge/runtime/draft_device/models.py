@@ -71,9 +71,8 @@ class DraftModels:
 
         passes       kind of draft model -> passes per full segment's latency through the pipeline
         slot         rows -> time of a segment in the slowest stage and on a link, if known
-        predecessor  the request's coordinator that lost its stages
-        prefix       retained rows of a request that :meth:`can_share_drafter` with this one; excludes
-                     ``predecessor``
+        predecessor  the request's coordinator in an earlier session
+        prefix       retained rows of a request that :meth:`can_share_drafter` with this one
         """
         chosen = strategy_class(request.strategy)
         length = len(request.prompt) + request.max_new_tokens

@@ -30,7 +30,7 @@ class Observer:
         return False
 
     def opened(self, coordinator: Coordinator, at: float) -> None:
-        """A request begins, or continues after a loss, in a new session."""
+        """A request begins, or continues, in a new session."""
 
     def sent(self, message: Segment | Prune | Cancel, at: float) -> None:
         ...
@@ -48,7 +48,7 @@ class Observer:
         """A request is answered."""
 
     def failed(self, coordinator: Coordinator, at: float) -> None:
-        """An opened request ends with an error instead."""
+        """An opened request ends with an error instead, or gives way to others and will be opened again."""
 
     def heartbeat(self, beat: Heartbeat, at: float) -> None:
         ...

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from flowspec_edge.serving import sse
 from flowspec_edge.serving.admission import AdmissionQueue, Event
+from flowspec_edge.serving.fair_queue import Caller
 from flowspec_edge.serving.openai.choice import Choice
 from flowspec_edge.serving.openai.errors import ApiError
 from flowspec_edge.serving.openai.prepare import PreparedRequest
@@ -40,7 +41,7 @@ class StreamError(Exception):
 class ResponseHandler:
     """``choices``: empty if the request was not admitted."""
 
-    def __init__(self, admission: AdmissionQueue, prepared: PreparedRequest, answer: Answer, caller: str,
+    def __init__(self, admission: AdmissionQueue, prepared: PreparedRequest, answer: Answer, caller: Caller,
                  keep_alive_s: float, on_tokens: Callable[[int], None]) -> None:
         """keep_alive_s  seconds without a token after which a stream sends a status line
         on_tokens     called when tokens come, with the number of those that belong to the answer

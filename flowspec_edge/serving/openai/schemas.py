@@ -9,7 +9,15 @@ import json
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from flowspec_edge.serving.openai.errors import ApiError, invalid
 
@@ -18,6 +26,7 @@ _MAX_STOP_CHARACTERS = 1000
 _MAX_TOP_LOGPROBS = 20  # OpenAI's limit for chats
 _MAX_CHOICES = 8
 _MAX_TOOLS = 128  # OpenAI's limit
+_MOST_URGENT, _LEAST_URGENT = -10, 10  # priorities: 30 s of waiting make up for a step
 # Field -> accepted values, which ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "echo": (False,), "suffix": ("",),
@@ -29,6 +38,12 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 class _Ignoring(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+
+
+def _priority(value: int) -> int:
+    if not _MOST_URGENT <= value <= _LEAST_URGENT:
+        raise ValueError(f"must be from {_MOST_URGENT} to {_LEAST_URGENT}")
+    return value
 
 
 def _stops(value: Any) -> Any:
@@ -192,7 +207,7 @@ class Body(_Ignoring):
     stop: Annotated[list[str], BeforeValidator(_stops)] = []
     response_format: ResponseFormat | None = None
     user: str | None = None
-    priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    priority: Annotated[int, AfterValidator(_priority)] | None = None
     flowspec: Extensions = Extensions()
 
     @property

@@ -63,10 +63,20 @@ def divide_in_order(offers: Sequence[Sequence[float]], seconds: Callable[[int], 
     return shares
 
 
-def priority_weights(priorities: Sequence[int]) -> list[float]:
-    """Return each request's weight, at most 1: a quarter for every step behind the highest priority."""
-    first = min(priorities, default=0)
-    return [1 / _STEP ** min(priority - first, _MOST_STEPS) for priority in priorities]
+def fair_weights(callers: Sequence[tuple[str, ...]], priorities: Sequence[int]) -> list[float]:
+    """Return each request's weight. Callers weigh the same at every level; a caller's requests share its
+    weight, each with a quarter for every step behind the caller's highest priority."""
+    weights = [1.0] * len(callers)
+    for level in range(max(map(len, callers), default=0)):
+        for i, caller in enumerate(callers):
+            weights[i] /= len({other[:level + 1] for other in callers if other[:level] == caller[:level]})
+    for caller in set(callers):
+        own = [i for i, other in enumerate(callers) if other == caller]
+        first = min(priorities[i] for i in own)
+        steps = [1 / _STEP ** min(priorities[i] - first, _MOST_STEPS) for i in own]
+        for i, step in zip(own, steps, strict=True):
+            weights[i] *= step / sum(steps)
+    return weights
 
 
 def prompt_rows(seconds: Callable[[int], float] | None, others: int, most: int) -> int:

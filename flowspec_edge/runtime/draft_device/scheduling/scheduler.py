@@ -31,7 +31,7 @@ from flowspec_edge.runtime.draft_device.scheduling.jobs import Job, can_share
 from flowspec_edge.runtime.draft_device.scheduling.row_shares import (
     divide,
     divide_in_order,
-    priority_weights,
+    fair_weights,
     prompt_rows,
 )
 from flowspec_edge.runtime.draft_device.scheduling.send_ahead import SlotPredictor
@@ -50,8 +50,8 @@ class Scheduler:
         """clock       the driver's, in seconds; None: no segment is sent ahead
         on_failure  gets what a request's own strategy or drafter raises, while the others' messages and tasks
                     are still collected; None: it is raised
-        policy      fair: requests share rows by their priorities' weights; fcfs: those of a higher priority,
-                    and among equals the older ones, get theirs first
+        policy      fair: callers share rows equally, each caller's requests by their priorities' weights;
+                    fcfs: those of a higher priority, and among equals the older ones, get theirs first
         """
         self._clock = clock
         self._on_failure = on_failure
@@ -216,7 +216,8 @@ def _priority(coordinator: Coordinator) -> int:
 
 
 def _weights(coordinators: Sequence[Coordinator]) -> list[float]:
-    return priority_weights([coordinator.request.priority for coordinator in coordinators])
+    requests = [coordinator.request for coordinator in coordinators]
+    return fair_weights([request.caller for request in requests], [request.priority for request in requests])
 
 
 def _kind(job: Job) -> bool:
