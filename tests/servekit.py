@@ -214,13 +214,13 @@ def placed(server: Running) -> tuple[int, int]:
     return state.running, state.waiting
 
 
-def post(server: Running, body: dict[str, Any]) -> socket.socket:
-    """Send a request, and leave the answer to come."""
+def post(server: Running, body: dict[str, Any], address: str = "127.0.0.1") -> socket.socket:
+    """Send a request from an address, and leave the answer to come."""
     host, port = server.url.removeprefix("http://").split(":")
     data = json.dumps({"model": NAME, **body}).encode()
     head = (f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(data)}\r\n\r\n")
-    connection = socket.create_connection((host, int(port)), PATIENCE)
+    connection = socket.create_connection((host, int(port)), PATIENCE, (address, 0))
     server.connections.append(connection)
     connection.sendall(head.encode() + data)
     return connection

@@ -66,6 +66,7 @@ class ClusterSettings(StrictModel):
     power_mode: str = ""  # name in /etc/nvpmodel.conf; empty: unchanged
     serve_host: Address = "127.0.0.1"  # listen address; other than loopback requires an API key
     serve_port: Port = 8000
+    forwarded_allow_ips: str = ""  # proxies whose X-Forwarded-For names the client
 
     @property
     def by_ngrams(self) -> bool:

@@ -36,9 +36,7 @@ _ENDING = "the server is shutting down"
 
 
 class QueueFull(FlowspecError):
-    """``retry_after`` is in seconds."""
-
-    def __init__(self, waiting: int, retry_after: int) -> None:
+    def __init__(self, waiting: int, retry_after: int) -> None:  # seconds
         super().__init__(f"{waiting} requests are waiting already; try again in {retry_after} s")
         self.retry_after = retry_after
 
@@ -77,6 +75,11 @@ class PendingRequest:
         """Whether it has a place, and waits for room in the stages' caches."""
         return self.handle is not None and self.handle.waits_for_room
 
+    def leave_place(self) -> None:
+        self.turn_from = None
+        if self.handle is not None:
+            self.handle.suspend()
+
     @property
     def likelihoods(self) -> list[Likelihood]:
         """Of the delivered tokens, if requested."""
@@ -86,7 +89,6 @@ class PendingRequest:
 @dataclass(frozen=True)
 class Readiness:
     """Whether a token came through the pipeline recently; ``reason`` says why not."""
-
     ready: bool
     reason: str
     running: int  # requests that have a place in the cluster
@@ -97,7 +99,6 @@ class Readiness:
 @dataclass(frozen=True)
 class WaitingRequest:
     """``ahead``: requests that must end before its turn; ``waited_s``: seconds since its arrival."""
-
     ahead: int
     waited_s: float
     priority: int
@@ -125,7 +126,9 @@ class AdmissionQueue:
         self._ending = False
         self._lock = threading.RLock()  # guards all that follows
         self._cluster: SharedCluster | None = None
-        self._queue: FairQueue[PendingRequest] = FairQueue(clock, _AGING_S)
+        self._queue: FairQueue[PendingRequest] = FairQueue(
+            clock, _AGING_S, at_once, lambda pending: pending.needs_room,
+            lambda pending: pending.turn_from is not None and clock() - pending.turn_from >= _TURN_S)
         self._fault: str | None = _STARTING
         self._closed = False
         self._token_at: float | None = None
@@ -134,8 +137,8 @@ class AdmissionQueue:
     # ---- from any thread -----------------------------------------------------------------------
 
     def submit(self, request: Request, caller: Caller, deliver: Deliver) -> PendingRequest:
-        """Queue a request; callers take turns. QueueFull if all places are taken and its caller has a share, or
-        ClusterUnavailable. ``deliver`` gets token lists, then one Result or exception; nothing after
+        """Queue a request; callers take turns. QueueFull if all places are taken and its caller has a share,
+        or ClusterUnavailable. ``deliver`` gets token lists, then one Result or exception; nothing after
         :meth:`cancel`."""
         with self._lock:
             if self._closed:
@@ -161,7 +164,7 @@ class AdmissionQueue:
             pending.cancelled = True
             if pending.handle is not None:
                 pending.handle.cancel()
-            if pending not in self._queue.placed:
+            if pending not in self._queue.placed:  # else the cluster's end of it frees the place
                 self._queue.discard(pending)
 
     def status_line(self, pending: PendingRequest) -> str:
@@ -230,7 +233,7 @@ class AdmissionQueue:
 
     def _ahead(self, place: int) -> int:
         """``place``: in the queue, from 0. The next one may get another's place."""
-        if place == 0 and self._queue.gives_way(_turn_lasts):
+        if place == 0 and self._queue.loser() is not None:
             return 0
         return max(0, place + 1 + len(self._queue.placed) - self._at_once)
 
@@ -269,45 +272,22 @@ class AdmissionQueue:
             self._mark_lost(error)
 
     def _next(self) -> PendingRequest | None:
-        """Give a place to the next request that can have one, if need be another's; return that request."""
+        """Give a place to the next request that can have one, if need be another's."""
         with self._lock:
-            if not self._can_change():
+            if self._closed or self._reason() is not None:
                 return None
-            if (loser := self._loser()) is not None:
+            if (loser := self._queue.loser()) is not None:
                 self._queue.withdraw(loser)
-                loser.turn_from = None
-                if loser.handle is not None:
-                    loser.handle.suspend()
-                if self._needs_room() is not None:
-                    return None  # which gets the loser's
-            pending = self._queue.take()
-            if pending.waited_s is None:
+                loser.leave_place()
+            pending = self._queue.take() if self._queue.has_turn() else None
+            if pending and pending.waited_s is None:
                 pending.waited_s = self._clock() - pending.arrived_at
             return pending
 
     def _can_change(self) -> bool:
         """Return whether a request can get a place, or has to lose its place."""
-        if self._closed or self._reason() is not None:
-            return False
-        if self._loser() is not None:
-            return True
-        free = len(self._queue.placed) < self._at_once and self._needs_room() is None
-        return free and len(self._queue) > 0
-
-    def _loser(self) -> PendingRequest | None:
-        """Return the request that has to give up its place: to the next one, or its room to one that has a
-        place and no room."""
-        if (needy := self._needs_room()) is not None:
-            rival = self._queue.gives_way(_turn_lasts)
-            return needy if rival is needy else self._queue.gives_way(self._turn_is_over, needy)
-        full = len(self._queue.placed) >= self._at_once
-        return self._queue.gives_way(self._turn_is_over) if full else None
-
-    def _needs_room(self) -> PendingRequest | None:
-        return next((pending for pending in self._queue.placed if pending.needs_room), None)
-
-    def _turn_is_over(self, pending: PendingRequest) -> bool:
-        return pending.turn_from is not None and self._clock() - pending.turn_from >= _TURN_S
+        changes = self._queue.has_turn() or self._queue.loser() is not None
+        return changes and not self._closed and self._reason() is None
 
     def _probe_due(self) -> bool:
         """Return whether nothing runs and a probe is due."""
@@ -418,7 +398,3 @@ class AdmissionQueue:
     def _deliver(self, pending: PendingRequest, event: Event) -> None:
         if not pending.cancelled:
             pending.deliver(event)
-
-
-def _turn_lasts(pending: PendingRequest) -> bool:
-    return False

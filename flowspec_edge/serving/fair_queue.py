@@ -29,11 +29,20 @@ class _Entry(NamedTuple):
 class FairQueue(Generic[T]):
     """Not thread-safe. ``len`` and iteration are about the items that wait."""
 
-    def __init__(self, clock: Callable[[], float], aging_s: float) -> None:
-        """``aging_s``: seconds of waiting that count as one step of priority: an item waits for later ones of
-        its caller for at most so long for each step that they are ahead."""
+    def __init__(self, clock: Callable[[], float], aging_s: float, places: int = 1,
+                 stuck: Callable[[T], bool] = lambda item: False,
+                 turn_over: Callable[[T], bool] = lambda item: False) -> None:
+        """aging_s    seconds of waiting that count as one step of priority: an item waits for later ones of
+                   its caller for at most so long for each step that they are ahead
+        places     how many items may have one
+        stuck      whether an item can do nothing with its place before others leave theirs
+        turn_over  whether an item has had its place for as long as it may while a caller without one waits
+        """
         self._clock = clock
         self._aging_s = aging_s
+        self._most = places
+        self._stuck = stuck
+        self._turn_over = turn_over
         self._numbers = count()
         self._entries: dict[T, tuple[Caller, _Entry]] = {}  # of all items
         self._waiting: dict[Caller, list[tuple[_Entry, T]]] = {}  # sorted
@@ -104,28 +113,43 @@ class FairQueue(Generic[T]):
         caller = self._leave_place(item)
         insort(self._waiting.setdefault(caller, []), (self._entries[item][1], item), key=_entry)
 
-    def gives_way(self, turn_over: Callable[[T], bool], to: T | None = None) -> T | None:
-        """Return the item that has to leave its place, if any: for the next one that waits, or for ``to``,
-        which has a place that is of no use to it.
+    def has_turn(self) -> bool:
+        """Return whether an item waits and can be taken. None can while another is stuck: it comes first."""
+        return bool(self._waiting) and len(self._placed) < self._most and self._first_stuck() is None
+
+    def loser(self) -> T | None:
+        """Return the item that has to leave its place, if any: for the next one that waits if all places are
+        taken, or else for one that is stuck."""
+        following = self._next_caller() if self._waiting else None
+        if (stuck := self._first_stuck()) is not None:
+            if following is not None and self._rival(following, _lasts) == stuck:
+                return stuck
+            return self._rival(self._placed[stuck], self._turn_over, stuck)
+        full = len(self._placed) >= self._most
+        return self._rival(following, self._turn_over) if full and following is not None else None
+
+    def _first_stuck(self) -> T | None:
+        return next((item for item in self._placed if self._stuck(item)), None)
+
+    def _rival(self, caller: Caller, turn_over: Callable[[T], bool], own: T | None = None) -> T | None:
+        """Return the item that gives way to one of ``caller``'s: to ``own``, which has a place, or to one
+        without.
 
         At the first level where two callers differ, one with two places more than the other gives up its
-        newest; one with a single place gives it up to one without when ``turn_over``.
+        newest; one with a single place gives it up to one without when its turn is over.
         """
-        if to is None and not self._waiting:
-            return None
-        caller = self._next_caller() if to is None else self._placed[to]
         best: tuple[int, int] | None = None
         found = None
         for age, (item, other) in enumerate(self._placed.items()):
             paths = next(((mine, its) for mine, its in zip(_paths(caller), _paths(other), strict=True)
                           if mine != its), None)
-            if item == to or paths is None:
+            if paths is None:
                 continue
-            own = self._places[paths[0]] - (to is not None)
-            more = self._places[paths[1]] - own
+            held = self._places[paths[0]] - (own is not None)
+            more = self._places[paths[1]] - held
             if more >= 2:
                 rank = more, age
-            elif more == 1 and own == 0 and turn_over(item):
+            elif more == 1 and held == 0 and turn_over(item):
                 rank = more, -age
             else:
                 continue
@@ -185,3 +209,7 @@ def _paths(caller: Caller) -> list[Caller]:
 
 def _entry(pair: tuple[_Entry, object]) -> _Entry:
     return pair[0]
+
+
+def _lasts(item: object) -> bool:
+    return False

@@ -76,12 +76,15 @@ def log_to_stderr(as_json: bool) -> None:
 
 
 def serve_app(listener: socket.socket, app: ASGIApp, admission: AdmissionQueue,
-              opened: AbstractContextManager[SharedCluster], ready: Callable[[], None]) -> None:
-    """Serve until SIGINT or SIGTERM, in the main thread; ``ready`` is called after the first token. Raises
-    any error before that, and FlowspecError if HTTP ends by itself."""
+              opened: AbstractContextManager[SharedCluster], ready: Callable[[], None],
+              trusted_proxies: str = "") -> None:
+    """Serve until SIGINT or SIGTERM, in the main thread; ``ready`` is called after the first token.
+    ``trusted_proxies``: as in :func:`listening`. Raises any error before that, and FlowspecError if HTTP ends
+    by itself."""
     with _EndSignals(admission) as signals:
         try:
-            with suppress(_Ended), listening(listener, app, admission), ExitStack() as stack:
+            with (suppress(_Ended), listening(listener, app, admission, trusted_proxies=trusted_proxies),
+                  ExitStack() as stack):
                 with signals.interrupt():  # imports torch
                     cluster = stack.enter_context(opened)
                 # The collector holds up every client; it need not look at what the libraries made.
@@ -136,13 +139,18 @@ class _EndSignals:
 
 @contextmanager
 def listening(listener: socket.socket, app: ASGIApp, admission: AdmissionQueue,
-              limits: ConnectionLimits | None = None) -> Iterator[None]:
+              limits: ConnectionLimits | None = None, trusted_proxies: str = "") -> Iterator[None]:
     """Serve HTTP in a thread; at the end open requests get an error, then the socket closes. If HTTP ends
-    by itself, the admission queue is closed. ``limits``: instead of the usual ones."""
+    by itself, the admission queue is closed.
+
+    limits           instead of the usual ones
+    trusted_proxies  addresses and networks, separated by commas, whose X-Forwarded-For names the client
+    """
     protocol: Any = partial(LimitedProtocol, limits=limits or usual_limits())
     config = uvicorn.Config(app, log_config=None, log_level="error", access_log=False, lifespan="off",
                             loop="asyncio", http=protocol, ws="none", timeout_graceful_shutdown=_GRACE_S,
-                            server_header=False, backlog=_BACKLOG)
+                            server_header=False, backlog=_BACKLOG, proxy_headers=bool(trusted_proxies),
+                            forwarded_allow_ips=trusted_proxies)
     server = uvicorn.Server(config)
 
     def http() -> None:

@@ -5,22 +5,27 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 from clusterkit import PATIENCE, until
-from servekit import LONG, NAME, Held, Running, Watch, ask, post, running, served
+from servekit import LONG, NAME, Held, Running, Watch, ask, placed, post, running, served
 from transformers import AutoTokenizer
 
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.runtime.cluster.clusters import LocalCluster
+from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.draft_device.capacity import cache_rows
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.serving.access_log import GONE
+from flowspec_edge.strategies.params import Params
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +102,7 @@ def test_who_leaves_while_it_runs_or_waits_or_is_read_in_leaves_nothing_behind(
         assert server.admission.readiness().running == 0
 
 
-def test_a_caller_with_many_requests_delays_another_by_one(processes: LocalCluster, model: Path) -> None:
+def test_a_caller_with_many_requests_gives_one_place_up(processes: LocalCluster, model: Path) -> None:
     held = Held(processes)
     with running(served(model), held, at_once=2) as server, ThreadPoolExecutor(8) as pool:
         busy = [post(server, {"prompt": "endless", "max_tokens": LONG, "user": "a"}) for _ in range(2)]
@@ -111,7 +116,66 @@ def test_a_caller_with_many_requests_delays_another_by_one(processes: LocalClust
             answer.result(PATIENCE)
         busy[1].close()
         lengths = [len(request.prompt) for request in held.started[3:]]
-        assert [sorted(lengths).index(length) for length in lengths] == [0, 3, 1, 2]
+        assert [sorted(lengths).index(length) for length in lengths] == [3, 0, 1, 2]  # a has two, b none
+
+
+FLOODS: dict[str, dict[str, Any]] = {
+    "tokens": {}, "n": {"n": 3}, "priority": {"priority": -10}, "users": {"user": "of each"}}
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+def test_a_flood_from_one_address_does_not_keep_another_out(
+        processes: LocalCluster, model: Path, text: Callable[..., str], flood: str) -> None:
+    """Its answers outlast the test, so what the other caller gets is taken from it."""
+    with running(served(model), processes, at_once=2, capacity=4) as server:
+        for i in range(8):
+            fields = {"user": f"user {i}"} if flood == "users" else FLOODS[flood]
+            post(server, {"prompt": f"flood {i}", "max_tokens": LONG, **fields})
+        until(lambda: sum(placed(server)) >= 5)
+        with from_address(server, "127.0.0.2") as other:
+            for i in range(3):
+                answer = other.completions.create(model=NAME, prompt=f"other {i}", max_tokens=6)
+                assert answer.choices[0].text == text(f"other {i}", 6)
+                assert not any(record.status == 200 for record in server.records.seen[i + 1:])
+
+
+def test_answers_that_give_way_are_those_of_plain_decoding(processes: LocalCluster, model: Path,
+                                                           text: Callable[..., str]) -> None:
+    """Two long ones of a caller; the newer gives its place to another's short ones, again and again."""
+    samplings = [Sampling(), Sampling(1.0, 0, 0.9, 7)]
+    with running(served(model), processes, at_once=2) as server, ThreadPoolExecutor(2) as pool:
+        long = [pool.submit(ask, server, f"long {i}", max_tokens=300, temperature=sampling.temperature, top_p=0.9,
+                            seed=7) for i, sampling in enumerate(samplings)]
+        until(lambda: placed(server)[0] == 2)
+        with from_address(server, "127.0.0.2") as other:
+            for i in range(4):
+                answer = other.completions.create(model=NAME, prompt=f"short {i}", max_tokens=6)
+                assert answer.choices[0].text == text(f"short {i}", 6)
+                assert answer.usage is not None
+        found = [answer.result(PATIENCE) for answer in long]
+    for i, (answer, sampling) in enumerate(zip(found, samplings, strict=True)):
+        assert answer.choices[0].text == text(f"long {i}", 300, sampling)
+        assert answer.usage.completion_tokens == 300
+        assert answer.usage.prompt_tokens_details.cached_tokens < answer.usage.prompt_tokens
+
+
+def test_requests_for_the_whole_cache_give_room_to_another_caller(model: Path, text: Callable[..., str]) -> None:
+    rows = cache_rows(LONG + 100, 1, Params(), 1)
+    with (ProcessCluster(model, 1, threads=1, at_once=2, cache_rows=rows) as cluster,
+          running(served(model), cluster, at_once=2) as server):
+        whole = [post(server, {"prompt": f"whole {i}", "max_tokens": LONG, "stream": True}) for i in range(3)]
+        assert whole[0].recv(100).startswith(b"HTTP/1.1 200 OK")
+        with from_address(server, "127.0.0.2") as other:
+            answer = other.completions.create(model=NAME, prompt="other", max_tokens=6)
+            assert answer.choices[0].text == text("other", 6)
+        assert not any(record.path == "/v1/completions" and record.completion_tokens > 6
+                       for record in server.records.seen)  # none of the large ones is over
+
+
+@contextmanager
+def from_address(server: Running, address: str) -> Iterator[openai.OpenAI]:
+    with httpx2.Client(transport=httpx2.HTTPTransport(local_address=address), trust_env=False) as http:
+        yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=http)
 
 
 def test_a_killed_stage_that_may_come_back_loses_nothing(model: Path, text: Callable[..., str]) -> None:

@@ -75,7 +75,12 @@ def serve(
         rich_help_panel=SERVICE)] = 8000,
     api_key: Annotated[str | None, typer.Option(
         "--api-key", envvar="FLOWSPEC_API_KEY", metavar="KEY", show_default=False, rich_help_panel=SERVICE,
-        help="The key that clients must send; other users cannot see it in the environment.")] = None,
+        help="The key that clients must send, or several, separated by spaces, for callers that take turns; "
+             "other users cannot see it in the environment.")] = None,
+    forwarded_allow_ips: Annotated[str, typer.Option(
+        "--forwarded-allow-ips", envvar="FORWARDED_ALLOW_IPS", metavar="ADDRESSES", show_default=False,
+        help="Proxies whose X-Forwarded-For names the client, for fair turns: addresses or networks, "
+             "separated by commas; by default none.", hidden=True, rich_help_panel=SERVICE)] = "",
     queue: Annotated[int, typer.Option(
         "--queue", min=0, max=MOST_REPEATS, help="Requests that may wait; more are refused with 429.",
         hidden=True, rich_help_panel=SERVICE)] = 16,
@@ -132,7 +137,7 @@ def serve(
         require_template(found, chat_template)
     params = with_a_draft(strategy, found, params)
     require_runnable([strategy], found, params, "wall", stages)
-    if api_key is not None and not (api_key and api_key.isascii()):
+    if api_key is not None and not (api_key.split() and api_key.isascii()):
         raise UsageError("the API key must not be empty, and of ASCII characters only")
 
     if boards is None:
@@ -144,7 +149,7 @@ def serve(
         context=context, answer_tokens=answer_tokens or max_new_tokens, ready_within=ready_within,
         rejoin_within=rejoin_within, scheduling_policy=scheduling_policy,
         cluster=boards.cluster.name if boards else None, profile=emulate,
-        device=None if boards else device)
+        device=None if boards else device, forwarded_allow_ips=forwarded_allow_ips)
 
     def open_cluster(sharing: SharingOptions) -> AbstractContextManager[SharedCluster]:
         if boards:

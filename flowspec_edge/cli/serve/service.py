@@ -39,6 +39,7 @@ class Service:
     cluster       None: the devices are on this machine
     profile       the emulated one; None: real time
     device        torch's, of D0 and stages on this machine; None: as configured on the boards
+    forwarded_allow_ips  proxies that are trusted to name their clients
     """
 
     model: ModelDir
@@ -59,6 +60,7 @@ class Service:
     cluster: str | None = None
     profile: str | None = None
     device: str | None = None
+    forwarded_allow_ips: str = ""
 
     def run(self, listener: socket.socket, open_cluster: Open, ready: Callable[[str], None],
             log_json: bool = False, watchers: Sequence[Observer] = ()) -> None:
@@ -92,7 +94,7 @@ class Service:
                 "cache_rows": cache_rows(self.context, self.at_once, self.params, self.stages),
                 "observer": Observers([metrics, feed, *watchers]), "meter": meter})
             app = make_app(admission, served, self.api_key, metrics=metrics, live=live)
-            serve_app(listener, app, admission, opened, lambda: ready(says))
+            serve_app(listener, app, admission, opened, lambda: ready(says), self.forwarded_allow_ips)
 
     def _first_line(self, url: str) -> str:
         where = f", cluster {self.cluster}" if self.cluster else ""

@@ -43,7 +43,8 @@ class DraftConfig(StrictModel):
     start_within_s: Positive = 600.0  # for all stages' Hello: they load their shards first
     host: Text = "127.0.0.1"  # where HTTP listens
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    api_key_file: str = ""
+    forwarded_allow_ips: str = ""  # proxies whose X-Forwarded-For names the client
+    api_key_file: str = ""  # one or several keys, separated by white space
 
     @model_validator(mode="after")
     def _one_each(self) -> DraftConfig:

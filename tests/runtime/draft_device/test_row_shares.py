@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flowspec_edge.runtime.draft_device.scheduling.row_shares import (
     divide,
     divide_in_order,
-    priority_weights,
+    fair_weights,
     prompt_rows,
 )
 
@@ -73,10 +73,25 @@ def test_a_weight_of_two_guarantees_twice_the_rows() -> None:
 
 
 def test_a_step_of_priority_is_a_factor_of_four() -> None:
-    assert priority_weights([0, 1, 3, -1]) == [1 / 4, 1 / 16, 1 / 256, 1.0]
-    least, *_ = priority_weights([2**63 - 1, -(2**63)])
+    alone = fair_weights([()] * 4, [0, 1, 3, -1])
+    assert [weight / alone[3] for weight in alone] == pytest.approx([1 / 4, 1 / 16, 1 / 256, 1.0])
+    least, *_ = fair_weights([()] * 2, [2**63 - 1, -(2**63)])
     assert least > 0
-    assert priority_weights([]) == []
+    assert fair_weights([], []) == []
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from("abc"), st.integers(-10, 10)), min_size=1))
+def test_callers_weigh_the_same_at_every_level_whatever_their_priorities(
+        requests: list[tuple[str, str, int]]) -> None:
+    callers = [(key, user) for key, user, _ in requests]
+    weights = fair_weights(callers, [priority for *_, priority in requests])
+    assert sum(weights) == pytest.approx(1.0)
+    keys = {key for key, _ in callers}
+    for key in keys:
+        users = {user for other, user in callers if other == key}
+        for user in users:
+            own = [weight for caller, weight in zip(callers, weights, strict=True) if caller == (key, user)]
+            assert sum(own) == pytest.approx(1 / len(keys) / len(users))
 
 
 @given(found=offers, flat=st.integers(1, 12), slope=st.floats(0.001, 0.5), stages=st.integers(1, 6))
