@@ -28,7 +28,7 @@ from benchmarks._common import demo_prompts
 from flowspec_edge.errors import FlowspecError
 
 _CALLERS = 2
-_CONTEXT = 4096  # tokens, ``flowspec serve``'s default
+_CONTEXT = 2048  # tokens that the caches hold, and a request of the demonstration's model may have
 _ANSWER = 16  # tokens of the second client's answers
 _RETRY_S = 1.0
 _FLOOD_RETRY_S = 0.05
@@ -70,7 +70,7 @@ def floods(prompt_tokens: int) -> list[Flood]:
         Flood("none", 0, {}),
         *(Flood(f"{count} connections, 400 tokens", count, {"max_tokens": 400}) for count in (4, 12, 40)),
         Flood("6 connections, n = 8", 6, {"max_tokens": 100, "n": 8}),
-        Flood("12 connections, priority -10 (before: -1e9)", 12, {"max_tokens": 400, "priority": -10**9}),
+        Flood("12 connections, extreme priority", 12, {"max_tokens": 400, "priority": -10**9}),
         Flood("12 connections, a user each", 12, {"max_tokens": 400}, users=True),
         Flood("4 connections, max_tokens of the whole cache", 4, {"max_tokens": _CONTEXT - prompt_tokens}),
     ]
@@ -80,7 +80,7 @@ def floods(prompt_tokens: int) -> list[Flood]:
 def serving(stages: int, emulate: str) -> Iterator[str]:
     """The URL of a server."""
     command = [sys.executable, "-m", "flowspec_edge.cli.main", "serve", "--port", "0"]
-    command += ["--stages", str(stages)]
+    command += ["--stages", str(stages), "--context", str(_CONTEXT)]
     command += ["--emulate", emulate] if emulate else []
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:

@@ -69,8 +69,8 @@ class FairQueue(Generic[T]):
         return list(self._placed)
 
     def admits(self, caller: Caller, limit: int) -> bool:
-        """Return whether the caller may put an item: fewer than ``limit`` are here, or fewer of the caller's
-        than its share of the limit, which is divided equally among those that are here, level by level."""
+        """Return whether the caller may put an item: fewer than ``limit`` are here, or at some level fewer of
+        the caller's than its share of the limit, which those that are here divide equally, level by level."""
         if len(self._entries) < limit:
             return True
         share = limit
@@ -78,9 +78,9 @@ class FairQueue(Generic[T]):
             beside = {other[:len(path)] for other in self._items if len(other) == len(path)
                       and other[:-1] == path[:-1]}
             share //= len(beside | {path})
-            if self._items[path] >= share:
-                return False
-        return True
+            if self._items[path] < share:
+                return True
+        return False
 
     def put(self, caller: Caller, item: T, priority: int = 0) -> None:
         """Queue an item; of its caller's, lower priorities go first. A new caller comes after those that

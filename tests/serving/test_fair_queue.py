@@ -212,7 +212,7 @@ def test_a_caller_below_its_share_is_admitted_and_the_queue_is_bounded(
     queue = made_of_numbers()
     counts = Counter[str]()
     for number, caller in enumerate(asked):
-        key = caller[0]
+        key, *_ = caller
         keys = len({*counts, key})
         first = not any(other[:1] == caller[:1] for other in map(asked.__getitem__, queue))
         if queue.admits(caller, limit):
@@ -222,6 +222,19 @@ def test_a_caller_below_its_share_is_admitted_and_the_queue_is_bounded(
             assert len(queue) >= limit
             assert not first or keys > limit
     assert len(queue) <= limit * 2  # there are two keys
+
+
+@given(st.lists(CALLERS, max_size=200), st.integers(20, 30))
+def test_a_caller_with_nothing_here_is_admitted_beside_any_flood(asked: list[Caller], limit: int) -> None:
+    """There are twelve callers at most: each has a share of one at least."""
+    queue = made_of_numbers()
+    for number, caller in enumerate([("k", "a", "u")] * 50 + asked):
+        nothing = caller not in [asked[other - 50] for other in queue if other >= 50] and number >= 50
+        if queue.admits(caller, limit):
+            queue.put(caller, number)
+        else:
+            assert caller == ("k", "a", "u") or not nothing
+    assert len(queue) <= 4 * limit
 
 
 def test_many_users_of_an_address_share_its_places() -> None:

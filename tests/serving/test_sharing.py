@@ -144,8 +144,8 @@ def test_answers_that_give_way_are_those_of_plain_decoding(processes: LocalClust
     """Two long ones of a caller; the newer gives its place to another's short ones, again and again."""
     samplings = [Sampling(), Sampling(1.0, 0, 0.9, 7)]
     with running(served(model), processes, at_once=2) as server, ThreadPoolExecutor(2) as pool:
-        long = [pool.submit(ask, server, f"long {i}", max_tokens=300, temperature=sampling.temperature, top_p=0.9,
-                            seed=7) for i, sampling in enumerate(samplings)]
+        long = [pool.submit(ask, server, f"long {i}", max_tokens=300, temperature=sampling.temperature,
+                            top_p=0.9, seed=7) for i, sampling in enumerate(samplings)]
         until(lambda: placed(server)[0] == 2)
         with from_address(server, "127.0.0.2") as other:
             for i in range(4):
@@ -159,7 +159,8 @@ def test_answers_that_give_way_are_those_of_plain_decoding(processes: LocalClust
         assert answer.usage.prompt_tokens_details.cached_tokens < answer.usage.prompt_tokens
 
 
-def test_requests_for_the_whole_cache_give_room_to_another_caller(model: Path, text: Callable[..., str]) -> None:
+def test_requests_for_the_whole_cache_give_room_to_another_caller(model: Path, text: Callable[..., str]
+                                                                  ) -> None:
     rows = cache_rows(LONG + 100, 1, Params(), 1)
     with (ProcessCluster(model, 1, threads=1, at_once=2, cache_rows=rows) as cluster,
           running(served(model), cluster, at_once=2) as server):
