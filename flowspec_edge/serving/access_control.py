@@ -32,9 +32,10 @@ class AccessMiddleware:
     """
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
-        """``api_key``: one or several, separated by white space; each is a caller of its own."""
+        """``api_key``: one or several, one a line; each is a caller of its own."""
         self._app = app
-        self._expected = None if api_key is None else [f"Bearer {key}".encode() for key in api_key.split()]
+        keys = None if api_key is None else [key.strip() for key in api_key.splitlines() if key.strip()]
+        self._expected = None if keys is None else [f"Bearer {key}".encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refused = self._refusal(scope) if scope["type"] == "http" else None

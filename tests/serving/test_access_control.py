@@ -8,16 +8,19 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from clusterkit import PATIENCE
 from hypothesis import given
 from hypothesis import strategies as st
 from servekit import Held, running, served
-from starlette.types import ASGIApp, Message, Scope
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from flowspec_edge.serving.access_control import AccessMiddleware, is_loopback
+from flowspec_edge.serving.access_control import AccessMiddleware, caller_of, is_loopback
 from flowspec_edge.serving.admission import AdmissionQueue
 from flowspec_edge.serving.app import make_app
+from flowspec_edge.serving.server import listen, listening, url_of
 
 KEY = "correct horse"
 # Names that a parser of URLs cannot read, or reads as another one.
@@ -115,3 +118,32 @@ def test_the_same_over_a_socket(held: Held, model: Path) -> None:
         for host in (b"localhost/page/?", b"localhost/health?", b"/page/"):
             head = b"GET /v1/models HTTP/1.1\r\nHost: " + host + b"\r\n\r\n"
             assert raw(server.url, head) in (400, 401), host
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    await JSONResponse(caller_of(scope, "me"))(scope, receive, send)
+
+
+@pytest.mark.parametrize(("trusted", "address"), [("", "127.0.0.1"), ("127.0.0.1", "203.0.113.5"),
+                                                  ("10.0.0.0/8", "127.0.0.1")])
+def test_an_address_is_taken_from_a_trusted_proxy_only(model: Path, trusted: str, address: str) -> None:
+    listener = listen("127.0.0.1", 0, None)
+    admission = AdmissionQueue(served(model).probe())
+    with listening(listener, AccessMiddleware(echo, None), admission, trusted_proxies=trusted):
+        answer = httpx2.get(url_of(listener), headers={"X-Forwarded-For": "198.51.100.1, 203.0.113.5"})
+    assert answer.json() == ["", address, "me"]
+
+
+def test_each_key_is_a_caller_and_no_part_of_one_is_a_key() -> None:
+    gate = AccessMiddleware(echo, f"{KEY}\nanother\n")
+    for key, caller in ((KEY, "0"), ("another", "1")):
+        status, found = asyncio.run(answered(gate, "/v1", [(b"authorization", f"Bearer {key}".encode())]))
+        assert (status, found) == (200, [caller, "127.0.0.1", "me"])
+    for wrong in ("correct", "horse", "", f"{KEY}\nanother"):
+        assert asyncio.run(answered(gate, "/v1", [(b"authorization", f"Bearer {wrong}".encode())]))[0] == 401
+
+
+def test_an_ipv6_client_is_its_network() -> None:
+    one, other = ({"client": (f"2001:db8::{end}", 1)} for end in ("1", "ffff"))
+    assert caller_of(one, None) == caller_of(other, None) == ("", "2001:db8::/64", "")
+    assert caller_of({"client": None}, None) == ("", "", "")

@@ -125,6 +125,10 @@ def test_a_higher_priority_starts_first(held: Held, model: Path) -> None:
         assert [request.priority for request in held.started[1:]] == [0, -1, 0, 0, 7]
         with pytest.raises(openai.BadRequestError, match="priority"):
             ask(server, "x", extra_body={"priority": "high"})
+        for beyond in (-11, 11, -10**9):
+            with pytest.raises(openai.BadRequestError, match="-10 to 10") as refused:
+                ask(server, "x", extra_body={"priority": beyond})
+            assert refused.value.param == "priority"
 
 
 def test_a_request_that_does_not_fit_beside_another_waits_for_room(model: Path) -> None:

@@ -75,7 +75,7 @@ def serve(
         rich_help_panel=SERVICE)] = 8000,
     api_key: Annotated[str | None, typer.Option(
         "--api-key", envvar="FLOWSPEC_API_KEY", metavar="KEY", show_default=False, rich_help_panel=SERVICE,
-        help="The key that clients must send, or several, separated by spaces, for callers that take turns; "
+        help="The key that clients must send, or several, one a line, for callers that take turns; "
              "other users cannot see it in the environment.")] = None,
     forwarded_allow_ips: Annotated[str, typer.Option(
         "--forwarded-allow-ips", envvar="FORWARDED_ALLOW_IPS", metavar="ADDRESSES", show_default=False,
@@ -137,7 +137,7 @@ def serve(
         require_template(found, chat_template)
     params = with_a_draft(strategy, found, params)
     require_runnable([strategy], found, params, "wall", stages)
-    if api_key is not None and not (api_key.split() and api_key.isascii()):
+    if api_key is not None and not (api_key.strip() and api_key.isascii()):
         raise UsageError("the API key must not be empty, and of ASCII characters only")
 
     if boards is None:

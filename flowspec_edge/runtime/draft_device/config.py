@@ -44,7 +44,7 @@ class DraftConfig(StrictModel):
     host: Text = "127.0.0.1"  # where HTTP listens
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     forwarded_allow_ips: str = ""  # proxies whose X-Forwarded-For names the client
-    api_key_file: str = ""  # one or several keys, separated by white space
+    api_key_file: str = ""  # one or several keys, one a line
 
     @model_validator(mode="after")
     def _one_each(self) -> DraftConfig:
