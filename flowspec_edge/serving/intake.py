@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -22,7 +21,7 @@ from starlette.types import Receive
 
 from flowspec_edge.model.untrusted.processes import cancelled_by
 from flowspec_edge.serving import sse
-from flowspec_edge.serving.fair_queue import FairQueue
+from flowspec_edge.serving.fair_queue import Caller, FairQueue
 from flowspec_edge.serving.openai.errors import ApiError
 
 T = TypeVar("T")
@@ -30,8 +29,7 @@ T = TypeVar("T")
 MAX_BODY_BYTES = 2 * 2**20  # no model served here has room for a prompt of that size
 _MAX_HELD_BYTES = 8 * MAX_BODY_BYTES  # of all bodies that are being read or prepared
 _RETRY_S = 5
-_THREADS = 2  # of each kind of work; one caller has at most one of them
-_MAX_WAITING, _MAX_OF_CALLER = 128, 32  # requests, for each kind of work
+_THREADS, _MAX_JOBS = 2, 32  # of each kind of work; jobs include those that wait
 
 Work = Literal["text", "template", "grammar"]
 
@@ -64,7 +62,7 @@ class Intake:
         finally:
             self._held_bytes -= len(data)
 
-    async def run(self, work: Work, caller: str, do: Callable[[], T], receive: Receive) -> T:
+    async def run(self, work: Work, caller: Caller, do: Callable[[], T], receive: Receive) -> T:
         """Return the result of ``do``, called in a thread: callers take turns. ApiError if too many wait;
         ClientDisconnect when the client goes, which also cancels the job that ``do`` has in a process with
         limits.
@@ -85,10 +83,11 @@ class Intake:
 
 @dataclass(eq=False)
 class _Job:
-    caller: str
+    caller: Caller
     do: Callable[[], Any]
     done: asyncio.Future[Any]
     cancelled: threading.Event = field(default_factory=threading.Event)
+    running: bool = False
 
     def __call__(self) -> Any:
         with cancelled_by(self.cancelled):
@@ -96,43 +95,40 @@ class _Job:
 
 
 class _Lane:
-    """Threads for one kind of work, and the queue before them."""
+    """Threads for one kind of work, and the queue before them; a caller has at most one of the threads."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_THREADS, "prepare")
-        self._waiting: FairQueue[_Job] = FairQueue(time.monotonic, 1.0)
-        self._running: Counter[str] = Counter()  # by caller
+        self._jobs: FairQueue[_Job] = FairQueue(time.monotonic, 1.0, places=_THREADS)
 
-    async def run(self, caller: str, do: Callable[[], T]) -> T:
-        if sum(job.caller == caller for job in self._waiting) >= _MAX_OF_CALLER:
-            raise ApiError(429, f"{_MAX_OF_CALLER} of your requests are being prepared; try again in "
-                                f"{_RETRY_S} s", code="rate_limit_exceeded", retry_after=_RETRY_S)
-        if len(self._waiting) >= _MAX_WAITING:
-            raise ApiError(503, f"the server is preparing too many requests; try again in {_RETRY_S} s",
-                           code="overloaded", retry_after=_RETRY_S)
+    async def run(self, caller: Caller, do: Callable[[], T]) -> T:
+        if not self._jobs.admits(caller, _MAX_JOBS):
+            raise ApiError(429, f"{_MAX_JOBS} requests are being prepared, your share among them; try again "
+                                f"in {_RETRY_S} s", code="rate_limit_exceeded", retry_after=_RETRY_S)
         job = _Job(caller, do, asyncio.get_running_loop().create_future())
-        self._waiting.put(caller, job)
+        self._jobs.put(caller, job)
         self._start()
         try:
             result: T = await job.done
             return result
         finally:
             job.cancelled.set()
-            self._waiting.remove(job)
+            if not job.running:
+                self._jobs.discard(job)
 
     def _start(self) -> None:
-        """Start the next job of every caller that has no thread, while there are threads."""
-        for job in self._waiting:
-            if self._running.total() >= _THREADS:
+        """Start the next jobs while there are threads, up to one whose caller has a thread: jobs of callers
+        that have none come before it."""
+        for job in self._jobs:
+            if not self._jobs.has_turn() or any(job.caller == other.caller for other in self._jobs.placed):
                 return
-            if not self._running[job.caller]:
-                self._waiting.remove(job)
-                self._running[job.caller] += 1
-                running = asyncio.get_running_loop().run_in_executor(self._threads, job)
-                running.add_done_callback(partial(self._ended, job))
+            self._jobs.take()
+            job.running = True
+            running = asyncio.get_running_loop().run_in_executor(self._threads, job)
+            running.add_done_callback(partial(self._ended, job))
 
     def _ended(self, job: _Job, running: asyncio.Future[Any]) -> None:
-        self._running -= Counter([job.caller])  # without callers that have none
+        self._jobs.discard(job)
         error = running.exception()
         if not job.done.done():  # its client is still there
             if error:
