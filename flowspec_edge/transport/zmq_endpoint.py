@@ -32,8 +32,9 @@ class Tuning:
     """Socket options; the defaults suit a LAN of small boards."""
 
     data_queue: int = 8  # messages at each end of a data link
-    control_queue: int = 1000  # messages at each end of the control channel
+    control_queue: int = 1000  # messages that wait to be sent at each end of the control channel
     linger_ms: int = 1000  # how long close() waits for queued messages to leave
+    heartbeat_ms: int = 1000
     silence_ms: int = 5000  # without an answer from the peer's kernel, until the peer is disconnected
     max_message_bytes: int = 256 * 1024 * 1024
     # Below this ZeroMQ copies: passing a buffer by reference costs two thread switches, about 20 µs.

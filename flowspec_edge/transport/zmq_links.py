@@ -1,9 +1,9 @@
 """Links over ZeroMQ: PUSH/PULL for data, one peer per socket; DEALER/ROUTER for control.
 
-Both ends detect a vanished peer by the kernel's TCP timers, and neither sends ZMTP heartbeats: libzmq 4.3.5
-aborts the process when it reads one, or one is due, on a connection that broke while messages waited for a
-full queue. A peer that is busy but whose kernel has room for messages stays connected; that it has stopped is
-found out by the stages' own heartbeats.
+Both ends detect a vanished peer by the kernel's TCP timers. A stage also sends ZMTP heartbeats on the control
+channel, where D0's socket may have given its name to another connection. libzmq 4.3.5 aborts the process that
+reads a heartbeat, or has one due, on a connection that broke while messages waited for a full queue. So data
+links, whose queues are short, have no heartbeats, and the control channel has no limit for what was received.
 """
 
 from __future__ import annotations
@@ -182,6 +182,7 @@ class ZmqTransport:
     def hub(self, endpoint: str, name: str, peer_keys: Mapping[str, bytes] = NO_PEERS, fd: int = -1
             ) -> ZmqHub:
         socket = self._socket(zmq.ROUTER, self._tuning.control_queue)
+        socket.rcvhwm = 0  # see above
         socket.router_handover = True
         socket.router_mandatory = True
         bound = self._bind(socket, endpoint, name, peer_keys.values(), fd)
@@ -192,6 +193,8 @@ class ZmqTransport:
     def control(self, endpoint: str, name: str, identity: str,
                 peer_keys: Collection[bytes] = ()) -> ZmqClientLink:
         socket = self._socket(zmq.DEALER, self._tuning.control_queue)
+        socket.rcvhwm = 0  # see above
+        socket.heartbeat_ivl, socket.heartbeat_timeout = self._tuning.heartbeat_ms, self._tuning.silence_ms
         socket.routing_id = identity.encode()
         return self._connect(socket, endpoint, name, peer_keys)
 

@@ -41,7 +41,9 @@ from flowspec_edge.transport.zmq_endpoint import Tuning
 from flowspec_edge.transport.zmq_links import ZmqTransport
 endpoint, own, peer, limit, life, *busy = sys.argv[1:]
 pair = keys.load(Path(own)) if own else None
-transport = ZmqTransport(pair, Tuning(silence_ms=round(float(limit) * 1e3), control_queue=8))
+limit = float(limit)
+transport = ZmqTransport(pair, Tuning(heartbeat_ms=round(limit * 200), silence_ms=round(limit * 1e3),
+                                      control_queue=8))
 public = [peer.encode()] if peer else []
 made = {}
 for number, seconds in enumerate(map(float, busy)):
@@ -81,7 +83,7 @@ def pairs(request: pytest.FixtureRequest, tmp_path: Path) -> list[KeyPair]:
 
 
 def tuning(limit_s: float) -> Tuning:
-    return Tuning(silence_ms=round(limit_s * 1e3), control_queue=8)
+    return Tuning(heartbeat_ms=round(limit_s * 200), silence_ms=round(limit_s * 1e3), control_queue=8)
 
 
 def busy_end(endpoint: str, pairs: Sequence[KeyPair], own: int, directory: Path, limit_s: float,

@@ -258,8 +258,10 @@ with zmq.Context() as context:
         with context.socket(kind) as peer:
             peer.linger = 0
             peer.connect(end.endpoint)
-            while peer.poll(500, zmq.POLLOUT):  # until every queue is full
-                peer.send(bytes(100_000))
+            for _ in range(3000):  # more than the queue for data holds
+                if not peer.poll(500, zmq.POLLOUT):
+                    break
+                peer.send(bytes(10_000))
 time.sleep(1)  # longer than any heartbeat's interval
 for end in ends:
     end.receive()
