@@ -136,7 +136,7 @@ def test_a_flood_from_one_address_does_not_keep_another_out(
             for i in range(3):
                 answer = other.completions.create(model=NAME, prompt=f"other {i}", max_tokens=6)
                 assert answer.choices[0].text == text(f"other {i}", 6)
-                assert not any(record.status == 200 for record in server.records.seen[i + 1:])
+                assert sum(record.status == 200 for record in server.records.seen) <= i + 1
 
 
 def test_answers_that_give_way_are_those_of_plain_decoding(processes: LocalCluster, model: Path,
