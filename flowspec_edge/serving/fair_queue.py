@@ -122,8 +122,9 @@ class FairQueue(Generic[T]):
         taken, or else for one that is stuck."""
         following = self._next_caller() if self._waiting else None
         if (stuck := self._first_stuck()) is not None:
-            if following is not None and self._rival(following, _lasts) == stuck:
-                return stuck
+            rival = None if following is None else self._rival(following, _lasts)
+            if rival is not None and self.placed.index(rival) >= self.placed.index(stuck):
+                return rival  # of those that cannot have begun the newest goes first
             return self._rival(self._placed[stuck], self._turn_over, stuck)
         full = len(self._placed) >= self._most
         return self._rival(following, self._turn_over) if full and following is not None else None

@@ -264,3 +264,18 @@ def test_an_item_that_is_stuck_gets_the_room_of_a_greedy_caller() -> None:
     assert queue.loser() is None
     stuck.clear()
     assert queue.has_turn()
+
+
+def test_all_that_got_places_behind_a_stuck_one_give_way() -> None:
+    stuck = {"a2"}
+    queue: FairQueue[str] = FairQueue(Clock(), AGING, 4, stuck=stuck.__contains__)
+    for item in ("a1", "a2", "a3", "a4"):
+        queue.put((item[0],), item)
+        queue.take()
+    queue.put(("b",), "b1")
+    for item in ("a4", "a3", "a2"):
+        assert not queue.has_turn()
+        assert queue.loser() == item
+        queue.withdraw(item)
+    assert queue.has_turn()
+    assert queue.take() == "b1"
