@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
@@ -92,8 +93,11 @@ class RequestHandle(Future[Result]):
 
     The driving thread sets the result and runs callbacks. It also calls ``on_tokens``, which must be quick
     because all requests wait; if it raises, this request ends with that error. ``likelihoods``: one per token
-    passed to ``on_tokens``, if requested; ``waits_for_room``: whether the stages' caches are too full for it.
+    passed to ``on_tokens``, if requested; ``waits_for_room``: whether the stages' caches are too full for it;
+    ``turn``: a number that rises with every submission and every :meth:`resume`.
     """
+
+    _turns = itertools.count()
 
     def __init__(self, request: Request, on_tokens: OnTokens | None = None) -> None:
         super().__init__()
@@ -103,6 +107,7 @@ class RequestHandle(Future[Result]):
         self.cancel_requested = False
         self.suspended = False
         self.waits_for_room = False
+        self.turn = next(self._turns)
 
     def cancel(self) -> bool:
         """End the request within a turn or two; False if it was done before. Unlike a plain Future it still
@@ -116,6 +121,8 @@ class RequestHandle(Future[Result]):
         self.suspended, self.waits_for_room = True, False
 
     def resume(self) -> None:
+        """Go on, after the requests that are waiting now."""
+        self.turn = next(self._turns)
         self.suspended = False
 
     def fail(self, error: BaseException) -> None:

@@ -118,16 +118,22 @@ class FairQueue(Generic[T]):
         return bool(self._waiting) and len(self._placed) < self._most and self._first_stuck() is None
 
     def loser(self) -> T | None:
-        """Return the item that has to leave its place, if any: for the next one that waits if all places are
-        taken, or else for one that is stuck."""
-        following = self._next_caller() if self._waiting else None
+        """Return the item that has to leave its place, if any: for one that waits if all places are taken, or
+        else for one that is stuck."""
         if (stuck := self._first_stuck()) is not None:
-            rival = None if following is None else self._rival(following, _lasts)
+            rival = self._rival_of_waiting(_lasts)
             if rival is not None and self.placed.index(rival) >= self.placed.index(stuck):
                 return rival  # of those that cannot have begun the newest goes first
             return self._rival(self._placed[stuck], self._turn_over, stuck)
-        full = len(self._placed) >= self._most
-        return self._rival(following, self._turn_over) if full and following is not None else None
+        return self._rival_of_waiting(self._turn_over) if len(self._placed) >= self._most else None
+
+    def _rival_of_waiting(self, turn_over: Callable[[T], bool]) -> T | None:
+        """Of the first waiting caller that has one: a caller whose turn it is may have its share already,
+        and another, behind it, none of its level's."""
+        for caller in sorted(self._waiting, key=self._rank):
+            if (rival := self._rival(caller, turn_over)) is not None:
+                return rival
+        return None
 
     def _first_stuck(self) -> T | None:
         return next((item for item in self._placed if self._stuck(item)), None)
@@ -198,9 +204,12 @@ class FairQueue(Generic[T]):
         return caller
 
     def _next_caller(self) -> Caller:
-        """At each level, the one with the fewest places, and of equals the one whose turn is longest ago."""
-        return min(self._waiting, key=lambda caller: [(self._places[path], self._turns[path])
-                                                      for path in _paths(caller)])
+        return min(self._waiting, key=self._rank)
+
+    def _rank(self, caller: Caller) -> list[tuple[int, int]]:
+        """At each level, the one with the fewest places first, and of equals the one whose turn is longest
+        ago."""
+        return [(self._places[path], self._turns[path]) for path in _paths(caller)]
 
 
 def _paths(caller: Caller) -> list[Caller]:

@@ -273,7 +273,8 @@ class ProcessCluster:
                 return
             self._loop.resume()
             self._recovery.end()
-        for handle in [handle for handle in list(self._queue) if not handle.suspended]:  # strictly in order
+        waiting = [handle for handle in list(self._queue) if not handle.suspended]
+        for handle in sorted(waiting, key=lambda handle: handle.turn):  # strictly in order
             if self._loop.open >= self._at_once:
                 break
             handle.waits_for_room = not self._loop.has_room(handle.request)
