@@ -6,7 +6,7 @@ Sizes follow from config.json, through transformers' classes on the meta device;
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +34,7 @@ from flowspec_edge.stage.quant.schemes import scheme
 from flowspec_edge.stage.weights.checkpoint import Checkpoint, check_shape
 
 PlanDtype = Literal["fp32", "bf16", "fp16", "int4"]
+_EAGLE3_VOCABULARY = 32_000  # draft tokens of most published EAGLE-3 heads
 _WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "int4": 2}  # bytes of a value outside the decoder's matrices
 
 
@@ -45,7 +46,8 @@ class ModelBytes:
     layer            weights of one decoder layer (the largest)
     layer_values     its parameters, a number
     lm_head          a copy of the embeddings if the model ties the two
-    draft            the EAGLE head's fc and layer
+    draft            the EAGLE head's fc and layer, and its own lm_head if it has one (EAGLE-3)
+    draft_lm_head    what a draft pass reads of the target's lm_head: 0 for a head with its own
     draft_embedding  the token embeddings that the head looks up, its own or the target's
     kv_row           keys and values of one row in one layer; draft_kv_row: in the draft head
     from_weights     whether weight files were present and agreed
@@ -64,6 +66,7 @@ class ModelBytes:
     norm: int
     lm_head: int
     draft: int
+    draft_lm_head: int
     draft_embedding: int
     kv_row: int
     draft_kv_row: int
@@ -79,6 +82,16 @@ class ModelBytes:
     def d0_weights(self) -> int:
         """lm_head, and the draft head with its embeddings."""
         return self.lm_head + self.draft + self.draft_embedding
+
+    @property
+    def values(self) -> int:
+        """Parameters of the target: decoder layers, embeddings and lm_head."""
+        return self.layers * self.layer_values + (self.embedding + self.lm_head) // self.bytes_per_value
+
+    def without_head(self) -> ModelBytes:
+        """For drafts by n-grams: D0 holds lm_head alone."""
+        return replace(self, draft=0, draft_lm_head=0, draft_embedding=0, draft_kv_row=0,
+                       draft_estimated=False)
 
     @property
     def target_weights(self) -> int:
@@ -97,13 +110,14 @@ def model_bytes(name_or_path: str, dtype: PlanDtype) -> ModelBytes:
     UsageError if there is no model that stages can run; FlowspecError for damaged or incomplete weights.
     """
     name, target, draft, config = _locate(name_or_path)
+    known = find_known(name)
     if getattr(config, "quantization_config", None) is not None:
         raise UsageError(f"{name} is a quantised checkpoint: give the 16 bit one, and --dtype int4")
     core = skeleton(config)
     from_weights = target is not None and any((target / file).is_file() for file in WEIGHTS)
     if target and from_weights:
         _check(target, config, core)
-    head = _head(draft, config)
+    head = _head(draft, config, list(known[1].heads) if known else [])
     width, vocabulary = _WIDTH[dtype], int(config.vocab_size)
     matrix = vocabulary * int(config.hidden_size) * width
     looked_up = head.embed_tokens.weight.numel() * width
@@ -114,7 +128,8 @@ def model_bytes(name_or_path: str, dtype: PlanDtype) -> ModelBytes:
         layer=max(_layer(layer, dtype) for layer in core.layers),
         layer_values=max(_numel(layer.parameters()) for layer in core.layers),
         embedding=matrix, norm=_numel(core.norm.parameters()) * width, lm_head=matrix,
-        draft=_numel(head.parameters()) * width - looked_up, draft_embedding=looked_up,
+        draft=_numel(head.parameters()) * width - looked_up,
+        draft_lm_head=0 if isinstance(head, Eagle3Head) else matrix, draft_embedding=looked_up,
         kv_row=_kv_values(config) * width, draft_kv_row=_kv_values(head.config) * width,
         from_weights=from_weights, draft_estimated=draft is None,
     )
@@ -155,10 +170,16 @@ def _check(target: Path, config: Any, core: Any) -> None:
         check_shape(target, name, stored[name], shape)
 
 
-def _head(draft: Path | None, config: Any) -> EagleHead | Eagle3Head:
-    """The EAGLE head in ``draft``, or one as it would be trained for this target; on the meta device."""
+def _head(draft: Path | None, config: Any, published: list[str]) -> EagleHead | Eagle3Head:
+    """The EAGLE head in ``draft``, or one of the kind that is published or would be trained for this target;
+    on the meta device."""
     if draft is None:
-        return on_meta(EagleHead, _assumed_head(config))
+        shape = _assumed_head(config)
+        if published[:1] != ["eagle3"]:
+            return on_meta(EagleHead, shape)
+        shape.target_hidden_size, shape.attention_bias = config.hidden_size, False
+        shape.draft_vocab_size = min(_EAGLE3_VOCABULARY, config.vocab_size)
+        return on_meta(Eagle3Head, shape)
     if draft.name == DRAFT_PARTS["eagle3"]:
         return on_meta(Eagle3Head, head3_config(draft))
     return on_meta(EagleHead, head_config(draft))

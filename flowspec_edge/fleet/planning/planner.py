@@ -1,19 +1,21 @@
 """Finds the best split of a model: which board is D0, which are stages, their order and their layers.
 
 Objectives, in this order, with memory as a hard limit:
-1. The time of the slowest stage, which limits throughput: its compute for a segment, or its port's time for
+1. A rate that the caller gives, which must not rise with either of the next two times; by default the
+   inverse of the first.
+2. The time of the slowest stage, which limits throughput: its compute for a segment, or its port's time for
    the segment's hidden states if that is longer.
-2. The latency of one segment: all stages and hops, and lm_head on D0.
-3. The number of boards.
+3. The latency of one segment: all stages and hops, and lm_head on D0.
+4. The number of boards.
 
-The search is exact over every choice of D0, stages, V1, order and layers, with two simplifications: a hop
-takes as long as the slower of its two ports (token ids from D0 to V1 take no bandwidth), and each stage is
-charged for the final norm (some KB), because any may become the last.
+The search is exact over every subset of the boards, choice of D0, stages, V1, order and layers, with two
+simplifications: a hop takes as long as the slower of its two ports (token ids from D0 to V1 take no
+bandwidth), and each stage is charged for the final norm (some KB), because any may become the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -116,37 +118,120 @@ class DoesNotFit(FlowspecError):
     exit_code = 2
 
 
-def plan(boards: Sequence[CandidateBoard], problem: SplitProblem) -> PipelinePlan:
+Rate = Callable[[CandidateBoard, float, float], float]  # of (D0, the slowest stage's time, the latency)
+
+
+def shortest_slot(d0: CandidateBoard, slowest: float, latency: float) -> float:
+    """The rate of a pipeline that several requests keep full."""
+    return 1 / slowest
+
+
+def plan(boards: Sequence[CandidateBoard], problem: SplitProblem, rate: Rate = shortest_slot) -> PipelinePlan:
     """The best split by the objectives of this module; :class:`DoesNotFit` if there is none.
 
     UsageError for fewer than two boards, several with the role "draft", or a profile without [memory].
     """
-    tables = [_Table(board, problem) for board in boards]
-    layers = problem.size.layers
-    best: tuple[int, int, _Table, list[tuple[_Table, int, bool]]] | None = None
+    return search(boards, problem, rate)[0]
+
+
+def search(boards: Sequence[CandidateBoard], problem: SplitProblem, rate: Rate) -> list[PipelinePlan]:
+    """The best split, then others that were compared with it, each of other boards: the best first.
+
+    Among them is the split with the fastest slowest stage.  Errors as for :func:`plan`.
+    """
+    kinds: list[CandidateBoard] = []  # a board of each kind
+    tables = []
+    for board in boards:
+        alike = (i for i, other in enumerate(kinds)
+                 if (board.profile, board.role) == (other.profile, other.role))
+        if (kind := next(alike, len(kinds))) == len(kinds):
+            kinds.append(board)
+        tables.append(_Table(board, problem, kind))
+    found: list[_Split] = []
     for d0 in _candidates(tables, problem):
-        others = [t for t in tables if t is not d0]
-        slowest = _slowest(others, layers, d0.occupied)
-        if slowest is None or (best is not None and slowest > best[0]):
-            continue
-        # The least maximum first, then the least sum among the splits with that maximum.  One dynamic
-        # program over the pair would be wrong, because optimal substructure does not hold: a part may
-        # trade its own maximum, if it is below that of the rest, for a smaller sum.
-        cost, chosen = _least_latency(d0, others, layers, slowest)
-        if best is None or (slowest, cost) < best[:2]:
-            best = slowest, cost, d0, chosen
-    if best is None:
+        found += _frontier(d0, [t for t in tables if t is not d0], problem.size.layers, rate, found)
+    if not found:
         raise DoesNotFit(f"{problem.size.name} does not fit on {len(boards)} boards")
-    slowest, cost, d0, chosen = best
-    left, order = list(tables), _in_order(d0, chosen)
-    drafting = _take(left, d0)
-    stages, placed = [], 0
-    for table, k in order:
-        seconds = table.board.profile.stage_seconds(problem.rows, k, problem.context)
-        stages.append(PlannedStage(_take(left, table), (placed, placed + k), seconds))
-        placed += k
-    left_out = tuple((table.board, table.reason_unused(slowest)) for table in left)
-    return PipelinePlan(problem, drafting, tuple(stages), left_out, slowest / _NS, cost // _COUNT / _NS)
+    shortest = min(split.slowest for split in found)
+    made: dict[tuple[int, ...], PipelinePlan] = {}
+    for split in sorted(found, key=lambda split: split.order):
+        if (key := split.boards) not in made:
+            made[key] = split.as_plan(tables, problem, shortest)
+    return list(made.values())
+
+
+@dataclass(frozen=True)
+class _Split:
+    """``slowest`` in ns; ``cost``: latency in ns × _COUNT + boards; ``chosen``: (stage, layers, is V1)."""
+
+    rate: float
+    slowest: int
+    cost: int
+    d0: _Table
+    chosen: list[tuple[_Table, int, bool]]
+
+    @property
+    def order(self) -> tuple[float, int, int]:
+        return -self.rate, self.slowest, self.cost
+
+    @property
+    def boards(self) -> tuple[int, ...]:
+        """Equal for splits over equal boards with an equal D0."""
+        return self.d0.kind, *sorted(table.kind for table, _, _ in self.chosen)
+
+    def as_plan(self, tables: Sequence[_Table], problem: SplitProblem, shortest: int) -> PipelinePlan:
+        left, order = list(tables), _in_order(self.d0, self.chosen)
+        drafting = _take(left, self.d0)
+        stages, placed = [], 0
+        for table, k in order:
+            seconds = table.board.profile.stage_seconds(problem.rows, k, problem.context)
+            stages.append(PlannedStage(_take(left, table), (placed, placed + k), seconds))
+            placed += k
+        left_out = tuple((table.board, table.reason_unused(self.slowest, shortest)) for table in left)
+        return PipelinePlan(problem, drafting, tuple(stages), left_out, self.slowest / _NS,
+                            self.cost // _COUNT / _NS)
+
+
+def _frontier(d0: _Table, others: Sequence[_Table], layers: int, rate: Rate, known: Sequence[_Split]
+              ) -> Iterator[_Split]:
+    """Splits with this D0 among which is the best, unless one of ``known`` is better.
+
+    For a time limit of the slowest stage the least latency follows from a dynamic program.  It falls as the
+    limit rises, so between two limits no split is better than (the lower limit, the latency of the upper
+    one); intervals in which that is no gain are left out.  One dynamic program over the pair would be wrong,
+    because optimal substructure does not hold: a part may trade its own maximum, if it is below that of the
+    rest, for a smaller sum.
+    """
+    limits = _limits(others, layers, d0.occupied)
+    if not limits:
+        return
+    best = min((split.order for split in known), default=(0.0, 0, 0))
+
+    def value(slowest: int, cost: int) -> float:
+        return rate(d0.board, slowest / _NS, cost // _COUNT / _NS)
+
+    def at(index: int) -> _Split:
+        nonlocal best
+        cost, chosen = _least_latency(d0, others, layers, limits[index])
+        slowest = max(d0.occupied, *(max(int(t.stage[k]), t.occupied) for t, k, _ in chosen))
+        split = _Split(value(slowest, cost), slowest, cost, d0, chosen)
+        best = min(best, split.order)
+        return split
+
+    ends = at(0), at(len(limits) - 1)
+    yield from ends
+    intervals = [(0, len(limits) - 1, *ends)]
+    while intervals:
+        low, high, lower, upper = intervals.pop()
+        if high - low < 2 or lower.cost == upper.cost:
+            continue
+        limit = limits[low + 1]
+        if (-value(limit, upper.cost), limit, upper.cost) >= best:
+            continue
+        middle = (low + high) // 2
+        split = at(middle)
+        yield split
+        intervals += [(middle, high, split, upper), (low, middle, lower, split)]
 
 
 def single_board_headroom(board: CandidateBoard, problem: SplitProblem) -> int:
@@ -169,10 +254,11 @@ def most_layers(boards: Sequence[CandidateBoard], problem: SplitProblem) -> int:
 
 
 class _Table:
-    """A board's times in nanoseconds, by number of layers."""
+    """A board's times in nanoseconds, by number of layers; boards of one ``kind`` are equal."""
 
-    def __init__(self, board: CandidateBoard, problem: SplitProblem) -> None:
+    def __init__(self, board: CandidateBoard, problem: SplitProblem, kind: int) -> None:
         profile, layers = board.profile, problem.size.layers
+        self.kind = kind
         self.board, self.problem = board, problem
         self.stage = np.array([0, *(_ns(profile.stage_seconds(problem.rows, k, problem.context))
                                     for k in range(1, layers + 1))], dtype=np.int64)
@@ -183,7 +269,6 @@ class _Table:
         never = board.role == "draft"
         self.first = 0 if never else problem.layers_within(board, True)  # as V1
         self.later = 0 if never else problem.layers_within(board, False)
-        self.key = (board.profile, board.role)
 
     def within(self, limit: int) -> tuple[int, int]:
         """The most layers as V1 and as a later stage that keep every time within ``limit``."""
@@ -192,7 +277,8 @@ class _Table:
         k = int(np.searchsorted(self.stage, limit, side="right")) - 1  # stage[0] = 0: at least 0
         return min(k, self.first), min(k, self.later)
 
-    def reason_unused(self, slowest: int) -> str:
+    def reason_unused(self, slowest: int, shortest: int) -> str:
+        """``shortest``: the fastest slowest stage that the boards allow, in ns."""
         if self.board.role == "draft":
             return "another board drafts"
         if not self.later:
@@ -202,7 +288,8 @@ class _Table:
             return f"its port takes {self.occupied / 1e6:.3g} ms a segment, longer than the slowest stage"
         if self.stage[1] > slowest:
             return f"its {self.stage[1] / 1e6:.3g} ms a layer would make it the slowest stage"
-        return "would not make the slowest stage faster"
+        return ("a longer way through more stages would cost more than their shorter slots gain"
+                if slowest > shortest else "would not make the slowest stage faster")
 
 
 def _ns(seconds: float) -> int:
@@ -221,13 +308,13 @@ def _candidates(tables: Sequence[_Table], problem: SplitProblem) -> list[_Table]
                          f"{', '.join(t.board.name for t in wanted)} have it")
     able: list[_Table] = []
     for table in wanted or [t for t in tables if t.board.role == "auto"]:
-        if table.board.room >= problem.d0 and all(table.key != other.key for other in able):
+        if table.board.room >= problem.d0 and all(table.kind != other.kind for other in able):
             able.append(table)
     return able
 
 
-def _slowest(others: Sequence[_Table], layers: int, at_least: int) -> int | None:
-    """The least time limit within which ``others`` hold all layers; D0's port takes ``at_least``."""
+def _limits(others: Sequence[_Table], layers: int, at_least: int) -> list[int]:
+    """The time limits, rising, within which ``others`` hold all layers; D0's port takes ``at_least``."""
     every = {at_least, *(t.occupied for t in others)}
     for table in others:
         every.update(table.stage[1:].tolist())
@@ -239,7 +326,7 @@ def _slowest(others: Sequence[_Table], layers: int, at_least: int) -> int | None
             high = middle
         else:
             low = middle + 1
-    return limits[low] if low < len(limits) else None
+    return limits[low:]
 
 
 def _holds(others: Sequence[_Table], layers: int, limit: int) -> bool:
@@ -265,35 +352,34 @@ def _least_latency(d0: _Table, others: Sequence[_Table], layers: int, limit: int
     ordered = sorted(others, key=lambda t: t.port)
     ways = np.full((2, layers + 1), _NEVER, dtype=np.int64)
     ways[0, 0] = (d0.lm_head + d0.port) * _COUNT + 1
-    steps: list[tuple[Int64, Int64]] = []
+    steps: list[tuple[Int64, NDArray[np.bool_]]] = []
+    placed = np.arange(layers + 1)
     for table in ordered:
-        following = ways.copy()
-        taken = np.zeros((2, layers + 1), dtype=np.int64)  # layers; 0 where the board is not used
-        as_first = np.zeros((2, layers + 1), dtype=np.int64)
         first, later = table.within(limit)
+        own = np.arange(1, max(first, later, 1) + 1)[:, None]  # layers of this board: rows of the arrays
+        before = placed - own
         ends = max(table.port, d0.port)
         v1 = max(table.latency, d0.latency) - ends
-        for k in range(1, max(first, later) + 1):
-            cost = (int(table.stage[k]) + table.port) * _COUNT + 1
-            step = np.full(layers + 1 - k, cost, dtype=np.int64)  # from [0, layers - k] placed
-            step[0] -= min(table.port, d0.port) * _COUNT
-            step[-1] += ends * _COUNT
-            moves = [(f, f, 0) for f in (0, 1) if k <= later] + [(0, 1, v1)] * (k <= first)
-            for before, after, extra in moves:
-                reached = ways[before, : layers + 1 - k] + step + extra * _COUNT
-                better = (reached < following[after, k:]) & (ways[before, : layers + 1 - k] < _NEVER)
-                following[after, k:][better] = reached[better]
-                taken[after, k:][better] = k
-                as_first[after, k:][better] = after - before
-        steps.append((taken, as_first))
-        ways = following
-    chosen, flag, placed = [], 1, layers
-    for table, (taken, as_first) in zip(reversed(ordered), reversed(steps), strict=True):
-        k = int(taken[flag, placed])
-        if k:
-            is_first = bool(as_first[flag, placed])
-            chosen.append((table, k, is_first))
-            flag, placed = flag - is_first, placed - k
+        step = (table.stage[own] + table.port) * _COUNT + 1
+        step = step - (before == 0) * min(table.port, d0.port) * _COUNT + (placed == layers) * ends * _COUNT
+        reached = np.where((before >= 0) & (ways[:, before] < _NEVER), ways[:, before] + step, _NEVER)
+        as_later = np.where(own <= later, reached, _NEVER)
+        as_first = np.where((own <= first) & (reached[0] < _NEVER), reached[0] + v1 * _COUNT, _NEVER)
+        is_first = as_first < as_later[1]
+        options = np.stack((as_later[0], np.minimum(as_later[1], as_first)))
+        k = options.argmin(axis=1)
+        least = np.take_along_axis(options, k[:, None], axis=1)[:, 0]
+        better = least < ways
+        flags = np.zeros((2, layers + 1), dtype=bool)
+        flags[1] = is_first[k[1], placed]
+        steps.append((np.where(better, k + 1, 0), flags))  # layers: 0 where the board is not used
+        ways = np.where(better, least, ways)
+    chosen, flag, left = [], 1, layers
+    for table, (taken, flags) in zip(reversed(ordered), reversed(steps), strict=True):
+        if count := int(taken[flag, left]):
+            as_v1 = bool(flags[flag, left])
+            chosen.append((table, count, as_v1))
+            flag, left = flag - as_v1, left - count
     return int(ways[1, layers]), chosen
 
 
@@ -306,6 +392,6 @@ def _in_order(d0: _Table, chosen: list[tuple[_Table, int, bool]]) -> list[tuple[
 
 
 def _take(left: list[_Table], wanted: _Table) -> CandidateBoard:
-    found = next(table for table in left if table.key == wanted.key)
+    found = next(table for table in left if table.kind == wanted.kind)
     left.remove(found)
     return found.board

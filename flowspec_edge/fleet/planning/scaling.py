@@ -1,7 +1,8 @@
 """Scales a board's profile, measured with one model, to another model by the bytes of its parts.
 
 int4 weights need their kernel's times (``[int4]`` of a profile).  Without them a stage is charged for memory
-bandwidth alone, a lower bound.
+bandwidth alone, a lower bound.  A pass reads the keys and values of the whole context once: a profile without
+measured times for that (``context_ms``) is charged the cache's bytes at its memory's bandwidth.
 """
 
 from __future__ import annotations
@@ -37,6 +38,22 @@ def scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
     head and SPD's module (two layers) take their bytes at a layer's read rate.  A segment's overhead, a small
     draft model's pass, the link and the memory do not change.  UsageError without layer_mb for another model.
     """
+    fitted, how = _scaled(profile, size)
+    curve = fitted.stage
+    if not curve.context_ms:
+        added = curve.layers * 1e3 * cache_seconds(profile, size.kv_row, 1000)
+        if added:
+            curve = curve.model_copy(update={"context_ms": [added] * len(curve.rows)})
+    return fitted.model_copy(update={"stage": curve}), how
+
+
+def cache_seconds(profile: Profile, row: int, context: int) -> float:
+    """To read ``context`` cached rows of ``row`` bytes; 0 for a profile without the memory's bandwidth."""
+    rate = profile.memory.gb_per_s if profile.memory else None
+    return row * context / (rate * 1e9) if rate else 0.0
+
+
+def _scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
     shape = ModelShape(layers=size.layers, hidden_width=size.hidden_width,
                        bytes_per_value=size.bytes_per_value, layer_mb=size.layer / 1e6,
                        quantised=size.dtype == "int4")
@@ -59,7 +76,7 @@ def scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
     stage, basis = _stage(profile, size)
     head = size.lm_head / 1e6 * per_mb
     draft = profile.draft.model_copy(update={
-        "pass_ms": size.draft / 1e6 * per_mb + head,
+        "pass_ms": (size.draft + size.draft_lm_head) / 1e6 * per_mb,
         "spd_pass_ms": 2 * size.layer / 1e6 * per_mb + head,
         "row_ms": profile.draft.row_ms * ratio,
     })
@@ -106,10 +123,14 @@ def _stage(profile: Profile, size: ModelBytes) -> tuple[StageCurve, Basis]:
                       overhead_ms=curve.overhead_ms), basis
 
 
-def at_context(profile: Profile, context: int) -> Profile:
-    curve = profile.stage
-    if not curve.context_ms:
-        return profile
-    ms = [own + added * context / 1e3 for own, added in zip(curve.ms, curve.context_ms, strict=True)]
-    return profile.model_copy(update={"stage": StageCurve(
+def at_context(profile: Profile, size: ModelBytes, context: int) -> Profile:
+    """A scaled profile whose passes all read ``context`` cached tokens: stages, EAGLE head, SPD's module."""
+    curve, draft = profile.stage, profile.draft
+    ms = curve.ms
+    if curve.context_ms:
+        ms = [own + added * context / 1e3 for own, added in zip(curve.ms, curve.context_ms, strict=True)]
+    draft = draft.model_copy(update={
+        "pass_ms": draft.pass_ms + 1e3 * cache_seconds(profile, size.draft_kv_row, context),
+        "spd_pass_ms": draft.spd_pass_ms + 1e3 * cache_seconds(profile, 2 * size.kv_row, context)})
+    return profile.model_copy(update={"draft": draft, "stage": StageCurve(
         layers=curve.layers, rows=curve.rows, ms=ms, overhead_ms=curve.overhead_ms)})
