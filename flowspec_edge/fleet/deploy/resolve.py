@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from flowspec_edge.config import Profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory, beside, device_profile
-from flowspec_edge.fleet.planning.draft_turn import DraftTurn, device_mismatch, draft_turn
+from flowspec_edge.fleet.planning.draft_turn import Drafter, DraftTurn, device_mismatch, draft_turn
 from flowspec_edge.fleet.planning.layer_split import Ranges, split_evenly
+from flowspec_edge.fleet.planning.scaling import at_context
 from flowspec_edge.fleet.probe.preflight import Needs
 from flowspec_edge.fleet.services.status import BoardStatus, FleetStatus
 from flowspec_edge.model.catalogue import find_known
@@ -235,11 +236,12 @@ class _Choice:
 
     def planned(self) -> _Chosen:
         from flowspec_edge.fleet.planning.planner import DoesNotFit, plan
+        from flowspec_edge.fleet.planning.throughput import Throughput
 
         fitting, entries = self._fitting(), {device.name: device for device in self._inventory.device}
         boards = [fitting.board(device) for device in self._inventory.device]
         try:
-            made = plan(boards, fitting.problem)
+            made = plan(boards, fitting.problem, Throughput(fitting.problem, self._drafter, fitting.at_once))
         except DoesNotFit:
             raise fitting.error(boards) from None
         return (entries[made.d0.name], tuple((entries[s.board.name], s.layers) for s in made.stages),
@@ -251,14 +253,19 @@ class _Choice:
                                       for device in (draft, *(device for device, _ in stages))):
             return None
         fitting, cluster = self._fitting(), self._inventory.cluster
-        rows = fitting.problem.rows
-        slot = max(fitting.board(device).profile.stage_seconds(rows, hi - lo, cluster.context)
+        problem = fitting.problem
+        slot = max(fitting.board(device).profile.stage_seconds(problem.rows, hi - lo, cluster.context)
                    for device, (lo, hi) in stages)
-        return draft_turn(fitting.board(draft).profile, slot, rows)
+        profile = at_context(fitting.board(draft).profile, problem.size, problem.context)
+        return draft_turn(profile, slot, problem.rows, self._drafter, self._inventory.torch_device(draft))
 
     def _check(self, draft: DeviceEntry, stages: Stages) -> None:
         if self._profiles:
             self._fitting().check(draft, stages)
+
+    @property
+    def _drafter(self) -> Drafter:
+        return "ngram" if self._inventory.cluster.by_ngrams else "head"
 
     def _fitting(self) -> MemoryCheck:
         from flowspec_edge.fleet.planning.memory_check import MemoryCheck

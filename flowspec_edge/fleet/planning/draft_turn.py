@@ -7,10 +7,12 @@ draft pass (one level of the tree).  If that takes longer than the slot, the sta
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from flowspec_edge.config import Profile
 from flowspec_edge.strategies.params import Params
+
+Drafter = Literal["head", "ngram"]  # a pass of the EAGLE head, or look-up in the text, which takes no time
 
 
 @dataclass(frozen=True)
@@ -20,11 +22,13 @@ class DraftTurn:
     output  lm_head, sampling and bookkeeping for a segment's rows
     draft   a pass of the EAGLE head over one level of a tree
     slot    a segment in the slowest stage, or over the slowest link if that takes longer
+    on_cpu  whether the device is known to compute on its CPU
     """
 
     output: float
     draft: float
     slot: float
+    on_cpu: bool = False
 
     @property
     def seconds(self) -> float:
@@ -45,8 +49,8 @@ class DraftTurn:
         output, draft, turn, slot = (f"{1e3 * s:.3g}" for s in
                                      (self.output, self.draft, self.seconds, self.slot))
         return (f"the draft device {name} is the bottleneck: lm_head, sampling and bookkeeping ({output} ms) "
-                f"and one draft pass ({draft} ms) take {turn} ms a turn, the slowest stage {slot} ms; let it "
-                "compute on its GPU (torch_device), or a faster board draft")
+                f"and one draft pass ({draft} ms) take {turn} ms a turn, the slowest stage {slot} ms; let "
+                f"{'it compute on its GPU (torch_device), or ' if self.on_cpu else ''}a faster board draft")
 
     def as_json(self) -> dict[str, Any]:
         return {"output_ms": round(self.output * 1e3, 6), "draft_pass_ms": round(self.draft * 1e3, 6),
@@ -54,9 +58,15 @@ class DraftTurn:
                 "passes_a_turn": self.passes, "bottleneck": self.is_bottleneck}
 
 
-def draft_turn(d0: Profile, slot: float, rows: int) -> DraftTurn:
-    """For segments of ``rows`` rows and trees of the default width; ``slot`` in seconds."""
-    return DraftTurn(d0.verify_seconds(rows), d0.draft_seconds("eagle2", Params().width), slot)
+def draft_turn(d0: Profile, slot: float, rows: int, draft: Drafter = "head",
+               torch_device: str = "") -> DraftTurn:
+    """For segments of ``rows`` rows and trees of the default width; ``slot`` in seconds.
+
+    ``d0`` is scaled to the model and at the planned context; ``torch_device`` "" is the profile's.
+    """
+    measured = d0.conditions.device if d0.conditions else ""
+    one_pass = d0.draft_seconds("eagle2", Params().width) if draft == "head" else 0.0
+    return DraftTurn(d0.verify_seconds(rows), one_pass, slot, (torch_device or measured).startswith("cpu"))
 
 
 def device_mismatch(profile: Profile, torch_device: str) -> str:

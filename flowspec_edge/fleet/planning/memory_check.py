@@ -23,15 +23,15 @@ Setting = Callable[[str, str | int], str]  # how the user writes a setting
 
 
 class MemoryCheck:
-    def __init__(self, model: str, dtype: PlanDtype, cluster: ClusterSettings, concurrency: int, boards: int,
+    def __init__(self, model: str, dtype: PlanDtype, cluster: ClusterSettings, at_once: int, boards: int,
                  profiles: Mapping[str, Profile]) -> None:
         """``profiles`` by the boards' names, each with [memory]; ``boards``: size of the cluster."""
         self._model, self._dtype, self._cluster = model, dtype, cluster
-        self._concurrency, self._count, self._profiles = concurrency, boards, profiles
+        self.at_once, self._count, self._profiles = at_once, boards, profiles
 
     @cached_property
     def problem(self) -> SplitProblem:
-        return problem_for(self._sizes(self._dtype), self._cluster.context, self._concurrency, self._count)
+        return problem_for(self._sizes(self._dtype), self._cluster.context, self.at_once, self._count)
 
     def board(self, device: DeviceEntry) -> CandidateBoard:
         spec = BoardSpec(device.name, self._profiles[device.name], device.role)
@@ -57,7 +57,9 @@ class MemoryCheck:
         return memory_error(boards, self.problem, self._sizes, _toml_setting)
 
     def _sizes(self, dtype: PlanDtype) -> ModelBytes:
-        return model_bytes(self._model, dtype)
+        size = model_bytes(self._model, dtype)
+        # A head in the model's directory is sharded and loaded all the same.
+        return size.without_head() if self._cluster.by_ngrams and size.draft_estimated else size
 
     def _check(self, device: DeviceEntry, needs: int, what: str) -> None:
         _require(self.board(device), needs, what, self._cluster,
