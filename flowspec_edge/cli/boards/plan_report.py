@@ -2,27 +2,49 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from flowspec_edge.bench.render.table import show as show_whole
 from flowspec_edge.cli.common.listing import figures_table
-from flowspec_edge.fleet.planning.draft_turn import DraftTurn, draft_turn
-from flowspec_edge.fleet.planning.estimate import Prediction, SingleBoardEstimate
+from flowspec_edge.fleet.planning.draft_turn import Drafter, DraftTurn, draft_turn
+from flowspec_edge.fleet.planning.estimate import Prediction
 from flowspec_edge.fleet.planning.model_size import ModelBytes
+from flowspec_edge.fleet.planning.one_board import OtherPrograms, SingleBoardEstimate
 from flowspec_edge.fleet.planning.plan_table import BoardRow
 from flowspec_edge.fleet.planning.planner import PipelinePlan
+from flowspec_edge.fleet.planning.scaling import at_context
 from flowspec_edge.model.catalogue import find_known
 from flowspec_edge.util.terminal import plain, printable
+
+_SHOWN_MS = 0.05  # of a stage's time
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A split, or one board alone, that was compared; ``boards``: D0 first, then the stages in order.
+
+    bandwidth_alone  whether its times assume memory bandwidth alone, so that its tokens/s are an upper bound
+    chosen           whether it is the split that the report describes
+    """
+
+    boards: tuple[str, ...]
+    dtype: str
+    strategy: str | None
+    tokens_per_second: float | None
+    slowest_stage_ms: float
+    segment_ms: float
+    bandwidth_alone: bool
+    chosen: bool = False
 
 
 @dataclass
 class PlanReport:
     """``plan``: None if one board holds the whole model; ``other_devices``: boards whose profile is of
-    another device than their file's torch_device."""
+    another device than their file's torch_device, which for D0 is ``torch_device``."""
 
     size: ModelBytes
     context: int
@@ -32,14 +54,26 @@ class PlanReport:
     predictions: list[Prediction] = field(default_factory=list)
     alone: SingleBoardEstimate | None = None
     at_once: int = 1
-    drafter: Literal["head", "ngram"] = "head"
+    drafter: Drafter = "head"
+    torch_device: str = ""
     other_devices: list[str] = field(default_factory=list)
+    alternatives: list[Alternative] = field(default_factory=list)
+    others: OtherPrograms | None = None
 
     @property
     def draft(self) -> DraftTurn | None:
         """D0's work against the slowest stage's; None without a pipeline."""
-        plan = self.plan
-        return draft_turn(plan.d0.profile, plan.slowest, plan.problem.rows) if plan else None
+        if not (plan := self.plan):
+            return None
+        profile = at_context(plan.d0.profile, self.size, self.context)
+        return draft_turn(profile, plan.slowest, plan.problem.rows, self.drafter, self.torch_device)
+
+    def mark_chosen(self) -> None:
+        """Mark the alternative that this report describes, and put the fastest first."""
+        names = tuple(row.name for row in self.boards if row.role)
+        self.alternatives = sorted(
+            (replace(a, chosen=(a.boards, a.dtype) == (names, self.size.dtype)) for a in self.alternatives),
+            key=lambda a: -(a.tokens_per_second or 0))
 
     @property
     def by_bandwidth(self) -> list[str]:
@@ -80,11 +114,14 @@ class PlanReport:
             "model": self.size.name, "dtype": self.size.dtype, "context": self.context,
             "at_once": self.at_once, "boards": boards, "bandwidth_alone": bool(self.by_bandwidth),
             "slowest_stage_ms": round(plan.slowest * 1e3, 6) if plan else None,
+            "context_ms": round(plan.context_ms, 6) if plan else None,
             "segment_ms": round(plan.latency * 1e3, 6) if plan else None,
             "draft_device": self.draft.as_json() if self.draft else None,
             "predictions": [{**asdict(p), "draft": self.drafter, "label": self.label}
                             for p in self.predictions],
             "one_board": asdict(self.alone) if self.alone else None,
+            "alternatives": [asdict(alternative) for alternative in self.alternatives],
+            "other_programs": self.others.as_json() if self.others else None,
             "estimated": bool(self.notes), "notes": self.notes,
         }
 
@@ -103,7 +140,10 @@ def show(report: PlanReport) -> None:
         what = "link" if plan.link_bound else "stage"
         least = "at least " if report.by_bandwidth else ""
         say(f"The slowest {what} takes {least}{_ms(plan.slowest * 1e3)} ms for a segment of "
-            f"{plan.problem.rows} rows, its way through all {_ms(plan.latency * 1e3)} ms.")
+            f"{plan.problem.rows} rows"
+            + (f" ({_ms(plan.context_ms)} of them to read {report.context} cached tokens)"
+               if plan.context_ms >= _SHOWN_MS else "")
+            + f", its way through all {_ms(plan.latency * 1e3)} ms.")
     if plan and report.draft and (warning := report.draft.warning(plan.d0.name)):
         say(f"{warning[:1].upper()}{warning[1:]}.")
     say("")
@@ -115,6 +155,12 @@ def show(report: PlanReport) -> None:
     if report.alone:
         text = report.alone.text
         say(f"{text[:1].upper()}{text[1:]}." if report.alone.enough else f"{text}.")
+    if report.others:
+        text = report.others.text
+        say(f"{text[:1].upper()}{text[1:]}.")
+    if len(report.alternatives) > 1:
+        say("")
+        show_whole(console, _alternatives(report))
     for note in report.notes:
         say(f"estimated: {note}")
 
@@ -141,6 +187,17 @@ def _predictions(predictions: list[Prediction]) -> Table:
     for p in predictions:
         speedup = "–" if p.speedup is None else f"{p.speedup:.2f}×"
         table.add_row(plain(p.strategy), f"{p.tokens_per_second:.2f}", speedup, f"{p.tokens_per_turn:.3f}")
+    return table
+
+
+def _alternatives(report: PlanReport) -> Table:
+    table = figures_table("compared: D0, then the stages", ("boards", "dtype", "strategy"),
+                          ("slowest stage ms", "tokens/s"))
+    for a in report.alternatives:
+        least, most = ("≥ ", "≤ ") if a.bandwidth_alone else ("", "")
+        rate = "–" if a.tokens_per_second is None else f"{most}{a.tokens_per_second:.2f}"
+        table.add_row(plain(", ".join(a.boards)) + " ← this plan" * a.chosen, a.dtype, a.strategy or "–",
+                      f"{least}{_ms(a.slowest_stage_ms)}", rate)
     return table
 
 

@@ -12,12 +12,8 @@ from statistics import fmean
 
 from flowspec_edge.config import LinkCost, Profile
 from flowspec_edge.errors import UsageError
-from flowspec_edge.fleet.planning.planner import (
-    CandidateBoard,
-    PipelinePlan,
-    SplitProblem,
-    single_board_headroom,
-)
+from flowspec_edge.fleet.planning.one_board import SingleBoardEstimate
+from flowspec_edge.fleet.planning.planner import CandidateBoard, PipelinePlan, SplitProblem
 from flowspec_edge.fleet.planning.scaling import at_context
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
@@ -38,17 +34,6 @@ class Prediction:
     speedup: float | None = None  # over Chunk-PP among the same predictions
 
 
-@dataclass(frozen=True)
-class SingleBoardEstimate:
-    """``enough``: whether one board is at least as fast as all; None if nothing was predicted."""
-
-    board: str
-    text: str
-    strategy: str | None = None
-    tokens_per_second: float | None = None
-    enough: bool | None = None
-
-
 def check_strategies(names: Sequence[str]) -> None:
     """UsageError for a strategy that is not a pipeline of layers."""
     for name in names:
@@ -60,26 +45,20 @@ def check_strategies(names: Sequence[str]) -> None:
 def predict(plan: PipelinePlan, strategies: Sequence[str], model_dir: Path, requests: Sequence[Request],
             advance: Advance = lambda _: None) -> list[Prediction]:
     """``model_dir`` only generates the tokens; times and bytes are the plan's, at the plan's context."""
-    context = plan.problem.context
+    size, context = plan.problem.size, plan.problem.context
     devices = Devices(
-        at_context(plan.d0.profile, context),
-        tuple(at_context(stage.board.profile, context) for stage in plan.stages),
+        at_context(plan.d0.profile, size, context),
+        tuple(at_context(stage.board.profile, size, context) for stage in plan.stages),
         tuple(float(hi - lo) for lo, hi in (stage.layers for stage in plan.stages)), "the plan")
     return _run(devices, strategies, model_dir, requests, advance)
 
 
-def best_alone(boards: Sequence[CandidateBoard], problem: SplitProblem) -> CandidateBoard | None:
-    """The fastest of the boards that can hold everything alone."""
-    able = [b for b in boards if single_board_headroom(b, problem) >= 0]
-    return min(able, key=lambda b: b.profile.stage_seconds(problem.rows, problem.size.layers, problem.context)
-               + b.profile.verify_seconds(problem.rows), default=None)
-
-
 def predict_alone(board: CandidateBoard, problem: SplitProblem, model_dir: Path, requests: Sequence[Request],
-                  advance: Advance = lambda _: None) -> list[Prediction]:
-    profile: Profile = at_context(board.profile, problem.context).model_copy(update={"link": _NO_LINK})
+                  advance: Advance = lambda _: None, strategies: Sequence[str] = ALONE) -> list[Prediction]:
+    scaled: Profile = at_context(board.profile, problem.size, problem.context)
+    profile = scaled.model_copy(update={"link": _NO_LINK})
     devices = Devices(profile, (profile,), (float(problem.size.layers),), board.name)
-    return _run(devices, ALONE, model_dir, requests, advance)
+    return _run(devices, strategies, model_dir, requests, advance)
 
 
 def _run(devices: Devices, strategies: Sequence[str], model_dir: Path, requests: Sequence[Request],
@@ -92,18 +71,23 @@ def _run(devices: Devices, strategies: Sequence[str], model_dir: Path, requests:
             advance(name)
             stats.append(cluster.generate(replace(request, strategy=name)).stats)
         found.append(Prediction(name, fmean(s.tokens_per_second for s in stats), fmean(s.alt for s in stats)))
+    return with_speedup(found)
+
+
+def with_speedup(found: Sequence[Prediction]) -> list[Prediction]:
     base = next((p.tokens_per_second for p in found if p.strategy == "chunk_pp"), None)
     return [replace(p, speedup=p.tokens_per_second / base if base else None) for p in found]
 
 
 def compare(board: str, own: Sequence[Prediction], boards: int, pipeline: Sequence[Prediction]
             ) -> SingleBoardEstimate:
-    """The best of one board's predictions against the best of the pipeline (empty if no pipeline fits)."""
+    """The best of one board's predictions against the best of a pipeline of ``boards`` boards (empty if none
+    fits)."""
     best = max(own, key=lambda p: p.tokens_per_second)
     others = max(pipeline, key=lambda p: p.tokens_per_second, default=None)
     enough = others is None or best.tokens_per_second >= others.tokens_per_second
     text = f"{board} alone makes {best.tokens_per_second:.2f} tokens/s with {best.strategy}"
     if others is not None:
-        text += f", all {boards} boards {others.tokens_per_second:.2f} with {others.strategy}"
+        text += f", the plan's {boards} boards {others.tokens_per_second:.2f} with {others.strategy}"
     return SingleBoardEstimate(board, f"one board is enough: {text}" if enough else text, best.strategy,
                     best.tokens_per_second, enough)

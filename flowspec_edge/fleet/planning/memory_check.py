@@ -11,6 +11,7 @@ from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry
 from flowspec_edge.fleet.planning.board_spec import BoardSpec
 from flowspec_edge.fleet.planning.layer_split import Ranges, problem_for, split_in_order
 from flowspec_edge.fleet.planning.model_size import ModelBytes, PlanDtype, model_bytes
+from flowspec_edge.fleet.planning.one_board import other_programs
 from flowspec_edge.fleet.planning.planner import CandidateBoard, DoesNotFit, SplitProblem, most_layers
 from flowspec_edge.model.manifest import Manifest, stage_part
 
@@ -120,8 +121,10 @@ def memory_error(boards: Sequence[CandidateBoard], problem: SplitProblem, size_i
         missing = size.layers - held
         text += (f". Beside D0 there is room for {_layers(held)}; {_layers(missing)} "
                  f"({_mb(missing * problem.layer)}) are missing")
+    others = other_programs(boards, problem)
+    note = f". {others.text[:1].upper()}{others.text[1:]}" if others.boards else ""
     return DoesNotFit(f"{text}. Room beside the process: {_rooms(boards, problem)}. "
-                      f"{_advice(boards, problem, size_in, setting)}")
+                      f"{_advice(boards, problem, size_in, setting)}{note}")
 
 
 def _rooms(boards: Sequence[CandidateBoard], problem: SplitProblem) -> str:

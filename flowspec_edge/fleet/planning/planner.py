@@ -114,6 +114,15 @@ class PipelinePlan:
         return self.slowest > max(stage.seconds for stage in self.stages) + 1 / _NS
 
 
+    @property
+    def context_ms(self) -> float:
+        """Of the slowest stage's time, reading the cache of the context."""
+        stage = max(self.stages, key=lambda stage: stage.seconds)
+        lo, hi = stage.layers
+        empty = stage.board.profile.stage_seconds(self.problem.rows, hi - lo)
+        return (stage.seconds - empty) * 1e3
+
+
 class DoesNotFit(FlowspecError):
     exit_code = 2
 
@@ -232,12 +241,6 @@ def _frontier(d0: _Table, others: Sequence[_Table], layers: int, rate: Rate, kno
         split = at(middle)
         yield split
         intervals += [(middle, high, split, upper), (low, middle, lower, split)]
-
-
-def single_board_headroom(board: CandidateBoard, problem: SplitProblem) -> int:
-    """Bytes left if ``board`` runs both D0 and a V1 with all layers, in two processes; negative: too few."""
-    return board.room - round(board.memory.process_mb * 1e6) - problem.d0 - problem.stage(
-        problem.size.layers, True)
 
 
 def most_layers(boards: Sequence[CandidateBoard], problem: SplitProblem) -> int:

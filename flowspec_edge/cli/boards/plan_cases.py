@@ -1,0 +1,229 @@
+"""What ``flowspec plan`` decides between: splits over subsets of the boards, element types, one board."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flowspec_edge.cli.boards.plan_report import Alternative, PlanReport
+from flowspec_edge.errors import UsageError
+from flowspec_edge.fleet.planning import estimate, planner
+from flowspec_edge.fleet.planning.board_spec import BoardSpec
+from flowspec_edge.fleet.planning.draft_turn import Drafter, device_mismatch
+from flowspec_edge.fleet.planning.layer_split import Ranges, plan_as_listed, problem_for
+from flowspec_edge.fleet.planning.memory_check import memory_error
+from flowspec_edge.fleet.planning.model_size import ModelBytes, PlanDtype, model_bytes
+from flowspec_edge.fleet.planning.one_board import (
+    SingleBoardEstimate,
+    best_alone,
+    other_programs,
+    single_board_headroom,
+)
+from flowspec_edge.fleet.planning.plan_table import alone_rows, plan_rows
+from flowspec_edge.fleet.planning.planner import CandidateBoard, PipelinePlan, SplitProblem
+from flowspec_edge.fleet.planning.scaling import Scaling
+from flowspec_edge.fleet.planning.throughput import Throughput
+from flowspec_edge.runtime.request import Request
+
+_COMPARED = 3  # splits over different boards that are run in virtual time
+
+
+@dataclass
+class Case:
+    """One element type.
+
+    plans  splits over different boards, the best first; empty if none fits
+    alone  the fastest board that holds everything
+    """
+
+    problem: SplitProblem
+    boards: list[CandidateBoard]
+    scaled: dict[str, Scaling]
+    plans: list[PipelinePlan]
+    alone: CandidateBoard | None
+    rate: Throughput
+
+    @property
+    def bandwidth(self) -> bool:
+        """Whether times assume memory bandwidth alone."""
+        return any(how.basis == "bandwidth" for how in self.scaled.values())
+
+    @property
+    def expected(self) -> float:
+        """The best split's rate; 0 without one."""
+        return max((self.rate(p.d0, p.slowest, p.latency) for p in self.plans), default=0.0)
+
+    def shortlist(self) -> list[PipelinePlan]:
+        """Those worth a run: the best by the rate, and the one with the fastest slowest stage.
+
+        A run is of one request; for several at once the rate alone decides.
+        """
+        if self.rate.at_once > 1:
+            return self.plans[:1]
+        quickest = min(self.plans, key=lambda p: p.slowest, default=None)
+        best = self.plans[:_COMPARED]
+        return best if quickest is None or quickest in best else [*best[:-1], quickest]
+
+    def alternative(self, plan: PipelinePlan, strategy: str | None = None, rate: float | None = None
+                    ) -> Alternative:
+        names = (plan.d0.name, *(stage.board.name for stage in plan.stages))
+        return Alternative(names, self.problem.size.dtype, strategy, rate, plan.slowest * 1e3,
+                           plan.latency * 1e3, self.bandwidth)
+
+    def alternative_alone(self, strategy: str | None = None, rate: float | None = None) -> Alternative:
+        assert self.alone
+        seconds = self.alone.profile.stage_seconds(self.problem.rows, self.problem.size.layers,
+                                                   self.problem.context)
+        return Alternative((self.alone.name,), self.problem.size.dtype, strategy, rate, seconds * 1e3,
+                           seconds * 1e3, self.bandwidth)
+
+    def report(self, plan: PipelinePlan | None, members: Sequence[BoardSpec]) -> PlanReport:
+        """``plan`` None: one board holds everything, and no split fits."""
+        problem, able = self.problem, self.alone
+        if plan:
+            rows = plan_rows(plan, self.scaled)
+        else:
+            assert able
+            rows = alone_rows(able, [b for b in self.boards if b is not able], problem, self.scaled)
+        devices = {member.name: member.torch_device for member in members}
+        return PlanReport(
+            problem.size, problem.context, rows, plan,
+            alone=SingleBoardEstimate(able.name, f"{able.name} alone holds everything") if able else None,
+            others=other_programs(self.boards, problem), at_once=self.rate.at_once, drafter=self.rate.draft,
+            torch_device=devices[plan.d0.name] if plan else "",
+            other_devices=[f"{member.name}: {why}" for member in members if member.torch_device
+                           and (why := device_mismatch(member.profile, member.torch_device))])
+
+
+def case_of(model: str, dtype: PlanDtype, members: Sequence[BoardSpec], context: int, at_once: int,
+            draft: Drafter) -> Case:
+    """UsageError for a context that the model was not made for; ``planner.DoesNotFit`` with what is
+    missing."""
+
+    def size_in(dtype: PlanDtype) -> ModelBytes:
+        size = model_bytes(model, dtype)
+        return size.without_head() if draft == "ngram" else size
+
+    size = size_in(dtype)
+    if context > size.max_positions:
+        raise UsageError(f"--context {context} is more than the {size.max_positions} tokens that "
+                         f"{size.name} was made for")
+    given = [member.for_model(size) for member in members]
+    boards = [board for board, _ in given]
+    problem = problem_for(size, context, at_once, len(given))
+    rate = Throughput(problem, draft, at_once)
+    case = Case(problem, boards, {board.name: how for board, how in given}, [], best_alone(boards, problem),
+                rate)
+    try:
+        if len(boards) > 1:
+            verify = [board for board in boards if board.role == "verify"]
+            drafts = [board for board in boards if board.role == "draft"]
+            layers = _listed_layers(members, size)
+            if len(drafts) == 1 and len(verify) == len(boards) - 1:
+                case.plans = [plan_as_listed(drafts[0], verify, problem, layers)]
+            else:
+                case.plans = planner.search(boards, problem, rate)
+    except planner.DoesNotFit:
+        if not case.alone:
+            raise memory_error(boards, problem, size_in) from None
+    if not case.plans and not case.alone:
+        missing = -single_board_headroom(boards[0], problem) / 1e6
+        raise planner.DoesNotFit(
+            f"{boards[0].name} alone lacks {missing:,.0f} MB for all of {size.name} in {size.dtype}, and a "
+            "pipeline needs two boards at least: give more --devices; "
+            f"{other_programs(boards, problem).text}")
+    return case
+
+
+def choose_dtype(model: str, wanted: str, members: Sequence[BoardSpec], context: int, at_once: int,
+                 draft: Drafter) -> tuple[Case, list[Case]]:
+    """The case of the element type ``wanted``, "auto" for the fastest that fits, and those to compare."""
+    def of(dtype: PlanDtype) -> Case | planner.DoesNotFit:
+        try:
+            return case_of(model, dtype, members, context, at_once, draft)
+        except planner.DoesNotFit as error:
+            return error
+
+    kinds: tuple[PlanDtype, ...] = ("fp16", "int4")
+    if wanted != "auto":
+        first: PlanDtype = wanted  # type: ignore[assignment]
+        kinds = (first, *(kind for kind in kinds if kind != wanted and (wanted, kind) != ("bf16", "fp16")))
+    found = [of(kind) for kind in kinds]
+    cases = [case for case in found if isinstance(case, Case)]
+    if wanted == "auto":
+        cases.sort(key=lambda case: -case.expected)
+    for error in found:  # of the wanted type, or of every type
+        if isinstance(error, planner.DoesNotFit) and (not cases or wanted != "auto"):
+            raise error
+        if wanted != "auto":
+            break
+    return cases[0], cases[1:]
+
+
+def _listed_layers(members: Sequence[BoardSpec], size: ModelBytes) -> Ranges | None:
+    given = [member for member in members if member.layers]
+    if not given:
+        return None
+    if any(member.role == "auto" for member in members):
+        raise UsageError(f"{given[0].name} has layers in its cluster file: give that file alone, or take "
+                         "the layers out")
+    ranges = tuple(member.layers for member in given if member.layers)
+    if ranges[-1][1] != size.layers:
+        raise UsageError(f"{given[-1].name}: its layers end with {ranges[-1][1]}, and {size.name} has "
+                         f"{size.layers}")
+    return ranges
+
+
+class Runs:
+    """Runs the candidates in virtual time and completes the report with the fastest."""
+
+    def __init__(self, main: Case, others: Sequence[Case], names: Sequence[str]) -> None:
+        self._main, self._others, self._names = main, others, names
+        self._lead = "flowspec_plus" if "flowspec_plus" in names else names[0]
+
+    @property
+    def steps(self) -> int:
+        """Runs of each request."""
+        count = len(self._main.shortlist()) + (len(self._names) - 1) * bool(self._main.plans)
+        count += len(estimate.ALONE) * bool(self._main.alone)
+        return count + sum(bool(case.plans) + bool(case.alone) for case in self._others)
+
+    def __call__(self, members: Sequence[BoardSpec], model_dir: Path, requests: Sequence[Request],
+                 advance: estimate.Advance) -> PlanReport:
+        main, lead, run = self._main, self._lead, (model_dir, requests, advance)
+        leads = [(plan, estimate.predict(plan, [lead], *run)[0]) for plan in main.shortlist()]
+        chosen, first = max(leads, key=lambda pair: pair[1].tokens_per_second, default=(None, None))
+        report = main.report(chosen, members)
+        report.alternatives = [main.alternative(plan, lead, p.tokens_per_second) for plan, p in leads]
+        if chosen and first:
+            rest = estimate.predict(chosen, [name for name in self._names if name != lead], *run)
+            made = {p.strategy: p for p in (first, *rest)}
+            report.predictions = estimate.with_speedup([made[name] for name in self._names])
+        if main.alone:
+            own = estimate.predict_alone(main.alone, main.problem, *run)
+            boards = len(chosen.stages) + 1 if chosen else 1
+            report.alone = estimate.compare(main.alone.name, own, boards, report.predictions)
+            report.alternatives.append(
+                main.alternative_alone(report.alone.strategy, report.alone.tokens_per_second))
+        for case in self._others:
+            if case.plans:
+                [p] = estimate.predict(case.plans[0], [lead], *run)
+                report.alternatives.append(case.alternative(case.plans[0], lead, p.tokens_per_second))
+            if case.alone:
+                [p] = estimate.predict_alone(case.alone, case.problem, *run, estimate.ALONE[:1])
+                report.alternatives.append(case.alternative_alone(p.strategy, p.tokens_per_second))
+        report.mark_chosen()
+        return report
+
+
+def unpredicted(main: Case, others: Sequence[Case], members: Sequence[BoardSpec]) -> PlanReport:
+    """The split that the rate alone chooses."""
+    report = main.report(main.plans[0] if main.plans else None, members)
+    report.alternatives = [main.alternative(plan) for plan in main.shortlist()]
+    report.alternatives += [main.alternative_alone()] * bool(main.alone)
+    for case in others:
+        report.alternatives += [case.alternative(case.plans[0])] if case.plans else []
+        report.alternatives += [case.alternative_alone()] * bool(case.alone)
+    report.mark_chosen()
+    return report

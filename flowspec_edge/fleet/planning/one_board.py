@@ -1,0 +1,76 @@
+"""Whether one board is enough: for both processes of this program, and for other programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from flowspec_edge.fleet.planning.planner import CandidateBoard, SplitProblem
+
+BITS = 4.5  # of a weight in groups of 32 with a 16-bit scale: MLC's q4f16_1, GGUF's Q4_0
+ENGINE_MB = 400  # assumed for a compiled engine's process with CUDA's context and kernels
+
+
+@dataclass(frozen=True)
+class SingleBoardEstimate:
+    """``enough``: whether one board is at least as fast as the pipeline; None if nothing was predicted."""
+
+    board: str
+    text: str
+    strategy: str | None = None
+    tokens_per_second: float | None = None
+    enough: bool | None = None
+
+
+def single_board_headroom(board: CandidateBoard, problem: SplitProblem) -> int:
+    """Bytes left if ``board`` runs both D0 and a V1 with all layers, in two processes; negative: too few."""
+    return board.room - round(board.memory.process_mb * 1e6) - problem.d0 - problem.stage(
+        problem.size.layers, True)
+
+
+def best_alone(boards: Sequence[CandidateBoard], problem: SplitProblem) -> CandidateBoard | None:
+    """The fastest of the boards that can hold everything alone."""
+    able = [b for b in boards if single_board_headroom(b, problem) >= 0]
+    return min(able, key=lambda b: b.profile.stage_seconds(problem.rows, problem.size.layers, problem.context)
+               + b.profile.verify_seconds(problem.rows), default=None)
+
+
+@dataclass(frozen=True)
+class OtherPrograms:
+    """What an engine needs that runs the model on one board in 4 bits, in one process, without a draft head.
+
+    needs_mb           weights, 16-bit caches of the context, and the process
+    boards             those with so much usable memory
+    tokens_per_second  of plain decoding on the fastest of them if memory bandwidth is all that limits it: an
+                       upper bound; None without boards or bandwidths
+    """
+
+    bits: float
+    needs_mb: float
+    boards: tuple[str, ...]
+    tokens_per_second: float | None
+    text: str
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def other_programs(boards: Sequence[CandidateBoard], problem: SplitProblem) -> OtherPrograms:
+    size = problem.size
+    read = size.values * BITS / 8 + problem.context * size.layers * size.kv_row * 2 / size.bytes_per_value
+    needs = read / 1e6 + ENGINE_MB
+    able = [board for board in boards if board.memory.usable_mb >= needs]
+    rates = [rate * 1e9 / read for board in able if (rate := board.memory.gb_per_s)]
+    most = max(rates, default=None)
+    what = (f"{needs:,.0f} MB: {BITS} bits a weight, the cache of {problem.context} tokens, one process, "
+            "no draft head")
+    if able:
+        named = {board.profile.name: board.name for board in reversed(able)}  # one of each kind
+        text = (f"other engines hold {size.name} in 4 bits on one board, {' or '.join(named.values())} "
+                f"({what})")
+        if most is not None:
+            text += f"; plain decoding makes at most {most:.1f} tokens/s there, by memory bandwidth alone"
+    else:
+        text = f"other engines do not hold {size.name} in 4 bits on one of these boards either ({what})"
+    return OtherPrograms(BITS, round(needs, 3), tuple(board.name for board in able), most, text)
