@@ -221,9 +221,7 @@ def unpredicted(main: Case, others: Sequence[Case], members: Sequence[BoardSpec]
     """The split that the rate alone chooses."""
     report = main.report(main.plans[0] if main.plans else None, members)
     report.alternatives = [main.alternative(plan) for plan in main.shortlist()]
-    report.alternatives += [main.alternative_alone()] * bool(main.alone)
-    for case in others:
-        report.alternatives += [case.alternative(case.plans[0])] if case.plans else []
-        report.alternatives += [case.alternative_alone()] * bool(case.alone)
+    report.alternatives += [case.alternative(case.plans[0]) for case in others if case.plans]
+    report.alternatives += [case.alternative_alone() for case in (main, *others) if case.alone]
     report.mark_chosen()
     return report

@@ -61,8 +61,8 @@ def other_programs(boards: Sequence[CandidateBoard], problem: SplitProblem) -> O
     read = size.values * BITS / 8 + problem.context * size.layers * size.kv_row * 2 / size.bytes_per_value
     needs = read / 1e6 + ENGINE_MB
     able = [board for board in boards if board.memory.usable_mb >= needs]
-    rates = [rate * 1e9 / read for board in able if (rate := board.memory.gb_per_s)]
-    most = max(rates, default=None)
+    rates = [(rate * 1e9 / read, board.name) for board in able if (rate := board.memory.gb_per_s)]
+    most, fastest = max(rates, default=(None, ""))
     what = (f"{needs:,.0f} MB: {BITS} bits a weight, the cache of {problem.context} tokens, one process, "
             "no draft head")
     if able:
@@ -70,7 +70,7 @@ def other_programs(boards: Sequence[CandidateBoard], problem: SplitProblem) -> O
         text = (f"other engines hold {size.name} in 4 bits on one board, {' or '.join(named.values())} "
                 f"({what})")
         if most is not None:
-            text += f"; plain decoding makes at most {most:.1f} tokens/s there, by memory bandwidth alone"
+            text += f"; plain decoding makes at most {most:.1f} tokens/s on {fastest}, by bandwidth alone"
     else:
         text = f"other engines do not hold {size.name} in 4 bits on one of these boards either ({what})"
     return OtherPrograms(BITS, round(needs, 3), tuple(board.name for board in able), most, text)

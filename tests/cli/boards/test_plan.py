@@ -56,7 +56,7 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
 
 def test_a_plan_with_predictions(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, "--model", str(home / "model"), "--devices", f"{home}/nano.toml:3",
-                    "--context", "500", "--strategies", "flowspec,chunk_pp")
+                    "--context", "500", "--at-once", "2", "--strategies", "flowspec,chunk_pp")
     assert (found["model"], found["dtype"], found["context"]) == ("model", "fp16", 500)
     boards = found["boards"]
     assert [(b["name"], b["role"], b["layers"], b["stage_ms"]) for b in boards] == [
@@ -75,6 +75,66 @@ def test_a_plan_with_predictions(home: Path, capsys: pytest.CaptureFixture[str])
     assert found["one_board"]["enough"] == (
         found["one_board"]["tokens_per_second"] >= max(p["tokens_per_second"] for p in found["predictions"]))
     assert not found["estimated"]
+    assert found["alternatives"][0]["tokens_per_second"] == max(
+        a["tokens_per_second"] for a in found["alternatives"])
+    [chosen] = [a for a in found["alternatives"] if a["chosen"]]
+    assert chosen["boards"] == ["nano-1", "nano-2", "nano-3"]
+    assert chosen["tokens_per_second"] == found["predictions"][0]["tokens_per_second"]
+    assert {a["dtype"] for a in found["alternatives"]} == {"fp16", "int4"}
+
+
+def test_a_mixed_cluster_names_the_subset_that_it_chose(capsys: pytest.CaptureFixture[str]) -> None:
+    """The case of an AGX Orin and four Nanos: the AGX with a Nano that drafts, and what else was compared."""
+    mixed = ("--model", "llama-2-7b", "--devices", "agx-orin-64gb", "--devices", "orin-nano-8gb:4")
+    found = planned(capsys, *mixed, "--no-predict")
+    assert [(b["name"], b["role"]) for b in found["boards"] if b["role"]] == [
+        ("orin-nano-8gb-1", "D0"), ("agx-orin-64gb", "V1")]
+    assert all(b["why"] for b in found["boards"] if not b["role"])
+    compared = {(tuple(sorted(a["boards"])), a["dtype"]) for a in found["alternatives"]}
+    everything = ("agx-orin-64gb", *(f"orin-nano-8gb-{i}" for i in range(1, 5)))
+    assert {(("agx-orin-64gb",), "fp16"), (everything, "fp16"), (("agx-orin-64gb",), "int4")} <= compared
+    many = planned(capsys, *mixed, "--no-predict", "--at-once", "8")
+    assert sum(b["role"] is not None for b in many["boards"]) == 5
+    other = planned(capsys, *mixed, "--no-predict", "--dtype", "auto")
+    assert other["dtype"] == "int4"
+
+
+def test_contexts_are_charged(capsys: pytest.CaptureFixture[str]) -> None:
+    """Llama-3.1-8B has 4,096 bytes of cache a row and layer, an Orin NX reads 102 GB a second."""
+    given = ("--model", "llama-3.1-8b", "--devices", "orin-nx-16gb:4", "--no-predict", "--context")
+    short, long = planned(capsys, *given, "2048"), planned(capsys, *given, "100000")
+    layer = 4096 / 102e9 * 1e3
+    for found, context in ((short, 2048), (long, 100_000)):
+        most = max(b["layers"][1] - b["layers"][0] for b in found["boards"] if b["layers"])
+        assert found["context_ms"] == pytest.approx(most * context * layer, rel=1e-3)
+    added = long["slowest_stage_ms"] - short["slowest_stage_ms"]
+    assert added == pytest.approx(long["context_ms"] - short["context_ms"], rel=1e-3)
+    assert long["draft_device"]["draft_pass_ms"] > short["draft_device"]["draft_pass_ms"]
+
+
+def test_n_grams_need_no_room_on_d0_but_lm_head(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--model", str(home / "bare" / "config.json"), "--devices", f"{home}/nano.toml:3",
+             "--context", "256", "--no-predict")
+    head, ngram = planned(capsys, *given), planned(capsys, *given, "--draft", "ngram")
+    size = model_bytes(str(home / "bare" / "config.json"), "fp16")
+    for found, weights in ((head, size.d0_weights), (ngram, size.lm_head)):
+        assert found["boards"][0]["weights_mb"] == pytest.approx(weights / 1e6, abs=1e-3)
+    assert ngram["boards"][0]["kv_mb"] == 0
+    assert ngram["draft_device"]["draft_pass_ms"] == 0
+    assert not ngram["estimated"]  # no head is assumed
+
+
+def test_what_other_programs_need_is_said_with_one_board(capsys: pytest.CaptureFixture[str]) -> None:
+    seven = ("--model", "llama-2-7b", "--no-predict", "--devices")
+    found = planned(capsys, *seven, "orin-nano-8gb:5")
+    others = found["other_programs"]
+    assert found["one_board"] is None  # neither in fp16 nor with two processes
+    assert others["boards"] == [f"orin-nano-8gb-{i}" for i in range(1, 6)]
+    weights = 6_738_415_616 * 4.5 / 8  # the model's parameters
+    assert others["needs_mb"] == pytest.approx((weights + 2048 * 32 * 16_384) / 1e6 + 400, rel=1e-3)
+    assert others["tokens_per_second"] == pytest.approx(68e9 / (weights + 2048 * 32 * 16_384), rel=1e-3)
+    assert main(["plan", *seven, "orin-nano-8gb"]) == 2
+    assert "other engines hold llama-2-7b in 4 bits on one board" in capsys.readouterr().err
 
 
 def test_tables_for_people(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,6 +32,18 @@ def test_a_turn_is_one_output_and_one_pass() -> None:
     assert draft_turn(paper(), 0.0309, 16).is_bottleneck is True
     assert draft_turn(paper(), 0.01, 16).passes == 0
     assert "take 31 ms a turn, the slowest stage 20 ms" in draft_turn(paper(), 0.02, 16).warning("a")
+    looked_up = draft_turn(paper(), 0.02, 16, "ngram")
+    assert (looked_up.draft, looked_up.passes, looked_up.is_bottleneck) == (0, None, False)
+
+
+@pytest.mark.parametrize(("measured", "torch_device", "advised"), [
+    ("cpu", "", True), ("cuda: Orin", "", False), ("", "", False), ("", "cpu", True),
+    ("cuda: Orin", "cpu", True), ("cpu", "cuda", False)])
+def test_the_gpu_is_advised_where_it_is_not_used(measured: str, torch_device: str, advised: bool) -> None:
+    d0 = paper().model_copy(update={"conditions": Conditions(device=measured)})
+    text = draft_turn(d0, 0.02, 16, torch_device=torch_device).warning("a")
+    assert "a faster board" in text
+    assert ("its GPU" in text) is advised
 
 
 @pytest.mark.parametrize(("pass_ms", "head_ms", "bottleneck"), [(15, 5, False), (300, 200, True)])

@@ -12,12 +12,12 @@ from flowspec_edge.config import StageCurve
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.planning.estimate import (
     Prediction,
-    best_alone,
     check_strategies,
     compare,
     predict,
     predict_alone,
 )
+from flowspec_edge.fleet.planning.one_board import best_alone
 from flowspec_edge.fleet.planning.planner import CandidateBoard, plan
 from flowspec_edge.fleet.planning.scaling import scaled
 from flowspec_edge.runtime.request import Request
@@ -102,7 +102,7 @@ def test_one_board_is_enough_if_as_fast() -> None:
     same = compare("x", own, 5, more)
     assert same.enough
     assert same.text == ("one board is enough: x alone makes 10.00 tokens/s with speculative, "
-                         "all 5 boards 10.00 with flowspec")
+                         "the plan's 5 boards 10.00 with flowspec")
     slower = compare("x", own, 5, [Prediction("flowspec", 10.1, 1.0)])
     assert not slower.enough
     assert slower.text.startswith("x alone makes 10.00")

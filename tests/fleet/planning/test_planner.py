@@ -12,7 +12,9 @@ from plankit import MB, board, problem, size
 from propertykit import examples
 
 from flowspec_edge.errors import UsageError
+from flowspec_edge.fleet.planning.draft_turn import Drafter
 from flowspec_edge.fleet.planning.layer_split import plan_as_listed
+from flowspec_edge.fleet.planning.one_board import single_board_headroom
 from flowspec_edge.fleet.planning.planner import (
     CandidateBoard,
     DoesNotFit,
@@ -20,8 +22,9 @@ from flowspec_edge.fleet.planning.planner import (
     SplitProblem,
     most_layers,
     plan,
-    single_board_headroom,
+    search,
 )
+from flowspec_edge.fleet.planning.throughput import Throughput
 
 NS = 1e-9
 
@@ -58,9 +61,9 @@ def objectives(p: SplitProblem, d0: CandidateBoard, stages: tuple[CandidateBoard
     return max(*computes, busy), way, len(ring)
 
 
-def brute_force(boards: list[CandidateBoard], p: SplitProblem) -> tuple[float, float, int] | None:
-    """Every D0, subset, order and composition."""
-    best = None
+def every_split(boards: list[CandidateBoard], p: SplitProblem
+                ) -> Iterator[tuple[CandidateBoard, tuple[float, float, int]]]:
+    """(D0, its objectives) of every D0, subset, order and composition that fits."""
     for d0 in (b for b in boards if b.role != "verify"):
         if any(b.role == "draft" and b is not d0 for b in boards):
             continue
@@ -68,10 +71,12 @@ def brute_force(boards: list[CandidateBoard], p: SplitProblem) -> tuple[float, f
         for n in range(1, min(len(rest), p.size.layers) + 1):
             for stages in permutations(rest, n):
                 for layers in compositions(p.size.layers, n):
-                    found = objectives(p, d0, stages, layers)
-                    if found and (best is None or found < best):
-                        best = found
-    return best
+                    if found := objectives(p, d0, stages, layers):
+                        yield d0, found
+
+
+def brute_force(boards: list[CandidateBoard], p: SplitProblem) -> tuple[float, float, int] | None:
+    return min((found for _, found in every_split(boards, p)), default=None)
 
 
 def of_plan(p: SplitProblem, made: PipelinePlan) -> tuple[float, float, int] | None:
@@ -116,6 +121,42 @@ def test_never_worse_than_every_split_there_is(instance: tuple[list[CandidateBoa
     assert made.latency == pytest.approx(ours[1], abs=10 * NS)
     assert {b.name for b in boards} == {made.d0.name, *(s.board.name for s in made.stages),
                                         *(b.name for b, _ in made.left_out)}
+
+
+@examples(120, quick=40)
+@given(instances(), st.sampled_from(["head", "ngram"]), st.integers(1, 3))
+def test_no_subset_of_the_boards_has_a_higher_rate(instance: tuple[list[CandidateBoard], SplitProblem],
+                                                   draft: Drafter, at_once: int) -> None:
+    boards, p = instance
+    rate = Throughput(p, draft, at_once)
+    rates = [rate(d0, slowest, latency) for d0, (slowest, latency, _) in every_split(boards, p)]
+    if not rates:
+        with pytest.raises(DoesNotFit):
+            search(boards, p, rate)
+        return
+    found = search(boards, p, rate)
+    best = found[0]
+    ours = of_plan(p, best)
+    assert ours is not None, "memory is exceeded"
+    assert rate(best.d0, ours[0], ours[1]) == pytest.approx(max(rates), rel=1e-6)
+    assert (best.slowest, best.latency) == (pytest.approx(ours[0], abs=10 * NS),
+                                            pytest.approx(ours[1], abs=10 * NS))
+    # The split that keeps several requests fastest is among those to compare, and no two have equal boards.
+    assert min(split.slowest for split in found) == pytest.approx(plan(boards, p).slowest, abs=10 * NS)
+    used = [(s.d0.name, *sorted(stage.board.name for stage in s.stages)) for s in found]
+    assert len(set(used)) == len(used)
+
+
+def test_a_slow_board_more_may_cost_tokens() -> None:
+    """A quick board that holds all layers: slow stages beside it shorten the slot and lengthen the way."""
+    boards = [board("quick", layer_ms=2.0, usable_mb=30_000), *(board(f"slow{i}") for i in range(4))]
+    p = problem()
+    chosen = plan(boards, p, Throughput(p))
+    assert ([s.board.name for s in chosen.stages], chosen.d0.name) == (["quick"], "slow0")
+    assert {why for _, why in chosen.left_out} == {
+        "a longer way through more stages would cost more than their shorter slots gain"}
+    many = plan(boards, p, Throughput(p, at_once=8))  # requests that fill the pipeline
+    assert len(many.stages) == len(plan(boards, p).stages) == 4
 
 
 @settings(max_examples=50, deadline=None)

@@ -114,11 +114,44 @@ def test_a_profile_without_layer_mb_cannot_be_scaled() -> None:
 def test_a_full_cache_from_the_start() -> None:
     curve = StageCurve(layers=1, rows=[16, 64], ms=[6.0, 12.0], context_ms=[1.0, 3.0])
     whole = profile().model_copy(update={"stage": curve})
-    full = at_context(whole, 2000)
+    full = at_context(whole, size(), 2000)
     for rows in (1, 16, 40, 64, 100):
         assert full.stage_seconds(rows, 8, 0) == pytest.approx(whole.stage_seconds(rows, 8, 2000))
         assert full.stage_seconds(rows, 8, 500) == full.stage_seconds(rows, 8, 0)
-    assert at_context(profile(), 2000) == profile()
+    assert at_context(profile(), size(), 2000) == profile()
+
+
+def test_a_profile_without_measured_contexts_reads_the_cache_at_its_bandwidth() -> None:
+    """Llama-2-7B: 16,384 bytes a row and layer, 34 MB for 2048 tokens: 0.49 ms a layer at 68 GB/s."""
+    nano, seven = load_profile("orin-nano-8gb"), model_bytes("llama-2-7b", "fp16")
+    fitted, _ = scaled(nano, seven)
+    read = 2048 * 16_384 / 68e9
+    for rows in (1, 16, 200):
+        assert fitted.stage_seconds(rows, 8) == pytest.approx(nano.stage_seconds(rows, 8))
+        assert fitted.stage_seconds(rows, 8, 2048) == pytest.approx(nano.stage_seconds(rows, 8) + 8 * read)
+    full = at_context(fitted, seven, 2048)
+    assert full.stage_seconds(16, 8) == pytest.approx(fitted.stage_seconds(16, 8, 2048))
+    assert full.draft.pass_ms == pytest.approx(fitted.draft.pass_ms + 1e3 * read)  # the head has a layer
+    assert full.draft.spd_pass_ms == pytest.approx(fitted.draft.spd_pass_ms + 2e3 * read)
+
+
+def test_virtual_time_of_a_profile_by_itself_knows_no_context() -> None:
+    """Only a plan knows the model's cache: benchmarks under the paper's testbeds keep their figures."""
+    own = load_profile("paper-7b")
+    assert own.stage_seconds(16, 8, 100_000) == own.stage_seconds(16, 8) == 0.08
+
+
+def test_a_head_with_its_own_vocabulary_is_charged_for_that() -> None:
+    """Qwen3-8B's published head is EAGLE-3's: 32,000 of 151,936 tokens."""
+    eight = model_bytes("qwen3-8b", "fp16")
+    assert eight.draft_lm_head == 0
+    own_head = 32_000 * 4096 * 2
+    assert own_head < eight.draft < eight.lm_head
+    nano = load_profile("orin-nano-8gb")
+    per_mb = nano.stage.ms[0] / 405
+    assert scaled(nano, eight)[0].draft.pass_ms == pytest.approx(eight.draft / 1e6 * per_mb)
+    seven = model_bytes("llama-2-7b", "fp16")  # EAGLE-2's takes the target's
+    assert seven.draft_lm_head == seven.lm_head
 
 
 def test_devices_by_name_by_path_and_several_alike(tmp_path: Path) -> None:
