@@ -19,6 +19,7 @@ from flowspec_edge.fleet.planning.layer_split import problem_for
 from flowspec_edge.fleet.planning.model_size import model_bytes
 from flowspec_edge.fleet.planning.planner import CandidateBoard, DoesNotFit, plan
 from flowspec_edge.fleet.planning.scaling import scaled
+from flowspec_edge.fleet.planning.throughput import Throughput
 from flowspec_edge.fleet.profiling.profile_toml import render
 
 
@@ -109,9 +110,10 @@ def test_more_boards_than_layers(home: Path) -> None:
 def test_open_roles_and_profiles_are_the_planners(home: Path, boards: tuple[str, ...]) -> None:
     found = decide(home, f"{MODEL}\ncontext = 500\nat_once = 1", *boards)
     size = model_bytes(str(home / "model"), "fp16")
+    problem = problem_for(size, 500, 1, len(boards))
     made = plan([CandidateBoard(device.name, scaled(load_profile(f"{home}/{device.profile}"), size)[0],
                                 device.role) for device in found.inventory.device],
-                problem_for(size, 500, 1, len(boards)))
+                problem, Throughput(problem))
     assert shown(found) == (made.d0.name, [(s.board.name, *s.layers) for s in made.stages],
                             [b.name for b, _ in made.left_out])
 
