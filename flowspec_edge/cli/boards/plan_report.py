@@ -12,7 +12,7 @@ from flowspec_edge.bench.render.table import show as show_whole
 from flowspec_edge.cli.common.listing import figures_table
 from flowspec_edge.fleet.planning.draft_turn import Drafter, DraftTurn, draft_turn
 from flowspec_edge.fleet.planning.estimate import Prediction
-from flowspec_edge.fleet.planning.model_size import ModelBytes
+from flowspec_edge.fleet.planning.model_size import EAGLE3_VOCABULARY, ModelBytes
 from flowspec_edge.fleet.planning.one_board import OtherPrograms, SingleBoardEstimate
 from flowspec_edge.fleet.planning.plan_table import BoardRow
 from flowspec_edge.fleet.planning.planner import PipelinePlan
@@ -96,8 +96,10 @@ class PlanReport:
         return list(dict.fromkeys(found))
 
     def _head_note(self) -> str:
-        name, size = self.size.name, "its size is taken to be one layer and fc"
-        known = find_known(name)
+        name, known = self.size.name, find_known(self.size.name)
+        size = "its size is taken to be one layer and fc"
+        if not self.size.draft_lm_head:
+            size = f"its size is taken to be one layer, fc and an lm_head of {EAGLE3_VOCABULARY:,} tokens"
         if known is None or not known[1].heads:
             return (f"{name} has no EAGLE head: {size}; without one: --draft ngram, and see: "
                     f"flowspec models head {name if known else 'MODEL'}")

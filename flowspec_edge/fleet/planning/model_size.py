@@ -34,7 +34,7 @@ from flowspec_edge.stage.quant.schemes import scheme
 from flowspec_edge.stage.weights.checkpoint import Checkpoint, check_shape
 
 PlanDtype = Literal["fp32", "bf16", "fp16", "int4"]
-_EAGLE3_VOCABULARY = 32_000  # draft tokens of most published EAGLE-3 heads
+EAGLE3_VOCABULARY = 32_000  # draft tokens of most published EAGLE-3 heads
 _WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "int4": 2}  # bytes of a value outside the decoder's matrices
 
 
@@ -178,7 +178,7 @@ def _head(draft: Path | None, config: Any, published: list[str]) -> EagleHead | 
         if published[:1] != ["eagle3"]:
             return on_meta(EagleHead, shape)
         shape.target_hidden_size, shape.attention_bias = config.hidden_size, False
-        shape.draft_vocab_size = min(_EAGLE3_VOCABULARY, config.vocab_size)
+        shape.draft_vocab_size = min(EAGLE3_VOCABULARY, config.vocab_size)
         return on_meta(Eagle3Head, shape)
     if draft.name == DRAFT_PARTS["eagle3"]:
         return on_meta(Eagle3Head, head3_config(draft))

@@ -62,7 +62,7 @@ def other_programs(boards: Sequence[CandidateBoard], problem: SplitProblem) -> O
     needs = read / 1e6 + ENGINE_MB
     able = [board for board in boards if board.memory.usable_mb >= needs]
     rates = [(rate * 1e9 / read, board.name) for board in able if (rate := board.memory.gb_per_s)]
-    most, fastest = max(rates, default=(None, ""))
+    most, fastest = max(rates, key=lambda pair: pair[0], default=(None, ""))
     what = (f"{needs:,.0f} MB: {BITS} bits a weight, the cache of {problem.context} tokens, one process, "
             "no draft head")
     if able:
