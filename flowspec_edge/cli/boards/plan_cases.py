@@ -195,11 +195,13 @@ class Runs:
         leads = [(plan, estimate.predict(plan, [lead], *run)[0]) for plan in main.shortlist()]
         chosen, first = max(leads, key=lambda pair: pair[1].tokens_per_second, default=(None, None))
         report = main.report(chosen, members)
-        report.alternatives = [main.alternative(plan, lead, p.tokens_per_second) for plan, p in leads]
         if chosen and first:
             rest = estimate.predict(chosen, [name for name in self._names if name != lead], *run)
             made = {p.strategy: p for p in (first, *rest)}
             report.predictions = estimate.with_speedup([made[name] for name in self._names])
+            best = max(report.predictions, key=lambda p: p.tokens_per_second)
+            leads = [(plan, best if plan is chosen else p) for plan, p in leads]
+        report.alternatives = [main.alternative(plan, p.strategy, p.tokens_per_second) for plan, p in leads]
         if main.alone:
             own = estimate.predict_alone(main.alone, main.problem, *run)
             boards = len(chosen.stages) + 1 if chosen else 1
