@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from flowspec_edge.cli.boards.plan_report import Alternative, PlanReport
-from flowspec_edge.errors import UsageError
+from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.planning import estimate, planner
 from flowspec_edge.fleet.planning.board_spec import BoardSpec
 from flowspec_edge.fleet.planning.draft_turn import Drafter, device_mismatch
@@ -26,6 +27,7 @@ from flowspec_edge.fleet.planning.scaling import Scaling
 from flowspec_edge.fleet.planning.throughput import Throughput
 from flowspec_edge.runtime.request import Request
 
+_COMPARED_TYPES: tuple[PlanDtype, ...] = ("fp16", "int4")
 _COMPARED = 3  # splits over different boards that are run in virtual time
 
 
@@ -139,26 +141,26 @@ def case_of(model: str, dtype: PlanDtype, members: Sequence[BoardSpec], context:
 def choose_dtype(model: str, wanted: str, members: Sequence[BoardSpec], context: int, at_once: int,
                  draft: Drafter) -> tuple[Case, list[Case]]:
     """The case of the element type ``wanted``, "auto" for the fastest that fits, and those to compare."""
-    def of(dtype: PlanDtype) -> Case | planner.DoesNotFit:
-        try:
-            return case_of(model, dtype, members, context, at_once, draft)
-        except planner.DoesNotFit as error:
-            return error
+    errors: list[FlowspecError] = []
 
-    kinds: tuple[PlanDtype, ...] = ("fp16", "int4")
-    if wanted != "auto":
-        first: PlanDtype = wanted  # type: ignore[assignment]
-        kinds = (first, *(kind for kind in kinds if kind != wanted and (wanted, kind) != ("bf16", "fp16")))
-    found = [of(kind) for kind in kinds]
-    cases = [case for case in found if isinstance(case, Case)]
+    def found(kinds: Sequence[PlanDtype]) -> list[Case]:
+        cases = []
+        for kind in kinds:
+            try:
+                cases.append(case_of(model, kind, members, context, at_once, draft))
+            except (planner.DoesNotFit, UsageError) as error:  # a profile may not scale to other weights
+                errors.append(error)
+        return cases
+
     if wanted == "auto":
-        cases.sort(key=lambda case: -case.expected)
-    for error in found:  # of the wanted type, or of every type
-        if isinstance(error, planner.DoesNotFit) and (not cases or wanted != "auto"):
-            raise error
-        if wanted != "auto":
-            break
-    return cases[0], cases[1:]
+        cases = sorted(found(_COMPARED_TYPES), key=lambda case: -case.expected)
+        if not cases:
+            raise errors[-1]  # of the smallest
+        return cases[0], cases[1:]
+    first = cast(PlanDtype, wanted)
+    main = case_of(model, first, members, context, at_once, draft)
+    return main, found([kind for kind in _COMPARED_TYPES
+                        if kind != first and (first, kind) != ("bf16", "fp16")])
 
 
 def _listed_layers(members: Sequence[BoardSpec], size: ModelBytes) -> Ranges | None:

@@ -152,6 +152,8 @@ def show(report: PlanReport) -> None:
     if report.label:
         say(report.label.replace("virtual time", "VIRTUAL TIME", 1)
             + ("; all draft by n-grams" if report.drafter == "ngram" else "; all draft with the EAGLE head"))
+    if report.at_once > 1:
+        say(f"chosen for {report.at_once} requests at once; the speeds are those of one")
     if report.predictions:
         show_whole(console, _predictions(report.predictions))
     if report.alone:

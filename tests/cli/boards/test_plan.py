@@ -99,6 +99,15 @@ def test_a_mixed_cluster_names_the_subset_that_it_chose(capsys: pytest.CaptureFi
     assert other["dtype"] == "int4"
 
 
+def test_a_profile_that_fits_one_element_type_only_is_planned(home: Path, capsys: pytest.CaptureFixture[str]
+                                                              ) -> None:
+    """A profile that does not say how large its layers are cannot be scaled to the int4 that is compared."""
+    fixed = profile(name="fixed", layers=4, hidden_width=32, layer_mb=None)
+    (home / "fixed.toml").write_text(render(fixed))
+    found = planned(capsys, "--model", str(home / "model"), "--devices", f"{home}/fixed.toml:3", "--no-predict")
+    assert {a["dtype"] for a in found["alternatives"]} == {"fp16"}
+
+
 def test_contexts_are_charged(capsys: pytest.CaptureFixture[str]) -> None:
     """Llama-3.1-8B has 4,096 bytes of cache a row and layer, an Orin NX reads 102 GB a second."""
     given = ("--model", "llama-3.1-8b", "--devices", "orin-nx-16gb:4", "--no-predict", "--context")
