@@ -28,7 +28,7 @@ from flowspec_edge.fleet.planning.throughput import Throughput
 from flowspec_edge.runtime.request import Request
 
 _COMPARED_TYPES: tuple[PlanDtype, ...] = ("fp16", "int4")
-_COMPARED = 3  # splits over different boards that are run in virtual time
+_COMPARED = 3  # splits over different boards with the best rates
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Case:
             return self.plans[:1]
         quickest = min(self.plans, key=lambda p: p.slowest, default=None)
         best = self.plans[:_COMPARED]
-        return best if quickest is None or quickest in best else [*best[:-1], quickest]
+        return best if quickest is None or quickest in best else [*best, quickest]
 
     def alternative(self, plan: PipelinePlan, strategy: str | None = None, rate: float | None = None
                     ) -> Alternative:

@@ -104,7 +104,8 @@ def test_a_profile_that_fits_one_element_type_only_is_planned(home: Path, capsys
     """A profile that does not say how large its layers are cannot be scaled to the int4 that is compared."""
     fixed = profile(name="fixed", layers=4, hidden_width=32, layer_mb=None)
     (home / "fixed.toml").write_text(render(fixed))
-    found = planned(capsys, "--model", str(home / "model"), "--devices", f"{home}/fixed.toml:3", "--no-predict")
+    found = planned(capsys, "--model", str(home / "model"), "--no-predict", "--devices",
+                    f"{home}/fixed.toml:3")
     assert {a["dtype"] for a in found["alternatives"]} == {"fp16"}
 
 
