@@ -29,7 +29,8 @@ class Cluster:
         self.fleet, self._members = fleet, members
         self.file = directory / "cluster.toml"
         self._wheels = directory / "wheelhouse"
-        fill_wheelhouse(fleet, self._wheels)
+        if not self._wheels.is_dir():
+            fill_wheelhouse(fleet, self._wheels)
         self.write()
 
     def write(self, **settings: object) -> None:

@@ -183,8 +183,9 @@ class Fleet:
                   "--link-journal=no", "--capability=CAP_NET_ADMIN",
                   "--network-namespace-path=/proc/self/ns/net",  # it is started in there
                   f"--machine={self.name(board)}", f"--directory={place}/root"]
-        store, mount = self._disk(board)
-        layers = f"lowerdir={self._images[board]},upperdir={store}/disk,workdir={store}/work"
+        store, mount, below = self._disk(board)
+        lower = ":".join(map(str, [*below, self._images[board]]))
+        layers = f"lowerdir={lower},upperdir={store}/disk,workdir={store}/work"
         start = _START.format(overlay=layers, root=f"{place}/root", mount=mount)
         procs = [str(group / "cgroup.procs") for group in self._cgroups(board, make=True)]
         # Process ids of its own: what is in there ends when this process does, as systemd-nspawn's
@@ -224,6 +225,11 @@ class Fleet:
         assert self._ended(board) == _REBOOT
         self.start(board)
 
+    def switch_off(self, board: int) -> None:
+        """As `systemctl poweroff` does; wait until all is written."""
+        self.shell(board, "systemctl poweroff", check=False)
+        self._ended(board)
+
     def cut_off(self, board: int) -> None:
         """Take a board's power away."""
         self._containers[board].kill()
@@ -260,7 +266,8 @@ class Fleet:
                     _remove_cgroup(group, 5.0)
 
     def _keys(self) -> None:
-        _make_key(self.key, "control")
+        if not self.key.exists():
+            _make_key(self.key, "control")
         names = " ".join(f"{self.name(board)} {self.address(board)}" for board in range(self.boards))
         text = "".join(f"Host {self.name(board)}\n    HostName {self.address(board)}\n"
                        for board in range(self.boards))
@@ -289,9 +296,10 @@ class Fleet:
             os.chown(path, owned.st_uid, owned.st_gid)
         (home / ".ssh").chmod(0o700)
 
-    def _disk(self, board: int) -> tuple[Path, str]:
-        """The directory of a board's overlay, disk/ and work/, and what has to be run to mount it."""
-        return self.directory / self.name(board), ""
+    def _disk(self, board: int) -> tuple[Path, str, list[Path]]:
+        """The directory of a board's overlay, disk/ and work/, what has to be run to mount it, and the layers
+        between it and the image, the upper first."""
+        return self.directory / self.name(board), "", []
 
     def _cgroups(self, board: int, make: bool = False) -> list[Path]:
         """A board's control groups, one in each hierarchy: with a shared one, five systemds would take

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ _MOUNT = 'mount -o loop,commit=600 "{image}" "{store}"'
 # Before the board's own programs in root's and in ssh's PATH; each becomes its own name's.
 _HOLDABLE = ("mv", "sha256sum", "sudo", "systemctl", "systemd-run")
 _HOLD = "/run/hold"  # WHEN NAME PATTERN; gone when the board is off, or the command may go on
-_HELD = "/run/held"  # is not empty when it does
+_HELD = "/run/held"  # is not empty when it does: the number of its process
 _RECORD = "/run/record"  # a line for each of those commands, while the file is there
 _WRAPPER = f"""#!/bin/sh
 name="${{0##*/}}"
@@ -34,7 +35,7 @@ status=none
 if read -r when held pattern 2>/dev/null < {_HOLD} && [ "$held" = "$name" ]; then
     case "$*" in $pattern)
         [ $when = before ] || {{ /usr/bin/$name "$@"; status=$?; }}
-        echo yes > {_HELD}
+        echo $$ > {_HELD}
         while [ -e {_HOLD} ]; do sleep 0.1; done
     esac
 fi
@@ -44,7 +45,18 @@ exec /usr/bin/$name "$@"
 
 
 class PowerFleet(Fleet):
-    """A fleet whose boards' power can be cut at a moment that a test chooses."""
+    """A fleet whose boards' power can be cut at a moment that a test chooses.
+
+    ``snapshot``: the directory of another one whose boards were switched off.  These begin with the disks of
+    those, over which they have their own.
+    """
+
+    def __init__(self, directory: Path, boards: int = 5, snapshot: Path | None = None) -> None:
+        self._snapshot = snapshot
+        if snapshot:
+            for name in ("key", "key.pub", "known_hosts"):
+                shutil.copy(snapshot / name, directory / name)
+        super().__init__(directory, boards)
 
     def hold(self, board: int, when: str, command: str, pattern: str) -> None:
         """Have the next command on the board whose arguments match a shell pattern not return until
@@ -74,6 +86,10 @@ class PowerFleet(Fleet):
                                     " || true"):
             assert deploy.poll() is None, deploy.communicate()
 
+    def kill_held(self, board: int) -> None:
+        """The held command is killed, and what it began goes on alone."""
+        self.shell(board, f"kill -KILL $(cat {_HELD}); rm -f {_HOLD}")
+
     def cut_power(self, board: int, names: bool = True) -> None:
         """The board is off, and only what reached its disk is there when it is started.
 
@@ -91,37 +107,58 @@ class PowerFleet(Fleet):
             os.close(mounts)
         copy.replace(image)  # the kernel still writes to the file that had this name
 
-    def _disk(self, board: int) -> tuple[Path, str]:
-        store = self.directory / self.name(board) / "store"
-        return store, _MOUNT.format(image=self._image_file(board), store=store)
+    def switch_off(self, board: int) -> None:
+        super().switch_off(board)
+        # The last process' end unmounts the disk, which takes a moment.
+        while subprocess.run(["losetup", "-j", str(self._image_file(board))], check=True, capture_output=True
+                             ).stdout:
+            time.sleep(0.1)
+
+    def _disk(self, board: int) -> tuple[Path, str, list[Path]]:
+        place = self.directory / self.name(board)
+        store, below = place / "store", place / "below"
+        mount = _MOUNT.format(image=self._image_file(board), store=store)
+        if self._snapshot is None:
+            return store, mount, []
+        kept = self._snapshot / self.name(board) / "image"
+        return store, f'{mount}; mount -o loop,ro,noload "{kept}" "{below}"', [below / "disk"]
 
     def _prepare(self, board: int) -> None:
-        super()._prepare(board)
         place = self.directory / self.name(board)
+        if self._snapshot:
+            for name in ("disk", "work", "root", "below"):
+                (place / name).mkdir(parents=True, mode=0o755)
+        else:
+            super()._prepare(board)
         seed = place / "seed"
         seed.mkdir()
         (place / "store").mkdir()
         for name in ("disk", "work"):
             (place / name).rename(seed / name)
-        for directory in ("usr", "usr/local", "usr/local/bin", "usr/local/sbin"):
-            (seed / "disk" / directory).mkdir()
-        for command in _HOLDABLE:
-            for directory in ("bin", "sbin"):
-                wrapper = seed / "disk/usr/local" / directory / command
-                wrapper.write_text(_WRAPPER)
-                wrapper.chmod(0o755)
+        if not self._snapshot:
+            _add_wrappers(seed / "disk")
         subprocess.run(["mke2fs", "-q", "-t", "ext4", "-d", str(seed), str(self._image_file(board)), _SIZE],
-                       check=True)
+                       check=True, stdout=subprocess.DEVNULL)
         shutil.rmtree(seed)
 
     def _image_file(self, board: int) -> Path:
         return self.directory / self.name(board) / "image"
 
 
+def _add_wrappers(disk: Path) -> None:
+    for directory in ("usr", "usr/local", "usr/local/bin", "usr/local/sbin"):
+        (disk / directory).mkdir()
+    for command in _HOLDABLE:
+        for directory in ("bin", "sbin"):
+            wrapper = disk / "usr/local" / directory / command
+            wrapper.write_text(_WRAPPER)
+            wrapper.chmod(0o755)
+
+
 @contextmanager
-def power_fleet(directory: Path, boards: int) -> Iterator[PowerFleet]:
+def power_fleet(directory: Path, boards: int, snapshot: Path | None = None) -> Iterator[PowerFleet]:
     """Boards that run while the block does; ``directory`` is empty, and their disks are in it."""
-    running = PowerFleet(directory, boards)
+    running = PowerFleet(directory, boards, snapshot)
     try:
         yield running
     finally:

@@ -4,7 +4,7 @@
     /opt/flowspec/venvs/DIGEST/     an environment, by its contents; releases may share one
     /opt/flowspec/wheels/           the wheels of the newest environment
     /opt/flowspec/current           → the running release; previous → the release before
-    /opt/flowspec/unsettled         on a stage, while a rollout is unfinished (flowspec-verify@.service)
+    /opt/flowspec/unsettled         while a rollout is unfinished (flowspec-draft, flowspec-verify@.service)
     /var/lib/flowspec/models/ID/    a sharded model's manifest.json and this board's part
     /etc/flowspec/board.key         this board's CURVE key pair, which never leaves it
 """

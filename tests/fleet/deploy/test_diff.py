@@ -212,7 +212,7 @@ def test_after_an_interrupted_rollout_a_stage_can_still_return_to_the_draft_devi
 
 
 def test_the_draft_device_is_restarted_as_soon_as_it_has_switched() -> None:
-    """And waited for at the end; it has no release to return to by itself."""
+    """And waited for at the end; until then it may return to the release before by itself."""
     other = "/opt/flowspec/releases/r1"
     unit = "flowspec-draft.service"
     facts = replace(SETTLED["draft"], current=other, services={
@@ -220,7 +220,9 @@ def test_the_draft_device_is_restarted_as_soon_as_it_has_switched() -> None:
     draft = diff({**SETTLED, "draft": facts}).boards[0]
     assert [action.step for action in draft.switch if action.changes] == ["current release", "restarting"]
     assert [action.step for action in draft.activate if action.changes] == ["running"]
-    assert not any(action.changes for action in draft.settle)
+    assert [action.step for action in draft.settle if action.changes] == ["settled"]
+    [switched] = [action for action in draft.switch if action.step == "current release"]
+    assert any("/opt/flowspec/unsettled" in command for command in switched.commands)
 
 
 def test_a_rotation_that_was_cut_off_is_undone_and_a_changed_key_refused() -> None:

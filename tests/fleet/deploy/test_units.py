@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -29,7 +28,8 @@ def root(tmp_path: Path) -> Path:
     units = tmp_path / paths.UNITS.lstrip("/")
     shutil.copytree(UNITS, units)
     (tmp_path / "bin").mkdir()
-    shutil.copy("/bin/sh", tmp_path / "bin/sh")
+    for name in ("sh", "cp", "rm"):
+        shutil.copy(f"/bin/{name}", tmp_path / "bin")
     for target in TARGETS:
         (units / f"{target}.target").write_text("[Unit]\n")
     program = tmp_path / paths.PYTHON.lstrip("/").replace("python", "flowspec")
@@ -80,29 +80,33 @@ def test_the_units_name_the_places_that_deploy_fills() -> None:
     assert f"\nLoadCredential=api:{paths.API_KEY}\n" in draft
     shared = ["TimeoutStartSec", "WatchdogSec", "ExecStart", "Description", "LoadCredential=api",
               "SetCredential"]
-    kept = [[line for line in re.sub("ExecStopPost.*?'\n", "", unit, flags=re.DOTALL).splitlines()
+    kept = [[line for line in unit.replace("draft.toml", "verify-%i.toml").splitlines()
              if "=" in line and not line.startswith(("#", *shared))]
             for unit in (draft, verify)]
     assert kept[0] == kept[1]
 
 
-@pytest.mark.parametrize(("status", "mark", "stage", "now"), [
-    ("75", True, "1", "new"), ("75", True, "2", "old"), ("75", False, "1", "old"), ("1", True, "1", "old")])
-def test_a_stage_that_was_refused_takes_the_other_release_during_a_rollout(
-        tmp_path: Path, status: str, mark: bool, stage: str, now: str) -> None:
-    """Where it is the same stage, and only with that exit code."""
-    text = (UNITS / paths.VERIFY_UNIT).read_text().replace("\\\n", "")
-    [line] = [line for line in text.splitlines() if line.startswith("ExecStopPost=+")]
-    command = shlex.split(line.removeprefix("ExecStopPost=+").replace("$$", "$").replace("%i", stage).replace(
-        paths.HOME, str(tmp_path)))
-    for release in ("old", "new"):
+@pytest.mark.parametrize("role", ["draft", "verify-1"])
+@pytest.mark.parametrize(("result", "mark", "now"), [
+    ("exit-code", True, "new"), ("timeout", True, "new"), ("exit-code", False, "old"),
+    ("success", True, "old")])
+@pytest.mark.parametrize(("began", "other"), [("old", ""), ("new", ""), ("old", "verify-2")])
+def test_a_release_that_ends_badly_gives_way_to_the_other_one_during_a_rollout(
+        tmp_path: Path, role: str, result: str, mark: bool, now: str, began: str, other: str) -> None:
+    """Where the board has the same role there, and the process was of the release that is current."""
+    unit = (UNITS / (paths.DRAFT_UNIT if role == "draft" else paths.VERIFY_UNIT)).read_text()
+    [line] = [line for line in unit.replace("\\\n", "").splitlines() if line.startswith("ExecStopPost=+")]
+    command = shlex.split(line.removeprefix("ExecStopPost=+").replace("$$", "$").replace("%i", "1").replace(
+        paths.HOME, str(tmp_path)).replace("/run/%n", str(tmp_path / "began")))
+    for release, named in (("old", role), ("new", other or role)):
         (tmp_path / release / "etc").mkdir(parents=True)
-        (tmp_path / release / "etc/verify-1.toml").touch()
-    (tmp_path / "current").symlink_to("old")
-    (tmp_path / "previous").symlink_to("new")
+        (tmp_path / release / "etc" / f"{named}.toml").touch()
+    for link, release in (("current", "old"), ("previous", "new"), ("began", began)):
+        (tmp_path / link).symlink_to(release)
     if mark:
         (tmp_path / "unsettled").touch()
-    subprocess.run(command, env={**os.environ, "EXIT_STATUS": status}, check=True)
+    subprocess.run(command, env={**os.environ, "SERVICE_RESULT": result}, check=True)
+    now = now if began == "old" and not other else "old"
     links = {name: os.readlink(tmp_path / name) for name in ("current", "previous")}
     assert links == {"current": now, "previous": "old" if now == "new" else "new"}
     assert not [*tmp_path.glob("*.new")]

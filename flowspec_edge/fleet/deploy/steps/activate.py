@@ -2,9 +2,10 @@
 
 1. ``current`` is switched on all stages, then on the draft device, whose release decides which one runs.
 2. The draft device restarts; without a stage of its release it waits.
-3. The stages restart.  While ``UNSETTLED`` is there, a stage that the draft device refuses restarts by
-   itself, with ``previous`` if it ran ``current``: wherever a run is interrupted, one release answers.
-4. Once a token has come through, ``UNSETTLED`` goes.
+3. The stages restart.  While ``UNSETTLED`` is there, a stage that does not start, or that the draft device
+   refuses, and a draft device that ends before a token has come through, restart by themselves with
+   ``previous`` if they ran ``current``: wherever a run is interrupted, one release answers.
+4. Once a token has come through, ``UNSETTLED`` goes: the draft device removes its own.
 
 Links are replaced atomically.  The next run completes an interrupted one, as it decides from facts alone.
 """
@@ -27,12 +28,18 @@ _START_S = 960.0  # longer than any TimeoutStartSec, so that systemd reports the
 _START = """since=$(date +%s.%N)
 sync -f {home}; sync -f {units}
 systemctl reset-failed {unit} 2>/dev/null || true
-systemctl {verb} {unit} && exit
+if systemctl {verb} {unit}; then {then}; fi
 journalctl --sync
 for match in _SYSTEMD_UNIT={unit} --unit={unit}; do
     said=$(journalctl --no-pager --quiet --output=cat --lines=20 --since=@$since $match | grep . | tail -n 1)
     [ -z "$said" ] || {{ echo "$said" >&2; exit 1; }}
 done
+exit 1"""
+# A draft device whose release ended badly has started the one before.
+_RUNS = """runs=$(readlink /proc/$(systemctl show --property=MainPID --value {unit})/cwd)
+[ "$runs" != {release} ] || exit 0
+said=$(journalctl --no-pager --quiet --output=cat --lines=99 _SYSTEMD_UNIT={unit} | grep -i error | tail -n 1)
+echo "the release before runs again: ${{said:-see flowspec deploy logs}}" >&2
 exit 1"""
 # Until the former process has ended, which would refuse the stages of this release.
 _RESTART_DRAFT = """sync -f {home}; sync -f {units}
@@ -105,9 +112,11 @@ def started(state: BoardState, facts: BoardFacts) -> Action:
         return Action("running")
     # Synced first, so that the board boots with the started release after a power failure: only links
     # and units, a few kilobytes; the rest was synced before.
-    verb = "start" if state.unit == paths.DRAFT_UNIT else "restart"
-    return Action("running", (_START.format(home=paths.HOME, units=paths.UNITS, verb=verb,
-                                            unit=quote(state.unit)),), timeout_s=_START_S)
+    unit, then, verb = quote(state.unit), "exit", "restart"  # a stage follows the draft device by itself
+    if state.unit == paths.DRAFT_UNIT:
+        then, verb = _RUNS.format(unit=unit, release=quote(paths.release_dir(state.release))), "start"
+    return Action("running", (_START.format(home=paths.HOME, units=paths.UNITS, verb=verb, unit=unit,
+                                            then=then),), timeout_s=_START_S)
 
 
 def tidy(state: BoardState, facts: BoardFacts) -> Action:
@@ -144,8 +153,8 @@ def _others_gone(state: BoardState, facts: BoardFacts) -> Action:
 
 
 def _marks(state: BoardState, facts: BoardFacts) -> bool:
-    """Whether ``links`` marks the rollout as unfinished: on a stage that has a release to return to."""
-    return state.unit != paths.DRAFT_UNIT and facts.current not in ("", paths.release_dir(state.release))
+    """Whether ``links`` marks the rollout as unfinished: on a board that has a release to return to."""
+    return facts.current not in ("", paths.release_dir(state.release))
 
 
 def _before(state: BoardState, facts: BoardFacts) -> str:
