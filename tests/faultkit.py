@@ -93,8 +93,8 @@ class Case:
 
     @property
     def needs_new_code(self) -> bool:
-        """Whether only a release with another environment has that step."""
-        return self.command == "up" and self.step.name.startswith(("wheels", "environment"))
+        """Whether only a release with another environment and other units has that step."""
+        return self.command == "up" and self.step.name.startswith(("wheels", "environment", "units"))
 
     def __str__(self) -> str:
         return f"{self.command}: {self.fault} {self.when} {self.step.name!r} on board {self.step.board}"
@@ -203,6 +203,8 @@ def _make(directory: Path, commands: Iterable[str]) -> dict[str, Any]:
         shutil.copytree(imagekit.REPOSITORY, place, ignore=shutil.ignore_patterns(
             ".*", "tests", "docs", "__pycache__", "build", "dist"))
     (changed / "flowspec_edge" / "count.py").write_text("COUNT = 1\n")
+    for unit in (changed / "deploy" / "units").glob("*.service"):
+        unit.write_text(f"{unit.read_text()}# changed\n")
     for name in ("boards", "cluster"):
         (directory / name).mkdir()
     for name in (BEFORE, NOW, NEXT):
@@ -216,10 +218,11 @@ def _make(directory: Path, commands: Iterable[str]) -> dict[str, Any]:
             trial.model = str(directory / name / "demo")
             trial.completes("up")
             releases.append(trial.answers(text))
-        # As earlier releases would have left them, so that old ones are removed.
+        # As earlier releases would have left them, so that old ones and their shards are removed.
         for board in (DRAFT, STAGE):
             fleet.shell(board, f"cd {paths.RELEASES}; for i in 1 2 3 4; do cp -r {releases[0]} old$i; "
-                               "touch -d 2020-01-0$i old$i; done; sync")
+                               f"touch -d 2020-01-0$i old$i; done; cd {paths.MODELS}; "
+                               "cp -r $(ls | head -n 1) old; sync")
             fleet.switch_off(board)
     ground, steps = Ground(directory, {}, text, releases), {}
     for command in commands:
