@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import statistics
 import sys
 import time
@@ -53,6 +54,8 @@ def run(ground: Ground, results: Path, jobs: int, until: float, only: str, again
     done = {name for name, result in read(results).items() if result["passed"] or not again}
     left = [case for case in ground.cases() if only in str(case) and str(case) not in done]
     random.Random(0).shuffle(left)  # a part of the matrix has something of all of it
+    for stale in ground.directory.glob("trial-*"):  # of a run that was killed
+        shutil.rmtree(stale)
     with ProcessPoolExecutor(jobs) as pool, results.open("a") as out:
         running = [pool.submit(result_of, ground, case, until, results.parent / "failed") for case in left]
         for future in as_completed(running):
@@ -66,11 +69,11 @@ def result_of(ground: Ground, case: Case, until: float, failed: Path) -> dict[st
     """None if its time is over."""
     if time.monotonic() > until:
         return None
-    began, times, error = time.monotonic(), {}, ""
+    began, error, times = time.monotonic(), "", dict[str, float]()
     try:
         with trial_on(ground, case) as trial:
             try:
-                times = survives(trial, case)
+                survives(trial, case, times)
             except BaseException:
                 _keep(trial, failed / f"{str(case).replace('/', '_')}.log")
                 raise

@@ -25,7 +25,7 @@ BROKEN = {
                        '    raise UsageError("a release that does not work")\n'),
 }
 WAITS = ("runtime/draft_device/config.py", "start_within_s: Positive = 600.0",
-         "start_within_s: Positive = 40.0")
+         "start_within_s: Positive = 5.0")
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +38,15 @@ def step(board: int, name: str) -> Step:
 
 
 @pytest.mark.parametrize("case", [
-    Case("up", step(DRAFT, "release"), "control host killed", "after"),
     Case("up", step(DRAFT, "restarting"), "control host killed", "after"),
     Case("up", step(STAGE, "current release"), "control host killed, reboot", "after"),
     Case("rollback", step(DRAFT, "restarting"), "connection cut", "before"),
 ], ids=str)
 def test_a_release_answers_and_the_command_completes(ground: Ground, case: Case) -> None:
+    times = dict[str, float]()
     with trial_on(ground, case) as trial:
-        print(survives(trial, case))
+        survives(trial, case, times)
+    print(times)
 
 
 @pytest.mark.parametrize("what", BROKEN)
