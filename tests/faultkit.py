@@ -55,15 +55,24 @@ _FILL = ("stat -f -c '%f %S' /opt/flowspec | { read free size; "
          "fallocate --length $((free * size)) /opt/flowspec/full || true; }; "
          "cat /dev/zero > /opt/flowspec/rest 2>/dev/null || true")
 _EMPTY = "rm -f /opt/flowspec/full /opt/flowspec/rest"
-# The release of the process that answers, its weights' dtype, and the answer.
-_ASK = f"""cd /proc/$(systemctl show --property=MainPID --value {paths.DRAFT_UNIT})/cwd && python3 -c '
-import json, os, re, urllib.request
-release, dtype = os.getcwd(), re.search("dtype = .(\\w+)", open("etc/draft.toml").read()).group(1)
+# The release of the process that answers, and the answer; or why there is none for a while.
+_ASK = f"""python3 -c '
+import json, os, subprocess, time, urllib.request
+show = ["systemctl", "show", "--property=MainPID", "--value", "{paths.DRAFT_UNIT}"]
 body = json.dumps(dict(model="demo", prompt="{PROMPT}", max_tokens={_COUNT}, temperature=0)).encode()
 asked = urllib.request.Request("http://127.0.0.1:8000/v1/completions", body,
                                dict([("Content-Type", "application/json")]))
-said = json.load(urllib.request.urlopen(asked, timeout=60))["choices"][0]["text"]
-print(json.dumps([os.getcwd(), said]))' 2>&1 | tail -n 1"""
+for tries in range(20):
+    try:
+        release = os.readlink("/proc/" + subprocess.check_output(show, text=True).strip() + "/cwd")
+        said = json.load(urllib.request.urlopen(asked, timeout=60))["choices"][0]["text"]
+        print(json.dumps([release, said]))
+        break
+    except OSError as error:
+        said = str(error)
+        time.sleep(1)
+else:
+    print(said)' 2>&1 | tail -n 1"""
 # What is not whole: of the release that is current, and of the units.
 _HALF = (f"current=$(readlink {paths.CURRENT}); cd $current && test -s release.json || echo $current; "
          f"find $current/ {paths.UNITS}/flowspec-* -type f -size 0; "
@@ -161,7 +170,6 @@ class Trial:
                 assert answer == text, f"{release} answers {answer!r}"
                 return str(release.rpartition("/")[2])
             assert time.monotonic() < deadline, f"no release answers: {said} {self.cluster.deploy('status')}"
-            time.sleep(0.2)
 
     def is_whole(self) -> None:
         for board in (DRAFT, STAGE):
