@@ -72,7 +72,7 @@ for tries in range(20):
         said = str(error)
         time.sleep(1)
 else:
-    print(said)' 2>&1 | tail -n 1"""
+    print("none:", said)' 2>&1 | tail -n 1"""
 # What is not whole: of the release that is current, and of the units.
 _HALF = (f"current=$(readlink {paths.CURRENT}); cd $current && test -s release.json || echo $current; "
          f"find $current/ {paths.UNITS}/flowspec-* -type f -size 0; "
