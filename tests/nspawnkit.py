@@ -308,6 +308,11 @@ class Fleet:
         if make:
             for group in groups:
                 group.mkdir(exist_ok=True)
+                # A group is as heavy as a process of niceness 0, however nice those in it are.
+                for name, weight in (("cpu.shares", round(1024 / 1.25 ** os.nice(0))),
+                                     ("cpu.weight.nice", os.nice(0))):
+                    if (group / name).exists():
+                        (group / name).write_text(str(weight))
         return [group for group in groups if group.is_dir()]
 
 
