@@ -43,7 +43,7 @@ FAULTS = ("connection cut", "control host killed", "control host killed, reboot"
           "process killed", "reboot", "power cut")
 BEFORE, NOW, NEXT = "before", "now", "next"  # the releases: of models that differ in a file alone
 _ANSWERS = 600.0  # seconds within which a release has to answer
-_COUNT = 24  # tokens
+_COUNT = 12  # tokens
 # (what a board ran, the command and the pattern that hold it there)
 _STEPS = (
     (r"--description=flowspec deploy: (.+?) --property", "systemd-run", "*=flowspec deploy: {}*"),
@@ -62,10 +62,10 @@ show = ["systemctl", "show", "--property=MainPID", "--value", "{paths.DRAFT_UNIT
 body = json.dumps(dict(model="demo", prompt="{PROMPT}", max_tokens={_COUNT}, temperature=0)).encode()
 asked = urllib.request.Request("http://127.0.0.1:8000/v1/completions", body,
                                dict([("Content-Type", "application/json")]))
-for tries in range(20):
+for tries in range(10):
     try:
         release = os.readlink("/proc/" + subprocess.check_output(show, text=True).strip() + "/cwd")
-        said = json.load(urllib.request.urlopen(asked, timeout=60))["choices"][0]["text"]
+        said = json.load(urllib.request.urlopen(asked, timeout=90))["choices"][0]["text"]
         print(json.dumps([release, said]))
         break
     except OSError as error:
