@@ -62,7 +62,8 @@ show = ["systemctl", "show", "--property=MainPID", "--value", "{paths.DRAFT_UNIT
 body = json.dumps(dict(model="demo", prompt="{PROMPT}", max_tokens={_COUNT}, temperature=0)).encode()
 asked = urllib.request.Request("http://127.0.0.1:8000/v1/completions", body,
                                dict([("Content-Type", "application/json")]))
-for tries in range(10):
+end, said = time.monotonic() + 20, ""  # its caller does not wait much longer than one answer may take
+while time.monotonic() < end:
     try:
         release = os.readlink("/proc/" + subprocess.check_output(show, text=True).strip() + "/cwd")
         said = json.load(urllib.request.urlopen(asked, timeout=90))["choices"][0]["text"]
