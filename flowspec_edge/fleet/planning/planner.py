@@ -146,7 +146,7 @@ def plan(boards: Sequence[CandidateBoard], problem: SplitProblem, rate: Rate = s
 def search(boards: Sequence[CandidateBoard], problem: SplitProblem, rate: Rate) -> list[PipelinePlan]:
     """The best split, then others that were compared with it, each of other boards: the best first.
 
-    Among them is the split with the fastest slowest stage.  Errors as for :func:`plan`.
+    The boards of the split with the fastest slowest stage are among theirs.  Errors as for :func:`plan`.
     """
     kinds: list[CandidateBoard] = []  # a board of each kind
     tables = []

@@ -123,6 +123,11 @@ def test_never_worse_than_every_split_there_is(instance: tuple[list[CandidateBoa
                                         *(b.name for b, _ in made.left_out)}
 
 
+def profiles(split: PipelinePlan) -> list[str]:
+    """D0's, then those of the stages in a fixed order: splits over equal boards have the same."""
+    return [repr(split.d0.profile), *sorted(repr(stage.board.profile) for stage in split.stages)]
+
+
 @examples(120, quick=40)
 @given(instances(), st.sampled_from(["head", "ngram"]), st.integers(1, 3))
 def test_no_subset_of_the_boards_has_a_higher_rate(instance: tuple[list[CandidateBoard], SplitProblem],
@@ -141,8 +146,8 @@ def test_no_subset_of_the_boards_has_a_higher_rate(instance: tuple[list[Candidat
     assert rate(best.d0, ours[0], ours[1]) == pytest.approx(max(rates), rel=1e-6)
     assert (best.slowest, best.latency) == (pytest.approx(ours[0], abs=10 * NS),
                                             pytest.approx(ours[1], abs=10 * NS))
-    # The split that keeps several requests fastest is among those to compare, and no two have equal boards.
-    assert min(split.slowest for split in found) == pytest.approx(plan(boards, p).slowest, abs=10 * NS)
+    # The boards that keep several requests fastest are among those to compare, and no two have equal boards.
+    assert profiles(plan(boards, p)) in [profiles(split) for split in found]
     used = [(s.d0.name, *sorted(stage.board.name for stage in s.stages)) for s in found]
     assert len(set(used)) == len(used)
 
