@@ -1,8 +1,9 @@
 """Requests that wait for a place in the cluster, and those that have one: callers take turns at every level.
 
 A caller is a path, from what tells callers apart for certain to what they say of themselves: API key,
-address, user. Fairness begins at the first level, so whoever names many users at one address shares the turns
-of that address. Priorities order the requests of one caller only; no caller gains on another by them.
+address, user. Fairness begins at the first level, so a client that names many users at one address shares
+the turns of that address. Priorities order the requests of one caller only; no caller gains on another by
+them.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def processes(pool: LimitedProcesses) -> list[int]:
 
 
 def ended(pid: int) -> bool:
-    """Also if nobody has asked for its exit code."""
+    """Also before its exit code has been asked for."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:

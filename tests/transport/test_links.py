@@ -248,8 +248,7 @@ def test_bytes_that_do_not_speak_zmtp_3_never_become_messages(plain: ZmqTranspor
 
 
 LEAVING = """
-import time
-import zmq
+import time, zmq
 from flowspec_edge.transport.zmq_links import ZmqTransport
 transport = ZmqTransport()
 ends = [transport.pull("tcp://127.0.0.1:*", "data in"), transport.hub("tcp://127.0.0.1:*", "D0 control")]
