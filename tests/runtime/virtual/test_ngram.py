@@ -127,20 +127,25 @@ def test_over_processes(no_head: Path) -> None:
 
 
 def test_a_command_names_both_ways_without_a_head(no_head: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["generate", "abc", "--model", str(no_head), "--stages", "1", "--clock", "virtual",
-             "--max-new-tokens", "8", "--json"]
-    assert main(asked) != 0
+    assert main(["bench", "run", "--model", str(no_head), "--strategies", "flowspec_plus"]) != 0
     said = capsys.readouterr().err
     assert "flowspec_plus drafts with eagle2/, which" in said
     assert "(it has: none)" in said
     assert "--draft ngram" in said
     assert "--strategy autoregressive" in said
     assert len(said.strip().splitlines()) == 1
+
+
+def test_without_a_head_a_text_is_looked_up(no_head: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["generate", "abc", "--model", str(no_head), "--stages", "1", "--clock", "virtual",
+             "--max-new-tokens", "8", "--json"]
     texts = []
-    for way in (["--draft", "ngram", "--ngram-max", "6", "--ngram"], ["--strategy", "autoregressive"]):
+    for way in ([], ["--draft", "ngram", "--ngram-max", "6", "--ngram"], ["--strategy", "autoregressive"]):
         assert main([*asked, *way]) == 0
-        texts.append(json.loads(capsys.readouterr().out)["tokens"])
-    assert texts[0] == texts[1]
+        out, err = capsys.readouterr()
+        assert ("flowspec models head" in err) == (not way)
+        texts.append(json.loads(out)["tokens"])
+    assert texts[0] == texts[1] == texts[2]
 
 
 def test_spd_still_needs_its_module(no_head: Path, capsys: pytest.CaptureFixture[str]) -> None:
