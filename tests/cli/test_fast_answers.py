@@ -24,7 +24,8 @@ HELP = [["--help"], *([group, "--help"] for group in GROUPS),
         ["generate", "--help"], ["serve", "--help"], ["bench", "run", "--help"],
         ["models", "shard", "--help"], ["generate", "--help-all"]]
 ERRORS = [  # and a part of the line
-    (["fly"], "No such command 'fly'"),
+    (["fly"], "no command 'fly'"),
+    (["genrate", "x"], "did you mean generate"),
     (["generate", "x", "--taau", "1"], "--tau"),
     (["generate", "x", "--strategy", "flowspec_pluss"], "did you mean flowspec_plus"),
     (["generate", "x", "--profile", "papr-7b"], "did you mean paper-7b"),

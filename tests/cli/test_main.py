@@ -119,7 +119,7 @@ def test_a_command_that_moved_names_its_script(capsys: pytest.CaptureFixture[str
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fly"]) == 2
-    assert capsys.readouterr().err == "flowspec: error: No such command 'fly'.\n"
+    assert "no command 'fly'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [path for path, is_group in COMMANDS.items() if is_group])

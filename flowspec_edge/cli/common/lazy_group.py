@@ -7,6 +7,9 @@ from typing import Annotated, Any, ClassVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from flowspec_edge.errors import UsageError
+from flowspec_edge.util.suggest import did_you_mean
+
 
 @dataclass(frozen=True)
 class LazyCommand:
@@ -52,8 +55,12 @@ class LazyGroup(QuickGroup):
         return TyperCommand(cmd_name, help=about.summary, hidden=about.hidden, rich_help_panel=about.panel)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] in self.lazy:
-            self.load(args[0])
+        name = args[0] if args else "-"
+        if name in self.lazy:
+            self.load(name)
+        elif name not in self.commands and not name.startswith("-") and not ctx.resilient_parsing:
+            raise UsageError(f"no command {name!r}; {did_you_mean(name, self.lazy)}"
+                             f"{ctx.command_path} --help lists them")
         return super().resolve_command(ctx, args)
 
     def load(self, name: str) -> Any:
