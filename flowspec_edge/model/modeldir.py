@@ -108,6 +108,10 @@ def is_sharded(model_dir: Path | str) -> bool:
     return (Path(model_dir) / MANIFEST).is_file()
 
 
+_GGUF = ("GGUF files are not read: give the directory of the Hugging Face checkpoint from which the file was "
+         "made; flowspec models shard --dtype int4 makes 4 bits of it")
+
+
 def resolve_model(name_or_path: str | Path | None = None) -> ModelDir:
     """A model by directory, or by name: a shipped one, or a fetched one of the catalogue. UsageError if it or
     a file of its target is missing."""
@@ -119,6 +123,8 @@ def resolve_model(name_or_path: str | Path | None = None) -> ModelDir:
     needed = [("config.json",), WEIGHTS, _TOKENIZER]
     for names in needed:
         if not any((model.target / file).is_file() for file in names):
+            if files := sorted(model.target.glob("*.gguf")):
+                raise UsageError(f"{files[0]}: {_GGUF}")
             raise UsageError(f"{model.target} is incomplete: {' or '.join(names)} is missing")
     check_config(model.config, model.target / "config.json",
                  required=("num_hidden_layers", "hidden_size", "max_position_embeddings"))
@@ -147,6 +153,8 @@ def _absence(name: str) -> str:
     if known := find_known(name):
         return ("it is in the catalogue, but not on this machine: download it with: flowspec models fetch "
                 f"{known[0]}")
+    if name.endswith(".gguf"):
+        return _GGUF
     meant = did_you_mean(name, [*shipped_models(), *known_models()]).rstrip()
     return "not a directory, and no name in: flowspec models list" + (f"; {meant}" if meant else "")
 
