@@ -24,6 +24,7 @@ _WARM = 3  # faults after which a server holds what it needs for good
 ALLOWED = {
     "draft_mib": 48.0, "stage_mib": 48.0,  # resident memory: the allocator's, and Python's caches
     "descriptors": 4,  # of connections that close meanwhile
+    "threads": 1,  # the intake's second, started when two requests come at once
 }
 
 
