@@ -260,10 +260,11 @@ class Fleet:
     def _stop_all(self) -> None:
         for board in list(self._containers):
             self.cut_off(board)
+        until = time.monotonic() + 5.0  # for all of them: there are up to a dozen for each board
         for board in range(self.boards):
             for group in self._cgroups(board):
                 with suppress(OSError):  # a process is still ending: remove_stale_cgroups finds it later
-                    _remove_cgroup(group, 5.0)
+                    _remove_cgroup(group, until)
 
     def _keys(self) -> None:
         if not self.key.exists():
@@ -359,18 +360,17 @@ def _cgroup_parents() -> list[Path]:
     return found
 
 
-def _remove_cgroup(group: Path, within: float = 0.0) -> None:
-    """Remove a control group and those in it, which are empty ``within`` so many seconds: killed processes
-    leave theirs a moment after their container's process 1 has ended."""
+def _remove_cgroup(group: Path, until: float = 0.0) -> None:
+    """Remove a control group and those in it, which have to be empty by ``until`` (time.monotonic): killed
+    processes leave theirs a moment after their container's process 1 has ended."""
     for inner in group.iterdir():
         if inner.is_dir():
-            _remove_cgroup(inner, within)
-    deadline = time.monotonic() + within
+            _remove_cgroup(inner, until)
     while True:
         try:
             return group.rmdir()
         except OSError as error:
-            if error.errno != errno.EBUSY or time.monotonic() > deadline:
+            if error.errno != errno.EBUSY or time.monotonic() > until:
                 raise
             time.sleep(0.05)  # a control group of version 1 does not tell when it is empty: it is polled
 
