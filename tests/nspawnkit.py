@@ -8,6 +8,7 @@ that made it, even if that is killed: only its directory stays, and that is pyte
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import platform
@@ -84,8 +85,11 @@ class Fleet:
     ``recipes``: what each board's system is made of, ``BOARD`` if they are not given.
     """
 
+    _numbers = itertools.count()  # of this process' fleets
+
     def __init__(self, directory: Path, boards: int = 5, recipes: Sequence[imagekit.Recipe] = ()) -> None:
         self.directory, self.boards = directory, boards
+        self._number = next(self._numbers)
         self._images = [imagekit.image(recipe) for recipe in recipes or [BOARD] * boards]
         self._undo = ExitStack()
         remove_stale_cgroups()
@@ -305,7 +309,8 @@ class Fleet:
     def _cgroups(self, board: int, make: bool = False) -> list[Path]:
         """A board's control groups, one in each hierarchy: with a shared one, five systemds would take
         one another's services for their own."""
-        groups = [parent / f"{_CGROUP}{os.getpid()}-{self.name(board)}" for parent in _cgroup_parents()]
+        name = f"{_CGROUP}{os.getpid()}-{self._number}-{self.name(board)}"
+        groups = [parent / name for parent in _cgroup_parents()]
         if make:
             for group in groups:
                 group.mkdir(exist_ok=True)
