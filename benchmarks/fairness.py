@@ -163,7 +163,7 @@ def first_token(client: httpx2.Client, prompt: list[int], limit_s: float) -> tup
             return first, refused, "".join(pieces)
         except httpx2.HTTPStatusError:
             refused += 1
-            time.sleep(_RETRY_S)
+            time.sleep(_RETRY_S)  # as a refused client does
         except (httpx2.HTTPError, RuntimeError):
             break
     return None, refused, ""

@@ -110,9 +110,11 @@ class PowerFleet(Fleet):
     def switch_off(self, board: int) -> None:
         super().switch_off(board)
         # The last process' end unmounts the disk, which takes a moment.
+        deadline = time.monotonic() + 60
         while subprocess.run(["losetup", "-j", str(self._image_file(board))], check=True, capture_output=True
                              ).stdout:
-            time.sleep(0.1)
+            assert time.monotonic() < deadline, f"the disk of board {board} stays mounted"
+            time.sleep(0.1)  # polled: losetup does not tell when a mount lets go
 
     def _disk(self, board: int) -> tuple[Path, str, list[Path]]:
         place = self.directory / self.name(board)
