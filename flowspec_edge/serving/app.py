@@ -120,7 +120,7 @@ class CompletionEndpoint:
     async def _serve(self, record: AccessRecord, scope: Scope, receive: Receive, send: Send) -> None:
         http = Request(scope, receive)
         async with self._intake.body(http) as data:
-            body = await self._intake.run("text", caller_of(scope, None), lambda: self._read(data), receive)
+            body = await self._intake.run("body", caller_of(scope, None), lambda: self._read(data), receive)
             caller = caller_of(scope, body.user)
             prepared = await self._intake.run("template" if self._chat else "text", caller,
                                               lambda: self._prepare(body), receive)

@@ -30,8 +30,11 @@ MAX_BODY_BYTES = 2 * 2**20  # no model served here has room for a prompt of that
 _MAX_HELD_BYTES = 8 * MAX_BODY_BYTES  # of all bodies that are being read or prepared
 _RETRY_S = 5
 _THREADS, _MAX_JOBS = 2, 32  # of each kind of work; jobs include those that wait
+# Bodies name their users, so a limit that users share cannot hold before they are parsed: connections and
+# bytes bound them.
+_MAX_BODIES = 512
 
-Work = Literal["text", "template", "grammar"]
+Work = Literal["body", "text", "template", "grammar"]
 
 
 class Intake:
@@ -40,7 +43,8 @@ class Intake:
     def __init__(self, max_held_bytes: int = _MAX_HELD_BYTES) -> None:
         self._max_held_bytes = max_held_bytes
         self._held_bytes = 0
-        self._lanes: dict[Work, _Lane] = {"text": _Lane(), "template": _Lane(), "grammar": _Lane()}
+        self._lanes: dict[Work, _Lane] = {"body": _Lane(_MAX_BODIES), "text": _Lane(), "template": _Lane(),
+                                          "grammar": _Lane()}
 
     @asynccontextmanager
     async def body(self, http: Request) -> AsyncIterator[bytes]:
@@ -67,7 +71,7 @@ class Intake:
         ClientDisconnect when the client goes, which also cancels the job that ``do`` has in a process with
         limits.
 
-        work  "text": parsing and tokenising; "template": with a chat template; "grammar": compiling
+        work  "body": parsing; "text": tokenising; "template": with a chat template; "grammar": compiling
         """
         doing = asyncio.ensure_future(self._lanes[work].run(caller, do))
         gone = asyncio.ensure_future(sse.disconnected(receive))
@@ -97,13 +101,14 @@ class _Job:
 class _Lane:
     """Threads for one kind of work, and the queue before them; a caller has at most one of the threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_jobs: int = _MAX_JOBS) -> None:
+        self._max_jobs = max_jobs
         self._threads = ThreadPoolExecutor(_THREADS, "prepare")
         self._jobs: FairQueue[_Job] = FairQueue(time.monotonic, 1.0, places=_THREADS)
 
     async def run(self, caller: Caller, do: Callable[[], T]) -> T:
-        if not self._jobs.admits(caller, _MAX_JOBS):
-            raise ApiError(429, f"{_MAX_JOBS} requests are being prepared, your share among them; try again "
+        if not self._jobs.admits(caller, self._max_jobs):
+            raise ApiError(429, f"{self._max_jobs} requests are being prepared, your share among them; try again "
                                 f"in {_RETRY_S} s", code="rate_limit_exceeded", retry_after=_RETRY_S)
         job = _Job(caller, do, asyncio.get_running_loop().create_future())
         self._jobs.put(caller, job)
