@@ -347,9 +347,10 @@ def _complete(trial: Trial, case: Case, code: int, ends: tuple[str, ...]) -> str
         left = trial.fleet.shell(board, _LEFT)
         assert not left, f"board {board} still has: {left}"
     if ends:
-        assert release in (ends if not code or case.step.name == "settled" else ends[:1])
+        assert release in (ends if not code or case.step.name == "settled" else ends[:1]), release
     elif case.command == "up" and case.fault in ("control host killed", "power cut"):
-        assert trial.completes("up")["changed"] == 0
+        again = trial.completes("up")
+        assert again["changed"] == 0, again
     keys = json.loads(trial.cluster.flowspec("keys", "show", "--json").stdout)["boards"]
     assert all(key["public"] == key["recorded"] for key in keys), keys
     return release
