@@ -18,7 +18,7 @@ from flowspec_edge.fleet.deploy.steps.phases import decide
 from flowspec_edge.fleet.inventory import DeviceEntry
 from flowspec_edge.fleet.paths import DRAFT_UNIT, VENVS, model_dir, verify_unit
 from flowspec_edge.fleet.services.keys import KeyAction, changed_key
-from flowspec_edge.fleet.services.status import FleetStatus
+from flowspec_edge.fleet.services.status import BoardStatus, FleetStatus, Installed
 from flowspec_edge.model.manifest import DRAFT, Manifest, sha256_of, stage_part
 from flowspec_edge.model.modeldir import MANIFEST
 
@@ -82,7 +82,8 @@ def make_diff(deployment: Deployment, manifest: Manifest, environments: Mapping[
         before = befores[name]
         state = replace(
             state_of(deployment, place, environments[name]), release=release, files=files[name],
-            before=before.id if before else "", parts=_needed_parts(manifest, place, status, name))
+            before=before.id if before else "",
+            parts=_needed_parts(manifest, place, release, before, status.boards[names.index(name)]))
         boards.append(BoardDiff(
             device, state, keys[name], now[name].part_changes,
             *(tuple(decide(phase, state, now[name])) for phase in (
@@ -120,9 +121,13 @@ def _key_action(facts: BoardFacts, recorded: str) -> KeyAction:
     return "undo" if recorded and facts.public_before == recorded else "show"
 
 
-def _needed_parts(manifest: Manifest, place: int, status: FleetStatus, name: str) -> tuple[str, ...]:
-    """The parts of this release and of the board's current and previous one."""
-    [board] = [board for board in status.boards if board.name == name]
-    needed = {(manifest.request, place)} | {
-        (release.model, release.stage) for release in (board.current, board.previous) if release is not None}
+def _needed_parts(manifest: Manifest, place: int, release: str, before: Installed | None, board: BoardStatus
+                  ) -> tuple[str, ...]:
+    """The parts of this release and of the one that is the previous one when it runs (``steps.activate``)."""
+    current = board.current
+    if current and current.id == release:
+        previous = board.previous
+    else:
+        previous = before if before and before.id != release else current
+    needed = {(manifest.request, place)} | {(kept.model, kept.stage) for kept in (previous,) if kept}
     return tuple(sorted(f"{Path(model_dir(model)).name}/{part_name(stage)}" for model, stage in needed))

@@ -186,6 +186,23 @@ def test_another_release_is_current() -> None:
         "current release", "power mode at boot", "running", "old releases", "settled"]
 
 
+def test_up_again_changes_nothing_although_the_releases_were_of_three_models() -> None:
+    """The shards of the release before the previous one go with the switch, not with the next command."""
+    parts = tuple(f"{model * 16}/stage-1" for model in "abc")
+    release = diff(SETTLED).release
+    assert release is not None
+    now, before = (Installed(name, "verify", 1, "", model * 64) for name, model in (("r2", "b"), ("r1", "c")))
+    ahead, after = ({**SETTLED, "stage": replace(STAGE, parts=parts)}, FleetStatus([
+        BoardStatus("draft", replace(now, role="draft", stage=0)), BoardStatus("stage", now, before)]))
+    [shards] = [action for action in diff(ahead, before=after).boards[1].activate if action.changes]
+    assert shards.step == "old shards"
+    assert [part for part in parts if part.partition("/")[0] in " ".join(shards.commands)] == [parts[2]]
+    running = FleetStatus([BoardStatus("draft", Installed(release, "draft", 0, "", REQUEST)),
+                           BoardStatus("stage", Installed(release, "verify", 1, "", REQUEST), now)])
+    again = {**SETTLED, "stage": replace(STAGE, parts=parts[:2])}
+    assert changed(diff(again, before=running)) == []
+
+
 def test_after_an_interrupted_rollout_a_stage_can_still_return_to_the_draft_devices_release(tmp_path: Path
                                                                                             ) -> None:
     """The draft device runs r1, the stage has been switched to r2, and now another release is deployed."""
