@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from flowspec_edge.bench.results.report import BenchReport
-from flowspec_edge.bench.results.rows import Sample
+from flowspec_edge.bench.results.samples import Sample
 
 SETTINGS = {"model": "tiny", "stages": 4, "draft": "eagle2", "pipedec_width": 16, "max_new_tokens": 64,
             "dtype": "fp32", "seed": 0}
@@ -27,7 +27,7 @@ def report(strategies: list[str], tasks: list[str], temperatures: list[float], p
                             rounds=rng.randint(1, 9), tokens_per_second=(tokens - 1) / decode,
                             decode_s=decode, ttft_s=rng.random(), itl_p50_s=rng.random(),
                             itl_p95_s=rng.random(), drafted=9, verified=8, accepted=7, bytes=6,
-                            identical=True))
+                            identical=True, draft="eagle2"))
     facts = [{"name": task, "prompts": prompts, "sha256": "0"} for task in tasks]
     settings = {**SETTINGS, "stages": stages, "tasks": facts}
     return BenchReport(profile, "virtual" if profile else "wall", settings, {"cpu": "none"}, "2026-01-02",

@@ -108,8 +108,8 @@ class _Lane:
 
     async def run(self, caller: Caller, do: Callable[[], T]) -> T:
         if not self._jobs.admits(caller, self._max_jobs):
-            raise ApiError(429, f"{self._max_jobs} requests are being prepared, your share among them; try again "
-                                f"in {_RETRY_S} s", code="rate_limit_exceeded", retry_after=_RETRY_S)
+            raise ApiError(429, f"{self._max_jobs} requests are being prepared, your share among them; try "
+                                f"again in {_RETRY_S} s", code="rate_limit_exceeded", retry_after=_RETRY_S)
         job = _Job(caller, do, asyncio.get_running_loop().create_future())
         self._jobs.put(caller, job)
         self._start()

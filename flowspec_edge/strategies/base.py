@@ -78,6 +78,11 @@ class Strategy(ABC):
             return cls.drafter
         return params.draft
 
+    @classmethod
+    def looks_up(cls, params: Params) -> bool:
+        """Whether it also follows continuations from earlier in the text."""
+        return params.ngram and cls.drafter is not None
+
     @property
     def prompt_taps(self) -> tuple[int, ...]:
         """``Segment.taps`` of the prompt's rows."""

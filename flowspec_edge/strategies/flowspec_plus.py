@@ -63,6 +63,10 @@ class FlowSpecPlus(TreeStrategy):
         """Only **curve** uses segment times."""
         return "curve" not in self._disabled
 
+    @classmethod
+    def looks_up(cls, params: Params) -> bool:
+        return super().looks_up(params) or "lookup" not in params.disabled_ideas()
+
     def begin(self, text: Sequence[int], sampling: Sampling) -> None:
         self._sampling = sampling
         self._estimator = AcceptanceEstimator(sampling.greedy, "learn" not in self._disabled)

@@ -161,13 +161,20 @@ def _located(chosen: type[Strategy]) -> type[Strategy]:
 def draft_kind(chosen: type[Strategy], params: Params, model: ModelDir) -> str | None:
     """The kind of draft model that ``chosen`` uses on ``model``, which may lack it; None: it drafts nothing.
 
-    An EAGLE-3 head replaces a missing default EAGLE-1/2 head.  UsageError for an unusable kind.
+    An EAGLE-3 head replaces a missing EAGLE-1/2 head.  UsageError for an unusable kind.
     """
     kind = chosen.drafts_with(params)
-    if kind == "eagle2" and params.draft == "own" and not model.draft(kind) and model.draft("eagle3"):
+    if kind == "eagle2" and not model.draft(kind) and model.draft("eagle3"):
         kind = "eagle3"
     if kind == "eagle3" and chosen.parallelism != "pipeline":
         raise UsageError(f"{chosen.name} cannot draft with an EAGLE-3 head: it needs inner states of the "
                          "target, which devices that share each layer do not send; see --draft for another "
                          "kind, or leave this strategy out")
     return kind
+
+
+def draft_label(chosen: type[Strategy], params: Params, kind: str | None) -> str:
+    """Name what a request drafts with, for a table: ``kind``, "+ngram" if it also looks up in the text, or
+    "none"."""
+    looked_up = "+ngram" if kind not in (None, "ngram") and chosen.looks_up(params) else ""
+    return f"{kind or 'none'}{looked_up}"

@@ -23,7 +23,8 @@ def model(path: Path, *parts: str) -> ModelDir:
     ("flowspec", "own", ("eagle2", "eagle3"), "eagle2"),
     ("flowspec", "own", ("eagle3",), "eagle3"),
     ("flowspec", "own", ("draft-lm",), "eagle2"),  # to be asked for by name
-    ("flowspec", "eagle2", ("eagle3",), "eagle2"),  # as asked
+    ("flowspec", "eagle2", ("eagle3",), "eagle3"),
+    ("flowspec", "eagle2", ("draft-lm",), "eagle2"),
     ("flowspec", "eagle3", ("eagle2",), "eagle3"),
     ("pearl", "own", ("eagle3",), "lm"),
     ("pearl", "eagle3", ("eagle3",), "eagle3"),

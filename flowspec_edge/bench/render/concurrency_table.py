@@ -29,12 +29,13 @@ def concurrency_table(rows: Sequence[ReportRow], caption: str) -> Table:
     if several:
         made.add_column("task", no_wrap=True)
     made.add_column("strategy", no_wrap=True)
+    made.add_column("draft", no_wrap=True)
     for column in _columns(rows):
         made.add_column(column, justify="right", no_wrap=True)
     made.add_column("tokens", no_wrap=True)
     previous = None
     for row in rows:
-        cells = [plain(row.strategy), *_cells(row), texts(row)]
+        cells = [plain(row.strategy), plain(row.draft or "–"), *_cells(row), texts(row)]
         made.add_row(*["" if row.task == previous else plain(row.task)] * several, *cells)
         previous = row.task
     return made
@@ -48,10 +49,10 @@ def concurrency_markdown(report: BenchReport, only: Collection[str] | None = Non
         if not rows:
             continue
         caption = title(report.clock, report.profile, report.settings["stages"], temperature)
-        body = [[style_of(row.strategy).label, row.task, *_cells(row),
+        body = [[style_of(row.strategy).label, row.draft or "–", row.task, *_cells(row),
                  "identical" if row.identical else "**≠**"] for row in rows]
         parts += [f"## {report.settings['model']} model, {caption}",
-                  markdown_table(["method", "task", *_columns(rows), "texts"], body)]
+                  markdown_table(["method", "draft", "task", *_columns(rows), "texts"], body)]
     return "\n\n".join([*parts, DEFINITION])
 
 

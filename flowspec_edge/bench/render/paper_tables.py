@@ -9,6 +9,7 @@ from flowspec_edge.bench.render.concurrency_table import concurrency_markdown
 from flowspec_edge.bench.render.markdown import markdown_table
 from flowspec_edge.bench.render.styles import style_of
 from flowspec_edge.bench.render.table import timing
+from flowspec_edge.bench.results.estimates import METHOD
 from flowspec_edge.bench.results.paper_results import PaperResults
 from flowspec_edge.bench.results.report import BenchReport
 from flowspec_edge.bench.results.rows import BASELINE, MEAN, ReportRow
@@ -121,7 +122,7 @@ def _accepted_table(report: BenchReport, strategies: Sequence[str], published: P
 def _speed(row: ReportRow | None) -> Cells:
     if row is None:
         return [_NOTHING, _NOTHING]
-    spread = "" if row.tokens_per_second_sd is None else f" ± {row.tokens_per_second_sd:.2f}"
+    spread = "" if row.tokens_per_second_se is None else f" ± {row.tokens_per_second_se:.2f}"
     ratio = _NOTHING if row.speedup is None else f"{row.speedup:.2f}"
     return [f"{row.tokens_per_second:.2f}{spread}{'' if row.identical else ' **≠**'}", ratio]
 
@@ -137,17 +138,18 @@ def _note(report: BenchReport, published: PaperResults | None) -> str:
                      "nothing was timed on such devices.")
     else:
         parts.append("Wall clock; all devices share this one machine.")
-    if s["draft"] == "own":
-        parts.append("Each method drafts with its own kind of model.")
-    else:
-        kind = {"eagle2": "EAGLE-2", "eagle2-deep": "the deep EAGLE-2 head",
-                "lm": "the small draft model"}.get(s["draft"], s["draft"])
-        parts.append(f"All methods that draft do so with {kind} (`--draft {s['draft']}`).")
+    drafts: dict[str, list[str]] = {}
+    for name, draft in dict.fromkeys((row.strategy, row.draft) for row in report.rows):
+        if draft and name not in _LEFT_OUT:
+            drafts.setdefault(draft, []).append(style_of(name).label)
+    if drafts:
+        parts.append("; ".join(f"drafts of {draft}: {', '.join(names)}" for draft, names in drafts.items())
+                     + f" (`--draft {s['draft']}`).")
     parts.append(f"PipeDec's layers hold {s['pipedec_width']} nodes (`--pipedec-width`).")
     parts.append("; ".join(f"{task['name']}: {task['prompts']} prompts" for task in s["tasks"])
                  + f"; at most {s['max_new_tokens']} new tokens, {s['dtype']}, seed {s['seed']}.")
-    if any(row.tokens_per_second_sd is not None for row in report.rows):
-        parts.append("±: standard deviation over the repeats.")
+    if any(row.tokens_per_second_se is not None for row in report.rows):
+        parts.append(f"{METHOD}.")
     parts += _loops(report)
     wrong = list(dict.fromkeys(row.strategy for row in report.rows if not row.identical))
     parts.append(f"**Not the text of plain decoding (≠): {', '.join(wrong)}.**" if wrong else

@@ -124,9 +124,9 @@ def _draw_bars(axis: Axes, caption: str, rows: Sequence[ReportRow], by_task: boo
     for name in names:
         mine = [row for row in rows if row.strategy == name]
         at = [groups.index(group(row)) + (names.index(name) - (len(names) - 1) / 2) * width for row in mine]
-        spread: Any = [row.tokens_per_second_sd or 0.0 for row in mine]
+        spread: Any = [row.tokens_per_second_se or 0.0 for row in mine]
         bars = axis.bar(at, [row.tokens_per_second for row in mine], width * 0.94,
-                        color=style_of(name).colour, label=name, capsize=2,
+                        color=style_of(name).colour, label=_named(mine[0]), capsize=2,
                         yerr=spread if any(spread) else None)
         axis.bar_label(bars, [_label(row) for row in mine], fontsize=6, padding=1)
     axis.set_xticks(range(len(groups)), groups)
@@ -138,11 +138,15 @@ def _label(row: ReportRow) -> str:
     return ratio if row.identical else f"{ratio} ≠".lstrip()
 
 
+def _named(row: ReportRow) -> str:
+    return f"{row.strategy} ({row.draft})" if row.draft else row.strategy
+
+
 def _draw_lines(axis: Axes, caption: str, lines: dict[str, list[tuple[int, ReportRow]]]) -> None:
     for name, points in lines.items():
         x, y = [stages for stages, _ in points], [row.tokens_per_second for _, row in points]
         style = style_of(name)
-        axis.plot(x, y, marker=style.marker, markersize=4, color=style.colour, label=name)
+        axis.plot(x, y, marker=style.marker, markersize=4, color=style.colour, label=_named(points[0][1]))
     axis.set_xticks(sorted({stages for points in lines.values() for stages, _ in points}))
     axis.set_xlabel("stages")
     _finish(axis, caption)

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.segment import Segments
 from rich.table import Table
 
+from flowspec_edge.bench.results.estimates import METHOD
 from flowspec_edge.bench.results.rows import ReportRow
 from flowspec_edge.bench.run.repetition import DEFINITION
 from flowspec_edge.util.terminal import plain
@@ -37,10 +38,10 @@ def show(console: Console, made: Table) -> None:
 def table(rows: Sequence[ReportRow], caption: str) -> Table:
     """The rows in their order; speedup is over Chunk-PP.
 
-    The columns of task, energy, deviations and loops appear if they have values.
+    The columns of task, energy, errors and loops appear if they have values.
     """
     several = len({row.task for row in rows}) > 1
-    repeated = any(row.tokens_per_second_sd is not None for row in rows)
+    errors = any(row.tokens_per_second_se is not None for row in rows)
     energy = [name for name in _ENERGY if any(getattr(row, name) is not None for row in rows)]
     if energy:
         caption = f"{caption}; J/token: measured, without carrier boards"
@@ -48,8 +49,9 @@ def table(rows: Sequence[ReportRow], caption: str) -> Table:
     if several:
         made.add_column("task", no_wrap=True)
     made.add_column("strategy", no_wrap=True)
-    columns = ["tokens/s", "±", "speedup", "ALT", "ALR", "rounds", "TTFT s", "ITL s", "p95 s"]
-    if not repeated:
+    made.add_column("draft", no_wrap=True)
+    columns = ["tokens/s", "±", "speedup", "ALT", "ALR", "TTFT s", "ITL s"]
+    if not errors:
         columns.remove("±")
     counted = any(row.repeating is not None for row in rows)
     looped = any(row.repeating for row in rows)
@@ -60,11 +62,11 @@ def table(rows: Sequence[ReportRow], caption: str) -> Table:
     made.add_column("tokens", no_wrap=True)
     previous = None
     for row in rows:
-        cells = [plain(row.strategy), f"{row.tokens_per_second:.2f}"]
-        if repeated:
-            cells.append("–" if row.tokens_per_second_sd is None else f"{row.tokens_per_second_sd:.2f}")
+        cells = [plain(row.strategy), plain(row.draft or "–"), f"{row.tokens_per_second:.2f}"]
+        if errors:
+            cells.append("–" if row.tokens_per_second_se is None else f"{row.tokens_per_second_se:.2f}")
         cells += ["–" if row.speedup is None else f"{row.speedup:.2f}×", f"{row.alt:.3f}", f"{row.alr:.2f}",
-                  str(row.rounds), f"{row.ttft_s:.2f}", f"{row.itl_mean_s:.3f}", f"{row.itl_p95_s:.3f}"]
+                  f"{row.ttft_s:.2f}", f"{row.itl_mean_s:.3f}"]
         if counted:
             cells.append("–" if row.repeating is None else f"{row.repeating}/{row.answers}")
         if looped:
@@ -76,10 +78,11 @@ def table(rows: Sequence[ReportRow], caption: str) -> Table:
             cells.insert(0, "" if row.task == previous else plain(row.task))
         previous = row.task
         made.add_row(*cells)
+    notes = [METHOD] if errors else []
     if counted:
-        made.caption = (f"loops: answers with {DEFINITION}" +
-                        ("; looping, others: tokens/s of these answers and of all others" if looped else ""))
-        made.caption_justify = "left"
+        notes.append(f"loops: answers with {DEFINITION}" +
+                     ("; looping, others: tokens/s of these answers and of all others" if looped else ""))
+    made.caption, made.caption_justify = "\n".join(notes) or None, "left"
     return made
 
 

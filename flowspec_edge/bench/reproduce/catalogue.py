@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -22,7 +22,7 @@ Kind = Literal["speed", "acceptance", "bandwidth", "depth", "stages", "law"]
 
 @dataclass(frozen=True)
 class Measurement:
-    """A benchmark, or with an ``axis`` a sweep of it; ``name`` is its file's."""
+    """A benchmark, or with an ``axis`` a sweep of it; ``name`` is its file's, ``acceptance`` the option."""
 
     name: str
     profile: str
@@ -31,6 +31,7 @@ class Measurement:
     params: Params = PAPER
     axis: Axis | None = None
     values: tuple[Value, ...] = ()
+    acceptance: str = "head"
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,10 @@ class Artefact:
 _METHODS = ("megatron", "galaxy", "chunk_pp", "pipedec", "flowspec")
 _COMPARISON = Measurement("comparison-7b", SEVEN, _METHODS, (0.0, 1.0))
 _COMPARISON_13B = Measurement("comparison-13b", THIRTEEN, _METHODS[2:], (0.0, 1.0))
+_COMPARISONS = tuple(
+    replace(measured, name=f"{measured.name}{suffix}", acceptance=acceptance)
+    for measured in (_COMPARISON, _COMPARISON_13B) for suffix, acceptance in (("", "head"),
+                                                                            ("-calibrated", "paper")))
 _ABLATION = Measurement("ablation-7b", SEVEN, ("chunk_pp", "pruned_pp", "flowspec_no_sbd", "flowspec"),
                         (0.0, 1.0))
 _BANDWIDTH = Measurement("bandwidth-7b", SEVEN, _METHODS, axis="bandwidth", values=(1000, 500, 250, 125))
@@ -61,11 +66,11 @@ _SPD = Measurement("spd", STAGES_ALONE, ("autoregressive", "spd"), params=Params
 
 ARTEFACTS = {artefact.name: artefact for artefact in (
     Artefact("flowspec-table-1", "FlowSpec, Table I",
-             "tokens/s and SR of five methods by task, T = 0 and 1, 7B and 13B int4", 14, "speed",
-             (_COMPARISON, _COMPARISON_13B)),
+             "tokens/s and SR of five methods by task, T = 0 and 1, 7B and 13B int4", 28, "speed",
+             _COMPARISONS),
     Artefact("flowspec-table-2", "FlowSpec, Table II",
-             "tokens per turn (ALT) and per round (ALR), from the measurement of Table I", 14, "acceptance",
-             (_COMPARISON, _COMPARISON_13B)),
+             "tokens per turn (ALT) and per round (ALR), from the measurement of Table I", 28, "acceptance",
+             _COMPARISONS),
     Artefact("flowspec-table-3", "FlowSpec, Table III",
              "ablation: Chunk-PP, pruning, expansion, score-based drafting", 7, "speed", (_ABLATION,)),
     Artefact("flowspec-figure-5", "FlowSpec, Figure 5", "tokens/s at 125 to 1000 Mbps, T = 0", 17,

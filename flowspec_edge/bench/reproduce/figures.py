@@ -59,27 +59,31 @@ def _add_published_cells(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def _bars(records: Sequence[Record]) -> Figure:
-    """A panel for each profile and temperature, a group of bars for each task; the paper's means beside."""
-    panels = list(dict.fromkeys((r.profile, r.temperature) for r in records if r.source == MEASURED))
+    """A panel for each profile, acceptance and temperature, a group of bars for each task; the paper's means
+    beside."""
+    panels = list(dict.fromkeys((r.profile, r.acceptance, r.temperature) for r in records
+                                if r.source == MEASURED))
     figure, axes = new_figure(len(panels), _WIDTH, 2.1)
-    for axis, (profile, temperature) in zip(axes, panels, strict=True):
+    for axis, panel in zip(axes, panels, strict=True):
         here = [r for r in records if r.quantity == "tokens_per_second"
-                and (r.profile, r.temperature) == (profile, temperature)]
-        _grouped(axis, here, "tokens/s", f"{profile}, T = {temperature:g}")
+                and (r.profile, r.acceptance, r.temperature) == panel]
+        profile, acceptance, temperature = panel
+        _grouped(axis, here, "tokens/s", f"{profile}, T = {temperature:g}, {acceptance}")
     return figure
 
 
 def _acceptance(records: Sequence[Record]) -> Figure:
-    profiles = list(dict.fromkeys(r.profile for r in records))
+    kinds = list(dict.fromkeys((r.profile, r.acceptance) for r in records))
     names: dict[Quantity, str] = {"alt": "tokens per turn (ALT)", "alr": "tokens per round (ALR)"}
-    figure, axes = new_figure(2 * len(profiles), _WIDTH, 1.9)
-    panels = [(profile, quantity) for profile in profiles for quantity in names]
-    for axis, (profile, quantity) in zip(axes, panels, strict=True):
-        here = [r for r in records if (r.profile, r.quantity) == (profile, quantity)]
+    figure, axes = new_figure(2 * len(kinds), _WIDTH, 1.9)
+    panels = [(*kind, quantity) for kind in kinds for quantity in names]
+    for axis, (profile, acceptance, quantity) in zip(axes, panels, strict=True):
+        here = [r for r in records
+                if (r.profile, r.acceptance, r.quantity) == (profile, acceptance, quantity)]
         ours = {r.task for r in here if r.source == MEASURED}
         task = MEAN if MEAN in ours else min(ours)
         here = [r for r in here if r.source != MEASURED or r.task == task]
-        _grouped(axis, here, names[quantity], profile, lambda r: f"T = {r.temperature:g}")
+        _grouped(axis, here, names[quantity], f"{profile}, {acceptance}", lambda r: f"T = {r.temperature:g}")
     return figure
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from flowspec_edge.bench.reproduce.catalogue import Artefact, Kind, Measurement
-from flowspec_edge.bench.reproduce.estimates import (
+from flowspec_edge.bench.results.estimates import (
     Estimate,
     average,
     by_prompt,
@@ -19,10 +19,12 @@ from flowspec_edge.bench.reproduce.estimates import (
 )
 from flowspec_edge.bench.results.paper_results import PaperResults
 from flowspec_edge.bench.results.report import BenchReport
-from flowspec_edge.bench.results.rows import BASELINE, MEAN, Sample
+from flowspec_edge.bench.results.rows import BASELINE, MEAN
+from flowspec_edge.bench.results.samples import Sample
 from flowspec_edge.bench.sweeps.sweep import Axis, Sweep, Value
 
 MEASURED = "measured"
+OF_THE_HEAD = "the head's acceptance"
 Quantity = Literal["tokens_per_second", "speedup", "tokens_per_second_other", "speedup_other", "alt", "alr",
                    "over_autoregressive", "over_stpp", "acceptance", "acceptance_length", "law"]
 
@@ -30,6 +32,8 @@ Quantity = Literal["tokens_per_second", "speedup", "tokens_per_second_other", "s
 @dataclass(frozen=True)
 class Record:
     """source     "measured", or the model of a published figure
+    acceptance  "the head's", or how drafts were calibrated, of this figure or of those it stands beside
+    draft      what the method drafted with (``registry.draft_label``); "" if published
     task       "mean" of all tasks
     axis, at   what a sweep changes, and its value; for tree depths "d0,d_exp"
     repeating  of ``answers``, those that repeat themselves
@@ -51,6 +55,8 @@ class Record:
     answers: int | None = None
     repeating: int | None = None
     identical: bool | None = None
+    acceptance: str = ""
+    draft: str = ""
 
     @property
     def estimate(self) -> Estimate:
@@ -67,6 +73,11 @@ class Measured:
     @property
     def settings(self) -> dict[str, Any]:
         return self.results.settings
+
+    @property
+    def acceptance(self) -> str:
+        share = self.settings.get("acceptance", 1.0)
+        return OF_THE_HEAD if share == 1 else f"acceptance calibrated to the paper's ({share:g})"
 
     def points(self) -> list[tuple[Value | None, int, BenchReport]]:
         """(value, stages, report)"""
@@ -136,7 +147,8 @@ class _Point:
                 position(axis, self.value), quantity, estimate.value, estimate.error,
                 prompts=len({(s.task, s.prompt) for s in samples}), answers=len(samples),
                 repeating=sum(bool(s.repeating) for s in samples) if known else None,
-                identical=all(s.identical for s in samples))
+                identical=all(s.identical for s in samples), acceptance=self.measured.acceptance,
+                draft=samples[0].draft)
 
 
 def _speeds(mine: Sequence[Sample], others: Others, stages: int) -> dict[Quantity, Estimate]:
@@ -203,7 +215,7 @@ def _published(kind: Kind, measured: Measured, paper: PaperResults) -> Iterator[
     def record(source: str, method: str, quantity: Quantity, figure: float, temperature: float = 0.0,
                at: str = "", stages: int = stages) -> Record:
         return Record(source, m.profile if kind != "law" else "", stages, temperature, method, MEAN,
-                      m.axis or "", at, quantity, figure)
+                      m.axis or "", at, quantity, figure, acceptance=measured.acceptance)
 
     if kind == "speed":
         for temperature in m.temperatures:

@@ -39,60 +39,84 @@ def _first(records: Sequence[Record], quantity: Quantity, **fields: object) -> s
     return NOTHING
 
 
+def _beside(theirs: Sequence[Record], ours: Sequence[Record]) -> str:
+    """The published figure, and in brackets ours over it."""
+    if not theirs:
+        return NOTHING
+    over = f" [{ours[0].figure / theirs[0].figure:.2f}]" if ours else ""
+    return f"{theirs[0].figure:.2f}{over}"
+
+
+def _matching(records: Sequence[Record], **fields: object) -> list[Record]:
+    return [record for record in records if all(getattr(record, k) == v for k, v in fields.items())]
+
+
 def _distinct(records: Sequence[Record], field: str) -> list[object]:
     return list(dict.fromkeys(getattr(record, field) for record in records))
 
 
-def _where(profile: object, temperature: object = None) -> str:
-    parts = [f"virtual time under {profile}"]
-    return ", ".join([*parts, f"T = {temperature:g}"] if temperature is not None else parts)
+def _where(profile: object, temperature: object = None, acceptance: object = "") -> str:
+    parts = [f"virtual time under {profile}", f"T = {temperature:g}" if temperature is not None else "",
+             str(acceptance)]
+    return ", ".join(filter(None, parts))
 
 
 def _speed_panels(records: Sequence[Record]) -> list[PaperPanel]:
     """Methods × tasks, tokens/s and SR; the paper's means in the last columns."""
     panels = []
-    for profile, temperature in dict.fromkeys((r.profile, r.temperature) for r in records):
-        here = [r for r in records if (r.profile, r.temperature) == (profile, temperature)]
-        ours = [r for r in here if r.source == MEASURED]
-        columns = [(MEASURED, str(task), str(task)) for task in _distinct(ours, "task")]
-        columns += [(str(source), MEAN, f"paper, {source}") for source in _distinct(here, "source")
-                    if source != MEASURED]
-        header = ["method", *(cell for _, _, title in columns for cell in (title, "SR"))]
-        rows = [[style_of(str(method)).label,
-                 *(_first(here, quantity, source=source, task=task, method=method)
-                   for source, task, _ in columns for quantity in ("tokens_per_second", "speedup"))]
+    for profile, acceptance, temperature in dict.fromkeys(
+            (r.profile, r.acceptance, r.temperature) for r in records):
+        here = _matching(records, profile=profile, acceptance=acceptance, temperature=temperature)
+        ours = _matching(here, source=MEASURED)
+        tasks, papers = _distinct(ours, "task"), [s for s in _distinct(here, "source") if s != MEASURED]
+        header = ["method", "draft", *(cell for title in (*map(str, tasks), *(f"paper, {p}" for p in papers))
+                                       for cell in (title, "SR"))]
+        quantities: tuple[Quantity, ...] = ("tokens_per_second", "speedup")
+        rows = [[style_of(str(method)).label, _draft(ours, method),
+                 *(_first(ours, quantity, task=task, method=method) for task in tasks
+                   for quantity in quantities),
+                 *(_beside(_matching(here, source=source, quantity=quantity, method=method),
+                           _matching(ours, task=_whole(ours), quantity=quantity, method=method))
+                   for source in papers for quantity in quantities)]
                 for method in _distinct(ours, "method")]
-        panels.append(PaperPanel(_where(profile, temperature), header, rows))
+        where = _where(profile, temperature, acceptance)
+        panels.append(PaperPanel(where, header, rows))
         others = [r for r in ours if r.quantity in ("tokens_per_second_other", "speedup_other")]
         if others:
             tasks = _distinct(others, "task")
-            rows = [[style_of(str(method)).label,
+            rows = [[style_of(str(method)).label, _draft(ours, method),
                      *(_first(others, quantity, task=task, method=method) for task in tasks
                        for quantity in ("tokens_per_second_other", "speedup_other"))]
                     for method in _distinct(others, "method")]
-            heading = f"{_where(profile, temperature)}, without answers that repeat themselves"
-            header = ["method", *(cell for task in tasks for cell in (str(task), "SR"))]
+            heading = f"{where}, without answers that repeat themselves"
+            header = ["method", "draft", *(cell for task in tasks for cell in (str(task), "SR"))]
             panels.append(PaperPanel(heading, header, rows))
     return panels
 
 
 def _acceptance_panels(records: Sequence[Record]) -> list[PaperPanel]:
     panels = []
-    for profile in _distinct(records, "profile"):
-        here = [r for r in records if r.profile == profile]
-        ours = [r for r in here if r.source == MEASURED]
-        task = _whole(ours)
-        columns: list[tuple[str, dict[str, object]]] = [
-            (f"T = {t:g}", {"source": MEASURED, "task": task, "temperature": t})
-            for t in dict.fromkeys(r.temperature for r in ours)]
-        columns += [(f"paper, {source}", {"source": source}) for source in _distinct(here, "source")
-                    if source != MEASURED]
-        header = ["method", *(f"{name}, {title}" for title, _ in columns for name in ("ALT", "ALR"))]
-        rows = [[style_of(str(method)).label, *(_first(here, quantity, method=method, **fields)
-                                                for _, fields in columns for quantity in ("alt", "alr"))]
+    for profile, acceptance in dict.fromkeys((r.profile, r.acceptance) for r in records):
+        here = _matching(records, profile=profile, acceptance=acceptance)
+        ours = _matching(here, source=MEASURED)
+        temperatures, task = _distinct(ours, "temperature"), _whole(ours)
+        papers = [source for source in _distinct(here, "source") if source != MEASURED]
+        titles = (*(f"T = {t:g}" for t in temperatures), *(f"paper, {source}" for source in papers))
+        header = ["method", "draft", *(f"{name}, {title}" for title in titles for name in ("ALT", "ALR"))]
+        quantities: tuple[Quantity, ...] = ("alt", "alr")
+        rows = [[style_of(str(method)).label, _draft(ours, method),
+                 *(_first(ours, quantity, method=method, task=task, temperature=t) for t in temperatures
+                   for quantity in quantities),
+                 *(_beside(_matching(here, source=source, quantity=quantity, method=method),
+                           _matching(ours, task=task, quantity=quantity, method=method))
+                   for source in papers for quantity in quantities)]
                 for method in _distinct(ours, "method")]
-        panels.append(PaperPanel(_where(profile), header, rows))
+        panels.append(PaperPanel(_where(profile, acceptance=acceptance), header, rows))
     return panels
+
+
+def _draft(ours: Sequence[Record], method: object) -> str:
+    return _matching(ours, method=method)[0].draft or NOTHING
 
 
 def _whole(records: Sequence[Record]) -> object:
@@ -107,13 +131,15 @@ def _bandwidth_panels(records: Sequence[Record]) -> list[PaperPanel]:
     rows = []
     for method in _distinct(ours, "method"):
         label = style_of(str(method)).label
-        rows.append([label, *(_first(ours, "tokens_per_second", method=method, at=at, task=task)
-                              for at in values)])
+        rows.append([label, _draft(ours, method), *(
+            _first(ours, "tokens_per_second", method=method, at=at, task=task) for at in values)])
         for source in (s for s in _distinct(records, "source") if s != MEASURED):
-            rows.append([f"{label}, paper, {source}", *(
-                _first(records, "tokens_per_second", source=source, method=method, at=at) for at in values)])
+            rows.append([f"{label}, paper, {source}", "", *(
+                _beside(_matching(records, source=source, method=method, at=at),
+                        _matching(ours, quantity="tokens_per_second", method=method, at=at, task=task))
+                for at in values)])
     heading = f"tokens/s, {_where(ours[0].profile, ours[0].temperature)}"
-    return [PaperPanel(heading, ["method", *(f"{at} Mbps" for at in values)], rows)]
+    return [PaperPanel(heading, ["method", "draft", *(f"{at} Mbps" for at in values)], rows)]
 
 
 def _depth_panels(records: Sequence[Record]) -> list[PaperPanel]:
@@ -128,10 +154,11 @@ def _depth_panels(records: Sequence[Record]) -> list[PaperPanel]:
     def cell(depth: int, expansion: int) -> str:
         mine, published = cells.get((depth, expansion)), theirs.get((depth, expansion))
         text = mine.estimate.text() if mine else NOTHING
-        return f"{text} [{published.figure:.2f}]" if published else text
+        return f"{text}; {_beside([published], [mine] if mine else [])}" if published else text
 
     rows = [[f"d0 = {depth}", *(cell(depth, e) for e in expansions)] for depth in depths]
-    heading = f"tokens/s of FlowSpec, {_where(ours[0].profile, ours[0].temperature)}; in brackets the paper's"
+    heading = (f"tokens/s of FlowSpec, drafts of {ours[0].draft}, "
+               f"{_where(ours[0].profile, ours[0].temperature)}; second figure: the paper's")
     return [PaperPanel(heading, ["", *(f"d_exp = {e}" for e in expansions)], rows)]
 
 
@@ -143,16 +170,17 @@ def _stages_panels(records: Sequence[Record]) -> list[PaperPanel]:
         "tokens_per_second": "tokens/s", "over_autoregressive": "speed over plain decoding (PP)",
         "over_stpp": "speed over a static tree (STPP)"}
     for quantity, heading in headings.items():
-        rows = [[style_of(str(method)).label, *(_first(ours, quantity, method=method, at=at, task=task)
-                                                for at in values)] for method in _distinct(ours, "method")]
+        rows = [[style_of(str(method)).label, _draft(ours, method),
+                 *(_first(ours, quantity, method=method, at=at, task=task) for at in values)]
+                for method in _distinct(ours, "method")]
         for source in (s for s in _distinct(records, "source") if s != MEASURED):
             ranges = {at: [f"{r.figure:.2f}" for r in records if (r.source, r.at, r.quantity) == (
                 source, at, quantity)] for at in values}
             if any(ranges.values()):
-                rows.append([f"PipeDec, paper, {source}", *(" to ".join(ranges[at]) or NOTHING
+                rows.append([f"PipeDec, paper, {source}", "", *(" to ".join(ranges[at]) or NOTHING
                                                             for at in values)])
         panels.append(PaperPanel(f"{heading}, {_where(ours[0].profile, ours[0].temperature)}",
-                                 ["method", *(f"{at} stages" for at in values)], rows))
+                                 ["method", "draft", *(f"{at} stages" for at in values)], rows))
     return panels
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean
 
-from flowspec_edge.bench.results.rows import Sample
+from flowspec_edge.bench.results.samples import Sample
 
 METHOD = ("±: standard error over the prompts (repeats of a prompt are averaged first; a ratio's by "
           "linearisation)")

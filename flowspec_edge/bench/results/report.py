@@ -12,7 +12,8 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from flowspec_edge.bench.results.atomic_write import write
-from flowspec_edge.bench.results.rows import Cell, ReportRow, Sample, rows_of, task_means
+from flowspec_edge.bench.results.rows import ReportRow, rows_of, task_means
+from flowspec_edge.bench.results.samples import Cell, Sample
 from flowspec_edge.errors import UsageError
 from flowspec_edge.util.bounded_read import read_json
 

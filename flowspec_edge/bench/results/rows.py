@@ -1,4 +1,4 @@
-"""Benchmark samples, one a request, and rows of their figures; rows are always computed, never read."""
+"""Rows of a benchmark's figures, always computed from its samples, never read."""
 
 from __future__ import annotations
 
@@ -7,65 +7,20 @@ from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Any
 
-from flowspec_edge.bench.results.concurrency import (
-    ConcurrencyFigures,
-    ConcurrentTiming,
-    figures_of,
-    mean_figures,
-)
+from flowspec_edge.bench.results import estimates
+from flowspec_edge.bench.results.concurrency import ConcurrencyFigures, figures_of, mean_figures
+from flowspec_edge.bench.results.samples import Cell, Sample
 
 BASELINE = "chunk_pp"
 MEAN = "mean"
-
-Cell = tuple[str, str, float]  # (strategy, task, temperature), measured together
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One request; times in seconds.
-
-    repeat     what was added to the seed
-    bytes      all that was sent
-    near_ties  whether the text counts as identical in 16 bits although near ties were decided differently
-    repeating  whether the text repeats itself (``run.repetition``); None in files from before this field
-    energy_j, energy_above_idle_j  as in a request's ``Stats``
-    concurrent  None if the request ran alone
-    """
-
-    strategy: str
-    task: str
-    temperature: float
-    repeat: int
-    prompt: int
-    tokens: int
-    turns: float
-    rounds: int
-    tokens_per_second: float
-    decode_s: float
-    ttft_s: float
-    itl_p50_s: float
-    itl_p95_s: float
-    drafted: int
-    verified: int
-    accepted: int
-    bytes: int
-    identical: bool
-    near_ties: bool = False
-    energy_j: float | None = None
-    energy_above_idle_j: float | None = None
-    repeating: bool | None = None
-    concurrent: ConcurrentTiming | None = None
-
-    @property
-    def cell(self) -> Cell:
-        return self.strategy, self.task, self.temperature
-
 
 @dataclass(frozen=True)
 class ReportRow:
     """One strategy on one task at one temperature: all prompts, all repeats.
 
+    draft                 what the strategy drafted with, such as "eagle2+ngram", or "none"
     tokens_per_second     mean over prompts and repeats, without answers of at most one token
+    tokens_per_second_se  its standard error over the prompts; None for a single one
     tokens_per_second_sd  standard deviation over repeats of the prompts' mean; None if run once
     speedup               ratio to chunk_pp's tokens_per_second; None if chunk_pp was not run
     alt, alr              sums divided by sums: tokens after the first over turns, and over rounds
@@ -112,6 +67,8 @@ class ReportRow:
     tokens_per_second_other: float | None = None
     speedup_other: float | None = None
     concurrency: ConcurrencyFigures | None = None
+    draft: str = ""
+    tokens_per_second_se: float | None = None
 
 
 def rows_of(samples: Iterable[Sample]) -> list[ReportRow]:
@@ -168,7 +125,8 @@ def _row(samples: Sequence[Sample]) -> ReportRow:
         energy_j=energy, energy_above_idle_j=above_idle,
         joules_per_token=None if energy is None or not tokens else energy / tokens,
         joules_per_token_above_idle=None if above_idle is None or not tokens else above_idle / tokens,
-        answers=len(samples), **_apart(samples, decoded),
+        answers=len(samples), **_apart(samples, decoded), draft=first.draft,
+        tokens_per_second_se=estimates.speed(samples).error,
         concurrency=figures_of(timings) if timings else None,
     )
 
@@ -205,6 +163,8 @@ def _mean(parts: Sequence[ReportRow], deviation: float | None) -> ReportRow:
         figures[name] = None if total is None else total / len(parts)
     for name in ("tokens_per_second_repeating", "tokens_per_second_other"):
         figures[name] = _mean_of(getattr(row, name) for row in parts)
+    figures["tokens_per_second_se"] = estimates.average(
+        [estimates.Estimate(row.tokens_per_second, row.tokens_per_second_se) for row in parts]).error
     loops = [row.repeating for row in parts if row.repeating is not None]
     figures["repeating"] = sum(loops) if len(loops) == len(parts) else None
     shared = [row.concurrency for row in parts if row.concurrency]

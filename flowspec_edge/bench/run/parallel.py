@@ -31,6 +31,7 @@ class Workplace:
 
     plugins  strategies from outside, as "package.module:Class"
     threads  of torch; None: those of the Dask worker that computes
+    right_children  as ``VirtualCluster``'s
     """
 
     model: Path
@@ -38,6 +39,7 @@ class Workplace:
     device: str = "cpu"
     plugins: tuple[str, ...] = ()
     threads: int | None = 1
+    right_children: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,8 @@ class _Loaded:
         if self._cluster is None or self._described != (task.stages, task.profile):
             w, profile = self._workplace, Profile.model_validate_json(task.profile)
             self._cluster = (self._cluster.under(profile, task.stages) if self._cluster else
-                             VirtualCluster(w.model, task.stages, profile, w.dtype, device=w.device))
+                             VirtualCluster(w.model, task.stages, profile, w.dtype, device=w.device,
+                                            right_children=w.right_children))
             self._described = task.stages, task.profile
         return self._cluster.generate_many(task.requests, task.arrivals)
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from flowspec_edge.bench.results.report import BenchReport, Difference
-from flowspec_edge.bench.results.rows import ReportRow, Sample
+from flowspec_edge.bench.results.rows import ReportRow
+from flowspec_edge.bench.results.samples import Sample
 from flowspec_edge.bench.run.concurrent import ArrivalGroup, ArrivalPattern, MeasuredAnswer, run_groups
 from flowspec_edge.bench.run.repetition import repeats_itself
 from flowspec_edge.runtime.request import ClusterBackend, Request, Result
@@ -172,6 +173,7 @@ def _sample(strategy: str, task: str, temperature: float, repeat: int, prompt: i
         accepted=s.accepted, bytes=s.bytes, identical=identical,
         near_ties=tied, energy_j=s.energy_j, energy_above_idle_j=s.energy_above_idle_j,
         repeating=repeats_itself(result.tokens), concurrent=timing,
+        draft=s.draft,
     )
 
 

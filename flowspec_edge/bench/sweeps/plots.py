@@ -47,9 +47,9 @@ def _lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) -> Fig
         shown |= points.keys()
         wrong = " ≠" if not all(row.identical for row in points.values()) else ""
         axis.errorbar(list(points), [row.tokens_per_second for row in points.values()],
-                      [row.tokens_per_second_sd or 0.0 for row in points.values()], capsize=2, color=colour,
+                      [row.tokens_per_second_se or 0.0 for row in points.values()], capsize=2, color=colour,
                       marker=marker, **_OURS)
-        axis.plot([], [], color=colour, linewidth=4, marker=marker, label=f"{name}{wrong}")
+        axis.plot([], [], color=colour, linewidth=4, marker=marker, label=f"{_named(rows, name)}{wrong}")
         if theirs and (curve := theirs.curve(name)):
             axis.plot(list(curve), list(curve.values()), color=colour, marker=marker, **_THEIRS)
             shown |= curve.keys()
@@ -69,6 +69,11 @@ def _lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) -> Fig
     axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     figure.legend(handles=kinds, fontsize=8, loc="outside lower left", frameon=False)
     return figure
+
+
+def _named(rows: Mapping[Value, ReportRow], name: str) -> str:
+    draft = next(iter(rows.values())).draft
+    return f"{name} ({draft})" if draft else name
 
 
 def _ticks(axis: Axes, values: list[float]) -> None:

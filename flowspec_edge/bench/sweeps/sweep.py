@@ -11,7 +11,8 @@ from pydantic import BaseModel, model_validator
 
 from flowspec_edge.bench.results.paper_results import BandwidthCurves, DepthCells
 from flowspec_edge.bench.results.report import BenchReport, Difference, JsonResults, read_results
-from flowspec_edge.bench.results.rows import ReportRow, Sample
+from flowspec_edge.bench.results.rows import ReportRow
+from flowspec_edge.bench.results.samples import Sample
 
 Axis = Literal["bandwidth", "depth", "stages", "segment", "latency"]
 Links = Literal["virtual", "namespaces", "cluster"]

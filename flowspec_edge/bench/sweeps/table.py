@@ -8,6 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from flowspec_edge.bench.render.table import timing
+from flowspec_edge.bench.results.estimates import METHOD
 from flowspec_edge.bench.results.paper_results import BandwidthCurves, DepthCells
 from flowspec_edge.bench.results.rows import ReportRow
 from flowspec_edge.bench.run.repetition import DEFINITION
@@ -51,6 +52,8 @@ def notes(sweep: Sweep) -> list[str]:
     s, found = sweep.settings, []
     tasks = "; ".join(f"{t['name']}: {t['prompts']} prompt{'s' * (t['prompts'] > 1)}" for t in s["tasks"])
     found.append(f"{tasks}; at most {s['max_new_tokens']} new tokens; draft: {s['draft']}.")
+    if any(row.tokens_per_second_se is not None for rows in sweep.speeds().values() for row in rows.values()):
+        found.append(f"{METHOD}.")
     found += _loops(sweep)
     if sweep.axis == "depth":
         found += [_extremes(name, rows) for name, rows in sweep.speeds().items()]
@@ -93,21 +96,22 @@ def best_and_worst(rows: Mapping[Value, ReportRow]) -> tuple[Value, Value]:
 
 def _lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) -> Table:
     values = [point.value for point in sweep.points]
-    made = _table("strategy", [label(value, UNITS[sweep.axis]) for value in values])
+    made = _table("strategy", [label(value, UNITS[sweep.axis]) for value in values], "draft")
     made.add_column(_share_name(sweep), justify="right", no_wrap=True)
     for name, rows in speeds.items():
         ours = [rows.get(value) for value in values]
         figures = [row.tokens_per_second if row else None for row in ours]
-        made.add_row(plain(name), *map(_speed, ours), _retained(figures))
+        draft = next(row.draft for row in rows.values())
+        made.add_row(plain(name), plain(draft or _NOTHING), *map(_speed, ours), _retained(figures))
         if isinstance(sweep.published, BandwidthCurves):
             curve = sweep.published.curve(name)
             theirs = [curve.get(value) if not isinstance(value, tuple) else None for value in values]
-            made.add_row(f"[dim]{PUBLISHED}[/dim]", *(f"[dim]{_figure(speed)}[/dim]" for speed in theirs),
+            made.add_row(f"[dim]{PUBLISHED}[/dim]", "", *(f"[dim]{_figure(speed)}[/dim]" for speed in theirs),
                          f"[dim]{_retained(theirs)}[/dim]")
     if any(point.measured_mbps for point in sweep.points):
         slowest = [min(point.measured_mbps) if point.measured_mbps else None for point in sweep.points]
         made.add_section()
-        made.add_row("measured Mbps, slowest device", *map(_figure, slowest), "")
+        made.add_row("measured Mbps, slowest device", "", *map(_figure, slowest), "")
     return made
 
 
@@ -139,9 +143,10 @@ def _extremes(name: str, rows: Mapping[Value, ReportRow]) -> str:
             f"{least:.2f}, {least / most:.0%} of it.")
 
 
-def _table(first: str, columns: Sequence[str]) -> Table:
+def _table(first: str, columns: Sequence[str], second: str = "") -> Table:
     made = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    made.add_column(first, no_wrap=True)
+    for text in filter(None, (first, second)):
+        made.add_column(text, no_wrap=True)
     for column in columns:
         made.add_column(column, justify="right", no_wrap=True)
     return made
@@ -150,7 +155,7 @@ def _table(first: str, columns: Sequence[str]) -> Table:
 def _speed(row: ReportRow | None) -> str:
     if row is None:
         return _NOTHING
-    spread = "" if row.tokens_per_second_sd is None else f" ± {row.tokens_per_second_sd:.2f}"
+    spread = "" if row.tokens_per_second_se is None else f" ± {row.tokens_per_second_se:.2f}"
     return f"{row.tokens_per_second:.2f}{spread}{'' if row.identical else ' [red]≠[/red]'}"
 
 

@@ -46,7 +46,8 @@ def measure(options: BenchOptions, sampling: Sampling, params: Params, strategie
     names = parse_strategies(options.strategies or strategies)
     model = resolve_model(options.model)
     options = replace(options, stages=stages_of(model, options.stages), dtype=dtype_of(model, options.dtype))
-    clock_settings = choose_clock(options.clock, options.profile, options.emulate)
+    clock_settings = replace(choose_clock(options.clock, options.profile, options.emulate),
+                             right_children=options.right_children)
     options.require_virtual(clock_settings.clock)
     tasks = tasks_of(options)
     temperature_values = parse_temperatures(options.temperatures or temperatures, sampling)
@@ -95,8 +96,9 @@ def parallel_run(options: BenchOptions, model: ModelDir, names: Sequence[str]) -
     from flowspec_edge.bench.run.parallel import ParallelRun, Workplace, plugins_of, threads_of
 
     threads = None if options.dask else threads_of(options.jobs)
-    return ParallelRun(Workplace(model.path.resolve(), dtype_of(model, options.dtype), options.device,
-                                 plugins_of(names), threads), options.jobs, options.dask)
+    workplace = Workplace(model.path.resolve(), dtype_of(model, options.dtype), options.device,
+                          plugins_of(names), threads, options.right_children)
+    return ParallelRun(workplace, options.jobs, options.dask)
 
 
 def tasks_of(options: BenchOptions) -> list[Task]:
@@ -144,7 +146,7 @@ def resume(options: BenchOptions, load: Callable[[Path], _Results], new: _Result
 def settings_for(options: BenchOptions, tasks: Sequence[Task], model: ModelDir, profile: Profile | None,
               sampling: Sampling, params: Params) -> dict[str, Any]:
     """Everything that a row depends on, except the machine."""
-    from flowspec_edge.bench.results.host_info import versions
+    from flowspec_edge.bench.results.host_info import commit, versions
 
     shared = {"clients": options.clients, "arrival_rate": options.arrival_rate}
     drawn = {key: value for key, value in asdict(sampling).items() if key != "temperature"}
@@ -156,5 +158,6 @@ def settings_for(options: BenchOptions, tasks: Sequence[Task], model: ModelDir, 
         "repeats": options.repeats, "warmup": options.warmup,
         **{key: value for key, value in shared.items() if value is not None},
         **drawn, "seeds": [sampling.seed + repeat for repeat in range(options.repeats)],
-        **asdict(params), "versions": versions(), "profile": profile.model_dump() if profile else None,
+        **asdict(params), "versions": versions(), "commit": commit(),
+        "acceptance": options.right_children, "profile": profile.model_dump() if profile else None,
     }

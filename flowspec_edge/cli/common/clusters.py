@@ -24,11 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ClockSettings:
-    """``profile`` None: this machine's own time; ``real_links``: emulation over a real network."""
+    """``profile`` None: this machine's own time; ``real_links``: emulation over a real network;
+    ``right_children``: as ``VirtualCluster``'s."""
 
     clock: Clock
     profile: Profile | None
     real_links: bool = False
+    right_children: float = 1.0
 
     @property
     def emulated(self) -> bool:
@@ -73,7 +75,7 @@ def open_cluster(clock_settings: ClockSettings, model: ModelDir, stages: int, dt
     assert clock_settings.profile is not None
     with memory_errors(device):
         cluster = VirtualCluster(model.path, stages, clock_settings.profile, dtype_of(model, dtype), observer,
-                                 device=device)
+                                 device=device, right_children=clock_settings.right_children)
         try:
             yield cluster
         finally:

@@ -49,7 +49,8 @@ class Measurements:
 
     def _run(self, wanted: Measurement) -> BenchReport | Sweep:
         path = self._folder / f"{wanted.name}.json"
-        options = replace(self._options, profile=wanted.profile, out=path, resume=self._resume)
+        options = replace(self._options, profile=wanted.profile, out=path, resume=self._resume,
+                          acceptance=wanted.acceptance)
         names = ",".join(wanted.strategies)
         if wanted.axis is None:
             temperatures = ",".join(f"{t:g}" for t in wanted.temperatures)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 app = typer.Typer(help="How tokens/s change with the links, the stages, the segment, the tree.",
                   no_args_is_help=True)
 
-_FIGURE_5 = "megatron,galaxy,chunk_pp,pipedec,flowspec"
-_SEGMENTED = "chunk_pp,pruned_pp,flowspec"  # PipeDec's layers have a width of their own
+_FIGURE_5 = "megatron,galaxy,chunk_pp,pipedec,flowspec,flowspec_plus"
+_SEGMENTED = "chunk_pp,pruned_pp,flowspec,flowspec_plus"  # PipeDec's layers have a width of their own
 # One temperature; --links decides the clock; requests run one by one.
 _HIDDEN_OPTIONS = ("temperatures", "clock", "emulate", "clients", "arrival_rate")
 _VIRTUAL = (*_HIDDEN_OPTIONS, "idle_seconds")
@@ -57,8 +57,8 @@ def bandwidth(
 ) -> None:
     """Measure tokens/s against the bandwidth of the links: Figure 5 of the FlowSpec paper.
 
-    By default its five methods (megatron, galaxy, chunk_pp, pipedec, flowspec), all drafting with EAGLE-2
-    as in the paper.
+    By default its five methods (megatron, galaxy, chunk_pp, pipedec, flowspec) and flowspec_plus, all
+    drafting with EAGLE-2 as in the paper.
 
     With --links namespaces every device is a process in its own network namespace that takes the profile's
     time and sends the profile's bytes, and the kernel shapes its traffic.  Needs root; everything is removed

@@ -37,6 +37,7 @@ class SweepSetup:
     board_model: str = ""  # the model's directory on the boards
     device: str = "cpu"  # torch's, here
     idle_s: float = 0.0  # seconds before the first request, for the boards' idle power
+    right_children: float = 1.0  # as ``VirtualCluster``'s
 
 
 def open_points(link_kind: Links, setup: SweepSetup) -> AbstractContextManager[OpenPoint]:
@@ -60,7 +61,8 @@ def _virtual(setup: SweepSetup) -> Iterator[OpenPoint]:
             loaded.append(loaded.pop().under(profile, stages))
         else:
             loaded.append(VirtualCluster(setup.model.path, stages, profile,
-                                         dtype_of(setup.model, setup.dtype), device=setup.device))
+                                         dtype_of(setup.model, setup.dtype), device=setup.device,
+                                         right_children=setup.right_children))
         yield PointCluster(loaded[0], None)
 
     with memory_errors(setup.device):

@@ -176,7 +176,8 @@ def measured(request: SweepRequest, options: BenchOptions, sampling: Sampling, p
 
     if total := steps(sweep, plans):
         setup = SweepSetup(request.axis, model, options.stages, profile, options.dtype, inventory,
-                      request.board_model or str(model.path.resolve()), options.device, options.idle_seconds)
+                      request.board_model or str(model.path.resolve()), options.device, options.idle_seconds,
+                      options.right_children)
         if options.parallel:
             run = parallel_run(options, model, names)
             open_parallel = parallel_points(run, setup)

@@ -49,12 +49,13 @@ Task = Verify | DraftPass
 class Coordinator:
     def __init__(self, request: Request, make: Callable[[SegmentBuilder], Strategy], drafter: Drafter | None,
                  head: LmHead, clock: Callable[[], float], session: int = 1,
-                 predecessor: Coordinator | None = None, cached_rows: int = 0, parent_session: int = -1
-                 ) -> None:
+                 predecessor: Coordinator | None = None, cached_rows: int = 0, parent_session: int = -1,
+                 draft: str = "") -> None:
         """predecessor  the request's coordinator in an earlier session: its prompt and answer become this
                      one's prompt
         cached_rows  rows of the prompt that the stages retain from ``parent_session``; at least one must be
                      left to prefill, and a drafter must have been rewound to one token more
+        draft  what the request drafts with, for its ``Stats``
         """
         if not request.prompt:
             raise UsageError("the prompt is empty; give at least one token")
@@ -64,7 +65,7 @@ class Coordinator:
         self._needed = frozenset(drafter.taps if drafter else ())  # layers whose states the drafter needs
         self.builder = SegmentBuilder(session, 0, tuple(sorted(self._needed)), cached_rows)
         self.strategy = make(self.builder)
-        self.drafter = drafter
+        self.drafter, self._draft = drafter, draft
         self._cached_rows, self._parent_session = cached_rows, parent_session
         self.head = head
         self._generation = Generation(request, clock)
@@ -315,4 +316,4 @@ class Coordinator:
     def result(self, slot_s: float, bytes_sent: int, stages: tuple[dict[str, float], ...] = ()) -> Result:
         """``slot_s``: time of one segment in the slowest stage."""
         return self._generation.result(self.strategy.counters, self._rounds, slot_s, bytes_sent, stages,
-                                       self._reused)
+                                       self._reused, self._draft)

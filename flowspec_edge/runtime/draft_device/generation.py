@@ -75,7 +75,7 @@ class Generation:
         return new
 
     def result(self, counters: TokenCounters, rounds_before: int, slot_s: float, bytes_sent: int,
-               stages: tuple[dict[str, float], ...], reused: int) -> Result:
+               stages: tuple[dict[str, float], ...], reused: int, draft: str) -> Result:
         """counters       of the last session's strategy
         rounds_before  its rounds before the last acceptance, which ends the running round
         slot_s         time of one segment in the slowest stage
@@ -98,5 +98,6 @@ class Generation:
             drafted=self._past.drafted + counters.drafted, verified=self._past.verified + counters.verified,
             accepted=self._accepted,
             bytes=bytes_sent, decode_s=decode, slot_s=slot_s, stages=stages, reused=reused,
+            draft=draft,
         )
         return Result(list(self.tokens), self.finish_reason, stats, tuple(self._token_at))

@@ -27,7 +27,7 @@ from flowspec_edge.stage.shard import find_embedding, load_lm_head, stage_ranges
 from flowspec_edge.stage.weights.load import part_of
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.params import Params
-from flowspec_edge.strategies.registry import draft_kind, strategy_class
+from flowspec_edge.strategies.registry import draft_kind, draft_label, strategy_class
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
 from flowspec_edge.util.device_memory import allocation
 from flowspec_edge.util.tensors import from_torch
@@ -66,13 +66,15 @@ class DraftModels:
 
     def coordinator(self, request: Request, stages: int, clock: Callable[[], float], session: int,
                     passes: Callable[[str], float], slot: Callable[[int], float] | None = None,
-                    predecessor: Coordinator | None = None, prefix: PrefixHit | None = None) -> Coordinator:
+                    predecessor: Coordinator | None = None, prefix: PrefixHit | None = None,
+                    around: Callable[[Drafter], Drafter] | None = None) -> Coordinator:
         """Create D0's side of one request; UsageError if it cannot run on this model.
 
         passes       kind of draft model -> passes per full segment's latency through the pipeline
         slot         rows -> time of a segment in the slowest stage and on a link, if known
         predecessor  the request's coordinator in an earlier session
         prefix       retained rows of a request that :meth:`can_share_drafter` with this one
+        around       wraps a new drafter
         """
         chosen = strategy_class(request.strategy)
         length = len(request.prompt) + request.max_new_tokens
@@ -92,12 +94,14 @@ class DraftModels:
             prefix = drafter = None
         if kind and drafter is None:
             drafter = self._drafter(kind, request.params)
+            drafter = around(drafter) if around else drafter
         cached_rows, parent = (prefix.rows, prefix.prefix.session) if prefix else (0, -1)
         depths = tuple(hi for _, hi in stage_ranges(self._model.stages, stages, allow_empty=True))
         pipeline = Pipeline(stages, depths, passes(kind) if kind else 1.0, slot)
         return Coordinator(request, lambda builder: chosen(request.params, builder, pipeline), drafter,
                            self._lm_head, clock, session, predecessor=predecessor,
-                           cached_rows=cached_rows, parent_session=parent)
+                           cached_rows=cached_rows, parent_session=parent,
+                           draft=draft_label(chosen, request.params, kind))
 
     def pass_seconds(self, kind: str) -> float:
         """Measure a pass over one row on this machine: the fastest of a few."""

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 
 from flowspec_edge.config import Profile
+from flowspec_edge.drafting.base import Drafter
+from flowspec_edge.drafting.calibrated import CalibratedDrafter
 from flowspec_edge.model.modeldir import ModelDir, is_sharded
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
 from flowspec_edge.runtime.draft_device.models import DraftModels
@@ -24,7 +27,8 @@ from flowspec_edge.runtime.virtual.run import VirtualRun
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.shard import Shard, load_shard, stage_ranges
 from flowspec_edge.strategies.base import Parallelism
-from flowspec_edge.strategies.registry import one_parallelism
+from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.registry import one_parallelism, strategy_class
 
 
 class StageWeights:
@@ -55,10 +59,11 @@ class VirtualCluster:
 
     def __init__(self, model_dir: Path, stages: int, profile: Profile | Devices, dtype: str = "fp32",
                  observer: Observer | None = None, *, device: str = "cpu", learn: bool = False,
-                 scheduling_policy: SchedulingPolicy = "fair") -> None:
+                 scheduling_policy: SchedulingPolicy = "fair", right_children: float = 1.0) -> None:
         """device  torch device for D0's weights and the stages'
         learn   D0 learns segment times from the stages' reports (``slot_curve``), instead of from the profile
         scheduling_policy  how concurrent requests share the stages (``Scheduler``)
+        right_children  the share of right children below the first that drafts keep (``CalibratedDrafter``)
         """
         self.devices = profile if isinstance(profile, Devices) else Devices.even(profile, stages)
         self._draft_models = DraftModels(model_dir, dtype, device)
@@ -69,6 +74,8 @@ class VirtualCluster:
         self._curve = self._warm_curve() if learn else None
         self._engines: dict[int, list[StageEngine]] = {}  # by the number of pieces
         self._session = 0
+        self._right_children = right_children
+        self._texts: dict[tuple[object, ...], list[int]] = {}  # plain decoding's, by request
         self.spans = []
         self._engines_of(stages)
 
@@ -105,6 +112,9 @@ class VirtualCluster:
         UsageError if one does not fit, or if they need different parallelism.
         """
         parallelism = one_parallelism(request.strategy for request in requests)
+        if self._right_children < 1:
+            for request in requests:
+                self._text(request)
         clock = EventClock()
         self.spans = []
         engines = self._engines_of(self._stages if parallelism == "pipeline" else 1)
@@ -132,11 +142,27 @@ class VirtualCluster:
 
     def _coordinator(self, request: Request, parallelism: Parallelism, clock: EventClock) -> Coordinator:
         self._session += 1
+
+        def calibrated(drafter: Drafter) -> Drafter:
+            return CalibratedDrafter(drafter, self._text(request), self._right_children,
+                                     request.sampling.seed)
+
         latency = self.devices.latency_seconds(request.params.segment, parallelism)
         return self._draft_models.coordinator(
             request, self._stages, lambda: clock.now, self._session,
             lambda kind: latency / max(self.devices.d0.draft_seconds(kind), 1e-9),
-            self._curve.seconds if self._curve else self.devices.occupied_seconds)
+            self._curve.seconds if self._curve else self.devices.occupied_seconds,
+            around=calibrated if self._right_children < 1 else None)
+
+    def _text(self, request: Request) -> list[int]:
+        """The prompt and plain decoding's answer, which is computed once."""
+        if strategy_class(request.strategy).drafter is None:
+            return []  # it drafts nothing
+        key = (tuple(request.prompt), request.max_new_tokens, request.sampling, request.stop_ids)
+        if key not in self._texts:
+            plain = self.generate(replace(request, strategy="autoregressive", params=Params()))
+            self._texts[key] = [*request.prompt, *plain.tokens]
+        return self._texts[key]
 
     def _engines_of(self, stages: int) -> list[StageEngine]:
         if stages not in self._engines:

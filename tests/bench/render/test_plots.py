@@ -36,7 +36,7 @@ def test_bars_by_task_with_their_ratios(tmp_path: Path) -> None:
         assert f"tiny, 4 stages, VIRTUAL TIME under paper-7b, T = {temperature}; above the bars: SR" in found
     assert found.count("qa") == found.count("mean") == 2  # a panel for each temperature
     assert found.count("tokens/s") == 2
-    assert {name: found.count(name) for name in STRATEGIES} == dict.fromkeys(STRATEGIES, 2)
+    assert {name: found.count(f"{name} (eagle2)") for name in STRATEGIES} == dict.fromkeys(STRATEGIES, 2)
     for row in (*made.rows, *made.means):
         assert f"{row.speedup:.2f}" in found
 

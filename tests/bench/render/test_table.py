@@ -13,7 +13,7 @@ from flowspec_edge.bench.results.rows import ReportRow
 
 
 def test_no_figure_is_truncated_in_a_narrow_terminal() -> None:
-    rows = [replace(row, tokens_per_second=1234.56, tokens_per_second_sd=23.45, ttft_s=6789.01, alr=7654.32)
+    rows = [replace(row, tokens_per_second=1234.56, tokens_per_second_se=23.45, ttft_s=6789.01, alr=7654.32)
             for row in report(["chunk_pp", "flowspec_no_sbd"], ["translation", "math_reasoning"], [0.0]).rows]
     printed = []
     for width in (40, 300):

@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 import numpy as np
 import pytest
 
-from flowspec_edge.bench.reproduce.estimates import Estimate, average, mean, ratio
+from flowspec_edge.bench.results.estimates import Estimate, average, mean, ratio
 
 
 def test_a_means_error_is_the_textbooks() -> None:

@@ -71,8 +71,9 @@ def test_virtual_time_gives_the_same_file_twice(model: Path, prompts: Path, tmp_
     for row in report["rows"]:
         assert row.keys() == {"strategy", "task", "temperature", "tokens_per_second", "tokens_per_second_sd",
                               "speedup", "alt", "alr", "turns", "rounds", "tokens", "ttft_s", "itl_mean_s",
-                              "itl_p50_s", "itl_p95_s", "repeats", "identical", "near_ties", *ENERGY, *LOOPS}
-        assert row["identical"] is True
+                              "itl_p50_s", "itl_p95_s", "repeats", "identical", "near_ties", "draft",
+                              "tokens_per_second_se", *ENERGY, *LOOPS}
+        assert (row["identical"], row["draft"]) == (True, "eagle2")
         assert row["tokens_per_second"] > 0
     assert report["rows"][0]["speedup"] == 1.0
     settings = report["settings"]
@@ -223,6 +224,7 @@ def test_resuming_measures_what_is_missing_and_no_more(model: Path, prompts: Pat
     (["--limit", "1"], "was measured with other settings: tasks differs;"),
     (["--profile", "orin-nano-8gb"], "was measured with other settings: profile differs;"),
     (["--clock", "wall"], "was measured with other settings: clock differs (virtual there, wall here)"),
+    (["--acceptance", "0.5"], "was measured with other settings: acceptance differs (1.0 there, 0.5 here)"),
     (["--depth", "4"], "was measured with other settings: depth differs (5 there, 4 here)"),
 ])
 def test_resuming_something_else_is_refused(model: Path, prompts: Path, tmp_path: Path, arguments: list[str],

@@ -57,7 +57,7 @@ def test_the_file_holds_what_its_rows_are_computed_from(model: Path, tmp_path: P
     assert "Table I" not in text
     [line] = [line for line in text.splitlines() if line.startswith("| autoregressive")]
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells[2:5] == ["2", f"{total:.2f}", f"{share:.2f}"]
+    assert cells[3:6] == ["2", f"{total:.2f}", f"{share:.2f}"]
     assert main(["bench", "plot", "--from", str(path), "--out", str(tmp_path / "f.svg")]) == 2
     assert "figures are of requests that run one by one" in capsys.readouterr().err
 

@@ -1,0 +1,92 @@
+"""Calibrated drafts: right children below the first go missing at some positions, and nothing else
+changes."""
+
+from __future__ import annotations
+
+import random
+from itertools import count
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_dir import tiny_model_dir
+
+from flowspec_edge.config import load_profile
+from flowspec_edge.drafting.calibrated import CalibratedDrafter
+from flowspec_edge.drafting.ngram import NgramDrafter
+from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.runtime.request import Request
+from flowspec_edge.runtime.virtual.cluster import VirtualCluster
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.strategies.registry import STRATEGIES
+from flowspec_edge.tree.draft_api import ABSENT, DraftNode, DraftRequest
+
+CHILDREN = 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.lists(st.integers(0, 4), min_size=12, max_size=40), read=st.integers(4, 11),
+       share=st.sampled_from([0.0, 0.3, 0.7, 1.0]), seed=st.integers(0, 3),
+       draw=st.randoms(use_true_random=False))
+def test_a_walk_along_the_text(text: list[int], read: int, share: float, seed: int, draw: random.Random
+                               ) -> None:
+    """Against a twin without calibration: a row lacks the right child, the next best in its place, or is
+    the twin's; at one position always the same, and never where the child is first or the path is another.
+    """
+    twin, drafter = NgramDrafter(3, 1), CalibratedDrafter(NgramDrafter(3, 1), text, share, seed)
+    for each in (twin, drafter):
+        each.reset(Sampling(), "draft", 1.0)
+        each.commit(text[:read], None)
+    ids, missing = count(1), dict[int, bool]()  # by position
+    level: list[tuple[DraftNode, list[int]]] = [(DraftNode(0, -1, text[read - 1], read - 1), text[:read])]
+    for _ in range(4):
+        nodes = tuple(node for node, _ in level)
+        plain = twin.expand(DraftRequest(0, nodes, CHILDREN + 1)).tokens.tolist()
+        got = drafter.expand(DraftRequest(0, nodes, CHILDREN)).tokens.tolist()
+        below = []
+        for (node, path), whole, row in zip(level, plain, got, strict=True):
+            at = node.position + 1
+            right = text[at] if path == text[:at] and at < len(text) else None
+            if right in whole[1:CHILDREN]:
+                without = [token for token in whole if token != right]
+                assert row in (whole[:CHILDREN], without)
+                assert missing.setdefault(at, row == without) == (row == without)
+            else:
+                assert row == whole[:CHILDREN]
+            for token in dict.fromkeys([*row, *([right] if right is not None else [])]):
+                if token != ABSENT and draw.random() < 0.7:
+                    below.append((DraftNode(next(ids), node.id, token, at), [*path, token]))
+        level = below
+        if not level:
+            break
+    assert share not in (0.0, 1.0) or set(missing.values()) <= {share == 0.0}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_texts_stay_those_of_plain_decoding(model: Path, temperature: float) -> None:
+    cluster = VirtualCluster(model, 2, load_profile("paper-7b"), right_children=0.4)
+    plain = PlainDecoder(model)
+    for seed, name in enumerate(STRATEGIES):
+        request = Request([1, 2, 3, seed], name, 12, Sampling(temperature, seed=seed))
+        tokens, _ = plain.generate(list(request.prompt), 12, request.sampling, frozenset())
+        assert cluster.generate(request).tokens == tokens, name
+
+
+def test_fewer_right_children_make_shorter_rounds_and_the_same_figures_every_time() -> None:
+    demo = resolve_model("demo").path
+    request = Request(list(range(40, 60)), "flowspec", 48)
+    rounds = []
+    for share in (1.0, 0.5, 0.0):
+        first, again = (VirtualCluster(demo, 4, load_profile("paper-7b"), right_children=share)
+                        .generate(request) for _ in range(2))
+        assert first == again
+        rounds.append(first.stats.rounds)
+    assert rounds == sorted(rounds)
+    assert rounds[0] < rounds[2]
