@@ -24,6 +24,7 @@ def draw(source: Path, target: Path) -> None:
     if report["clock"] != "virtual":
         raise SystemExit(f"{source}: a run in virtual time is needed, not on the {report['clock']} clock")
     speed = {row["strategy"]: row["tokens_per_second_other"] for row in report["rows"]}
+    draft = {row["strategy"]: f" ({row['draft']})" if row["draft"] != "none" else "" for row in report["rows"]}
     row, settings = report["rows"][0], report["settings"]
     counted = row["answers"] - row["repeating"]
     names = sorted(speed, key=lambda name: speed[name])
@@ -34,13 +35,13 @@ def draw(source: Path, target: Path) -> None:
         axis.barh(place, ratio, color=style.colour)
         axis.text(ratio + 0.02, place, f"{ratio:.2f} ×   {speed[name]:.1f} tokens/s", va="center", fontsize=9,
                   bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
-    axis.set_yticks(range(len(names)), [style_of(name).label for name in names])
+    axis.set_yticks(range(len(names)), [f"{style_of(name).label}{draft[name]}" for name in names])
     axis.axvline(1.0, color="#888888", linewidth=0.8, linestyle=":")
     axis.set_xlim(0, 1.35 * max(speed.values()) / speed[_BASE])
     axis.set_xlabel("speed over Chunk-PP")
     axis.spines[["top", "right"]].set_visible(False)
     axis.set_title(
-        f"VIRTUAL TIME under {report['profile']}: {settings['stages']} stages, one request, greedy;\n"
+        f"VIRTUAL TIME under {report['profile']}: {settings['stages']} stages, one request, greedy; in brackets: drafts of;\n"
         f"{counted} held-out prompts of the {settings['model']} model whose answers do not loop",
         loc="left", fontsize=9)
     figure.savefig(target)

@@ -51,6 +51,9 @@ def plan(
 ) -> None:
     """Split a model over boards: roles, layers, memory and expected speed.
 
+    Speeds are given twice: with the acceptance of the demonstration model's head, and with that head made as
+    fallible as the FlowSpec paper's (bench run --acceptance paper).
+
     Subsets of the boards, their order and their layers are searched for the most tokens/s within their
     memory; the alternatives are listed, one board and the other element type among them.  Roles and layers
     of a cluster file are kept.  No weights are downloaded or loaded: sizes follow from config.json.  A time
@@ -98,7 +101,8 @@ def _predicted(main: Case, others: Sequence[Case], members: Sequence[BoardSpec],
     requests = prediction_requests(source, main.rate.draft)
     stages = max((len(plan.stages) for plan in main.plans), default=1)
     require_runnable(names if main.plans else estimate.ALONE, source, requests[0].params, "virtual", stages)
-    runs = Runs(main, others, names)
+    # The share is the demonstration model's, and look-ups have no head.
+    runs = Runs(main, others, names, source.name == DEMO and main.rate.draft == "head")
     with progress(runs.steps * len(requests), "plan") as advance:
         report = runs(members, source.path, requests, advance)
     report.label = (f"virtual time, {report.context} tokens of context, acceptance of {owner}"

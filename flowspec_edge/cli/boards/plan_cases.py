@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
+from flowspec_edge.cli.bench.options import PUBLISHED_SHARE
 from flowspec_edge.cli.boards.plan_report import Alternative, PlanReport
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.planning import estimate, planner
@@ -180,14 +181,16 @@ def _listed_layers(members: Sequence[BoardSpec], size: ModelBytes) -> Ranges | N
 class Runs:
     """Runs the candidates in virtual time and completes the report with the fastest."""
 
-    def __init__(self, main: Case, others: Sequence[Case], names: Sequence[str]) -> None:
-        self._main, self._others, self._names = main, others, names
+    def __init__(self, main: Case, others: Sequence[Case], names: Sequence[str], calibrates: bool) -> None:
+        """calibrates  whether the chosen split also runs with the acceptance of a published head"""
+        self._main, self._others, self._names, self._calibrates = main, others, names, calibrates
         self._lead = "flowspec_plus" if "flowspec_plus" in names else names[0]
 
     @property
     def steps(self) -> int:
         """Runs of each request."""
-        count = len(self._main.shortlist()) + (len(self._names) - 1) * bool(self._main.plans)
+        count = len(self._main.shortlist())
+        count += (len(self._names) * (1 + self._calibrates) - 1) * bool(self._main.plans)
         count += len(estimate.ALONE) * bool(self._main.alone)
         return count + sum(bool(case.plans) + bool(case.alone) for case in self._others)
 
@@ -201,6 +204,12 @@ class Runs:
             rest = estimate.predict(chosen, [name for name in self._names if name != lead], *run)
             made = {p.strategy: p for p in (first, *rest)}
             report.predictions = estimate.with_speedup([made[name] for name in self._names])
+            if self._calibrates:
+                report.predictions = [
+                    replace(p, tokens_per_second_calibrated=q.tokens_per_second) for p, q in zip(
+                        report.predictions,
+                        estimate.predict(chosen, self._names, *run, right_children=PUBLISHED_SHARE),
+                        strict=True)]
             best = max(report.predictions, key=lambda p: p.tokens_per_second)
             leads = [(plan, best if plan is chosen else p) for plan, p in leads]
         report.alternatives = [main.alternative(plan, p.strategy, p.tokens_per_second) for plan, p in leads]

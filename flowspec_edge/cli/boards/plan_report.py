@@ -187,10 +187,14 @@ def _boards(report: PlanReport) -> Table:
 
 
 def _predictions(predictions: list[Prediction]) -> Table:
-    table = figures_table(None, ("strategy",), ("tokens/s", "speedup", "tokens a turn"))
+    calibrated = any(p.tokens_per_second_calibrated is not None for p in predictions)
+    columns = ("tokens/s", *(["at the paper's acceptance"] * calibrated), "speedup", "tokens a turn")
+    table = figures_table(None, ("strategy",), columns)
     for p in predictions:
         speedup = "–" if p.speedup is None else f"{p.speedup:.2f}×"
-        table.add_row(plain(p.strategy), f"{p.tokens_per_second:.2f}", speedup, f"{p.tokens_per_turn:.3f}")
+        like_paper = [f"{p.tokens_per_second_calibrated:.2f}"] if p.tokens_per_second_calibrated else []
+        table.add_row(plain(p.strategy), f"{p.tokens_per_second:.2f}", *like_paper, speedup,
+                      f"{p.tokens_per_turn:.3f}")
     return table
 
 

@@ -28,10 +28,14 @@ Advance = Callable[[str], None]  # called before each request with its strategy
 
 @dataclass(frozen=True)
 class Prediction:
+    """``speedup``: over Chunk-PP among the same predictions; ``tokens_per_second_calibrated``: with a head as
+    fallible as a published one (``VirtualCluster``'s ``right_children``), if that was run."""
+
     strategy: str
     tokens_per_second: float
     tokens_per_turn: float
-    speedup: float | None = None  # over Chunk-PP among the same predictions
+    speedup: float | None = None
+    tokens_per_second_calibrated: float | None = None
 
 
 def check_strategies(names: Sequence[str]) -> None:
@@ -43,14 +47,14 @@ def check_strategies(names: Sequence[str]) -> None:
 
 
 def predict(plan: PipelinePlan, strategies: Sequence[str], model_dir: Path, requests: Sequence[Request],
-            advance: Advance = lambda _: None) -> list[Prediction]:
+            advance: Advance = lambda _: None, right_children: float = 1.0) -> list[Prediction]:
     """``model_dir`` only generates the tokens; times and bytes are the plan's, at the plan's context."""
     size, context = plan.problem.size, plan.problem.context
     devices = Devices(
         at_context(plan.d0.profile, size, context),
         tuple(at_context(stage.board.profile, size, context) for stage in plan.stages),
         tuple(float(hi - lo) for lo, hi in (stage.layers for stage in plan.stages)), "the plan")
-    return _run(devices, strategies, model_dir, requests, advance)
+    return _run(devices, strategies, model_dir, requests, advance, right_children)
 
 
 def predict_alone(board: CandidateBoard, problem: SplitProblem, model_dir: Path, requests: Sequence[Request],
@@ -62,8 +66,8 @@ def predict_alone(board: CandidateBoard, problem: SplitProblem, model_dir: Path,
 
 
 def _run(devices: Devices, strategies: Sequence[str], model_dir: Path, requests: Sequence[Request],
-         advance: Advance) -> list[Prediction]:
-    cluster = VirtualCluster(model_dir, len(devices.stages), devices)
+         advance: Advance, right_children: float = 1.0) -> list[Prediction]:
+    cluster = VirtualCluster(model_dir, len(devices.stages), devices, right_children=right_children)
     found = []
     for name in strategies:
         stats = []

@@ -54,6 +54,19 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
+def test_the_demonstration_models_speeds_are_given_with_a_published_heads_acceptance_too(
+        home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--devices", f"{home}/nano.toml:3", "--strategies", "flowspec,autoregressive")
+    head, plain = planned(capsys, "--model", "demo", *given)["predictions"]
+    assert 0 < head["tokens_per_second_calibrated"] <= head["tokens_per_second"]
+    assert plain["tokens_per_second_calibrated"] == plain["tokens_per_second"]
+    assert main(["plan", "--model", "demo", *given]) == 0
+    assert "at the paper's acceptance" in capsys.readouterr().out
+    for other in (("--model", "demo", "--draft", "ngram"), ("--model", str(home / "model"))):
+        found = planned(capsys, *other, *given)["predictions"]
+        assert {p["tokens_per_second_calibrated"] for p in found} == {None}
+
+
 def test_a_plan_with_predictions(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, "--model", str(home / "model"), "--devices", f"{home}/nano.toml:3",
                     "--context", "500", "--at-once", "2", "--strategies", "flowspec,chunk_pp")
