@@ -33,14 +33,14 @@ def board(name: str = "a", role: Role = "auto", **figures: Any) -> CandidateBoar
 
 def size(layers: int = 32, layer_mb: float = 400, embedding_mb: float = 250, draft_mb: float = 800,
          kv_row: int = 16_000, hidden_width: int = 4096) -> ModelBytes:
-    """A model in fp16 of so many MB; ``draft_mb`` is all of the head, its embeddings too."""
+    """A model in fp16 of so many MB; ``draft_mb``: the head without embeddings; ``embedding_mb``: lm_head."""
     return ModelBytes(
         name="model", dtype="fp16", layers=layers, hidden_width=hidden_width, vocabulary=32_000,
         max_positions=4096, layer=round(layer_mb * MB),
-        layer_values=round(layer_mb * MB) // 2, embedding=round(embedding_mb * MB),
+        layer_values=round(layer_mb * MB) // 2,
         norm=2 * hidden_width, lm_head=round(embedding_mb * MB),
-        draft=round(draft_mb * MB) - round(embedding_mb * MB), draft_lm_head=round(embedding_mb * MB),
-        draft_embedding=round(embedding_mb * MB), kv_row=kv_row, draft_kv_row=kv_row, from_weights=False,
+        draft=round(draft_mb * MB), draft_lm_head=round(embedding_mb * MB),
+        kv_row=kv_row, draft_kv_row=kv_row, from_weights=False,
         draft_estimated=False)
 
 

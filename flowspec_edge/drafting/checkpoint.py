@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.config_check import check_config
 from flowspec_edge.util.bounded_read import read_json, read_json_object
+from flowspec_edge.util.embedding_table import Embedding, EmbeddingTable
 from flowspec_edge.util.tensors import check_finite
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -36,14 +38,27 @@ def read_config(directory: Path, what: str) -> dict[str, Any]:
     return raw
 
 
-def read_weights(directory: Path, what: str) -> dict[str, Tensor]:
-    """Safetensors before ``.bin``, one file before shards with an index.  UsageError if there are none,
-    FlowspecError if they are unreadable."""
+EMBEDDING = "embed_tokens.weight"
+
+
+def own_embedding(directory: Path, dtype: torch.dtype) -> EmbeddingTable | None:
+    """A head's own embeddings, in their file; None if it has none, or not in one safetensors file."""
+    path = directory / SAFE
+    if not path.exists():
+        return None
+    with _readable(path), safetensors.safe_open(path, "pt") as file:
+        names = [name for name in file.keys() if _plain(name) == EMBEDDING]  # noqa: SIM118
+    return EmbeddingTable(path, names[0], dtype) if names else None
+
+
+def read_weights(directory: Path, what: str, embedding: bool = True) -> dict[str, Tensor]:
+    """Safetensors before ``.bin``, one file before shards with an index; without EMBEDDING unless
+    ``embedding``.  UsageError if there are none, FlowspecError if they are unreadable."""
     for name in (SAFE, f"{SAFE}.index.json", PICKLED, f"{PICKLED}.index.json"):
         path = directory / name
         if path.exists():
             files = _shards(path) if name.endswith(".json") else [path]
-            return {key: tensor for file in files for key, tensor in _read(file).items()}
+            return {key: tensor for file in files for key, tensor in _read(file, embedding).items()}
     raise UsageError(f"no {_bare(what)} at {directory}: neither {SAFE} nor {PICKLED} is there")
 
 
@@ -51,9 +66,7 @@ def plain_names(weights: dict[str, Tensor], directory: Path) -> dict[str, Tensor
     """Strip the prefixes of names and drop computed tensors; FlowspecError if two names collide."""
     plain: dict[str, Tensor] = {}
     for stored, tensor in weights.items():
-        name = stored
-        for prefix in _PREFIXES:
-            name = name.removeprefix(prefix)
+        name = _plain(stored)
         if name.endswith(_COMPUTED):
             continue
         if name in plain:
@@ -70,13 +83,28 @@ def _shards(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def _plain(name: str) -> str:
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _read(path: Path, embedding: bool) -> dict[str, Tensor]:
     if not path.exists():
         raise FlowspecError(f"{path} is missing: copy the draft model again")
+    with _readable(path):
+        if path.suffix != ".safetensors":
+            return dict(torch.load(path, map_location="cpu", weights_only=True))
+        with safetensors.safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()  # noqa: SIM118
+                    if embedding or _plain(name) != EMBEDDING}
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """FlowspecError for what the readers of weights raise."""
     try:
-        if path.suffix == ".safetensors":
-            return safetensors.torch.load_file(path)
-        return dict(torch.load(path, map_location="cpu", weights_only=True))
+        yield
     except pickle.UnpicklingError as error:  # its text advises to load the file with code execution
         raise FlowspecError(f"{path} cannot be read as weights: it is damaged, or holds more than "
                             "tensors, which is not loaded because it could run code") from error
@@ -91,10 +119,14 @@ def on_meta(kind: Callable[[LlamaConfig], _Module], config: LlamaConfig) -> _Mod
 
 
 def build(kind: Callable[[LlamaConfig], _Module], config: LlamaConfig, weights: dict[str, Tensor],
-          directory: Path, what: str, dtype: torch.dtype) -> _Module:
-    """A module of ``weights``, as :func:`_assign` checks them."""
+          directory: Path, what: str, dtype: torch.dtype, embedding: Embedding | None = None) -> _Module:
+    """A module of ``weights``, as :func:`_assign` checks them; ``embedding`` stands for its own."""
     module = on_meta(kind, config)
+    if embedding is not None:
+        module.embed_tokens = nn.Identity()  # without weights
     _assign(module, weights, directory, what, dtype)
+    if embedding is not None:
+        module.embed_tokens = embedding.to(dtype)  # not copied
     module.rotary_emb = LlamaRotaryEmbedding(config)  # its buffers are computed, not stored
     return module.eval()
 

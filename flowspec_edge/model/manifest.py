@@ -51,7 +51,7 @@ class PartFile(_Strict):
 
 class ShardPart(_Strict):
     """parameters    before quantisation; on D0 of lm_head, embeddings and draft models
-    weight_bytes  in memory, in the compute dtype
+    weight_bytes  in memory, in the compute dtype; token embeddings stay in their file
     row_bytes     of one row's keys and values in this part's caches, in the compute dtype
     """
 

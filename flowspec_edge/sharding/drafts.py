@@ -14,7 +14,6 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import DRAFT_PARTS, ModelDir
 from flowspec_edge.stage.weights.checkpoint import Checkpoint, TensorInfo
 
-_EMBEDDING = "embed_tokens.weight"
 _DEEP_EAGLE2 = "eagle2-deep"  # recognised by its directory alone: its files are those of any EAGLE-2 head
 _PREFIX = re.compile(r"^(module\.)?(model\.)?")  # prefixes of a training wrapper, and of a whole model
 
@@ -42,9 +41,13 @@ class DraftFiles:
         return sum(prod(t.shape) for t in self.tensors.values() if t.dtype.is_floating_point)
 
     def weight_bytes(self, width: int) -> int:
-        """Bytes in memory, with ``width`` bytes per parameter; integer tensors keep their size."""
+        """Bytes in memory, with ``width`` bytes per parameter; integer tensors keep their size. A head's own
+        embeddings stay in a safetensors file."""
         fixed = sum(t.nbytes for t in self.tensors.values() if not t.dtype.is_floating_point)
-        return self.parameters * width + fixed
+        in_file = self.kind.startswith("eagle") and (self.directory / weights.SAFE) in self.files
+        looked_up = sum(prod(t.shape) for name, t in self.tensors.items()
+                        if in_file and _PREFIX.sub("", name) == weights.EMBEDDING)
+        return (self.parameters - looked_up) * width + fixed
 
 
 def drafts_of(model: ModelDir, given: Sequence[Path]) -> list[DraftFiles]:
@@ -74,7 +77,7 @@ def open_draft(directory: Path) -> DraftFiles:
     bare = {_PREFIX.sub("", name): stored for name, stored in tensors.items()}
     kind = _kind(directory, config, bare)
     return DraftFiles(kind, directory, _files(directory), tensors,
-                 embeddings=kind == "spd" or (kind in ("eagle2", "eagle3") and _EMBEDDING not in bare),
+                 embeddings=kind == "spd" or (kind in ("eagle2", "eagle3") and weights.EMBEDDING not in bare),
                  kv_row=_kv_row(config), fingerprint=checkpoint.digest(checkpoint.names))
 
 

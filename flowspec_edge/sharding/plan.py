@@ -195,11 +195,13 @@ def _stage(source: SourceModel, recipe: Recipe, index: int, ranges: Sequence[tup
     texts = (TextFile(home / f"{SAFE}{INDEX}", (json.dumps(index_file, indent=1) + "\n").encode()),
              TextFile(home / "config.json", source.plain_config))
     plain_values = sum(prod(source.tensors[name].shape) for file in files for name in file.plain)
+    embedded = prod(source.tensors[tensor_names.EMBEDDING].shape) if index == 0 else 0  # stay in the file
     packed_all = [linear for file in files for linear in file.packed]
     return PlannedPart(
         home.name, (*files, *texts),
         parameters=plain_values + sum(linear.rows * linear.columns for linear in packed_all),
-        weight_bytes=plain_values * width + sum(_packed_bytes(recipe, linear) for linear in packed_all),
+        weight_bytes=(plain_values - embedded) * width + sum(
+            _packed_bytes(recipe, linear) for linear in packed_all),
         row_bytes=(hi - lo) * _kv_row(source) * width)
 
 
@@ -220,8 +222,7 @@ def _draft(source: SourceModel, recipe: Recipe) -> PlannedPart:
     return PlannedPart(
         DRAFT, tuple(files),
         parameters=matrix * len(names) + sum(draft.parameters for draft in source.drafts),
-        weight_bytes=matrix * width * (2 if wanted else 1) + sum(
-            draft.weight_bytes(width) for draft in source.drafts),
+        weight_bytes=matrix * width + sum(draft.weight_bytes(width) for draft in source.drafts),
         row_bytes=sum(draft.kv_row for draft in source.drafts) * width)
 
 

@@ -21,7 +21,8 @@ from flowspec_edge.stage.layers.batch import BatchCache, BatchMask, Part
 from flowspec_edge.stage.layers.fused import ROW_STEP, FusedLayer, rotation
 from flowspec_edge.stage.layers.kv_cache import KVCache
 from flowspec_edge.stage.shard import Shard
-from flowspec_edge.util.tensors import to_device, to_torch
+from flowspec_edge.util.embedding_table import tokens_device
+from flowspec_edge.util.tensors import indices, to_device, to_torch
 
 AHEAD = 2  # pending layers: the running one, and the next so that the device does not idle
 Taps = list[tuple[int, Tensor]]  # layers passed, hidden states [n, H]
@@ -72,8 +73,7 @@ def _inputs(shard: Shard, parts: Sequence[Part]) -> Tensor:
         states = [to_torch(part.segment.hidden) for part in parts if part.segment.hidden is not None]
         return to_device(torch.cat(states) if len(states) > 1 else states[0], shard.device)
     tokens = [part.segment.tokens for part in parts if part.segment.tokens is not None]
-    ids = to_device(torch.from_numpy(np.concatenate(tokens).astype(np.int64)), shard.device)
-    embedded: Tensor = shard.embed(ids)
+    embedded: Tensor = shard.embed(indices(np.concatenate(tokens), tokens_device(shard.embed, shard.device)))
     return embedded
 
 

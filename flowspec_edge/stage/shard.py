@@ -17,9 +17,10 @@ from flowspec_edge.model.modeldir import is_sharded
 from flowspec_edge.stage.families import load_config, skeleton
 from flowspec_edge.stage.layers.fused import FusedLayer
 from flowspec_edge.stage.weights import tensor_names
-from flowspec_edge.stage.weights.checkpoint import Checkpoint
+from flowspec_edge.stage.weights.checkpoint import Checkpoint, check_shape
 from flowspec_edge.stage.weights.load import load_modules, load_tensor, part_of, scheme_of
 from flowspec_edge.util.device_memory import allocation, release
+from flowspec_edge.util.embedding_table import Embedding, EmbeddingTable, as_embedding
 from flowspec_edge.util.tensors import parse_dtype
 
 log = logging.getLogger(__name__)
@@ -132,12 +133,12 @@ def load_shard(model_dir: Path | str, index: int, stages: int, dtype: str,
     weights = part_of(model_dir, stage_part(index))
     config, checkpoint = load_config(weights), Checkpoint(weights)
     core = skeleton(config)
-    parts: dict[str, nn.Module] = {"model.embed_tokens": core.embed_tokens} if index == 0 else {}
-    parts.update({f"model.layers.{i}": core.layers[i] for i in range(lo, hi)})
+    parts: dict[str, nn.Module] = {f"model.layers.{i}": core.layers[i] for i in range(lo, hi)}
     if index == stages - 1:
         parts["model.norm"] = core.norm
     wanted = tensor_names.whole_model(core)
-    read: list[str] = []
+    embed = None
+    read = [tensor_names.EMBEDDING] if index == 0 else []
     quantised = scheme_of(model_dir)
     if quantised and torch_device.type == "cuda":
         caveat = quantised.caveat(torch_dtype, torch.cuda.get_device_capability(torch_device))
@@ -145,6 +146,8 @@ def load_shard(model_dir: Path | str, index: int, stages: int, dtype: str,
             log.warning("V%d: %s", index + 1, caveat)
     with allocation(f"the weights of layers [{lo}, {hi})", 0,
                "give this stage fewer layers, or quantise the model: flowspec models shard --dtype int4"):
+        if index == 0:
+            embed = _embedding(checkpoint, config, torch_dtype, torch_device)
         for name, module in parts.items():  # one by one: no more than one layer is in memory twice
             read += load_modules({name: module}, checkpoint, torch_dtype, torch_device, quantised)
             if fused and name.startswith("model.layers."):
@@ -155,16 +158,29 @@ def load_shard(model_dir: Path | str, index: int, stages: int, dtype: str,
     return Shard(
         index=index, stages=stages, layers=(lo, hi), config=config,
         modules=tuple(parts[f"model.layers.{i}"] for i in range(lo, hi)), rotary=rotary,
-        embed=parts.get("model.embed_tokens"), norm=parts.get("model.norm"),
+        embed=embed, norm=parts.get("model.norm"),
         dtype=torch_dtype, device=torch_device, digest=checkpoint.digest(read),
     )
 
 
-def find_embedding(model_dir: Path | str, dtype: str, device: torch.device | str = "cpu") -> Tensor | None:
-    """The token embeddings [V, H]; None for D0's part of a sharded model whose draft models need none."""
-    if tensor_names.EMBEDDING not in Checkpoint(model_dir):
+def find_embedding(model_dir: Path | str, dtype: str, device: torch.device | str = "cpu"
+                   ) -> Embedding | None:
+    """The token embeddings, looked up by tokens in host memory if they are an ``EmbeddingTable``; None for
+    D0's part of a sharded model whose draft models need none."""
+    checkpoint = Checkpoint(model_dir)
+    if tensor_names.EMBEDDING not in checkpoint:
         return None
-    return _load_matrix(model_dir, tensor_names.EMBEDDING, dtype, device)
+    return _embedding(checkpoint, load_config(model_dir), parse_dtype(dtype), torch.device(device))
+
+
+def _embedding(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, device: torch.device) -> Embedding:
+    """Rows in the file; all of them in memory if it is not safetensors."""
+    name, shape = tensor_names.EMBEDDING, torch.Size((config.vocab_size, config.hidden_size))
+    path = checkpoint.file_of(name)
+    if path.suffix != ".safetensors":
+        return as_embedding(load_tensor(checkpoint, name, shape, dtype, device))
+    check_shape(checkpoint.directory, name, checkpoint.shapes([name])[name], shape)
+    return EmbeddingTable(path, name, dtype, device)
 
 
 def load_lm_head(model_dir: Path | str, dtype: str, device: torch.device | str = "cpu") -> Tensor:

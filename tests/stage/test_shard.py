@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.shard import find_embedding, load_lm_head, load_shard, split_layers
+from flowspec_edge.util.embedding_table import EmbeddingTable
 
 
 @pytest.fixture(scope="module")
@@ -67,16 +68,23 @@ def test_a_shard_holds_its_part_only(model: Path) -> None:
             for name, weight in whole.layers[i].state_dict().items():
                 assert torch.equal(module.state_dict()[name], weight)
                 held += weight.nbytes
-        held += whole.embed_tokens.weight.nbytes if shard.embed else 0
         held += whole.norm.weight.nbytes if shard.norm else 0
         assert shard.nbytes == held
+
+
+def embeddings(model: Path, dtype: str) -> torch.Tensor:
+    """All rows, looked up."""
+    table = find_embedding(model, dtype)
+    assert isinstance(table, EmbeddingTable)
+    assert sum(t.numel() for t in (*table.parameters(), *table.buffers())) == 0
+    return table(torch.arange(table.num_embeddings))
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_dtypes(model: Path, name: str, dtype: torch.dtype) -> None:
     shard = load_shard(model, 0, 1, name)
     assert {p.dtype for m in shard.modules for p in m.parameters()} == {dtype}
-    assert load_lm_head(model, name).dtype == find_embedding(model, name).dtype == dtype
+    assert load_lm_head(model, name).dtype == embeddings(model, name).dtype == dtype
 
 
 def test_sharded_checkpoint(model: Path, tmp_path: Path) -> None:
@@ -104,10 +112,10 @@ def test_digest_tells_shards_and_weights_apart(model: Path, copy: Path) -> None:
 def test_lm_head_and_embedding(model: Path, tmp_path: Path) -> None:
     whole = AutoModelForCausalLM.from_pretrained(model)
     assert torch.equal(load_lm_head(model, "fp32"), whole.lm_head.weight)
-    assert torch.equal(find_embedding(model, "fp32"), whole.model.embed_tokens.weight)
+    assert torch.equal(embeddings(model, "fp32"), whole.model.embed_tokens.weight)
     tied = tiny_model("llama", tmp_path, layers=1, hidden=32, tie_word_embeddings=True)
     assert "lm_head.weight" not in load_file(tied / "model.safetensors")
-    assert torch.equal(load_lm_head(tied, "fp32"), find_embedding(tied, "fp32"))
+    assert torch.equal(load_lm_head(tied, "fp32"), embeddings(tied, "fp32"))
 
 
 def test_a_missing_head_is_named(copy: Path) -> None:

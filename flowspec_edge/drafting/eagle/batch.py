@@ -25,7 +25,7 @@ class HeadRows:
     """A request's rows of a pass.
 
     states     [n, H]     the head's inputs
-    tokens     [n]        int64
+    tokens     [n]        int64, where the head's embeddings want them
     positions  [n]        int64
     mask       [1, 1, n, m] additive, over the cache's m rows
     """

@@ -26,6 +26,7 @@ from flowspec_edge.drafting import checkpoint
 from flowspec_edge.drafting.eagle import batch
 from flowspec_edge.drafting.eagle.head_drafter import HeadDrafter, KeyValueCache
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.util.embedding_table import Embedding, as_embedding
 
 
 class EagleLayer(nn.Module):
@@ -90,7 +91,6 @@ class EagleDrafter(HeadDrafter):
 
 
 _WHAT = "an EAGLE head"
-EMBEDDING = "embed_tokens.weight"
 PUBLISHED = (  # keys of a head's config.json for its layer
     "attention_bias", "bos_token_id", "eos_token_id", "head_dim", "hidden_act", "hidden_size",
     "intermediate_size", "max_position_embeddings", "mlp_bias", "model_type", "num_attention_heads",
@@ -99,16 +99,24 @@ PUBLISHED = (  # keys of a head's config.json for its layer
 )
 
 
-def load_head(directory: Path, embedding: Tensor | None, dtype: torch.dtype) -> EagleHead:
-    """``embedding`` [V, H], the target's, is used if the file has none.  UsageError for a missing file,
-    FlowspecError that names a missing, unexpected, misshapen or unreadable tensor."""
+def load_head(directory: Path, embedding: Tensor | Embedding | None, dtype: torch.dtype,
+              in_file: bool = False) -> EagleHead:
+    """``embedding`` [V, H], the target's, is used if the file has none; if ``in_file`` the file's own rows
+    are read when they are looked up.  UsageError for a missing file, FlowspecError that names a missing,
+    unexpected, misshapen or unreadable tensor."""
     config = head_config(directory)
-    stored = checkpoint.plain_names(checkpoint.read_weights(directory, _WHAT), directory)
+    own = checkpoint.own_embedding(directory, dtype) if in_file else None
+    stored = checkpoint.plain_names(checkpoint.read_weights(directory, _WHAT, own is None), directory)
+    shared: Embedding | None = None
+    if own is not None:
+        require_fit(directory, "width", config.hidden_size, own.embedding_dim)
+        require_fit(directory, "vocabulary", config.vocab_size, own.num_embeddings)
     if embedding is not None:
-        require_fit(directory, "width", config.hidden_size, embedding.shape[1])
-        require_fit(directory, "vocabulary", config.vocab_size, len(embedding))
-        stored.setdefault(EMBEDDING, embedding)
-    return checkpoint.build(EagleHead, config, stored, directory, _WHAT, dtype)
+        shared = as_embedding(embedding)
+        require_fit(directory, "width", config.hidden_size, shared.embedding_dim)
+        require_fit(directory, "vocabulary", config.vocab_size, shared.num_embeddings)
+        shared = None if checkpoint.EMBEDDING in stored else shared
+    return checkpoint.build(EagleHead, config, stored, directory, _WHAT, dtype, own or shared)
 
 
 def save_head(head: EagleHead, directory: Path, dtype: torch.dtype, with_embedding: bool = True) -> None:
@@ -124,7 +132,7 @@ def write_head(head: nn.Module, directory: Path, dtype: torch.dtype, with_embedd
     config.update(settings, rope_theta=facts["rope_parameters"]["rope_theta"],
                   torch_dtype=str(dtype).removeprefix("torch."))
     stored = {name: weight for name, weight in head.state_dict().items()
-              if with_embedding or name != EMBEDDING}
+              if with_embedding or name != checkpoint.EMBEDDING}
     checkpoint.write(directory, config, stored, dtype)
 
 

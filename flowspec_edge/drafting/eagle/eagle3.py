@@ -26,12 +26,14 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from flowspec_edge.drafting import checkpoint
+from flowspec_edge.drafting.checkpoint import EMBEDDING
 from flowspec_edge.drafting.eagle import batch
-from flowspec_edge.drafting.eagle.eagle2 import EMBEDDING, PUBLISHED, require_fit, write_head
+from flowspec_edge.drafting.eagle.eagle2 import PUBLISHED, require_fit, write_head
 from flowspec_edge.drafting.eagle.head_drafter import HeadDrafter, KeyValueCache
 from flowspec_edge.errors import FlowspecError, ProtocolError
 from flowspec_edge.messages import Tap
 from flowspec_edge.sampling.rule import DraftVocabulary, Rank, Sampling
+from flowspec_edge.util.embedding_table import Embedding, as_embedding
 from flowspec_edge.util.tensors import to_device, to_torch
 
 CAPTURED = 3  # inner states of the target per row
@@ -169,25 +171,33 @@ _OWN = ("draft_vocab_size", "target_hidden_size", _LAYER_IDS, "eagle_config")
 _OTHERS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
-def load_head3(directory: Path, embedding: Tensor | None, dtype: torch.dtype) -> Eagle3Head:
+def load_head3(directory: Path, embedding: Tensor | Embedding | None, dtype: torch.dtype,
+               in_file: bool = False) -> Eagle3Head:
     """As ``load_head``; also FlowspecError, with both numbers, if the head does not fit the target."""
     config = head3_config(directory)
-    stored = checkpoint.plain_names(checkpoint.read_weights(directory, _WHAT), directory)
+    own = checkpoint.own_embedding(directory, dtype) if in_file else None
+    stored = checkpoint.plain_names(checkpoint.read_weights(directory, _WHAT, own is None), directory)
+    shared: Embedding | None = None
+    if own is not None:
+        require_fit(directory, "width", config.hidden_size, own.embedding_dim)
+        require_fit(directory, "vocabulary", config.vocab_size, own.num_embeddings)
     if embedding is not None:
-        require_fit(directory, "vocabulary", config.vocab_size, len(embedding))
-        if config.target_hidden_size != embedding.shape[1]:
+        shared = as_embedding(embedding)
+        require_fit(directory, "vocabulary", config.vocab_size, shared.num_embeddings)
+        width = shared.embedding_dim
+        if config.target_hidden_size != width:
             raise FlowspecError(
                 f"{directory}: the head takes states of width {config.target_hidden_size}, the target's have "
-                f"{embedding.shape[1]}; a head works with the target that it was trained for only"
+                f"{width}; a head works with the target that it was trained for only"
             )
-        if EMBEDDING not in stored:
-            if embedding.shape[1] != config.hidden_size:
-                raise FlowspecError(f"{directory}: the head's width is {config.hidden_size}, the target's "
-                                    f"{embedding.shape[1]}, and it brings no {EMBEDDING} of its own")
-            stored[EMBEDDING] = embedding
+        if own is not None or EMBEDDING in stored:
+            shared = None
+        elif width != config.hidden_size:
+            raise FlowspecError(f"{directory}: the head's width is {config.hidden_size}, the target's "
+                                f"{width}, and it brings no {EMBEDDING} of its own")
     _check_fc(directory, stored, config)
     _drop_identity(stored, config)
-    head = checkpoint.build(Eagle3Head, config, stored, directory, _WHAT, dtype)
+    head = checkpoint.build(Eagle3Head, config, stored, directory, _WHAT, dtype, own or shared)
     _check_draft_vocabulary(directory, head)
     return head
 

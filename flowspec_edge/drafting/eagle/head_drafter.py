@@ -17,6 +17,7 @@ from flowspec_edge.drafting.tree_drafter import Rows, TreeDrafter
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.sampling.rule import DraftVocabulary, Rank, Sampling
 from flowspec_edge.tree.draft_api import DraftNode
+from flowspec_edge.util.embedding_table import tokens_device
 from flowspec_edge.util.tensors import indices
 
 
@@ -39,6 +40,7 @@ class HeadDrafter(TreeDrafter):
         config: LlamaConfig = head.config
         fc = cast(nn.Linear, head.fc)
         self._dtype, self._device = fc.weight.dtype, fc.weight.device
+        self._tokens_device = tokens_device(cast(nn.Module, head.embed_tokens), self._device)
         shape = CacheShape(
             layers=1,
             kv_heads=config.num_key_value_heads or config.num_attention_heads,
@@ -89,10 +91,10 @@ class HeadDrafter(TreeDrafter):
         self._states.clear()
         start = self._cache.committed - len(text)
         # Text rows stand at 0, 1, ...: row i holds token i + 1.  So a node's row is one below it.
-        block = indices([[*text, *(node.token for node in nodes)],
-                         [*range(start, start + len(text)), *(node.position - 1 for node in nodes)]],
-                        self._device)
-        return batch.HeadRows(torch.cat(entering), block[0], block[1], mask, self._cache)
+        tokens = indices([*text, *(node.token for node in nodes)], self._tokens_device)
+        positions = indices([*range(start, start + len(text)), *(node.position - 1 for node in nodes)],
+                            self._device)
+        return batch.HeadRows(torch.cat(entering), tokens, positions, mask, self._cache)
 
     def shares_passes_with(self, other: Drafter) -> bool:
         return isinstance(other, HeadDrafter) and other._head is self._head

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flowspec_edge.drafting.base import NO_ROOT, Drafter, parent_missing_error, root_misplaced_error
@@ -20,21 +19,25 @@ from flowspec_edge.messages import Tap
 from flowspec_edge.sampling.rule import Rank, Sampling
 from flowspec_edge.sampling.sampler import rank_children
 from flowspec_edge.tree.draft_api import DraftNode, DraftOutput, DraftRequest
+from flowspec_edge.util.embedding_table import Embedding, as_embedding, tokens_device
 from flowspec_edge.util.tensors import indices, to_device
 
 _FIRST_CAPACITY = 256
 
 
 class SpdDrafter(Drafter):
-    """``embedding`` [V, H] is the target's, of the module's dtype and on its device.  A row's feature uses
-    its deepest state so far and the one at half that depth; late or lost taps only worsen the drafts."""
+    """``embedding`` [V, H] is the target's; its rows have the module's dtype and device.  A row's feature
+    uses its deepest state so far and the one at half that depth; late or lost taps only worsen the drafts."""
 
     taps: tuple[int, ...] = ()  # none are required; the strategy requests what it can use
 
-    def __init__(self, module: SpdModule, embedding: Tensor) -> None:
+    def __init__(self, module: SpdModule, embedding: Tensor | Embedding) -> None:
         self._module = module.eval().requires_grad_(False)
-        self._embedding = embedding
-        self._rows = RowStore(module.target_layers, embedding.dtype, embedding.device)
+        self._embedding = as_embedding(embedding)
+        weight = module.fuse.weight
+        self._dtype, self._device = weight.dtype, weight.device
+        self._tokens_device = tokens_device(self._embedding, self._device)
+        self._rows = RowStore(module.target_layers, self._dtype, self._device)
         self._cache: list[KeyValues] = []  # by layer: 2 x [1, kv_heads, capacity, head_dim]
         self._grow(_FIRST_CAPACITY)
         self.reset(Sampling(), "draft", 1.0)
@@ -122,23 +125,24 @@ class SpdDrafter(Drafter):
         """The module's outputs [n, H] for ``queries`` as the newest rows."""
         slots = self._rows.slots
         context = [(keys[:, :, :slots], values[:, :, :slots]) for keys, values in self._cache]
-        own = torch.eye(len(queries), dtype=torch.bool, device=self._embedding.device)
+        own = torch.eye(len(queries), dtype=torch.bool, device=self._device)
         mask = torch.cat((to_device(self._rows.visible(queries), own.device), own), dim=1)
         features = self._module.newest(self._embed(queries))
         out: Tensor = self._module(features[None], self._positions(queries), context, mask[None, None])
         return out[0]
 
     def _write(self, rows: Sequence[SpdRow], computed: Sequence[KeyValues]) -> None:
-        at = indices([row.slot for row in rows], self._embedding.device)
+        at = indices([row.slot for row in rows], self._device)
         for held, new in zip(self._cache, computed, strict=True):
             for buffer, values in zip(held, new, strict=True):
                 buffer.index_copy_(2, at, values)
 
     def _embed(self, rows: Sequence[SpdRow]) -> Tensor:
-        return F.embedding(indices([row.token for row in rows], self._embedding.device), self._embedding)
+        embedded: Tensor = self._embedding(indices([row.token for row in rows], self._tokens_device))
+        return embedded
 
     def _positions(self, rows: Sequence[SpdRow]) -> Tensor:
-        return indices([[row.position for row in rows]], self._embedding.device)
+        return indices([[row.position for row in rows]], self._device)
 
     def _grow(self, needed: int) -> None:
         held = self._cache[0][0].shape[2] if self._cache else 0
@@ -148,7 +152,7 @@ class SpdDrafter(Drafter):
         shape = (1, config.num_key_value_heads, max(needed, 2 * held), config.head_dim)
         grown = []
         for layer in range(len(self._module.layers)):
-            keys, values = (self._embedding.new_zeros(shape) for _ in range(2))
+            keys, values = (torch.zeros(shape, dtype=self._dtype, device=self._device) for _ in range(2))
             if held:
                 keys[:, :, :held], values[:, :, :held] = self._cache[layer]
             grown.append((keys, values))

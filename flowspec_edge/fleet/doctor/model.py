@@ -61,7 +61,7 @@ def needed(deployment: Deployment) -> dict[str, int]:
     else:
         problem = MemoryCheck(str(model.path), PLAN_DTYPES[cluster.dtype], cluster, deployment.at_once,
                           len(stages) + 1, {}).problem
-        sizes = [problem.d0, *(problem.stage(hi - lo, i == 0) for i, (lo, hi) in enumerate(stages))]
+        sizes = [problem.d0, *(problem.stage(hi - lo) for lo, hi in stages)]
     return {device.name: size + process_bytes(deployment, device)
             for device, size in zip(deployment.boards, sizes, strict=True)}
 

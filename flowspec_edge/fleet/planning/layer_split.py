@@ -42,7 +42,7 @@ def split_evenly(layers: int, stages: int) -> Ranges:
 
 def split_in_order(stages: Sequence[CandidateBoard], problem: SplitProblem) -> Ranges | None:
     """[lo, hi) of each stage, V1 first, with the slowest stage as fast as possible; None if none fits."""
-    limits = [problem.layers_within(board, i == 0) for i, board in enumerate(stages)]
+    limits = [problem.layers_within(board) for board in stages]
 
     def seconds(stage: int, count: int) -> float:
         return stages[stage].profile.stage_seconds(problem.rows, count, problem.context)
@@ -55,8 +55,7 @@ def plan_as_listed(d0: CandidateBoard, verify: Sequence[CandidateBoard], problem
     """``ranges`` default to :func:`split_in_order`; DoesNotFit, without a reason, for too little memory."""
     ranges = ranges or split_in_order(verify, problem)
     if ranges is None or d0.room < problem.d0 or any(
-            problem.stage(hi - lo, i == 0) > board.room
-            for i, (board, (lo, hi)) in enumerate(zip(verify, ranges, strict=True))):
+            problem.stage(hi - lo) > board.room for board, (lo, hi) in zip(verify, ranges, strict=True)):
         raise DoesNotFit(f"{problem.size.name} does not fit on {len(verify) + 1} boards")
     stages = tuple(
         PlannedStage(board, (lo, hi), board.profile.stage_seconds(problem.rows, hi - lo, problem.context))

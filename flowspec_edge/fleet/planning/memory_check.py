@@ -50,9 +50,9 @@ class MemoryCheck:
         """DoesNotFit for the first board with a profile whose memory is too small for its layers."""
         if draft.name in self._profiles:
             self._check(draft, self.problem.d0, "drafting")
-        for i, (device, (lo, hi)) in enumerate(stages):
+        for device, (lo, hi) in stages:
             if device.name in self._profiles:
-                self._check(device, self.problem.stage(hi - lo, i == 0), _layer_range(lo, hi))
+                self._check(device, self.problem.stage(hi - lo), _layer_range(lo, hi))
 
     def error(self, boards: Sequence[CandidateBoard]) -> DoesNotFit:
         return memory_error(boards, self.problem, self._sizes, _toml_setting)
@@ -110,11 +110,11 @@ def memory_error(boards: Sequence[CandidateBoard], problem: SplitProblem, size_i
         return DoesNotFit(
             f"{size.name} in {size.dtype} with {problem.context} tokens of context does not fit on the "
             f"boards as they are listed. Room beside the process: {_rooms(boards, problem)}. It would with "
-            'other layers or in another order: let the planner choose, with role = "auto" and without layers')
-    needed = problem.stage(size.layers, True) + problem.d0
+            'other layers: let the planner choose, with role = "auto" and without layers')
+    needed = problem.stage(size.layers) + problem.d0
     text = (f"{size.name} in {size.dtype} with {problem.context} tokens of context needs {_mb(needed)}: "
             f"{size.layers} layers of {_mb(size.layer)} and {_mb(problem.layer - size.layer)} of cache, "
-            f"{_mb(size.embedding)} of embeddings on V1, {_mb(problem.d0)} on D0")
+            f"{_mb(problem.d0)} on D0")
     if held < 0:
         text += ". No board that may draft has room for D0's part"
     else:
@@ -131,7 +131,7 @@ def _rooms(boards: Sequence[CandidateBoard], problem: SplitProblem) -> str:
     groups: dict[tuple[str, int], list[str]] = {}
     for board in boards:
         groups.setdefault((board.profile.name, max(board.room, 0)), []).append(board.name)
-    layers = {board.name: _layers(problem.layers_within(board, False)) for board in boards}
+    layers = {board.name: _layers(problem.layers_within(board)) for board in boards}
     return "; ".join(f"{', '.join(names)}{' each' if len(names) > 1 else ''} {_mb(room)}, {layers[names[0]]}"
                      for (_, room), names in groups.items())
 

@@ -40,15 +40,14 @@ _WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "int4": 2}  # bytes of a value outsid
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """A model's parts in bytes, in the element type ``dtype``.
+    """A model's parts in bytes, in the element type ``dtype``. Token embeddings stay in their file.
 
     max_positions    the model's limit on tokens of prompt and answer together
     layer            weights of one decoder layer (the largest)
     layer_values     its parameters, a number
-    lm_head          a copy of the embeddings if the model ties the two
+    lm_head          the embeddings themselves if the model ties the two
     draft            the EAGLE head's fc and layer, and its own lm_head if it has one (EAGLE-3)
     draft_lm_head    what a draft pass reads of the target's lm_head: 0 for a head with its own
-    draft_embedding  the token embeddings that the head looks up, its own or the target's
     kv_row           keys and values of one row in one layer; draft_kv_row: in the draft head
     from_weights     whether weight files were present and agreed
     draft_estimated  whether there is no head here, and a head of the target's shape was assumed
@@ -62,12 +61,10 @@ class ModelBytes:
     max_positions: int
     layer: int
     layer_values: int
-    embedding: int
     norm: int
     lm_head: int
     draft: int
     draft_lm_head: int
-    draft_embedding: int
     kv_row: int
     draft_kv_row: int
     from_weights: bool
@@ -80,22 +77,21 @@ class ModelBytes:
 
     @property
     def d0_weights(self) -> int:
-        """lm_head, and the draft head with its embeddings."""
-        return self.lm_head + self.draft + self.draft_embedding
+        """lm_head and the draft head."""
+        return self.lm_head + self.draft
 
     @property
     def values(self) -> int:
         """Parameters of the target: decoder layers, embeddings and lm_head."""
-        return self.layers * self.layer_values + (self.embedding + self.lm_head) // self.bytes_per_value
+        return self.layers * self.layer_values + 2 * self.vocabulary * self.hidden_width
 
     def without_head(self) -> ModelBytes:
         """For drafts by n-grams: D0 holds lm_head alone."""
-        return replace(self, draft=0, draft_lm_head=0, draft_embedding=0, draft_kv_row=0,
-                       draft_estimated=False)
+        return replace(self, draft=0, draft_lm_head=0, draft_kv_row=0, draft_estimated=False)
 
     @property
     def target_weights(self) -> int:
-        return self.layers * self.layer + self.embedding + self.norm
+        return self.layers * self.layer + self.norm
 
     def segment_bytes(self, rows: int) -> int:
         """The hidden states of a segment, without its header."""
@@ -120,16 +116,15 @@ def model_bytes(name_or_path: str, dtype: PlanDtype) -> ModelBytes:
     head = _head(draft, config, list(known[1].heads) if known else [])
     width, vocabulary = _WIDTH[dtype], int(config.vocab_size)
     matrix = vocabulary * int(config.hidden_size) * width
-    looked_up = head.embed_tokens.weight.numel() * width
     return ModelBytes(
         name=name, dtype=dtype, layers=int(config.num_hidden_layers),
         hidden_width=int(config.hidden_size), vocabulary=vocabulary,
         max_positions=position_limit(config.to_dict()),
         layer=max(_layer(layer, dtype) for layer in core.layers),
         layer_values=max(_numel(layer.parameters()) for layer in core.layers),
-        embedding=matrix, norm=_numel(core.norm.parameters()) * width, lm_head=matrix,
-        draft=_numel(head.parameters()) * width - looked_up,
-        draft_lm_head=0 if isinstance(head, Eagle3Head) else matrix, draft_embedding=looked_up,
+        norm=_numel(core.norm.parameters()) * width, lm_head=matrix,
+        draft=(_numel(head.parameters()) - head.embed_tokens.weight.numel()) * width,
+        draft_lm_head=0 if isinstance(head, Eagle3Head) else matrix,
         kv_row=_kv_values(config) * width, draft_kv_row=_kv_values(head.config) * width,
         from_weights=from_weights, draft_estimated=draft is None,
     )

@@ -26,7 +26,7 @@ class SingleBoardEstimate:
 def single_board_headroom(board: CandidateBoard, problem: SplitProblem) -> int:
     """Bytes left if ``board`` runs both D0 and a V1 with all layers, in two processes; negative: too few."""
     return board.room - round(board.memory.process_mb * 1e6) - problem.d0 - problem.stage(
-        problem.size.layers, True)
+        problem.size.layers)
 
 
 def best_alone(boards: Sequence[CandidateBoard], problem: SplitProblem) -> CandidateBoard | None:

@@ -65,7 +65,7 @@ def alone_rows(board: CandidateBoard, others: Sequence[CandidateBoard], problem:
 def _stage(stage: PlannedStage, place: int, last: bool, problem: SplitProblem,
            scaled: Mapping[str, Scaling]) -> BoardRow:
     size, (lo, hi) = problem.size, stage.layers
-    weights = (hi - lo) * size.layer + (place == 1) * size.embedding + last * size.norm
+    weights = (hi - lo) * size.layer + last * size.norm
     kv = (hi - lo) * problem.cached * size.kv_row
     return _row(stage.board, scaled, f"V{place}", weights, kv, stage.layers, stage.seconds * 1e3)
 

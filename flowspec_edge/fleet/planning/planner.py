@@ -80,16 +80,16 @@ class SplitProblem:
         """Bytes of one layer with its cache."""
         return self.size.layer + self.cached * self.size.kv_row
 
-    def stage(self, layers: int, first: bool) -> int:
-        """Bytes: layers, their cache, the final norm, and V1's embeddings."""
-        return layers * self.layer + self.size.norm + first * self.size.embedding
+    def stage(self, layers: int) -> int:
+        """Bytes: layers, their cache, and the final norm."""
+        return layers * self.layer + self.size.norm
 
     @property
     def d0(self) -> int:
         return self.size.d0_weights + self.cached * self.size.draft_kv_row
 
-    def layers_within(self, board: CandidateBoard, first: bool) -> int:
-        left = board.room - self.stage(0, first)
+    def layers_within(self, board: CandidateBoard) -> int:
+        left = board.room - self.stage(0)
         return min(max(left, 0) // self.layer, self.size.layers)
 
 
@@ -249,10 +249,7 @@ def most_layers(boards: Sequence[CandidateBoard], problem: SplitProblem) -> int:
     for d0 in [b for b in boards if b.role == "draft"] or [b for b in boards if b.role == "auto"]:
         if d0.room < problem.d0:
             continue
-        rest = [(problem.layers_within(b, True), problem.layers_within(b, False)) for b in boards
-                if b is not d0 and b.role != "draft"]
-        plain = sum(b for _, b in rest)
-        most = max([most, 0, *(plain - b + a for a, b in rest if a > 0)])
+        most = max(most, sum(problem.layers_within(b) for b in boards if b is not d0 and b.role != "draft"))
     return most
 
 
@@ -269,23 +266,21 @@ class _Table:
         self.occupied, self.latency = _ns(occupied), _ns(latency)
         self.port = self.occupied + self.latency  # a hop's time if this is the slower port
         self.lm_head = _ns(profile.verify_seconds(problem.rows))
-        never = board.role == "draft"
-        self.first = 0 if never else problem.layers_within(board, True)  # as V1
-        self.later = 0 if never else problem.layers_within(board, False)
+        self.most = 0 if board.role == "draft" else problem.layers_within(board)
 
-    def within(self, limit: int) -> tuple[int, int]:
-        """The most layers as V1 and as a later stage that keep every time within ``limit``."""
+    def within(self, limit: int) -> int:
+        """The most layers that keep every time within ``limit``."""
         if self.occupied > limit:
-            return 0, 0
+            return 0
         k = int(np.searchsorted(self.stage, limit, side="right")) - 1  # stage[0] = 0: at least 0
-        return min(k, self.first), min(k, self.later)
+        return min(k, self.most)
 
     def reason_unused(self, slowest: int, shortest: int) -> str:
         """``shortest``: the fastest slowest stage that the boards allow, in ns."""
         if self.board.role == "draft":
             return "another board drafts"
-        if not self.later:
-            needs, has = self.problem.stage(1, False), max(self.board.room, 0)
+        if not self.most:
+            needs, has = self.problem.stage(1), max(self.board.room, 0)
             return f"too little memory for one layer: needs {needs / 1e6:,.0f} MB, has {has / 1e6:,.0f} MB"
         if self.occupied > slowest:
             return f"its port takes {self.occupied / 1e6:.3g} ms a segment, longer than the slowest stage"
@@ -333,10 +328,8 @@ def _limits(others: Sequence[_Table], layers: int, at_least: int) -> list[int]:
 
 
 def _holds(others: Sequence[_Table], layers: int, limit: int) -> bool:
-    """Whether all layers can be placed if one board is V1 and each takes as many as it can."""
-    within = [table.within(limit) for table in others]
-    plain = sum(later for _, later in within)
-    return any(first > 0 and plain - later + first >= layers for first, later in within)
+    """Whether all layers can be placed if each board takes as many as it can."""
+    return sum(table.within(limit) for table in others) >= layers
 
 
 def _least_latency(d0: _Table, others: Sequence[_Table], layers: int, limit: int,
@@ -358,16 +351,16 @@ def _least_latency(d0: _Table, others: Sequence[_Table], layers: int, limit: int
     steps: list[tuple[Int64, NDArray[np.bool_]]] = []
     placed = np.arange(layers + 1)
     for table in ordered:
-        first, later = table.within(limit)
-        own = np.arange(1, max(first, later, 1) + 1)[:, None]  # layers of this board: rows of the arrays
+        most = table.within(limit)
+        own = np.arange(1, max(most, 1) + 1)[:, None]  # layers of this board: rows of the arrays
         before = placed - own
         ends = max(table.port, d0.port)
         v1 = max(table.latency, d0.latency) - ends
         step = (table.stage[own] + table.port) * _COUNT + 1
         step = step - (before == 0) * min(table.port, d0.port) * _COUNT + (placed == layers) * ends * _COUNT
-        reached = np.where((before >= 0) & (ways[:, before] < _NEVER), ways[:, before] + step, _NEVER)
-        as_later = np.where(own <= later, reached, _NEVER)
-        as_first = np.where((own <= first) & (reached[0] < _NEVER), reached[0] + v1 * _COUNT, _NEVER)
+        possible = (before >= 0) & (ways[:, before] < _NEVER) & (own <= most)
+        as_later = np.where(possible, ways[:, before] + step, _NEVER)
+        as_first = np.where(as_later[0] < _NEVER, as_later[0] + v1 * _COUNT, _NEVER)
         is_first = as_first < as_later[1]
         options = np.stack((as_later[0], np.minimum(as_later[1], as_first)))
         k = options.argmin(axis=1)

@@ -164,7 +164,7 @@ def _stages(options: ProfileOptions, effort: Effort, model: ModelBytes, free: De
             stage.worker.ready()
         times = sample(stages, contexts, effort.stage_s, lambda share: report("stages", share))
         layer = model.layer + model.kv_row * (contexts[-1] + CAPACITY_BEYOND)
-        kept = sum(model.embedding + stage.layers * layer for stage in stages) / 1e6
+        kept = sum(stage.layers * layer for stage in stages) / 1e6
         if options.device == "cpu":  # resident sets are independent of other processes
             taken = sum(stage.worker.resident_mb() or 0.0 for stage in stages) - kept
         else:

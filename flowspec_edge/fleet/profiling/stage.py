@@ -147,15 +147,15 @@ def choose_stage_counts(model: ModelBytes, usable_mb: float) -> list[int]:
     which has a quarter as many.  One number if V1 can only have one layer; FlowspecError if that does not
     fit.
     """
-    if model.embedding + model.layer > usable_mb * 1e6:
-        raise FlowspecError(f"a layer and the embeddings take {(model.embedding + model.layer) / 1e6:.0f} "
-                            f"MB, and only {usable_mb:.0f} MB of memory are free: end other processes")
+    if model.layer > usable_mb * 1e6:
+        raise FlowspecError(f"a layer takes {model.layer / 1e6:.0f} MB, and only {usable_mb:.0f} MB of "
+                            "memory are free: end other processes")
     if model.layers <= 2:
         return list(range(1, model.layers + 1))
     longest = {stages: even_runs(model.layers, stages)[0][1] for stages in range(2, model.layers + 1)}
     for stages, large in longest.items():
         small = min(longest, key=lambda s: (abs(longest[s] - max(1, large // 4)), s))
-        if 2 * model.embedding + (large + longest[small]) * model.layer <= usable_mb * 1e6 * _SHARE:
+        if (large + longest[small]) * model.layer <= usable_mb * 1e6 * _SHARE:
             return [stages, small] if large > longest[small] else [stages]
     return [model.layers]
 

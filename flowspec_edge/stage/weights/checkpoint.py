@@ -90,7 +90,7 @@ class Checkpoint:
         A piece is mapped memory, valid until the next one.  A tensor without dimensions is one piece.  Tens
         of MB at most are resident.
         """
-        path = self._path(name)
+        path = self.file_of(name)
         with file_errors(path):
             file = open_weights(path)
             shape, read = file.shape(name), 0
@@ -108,7 +108,7 @@ class Checkpoint:
     def _read(self, names: Iterable[str], read: Callable[[WeightFile, str], T]) -> dict[str, T]:
         by_file: dict[Path, list[str]] = {}
         for name in names:
-            by_file.setdefault(self._path(name), []).append(name)
+            by_file.setdefault(self.file_of(name), []).append(name)
         found: dict[str, T] = {}
         for path, wanted in by_file.items():
             with file_errors(path):
@@ -117,7 +117,8 @@ class Checkpoint:
                     found[name] = read(file, name)
         return {name: found[name] for name in names}
 
-    def _path(self, name: str) -> Path:
+    def file_of(self, name: str) -> Path:
+        """FlowspecError if there is no such tensor."""
         if name not in self._files:
             raise FlowspecError(f"{self.directory} has no tensor {name}: "
                                 "the checkpoint is incomplete, or not of this architecture")

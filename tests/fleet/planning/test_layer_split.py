@@ -18,8 +18,8 @@ from flowspec_edge.stage.shard import even_runs
 def slowest(boards: list[CandidateBoard], p: SplitProblem, ranges: Ranges) -> float | None:
     """None where a board's memory is too small."""
     times = []
-    for i, (b, (lo, hi)) in enumerate(zip(boards, ranges, strict=True)):
-        if p.stage(hi - lo, i == 0) > b.room:
+    for _i, (b, (lo, hi)) in enumerate(zip(boards, ranges, strict=True)):
+        if p.stage(hi - lo) > b.room:
             return None
         times.append(b.profile.stage_seconds(p.rows, hi - lo, p.context))
     return max(times)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from plankit import MB, board, problem, size
 
-from flowspec_edge.fleet.planning.layer_split import split_in_order
+from flowspec_edge.fleet.planning.layer_split import plan_as_listed, split_in_order
 from flowspec_edge.fleet.planning.memory_check import memory_error
 from flowspec_edge.fleet.planning.model_size import ModelBytes, PlanDtype
 from flowspec_edge.fleet.planning.planner import CandidateBoard, DoesNotFit, SplitProblem, plan
@@ -31,11 +31,11 @@ def test_the_error_has_bytes_and_advice() -> None:
     p = problem(context=4096)
     boards = [board("a"), board("b"), board("c", usable_mb=4000)]
     text = refused(boards, p)
-    whole = (32 * (p.size.layer + 5120 * 16_000) + p.size.norm + p.size.embedding + p.d0) / MB
+    whole = (32 * (p.size.layer + 5120 * 16_000) + p.size.norm + p.d0) / MB
     assert text.startswith(f"model in fp16 with 4096 tokens of context needs {whole:,.0f} MB: 32 layers of "
-                           "400 MB and 82 MB of cache, 250 MB of embeddings on V1, 1,132 MB on D0")
-    # A board of 6000 MB that c can draft for leaves 5500: 11 layers, or 10 and the embeddings.
-    assert "Beside D0 there is room for 21 layers; 11 layers (5,301 MB) are missing" in text
+                           "400 MB and 82 MB of cache, 1,132 MB on D0")
+    # A board of 6000 MB that c can draft for leaves 5500: 11 layers.
+    assert "Beside D0 there is room for 22 layers; 10 layers (4,819 MB) are missing" in text
     assert "Room beside the process: a, b each 5,500 MB, 11 layers; c 3,500 MB, 7 layers." in text
     advice = text.split("What would help: ")[1]
     assert advice == "--dtype int4, or 1 more like a"
@@ -47,7 +47,7 @@ def test_the_error_has_bytes_and_advice() -> None:
 
 def test_a_shorter_context_is_the_longest_that_fits() -> None:
     p = problem(size(layers=12), context=8192)
-    boards = [board("a"), board("b", usable_mb=6300)]
+    boards = [board("a"), board("b", usable_mb=5900)]
     text = refused(boards, p)
     assert "--context 2048," in text
     assert plan(boards, replace(p, context=2048))
@@ -67,13 +67,13 @@ def test_no_advice_if_not_even_a_layer_fits() -> None:
     assert text.endswith("More memory on each board would help")
 
 
-def test_the_error_says_if_another_order_fits() -> None:
-    """V1 has the embeddings, too, for which the first verify board is too small."""
+def test_the_error_says_if_other_layers_fit() -> None:
     p = problem(size(layers=6, layer_mb=400, embedding_mb=250, kv_row=0), tentative=0)
     boards = [board("d", role="draft"), board("a", role="verify", usable_mb=1100),
               board("b", role="verify", usable_mb=3000)]
-    assert split_in_order(boards[1:], p) is None
-    assert split_in_order(boards[:0:-1], p) is not None
+    with pytest.raises(DoesNotFit):
+        plan_as_listed(boards[0], boards[1:], p, ((0, 3), (3, 6)))
+    assert split_in_order(boards[1:], p) == ((0, 1), (1, 6))
     text = str(memory_error(boards, p, lambda dtype: p.size))
     assert "does not fit on the boards as they are listed" in text
     assert 'let the planner choose, with role = "auto"' in text

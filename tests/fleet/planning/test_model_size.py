@@ -43,7 +43,7 @@ def checkpoint(path: Path, family: str) -> Path:
 def test_equals_the_bytes_of_a_loaded_shard(tmp_path: Path, family: str, dtype: PlanDtype) -> None:
     path = checkpoint(tmp_path, family)
     size = model_bytes(str(path), dtype)
-    assert load_shard(path, 0, 3, dtype).nbytes == size.layer + size.embedding
+    assert load_shard(path, 0, 3, dtype).nbytes == size.layer
     assert load_shard(path, 1, 3, dtype).nbytes == size.layer
     assert load_shard(path, 2, 3, dtype).nbytes == size.layer + size.norm
     assert load_shard(path, 0, 1, dtype).nbytes == size.target_weights
@@ -54,12 +54,13 @@ def test_equals_the_bytes_of_the_files(model: Path) -> None:
     size = model_bytes(str(model), "fp32")
     file = model / "target" / "model.safetensors"
     header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
-    assert file.stat().st_size - header == size.target_weights + size.lm_head
+    embeddings = size.lm_head  # which stay in the file
+    assert file.stat().st_size - header == size.target_weights + embeddings + size.lm_head
     head = load_head(model / "eagle2", None, torch.float32)
-    assert sum(p.nbytes for p in head.parameters()) == size.draft + size.draft_embedding
+    assert sum(p.nbytes for p in head.parameters()) == size.draft + head.embed_tokens.weight.nbytes
     assert size.from_weights
     assert not size.draft_estimated
-    assert size.d0_weights == size.lm_head + size.draft + size.draft_embedding
+    assert size.d0_weights == size.lm_head + size.draft
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
@@ -75,10 +76,10 @@ def test_int4_packs_the_layers_matrices_and_nothing_else(tmp_path: Path) -> None
     source = open_source(str(path))
     run(make_plan(source, recipe_for(source, "int4"), [(0, 1), (1, 2)]), tmp_path / "cut")
     first, last = (load_shard(tmp_path / "cut", i, 2, "bf16").nbytes for i in (0, 1))
-    assert first == packed.layer + packed.embedding
+    assert first == packed.layer
     assert last == packed.layer + packed.norm
     assert packed.layer < whole.layer / 3
-    for part in ("embedding", "norm", "lm_head", "draft", "draft_embedding", "kv_row", "draft_kv_row"):
+    for part in ("norm", "lm_head", "draft", "kv_row", "draft_kv_row"):
         assert getattr(packed, part) == getattr(whole, part)
     assert packed.bytes_per_value == 2
 
@@ -90,7 +91,7 @@ def test_without_weights_a_config_is_enough(model: Path, tmp_path: Path) -> None
     with_weights, without = model_bytes(str(model), "fp16"), model_bytes(str(bare), "fp16")
     assert not without.from_weights
     assert without.draft_estimated
-    parts = ("layers", "layer", "embedding", "norm", "lm_head", "kv_row", "hidden_width")
+    parts = ("layers", "layer", "norm", "lm_head", "kv_row", "hidden_width")
     assert [getattr(without, p) for p in parts] == [getattr(with_weights, p) for p in parts]
     assert model_bytes(str(bare / "config.json"), "fp16") == without
     assert model_bytes(str(bare.parent), "fp16").layer == without.layer
@@ -100,7 +101,7 @@ def test_a_seven_billion_model_before_it_is_downloaded(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_2_7B))
     size = model_bytes(str(tmp_path), "fp16")
     # The published checkpoint has 6 738 415 616 parameters.
-    assert size.target_weights + size.lm_head == 2 * 6_738_415_616
+    assert size.target_weights + 2 * size.lm_head == 2 * 6_738_415_616
     assert size.layer == 2 * 202_383_360
     assert size.kv_row == 2 * 2 * 4096
     # A layer without the norm in front of the attention, and fc from 2 H to H with a bias.
@@ -152,8 +153,8 @@ def test_a_head_of_either_kind_is_counted(tmp_path: Path) -> None:
     tiny_eagle3(path, drafted=40)
     size = model_bytes(str(path), "fp32")
     stored = load_file(path / "eagle3" / "model.safetensors")
-    assert size.draft == sum(t.nbytes for t in stored.values() if t.is_floating_point())
-    assert size.draft_embedding == size.embedding
+    assert size.draft == sum(t.nbytes for name, t in stored.items() if t.is_floating_point()
+                             and name != "embed_tokens.weight")
     assert not size.draft_estimated
 
 

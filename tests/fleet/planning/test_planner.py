@@ -45,10 +45,10 @@ def objectives(p: SplitProblem, d0: CandidateBoard, stages: tuple[CandidateBoard
                layers: tuple[int, ...]) -> tuple[float, float, int] | None:
     """(slowest stage, latency of a segment, boards) from the profiles; None if memory is too small."""
     s, rows = p.size, p.context + p.tentative
-    if not fits(d0, s.lm_head + s.draft + s.draft_embedding + rows * s.draft_kv_row):
+    if not fits(d0, s.lm_head + s.draft + rows * s.draft_kv_row):
         return None
-    for i, (b, k) in enumerate(zip(stages, layers, strict=True)):
-        if not fits(b, k * (s.layer + rows * s.kv_row) + s.norm + (s.embedding if i == 0 else 0)):
+    for b, k in zip(stages, layers, strict=True):
+        if not fits(b, k * (s.layer + rows * s.kv_row) + s.norm):
             return None
     computes = [b.profile.stage_seconds(p.rows, k, p.context) for b, k in zip(stages, layers, strict=True)]
     bits = p.rows * s.hidden_width * 2 * 8
@@ -190,11 +190,8 @@ def test_most_layers_is_what_memory_alone_allows(
     for d0 in boards:
         if d0.role == "verify" or not fits(d0, p.d0):
             continue
-        for v1 in (b for b in boards if b is not d0):
-            held = [max(k for k in range(p.size.layers + 1)
-                        if k == 0 or fits(b, p.stage(k, b is v1))) for b in boards if b is not d0]
-            if fits(v1, p.stage(1, True)):
-                fitting.append(sum(held))
+        fitting.append(sum(max(k for k in range(p.size.layers + 1) if k == 0 or fits(b, p.stage(k)))
+                           for b in boards if b is not d0))
     assert max(most_layers(boards, p), 0) == max(fitting)
 
 
@@ -232,7 +229,7 @@ def test_one_board_is_no_pipeline() -> None:
 
 def test_one_board_holds_both_processes() -> None:
     p = problem(size(layers=2))
-    needed = p.d0 + p.stage(2, True) + 2 * 500 * MB
+    needed = p.d0 + p.stage(2) + 2 * 500 * MB
     assert single_board_headroom(board(usable_mb=needed / MB), p) == 0
     assert single_board_headroom(board(usable_mb=needed / MB - 1), p) < 0
 

@@ -55,7 +55,7 @@ def test_times_scale_with_bytes() -> None:
     measured = measured.model_copy(update={"stage": StageCurve(
         layers=2, rows=[16, 64], ms=[16.0, 20.0], context_ms=[1.0, 2.0], overhead_ms=1.0)})
     # Half as large a layer, half as wide; a layer of 400 MB takes 8 ms, so a MB takes 0.02 ms.
-    other = size(layers=12, layer_mb=200, embedding_mb=100, draft_mb=350, hidden_width=2048)
+    other = size(layers=12, layer_mb=200, embedding_mb=100, draft_mb=250, hidden_width=2048)
     fitted, how = scaled(measured, other)
     assert how.note == "scaled from layers of 400 MB and width 4096 to 200 MB and 2048"
     assert fitted.stage.ms == pytest.approx([8.0, 10.0])
