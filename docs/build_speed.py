@@ -41,7 +41,7 @@ def draw(source: Path, target: Path) -> None:
     axis.set_xlabel("speed over Chunk-PP")
     axis.spines[["top", "right"]].set_visible(False)
     axis.set_title(
-        f"VIRTUAL TIME under {report['profile']}: {settings['stages']} stages, one request, greedy; in brackets: drafts of;\n"
+        f"VIRTUAL TIME under {report['profile']}: {settings['stages']} stages, one request, greedy; in brackets the drafter;\n"
         f"{counted} held-out prompts of the {settings['model']} model whose answers do not loop",
         loc="left", fontsize=9)
     figure.savefig(target)
