@@ -82,7 +82,8 @@ class Service:
         served.tokenizer.start()
         about = Description(self.name, self.strategy, self.dtype, self._layers(), self.profile,
                             self.api_key is not None, served.tokenizer.chats,
-                            issubclass(strategy_class(self.strategy), TreeStrategy))
+                            issubclass(strategy_class(self.strategy), TreeStrategy), served.strategies,
+                            served.context_tokens)
         admission = AdmissionQueue(served.probe(), self.queue, self.ready_within, at_once=self.at_once)
         log_to_stderr(log_json)
         says = self._first_line(url_of(listener))

@@ -134,6 +134,9 @@ class Membership:
                     isolated.append(f"V{member.stage} (cannot reach {following})")
         return absent or isolated
 
+    def in_state(self, state: StageState) -> set[int]:
+        return {member.stage for member in self._members.values() if member.state is state}
+
     def expect_all(self) -> None:
         """After a loss, require every stage to show again that it is ready."""
         for member in self._members.values():

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from flowspec_edge.errors import PeerLost
-from flowspec_edge.runtime.cluster.membership import StageBroken
+from flowspec_edge.runtime.cluster.membership import StageBroken, StageState
 from flowspec_edge.runtime.cluster.stage_links import ADVICE, StageLinks
 from flowspec_edge.runtime.cluster.subprocesses import WorkerProcesses
 from flowspec_edge.runtime.observe.observer import Observer
@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.05
 _MAX_STARTS = 5  # of a stage, after one loss
 _PAUSE_S = 0.5  # before the second start; doubled every time
+_LATE_S = 1.5  # without a heartbeat, of three, after a loss: then a stage is among those that are missing
 
 
 class Recovery:
@@ -43,6 +44,7 @@ class Recovery:
         self._new_group = new_group
         self._lost_at = 0.0
         self._deadline = 0.0
+        self._missing: set[int] = set()  # stages, as the observer knows it
         self._starts: dict[int, int] = {}  # since the loss, by stage
         self._start_at: dict[int, float] = {}  # earliest time of the next
         self._failed_start = ""  # how the last one ended, if it has
@@ -56,6 +58,8 @@ class Recovery:
             self._starts.clear()
             self._start_at.clear()
             self._failed_start = ""
+        silent = self._links.members.silent(now)
+        self._note_missing({*silent, *([error.stage] if isinstance(error, StageBroken) else ())})
         if now >= self._deadline or self._gone() is not None:
             raise error
         outage = str(error).removesuffix(ADVICE)
@@ -85,6 +89,7 @@ class Recovery:
         if self._workers.pids:
             self._restart({**{stage: f"V{stage} is silent" for stage in silent}, **broken,
                            **self._workers.ended()})
+        self._note_missing({*silent, *broken})
         if (gone := self._gone()) is not None:
             raise PeerLost(gone + ADVICE)
         absent = members.absent()
@@ -100,8 +105,20 @@ class Recovery:
     def end(self) -> None:
         self.status = ClusterStatus(ClusterState.RUNNING)
         now = time.monotonic()
+        self._missing = set()
         log.warning("all stages are back after %.1f s", now - self._lost_at)
         self._observer.recovered(now)
+
+    def _note_missing(self, lost: Collection[int]) -> None:
+        """Tell the observer which stages are missing, if that has changed: those that were lost, until their
+        heartbeat says that they are ready, and those that say nothing."""
+        now, members = time.monotonic(), self._links.members
+        late = members.in_state(StageState.ABSENT) if now > self._lost_at + _LATE_S else set()
+        back = members.in_state(StageState.READY)
+        missing = (self._missing - back) | {*lost, *self._workers.ended()} | late
+        if missing != self._missing:
+            self._missing = missing
+            self._observer.missing(sorted(missing), now)
 
     def _restart(self, causes: Mapping[int, str]) -> None:
         """Restart these stages' processes, or all ranks, with exponential backoff."""

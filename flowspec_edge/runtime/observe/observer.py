@@ -56,6 +56,9 @@ class Observer:
     def lost(self, reason: str, at: float) -> None:
         """A stage is lost; the cluster waits for it, or ends."""
 
+    def missing(self, stages: Sequence[int], at: float) -> None:
+        """During a recovery: the stages that are lost and not back yet, V1 is 1; at each change."""
+
     def recovered(self, at: float) -> None:
         """All stages, or their replacements, are back."""
 
@@ -97,6 +100,9 @@ class Observers(Observer):
 
     def lost(self, reason: str, at: float) -> None:
         self._notify("lost", lambda observer: observer.lost(reason, at))
+
+    def missing(self, stages: Sequence[int], at: float) -> None:
+        self._notify("missing", lambda observer: observer.missing(stages, at))
 
     def recovered(self, at: float) -> None:
         self._notify("recovered", lambda observer: observer.recovered(at))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -19,10 +21,25 @@ SYSTEM_STATS = ("memory_total", "memory_available", "resident", "cache_bytes", "
 RATES = {"busy": "compute_s", "bytes_in_s": "bytes_in", "bytes_out_s": "bytes_out", "rows_s": "rows"}
 
 
+@dataclass
+class Losses:
+    """Of a place. since   when it was lost, of time.monotonic(); None: it is not lost
+    away_s  how long it was away the last time
+    """
+
+    count: int = 0
+    since: float | None = None
+    away_s: float | None = None
+
+    def event(self) -> dict[str, Any]:
+        return {"lost": self.since is not None, "losses": self.count, "away_s": self.away_s}
+
+
 class Boards:
-    """The newest heartbeats by place: 0 is D0, i is Vi."""
+    """The newest heartbeats by place, and when places were lost: 0 is D0, i is Vi."""
 
     def __init__(self) -> None:
+        self._losses: dict[int, Losses] = {}
         self._beats: dict[int, deque[tuple[float, HeartbeatCounters]]] = {}
         self._lock = threading.Lock()
         self._computed_s, self._rows = 0.0, 0  # D0's own
@@ -31,6 +48,22 @@ class Boards:
         """``at``: seconds of time.monotonic()."""
         with self._lock:
             self._beats.setdefault(place, deque(maxlen=_NEWEST)).append((at, counters))
+
+    def missing(self, places: Collection[int], at: float) -> None:
+        """These are lost now, and no others."""
+        with self._lock:
+            for place in places:
+                losses = self._losses.setdefault(place, Losses())
+                if losses.since is None:
+                    losses.count, losses.since = losses.count + 1, at
+            for place, losses in self._losses.items():
+                if losses.since is not None and place not in places:
+                    losses.away_s, losses.since = at - losses.since, None
+
+    def losses(self, place: int) -> dict[str, Any]:
+        """``lost``, ``losses`` since the start, ``away_s``: seconds that the last loss took, or None."""
+        with self._lock:
+            return self._losses.get(place, Losses()).event()
 
     def computed(self, seconds: float) -> None:
         self._computed_s += seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from flowspec_edge.messages import Cancel, Heartbeat, Prune, Segment
@@ -81,13 +82,15 @@ class Feed(Timeline):
     def settled(self, coordinator: Coordinator, result: Result, at: float) -> None:
         super().settled(coordinator, result, at)
         self.stats.settled(coordinator, result)
-        if self.watched and coordinator is self._oldest():
-            self._snap(coordinator, at, over=True)
+        self._leave_tree(coordinator, at)
         self._open.pop(coordinator.builder.session, None)
 
     def failed(self, coordinator: Coordinator, at: float) -> None:
         super().failed(coordinator, at)
         self.stats.failed(coordinator)
+        if self.watched:
+            self._flow.append(SessionEnded(coordinator.builder.session, at))
+        self._leave_tree(coordinator, at)
         self._open.pop(coordinator.builder.session, None)
 
     def heartbeat(self, beat: Heartbeat, at: float) -> None:
@@ -96,11 +99,17 @@ class Feed(Timeline):
     def lost(self, reason: str, at: float) -> None:
         super().lost(reason, at)
         self.loss_reason = reason
+        if (oldest := self._oldest()) is not None:
+            self._leave_tree(oldest, at)
         self._open.clear()  # requests that continue are opened again
         self.stats.lost()
 
+    def missing(self, stages: Sequence[int], at: float) -> None:
+        self.boards.missing(stages, at)
+
     def recovered(self, at: float) -> None:
         self.loss_reason = None
+        self.boards.missing((), at)
 
     def _oldest(self) -> Coordinator | None:
         return next(iter(self._open.values()), None)
@@ -108,6 +117,11 @@ class Feed(Timeline):
     def _snap_if_due(self, at: float) -> None:
         if at >= self._due and (oldest := self._oldest()) is not None:
             self._snap(oldest, at)
+
+    def _leave_tree(self, coordinator: Coordinator, at: float) -> None:
+        """Nothing of this tree becomes text any more."""
+        if self.watched and coordinator is self._oldest():
+            self._snap(coordinator, at, over=True)
 
     def _snap(self, coordinator: Coordinator, at: float, over: bool = False) -> None:
         session = coordinator.builder.session
@@ -138,9 +152,9 @@ class FlowEvents:
     def event(self, event: TimelineEvent) -> dict[str, Any] | None:
         """Return None for an event that the page does not show."""
         match event:
-            case StagesLost():
+            case StagesLost(at=at):
                 self._clocks = StageClocks(_DRIFT_S)
-                return None
+                return {"kind": "lost", "at": at}
             case StageTimes(times=times):
                 self._clocks.learn(times, event.at)
                 start, end = self._clocks.times(times)

@@ -40,6 +40,8 @@ class Description:
     profile  emulated devices; None: real ones
     chat     whether the model has a chat template
     tree     whether the strategy has a draft tree
+    strategies   that a request may name
+    context      tokens of a prompt and its answer together, at most
     """
 
     model: str
@@ -50,14 +52,18 @@ class Description:
     needs_key: bool = False
     chat: bool = False
     tree: bool = True
+    strategies: Sequence[str] = ()
+    context: int | None = None
 
-    def event(self, state: str, reason: str | None) -> dict[str, Any]:
-        """Return the ``cluster`` event; ``state``: "starting", "up" or "lost"."""
-        boards = [{"place": place, "name": f"V{place}" if place else "D0", "layers": layers}
+    def event(self, state: str, reason: str | None, losses: Callable[[int], dict[str, Any]]
+              ) -> dict[str, Any]:
+        """Return the ``cluster`` event; ``state``: "starting", "up" or "lost"; ``losses``: of a place."""
+        boards = [{"place": place, "name": f"V{place}" if place else "D0", "layers": layers, **losses(place)}
                   for place, layers in enumerate([None, *self.layers])]
         return {"model": self.model, "strategy": self.strategy, "stages": len(self.layers),
                 "dtype": self.dtype, "profile": self.profile, "needs_key": self.needs_key, "chat": self.chat,
-                "tree": self.tree, "boards": boards, "state": state, "reason": reason}
+                "tree": self.tree, "strategies": [*self.strategies], "context": self.context,
+                "boards": boards, "state": state, "reason": reason}
 
 
 class Viewer:
@@ -202,9 +208,8 @@ class Live:
     def _cluster_event(self) -> dict[str, Any]:
         ready = self._admission.readiness()
         reason = self._feed.loss_reason or (None if ready.ready else ready.reason)
-        if reason is None:
-            return self._description.event("up", None)
-        return self._description.event("starting" if ready.token_age_s is None else "lost", reason)
+        state = "up" if reason is None else "starting" if ready.token_age_s is None else "lost"
+        return self._description.event(state, reason, self._feed.boards.losses)
 
     def _boards_event(self, now: float) -> dict[str, Any]:
         self._feed.boards.sample(self._system_stats(), now)

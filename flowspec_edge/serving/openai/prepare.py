@@ -138,16 +138,16 @@ class ServedModel:
                            "model_not_found")
 
     @property
-    def _context_tokens(self) -> int:
+    def context_tokens(self) -> int:
         return min(self.context or self.model.max_positions, self.model.max_positions)
 
     def _check_size(self, count: int, unit: str, per_token: int = 1) -> None:
         """ApiError for a prompt that cannot fit whatever its tokens are: found before it costs time to count
         them. ``per_token``: units of a token, at most."""
-        most = self._context_tokens * per_token
+        most = self.context_tokens * per_token
         if count > most:
             fits = f", which are at most {most} {unit}" if per_token > 1 else ""
-            raise ApiError(400, f"the model's context is {self._context_tokens} tokens here{fits}; the "
+            raise ApiError(400, f"the model's context is {self.context_tokens} tokens here{fits}; the "
                                 f"prompt has {count} {unit}", code="context_length_exceeded")
 
     def is_quick(self, prepared: PreparedRequest) -> bool:
@@ -189,7 +189,7 @@ class ServedModel:
         if strategy not in self.strategies:
             raise ApiError(400, f"the strategy {strategy!r} does not run here; there are "
                                 f"{', '.join(self.strategies)}", "flowspec.strategy")
-        context = self._context_tokens
+        context = self.context_tokens
         room = context - len(ids)
         wanted = body.limit or min(usual, max(1, room))
         if wanted > room:
