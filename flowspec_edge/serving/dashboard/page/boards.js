@@ -6,10 +6,22 @@ const title = document.querySelector("#pipeline-title");
 const cards = new Map();  // by place
 let names = [];  // by place
 
-/** Make a card for every board of a `cluster` event. */
-export function showBoards(cluster) {
-  names = cluster.boards.map(({ name }) => name);
-  list.replaceChildren(...cluster.boards.map(card));
+/** Make a card for every board of a `cluster` event, and mark those that are lost. */
+export function showBoards({ boards }) {
+  const told = JSON.stringify(boards.map(({ place, name, layers }) => [place, name, layers]));
+  if (told !== list.dataset.told) {
+    list.dataset.told = told;
+    names = boards.map(({ name }) => name);
+    cards.clear();
+    list.replaceChildren(...boards.map(card));
+  }
+  for (const board of boards) {
+    const { item, state, losses } = cards.get(board.place);
+    item.toggleAttribute("data-lost", board.lost);
+    state.textContent = board.lost ? "lost" : part(board);
+    losses.textContent = board.losses && !board.lost
+      ? `lost ${board.losses === 1 ? "once" : `${board.losses} times`}, back after ${board.away_s.toFixed(1)} s` : "";
+  }
 }
 
 /** Fill the cards from a `boards` event; what places on one machine share is shown once, above them. */
@@ -63,16 +75,20 @@ function show(facts, words) {
   facts.replaceChildren(...words.filter(Boolean).map((fact) => element("span", "", fact)));
 }
 
+/** What a board does. */
+function part({ place, layers }) {
+  if (place === 0) return "drafts, verifies";
+  return layers ? `layers ${layers[0]}–${layers[1] - 1}` : "a slice of all layers";
+}
+
 function card(board) {
-  const own = board.place === 0 ? "drafts, verifies"
-    : board.layers ? `layers ${board.layers[0]}–${board.layers[1] - 1}` : "a slice of all layers";
-  const head = element("h3", "", board.name);
-  head.append(element("span", "", own));
-  const parts = { busy: bar("busy", "busy"), memory: bar("memory", "memory"), facts: element("p", "facts", "") };
+  const head = element("h3", "", board.name), item = element("li", "", "");
+  const parts = { item, state: element("span", "", ""), busy: bar("busy", "busy"), memory: bar("memory", "memory"),
+    facts: element("p", "facts", ""), losses: element("p", "losses", "") };
   cards.set(board.place, parts);
-  const item = element("li", "", "");
+  head.append(parts.state);
   item.dataset.place = board.place;
-  item.append(head, parts.busy, parts.memory, parts.facts);
+  item.append(head, parts.busy, parts.memory, parts.facts, parts.losses);
   return item;
 }
 

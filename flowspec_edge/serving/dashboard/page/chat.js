@@ -1,7 +1,9 @@
-// The chat box: asks as any client of the API would, and shows tokens as they come.
+// The chat box: shows tokens as they come.
 
-import { askKey, headers } from "./key.js";
-import { events } from "./sse.js";
+import { answer, summary, why } from "./answers.js";
+import { markdown } from "./markdown.js";
+import { race } from "./race.js";
+import { offerSettings, racers, settings } from "./settings.js";
 
 const CONTINUED = 256;  // tokens of a text that is continued
 const CHAT_EXAMPLES = ["Why is the sky blue?", "Write a haiku about a pipeline", "What is 17 × 23?"];
@@ -9,34 +11,46 @@ const TEXT_EXAMPLES = ["def fibonacci(n):", "import os\n\ndef walk(path):", "cla
 
 const log = document.querySelector("#log");
 const hint = document.querySelector("#hint");
+const composer = document.querySelector("#composer");
 const prompt = document.querySelector("#prompt");
 const send = document.querySelector("#send");
 const stop = document.querySelector("#stop");
-const turns = [];  // of a chat: {role, content}
-let model = null, chats = false, running = null;
+const anew = document.querySelector("#new-chat");
+let turns = [];  // of a chat: {role, content}
+let model = null, usual = null, chats = false, running = null;
 
-document.querySelector("#composer").addEventListener("submit", (event) => {
+composer.addEventListener("submit", (event) => {
   event.preventDefault();
   ask();
 });
 prompt.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
-    ask();
+    composer.requestSubmit();  // which checks the settings
   }
 });
 stop.addEventListener("click", () => running?.abort());
+anew.addEventListener("click", () => {
+  running?.abort();
+  turns = [];
+  log.replaceChildren(hint);
+  hint.hidden = false;
+  anew.hidden = true;
+  prompt.focus();
+});
 
 /** What is asked, from a `cluster` event. */
 export function openChat(cluster) {
   if (model !== null) return;
-  ({ model, chat: chats } = cluster);
+  ({ model, chat: chats, strategy: usual } = cluster);
   document.querySelector("#chat-title").textContent = chats ? `Ask ${model}` : `Let ${model} continue a text`;
+  anew.textContent = chats ? "New chat" : "New text";
   prompt.placeholder = chats ? "Ask something …" : "Begin a text …";
+  offerSettings(cluster, chats ? null : CONTINUED);
   document.querySelector("#examples").append(...(chats ? CHAT_EXAMPLES : TEXT_EXAMPLES).map((example) => {
     const button = made("button", "", example.split("\n")[0]);
     button.type = "button";
-    button.addEventListener("click", () => { prompt.value = example; ask(); });
+    button.addEventListener("click", () => { prompt.value = example; composer.requestSubmit(); });
     return button;
   }));
 }
@@ -45,60 +59,48 @@ async function ask() {
   const asked = chats ? prompt.value.trim() : prompt.value;
   if (!asked || running || model === null) return;
   hint.hidden = true;
+  anew.hidden = false;
   prompt.value = "";
   const turn = made("div", chats ? "turn" : "turn text");
-  const answer = made("div", "answer"), note = made("p", "note");
-  turn.append(made("div", "asked", asked), answer, note);
+  turn.append(made("div", "asked", asked));
   log.append(turn);
   follow(true);
-  busy(turn, new AbortController());
-  try {
-    note.textContent = summary(await stream(asked, answer, note));
-  } catch (error) {
-    const stopped = running.signal.aborted;
-    note.textContent = stopped ? "stopped" : words(error);
-    note.classList.toggle("wrong", !stopped);
-  }
-  if (chats && answer.textContent) {
-    turns.push({ role: "user", content: asked }, { role: "assistant", content: answer.textContent });
-  }
+  const own = turns, controller = new AbortController(), names = racers(usual);
+  const body = { model, ...settings(),
+    ...(chats ? { messages: [...turns, { role: "user", content: asked }] } : { prompt: asked }) };
+  busy(turn, controller);
+  const how = { signal: controller.signal, show };
+  const text = await (names ? race(names, body, turn, how) : single(body, turn, how));
+  if (chats && text) own.push({ role: "user", content: asked }, { role: "assistant", content: text });
   busy(turn, null);
   follow(true);
 }
 
-/** Shows the answer as it comes, and before that what it waits for; resolves to its `usage`. */
-async function stream(asked, answer, note) {
-  const body = chats ? { messages: [...turns, { role: "user", content: asked }] }
-    : { prompt: asked, max_tokens: CONTINUED };
-  const request = () => fetch(chats ? "/v1/chat/completions" : "/v1/completions", {
-    method: "POST", signal: running.signal, headers: { "Content-Type": "application/json", ...headers() },
-    body: JSON.stringify({ model, stream: true, stream_options: { include_usage: true }, ...body }),
-  });
-  let response;
-  while ((response = await request()).status === 401) await askKey();
-  if (!response.ok) throw new Error((await response.json()).error.message);
-  let usage = null;
-  for await (const { data, comment } of events(response.body)) {
-    note.textContent = comment;
-    if (data === "[DONE]") return usage;
-    if (!data) continue;
-    const chunk = JSON.parse(data);
-    if (chunk.error) throw new Error(chunk.error.message);
-    usage = chunk.usage ?? usage;
-    const [choice] = chunk.choices;
-    const near = follows();
-    answer.append((chats ? choice?.delta?.content : choice?.text) ?? "");
-    follow(near);
+/** Shows one answer, and before that what it waits for; resolves to what came of it. */
+async function single(body, turn, { signal }) {
+  const element = made("div", "answer"), note = made("p", "note");
+  turn.append(element, note);
+  let whole = "";
+  try {
+    const { usage } = await answer(body, {
+      signal,
+      onText(piece) { whole += piece; show(element, whole); },
+      onNote(words) { note.textContent = words; },
+    });
+    note.textContent = summary(usage);
+  } catch (error) {
+    note.textContent = why(error, signal);
+    note.classList.toggle("wrong", !signal.aborted);
   }
-  throw new Error("the answer was cut off");
+  return whole;
 }
 
-function summary({ completion_tokens: tokens, flowspec: { tokens_per_second: pace } }) {
-  return `${tokens} ${tokens === 1 ? "token" : "tokens"}${pace ? `, ${pace.toFixed(1)} a second` : ""}`;
-}
-
-function words(error) {
-  return error instanceof TypeError ? "The server cannot be reached." : `${error.message}.`;
+/** A chat's answer is Markdown; a text is what it is. */
+function show(element, text) {
+  const near = follows();
+  if (chats) element.replaceChildren(markdown(text));
+  else element.append(text.slice(element.textContent.length));
+  follow(near);
 }
 
 function busy(turn, controller) {

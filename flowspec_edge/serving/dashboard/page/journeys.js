@@ -3,6 +3,7 @@
 // A place is a number: 0 is D0, i is Vi, N + 1 is D0 again.  Between two places a number has a fraction.
 
 const KEPT_S = 6;  // how long what is over is remembered
+const SILENT_S = 30;  // after which a segment that nothing is told of is forgotten
 const HOP_S = 0.05;  // how long a way is taken to be, as long as nothing tells
 const HOME_S = 0.3;  // and the way back, which is drawn long
 
@@ -31,10 +32,15 @@ export class Journeys {
           segment?.stops.sort((a, b) => a.place - b.place);
           break;
         case "returned":
-          if (segment) Object.assign(segment, { returned: event.at, left: event.rows });
+          if (!segment) break;
+          Object.assign(segment, { returned: event.at, left: event.rows });
+          this.#end(event.at, (one) => one.session === event.session && one.run < event.run);  // they keep their order
           break;
         case "ended":  // what is still under way is of no use any more, and not told of
-          for (const one of this.segments.values()) if (one.session === event.session) one.ended = event.at;
+          this.#end(event.at, (one) => one.session === event.session);
+          break;
+        case "lost":  // with a board all sessions are gone
+          this.#end(event.at, () => true);
           break;
         case "pruned":
           this.prunes.push(event.at);
@@ -46,12 +52,21 @@ export class Journeys {
           break;
       }
     }
-    this.#forget(now);
+    this.forget(now);
   }
 
-  #forget(now) {
+  /** These do not come back. */
+  #end(at, which) {
+    for (const one of this.segments.values()) {
+      if (one.returned === null && which(one)) one.ended = Math.min(one.ended, at);
+    }
+  }
+
+  /** What has been over for long at a moment is forgotten. */
+  forget(now) {
     for (const [key, segment] of this.segments) {
-      const last = segment.returned ?? Math.max(segment.sent, ...segment.stops.map((stop) => stop.end)) + KEPT_S;
+      const news = Math.max(segment.sent, ...segment.stops.map((stop) => stop.end));
+      const last = segment.returned ?? Math.min(segment.ended, news + SILENT_S - KEPT_S);
       if (last < now - KEPT_S) this.segments.delete(key);
     }
     this.spans = this.spans.filter((span) => span.end > now - KEPT_S);
@@ -60,7 +75,7 @@ export class Journeys {
 
   /** {place, rows} of a segment at a moment, null when it is not under way; `stages` is N. */
   where(segment, at, stages) {
-    if (at < segment.sent || (segment.returned === null && at >= segment.ended)) return null;
+    if (at < segment.sent || at >= segment.ended) return null;
     const marks = waypoints(segment, stages);
     const home = marks.at(-1);
     if (segment.returned !== null && at >= home.at) return null;

@@ -17,6 +17,7 @@ const sessions = new Map();  // {colour, seen}: those beside one another have co
 let ahead = Infinity;  // this page's clock minus D0's, seconds
 let newest = 0;  // this page's time of the last news
 let stages = 0;
+let lost = new Set();  // places
 
 const wake = painter(paint);
 new ResizeObserver(() => wake()).observe(canvas);
@@ -25,6 +26,8 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => wake
 /** Which boards there are, from a `cluster` event. */
 export function layRail(cluster) {
   stages = cluster.stages;
+  lost = new Set(cluster.boards.filter((board) => board.lost).map(({ place }) => place));
+  canvas.dataset.lost = [...lost].join(" ");
   wake();
 }
 
@@ -33,6 +36,7 @@ export function moveSegments({ at, events }) {
   newest = performance.now() / 1000;
   ahead = Math.min(ahead + 1e-4, newest - at);  // the fastest message's; yields, for clocks drift
   for (const { session } of events) {
+    if (session === undefined) continue;  // of all
     const known = sessions.get(session) ?? { colour: freeColour(at) };
     sessions.set(session, { ...known, seen: at });
   }
@@ -53,8 +57,12 @@ function paint(now) {
   if (!stages) return false;
   const line = geometry(width, height);
   const at = now - ahead - BEHIND_S;
+  journeys.forget(at);
   drawLines(draw, line);
-  for (let place = 0; place <= stages; place += 1) drawPlace(draw, line.at(place), journeys.busy(place, at));
+  for (let place = 0; place <= stages; place += 1) {
+    if (lost.has(place)) drawLost(draw, line.at(place));
+    else drawPlace(draw, line.at(place), journeys.busy(place, at));
+  }
   if (!isStill()) for (const cut of journeys.prunes) drawPulse(draw, line, (at - cut) / PULSE_S);
   const met = new Map();  // how many stand at a place already
   for (const segment of journeys.segments.values()) {
@@ -67,9 +75,10 @@ function paint(now) {
     const aside = Number.isInteger(place) ? 6 * before : 0;  // those that wait stand behind the first
     drawSegment(draw, line, line.upright ? { x: x - aside, y } : { x, y: y - aside }, segment, where.rows);
   }
+  canvas.dataset.segments = [...met.values()].reduce((sum, count) => sum + count, 0);
   canvas.setAttribute("aria-label", met.size ? "Segments are on their way through the boards"
     : "No segment is on its way");
-  return now - newest < QUIET_S;
+  return now - newest < QUIET_S || met.size > 0;
 }
 
 /** Where places are on the canvas, along the cards: `at(place)` with a fraction between two places. */
@@ -116,6 +125,18 @@ function drawPlace(draw, { x, y }, span) {
   draw.lineWidth = span ? 3 : 2;
   draw.strokeStyle = !span ? colour("line") : span.kind === "computed" ? sessionColour(span.session)
     : colour(span.kind === "verify" ? "accepted" : "drafted");
+  draw.stroke();
+}
+
+/** A cross instead of the ring. */
+function drawLost(draw, { x, y }) {
+  draw.strokeStyle = colour("pruned");
+  draw.lineWidth = 3;
+  draw.beginPath();
+  for (const way of [1, -1]) {
+    draw.moveTo(x - 7, y - 7 * way);
+    draw.lineTo(x + 7, y + 7 * way);
+  }
   draw.stroke();
 }
 

@@ -8,14 +8,14 @@ const LAYERS = ["pruned", "drafted", "sent", "accepted"];  // what is drawn over
 const FADED = 0.6;  // how strong it is in the beginning
 const SPEED = 9;  // a second; larger is faster
 const NARROW = 500;  // pixels
-const HIGHEST_ROW = 24, LABEL = 12;
+const WIDEST_COLUMN = 92, HIGHEST_ROW = 24, MARGIN = 22, LABEL = 12;  // pixels
 
 const canvas = document.querySelector("#tree");
 const idle = document.querySelector("#tree-idle");
 const nodes = new Map();  // by id: {x, y, to, text, state, score, since, seen}
 let session = null;
 let root = null, camera = 0, before = 0;
-let row = HIGHEST_ROW, column = 60, wanted = 60;  // pixels
+let row = HIGHEST_ROW, column = 60, level = 0;  // pixels; the level is the root's
 
 const wake = painter(paint);
 new ResizeObserver(() => wake()).observe(canvas);
@@ -43,12 +43,12 @@ export function growTree(tree) {
     camera = tree.position;
   }
   const now = performance.now() / 1000;
-  const level = heights(tree.nodes.filter((node) => node.state !== "pruned"), tree.root);
+  const rows = heights(tree.nodes.filter((node) => node.state !== "pruned"), tree.root);
   for (const told of tree.nodes) {
     const node = nodes.get(told.id) ?? appear(told, tree);
     if (node.state !== told.state) Object.assign(node, { state: told.state, since: now });
     Object.assign(node, { score: told.score, seen: tree.at });
-    const height = told.state === "accepted" ? 0 : level.get(told.id);
+    const height = told.state === "accepted" ? 0 : rows.get(told.id);
     if (height !== undefined) node.to = height;
   }
   root = { id: tree.root, position: tree.position };
@@ -57,8 +57,6 @@ export function growTree(tree) {
       Object.assign(node, { state: "pruned", since: now });
     }
   }
-  const deepest = Math.max(6, ...tree.nodes.map((node) => node.depth));
-  wanted = Math.min(92, Math.max(44, canvas.clientWidth / (deepest + trail() + 1.5)));
   const count = (state) => tree.nodes.filter((node) => node.state === state).length;
   canvas.dataset.pruned = Number(canvas.dataset.pruned ?? 0) + count("pruned");
   canvas.setAttribute("aria-label", `The draft tree after ${JSON.stringify(tree.root_text)}: ${count("drafted")} `
@@ -86,17 +84,14 @@ function shown(text) {
 }
 
 function paint(now) {
-  const { draw, height } = cleared(canvas);
+  const { draw, width, height } = cleared(canvas);
   if (!root) return false;
   const step = Math.min(0.1, now - before), ease = isStill() ? 1 : 1 - Math.exp(-SPEED * step);
   before = now;
   camera += (root.position - camera) * ease;
   let moving = Math.abs(root.position - camera) > 0.002;
-  const living = [...nodes.values()].filter((node) => node.state !== "pruned");
-  const rows = Math.max(1, ...living.map((node) => Math.abs(node.to)));
-  row += (Math.min(HIGHEST_ROW, (height / 2 - 14) / rows) - row) * ease;
-  column += (wanted - column) * ease;
-  const place = (node) => ({ x: 18 + (node.x - camera + trail()) * column, y: height / 2 + node.y * row });
+  fit(width, height, ease);
+  const place = (node) => ({ x: 18 + (node.x - camera + trail()) * column, y: level + node.y * row });
   for (const node of nodes.values()) {
     const cut = node.state === "pruned";
     const fading = FADED * Math.max(0, 1 - (now - node.since) / GONE_S);
@@ -116,6 +111,22 @@ function paint(now) {
   return moving;
 }
 
+/** Choose columns and rows so that everything that can be seen is on the canvas: at once if it would not be. */
+function fit(width, height, ease) {
+  let right = 6, up = 1, down = 1;
+  for (const { x, y, to } of nodes.values()) {
+    right = Math.max(right, x - camera);
+    up = Math.max(up, -y, -to);
+    down = Math.max(down, y, to);
+  }
+  const closer = (now, wanted) => (wanted < now ? wanted : now + (wanted - now) * ease);
+  column = closer(column, Math.min(WIDEST_COLUMN, (width - 18) / (right + trail() + 1)));
+  row = closer(row, Math.min(HIGHEST_ROW, (height - 2 * MARGIN) / (up + down)));
+  const middle = height / 2 + (up - down) * row / 2;
+  level = level ? level + (middle - level) * ease : middle;
+  level = Math.min(Math.max(level, MARGIN + up * row), height - MARGIN - down * row);
+}
+
 function drawEdge(draw, node, place) {
   const parent = nodes.get(node.parent);
   if (!parent) return;
@@ -132,7 +143,8 @@ function drawEdge(draw, node, place) {
 
 /** The more likely, the larger. */
 function drawDot(draw, node, { x, y }) {
-  const size = node.state === "accepted" ? 4.5 : 2 + 3 * Math.exp(node.score / 2);
+  const most = Math.max(1, 0.45 * Math.min(row, column));  // of a crowded tree
+  const size = Math.min(most, node.state === "accepted" ? 4.5 : 2 + 3 * Math.exp(node.score / 2));
   draw.globalAlpha = node.light;
   draw.beginPath();
   draw.arc(x, y, size, 0, 2 * Math.PI);

@@ -1,7 +1,7 @@
-// How high every node of a tree stands, so that no two are in one place.
+// How high every node of a tree stands: as low a tree as can be in which no two nodes, and no label, meet.
 
-/** Heights by id, in rows, the root's is 0: every leaf has a row of its own, the best child the middle
- * ones, and a parent stands level with its best child.  `nodes` as in a `tree` event. */
+/** Heights by id, in rows, the root's is 0: a parent stands level with its best child, and the others in turn
+ * below and above, as near as what is there already lets them.  `nodes` as in a `tree` event. */
 export function heights(nodes, root) {
   const children = new Map();
   for (const node of nodes) {
@@ -9,27 +9,36 @@ export function heights(nodes, root) {
     if (!children.has(node.parent)) children.set(node.parent, []);
     children.get(node.parent).push(node);
   }
-  const rows = new Map();
-  let next = 0;
-  (function place(id) {
-    const own = centred((children.get(id) ?? []).sort((a, b) => b.score - a.score));
-    if (!own.length) {
-      rows.set(id, next);
-      next += 1;
-      return;
-    }
-    for (const child of own) place(child.id);
-    const best = own.reduce((a, b) => (b.score > a.score ? b : a));
-    rows.set(id, rows.get(best.id));
-  })(root);
-  const origin = rows.get(root);
-  for (const [id, row] of rows) rows.set(id, row - origin);
-  return rows;
-}
+  for (const siblings of children.values()) siblings.sort((a, b) => b.score - a.score);
+  const shifts = new Map();  // from the parent's row, by id
 
-/** The best in the middle, the others in turn above and below. */
-function centred(sorted) {
-  const order = [];
-  sorted.forEach((node, i) => (i % 2 ? order.unshift(node) : order.push(node)));
-  return order;
+  /** The highest and the lowest row of a subtree, {top, bottom}, in every column from its own on; rows count
+   * from its node's. */
+  function outline(id) {
+    const own = children.get(id) ?? [];
+    if (!own.length) return { top: [0, 0], bottom: [0, 0] };  // the second column is its label's
+    const whole = { top: [0], bottom: [0] };
+    own.forEach((child, i) => {
+      const { top, bottom } = outline(child.id);
+      const met = Math.min(top.length, whole.top.length - 1);
+      let shift = 0;
+      for (let k = 0; i && k < met; k += 1) {
+        shift = i % 2 ? Math.max(shift, whole.bottom[k + 1] - top[k] + 1)
+          : Math.min(shift, whole.top[k + 1] - bottom[k] - 1);
+      }
+      shifts.set(child.id, shift);
+      top.forEach((row, k) => {
+        whole.top[k + 1] = Math.min(whole.top[k + 1] ?? Infinity, row + shift);
+        whole.bottom[k + 1] = Math.max(whole.bottom[k + 1] ?? -Infinity, bottom[k] + shift);
+      });
+    });
+    return whole;
+  }
+
+  outline(root);
+  const rows = new Map([[root, 0]]);
+  for (const [id, row] of rows) {  // grows while it is walked
+    for (const child of children.get(id) ?? []) rows.set(child.id, row + shifts.get(child.id));
+  }
+  return rows;
 }
