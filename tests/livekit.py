@@ -61,19 +61,23 @@ class Watchable(Watched):
 
 
 @contextmanager
-def watched_cluster(model: Path, meter: PowerMeter | None = None) -> Iterator[Watched]:
+def watched_cluster(model: Path, meter: PowerMeter | None = None, rejoin_within: float = 0.0
+                    ) -> Iterator[Watched]:
     """``STAGES`` processes for a model of two layers; ``meter``: of this machine."""
     feed, recorder = Feed(), Recorder()
     observer = Observers([feed, recorder])
-    with LocalCluster(model, STAGES, threads=1, observer=observer, meter=meter) as clusters:
+    with LocalCluster(model, STAGES, threads=1, observer=observer, meter=meter,
+                      rejoin_within=rejoin_within) as clusters:
         yield Watched(model, clusters, feed, recorder, meter)
 
 
 @contextmanager
-def watchable(cluster: Watched, api_key: str | None = None, at_once: int = 1) -> Iterator[Watchable]:
-    """A server as ``flowspec serve`` has it, without a chat template."""
-    what = served(cluster.model, None)
-    described = Description(NAME, what.strategy, "fp32", [(0, 1), (1, 2)], None, api_key is not None)
+def watchable(cluster: Watched, api_key: str | None = None, at_once: int = 1, template: str | None = None
+              ) -> Iterator[Watchable]:
+    """A server as ``flowspec serve`` has it; without a chat ``template`` it continues texts."""
+    what = served(cluster.model, template)
+    described = Description(NAME, what.strategy, "fp32", [(0, 1), (1, 2)], None, api_key is not None,
+                            what.tokenizer.chats, True, what.strategies, what.context_tokens)
 
     def page(admission: AdmissionQueue) -> Live:
         return Live(cluster.feed, admission, described, what.tokenizer.decode,

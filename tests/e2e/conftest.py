@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
+from typing import TYPE_CHECKING
 
 import deploykit
 import imagekit
@@ -13,6 +15,9 @@ from enginekit import PLACES, Bench
 
 from flowspec_edge.fleet import paths
 from flowspec_edge.fleet.deploy.wheels import WheelTarget, build_wheel, environment, fill
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 
 @pytest.fixture(scope="session")
@@ -69,3 +74,13 @@ def orins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[jetsonkit.Orins]
     running = jetsonkit.Orins(tmp_path_factory.mktemp("orins"), old=True)
     yield running
     running.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    from pagekit import CHROMIUM, QUIET
+    from playwright.sync_api import sync_playwright
+
+    with (sync_playwright() as playwright,
+          closing(playwright.chromium.launch(executable_path=CHROMIUM, args=[*QUIET])) as browser):
+        yield browser

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import fleetkit
 import pytest
 from clusterkit import PATIENCE, until
-from livekit import STAGES, Watchable, Watched, watchable, watched_cluster
-from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright
+from livekit import Watchable, Watched, watchable, watched_cluster
+from pagekit import DESK, PHONE, board_names, needs_browser, painted, scrolls_sideways, visit
+from playwright.sync_api import Browser, Page, expect
 from powerkit import board
 from servekit import LONG, placed, post
 from tiny_dir import never_ends, tiny_model_dir
@@ -24,12 +23,6 @@ from flowspec_edge.runtime.observe.power import board_meter
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
 
-CHROMIUM = Path("/usr/bin/chromium")
-# Nothing of the browser's own goes to the network: a request to another host would be the page's.
-QUIET = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-         "--disable-background-networking", "--disable-component-update",
-         "--host-resolver-rules=MAP *.example 127.0.0.1")  # as a foreign page's name may resolve
-DESK, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 # Of every visible text: [words, contrast with the nearest background that is not transparent]
 CONTRASTS = """() => {
     const linear = (value) => (value /= 255) <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4;
@@ -51,10 +44,7 @@ CONTRASTS = """() => {
 }"""
 PROMPT = "def f(x): return"
 CONTINUED = 256  # tokens, chat.js
-
-# A browser is too much to ask of everybody who runs the tests.
-pytestmark = fleetkit.needs("a real browser", "" if CHROMIUM.exists() else
-                            f"there is no {CHROMIUM} (Debian package chromium)")
+pytestmark = needs_browser
 
 
 @pytest.fixture(scope="module")
@@ -75,63 +65,6 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[W
 def watched(cluster: Watched) -> Iterator[Watchable]:
     with watchable(cluster) as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with (sync_playwright() as playwright,
-          closing(playwright.chromium.launch(executable_path=CHROMIUM, args=[*QUIET])) as browser):
-        yield browser
-
-
-@dataclass
-class Visit:
-    """The page, and what it must not do."""
-
-    page: Page
-    complaints: list[str] = field(default_factory=list)
-    hosts: set[str] = field(default_factory=set)
-
-    def heard(self, message: ConsoleMessage) -> None:
-        if message.type in ("error", "warning"):
-            self.complaints.append(message.text)
-
-    def asked(self, request: Request) -> None:
-        self.hosts.add(urlsplit(request.url).netloc)
-
-
-@contextmanager
-def visit(browser: Browser, url: str, **context: object) -> Iterator[Visit]:
-    """The page at ``url``, loaded; in the end it has neither complained nor asked anybody else."""
-    opened = browser.new_context(**{"viewport": DESK, **context})  # type: ignore[arg-type]
-    opened.set_default_timeout(PATIENCE * 1e3)
-    with closing(opened):
-        found = Visit(opened.new_page())
-        found.page.on("console", found.heard)
-        found.page.on("pageerror", lambda error: found.complaints.append(str(error)))
-        found.page.on("request", found.asked)
-        found.page.goto(url)
-        yield found
-        assert found.complaints == []
-        assert found.hosts == {urlsplit(url).netloc}
-
-
-def board_names(page: Page) -> list[str]:
-    expect(page.locator("#boards li")).to_have_count(STAGES + 1, timeout=PATIENCE * 1e3)
-    return [text.split()[0][:2] for text in page.locator("#boards h3").all_inner_texts()]
-
-
-def scrolls_sideways(page: Page) -> bool:
-    return bool(page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth"))
-
-
-def painted(page: Page, canvas: str) -> bool:
-    """Whether anything is drawn on it."""
-    return bool(page.evaluate("""(id) => {
-        const canvas = document.querySelector(id);
-        const {data} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
-        return data.some((value) => value > 0);
-    }""", canvas))
 
 
 def bars_fit_their_scale(page: Page) -> bool:
@@ -240,12 +173,7 @@ def test_stop_ends_the_answer_and_leaves_the_text(browser: Browser, watched: Wat
     with visit(browser, watched.server.url) as found:
         page = found.page
         board_names(page)
-        page.evaluate("""() => {  // an answer that does not end by itself before it can be stopped
-            const ask = window.fetch;
-            const longer = (body) => body.replace('"max_tokens":256', '"max_tokens":1500');
-            window.fetch = (path, options) =>
-                ask(path, options?.body ? {...options, body: longer(options.body)} : options);
-        }""")
+        page.fill("#length", str(LONG))  # it does not end by itself before it can be stopped
         page.fill("#prompt", PROMPT)
         page.click("#send")
         expect(page.locator(".answer")).to_have_text(re.compile("."))

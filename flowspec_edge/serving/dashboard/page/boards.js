@@ -20,7 +20,7 @@ export function showBoards({ boards }) {
     item.toggleAttribute("data-lost", board.lost);
     state.textContent = board.lost ? "lost" : part(board);
     losses.textContent = board.losses && !board.lost
-      ? `lost ${board.losses === 1 ? "once" : `${board.losses} times`}, back after ${board.away_s.toFixed(1)} s` : "";
+      ? `lost ${board.losses === 1 ? "once" : `${board.losses} times`}, for ${board.away_s.toFixed(1)} s` : "";
   }
 }
 

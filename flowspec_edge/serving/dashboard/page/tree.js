@@ -12,7 +12,7 @@ const WIDEST_COLUMN = 92, HIGHEST_ROW = 24, MARGIN = 22, LABEL = 12;  // pixels
 
 const canvas = document.querySelector("#tree");
 const idle = document.querySelector("#tree-idle");
-const nodes = new Map();  // by id: {x, y, to, text, state, score, since, seen}
+const nodes = new Map();  // by id: {x, y, to, text, state, score, since, seen, still}
 let session = null;
 let root = null, camera = 0, before = 0;
 let row = HIGHEST_ROW, column = 60, level = 0;  // pixels; the level is the root's
@@ -46,7 +46,7 @@ export function growTree(tree) {
   const rows = heights(tree.nodes.filter((node) => node.state !== "pruned"), tree.root);
   for (const told of tree.nodes) {
     const node = nodes.get(told.id) ?? appear(told, tree);
-    if (node.state !== told.state) Object.assign(node, { state: told.state, since: now });
+    if (node.state !== told.state) turn(node, told.state, now);
     Object.assign(node, { score: told.score, seen: tree.at });
     const height = told.state === "accepted" ? 0 : rows.get(told.id);
     if (height !== undefined) node.to = height;
@@ -54,7 +54,7 @@ export function growTree(tree) {
   root = { id: tree.root, position: tree.position };
   for (const node of nodes.values()) {  // what this page was told of and has missed the end of
     if (node.seen !== tree.at && node.state !== "accepted" && node.state !== "pruned") {
-      Object.assign(node, { state: "pruned", since: now });
+      turn(node, "pruned", now);
     }
   }
   const count = (state) => tree.nodes.filter((node) => node.state === state).length;
@@ -65,13 +65,18 @@ export function growTree(tree) {
   wake();
 }
 
+/** A node that was cut stays where it was while it fades, however the others move. */
+function turn(node, state, now) {
+  Object.assign(node, { state, since: now, still: state === "pruned" ? node.y * row : null });
+}
+
 /** Columns of text before the newest root. */
 const trail = () => (canvas.clientWidth < NARROW ? 1.5 : 3);
 
 function appear(told, tree) {
   const parent = nodes.get(told.parent);
   const node = { id: told.id, parent: told.parent, x: tree.position + told.depth, y: parent ? parent.y : 0, to: 0,
-    text: shown(told.text), state: null, score: told.score, since: 0, seen: 0, light: isStill() ? 1 : 0 };
+    text: shown(told.text), state: null, score: told.score, since: 0, seen: 0, still: null, light: isStill() ? 1 : 0 };
   nodes.set(told.id, node);
   canvas.dataset.grown = Number(canvas.dataset.grown ?? 0) + 1;
   return node;
@@ -90,8 +95,9 @@ function paint(now) {
   before = now;
   camera += (root.position - camera) * ease;
   let moving = Math.abs(root.position - camera) > 0.002;
-  fit(width, height, ease);
-  const place = (node) => ({ x: 18 + (node.x - camera + trail()) * column, y: level + node.y * row });
+  moving = fit(width, height, ease) || moving;
+  const place = (node) => ({ x: 18 + (node.x - camera + trail()) * column,
+    y: node.still === null ? level + node.y * row : Math.min(Math.max(level + node.still, 6), height - 6) });
   for (const node of nodes.values()) {
     const cut = node.state === "pruned";
     const fading = FADED * Math.max(0, 1 - (now - node.since) / GONE_S);
@@ -111,20 +117,25 @@ function paint(now) {
   return moving;
 }
 
-/** Choose columns and rows so that everything that can be seen is on the canvas: at once if it would not be. */
+/** Choose columns and rows so that the whole tree is on the canvas: at once if it would not be. Whether they
+ * go on changing. */
 function fit(width, height, ease) {
   let right = 6, up = 1, down = 1;
-  for (const { x, y, to } of nodes.values()) {
+  for (const { x, y, to, still } of nodes.values()) {
     right = Math.max(right, x - camera);
+    if (still !== null || x < camera - trail()) continue;
     up = Math.max(up, -y, -to);
     down = Math.max(down, y, to);
   }
   const closer = (now, wanted) => (wanted < now ? wanted : now + (wanted - now) * ease);
-  column = closer(column, Math.min(WIDEST_COLUMN, (width - 18) / (right + trail() + 1)));
-  row = closer(row, Math.min(HIGHEST_ROW, (height - 2 * MARGIN) / (up + down)));
+  const wide = Math.min(WIDEST_COLUMN, (width - 18) / (right + trail() + 1));
+  const high = Math.min(HIGHEST_ROW, (height - 2 * MARGIN) / (up + down));
+  column = closer(column, wide);
+  row = closer(row, high);
   const middle = height / 2 + (up - down) * row / 2;
   level = level ? level + (middle - level) * ease : middle;
   level = Math.min(Math.max(level, MARGIN + up * row), height - MARGIN - down * row);
+  return Math.max(wide - column, high - row, Math.abs(middle - level)) > 0.2;
 }
 
 function drawEdge(draw, node, place) {
@@ -143,7 +154,7 @@ function drawEdge(draw, node, place) {
 
 /** The more likely, the larger. */
 function drawDot(draw, node, { x, y }) {
-  const most = Math.max(1, 0.45 * Math.min(row, column));  // of a crowded tree
+  const most = Math.max(1.5, 0.6 * Math.min(row, column));  // of a crowded tree
   const size = Math.min(most, node.state === "accepted" ? 4.5 : 2 + 3 * Math.exp(node.score / 2));
   draw.globalAlpha = node.light;
   draw.beginPath();
