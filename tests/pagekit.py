@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import fleetkit
 from clusterkit import PATIENCE
-from livekit import STAGES
+from livekit import STAGES, Watched, watchable
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect
 
 CHROMIUM = Path("/usr/bin/chromium")
@@ -55,6 +55,17 @@ def visit(browser: Browser, url: str, **context: object) -> Iterator[Visit]:
         yield found
         assert found.complaints == []
         assert found.hosts == {urlsplit(url).netloc}
+
+
+@contextmanager
+def loaded(browser: Browser, cluster: Watched) -> Iterator[Page]:
+    """The page, to run its modules in; its server has gone, for one at a time drives the cluster."""
+    with closing(browser.new_context(viewport=DESK)) as opened:
+        page = opened.new_page()
+        with watchable(cluster) as watched:
+            page.goto(watched.server.url)
+            board_names(page)
+        yield page
 
 
 def board_names(page: Page) -> list[str]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import signal
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -10,10 +13,13 @@ from urllib.parse import urlsplit
 
 import pytest
 from clusterkit import PATIENCE, until
+from hypothesis import given
+from hypothesis import strategies as st
 from livekit import Watchable, Watched, watchable, watched_cluster
-from pagekit import DESK, PHONE, board_names, needs_browser, painted, scrolls_sideways, visit
+from pagekit import DESK, PHONE, board_names, loaded, needs_browser, painted, scrolls_sideways, visit
 from playwright.sync_api import Browser, Page, expect
 from powerkit import board
+from propertykit import examples
 from servekit import LONG, placed, post
 from tiny_dir import never_ends, tiny_model_dir
 
@@ -59,6 +65,12 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[W
         patch.setenv("FLOWSPEC_SYSFS", str(board(tmp_path_factory.mktemp("board"), 9.5)))
         with board_meter() as meter, watched_cluster(model, meter) as found:
             yield found
+
+
+@pytest.fixture(scope="module")
+def page(browser: Browser, cluster: Watched) -> Iterator[Page]:
+    with loaded(browser, cluster) as page:
+        yield page
 
 
 @pytest.fixture
@@ -192,6 +204,97 @@ def test_a_phone_has_it_all_in_one_column(browser: Browser, watched: Watchable) 
         page.set_viewport_size({"width": 360, "height": 740})
         assert not scrolls_sideways(page)
         until(lambda: painted(page, "#rail"))
+
+
+def test_a_lost_board_is_marked_until_it_is_back_and_its_segments_go(browser: Browser, model: Path,
+                                                                      tmp_path: Path) -> None:
+    """V2 is killed in the middle of an answer, and cannot start while its shard is not there."""
+    copy, away = tmp_path / "model", tmp_path / "away"
+    shutil.copytree(model, copy)
+    with (watched_cluster(copy, rejoin_within=PATIENCE) as cluster, watchable(cluster) as watched,
+          visit(browser, watched.server.url) as found):
+        page, running = found.page, cluster.clusters.running
+        board_names(page)
+        boards, rail = page.locator("#boards li"), page.locator("#rail")
+        page.fill("#length", str(LONG))
+        page.fill("#prompt", PROMPT)
+        page.press("#prompt", "Enter")
+        expect(page.locator(".answer")).to_have_text(re.compile("."))
+        expect(rail).to_have_attribute("aria-label", re.compile("Segments are on their way"))
+        assert running is not None
+        (copy / "target").rename(away)
+        os.kill(running.pids[1], signal.SIGKILL)
+        expect(page.locator("#state")).to_have_text(re.compile("^V2 was killed"))
+        expect(boards.nth(2)).to_have_attribute("data-lost", "")
+        expect(boards.nth(2)).to_contain_text("lost")
+        expect(page.locator("#boards li[data-lost]")).to_have_count(1)
+        expect(rail).to_have_attribute("data-lost", "2")
+        expect(rail).to_have_attribute("aria-label", "No segment is on its way")
+        away.rename(copy / "target")
+        expect(page.locator("#boards li[data-lost]")).to_have_count(0)
+        expect(rail).to_have_attribute("data-lost", "")
+        expect(page.locator("#state")).to_have_attribute("data-state", "up")
+        expect(boards.nth(2)).to_contain_text(re.compile(r"lost once, for \d+\.\d s"))
+        expect(boards.nth(1)).not_to_contain_text("lost")
+        expect(rail).to_have_attribute("aria-label", re.compile("Segments are on their way"))
+        page.click("#stop")
+        expect(page.locator(".note")).to_have_text("stopped")
+        expect(rail).to_have_attribute("aria-label", "No segment is on its way")
+
+
+@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
+@pytest.mark.parametrize(("depth", "leaves"), [(8, 122), (40, 30), (3, 6)])
+def test_no_tree_is_clipped(browser: Browser, watched: Watchable, size: dict[str, int], depth: int,
+                            leaves: int) -> None:
+    """The widest trees that the strategies gave, and a deeper one: nothing is drawn at the canvas' ends."""
+    with visit(browser, watched.server.url, viewport=size, reduced_motion="reduce") as found:
+        page = found.page
+        board_names(page)
+        ends = page.evaluate("""async ([depth, leaves]) => {
+            const {growTree} = await import("/page/tree.js");
+            const node = (id, parent, depth, state) =>
+                ({id, parent, depth, text: "guessed", score: -((id * 7) % 5), token: id, state});
+            const nodes = [node(0, -1, 0, "accepted")];
+            for (let i = 1; i <= depth; i += 1) nodes.push(node(i, i - 1, i, "sent"));  // one long branch
+            for (let i = 1; i < leaves; i += 1) {
+                const parent = nodes[(i * 5) % depth];
+                nodes.push(node(1000 + i, parent.id, parent.depth + 1, i % 2 ? "drafted" : "sent"));
+            }
+            growTree({session: 1, at: 1, position: 9, root: 0, root_text: "x", over: false, nodes});
+            const frame = () => new Promise((resolve) => requestAnimationFrame(resolve));
+            for (let i = 0; i < 9; i += 1) await frame();
+            const canvas = document.querySelector("#tree"), {width, height} = canvas;
+            const {data} = canvas.getContext("2d").getImageData(0, 0, width, height);
+            const at = (x, y) => data[4 * (y * width + x) + 3];
+            const all = (count, of) => [...Array(count).keys()].reduce((sum, i) => sum + of(i), 0);
+            return {top: all(width, (x) => at(x, 0)), bottom: all(width, (x) => at(x, height - 1)),
+                    right: all(height, (y) => at(width - 1, y)), painted: data.filter((one) => one).length};
+        }""", [depth, leaves])
+        assert ends.pop("painted") > 1000
+        assert ends == {"top": 0, "bottom": 0, "right": 0}
+
+
+@examples(100, 25)
+@given(st.lists(st.tuples(st.integers(0, 200), st.integers(-9, 0)), max_size=150))
+def test_no_two_nodes_of_a_tree_stand_in_one_place(page: Page, drawn: list[tuple[int, int]]) -> None:
+    nodes = [{"id": 0, "parent": -1, "depth": 0, "score": 0}]
+    for number, (pick, score) in enumerate(drawn, start=1):
+        parent = nodes[pick % len(nodes)]
+        nodes.append({"id": number, "parent": parent["id"], "depth": parent["depth"] + 1, "score": score})
+    rows = dict(page.evaluate("""async (nodes) => {
+        const {heights} = await import("/page/tree_layout.js");
+        return [...heights(nodes, 0)];
+    }""", nodes))
+    assert {*rows} == {node["id"] for node in nodes}
+    assert rows[0] == 0
+    parents = {node["parent"] for node in nodes}
+    places = [(node["depth"], rows[node["id"]]) for node in nodes]
+    labels = [(node["depth"] + 1, rows[node["id"]]) for node in nodes if node["id"] not in parents]
+    assert len({*places, *labels}) == len(places) + len(labels)
+    for parent in parents - {-1}:  # a parent stands level with its best child
+        children = [node for node in nodes if node["parent"] == parent]
+        best = max(child["score"] for child in children)
+        assert rows[parent] in {rows[child["id"]] for child in children if child["score"] == best}
 
 
 def test_it_asks_for_the_key_once(browser: Browser, cluster: Watched) -> None:
