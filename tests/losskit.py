@@ -16,6 +16,7 @@ class Striker(Observer):
     """Acts once, when so many segments have been sent and outputs have come since it was armed.
 
     losses    what was told of losses
+    missed      the stages that were told to be missing, at every change
     times_back  how often that all are back
     drops       messages that D0 dropped, by reason
     on_lost     called with the next loss, once
@@ -24,6 +25,7 @@ class Striker(Observer):
 
     def __init__(self) -> None:
         self.losses: list[str] = []
+        self.missed: list[list[int]] = []
         self.times_back = 0
         self.drops: Counter[str] = Counter()
         self.on_lost: Callable[[], None] | None = None
@@ -57,6 +59,9 @@ class Striker(Observer):
 
     def opened(self, coordinator: Coordinator, at: float) -> None:
         self.on_opened(coordinator)
+
+    def missing(self, stages: Sequence[int], at: float) -> None:
+        self.missed.append([*stages])
 
     def recovered(self, at: float) -> None:
         self.times_back += 1

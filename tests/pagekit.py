@@ -20,6 +20,8 @@ QUIET = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "-
          "--host-resolver-rules=MAP *.example 127.0.0.1")  # as a foreign page's name may resolve
 DESK, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 
+expect.set_options(timeout=PATIENCE * 1e3)  # of a busy machine
+
 # A browser is too much to ask of everybody who runs the tests.
 needs_browser = fleetkit.needs("a real browser", "" if CHROMIUM.exists() else
                                f"there is no {CHROMIUM} (Debian package chromium)")
@@ -69,7 +71,7 @@ def loaded(browser: Browser, cluster: Watched) -> Iterator[Page]:
 
 
 def board_names(page: Page) -> list[str]:
-    expect(page.locator("#boards li")).to_have_count(STAGES + 1, timeout=PATIENCE * 1e3)
+    expect(page.locator("#boards li")).to_have_count(STAGES + 1)
     return [text.split()[0][:2] for text in page.locator("#boards h3").all_inner_texts()]
 
 

@@ -62,6 +62,7 @@ def test_two_answers_go_on_after_a_stage_was_lost(
         cluster: ProcessCluster, plain: PlainDecoder, striker: Striker, stage: int, number: signal.Signals,
         text: str) -> None:
     striker.losses.clear()
+    striker.missed.clear()
     before, back = cluster.pids, striker.times_back
     streamed: list[list[int]] = [[], []]
 
@@ -76,6 +77,8 @@ def test_two_answers_go_on_after_a_stage_was_lost(
     assert [result.tokens for result in results] == own_texts(plain, TWO) == streamed
     assert [reason[:len(text)] for reason in striker.losses] == [text]
     assert striker.times_back == back + 1
+    assert striker.missed[0] == [stage]
+    assert striker.missed[-1] == []
     assert cluster.status.state is ClusterState.RUNNING
     after = cluster.pids
     assert [i + 1 for i in range(3) if before[i] != after[i]] == [stage]  # the others stayed up

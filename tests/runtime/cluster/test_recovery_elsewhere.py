@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -79,12 +79,16 @@ class Mender(Observer):
 
     def __init__(self, act: Callable[[], None]) -> None:
         self.reasons: list[str] = []
+        self.missed: list[list[int]] = []
         self._act = act
 
     def lost(self, reason: str, at: float) -> None:
         self.reasons.append(reason)
         if len(self.reasons) == 1:
             self._act()
+
+    def missing(self, stages: Sequence[int], at: float) -> None:
+        self.missed.append([*stages])
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +153,8 @@ def test_a_stage_that_slept_goes_on(boards: Boards, expected: list[int], stage: 
 def test_a_stage_that_was_killed_is_waited_for(boards: Boards, expected: list[int], stage: int) -> None:
     mender = Mender(lambda: boards.restart(stage))
     assert answer(boards, lambda: boards.signal(stage, signal.SIGKILL), mender) == expected
+    assert [stage] in mender.missed
+    assert mender.missed[-1] == []
 
 
 def test_a_link_that_stays_cut_is_named(boards: Boards, expected: list[int]) -> None:

@@ -48,12 +48,12 @@ def ask(watched: Watchable, strategy: str = "flowspec", tokens: int = TOKENS) ->
 
 def flow_of(watcher: Watcher, session: int) -> list[dict[str, Any]]:
     events = [event for batch in watcher.named("flow") for event in batch["events"]]
-    return [event for event in events if event["session"] == session]
+    return [event for event in events if event.get("session") == session]
 
 
 def last_session(watcher: Watcher) -> int:
     """Of the request that has the highest number, once it is over."""
-    return max(event["session"] for batch in watcher.named("flow") for event in batch["events"])
+    return max(event.get("session", 0) for batch in watcher.named("flow") for event in batch["events"])
 
 
 def told_of(watched: Watchable, watcher: Watcher, strategy: str = "flowspec") -> int:
@@ -213,6 +213,25 @@ def test_a_loss_is_told_with_its_reason_and_so_is_the_end_of_it(watched: Watchab
         until(lambda: watcher.named("cluster")[-1]["state"] == "up")
 
 
+def test_missing_stages_are_told_until_they_are_back(watched: Watchable) -> None:
+    feed = watched.feed
+
+    def told() -> list[tuple[bool, int, float | None]]:
+        boards = watcher.named("cluster")[-1]["boards"]
+        return [(board["lost"], board["losses"], board["away_s"]) for board in boards]
+
+    with Watcher(watched.server.url) as watcher:
+        before = [losses for _, losses, _ in told()]
+        feed.missing([2], 10.0)
+        until(lambda: [lost for lost, _, _ in told()] == [False, False, True])
+        feed.missing([1, 2], 11.0)
+        until(lambda: [lost for lost, _, _ in told()] == [False, True, True])
+        feed.missing([1], 12.5)
+        until(lambda: told()[2] == (False, before[2] + 1, 2.5))
+        feed.recovered(13.0)  # whatever was missing
+        until(lambda: told()[1] == (False, before[1] + 1, 2.0))
+
+
 @pytest.mark.soak
 def test_a_stage_that_dies_is_named_and_so_is_its_return(watched: Watchable) -> None:
     assert watched.clusters.running is not None
@@ -223,6 +242,8 @@ def test_a_stage_that_dies_is_named_and_so_is_its_return(watched: Watchable) -> 
         assert "V2" in watcher.wait("cluster", state="lost")["reason"]
         until(lambda: watcher.named("cluster")[-1]["state"] == "up")
         told_of(watched, watcher)
+        losses = [board["losses"] for board in watcher.named("cluster")[-1]["boards"]]
+        assert losses[2] > 0
 
 
 def test_the_page_needs_no_key_and_what_it_shows_does(cluster: Watched) -> None:
