@@ -72,17 +72,16 @@ def answers(page: Page, out: Path) -> None:
 def race(page: Page, out: Path) -> None:
     page.click("#new-chat")
     page.fill("#length", str(RACED))
-    page.locator("#race").check(force=True)
+    page.locator("label.switch").click()
     ask(page, BEFORE)
     expect(page.locator(".verdict")).to_contain_text("identical")
     page.wait_for_timeout(1000)  # the bars grow
     page.screenshot(path=out, full_page=True)
-    page.locator("#race").uncheck(force=True)
 
 
 def loss(page: Page, server: int, lost: Path, after: Path) -> None:
     """Kill a stage in the middle of an answer."""
-    page.click("#new-chat")
+    page.fill("#length", str(RACED))
     ask(page, PROMPT)
     expect(page.locator(".answer")).to_contain_text(re.compile(r"(\S+\s+){3}"))
     os.kill(stages(server)[2], signal.SIGKILL)
@@ -105,20 +104,22 @@ def stages(server: int) -> list[int]:
 
 def main(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
+    expect.set_options(timeout=PATIENCE_MS)
     with service() as (url, server), sync_playwright() as playwright, closing(
             playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])) as browser:
-        for name, settings in PICTURES.items():
+        for name in [*PICTURES, "desk-light-loss", "phone-light-loss"]:  # losses are remembered: the last
+            settings = PICTURES[name.removesuffix("-loss")]
             with closing(browser.new_context(**settings)) as context:  # type: ignore[arg-type]
                 context.set_default_timeout(PATIENCE_MS)
-                expect.set_options(timeout=PATIENCE_MS)
                 page = context.new_page()
                 page.goto(url)
                 expect(page.locator("#boards li")).to_have_count(5)
-                page.screenshot(path=directory / f"{name}-idle.png", full_page=True)
-                answers(page, directory / f"{name}.png")
-                if "light" in name:
+                if name in PICTURES:
+                    page.screenshot(path=directory / f"{name}-idle.png", full_page=True)
+                    answers(page, directory / f"{name}.png")
                     race(page, directory / f"{name}-race.png")
-                    loss(page, server, directory / f"{name}-lost.png", directory / f"{name}-after.png")
+                else:
+                    loss(page, server, directory / f"{name}-begins.png", directory / f"{name}-is-over.png")
 
 
 if __name__ == "__main__":

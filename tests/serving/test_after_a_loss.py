@@ -16,6 +16,7 @@ from clusterkit import PATIENCE, on_third
 from flowspec_edge.errors import PeerLost
 from flowspec_edge.runtime.cluster.clusters import LocalCluster
 from flowspec_edge.runtime.observe.observer import Observers
+from flowspec_edge.runtime.observe.timeline import SessionEnded, SessionOpened
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.serving.admission import Readiness
 from flowspec_edge.serving.dashboard.feed import Feed
@@ -62,6 +63,7 @@ def test_a_cluster_that_is_lost_and_another_one(model: Path) -> None:
 
 def test_after_a_fault_of_ours_nothing_of_those_that_ran_is_left(model: Path) -> None:
     feed, metrics = Feed(), Metrics(2, dict, {})
+    feed.watched = True
     with LocalCluster(model, 2, threads=1, observer=Observers([metrics, feed])) as clusters:
         tickets = [clusters.submit(Request(PROMPT, "flowspec", 60)) for _ in range(2)]
         turns = iter(range(20))
@@ -71,6 +73,9 @@ def test_after_a_fault_of_ours_nothing_of_those_that_ran_is_left(model: Path) ->
         assert feed._open == metrics._acceptance._rounds == {}
         assert feed.stats.event([], 0.0)["running"] == 0
         assert feed.loss_reason is None
+        flow = feed.take_flow()
+        opened = [event.session for event in flow if isinstance(event, SessionOpened)]
+        assert opened == [event.session for event in flow if isinstance(event, SessionEnded)] != []
 
 
 def test_rounds_after_a_loss_are_as_deep_as_before(model: Path) -> None:

@@ -154,8 +154,9 @@ function drawEdge(draw, node, place) {
 
 /** The more likely, the larger. */
 function drawDot(draw, node, { x, y }) {
-  const most = Math.max(1.5, 0.6 * Math.min(row, column));  // of a crowded tree
-  const size = Math.min(most, node.state === "accepted" ? 4.5 : 2 + 3 * Math.exp(node.score / 2));
+  const most = (room) => Math.max(1.5, room);  // in a crowded tree
+  const size = node.state === "accepted" ? Math.min(most(0.2 * column), 4.5)
+    : Math.min(most(0.6 * Math.min(row, column)), 2 + 3 * Math.exp(node.score / 2));
   draw.globalAlpha = node.light;
   draw.beginPath();
   draw.arc(x, y, size, 0, 2 * Math.PI);
