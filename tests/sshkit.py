@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -121,6 +122,8 @@ class Boards:
         # Process ids of its own, so that whatever a test leaves there ends with it; and its own /run.
         start = ("mount -t tmpfs tmpfs /run && mkdir /run/sshd && mount -t tmpfs tmpfs /var/lib && "
                  f"cp {self.directory}/user.pub /run && "  # where any user's sshd may read it
+                 f"echo {uuid.uuid4().hex} > /run/machine-id && "
+                 "{ [ ! -e /etc/machine-id ] || mount --bind /run/machine-id /etc/machine-id; } && "
                  "for file in ~/.bashrc; do [ -e $file ] && mount --bind /dev/null $file; done; "
                  f"exec {shutil.which('sshd', path=search_path())} -D -e -f {config}")
         command = ["setpriv", "--pdeathsig", "KILL", "--", "unshare", "--mount", "--pid", "--fork",

@@ -17,6 +17,7 @@ from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventor
 from flowspec_edge.fleet.network.addresses import address_problem, on_network
 from flowspec_edge.fleet.probe.board import BoardInfo, board_of, mode_numbers
 from flowspec_edge.fleet.probe.facts import board_facts
+from flowspec_edge.fleet.probe.preflight import shared_machine_ids
 from flowspec_edge.fleet.probe.software import judge_software
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,59}")
@@ -106,8 +107,8 @@ def discover(inventory: Inventory, done: Callable[[str], None] = lambda name: No
     """Probe all boards concurrently; ``done`` is called with the name of each that has answered.
 
     A loopback address, as Ubuntu's /etc/hosts gives to a machine's own name, becomes this machine's address
-    on the network.  FlowspecError names every board that cannot be reached, and why; UsageError for addresses
-    that other boards cannot reach.
+    on the network.  FlowspecError names every board that cannot be reached, and why, and boards that are one
+    machine or have one machine-id; UsageError for addresses that other boards cannot reach.
     """
     inventory = on_network(inventory)
     unreachable = [f"{device.name}: {', '.join(problem)}" for device in inventory.device
@@ -115,9 +116,11 @@ def discover(inventory: Inventory, done: Callable[[str], None] = lambda name: No
     if unreachable:
         raise UsageError("; ".join(unreachable))
 
+    facts: dict[str, dict[str, Any]] = {}
+
     def ask(device: DeviceEntry) -> DiscoveredBoard | str:
         try:
-            found = _probe(inventory, device)
+            found, facts[device.name] = _probe(inventory, device)
         except FlowspecError as error:
             return str(error)
         done(device.name)
@@ -129,10 +132,13 @@ def discover(inventory: Inventory, done: Callable[[str], None] = lambda name: No
     if wrong:
         raise FlowspecError(f"{'; '.join(wrong)}: ssh there by hand; the board must be up, its host key "
                             "known, and your key let in without a password")
+    if same := shared_machine_ids({device.name: facts[device.name] for device in inventory.device}):
+        raise FlowspecError("; ".join(f"{problem.board}: {problem.found}" for problem in same)
+                            + f": {'; '.join(dict.fromkeys(problem.advice for problem in same))}")
     return with_host_names([answer for answer in answers if isinstance(answer, DiscoveredBoard)])
 
 
-def _probe(inventory: Inventory, device: DeviceEntry) -> DiscoveredBoard:
+def _probe(inventory: Inventory, device: DeviceEntry) -> tuple[DiscoveredBoard, dict[str, Any]]:
     try:
         resolve(device)
     except FlowspecError as error:
@@ -142,7 +148,7 @@ def _probe(inventory: Inventory, device: DeviceEntry) -> DiscoveredBoard:
     if facts["python"] is None:
         raise FlowspecError(f"{device.name} ({device.address}): there is no {python}")
     try:
-        return of_facts(device, facts)
+        return of_facts(device, facts), facts
     except (KeyError, TypeError) as error:
         raise FlowspecError(f"{device.name} ({device.address}): {python} gave no answer that can be read"
                             ) from error

@@ -13,6 +13,7 @@ from ipaddress import IPv4Address, IPv4Network
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory, resolve
 from flowspec_edge.fleet.network.interfaces import ipv4_addresses
+from flowspec_edge.fleet.remote.ssh import is_here
 from flowspec_edge.util.jetson import system
 
 _ANY_PORT = 9
@@ -40,7 +41,7 @@ def address_problem(inventory: Inventory, device: DeviceEntry) -> tuple[str, str
                 "give its address on the Ethernet (ip -4 -o addr on the board shows it)")
     if not IPv4Address(address).is_loopback or (other := _elsewhere(inventory)) is None:
         return None
-    own = route_to(other)
+    own = route_to(other) if is_here(device) else None
     example = f" ({own[0]} at {own[1]})" if own else ""
     return (f"{named}, which other boards cannot reach",
             f"give its address on the network{example}")
@@ -52,8 +53,12 @@ def on_network(inventory: Inventory) -> Inventory:
     own = route_to(other) if other else None
     if own is None:
         return inventory
-    devices = [device.model_copy(update={"address": own[0]})
-               if (address := _known(device)) and IPv4Address(address).is_loopback else device
+
+    def looped(device: DeviceEntry) -> bool:
+        address = _known(device)
+        return address is not None and IPv4Address(address).is_loopback and is_here(device)
+
+    devices = [device.model_copy(update={"address": own[0]}) if looped(device) else device
                for device in inventory.device]
     return inventory.model_copy(update={"device": devices})
 

@@ -18,6 +18,10 @@ from flowspec_edge.fleet.probe.software import BoardProblem, judge_jetpack, judg
 
 _MIN_SYSTEMD = 247  # LoadCredential=
 MAX_CLOCK_SKEW_S = 30.0
+_MACHINE_ID = re.compile("[0-9a-f]{32}")  # during the first boot it may be "uninitialized" or empty
+# systemd-machine-id-setup takes D-Bus's number, where there is one.
+_NEW_MACHINE_ID = ("sudo rm -f /etc/machine-id /var/lib/dbus/machine-id; sudo systemd-machine-id-setup; sudo "
+                   "reboot")
 
 # (ssh's error, its meaning, the next step).  {address} and {port} are the board's.
 _SSH = (
@@ -80,7 +84,8 @@ def preflight(inventory: Inventory, needs: Mapping[str, Needs]) -> PreflightRepo
         found = list(pool.map(one, devices))
     told = {device.name: facts for device, (facts, _) in zip(devices, found, strict=True) if facts["python"]}
     unlike = differences({name: facts["machine"] for name, facts in told.items()})
-    return PreflightReport([*(problem for _, own in found for problem in own), *unlike], told)
+    return PreflightReport([*(problem for _, own in found for problem in own), *shared_machine_ids(told),
+                            *unlike], told)
 
 
 def unreachable(device: DeviceEntry, error: str) -> BoardProblem:
@@ -130,6 +135,30 @@ def differences(machines: Mapping[str, str]) -> list[BoardProblem]:
     return [BoardProblem("machine", f"{machine}, and others are {usual}",
                          "the wheelhouse needs wheels for both", note=True, board=board)
             for board, machine in machines.items() if machine not in ("", usual)]
+
+
+def shared_machine_ids(facts: Mapping[str, Mapping[str, Any]]) -> list[BoardProblem]:
+    """A problem for each board that has the machine-id of a board before it.
+
+    If the running kernel is the same, too, both are one machine; if not, one system is a copy of the other.
+    """
+    found: list[BoardProblem] = []
+    known: dict[str, tuple[str, str]] = {}  # machine-id → board, its kernel's boot id
+    for board, own in facts.items():
+        machine = own["files"].get("etc/machine-id", "").strip()
+        boot = own["files"].get("proc/sys/kernel/random/boot_id", "").strip()
+        if not _MACHINE_ID.fullmatch(machine):
+            continue
+        other, other_boot = known.setdefault(machine, (board, boot))
+        if other != board and boot == other_boot:
+            found.append(BoardProblem("machine-id", f"it is the same machine as {other}",
+                                      "give each board once, with its own address and port; containers need "
+                                      "an /etc/machine-id each", board=board))
+        elif other != board:
+            found.append(BoardProblem("machine-id", f"it has the machine-id of {other}, as a copied SD card "
+                                      "has, so DHCP may give both one address and logs mix them up",
+                                      f"run on one of them: {_NEW_MACHINE_ID}", board=board))
+    return found
 
 
 def environment_problems(found: PreflightReport, needs: Mapping[str, Needs], digests: Mapping[str, str]

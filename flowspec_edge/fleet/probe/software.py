@@ -26,7 +26,8 @@ _DEVICES = "/dev/nvhost* /dev/nvmap /dev/nvidia*"
 class BoardProblem:
     """What keeps flowspec from running on a board; ``note``: only worth knowing.
 
-    check   address, ssh, sudo, board, python, torch, numpy, gpu, systemd, disk, memory, port, clock, machine
+    check   address, ssh, sudo, board, python, torch, numpy, gpu, systemd, disk, memory, port, clock, machine,
+            machine-id
     found   in words, with figures
     advice  the next step
     """

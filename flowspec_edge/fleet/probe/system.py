@@ -15,8 +15,8 @@ from flowspec_edge.fleet.network.interfaces import ipv4_addresses
 
 # Names or patterns below the root; the contents are sent for ``board.board_of`` and the doctor's checks.
 FILES = ("etc/nv_tegra_release", "sys/firmware/devicetree/base/model", "proc/cpuinfo", "proc/meminfo",
-         "proc/swaps", "etc/nvpmodel.conf", "var/lib/nvpmodel/status", "etc/group",
-         "sys/class/thermal/thermal_zone*/temp")
+         "proc/swaps", "etc/machine-id", "proc/sys/kernel/random/boot_id", "etc/nvpmodel.conf",
+         "var/lib/nvpmodel/status", "etc/group", "sys/class/thermal/thermal_zone*/temp")
 _GPUS = ("/dev/nvhost-gpu", "/dev/nvgpu", "/dev/nvidia0")  # Tegra's, older and newer, and a discrete GPU's
 _MAX_FILE_BYTES = 1 << 18
 _NET_CLASS = "/sys/class/net"

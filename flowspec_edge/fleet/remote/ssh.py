@@ -14,6 +14,7 @@ from flowspec_edge.fleet.remote.runner import LocalRunner, Runner, finish
 TIMEOUT_S = 60.0
 _CONNECT_S = 10
 _ALIVE_S = 5  # between keep-alives; three may be missed
+_SSH_PORT = 22
 
 
 class SshRunner:
@@ -63,7 +64,13 @@ def python_for(inventory: Inventory, device: DeviceEntry) -> str:
 
 
 def is_here(device: DeviceEntry) -> bool:
-    """FlowspecError if the device's name does not resolve."""
+    """Whether ``device`` is this machine, which needs no ssh.
+
+    False for another ``ssh_port`` than 22, which may be forwarded from an address of this machine to another
+    one.  FlowspecError if the device's name does not resolve.
+    """
+    if device.ssh_port != _SSH_PORT:
+        return False
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.bind((resolve(device), 0))

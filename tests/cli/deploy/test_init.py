@@ -75,6 +75,52 @@ def test_a_board_that_cannot_be_reached_is_named_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+@sshkit.needs_boards
+def test_two_boards_with_one_machine_id_are_an_error(boards: sshkit.Boards, tmp_path: Path,
+                                                     capsys: pytest.CaptureFixture[str]) -> None:
+    """By one kernel: one machine; by two: a copied SD card."""
+    hosts, out = [boards.bed.address(place) for place in (0, 1, 2)], tmp_path / "cluster.toml"
+    machine, boot = "/etc/machine-id", "/proc/sys/kernel/random/boot_id"
+
+    def refused() -> str:
+        assert main(["deploy", "init", *hosts, *options(boards), "--out", str(out)]) == 1
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert f"{hosts[2]}: " in error
+        assert hosts[0] in error  # whose number it is
+        assert hosts[1] not in error
+        assert not out.exists()
+        return error
+
+    copied, other = tmp_path / "machine-id", tmp_path / "boot_id"
+    copied.write_text((boards.root(0) / "run/machine-id").read_text())
+    other.write_text("00000000-0000-4000-8000-000000000000\n")
+    boards.inside(2, "mount", "--bind", str(copied), machine)
+    try:
+        assert "systemd-machine-id-setup" not in refused()
+        assert main(["doctor", "--cluster", str(boards.file), "--json"]) == 1
+        shown = json.loads(capsys.readouterr().out)["boards"]
+        assert [[finding["state"] for finding in board["findings"] if finding["check"] == "machine-id"]
+                for board in shown] == [[], [], ["failed"]]
+        boards.inside(2, "mount", "--bind", str(other), boot)
+        assert "rm -f /etc/machine-id /var/lib/dbus/machine-id" in refused()
+    finally:
+        boards.inside(2, "mount", "--bind", "/run/machine-id", machine)  # its own again
+
+
+def test_an_own_address_with_another_port_is_asked_over_ssh(tmp_path: Path, capsys: pytest.CaptureFixture[str]
+                                                            ) -> None:
+    """Where no sshd listens; ports below 1024 are nobody's by chance."""
+    out, none = tmp_path / "cluster.toml", tmp_path / "config"
+    none.touch()
+    assert main(["deploy", "init", "127.0.0.1:1", "127.0.0.2:2", "--ssh-config", str(none),
+                 "--out", str(out)]) == 1
+    error = capsys.readouterr().err
+    assert "127.0.0.1 port 1" in error
+    assert "127.0.0.2 port 2" in error
+    assert not out.exists()
+
+
 def test_errors_found_before_any_connection(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "cluster.toml")
     for arguments, fault in [(["a"], "needs two boards at least"), (["a", "b@"], "'b@' is not [USER@]HOST"),
