@@ -41,6 +41,15 @@ def read_config(directory: Path, what: str) -> dict[str, Any]:
 EMBEDDING = "embed_tokens.weight"
 
 
+def llama_config(fields: dict[str, Any], directory: Path) -> LlamaConfig:
+    """FlowspecError for fields of ``directory``'s config.json that do not go together."""
+    try:
+        return LlamaConfig.from_dict(fields)
+    except Exception as error:  # transformers and huggingface_hub raise many kinds of errors
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise FlowspecError(f"{directory / 'config.json'}: {reason}") from error
+
+
 def own_embedding(directory: Path, dtype: torch.dtype) -> EmbeddingTable | None:
     """A head's own embeddings, in their file; None if it has none, or not in one safetensors file."""
     path = directory / SAFE

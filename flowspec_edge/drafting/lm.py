@@ -117,7 +117,7 @@ def load_lm(path: Path, target: Path, vocabulary: int, dtype: torch.dtype, devic
     model = _read(path, dtype).to(device)
     own = int(model.config.vocab_size)
     if own != vocabulary:
-        _require_padding(path, target, own, vocabulary)
+        require_padding(path, target, own, vocabulary)
     unfit = f"{path}: models of type {model.config.model_type!r} cannot draft trees"
     try:
         drafter = LMDrafter(model, vocabulary)
@@ -144,7 +144,7 @@ def _read(path: Path, dtype: torch.dtype) -> Any:
     return model
 
 
-def _require_padding(path: Path, target: Path, own: int, vocabulary: int) -> None:
+def require_padding(path: Path, target: Path, own: int, vocabulary: int) -> None:
     """FlowspecError unless the vocabularies differ only in ids that no tokenizer gives."""
     sizes = (f"{path}: the draft model's vocabulary has {own} tokens, the target's {vocabulary}; "
              "they must share one tokenizer")

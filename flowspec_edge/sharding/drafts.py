@@ -10,6 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from flowspec_edge.drafting import checkpoint as weights
+from flowspec_edge.drafting.checkpoint import EMBEDDING
+from flowspec_edge.drafting.eagle.eagle2 import head_config, require_fit
+from flowspec_edge.drafting.eagle.eagle3 import CAPTURED, head3_config, head3_layers
+from flowspec_edge.drafting.lm import require_padding
+from flowspec_edge.drafting.spd.module import module_config
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import DRAFT_PARTS, ModelDir
 from flowspec_edge.stage.weights.checkpoint import Checkpoint, TensorInfo
@@ -46,7 +51,7 @@ class DraftFiles:
         fixed = sum(t.nbytes for t in self.tensors.values() if not t.dtype.is_floating_point)
         in_file = self.kind.startswith("eagle") and (self.directory / weights.SAFE) in self.files
         looked_up = sum(prod(t.shape) for name, t in self.tensors.items()
-                        if in_file and _PREFIX.sub("", name) == weights.EMBEDDING)
+                        if in_file and _PREFIX.sub("", name) == EMBEDDING)
         return (self.parameters - looked_up) * width + fixed
 
 
@@ -77,8 +82,36 @@ def open_draft(directory: Path) -> DraftFiles:
     bare = {_PREFIX.sub("", name): stored for name, stored in tensors.items()}
     kind = _kind(directory, config, bare)
     return DraftFiles(kind, directory, _files(directory), tensors,
-                 embeddings=kind == "spd" or (kind in ("eagle2", "eagle3") and weights.EMBEDDING not in bare),
+                 embeddings=kind == "spd" or (kind in ("eagle2", "eagle3") and EMBEDDING not in bare),
                  kv_row=_kv_row(config), fingerprint=checkpoint.digest(checkpoint.names))
+
+
+def check_fit(draft: DraftFiles, target: Path, width: int, vocabulary: int, layers: int) -> None:
+    """FlowspecError, with both numbers, for a draft model of another target; by config.json and by tensors.
+
+    target      the directory with the target's tokenizer
+    width       of the target's hidden states
+    vocabulary  tokens of the target's embeddings
+    """
+    directory, shapes = draft.directory, {_PREFIX.sub("", name): t.shape for name, t in draft.tensors.items()}
+    if draft.kind == "lm":
+        own = int(weights.read_config(directory, "a draft model")["vocab_size"])
+        if own != vocabulary:
+            require_padding(directory, target, own, vocabulary)
+        return
+    fc = shapes.get("fc.weight")
+    if draft.kind == "eagle3":
+        config: Any = head3_config(directory)
+        head3_layers(directory, config, layers)
+        widths = [config.target_hidden_size, *([fc[1] // CAPTURED] if fc else [])]
+        widths += [] if EMBEDDING in shapes else [config.hidden_size]
+    else:
+        config = module_config(directory) if draft.kind == "spd" else head_config(directory)
+        widths = [config.hidden_size, *([fc[0]] if fc else [])]
+    vocabularies = [config.vocab_size, *([shapes[EMBEDDING][0]] if EMBEDDING in shapes else [])]
+    for what, sizes, targets in (("width", widths, width), ("vocabulary", vocabularies, vocabulary)):
+        for size in sizes:
+            require_fit(directory, what, size, targets)
 
 
 def _kind(directory: Path, config: dict[str, Any], tensors: dict[str, TensorInfo]) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.hub import download, is_repository_name
 from flowspec_edge.model.modeldir import ModelDir, is_here, resolve_model
-from flowspec_edge.sharding.drafts import DraftFiles, drafts_of
+from flowspec_edge.sharding.drafts import DraftFiles, check_fit, drafts_of
 from flowspec_edge.stage.families import load_config, skeleton
 from flowspec_edge.stage.quant.awq_gptq import Importer, importer
 from flowspec_edge.stage.weights import tensor_names
@@ -110,7 +110,7 @@ def open_source(model: str, drafts: Sequence[Path] = ()) -> SourceModel:
     """A model by directory, by name in the package, or by repository on the hub.
 
     UsageError for a model that does not exist, that stages cannot run or that is already sharded;
-    FlowspecError that names a missing, misshapen or unexpected tensor.
+    FlowspecError that names a missing, misshapen or unexpected tensor, or a draft model of another target.
     """
     revision = None
     if is_here(model) or not is_repository_name(model):
@@ -150,8 +150,12 @@ def describe(model: ModelDir, weights: WeightSource, drafts: Sequence[Path], nam
     tensors = weights.stored(sorted(wanted))
     _check(weights.directory, tensors, core)
     extra = tuple(path for file in _EXTRA_FILES if (path := model.target / file).is_file())
+    vocabulary, width = tensors[tensor_names.EMBEDDING].shape
+    found = tuple(drafts_of(model, drafts))
+    for draft in found:
+        check_fit(draft, model.target, width, vocabulary, len(core.layers))
     return SourceModel(name, revision, config, read_bytes(model.target / "config.json"), weights, tensors,
-                       linears, reads, extra, tuple(drafts_of(model, drafts)))
+                       linears, reads, extra, found)
 
 
 def _check(directory: Path, tensors: dict[str, TensorInfo], core: Any) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from headkit import published_eagle3
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -133,6 +134,36 @@ def test_a_models_own_drafts_go_along(full: Path, tmp_path: Path) -> None:
         "eagle2": other, "eagle3": full / "eagle3", "lm": full / "draft-lm", "spd": full / "spd"}
     with pytest.raises(UsageError, match="are both draft models of the kind 'eagle2': give one"):
         open_source(str(full), [other, full / "eagle2"])
+
+
+@pytest.mark.parametrize(("kind", "change", "numbers"), [
+    ("eagle2", {"hidden_size": 32}, (32, 64)), ("eagle2", {"vocab_size": 299}, (299, 300)),
+    ("eagle3", {"target_hidden_size": 80}, (80, 64)), ("eagle3", {"vocab_size": 301}, (301, 300)),
+    ("spd", {"hidden_size": 32}, (32, 64)), ("spd", {"vocab_size": 299}, (299, 300)),
+    ("draft-lm", {"vocab_size": 299}, (299, 300)), ("eagle2", {"hidden_size": 63}, ())])
+def test_a_draft_model_of_another_target_is_refused(full: Path, tmp_path: Path, kind: str,
+                                                    change: dict[str, int], numbers: tuple[int, ...]) -> None:
+    """By its config.json; the last case is one that transformers rejects."""
+    other = Path(shutil.copytree(full / kind, tmp_path / kind))
+    fields = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(fields | change))
+    with pytest.raises(FlowspecError) as refused:
+        open_source(str(full / "target"), [other])
+    assert str(other) in str(refused.value)
+    assert all(str(number) in str(refused.value) for number in numbers)
+
+
+def test_tensors_of_another_width_are_refused(full: Path, tmp_path: Path) -> None:
+    """A published EAGLE-3 head may not name its target's width, so only fc tells it."""
+    published_eagle3(tmp_path / "head", 0, 80, 300, width=64)
+    with pytest.raises(FlowspecError, match=r"80.* 64"):
+        open_source(str(full / "target"), [tmp_path / "head"])
+    published_eagle3(tmp_path / "head", 0, 64, 300)
+    assert [draft.kind for draft in open_source(str(full / "target"), [tmp_path / "head"]).drafts] == ["eagle3"]
+    short = Path(shutil.copytree(full / "eagle2", tmp_path / "short"))
+    edit(short, embed_tokens__weight=torch.zeros(299, 64))
+    with pytest.raises(FlowspecError, match=r"299.* 300"):
+        open_source(str(full / "target"), [short])
 
 
 def test_a_second_head_keeps_its_place(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def head_config(directory: Path) -> LlamaConfig:
     raw = checkpoint.read_config(directory, _WHAT)
     raw.setdefault("bias", True)  # the published convention: absent means that fc has one
     raw.pop("model_type", None)  # the layer is Llama's in heads of Qwen2, too
-    config = LlamaConfig.from_dict(raw)
+    config = checkpoint.llama_config(raw, directory)
     if config.num_hidden_layers != 1:
         raise FlowspecError(f"{directory / 'config.json'}: an EAGLE-1/2 head has one layer, "
                             f"not {config.num_hidden_layers}")

@@ -219,7 +219,7 @@ def head3_config(directory: Path) -> LlamaConfig:
         if raw.get(switch):
             raise FlowspecError(f"{path}: heads with {switch} are not supported")
     raw.pop("model_type", None)  # the layer is Llama's in every family
-    config = LlamaConfig.from_dict(raw)
+    config = checkpoint.llama_config(raw, directory)
     if config.num_hidden_layers != 1:
         raise FlowspecError(f"{path}: an EAGLE-3 head has one layer, not {config.num_hidden_layers}")
     for key, usual in (("target_hidden_size", config.hidden_size), ("draft_vocab_size", config.vocab_size)):

@@ -112,13 +112,18 @@ _STORED = (
 
 def load_module(directory: Path, dtype: torch.dtype) -> SpdModule:
     """UsageError for a missing file, FlowspecError that names a bad setting or tensor."""
+    config = module_config(directory)
+    weights = checkpoint.read_weights(directory, _WHAT)
+    return checkpoint.build(SpdModule, config, weights, directory, _WHAT, dtype)
+
+
+def module_config(directory: Path) -> LlamaConfig:
+    """UsageError or FlowspecError if config.json is missing or unusable."""
     raw = checkpoint.read_config(directory, _WHAT)
     for key in _COUNTS:
         if not isinstance(raw.get(key), int):
             raise FlowspecError(f"{directory / 'config.json'} has no {key}: this is not an SPD module's")
-    config = LlamaConfig.from_dict({key: raw[key] for key in _STORED if key in raw})
-    weights = checkpoint.read_weights(directory, _WHAT)
-    return checkpoint.build(SpdModule, config, weights, directory, _WHAT, dtype)
+    return checkpoint.llama_config({key: raw[key] for key in _STORED if key in raw}, directory)
 
 
 def save_module(module: SpdModule, directory: Path, dtype: torch.dtype) -> None:
