@@ -14,7 +14,8 @@ _BESIDES_WEIGHTS = ("*.json", "tokenizer.model", "merges.txt", "*.jinja")
 
 
 def is_repository_name(text: str) -> bool:
-    return _REPOSITORY.fullmatch(text) is not None
+    """Whether it may be OWNER/NAME on the hub; the path of a GGUF file is none."""
+    return _REPOSITORY.fullmatch(text) is not None and not text.endswith(".gguf")
 
 
 def download(name: str) -> tuple[Path, str]:

@@ -123,12 +123,17 @@ def resolve_model(name_or_path: str | Path | None = None) -> ModelDir:
     needed = [("config.json",), WEIGHTS, _TOKENIZER]
     for names in needed:
         if not any((model.target / file).is_file() for file in names):
-            if files := sorted(model.target.glob("*.gguf")):
-                raise UsageError(f"{files[0]}: {_GGUF}")
+            refuse_gguf(model.target)
             raise UsageError(f"{model.target} is incomplete: {' or '.join(names)} is missing")
     check_config(model.config, model.target / "config.json",
                  required=("num_hidden_layers", "hidden_size", "max_position_embeddings"))
     return model
+
+
+def refuse_gguf(directory: Path) -> None:
+    """UsageError that says what to give instead, if there is a GGUF file."""
+    if files := sorted(directory.glob("*.gguf")):
+        raise UsageError(f"{files[0]}: {_GGUF}")
 
 
 def model_path(name_or_path: str) -> Path | None:
@@ -161,6 +166,14 @@ def _absence(name: str) -> str:
 
 def shipped_models() -> list[str]:
     return sorted(path.parent.parent.name for path in resource_dir("models").glob("*/target/config.json"))
+
+
+def cache_values(config: Mapping[str, Any]) -> int:
+    """Elements of one row's keys and values in all layers; ``config``: of a config.json."""
+    heads = int(config.get("num_attention_heads") or 0)
+    keys = int(config.get("num_key_value_heads") or heads)
+    width = int(config.get("head_dim") or (int(config.get("hidden_size") or 0) // max(1, heads)))
+    return 2 * keys * width * int(config.get("num_hidden_layers") or 1)
 
 
 # transformers' default where a Mistral's config.json has none (the value of Mistral-7B-v0.1).

@@ -16,7 +16,7 @@ from flowspec_edge.drafting.eagle.eagle3 import CAPTURED, head3_config, head3_la
 from flowspec_edge.drafting.lm import require_padding
 from flowspec_edge.drafting.spd.module import module_config
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.modeldir import DRAFT_PARTS, ModelDir
+from flowspec_edge.model.modeldir import DRAFT_PARTS, ModelDir, cache_values
 from flowspec_edge.stage.weights.checkpoint import Checkpoint, TensorInfo
 
 _DEEP_EAGLE2 = "eagle2-deep"  # recognised by its directory alone: its files are those of any EAGLE-2 head
@@ -83,7 +83,7 @@ def open_draft(directory: Path) -> DraftFiles:
     kind = _kind(directory, config, bare)
     return DraftFiles(kind, directory, _files(directory), tensors,
                  embeddings=kind == "spd" or (kind in ("eagle2", "eagle3") and EMBEDDING not in bare),
-                 kv_row=_kv_row(config), fingerprint=checkpoint.digest(checkpoint.names))
+                 kv_row=cache_values(config), fingerprint=checkpoint.digest(checkpoint.names))
 
 
 def check_fit(draft: DraftFiles, target: Path, width: int, vocabulary: int, layers: int) -> None:
@@ -134,10 +134,3 @@ def _files(directory: Path) -> tuple[Path, ...]:
     if any(path.suffix == ".safetensors" for path in files):
         files = [path for path in files if ".bin" not in path.suffixes]
     return tuple(files)
-
-
-def _kv_row(config: dict[str, Any]) -> int:
-    heads = int(config.get("num_attention_heads") or 0)
-    keys = int(config.get("num_key_value_heads") or heads)
-    width = int(config.get("head_dim") or (int(config.get("hidden_size") or 0) // max(1, heads)))
-    return 2 * keys * width * int(config.get("num_hidden_layers") or 1)

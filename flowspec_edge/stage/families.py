@@ -14,7 +14,7 @@ from transformers.activations import ACT2FN
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.config_check import check_config, require_family
 from flowspec_edge.model.manifest import DRAFT_TARGET, Manifest, stage_part
-from flowspec_edge.model.modeldir import is_sharded
+from flowspec_edge.model.modeldir import is_sharded, refuse_gguf
 from flowspec_edge.stage.layers import attention
 from flowspec_edge.util.bounded_read import read_json_object
 
@@ -35,6 +35,7 @@ def load_config(model_dir: Path | str, quantised: bool = False) -> Any:
     model_dir = _config_home(Path(model_dir))
     path = model_dir / "config.json"
     if not path.is_file():
+        refuse_gguf(model_dir)
         raise UsageError(f"no model at {model_dir}: config.json is missing")
     check_config(read_json_object(path), path)
     try:

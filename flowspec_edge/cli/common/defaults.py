@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from flowspec_edge.cli.common.options import Dtype, DtypeChoice
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.modeldir import ModelDir, cache_values
+from flowspec_edge.util import procfs
 
 if TYPE_CHECKING:
     from flowspec_edge.model.manifest import Manifest
@@ -71,6 +72,38 @@ def loaded_bytes(model: ModelDir, dtype: Dtype, copies: int = 1, rows: int | Non
     size = model_bytes(str(model.path), dtype)
     caches = rows * (size.layers * size.kv_row + size.draft_kv_row)
     return copies * size.target_weights + size.d0_weights + caches
+
+
+def require_room(context: int, at_once: int, rows: int, model: ModelDir, dtype: Dtype, local: bool) -> None:
+    """UsageError, with the context that fits, if the weights and caches of ``rows`` rows (``context`` and the
+    drafts of ``at_once`` requests) exceed this machine's available memory; without torch.
+
+    ``local``: whether stages compute in this machine's memory.  Prints a note if ``context`` is more than
+    the requests can use, by the model's positions.
+    """
+    limit = model.max_positions
+    positions = f"a text of {model.name} has at most {limit} tokens, {at_once} at once use {at_once * limit}"
+    available = procfs.sizes(Path("/proc/meminfo")).get("MemAvailable")
+    if model.sharded:
+        manifest = _manifest(model)
+        wider = _BYTES[dtype] / _BYTES[manifest.compute_dtype]
+        weights = wider * sum(part.weight_bytes for part in manifest.parts.values())
+        row = wider * sum(part.row_bytes for part in manifest.parts.values())
+    else:
+        stored = 4 if model.config.get("dtype", model.config.get("torch_dtype")) == "float32" else 2
+        files = [file for end in ("safetensors", "bin") for file in model.target.glob(f"*.{end}")]
+        weights = sum(file.stat().st_size for file in files) * _BYTES[dtype] / stored
+        row = cache_values(model.config) * _BYTES[dtype]
+    if local and available is not None and weights + rows * row > available:
+        fitting = (int((available - weights) / row) - (rows - context)) // 1000 * 1000
+        raise UsageError(
+            f"--context {context}: caches of {rows * row / 1e9:,.2f} GB and weights of {weights / 1e9:,.2f} "
+            f"GB do not fit in the {available / 1e9:,.2f} GB of memory that are available here: "
+            + (f"--context {fitting} fits; {positions}" if fitting > 0 else "use --dtype fp16, a model in 4 "
+               "bits (flowspec models shard --dtype int4), or end other programs"))
+    if context > at_once * limit:
+        print(f"flowspec: note: {positions} of --context {context}; the rest keeps texts that ended, for "
+              "requests that continue them", file=sys.stderr)
 
 
 def _manifest(model: ModelDir) -> Manifest:

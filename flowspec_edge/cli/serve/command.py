@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flowspec_edge.cli.common.clusters import choose_clock, open_boards, open_processes
-from flowspec_edge.cli.common.defaults import device_of, dtype_of, stages_of
+from flowspec_edge.cli.common.defaults import device_of, dtype_of, require_room, stages_of
 from flowspec_edge.cli.common.option_groups import with_dataclasses
 from flowspec_edge.cli.common.options import (
     MODEL,
@@ -36,6 +36,7 @@ from flowspec_edge.cli.serve.service import Service
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.chat import require_template
 from flowspec_edge.model.modeldir import DEMO, resolve_model
+from flowspec_edge.runtime.draft_device.capacity import cache_rows
 from flowspec_edge.runtime.request import SchedulingPolicy
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 from flowspec_edge.strategies.registry import require_strategy
@@ -143,6 +144,8 @@ def serve(
     if boards is None:
         device = device_of(device, found, dtype_of(found, dtype), processes=clock_settings.processes(stages),
                            rows=context)
+    require_room(context, at_once, cache_rows(context, at_once, params, stages), found,
+                 dtype_of(found, dtype), local=boards is None and device == "cpu")
     service = Service(
         model=found, name=name or found.name, strategy=strategy, stages=stages, dtype=dtype_of(found, dtype),
         params=params, chat_template=chat_template, api_key=api_key, queue=queue, at_once=at_once,

@@ -268,6 +268,25 @@ def test_errors_are_one_line(home: Path, capsys: pytest.CaptureFixture[str], arg
     assert printed.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", [
+    ["plan", "--devices", "orin-nano-8gb:2", "--model"], ["generate", "x", "--model"], ["models", "head"],
+    ["models", "shard", "--stages", "2", "--out", "out", "--model"]])
+@pytest.mark.parametrize("given", ["files", "files/model-q4.gguf", "files/nothing.gguf"])
+def test_gguf_files_are_one_line_in_every_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                  capsys: pytest.CaptureFixture[str], command: list[str],
+                                                  given: str) -> None:
+    """Also by a path that reads like OWNER/NAME on the hub."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files/model-q4.gguf").touch()
+    assert main([*command, given]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "GGUF" in err
+    assert given in err
+    assert [path.name for path in tmp_path.iterdir()] == ["files"]
+
+
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--help"]) == 0
     assert "flowspec plan --model llama-2-7b --devices orin-nano-8gb:5" in capsys.readouterr().out

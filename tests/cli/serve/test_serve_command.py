@@ -21,9 +21,11 @@ import pytest
 from clusterkit import PATIENCE, alive, until
 from openai import BadRequestError, OpenAI
 from powerkit import board
+from shardkit import cut
 from tiny_dir import tiny_model_dir
 from transformers import AutoTokenizer
 
+from flowspec_edge.cli.common.defaults import require_room
 from flowspec_edge.cli.main import main
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.runtime.plain import PlainDecoder
@@ -220,6 +222,37 @@ def test_what_keeps_it_from_starting_is_one_line(model: Path, arguments: list[st
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert says in err
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_context_beyond_the_memory_is_one_line(model: Path, tmp_path: Path, sharded: bool,
+                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    """For a model whose rows take a gigabyte each; the line says what fits, and what requests can use."""
+    wide = tmp_path / "wide"
+    if sharded:
+        cut(model / "target", wide, 2, drafts=[model / "eagle2"])
+        manifest = json.loads((wide / "manifest.json").read_text())
+        manifest["parts"]["stage-1"]["row_bytes"] = 1 << 30
+        (wide / "manifest.json").write_text(json.dumps(manifest))
+    else:
+        shutil.copytree(model, wide)
+        config = json.loads((wide / "target/config.json").read_text()) | {
+            "head_dim": 1 << 16, "num_key_value_heads": 512, "num_attention_heads": 512}
+        (wide / "target/config.json").write_text(json.dumps(config))
+    assert main(["serve", "--port", "0", "--model", str(wide), "--stages", "2", "--context", "1000000"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "--context 1000000" in err
+
+
+def test_a_context_beyond_the_positions_is_noted(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = ModelDir(model)
+    require_room(2 * found.max_positions, 2, 2 * found.max_positions, found, "fp32", local=True)
+    assert capsys.readouterr().err == ""
+    require_room(2 * found.max_positions + 1, 2, 2 * found.max_positions + 1, found, "fp32", local=True)
+    err = capsys.readouterr().err
+    assert err.startswith("flowspec: note: ")
+    assert str(found.max_positions) in err
 
 
 def test_a_port_in_use_is_one_line(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
