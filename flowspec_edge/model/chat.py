@@ -1,4 +1,4 @@
-"""Chat messages, and the chat formats of Llama-2-chat and Vicuna, which predate tokenizer templates."""
+"""Chat messages, and chat formats of models whose tokenizers have none: Llama-2-chat, Vicuna, base models."""
 
 from __future__ import annotations
 
@@ -89,7 +89,13 @@ def vicuna(messages: Sequence[Message]) -> list[PromptPiece]:
     return pieces
 
 
-BUILT_IN: dict[str, Callable[[Sequence[Message]], list[PromptPiece]]] = {"llama-2": llama_2, "vicuna": vicuna}
+def bare(messages: Sequence[Message]) -> list[PromptPiece]:
+    """The texts alone, a line break between two: a model that was not trained to chat continues the last."""
+    return [PromptPiece("\n".join(message.content for message in messages), add_bos=True, add_eos=False)]
+
+
+BUILT_IN: dict[str, Callable[[Sequence[Message]], list[PromptPiece]]] = {
+    "llama-2": llama_2, "vicuna": vicuna, "bare": bare}
 _NAME_PATTERNS = {"llama-2": re.compile(r"llama[-_ ]?2.*chat"), "vicuna": re.compile(r"vicuna")}
 
 

@@ -38,6 +38,13 @@ class QuickGroup(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:
         return [] if self._named_first else super().get_params(ctx)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, commands = args[0] if args else "-", self.list_commands(ctx)
+        if name not in commands and not name.startswith("-") and not ctx.resilient_parsing:
+            raise UsageError(f"no command {name!r}; {did_you_mean(name, commands)}"
+                             f"{ctx.command_path} --help lists them")
+        return super().resolve_command(ctx, args)
+
 
 class LazyGroup(QuickGroup):
     """Subclasses list ``lazy``, the commands by name."""
@@ -55,12 +62,8 @@ class LazyGroup(QuickGroup):
         return TyperCommand(cmd_name, help=about.summary, hidden=about.hidden, rich_help_panel=about.panel)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name = args[0] if args else "-"
-        if name in self.lazy:
-            self.load(name)
-        elif name not in self.commands and not name.startswith("-") and not ctx.resilient_parsing:
-            raise UsageError(f"no command {name!r}; {did_you_mean(name, self.lazy)}"
-                             f"{ctx.command_path} --help lists them")
+        if args and args[0] in self.lazy:
+            self.load(args[0])
         return super().resolve_command(ctx, args)
 
     def load(self, name: str) -> Any:

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from flowspec_edge.serving.conversation import Conversation
 
 _QUOTES = '"""'
+_DEMO_TEMPLATE = "bare"
 _REJOIN_S = 60.0  # for a lost stage to rejoin
 _HELP = """/stats            figures of the last answer, of all answers, and of each stage
 /live             show or hide a line per stage during an answer
@@ -87,6 +88,7 @@ def chat(
 
     Examples:
 
+      flowspec chat
       flowspec chat --model vicuna-7b-v1.5
       flowspec chat --model ./llama-shards --temperature 0.7 --system "Answer in one sentence."
       flowspec chat --chat-template vicuna --live
@@ -96,6 +98,8 @@ def chat(
     found = resolve_model(model)
     stages = stages_of(found, stages)
     clock_settings = choose_clock("wall", "paper-7b", emulate)
+    if demonstration := chat_template is None and model == DEMO:
+        chat_template = _DEMO_TEMPLATE
     require_template(found, chat_template)
     chosen = strategy_class(strategy)
     params = with_a_draft(chosen.name, found, params)
@@ -120,6 +124,9 @@ def chat(
         chatting = ChatSession(conversation, tokenizer, screen, cluster, strategy, sampling, params,
                             any_seed="seed" not in explicit)
         screen.note(f"{found.name}, {chosen.name}, {stages} stages; /help for help")
+        if demonstration:
+            screen.note("this model continues Python, such as \"def fibonacci(n):\", and was not trained to chat; "
+                        "give one that was as --model (flowspec models list)")
         chatting.start()
         chatting.run(messages)
 

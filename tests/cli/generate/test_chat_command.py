@@ -20,7 +20,7 @@ from tiny_dir import tiny_model_dir
 
 from flowspec_edge.cli.main import main
 from flowspec_edge.model.chat import Message
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.modeldir import ModelDir, resolve_model
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
@@ -118,6 +118,18 @@ def test_a_model_without_a_template_is_refused(model: Path, monkeypatch: pytest.
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\n"))
     assert main(["chat", "--model", str(model), "--stages", "2"]) == 2
     assert "no chat template" in capsys.readouterr().err
+
+
+def test_without_arguments_the_demonstration_model_continues_the_messages(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("def f(x):\n"))
+    assert main(["chat", "--max-new-tokens", "24"]) == 0
+    out, err = capsys.readouterr()
+    found = resolve_model()
+    ids = Tokenizer(found, "bare").chat([Message("user", "def f(x):")])
+    plain, _ = PlainDecoder(found.path).generate(ids, 24, Sampling(), found.stop_ids)
+    assert out.strip("\n") == Tokenizer(found).decode(plain).strip("\n")
+    assert "not trained to chat" in err
 
 
 def test_what_no_longer_fits_is_left_out(model: Path, told: Told) -> None:

@@ -132,7 +132,7 @@ def test_temperature_0_is_greedy_whatever_the_model_says(model: Path,
     (["x", "--chat-template", "vicuna"], "--chat-template works with --chat only"),
     (["--chat"], "give either a prompt or --prompt-file"),
     (["--chat", "x"], "has no chat template, and its name matches no "),
-    (["--chat", "x", "--chat-template", "alpaca"], "no chat template 'alpaca': neither llama-2, vicuna nor"),
+    (["--chat", "x", "--chat-template", "alpaca"], "no chat template 'alpaca'"),
     (["--chat", "x" * 2100, "--chat-template", "vicuna"], "the model stops at 2048; lower --max-new-tokens"),
 ])
 def test_bad_chats_are_one_line(model: Path, arguments: list[str], says: str,
