@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, cast
 
 from flowspec_edge.cli.common.defaults import dtype_of
 from flowspec_edge.cli.common.options import Clock, DtypeChoice
@@ -19,7 +21,10 @@ if TYPE_CHECKING:
     from flowspec_edge.runtime.cluster.addresses import Placement
     from flowspec_edge.runtime.cluster.clusters import SharingOptions
     from flowspec_edge.runtime.observe.observer import Observer
-    from flowspec_edge.runtime.request import ClusterBackend, SharedCluster
+    from flowspec_edge.runtime.request import ClusterBackend, OnTokens, Request, Result, SharedCluster
+
+
+INTERRUPTED = 130  # exit code: 128 + SIGINT, the shells' convention
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,60 @@ def open_cluster(clock_settings: ClockSettings, model: ModelDir, stages: int, dt
             yield cluster
         finally:
             cluster.close()
+
+
+def answer(cluster: ClusterBackend, request: Request, on_tokens: OnTokens) -> Result:
+    """The request's result.  The first Ctrl-C after a token cancels it, which ends it within a turn or two;
+    any other raises KeyboardInterrupt."""
+    begun = stopped = False
+
+    def on_new_tokens(tokens: list[int]) -> None:
+        nonlocal begun
+        begun = True
+        on_tokens(tokens)
+
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
+
+    with first_interrupt(stop, lambda: begun):
+        if cluster.clock == "virtual":
+            from flowspec_edge.runtime.virtual.cluster import VirtualCluster
+
+            assert isinstance(cluster, VirtualCluster)
+            return cluster.generate_many([request], on_tokens=[on_new_tokens], stop=lambda: stopped)[0]
+        processes = cast("SharedCluster", cluster)
+        handle = processes.submit(request, on_new_tokens)
+
+        def done() -> bool:
+            if stopped:
+                handle.cancel()
+            return handle.done()
+
+        processes.serve(done)
+        return handle.result()
+
+
+@contextmanager
+def first_interrupt(stop: Callable[[], object], wanted: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """The first Ctrl-C within the block calls ``stop`` if ``wanted()``; any other is as before the block."""
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before):  # a background job of a shell ignores it
+        yield
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, before)
+        if wanted():
+            stop()
+        else:
+            before(number, frame)
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

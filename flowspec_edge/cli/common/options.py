@@ -70,7 +70,8 @@ BoardModelOption = Annotated[str | None, typer.Option(
     metavar="DIR", show_default=False, hidden=True, rich_help_panel=MODEL)]
 ChatTemplateOption = Annotated[str | None, typer.Option(
     "--chat-template", metavar="NAME|FILE", show_default=False, hidden=True, rich_help_panel=MODEL,
-    help="llama-2, vicuna, bare (no format), or a file with a Jinja template; by default the tokenizer's own.")]
+    help="llama-2, vicuna, bare (no format), or a file with a Jinja template; by default the "
+         "tokenizer's own.")]
 MaxNewTokensOption = Annotated[int, typer.Option(
     "--max-new-tokens", min=1, max=MOST_TOKENS, metavar="N", help="Most tokens of an answer.")]
 FormerTokensOption = Annotated[int | None, typer.Option(

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowspec_edge.cli.common.clusters import choose_clock, open_processes
+from flowspec_edge.cli.common.clusters import choose_clock, first_interrupt, open_processes
 from flowspec_edge.cli.common.defaults import device_of, dtype_of, stages_of
 from flowspec_edge.cli.common.option_groups import of_strategy, with_dataclasses
 from flowspec_edge.cli.common.options import (
@@ -125,8 +123,8 @@ def chat(
                             any_seed="seed" not in explicit)
         screen.note(f"{found.name}, {chosen.name}, {stages} stages; /help for help")
         if demonstration:
-            screen.note("this model continues Python, such as \"def fibonacci(n):\", and was not trained to chat; "
-                        "give one that was as --model (flowspec models list)")
+            screen.note('this model continues Python, such as "def fibonacci(n):", and was not trained to '
+                        "chat; give one that was as --model (flowspec models list)")
         chatting.start()
         chatting.run(messages)
 
@@ -188,7 +186,7 @@ class ChatSession:
         request = Request(question.prompt, self.strategy, question.limit, sampling, self.params,
                           self.conversation.stop_ids)
         ticket = self.cluster.submit(request, stream.push)
-        with _ctrl_c(ticket.cancel):
+        with first_interrupt(ticket.cancel):  # a second one ends the program
             self.cluster.serve(ticket.done)
         result = ticket.result()
         stream.close()
@@ -227,20 +225,6 @@ class ChatSession:
         if question is None:
             raise UsageError("nothing has been said yet")
         return question
-
-
-@contextmanager
-def _ctrl_c(stop: Callable[[], object]) -> Iterator[None]:
-    """The first Ctrl-C stops the answer, a second one the program."""
-    def handle(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, before)
-        stop()
-
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flowspec_edge.bench.results.atomic_write import check_writable, write
-from flowspec_edge.cli.common.clusters import choose_clock, open_cluster
+from flowspec_edge.cli.common.clusters import INTERRUPTED, answer, choose_clock, open_cluster
 from flowspec_edge.cli.common.defaults import device_of, dtype_of, stages_of
 from flowspec_edge.cli.common.option_groups import of_strategy, with_dataclasses
 from flowspec_edge.cli.common.options import (
@@ -166,7 +166,7 @@ def generate(
              "profile": clock_settings.profile_name, "device": device}
     with (write_trace(trace, request, stages, about, tokenizer.decode, before) as watch,
           open_cluster(clock_settings, found, stages, dtype, observer=watch, device=device) as devices):
-        result = devices.generate(request, stream.push)
+        result = answer(devices, request, stream.push)
     stream.close()
     if as_json:
         labels = {"clock": clock_settings.clock, "profile": clock_settings.profile_name,
@@ -174,14 +174,16 @@ def generate(
                   "sampling": {name: {"value": value, "from": origins[name]}
                                for name, value in asdict(sampling).items()}}
         print(json.dumps(result.as_json("".join(pieces)) | labels))
-        return
-    _write("\n")
-    from flowspec_edge.bench.render.table import timing as timing_label
+    else:
+        _write("\n")
+        from flowspec_edge.bench.render.table import timing as timing_label
 
-    label = timing_label(clock_settings.clock, clock_settings.profile_name)
-    where = "" if device == "cpu" else f"{device}, "
-    print(summary(result, f"{strategy}, {stages} stages, {where}{label}", sampling_note(sampling, origins)),
-          file=sys.stderr)
+        label = timing_label(clock_settings.clock, clock_settings.profile_name)
+        where = "" if device == "cpu" else f"{device}, "
+        print(summary(result, f"{strategy}, {stages} stages, {where}{label}",
+                      sampling_note(sampling, origins)), file=sys.stderr)
+    if result.finish_reason == "cancelled":  # by Ctrl-C
+        raise typer.Exit(INTERRUPTED)
 
 
 def summary(result: Result, how: str, sampling: str = "") -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,7 +75,7 @@ def generate_remotely(cluster: Path, request: RemoteRequest, as_json: bool) -> N
     board = _draft_board(inventory, cluster)
     pieces: list[str] = []
     last: dict[str, Any] = {}
-    with DraftClient(inventory, board, os.environ.get("FLOWSPEC_API_KEY")) as service:
+    with DraftClient(inventory, board, os.environ.get("FLOWSPEC_API_KEY")) as service, _said(pieces):
         model = service.model()
         for item in service.stream(request.path, request.body(model)):
             last |= {key: item[key] for key in ("flowspec", "usage") if item.get(key)}
@@ -102,10 +104,23 @@ def generate_remotely(cluster: Path, request: RemoteRequest, as_json: bool) -> N
           f"{figures}]", file=sys.stderr)
 
 
+@contextmanager
+def _said(pieces: Sequence[str]) -> Iterator[None]:
+    """Ctrl-C, which ends the connection and so the request, still says how much of the answer there is."""
+    began = time.monotonic()
+    try:
+        yield
+    except KeyboardInterrupt:
+        if pieces:
+            print(f"\n[stopped after {time.monotonic() - began:.2f} s: {sum(map(len, pieces))} characters]",
+                  file=sys.stderr)
+        raise
+
+
 def figures_line(tokens: int, finish: str, per_second: float, alt: float, alr: float, ttft_s: float,
                  joules: float | None) -> str:
     energy = "" if joules is None or not tokens else f", {joules / tokens:.2f} J a token"
-    return (f"{tokens} tokens ({finish}), {per_second:.2f} tokens/s, {alt:.2f} a turn, {alr:.2f} a round, "
+    return (f"{tokens} token{'s' * (tokens != 1)} ({finish}), {per_second:.2f} tokens/s, {alt:.2f} a turn, {alr:.2f} a round, "
             f"first token after {ttft_s:.2f} s{energy}")
 
 

@@ -5,7 +5,7 @@ Compute and links are charged with the hidden width and layers of the profile's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -102,12 +102,14 @@ class VirtualCluster:
     def generate_many(self, requests: Sequence[Request], arrivals: Sequence[float] | None = None, *,
                       leaves: Sequence[float | None] | None = None,
                       follows: Sequence[int | None] | None = None,
-                      on_tokens: Sequence[OnTokens | None] | None = None) -> list[Result]:
+                      on_tokens: Sequence[OnTokens | None] | None = None,
+                      stop: Callable[[], bool] | None = None) -> list[Result]:
         """Run requests concurrently; results in their order.
 
         arrivals   virtual seconds at which each arrives; all at 0 by default
         leaves     when each is cancelled, or None; its result is the text until then
         follows    index of the request whose end starts each, instead of a time
+        stop       called after tokens of a request: whether to cancel it
 
         UsageError if one does not fit, or if they need different parallelism.
         """
@@ -127,7 +129,14 @@ class VirtualCluster:
             if leaves and (leave := leaves[place]) is not None:
                 clock.at(max(leave, clock.now), lambda: run.cancel(coordinator))
             listener = on_tokens[place] if on_tokens else None
-            run.start(coordinator, listener, partial(done, place))
+
+            def on_new_tokens(tokens: list[int]) -> None:
+                if listener is not None:
+                    listener(tokens)
+                if stop is not None and stop():
+                    clock.at(clock.now, lambda: run.cancel(coordinator))
+
+            run.start(coordinator, on_new_tokens, partial(done, place))
 
         def done(place: int, result: Result) -> None:
             results[place] = result

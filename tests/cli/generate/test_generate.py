@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_dir import tiny_model_dir
+from clusterkit import PATIENCE
+from tiny_dir import never_ends, tiny_model_dir
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowspec_edge.cli.main import main
+from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.sampling.rule import Sampling
 
 PROMPT = "def f(x):\n    return"
 
@@ -76,6 +82,32 @@ def test_without_json_the_text_is_streamed_and_the_figures_go_to_stderr(
     out, err = capsys.readouterr()
     assert out == reference[1] + "\n"
     assert "chunk_pp, 2 stages, VIRTUAL TIME under paper-7b" in err
+
+
+@pytest.mark.parametrize("clock", ["virtual", "wall"])
+def test_ctrl_c_stops_the_text_and_prints_its_figures(tmp_path: Path, clock: str) -> None:
+    """The text so far is plain decoding's."""
+    model = never_ends(tiny_model_dir(tmp_path / "model", layers=2, hidden=32))
+    arguments = [sys.executable, "-m", "flowspec_edge", "generate", PROMPT, "--model", str(model), "--clock",
+                 clock, "--stages", "2", "--max-new-tokens", "2000"]
+    # A shell's background job ignores SIGINT, and what it starts inherits that.
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
+                          preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as process:
+        try:
+            assert process.stdout is not None
+            begun = process.stdout.read(1)
+            process.send_signal(signal.SIGINT)
+            rest, err = process.communicate(timeout=PATIENCE)
+        finally:
+            process.kill()
+    assert process.returncode == 130, err
+    (line,) = err.decode().splitlines()
+    counted = re.search(r"(\d+) tokens? \(cancelled\)", line)
+    assert counted is not None, line
+    tokenizer = AutoTokenizer.from_pretrained(model / "target")
+    tokens, _ = PlainDecoder(model).generate(tokenizer(PROMPT)["input_ids"], int(counted[1]), Sampling())
+    assert (begun + rest).decode() == tokenizer.decode(tokens) + "\n"
+    assert len(tokens) < 2000
 
 
 def test_the_prompt_may_be_a_file_or_standard_input(

@@ -76,7 +76,7 @@ def test_an_interrupted_request_leaves_what_there_is(model: Path, tmp_path: Path
         process.send_signal(signal.SIGINT)
         _, err = process.communicate()
     assert process.returncode == 130
-    assert err == f"flowspec: the trace up to here is in {file}\n"
+    assert str(file) in err
+    assert "(cancelled)" in err
     document = json.loads(file.read_text())
-    assert document["otherData"]["complete"] is False
     assert tracks(check_format(document))["D0", "verification"]
