@@ -38,8 +38,9 @@ _Results = TypeVar("_Results", BenchReport, Sweep)
 
 
 def measure(options: BenchOptions, sampling: Sampling, params: Params, strategies: str,
-            temperatures: str | None = None) -> BenchReport:
-    """Run everything and save it to ``options.out`` step by step; all options are checked before that."""
+            temperatures: str | None = None, label: str = "bench") -> BenchReport:
+    """Run everything and save it to ``options.out`` step by step; all options are checked before that.
+    ``label``: before the progress."""
     from flowspec_edge.bench.results.atomic_write import check_writable
     from flowspec_edge.bench.run.runner import measure as measure_plan
 
@@ -79,13 +80,13 @@ def measure(options: BenchOptions, sampling: Sampling, params: Params, strategie
             run = parallel_run(options, model, names)
             virtual = run.cluster(options.stages, clock_settings.profile)
             measure_plan(virtual, run.plain, plan, deepcopy(report))  # lists the requests
-            with run, progress(steps) as advance:
+            with run, progress(steps, label) as advance:
                 measure_plan(virtual, run.plain, plan, report, advance, save,
                              near_tie_judge(model, options.dtype, reference))
             return report
         with (open_cluster(clock_settings, model, options.stages, options.dtype, device=options.device,
                            idle_s=options.idle_seconds, at_once=plan.at_once) as cluster,
-              progress(steps) as advance):
+              progress(steps, label) as advance):
             plain, explains = plain_decoding(model, options.dtype, reference)
             measure_plan(cluster, plain, plan, report, advance, save, explains)
     return report

@@ -13,7 +13,7 @@ _EVERY_S = 5.0
 
 @contextmanager
 def progress(total: int, what: str = "bench", unit: str = "runs") -> Iterator[Callable[[str], None]]:
-    """Call the result before each of ``total`` steps, with the step's description."""
+    """Call the result before each of ``total`` steps, with the step's description; ``what``: all of them."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -22,11 +22,11 @@ def progress(total: int, what: str = "bench", unit: str = "runs") -> Iterator[Ca
     started = 0
     with (plain_lines(lambda seconds: f"{what}: {done_of(max(0, started - 1), total, seconds, unit)}"),
           Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar):
-        task = bar.add_task("", total=total)
+        task = bar.add_task(what, total=total)
 
         def advance(step: str) -> None:
             nonlocal started
-            bar.update(task, description=step, completed=started)
+            bar.update(task, description=f"{what}: {step}", completed=started)
             started += 1
 
         yield advance

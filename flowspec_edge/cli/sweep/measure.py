@@ -121,8 +121,8 @@ def run_sweep(request: SweepRequest, options: BenchOptions, sampling: Sampling, 
 
 
 def measured(request: SweepRequest, options: BenchOptions, sampling: Sampling, params: Params,
-             figure: Path | None = None) -> Sweep:
-    """Run everything and save it to ``options.out`` step by step."""
+             figure: Path | None = None, label: str = "sweep") -> Sweep:
+    """Run everything and save it to ``options.out`` step by step; ``label``: before the progress."""
     from flowspec_edge.bench.render.plots import check_figure
     from flowspec_edge.bench.results.atomic_write import check_writable
     from flowspec_edge.bench.results.host_info import host_info
@@ -182,11 +182,11 @@ def measured(request: SweepRequest, options: BenchOptions, sampling: Sampling, p
             run = parallel_run(options, model, names)
             open_parallel = parallel_points(run, setup)
             measure_sweep(deepcopy(sweep), plans, open_parallel, run.plain)  # lists the requests
-            with run, progress(total, "sweep") as advance:
+            with run, progress(total, label) as advance:
                 measure_sweep(sweep, plans, open_parallel, run.plain, advance, save,
                               near_tie_judge(model, options.dtype, reference))
             return sweep
-        with open_points(request.links, setup) as open_point, progress(total, "sweep") as advance:
+        with open_points(request.links, setup) as open_point, progress(total, label) as advance:
             plain, explains = plain_decoding(model, options.dtype, reference)
             measure_sweep(sweep, plans, open_point, plain, advance, save, explains)
     return sweep

@@ -21,7 +21,9 @@ def test_without_a_name_it_lists(capsys: pytest.CaptureFixture[str]) -> None:
     assert [found["name"] for found in json.loads(capsys.readouterr().out)] == list(ARTEFACTS)
 
 
-def test_a_table_is_measured_once_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_is_measured_once_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowspec_edge.cli.common.progress._EVERY_S", 0.01)
     model = tiny_model_dir(tmp_path / "model", layers=2, hidden=32)
     prompts = tmp_path / "gsm8k.jsonl"
     prompts.write_text('{"turns": ["1+1"]}\n{"turns": ["2+2"]}\n{"turns": ["3"]}\n')
@@ -33,13 +35,16 @@ def test_a_table_is_measured_once_and_written(tmp_path: Path, capsys: pytest.Cap
     assert "spd drafts with spd/, which" in capsys.readouterr().err
     assert not out.exists()  # nothing is measured if not everything can be
     assert main(["reproduce", "flowspec-table-3", *given, "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["reproduced"]
+    printed = capsys.readouterr()
+    assert "flowspec: ablation-7b, virtual time under paper-7b: " in printed.err
+    (found,) = json.loads(printed.out)["reproduced"]
     assert {Path(path).suffix for path in found["files"]} == {".csv", ".md", ".tex", ".pdf", ".svg"}
     speeds = {r["method"] for r in found["records"] if r["source"] == "measured"}
     assert speeds == {"chunk_pp", "pruned_pp", "flowspec_no_sbd", "flowspec"}
     assert all(r["task"] == "gsm8k" and r["prompts"] == 2 and r["standard_error"] is not None
                for r in found["records"] if (r["source"], r["quantity"]) == ("measured", "tokens_per_second"))
     text = (out / "flowspec-table-3.md").read_text(encoding="utf-8")
+    assert all("virtual time under paper-7b" in line for line in text.splitlines() if line.startswith("**"))
     assert str(tmp_path) not in text  # files are named, their places are not
     assert "--prompts gsm8k.jsonl" in text
 
