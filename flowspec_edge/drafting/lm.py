@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging
 
 from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.checkpoint import first_line
@@ -25,6 +24,7 @@ from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
 from flowspec_edge.util.tensors import indices
+from flowspec_edge.util.terminal import no_loading_bars
 
 
 class LMDrafter(TreeDrafter):
@@ -132,11 +132,10 @@ def load_lm(path: Path, target: Path, vocabulary: int, dtype: torch.dtype, devic
 def _read(path: Path, dtype: torch.dtype) -> Any:
     if not (path / "config.json").is_file():
         raise UsageError(f"no draft model at {path}: config.json is missing")
-    logging.disable_progress_bar()  # a bar for a model of a few megabytes is noise on the terminal
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, local_files_only=True, output_loading_info=True
-        )
+        with no_loading_bars():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, local_files_only=True, output_loading_info=True)
     except Exception as error:  # transformers and safetensors raise many kinds of errors
         raise FlowspecError(f"{path}: the draft model cannot be loaded: {first_line(error)}") from error
     if report["missing_keys"]:  # transformers would use random weights

@@ -17,6 +17,7 @@ from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.sampling.sampler import choose
 from flowspec_edge.stage.reference_model import load_reference_model
 from flowspec_edge.util.tensors import parse_dtype
+from flowspec_edge.util.terminal import no_loading_bars
 from flowspec_edge.util.torchdevice import use_exact_kernels
 
 
@@ -27,7 +28,8 @@ class PlainDecoder:
         if found.sharded:
             self.model = load_reference_model(found.stages, dtype, device)
         else:
-            read = AutoModelForCausalLM.from_pretrained(found.target, dtype=parse_dtype(dtype))
+            with no_loading_bars():
+                read = AutoModelForCausalLM.from_pretrained(found.target, dtype=parse_dtype(dtype))
             self.model = read.eval().to(device)
 
     @torch.inference_mode()

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
-from transformers.utils import logging
 
 from flowspec_edge.drafting.spd.module import SpdModule, load_module, save_module
 from flowspec_edge.model.modeldir import ModelDir
@@ -199,7 +198,6 @@ def train_spd(model: ModelDir, out: Path | None = None, work: Path | None = None
     """
     recipe, loop = (_QUICK_RECIPE, QUICK) if quick else (SpdRecipe(steps=600), LoopOptions())
     console = Console(soft_wrap=True)
-    logging.disable_progress_bar()  # transformers' own, of files that load at once
     out = out or model.path / "spd"
     work = work or model.path.with_name(model.name + ".spd-work")
     eos = check_target(model)

@@ -15,6 +15,7 @@ from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.shard import load_lm_head
 from flowspec_edge.stage.weights.checkpoint import digest
 from flowspec_edge.training.loop import device
+from flowspec_edge.util.terminal import no_loading_bars
 
 _SHAPE = ("attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size",
           "max_position_embeddings", "mlp_bias", "num_attention_heads", "num_key_value_heads",
@@ -37,7 +38,8 @@ def load_target(model: ModelDir) -> Any:
     dev = device()
     dtype: Any = "auto" if dev.type == "cuda" else torch.float32
     try:
-        target = AutoModelForCausalLM.from_pretrained(model.target, dtype=dtype, local_files_only=True)
+        with no_loading_bars():
+            target = AutoModelForCausalLM.from_pretrained(model.target, dtype=dtype, local_files_only=True)
     except Exception as error:  # transformers and safetensors raise many types
         raise FlowspecError(f"{model.target}: the model cannot be loaded: {_first(error)}") from error
     return target.to(dev).eval().requires_grad_(False)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor, nn
-from transformers.utils import logging
 
 from flowspec_edge.drafting.eagle.eagle2 import EagleHead, load_head, save_head
 from flowspec_edge.drafting.eagle.eagle3 import load_head3, save_head3
@@ -83,7 +82,6 @@ def train_head_part(model: ModelDir, kind: str, options: HeadOptions, date: str,
     for another target's start head.
     """
     console = Console(soft_wrap=True)
-    logging.disable_progress_bar()  # transformers' own, of files that load at once
     eos = check_target(model)
     out = out or _place(model, kind)
     work = work or model.path.with_name(f"{model.name}.{kind}-work")

@@ -168,15 +168,15 @@ def test_the_tokenizers_own_template_comes_first(model: Path) -> None:
 
 
 def test_without_a_template_one_line_names_the_choices(model: Path) -> None:
-    with pytest.raises(UsageError, match="model has no chat template, .* --chat-template llama-2, vicuna"):
+    with pytest.raises(UsageError, match=r"model has no chat template, .* --chat-template llama-2, vicuna"):
         Tokenizer(resolve_model(model)).chat(ASK)
 
 
 def test_bare_messages_are_continued(model: Path) -> None:
     tokenizer = Tokenizer(resolve_model(model), "bare")
     own = sentencepiece_style()
-    turns = [Message("system", "# a"), Message("user", "b ="), Message("assistant", " 1"), Message("user", "c")]
-    ids = tokenizer.chat(turns)
+    ids = tokenizer.chat([Message("system", "# a"), Message("user", "b ="), Message("assistant", " 1"),
+                          Message("user", "c")])
     assert ids[0] == own.bos_token_id
     assert ids[1:] == own("# a\nb =\n 1\nc", add_special_tokens=False)["input_ids"]
 

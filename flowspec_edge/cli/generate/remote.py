@@ -120,8 +120,8 @@ def _said(pieces: Sequence[str]) -> Iterator[None]:
 def figures_line(tokens: int, finish: str, per_second: float, alt: float, alr: float, ttft_s: float,
                  joules: float | None) -> str:
     energy = "" if joules is None or not tokens else f", {joules / tokens:.2f} J a token"
-    return (f"{tokens} token{'s' * (tokens != 1)} ({finish}), {per_second:.2f} tokens/s, {alt:.2f} a turn, {alr:.2f} a round, "
-            f"first token after {ttft_s:.2f} s{energy}")
+    return (f"{tokens} token{'s' * (tokens != 1)} ({finish}), {per_second:.2f} tokens/s, {alt:.2f} a turn, "
+            f"{alr:.2f} a round, first token after {ttft_s:.2f} s{energy}")
 
 
 def _origin(name: str, request: RemoteRequest) -> str:

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging
 
 from flowspec_edge.config import load_profile
 from flowspec_edge.fleet.gpu_check.kernel_check import CheckResult, guarded, report, run_in_children
@@ -30,6 +29,7 @@ from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.sampling.rule import Sampling, choose
 from flowspec_edge.util.tensors import parse_dtype
+from flowspec_edge.util.terminal import no_loading_bars
 
 SAMPLINGS = {"greedy": Sampling(), "T=1": Sampling(1.0, seed=1),
              "T=0.8 top-p": Sampling(0.8, 50, 0.9, seed=2)}
@@ -105,8 +105,8 @@ def _cluster(model: Path, device: str, dtype: str) -> VirtualCluster:
 
 @cache
 def _reference(model: Path, dtype: str) -> Any:
-    logging.disable_progress_bar()  # transformers' own, useless for a few MB
-    found = AutoModelForCausalLM.from_pretrained(ModelDir(model).target, dtype=parse_dtype(dtype))
+    with no_loading_bars():
+        found = AutoModelForCausalLM.from_pretrained(ModelDir(model).target, dtype=parse_dtype(dtype))
     return found.eval().float()
 
 

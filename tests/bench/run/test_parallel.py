@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from distributed import Client, LocalCluster
 from tiny_dir import tiny_model_dir
 
 from flowspec_edge.bench.run.parallel import ParallelRun, PipelineTask, Workplace
@@ -39,6 +40,34 @@ def test_the_report_of_two_processes_is_that_of_one(model: Path, tmp_path: Path,
     assert half["complete"]
     assert main([*command, "--json", str(two), "--jobs", "2", "--resume"]) == 0  # nothing is missing
     assert one.read_bytes() == two.read_bytes()
+
+
+@pytest.mark.slow
+def test_the_report_of_two_dask_workers_is_that_of_one_process(model: Path, tmp_path: Path) -> None:
+    """A benchmark and a sweep, one after the other on the same workers."""
+    options = ["--model", str(model), "--strategies", "flowspec_plus,flowspec", "--stages", "2",
+               "--limit", "2", "--max-new-tokens", "6"]
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, local_directory=tmp_path
+                      ) as cluster:
+        for command in (["bench", "run"], ["sweep", "bandwidth", "--mbps", "50,200"]):
+            one, two = tmp_path / "one.json", tmp_path / "two.json"
+            assert main([*command, *options, "--json", str(one)]) == 0
+            assert main([*command, *options, "--json", str(two), "--dask", cluster.scheduler_address]) == 0
+            assert json.loads(one.read_text())["complete"]
+            assert one.read_bytes() == two.read_bytes()
+            # Both computed, each with as many torch threads as Dask counts on it.
+            with Client(cluster) as client:
+                threads = client.run(_threads_of_loaded_models)
+            assert list(threads.values()) == [1, 1]
+
+
+def _threads_of_loaded_models() -> int:
+    """On a worker; 0 if it has loaded none."""
+    import torch
+
+    from flowspec_edge.bench.run import parallel
+
+    return torch.get_num_threads() if parallel._loaded.cache_info().currsize else 0
 
 
 def test_real_time_needs_the_cores_for_itself(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
