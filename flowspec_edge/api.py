@@ -28,7 +28,7 @@ from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import FinishReason, Request, Result, SchedulingPolicy, Stats
 from flowspec_edge.runtime.virtual.clock import Span
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
-from flowspec_edge.sampling.settings import Sampling
+from flowspec_edge.sampling.settings import Penalties, Sampling
 from flowspec_edge.strategies.base import Pipeline, Strategy
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 from flowspec_edge.strategies.registry import strategy_class, strategy_names
@@ -38,7 +38,7 @@ from flowspec_edge.tree.draft_tree import DraftTree, Node
 from flowspec_edge.tree.segment_builder import SegmentBuilder
 
 __all__ = ["Cluster", "Commit", "Completion", "DraftOutput", "DraftRequest", "DraftTree", "FlowspecError",
-           "Node", "Params", "PeerLost", "Pipeline", "Profile", "Request", "RequestFailed",
+           "Node", "Params", "PeerLost", "Penalties", "Pipeline", "Profile", "Request", "RequestFailed",
            "Sampling", "Segment", "SegmentBuilder", "Span", "Stats", "Strategy", "TreeStrategy",
            "UsageError", "load_profile", "strategy_class", "strategy_names"]
 
@@ -133,13 +133,14 @@ class Cluster:
 
     def request(self, prompt: str | Sequence[int], *, strategy: str = DEFAULT_STRATEGY,
                 max_new_tokens: int = 128, sampling: Sampling | None = None, params: Params | None = None,
-                priority: int = 0) -> Request:
+                penalties: Penalties | None = None, priority: int = 0) -> Request:
         """Build a request that ends at the model's end-of-sequence ids.
 
         prompt    text, or token ids
         strategy  a name (:func:`strategy_names`), or "package.module:Class"
         sampling  temperature, top_p, top_k and seed; None: greedy
         params    the strategies' parameters; None: the papers' values
+        penalties on what the answer repeats, and on single tokens; None: none
         priority  beside other requests: lower is earlier, and one less quadruples the guaranteed rows
 
         UsageError for an unknown strategy or an empty prompt.
@@ -147,7 +148,7 @@ class Cluster:
         strategy_class(strategy)
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         return Request(ids, strategy, max_new_tokens, sampling or Sampling(), params or Params(),
-                       self.model.stop_ids, priority=priority)
+                       self.model.stop_ids, priority=priority, penalties=penalties)
 
     def generate(self, prompt: str | Sequence[int] | Request, *, strategy: str = DEFAULT_STRATEGY,
                  max_new_tokens: int = 128, sampling: Sampling | None = None, params: Params | None = None,
@@ -175,7 +176,7 @@ class Cluster:
         if self._plain is None:
             self._plain = PlainDecoder(self.model.path, self._dtype, self._device)
         return self._plain.generate(list(request.prompt), request.max_new_tokens, request.sampling,
-                                    request.stop_ids)[0]
+                                    request.stop_ids, request.penalties)[0]
 
     def close(self) -> None:
         """End the processes; idempotent."""

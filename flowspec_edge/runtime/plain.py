@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.runtime.request import FinishReason
+from flowspec_edge.sampling.penalties import AnswerPenalties
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.sampling.sampler import choose
+from flowspec_edge.sampling.settings import Penalties
 from flowspec_edge.stage.reference_model import load_reference_model
 from flowspec_edge.util.tensors import parse_dtype
 from flowspec_edge.util.terminal import no_loading_bars
@@ -34,17 +36,22 @@ class PlainDecoder:
 
     @torch.inference_mode()
     def generate(self, prompt: list[int], max_new_tokens: int, sampling: Sampling,
-                 stop_ids: frozenset[int] = frozenset()) -> tuple[list[int], FinishReason]:
+                 stop_ids: frozenset[int] = frozenset(), penalties: Penalties | None = None
+                 ) -> tuple[list[int], FinishReason]:
         """Return the continuation of ``prompt``, without the end-of-sequence id, and why it ended."""
         cache = DynamicCache(config=self.model.config)
         tokens: list[int] = []
+        penalised = AnswerPenalties(penalties) if penalties else None
         step = torch.tensor([prompt], device=self.model.device)
         while len(tokens) < max_new_tokens:
             logits = self.model(input_ids=step, past_key_values=cache, logits_to_keep=1).logits[0]
             position = np.array([len(prompt) + len(tokens) - 1])
+            logits = penalised.applied(logits, [()]) if penalised else logits
             token = int(choose(logits, position, sampling)[0])
             if token in stop_ids:
                 return tokens, "stop"
             tokens.append(token)
+            if penalised:
+                penalised.extend([token])
             step = torch.tensor([[token]], device=self.model.device)
         return tokens, "length"

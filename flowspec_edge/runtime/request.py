@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any, Literal, Protocol
 
 from flowspec_edge.model.grammar import Grammar
-from flowspec_edge.sampling.settings import Sampling
+from flowspec_edge.sampling.settings import Penalties, Sampling
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -21,7 +21,7 @@ OnTokens = Callable[[list[int]], None]
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """A token's probability under the target model, before temperature, top-k, top-p and a grammar.
+    """A token's probability under the target model: before penalties, temperature, top-k, top-p, grammar.
 
     logprob  natural logarithm
     top      the ``Request.logprobs`` most likely tokens and their log probabilities, in descending order
@@ -42,6 +42,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()  # end-of-sequence ids; not part of the result
     logprobs: int | None = None  # number of alternatives in each token's Likelihood; None: no Likelihood
     grammar: Grammar | None = None  # what the answer must match, which ends it when it is complete
+    penalties: Penalties | None = None  # on what the answer repeats, and on single tokens
     priority: int = 0  # beside its caller's; lower is earlier, and one less quadruples the guaranteed rows
     caller: tuple[str, ...] = ()  # callers have equal shares of the guaranteed rows, level by level
 

@@ -21,8 +21,8 @@ from flowspec_edge.errors import ProtocolError, RequestFailed, UsageError
 from flowspec_edge.messages import Cancel, Open, Output, Prune, Segment, Tap
 from flowspec_edge.runtime.draft_device.capacity import session_rows
 from flowspec_edge.runtime.draft_device.generation import Generation
-from flowspec_edge.runtime.draft_device.grammar_masks import GrammarMasks
 from flowspec_edge.runtime.draft_device.lm_head import LmHead
+from flowspec_edge.runtime.draft_device.token_rules import TokenRules
 from flowspec_edge.runtime.request import FinishReason, Likelihood, Request, Result
 from flowspec_edge.strategies.base import Strategy
 from flowspec_edge.strategies.params import MOST
@@ -73,8 +73,8 @@ class Coordinator:
             assert not predecessor.finished
             self._generation = predecessor._generation
             self._generation.suspend(predecessor.strategy.counters)
-        grammar = self._generation.grammar
-        self._masks = GrammarMasks(grammar, head.vocabulary) if grammar else None
+        grammar, penalties = self._generation.grammar, self._generation.penalties
+        self._rules = TokenRules(grammar, penalties) if grammar or penalties else None
         self._text = [*request.prompt, *self.tokens]  # to prefill
         assert 0 <= cached_rows < len(self._text)
         self._reused: int = predecessor._reused if predecessor else cached_rows
@@ -124,8 +124,8 @@ class Coordinator:
             return None
         # Strategies from outside may not have the argument, which those that divide their rows get alone.
         segment = self.strategy.next_segment() if rows is None else self.strategy.next_segment(rows)
-        if segment and self._masks:
-            self._masks.sent(segment)
+        if segment and self._rules:
+            self._rules.sent(segment)
         return segment
 
     def _next_chunk(self, rows: int) -> Segment:
@@ -247,7 +247,7 @@ class Coordinator:
 
     def _end_prompt(self, number: int, position: NDArray[np.int32], state: Tensor, logits: Tensor) -> None:
         """The prompt's last row gives the first token."""
-        allowed = self._masks.first() if self._masks else None
+        logits, allowed = self._rules.newest(logits) if self._rules else (logits, None)
         token = int(self.head.choose(logits, position, self.request.sampling, allowed)[0])
         self._hidden[number] = (state, 0)
         self.builder.skip_prune()
@@ -257,7 +257,8 @@ class Coordinator:
         self._commit([Commit(token, number)])
 
     def _verify(self, output: Output, positions: NDArray[np.int32], states: Tensor, logits: Tensor) -> None:
-        allowed = self._masks.returned(output, len(self._read)) if self._masks else None
+        logits, allowed = (self._rules.returned(output, len(self._read), logits) if self._rules
+                           else (logits, None))
         successors = self.head.choose(logits, positions, self.request.sampling, allowed)
         for row, number in enumerate(output.numbers.tolist()):
             self._hidden[number] = (states, row)

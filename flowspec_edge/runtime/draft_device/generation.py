@@ -8,18 +8,20 @@ from dataclasses import fields
 import numpy as np
 
 from flowspec_edge.runtime.request import FinishReason, Likelihood, Request, Result, Stats
+from flowspec_edge.sampling.penalties import AnswerPenalties
 from flowspec_edge.strategies.base import TokenCounters
 from flowspec_edge.tree.draft_api import Commit
 
 
 class Generation:
-    """``finish_reason`` is None while the answer is incomplete; ``grammar`` is the answer's state in the
-    request's grammar, if it has one."""
+    """``finish_reason`` is None while the answer is incomplete; ``grammar`` and ``penalties`` are at its
+    newest token, if the request has any."""
 
     def __init__(self, request: Request, clock: Callable[[], float]) -> None:
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.grammar = request.grammar.begin() if request.grammar else None
+        self.penalties = AnswerPenalties(request.penalties) if request.penalties else None
         self._request = request
         self._clock = clock
         self._token_at: list[float] = []  # when each token was accepted
@@ -50,6 +52,8 @@ class Generation:
             self._token_at.append(self._clock())
             self._likelihoods += likelihoods[index:index + 1]
             self._accepted += commit.accepted
+            if self.penalties:
+                self.penalties.extend([commit.token])
             if self.grammar:
                 self.grammar.advance(commit.token)
                 if self.grammar.complete:

@@ -20,14 +20,14 @@ from flowspec_edge.runtime.draft_device.models import DraftModels
 from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request
-from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.sampling.settings import Penalties, Sampling
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES
 
 PIPELINED = sorted(name for name, cls in STRATEGIES.items() if cls.parallelism == "pipeline")
-SAMPLINGS = (Sampling(), Sampling(1.0, top_p=0.9, seed=12))
+CASES = ((Sampling(), None), (Sampling(1.0, top_p=0.9, seed=12), None), (Sampling(), Penalties(0.7, 0.5)))
 SMALL = Params(segment=4, width=4, tree_size=20, depth=3, prefill_chunk=16)
 SESSIONS = count(1)  # never the same again
 PROMPT = [(7 * i + 3) % 97 for i in range(40)]  # three chunks
@@ -35,9 +35,10 @@ PROMPT = [(7 * i + 3) % 97 for i in range(40)]  # three chunks
 
 @cache
 def models(model: Path) -> tuple[DraftModels, StageEngine, tuple[list[int], ...]]:
-    """D0's models, the one stage, and what plain decoding makes of the prompt by sampling."""
+    """D0's models, the one stage, and what plain decoding makes of the prompt in each case."""
     plain = PlainDecoder(model)
-    texts = tuple(plain.generate(PROMPT, 12, sampling)[0] for sampling in SAMPLINGS)
+    texts = tuple(plain.generate(PROMPT, 12, sampling, penalties=penalties)[0]
+                  for sampling, penalties in CASES)
     return DraftModels(model), StageEngine(load_shard(model / "target", 0, 1, "fp32")), texts
 
 
@@ -73,11 +74,12 @@ def run(coordinator: Coordinator, engine: StageEngine, steps: int) -> list[int]:
 
 
 @examples(20, quick=8)
-@given(name=st.sampled_from(PIPELINED), at=st.integers(0, 1),
+@given(name=st.sampled_from(PIPELINED), at=st.integers(0, len(CASES) - 1),
        moments=st.lists(st.integers(0, 12), max_size=3))
 def test_a_text_in_parts_is_the_text(tiny_model: Path, name: str, at: int, moments: list[int]) -> None:
     device0, engine, texts = models(tiny_model)
-    request = Request(PROMPT, name, 12, SAMPLINGS[at], SMALL)
+    sampling, penalties = CASES[at]
+    request = Request(PROMPT, name, 12, sampling, SMALL, penalties=penalties)
     ticks = count()
     streamed: list[int] = []
     drafted, before = 0, None

@@ -11,14 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from referencekit import reference_text, target_of
+from transformers import AutoTokenizer, LogitsProcessor
 
 from flowspec_edge.config import load_profile
 from flowspec_edge.errors import UsageError
@@ -27,7 +21,7 @@ from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
-from flowspec_edge.sampling.rule import Sampling, gumbel
+from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES
 
@@ -61,35 +55,12 @@ class Masked(LogitsProcessor):
         return scores.masked_fill(~torch.from_numpy(allowed), -torch.inf)
 
 
-class Noisy(LogitsProcessor):
-    """Makes the greedy choice a sample, with the noise that every strategy shares."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        noise = torch.tensor(gumbel(self.seed, ids.shape[1], scores.shape[-1]))
-        return torch.log_softmax(scores.double(), -1) + noise
-
-
 @cache
 def reference(model: Path, prompt: tuple[int, ...], sampling: Sampling) -> tuple[list[int], str]:
-    target = AutoModelForCausalLM.from_pretrained(model / "target", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(model / "target")
-    eos = tokenizer.eos_token_id
-    steps: list[Any] = [Masked(tokenizer, target.config.vocab_size, eos, len(prompt))]
-    if not sampling.greedy:
-        steps.append(TemperatureLogitsWarper(sampling.temperature))
-        steps += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
-        steps += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
-        steps.append(Noisy(sampling.seed))
-    ids = torch.tensor([prompt])
-    how = {"do_sample": False, "top_k": None, "max_new_tokens": LIMIT, "eos_token_id": eos}
-    with torch.inference_mode():
-        out = target.generate(ids, attention_mask=torch.ones_like(ids), logits_processor=steps,
-                              pad_token_id=eos, **how)
-    tokens: list[int] = out[0, len(prompt):].tolist()
-    return (tokens[:-1], "stop") if tokens[-1] == eos else (tokens, "length")
+    vocabulary = target_of(model).config.vocab_size
+    masked = Masked(tokenizer, vocabulary, tokenizer.eos_token_id, len(prompt))
+    return reference_text(model, prompt, sampling, LIMIT, [masked])
 
 
 @cache

@@ -1,0 +1,72 @@
+"""What an answer's own tokens change in the choice of the next: a grammar, and penalties.
+
+Both depend on the text before a row alone, so each row of the draft tree is judged by its own path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flowspec_edge.messages import Output, Segment, unpack_bits
+from flowspec_edge.model.grammar import GrammarState
+from flowspec_edge.sampling.penalties import AnswerPenalties
+
+Choices = tuple[Tensor, "NDArray[np.bool_] | None"]  # logits [n, V]; the tokens to choose from, None: all
+
+
+class TokenRules:
+    """Knows the paths of the rows in flight; applies grammar and penalties when they return."""
+
+    def __init__(self, grammar: GrammarState | None, penalties: AnswerPenalties | None) -> None:
+        """Both are at the newest token of the text, always."""
+        self._grammar, self._penalties = grammar, penalties
+        self._sent: dict[int, dict[int, tuple[int, list[int]]]] = {}  # run -> number -> position, path
+        self._paths: dict[int, list[int]] = {}  # number -> tokens of its uncommitted ancestors and its own
+
+    def sent(self, segment: Segment) -> None:
+        """Remember the paths of a segment's rows, from the first token that was not committed."""
+        assert segment.tokens is not None
+        bits = unpack_bits(segment.bits, segment.stop - segment.base)
+        self._paths = {n: path for n, path in self._paths.items() if n >= segment.base}
+        rows = {}
+        for i, number in enumerate(segment.numbers.tolist()):
+            ancestors = segment.base + np.flatnonzero(bits[i])
+            above = [self._paths[n][-1] for n in ancestors.tolist() if n != number]
+            self._paths[number] = [*above, int(segment.tokens[i])]
+            rows[number] = int(segment.positions[i]), self._paths[number]
+        self._sent[segment.run] = rows
+
+    def newest(self, logits: Tensor) -> Choices:
+        """Apply them to the ``logits`` [1, V] of the newest token of the text."""
+        return self._applied(logits, [()])
+
+    def returned(self, output: Output, text: int, logits: Tensor) -> Choices:
+        """Apply them to the ``logits`` of an output's rows; ``text``: tokens of prompt and answer."""
+        rows = self._sent.pop(output.run)
+        if self._grammar:
+            self._grammar.turn()
+        paths: list[Sequence[int] | None] = []
+        for number in output.numbers.tolist():
+            position, path = rows[number]
+            beyond = position + 1 - text  # tokens of the path that are not text yet
+            assert beyond <= len(path)
+            paths.append(path[len(path) - beyond:] if beyond >= 0 else None)
+        return self._applied(logits, paths)
+
+    def _applied(self, logits: Tensor, paths: Sequence[Sequence[int] | None]) -> Choices:
+        """``paths``: the tokens from the text's end to each row; None: the row cannot become text, and
+        whatever it chooses is ignored."""
+        if self._penalties:
+            logits = self._penalties.applied(logits, [path or () for path in paths])
+        if not self._grammar:
+            return logits, None
+        masks = np.ones(logits.shape, np.bool_)
+        for mask, path in zip(masks, paths, strict=True):
+            allowed = None if path is None else self._grammar.allowed(path)
+            if allowed is not None:
+                mask[:] = allowed
+        return logits, masks
