@@ -27,6 +27,7 @@ from flowspec_edge.serving.openai.errors import ApiError, api_error
 from flowspec_edge.serving.openai.handler import KEEP_ALIVE_S, ClientGone, ResponseHandler, StreamError
 from flowspec_edge.serving.openai.prepare import PreparedRequest, ServedModel
 from flowspec_edge.serving.openai.responses import Answer, model_object
+from flowspec_edge.serving.openai.responses_endpoint import ResponseAnswer, ResponsesBody
 from flowspec_edge.serving.openai.schemas import B, Body, ChatBody, CompletionBody, read_body
 
 log = logging.getLogger(__name__)
@@ -62,15 +63,17 @@ def make_app(admission: AdmissionQueue, served: ServedModel, api_key: str | None
         return Response(text, media_type=kind)
 
     intake = Intake()
-    chat = CompletionEndpoint(admission, intake, served, ChatBody, served.chat, keep_alive_s, metrics)
-    completion = CompletionEndpoint(admission, intake, served, CompletionBody, served.completion,
-                                    keep_alive_s, metrics)
+    shared = admission, intake, served, keep_alive_s, metrics
+    chat = CompletionEndpoint(*shared, ChatBody, served.chat)
+    completion = CompletionEndpoint(*shared, CompletionBody, served.completion)
+    responses = CompletionEndpoint(*shared, ResponsesBody, served.chat, ResponseAnswer)
     app = Starlette(
         routes=[
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", completion, methods=["POST"]),
+            Route("/v1/responses", responses, methods=["POST"]),
             Route("/health", health),
             Route("/ready", ready),
             *([Route("/metrics", prometheus)] if metrics else []),
@@ -86,15 +89,16 @@ def make_app(admission: AdmissionQueue, served: ServedModel, api_key: str | None
 class CompletionEndpoint:
     """One of OpenAI's endpoints, as an ASGI application."""
 
-    def __init__(self, admission: AdmissionQueue, intake: Intake, served: ServedModel, kind: type[B],
-                 prepare: Callable[[B], PreparedRequest], keep_alive_s: float,
-                 metrics: Metrics | None) -> None:
+    def __init__(self, admission: AdmissionQueue, intake: Intake, served: ServedModel, keep_alive_s: float,
+                 metrics: Metrics | None, kind: type[B], prepare: Callable[[B], PreparedRequest],
+                 answer: Callable[[B, PreparedRequest], Answer] = Answer) -> None:
         """``kind``: the type of its bodies; ``metrics`` gets the tokens as they come, and every finished
         request's record."""
         self._admission, self._intake, self._served = admission, intake, served
         self._read: Callable[[bytes], Body] = partial(read_body, kind)
         self._prepare: Callable[[Any], PreparedRequest] = prepare
-        self._chat = kind is ChatBody
+        self._answer: Callable[[Any, PreparedRequest], Answer] = answer
+        self._work: Work = "template" if issubclass(kind, ChatBody) else "text"
         self._keep_alive_s = keep_alive_s
         self._metrics = metrics
 
@@ -122,15 +126,14 @@ class CompletionEndpoint:
         async with self._intake.body(http) as data:
             body = await self._intake.run("body", caller_of(scope, None), lambda: self._read(data), receive)
             caller = caller_of(scope, body.user)
-            prepared = await self._intake.run("template" if self._chat else "text", caller,
-                                              lambda: self._prepare(body), receive)
+            prepared = await self._intake.run(self._work, caller, lambda: self._prepare(body), receive)
         if prepared.grammar is not None:
             work: Work = "text" if self._served.is_quick(prepared) else "grammar"
             prepared = await self._intake.run(work, caller, lambda: self._served.compiled(prepared), receive)
         record.stream = bool(body.stream)
-        answer = Answer(self._chat, self._served.name, prepared.request, body.include_usage)
+        answer = self._answer(body, prepared)
         record.id, record.strategy = answer.id, prepared.request.strategy
-        record.prompt_tokens = len(prepared.request.prompt)
+        record.prompt_tokens = prepared.prompt_tokens
 
         def arrived(count: int) -> None:
             is_first = record.first_token_s is None

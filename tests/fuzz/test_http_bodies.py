@@ -14,6 +14,7 @@ from tiny_dir import tiny_model_dir
 from flowspec_edge.serving.openai.errors import ApiError
 from flowspec_edge.serving.openai.prepare import PreparedRequest, ServedModel
 from flowspec_edge.serving.openai.responses import Answer
+from flowspec_edge.serving.openai.responses_endpoint import ResponseAnswer, ResponsesBody
 from flowspec_edge.serving.openai.schemas import Body, ChatBody, CompletionBody, read_body
 
 DEEP = [b"[" * 100_000, b'{"model":' * 20_000, b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"]
@@ -34,15 +35,15 @@ def handled(kind: type[Body], prepare: Callable[[Any], PreparedRequest], data: b
             raise AssertionError(f"status {error.status}: {error}") from error
         raise
     assert prepared.request.max_new_tokens >= 1
-    answer = Answer(kind is ChatBody, "tiny", prepared.request, body.include_usage)
+    answer = ResponseAnswer(body, prepared) if isinstance(body, ResponsesBody) else Answer(body, prepared)
     whole = answer.complete([answer.choice(0, [""], "stop")], answer.usage(0, [None]))
     json.dumps(whole, ensure_ascii=False).encode()
 
 
 @amounts
-@pytest.mark.parametrize("target", ["http_chat", "http_completion"])
+@pytest.mark.parametrize("target", ["http_chat", "http_completion", "http_responses"])
 def test_a_damaged_body_is_a_request_or_the_clients_error(what: ServedModel, target: str, count: int) -> None:
-    kind, prepare = {"http_chat": (ChatBody, what.chat),
+    kind, prepare = {"http_chat": (ChatBody, what.chat), "http_responses": (ResponsesBody, what.chat),
                      "http_completion": (CompletionBody, what.completion)}[target]
     accepted = fuzz(lambda data: handled(kind, prepare, data), [*corpus(target), *DEEP], count, ApiError)
     assert accepted > count / 100

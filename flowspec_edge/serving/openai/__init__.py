@@ -1,1 +1,2 @@
-"""OpenAI's API; in order of use: ``schemas``, ``prepare``, ``handler``, ``choice``, ``responses``."""
+"""OpenAI's API; in order of use: ``schemas``, ``prepare``, ``handler``, ``choice``, ``responses``,
+``responses_endpoint``."""

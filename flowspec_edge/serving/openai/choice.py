@@ -23,7 +23,7 @@ class Choice:
         self.finish: Finish | None = None
         self.result: Result | None = None
         self.ids: list[int] = []
-        self._detokenizer = prepared.detokenizer()
+        self._detokenizer = prepared.detokenizer(request)
         self._parser = ToolCallParser(prepared.calls) if prepared.calls else None
         self._token_decoder = TokenDecoder(prepared.decode)
         self._logprobs_sent = 0  # tokens whose log-probabilities were sent

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -21,7 +20,6 @@ from flowspec_edge.serving.openai.prepare import PreparedRequest
 from flowspec_edge.serving.openai.responses import Answer
 from flowspec_edge.serving.openai.tool_calls import CallPiece
 
-_DONE = b"data: [DONE]\n\n"
 _Arrival = tuple[int, Event]  # a choice's index and what came for it
 KEEP_ALIVE_S = 10.0  # proxies and clients give up on connections that are silent for 30 s and more
 
@@ -81,19 +79,23 @@ class ResponseHandler:
                         continue
                     opening = [] if choice.index in opened else self._answer.opening(choice.index)
                     opened.add(choice.index)
-                    await _send(send, *opening,
-                                *self._answer.pieces(choice.index, pieces, choice.new_logprobs()))
+                    await self._send(send, *opening,
+                                     *self._answer.pieces(choice.index, pieces, choice.new_logprobs()))
                     if choice.finish:
-                        await _send(send, self._answer.closing(choice.index, choice.finish,
-                                                               self._details(choice)))
+                        await self._send(send, *self._answer.closing(choice.index, choice.finish,
+                                                                     self._details(choice)))
             except ApiError as error:
                 if not started:
                     raise
-                await _send(send, error.body)
+                await self._send(send, self._answer.failure(error))
                 await send({"type": "http.response.body", "body": b""})
                 raise StreamError(error) from error
-        await _send(send, *self._answer.counts(self._usage()))
-        await send({"type": "http.response.body", "body": _DONE})
+        await self._send(send, *self._answer.counts(self._usage()))
+        await send({"type": "http.response.body", "body": self._answer.end})
+
+    async def _send(self, send: Send, *objects: dict[str, Any]) -> None:
+        if data := b"".join(map(self._answer.encoded, objects)):
+            await sse.send_data(send, data)
 
     async def _pieces(self, events: asyncio.Queue[_Arrival], gone: asyncio.Future[None],
                       patience: float | None = None
@@ -156,9 +158,12 @@ class ResponseHandler:
 
         gone = asyncio.ensure_future(sse.disconnected(receive))
         try:
-            if self._prepared.choices > self._admission.places:
-                raise ApiError(400, f"n: at most {self._admission.places} answers at once here", "n")
-            for index, request in enumerate(self._prepared.requests()):
+            requests = self._prepared.choices()
+            if len(requests) > (places := self._admission.places):
+                param = "n" if len(self._prepared.prompts) == 1 else "prompt"
+                raise ApiError(400, f"{param}: at most {places} answers at once here, not {len(requests)}",
+                               param)
+            for index, request in enumerate(requests):
                 pending = self._admission.submit(request, self._caller, partial(deliver, index))
                 self.choices.append(Choice(index, request, self._prepared, pending))
             yield events, gone
@@ -180,9 +185,3 @@ async def _next(events: asyncio.Queue[_Arrival], gone: asyncio.Future[None], pat
         return coming.result() if coming.done() else None
     finally:
         coming.cancel()
-
-
-async def _send(send: Send, *objects: dict[str, Any]) -> None:
-    data = b"".join(b"data: " + json.dumps(item, ensure_ascii=False).encode() + b"\n\n" for item in objects)
-    if data:
-        await sse.send_data(send, data)

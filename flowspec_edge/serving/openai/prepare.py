@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +17,7 @@ from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.model.tool_format import Tool, ToolFormat
 from flowspec_edge.runtime.request import Request
-from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.sampling.settings import Penalties, Sampling
 from flowspec_edge.serving.openai.detokenize import Detokenizer
 from flowspec_edge.serving.openai.errors import ApiError
 from flowspec_edge.serving.openai.schemas import (
@@ -41,32 +41,42 @@ _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additiona
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """request  of the first choice
-    choices  how many answers the client wants
-    stops    stop strings
-    after    token ids of the text that the answer continues; none in a chat
-    details  whether the client asked for the token ids and the run's statistics
-    calls    how tool calls are written, if the answer may have some
-    grammar  that the answer must match, and the field that asks for it
+    """prompts    a request for each, with the first choice's seed
+    n          how many answers to each prompt the client wants
+    stops      stop strings
+    continues  whether an answer continues its prompt's text; not in a chat
+    details    whether the client asked for the token ids and the run's statistics
+    calls      how tool calls are written, if the answer may have some
+    grammar    that every answer must match, and the field that asks for it
     """
 
-    request: Request
+    prompts: Sequence[Request]
     decode: Callable[[Sequence[int]], str]
-    choices: int = 1
+    n: int = 1
     stops: Sequence[str] = ()
-    after: Sequence[int] = ()
+    continues: bool = False
     details: bool = False
     calls: ToolFormat | None = None
     grammar: tuple[GrammarText, str] | None = None
 
-    def detokenizer(self) -> Detokenizer:
-        return Detokenizer(self.decode, self.stops, self.after)
+    @property
+    def request(self) -> Request:
+        """Of the first choice."""
+        return self.prompts[0]
 
-    def requests(self) -> list[Request]:
-        """One for each choice; the seeds of the later ones follow the first's."""
-        sampling = self.request.sampling
-        return [replace(self.request, sampling=replace(sampling, seed=(sampling.seed + i) % _SEEDS))
-                for i in range(self.choices)]
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(request.prompt) for request in self.prompts)
+
+    def detokenizer(self, request: Request) -> Detokenizer:
+        return Detokenizer(self.decode, self.stops, request.prompt if self.continues else ())
+
+    def choices(self) -> list[Request]:
+        """One for each choice, a prompt's next to each other; their seeds follow the first's, so that an
+        answer does not depend on the prompts beside it."""
+        seed = self.request.sampling.seed
+        return [replace(request, sampling=replace(request.sampling, seed=(seed + i) % _SEEDS))
+                for request in self.prompts for i in range(self.n)]
 
 
 @dataclass(frozen=True)
@@ -93,44 +103,49 @@ class ServedModel:
     def chat(self, body: ChatBody) -> PreparedRequest:
         """ApiError for another model, or a chat that does not fit this one."""
         self.check_name(body.model)
-        self._check_size(len(body.messages), "messages")
+        self._check_size(len(body.turns), "messages")
         calling = body.tools and body.tool_choice != "none"
         tools = [_tool(definition) for definition in body.tools or ()] if calling else []
-        self._check_size(_characters(body.messages, tools), "characters", self.tokenizer.longest_token)
+        self._check_size(_characters(body.turns, tools), "characters", self.tokenizer.longest_token)
         form = self.tokenizer.tool_format
         if tools and form is None:
             raise ApiError(400, "the model's chat template has no tools, or in a format that is not known "
                                 'here: leave tools out, or send "tool_choice": "none"', "tools")
         try:
-            ids = self.tokenizer.chat([_message(turn) for turn in body.messages], tools)
+            ids = self.tokenizer.chat([_message(turn) for turn in body.turns], tools)
         except UsageError as error:
             # Written for the command line: clients know neither paths nor options.
             message = str(error).replace(str(self.model.path), f"the model {self.name}")
             message += " to the server" if message.endswith("Jinja template") else ""
-            raise ApiError(400, message, "messages") from error
+            raise ApiError(400, message, body.messages_name) from error
         stops = self.model.stop_ids | self.tokenizer.chat_stop_ids
         if not tools or form is None:
-            return self._prepared(body, ids, stops, (), self.answer_tokens)
+            return self._prepared(body, [ids], stops, self.answer_tokens)
         grammar = self._tool_grammar(body, form, tools)
-        prepared = self._prepared(body, ids, stops, (), self.answer_tokens, grammar)
+        prepared = self._prepared(body, [ids], stops, self.answer_tokens, grammar)
         return replace(prepared, calls=form, decode=partial(self.tokenizer.decode, special=True))
 
     def completion(self, body: CompletionBody) -> PreparedRequest:
         """ApiError for another model, or an invalid prompt."""
         self.check_name(body.model)
-        if isinstance(body.prompt, str):
-            self._check_size(len(body.prompt), "characters", self.tokenizer.longest_token)
+        prompts = [self._ids(prompt) for prompt in body.prompt]
+        return replace(self._prepared(body, prompts, self.model.stop_ids, _COMPLETION_TOKENS), continues=True)
+
+    def _ids(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            self._check_size(len(prompt), "characters", self.tokenizer.longest_token)
             try:
-                ids = self.tokenizer.encode(body.prompt)
+                return self.tokenizer.encode(prompt)
             except UsageError as error:
                 raise ApiError(400, str(error), "prompt") from error
-        else:
-            ids = body.prompt
-            self._check_size(len(ids), "tokens")
-            vocabulary = int(self.model.config["vocab_size"])
-            if not all(0 <= token < vocabulary for token in ids):
-                raise ApiError(400, f"prompt: token ids go from 0 to {vocabulary - 1}", "prompt")
-        return self._prepared(body, ids, self.model.stop_ids, ids, _COMPLETION_TOKENS)
+        self._check_size(len(prompt), "tokens")
+        self._check_ids(prompt, "prompt")
+        return prompt
+
+    def _check_ids(self, ids: Iterable[int], param: str) -> None:
+        vocabulary = int(self.model.config["vocab_size"])
+        if not all(0 <= token < vocabulary for token in ids):
+            raise ApiError(400, f"{param}: token ids go from 0 to {vocabulary - 1}", param)
 
     def check_name(self, name: str) -> None:
         if name != self.name:
@@ -161,7 +176,7 @@ class ServedModel:
         text, param = prepared.grammar
         with _grammar_errors(param):
             grammar = self.tokenizer.grammars.compile(text, prepared.request.stop_ids)
-        return replace(prepared, request=replace(prepared.request, grammar=grammar))
+        return replace(prepared, prompts=[replace(request, grammar=grammar) for request in prepared.prompts])
 
     def _tool_grammar(self, body: ChatBody, form: ToolFormat, tools: Sequence[Tool]
                       ) -> tuple[GrammarText, str]:
@@ -169,7 +184,7 @@ class ServedModel:
         if isinstance(choice, NamedTool):
             tools = [tool for tool in tools if tool.name == choice.function.name]
         required = isinstance(choice, NamedTool) or choice == "required"
-        answer = _json_schema(body.response_format)
+        answer = _json_schema(body.answer_format)
         several = body.parallel_tool_calls is not False
         with _grammar_errors("tools"):
             content = None if answer is None else json_value(*answer)
@@ -177,29 +192,40 @@ class ServedModel:
                 lambda special: form.grammar(tools, special, required, several, content)), "tools"
 
     def _json_grammar(self, body: Body) -> tuple[GrammarText, str] | None:
-        answer = _json_schema(body.response_format)
+        answer = _json_schema(body.answer_format)
         if answer is None:
             return None
-        with _grammar_errors("response_format"):
-            return self.tokenizer.grammars.text(lambda _: f"start: {json_value(*answer)}"), "response_format"
+        with _grammar_errors(body.format_name):
+            return self.tokenizer.grammars.text(lambda _: f"start: {json_value(*answer)}"), body.format_name
 
-    def _prepared(self, body: Body, ids: list[int], stop_ids: frozenset[int], after: Sequence[int],
-                  usual: int, grammar: tuple[GrammarText, str] | None = None) -> PreparedRequest:
+    def _prepared(self, body: Body, prompts: Sequence[list[int]], stop_ids: frozenset[int], usual: int,
+                  grammar: tuple[GrammarText, str] | None = None) -> PreparedRequest:
         strategy = body.flowspec.strategy or self.strategy
         if strategy not in self.strategies:
             raise ApiError(400, f"the strategy {strategy!r} does not run here; there are "
                                 f"{', '.join(self.strategies)}", "flowspec.strategy")
+        sampling, penalties = self.sampling(body), self._penalties(body)
+        requests = [Request(ids, strategy, self._limit(body, len(ids), usual), sampling, self.params,
+                            stop_ids, body.likelihoods, penalties=penalties, priority=body.priority or 0)
+                    for ids in prompts]
+        return PreparedRequest(requests, self.tokenizer.decode, body.n or 1, body.stop,
+                               details=body.flowspec.tokens, grammar=grammar or self._json_grammar(body))
+
+    def _limit(self, body: Body, prompt: int, usual: int) -> int:
+        """The longest answer to a prompt of so many tokens."""
         context = self.context_tokens
-        room = context - len(ids)
+        room = context - prompt
         wanted = body.limit or min(usual, max(1, room))
         if wanted > room:
-            message = (f"the model's context is {context} tokens here; the prompt has {len(ids)}, "
+            message = (f"the model's context is {context} tokens here; the prompt has {prompt}, "
                        f"and {wanted} more are asked for")
             raise ApiError(400, message, code="context_length_exceeded")
-        request = Request(ids, strategy, wanted, self.sampling(body), self.params, stop_ids,
-                          body.likelihoods, priority=body.priority or 0)
-        return PreparedRequest(request, self.tokenizer.decode, body.n or 1, body.stop, after,
-                               body.flowspec.tokens, grammar=grammar or self._json_grammar(body))
+        return wanted
+
+    def _penalties(self, body: Body) -> Penalties | None:
+        self._check_ids(body.logit_bias or (), "logit_bias")
+        return Penalties(body.frequency_penalty or 0.0, body.presence_penalty or 0.0,
+                         body.logit_bias or {}) or None
 
     def sampling(self, body: Body) -> Sampling:
         """The client's settings, else the model's generation config, else greedy; seeds default to random."""

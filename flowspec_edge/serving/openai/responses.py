@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from flowspec_edge.runtime.request import Likelihood, Request, Result
+from flowspec_edge.runtime.request import Likelihood, Result
+from flowspec_edge.serving.openai.errors import ApiError
+from flowspec_edge.serving.openai.prepare import PreparedRequest
+from flowspec_edge.serving.openai.schemas import Body, ChatBody
 from flowspec_edge.serving.openai.tool_calls import CallPiece
 
 Finish = Literal["stop", "length", "tool_calls"]
@@ -16,23 +20,26 @@ Finish = Literal["stop", "length", "tool_calls"]
 _PARTIAL = "\ufffd"  # the text of a token that holds a part of a character
 
 
-@dataclass
 class Answer:
-    """An answer of either endpoint, in one piece or as a stream's chunks.
+    """An answer of either endpoint for completions, in one piece or as a stream's chunks."""
 
-    chat           chat completion, or plain completion
-    include_usage  chunks have "usage": null, and one more chunk has the counts
-    """
+    end = b"data: [DONE]\n\n"  # of a stream
 
-    chat: bool
-    model: str
-    request: Request
-    include_usage: bool = False
-    id: str = ""
-    created: int = field(default_factory=lambda: int(time.time()))
+    def __init__(self, body: Body, prepared: PreparedRequest) -> None:
+        self.chat = isinstance(body, ChatBody)  # or a plain completion
+        self.model = body.model
+        self.prepared = prepared
+        self.include_usage = body.include_usage  # chunks have "usage": null, one more has the counts
+        self.id = ("chatcmpl-" if self.chat else "cmpl-") + uuid.uuid4().hex
+        self.created = int(time.time())
 
-    def __post_init__(self) -> None:
-        self.id = self.id or ("chatcmpl-" if self.chat else "cmpl-") + uuid.uuid4().hex
+    def encoded(self, item: dict[str, Any]) -> bytes:
+        """An object of the stream, as a server-sent event."""
+        return b"data: " + json.dumps(item, ensure_ascii=False).encode() + b"\n\n"
+
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """The stream's last object, if it ends with an error."""
+        return error.body
 
     def complete(self, choices: list[dict[str, Any]], usage: dict[str, Any],
                  extra: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -69,9 +76,10 @@ class Answer:
             return {"delta": {"tool_calls": [piece.as_delta()]}}
         return {"delta": {"content": piece}} if self.chat else {"text": piece}
 
-    def closing(self, index: int, finish: Finish, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+    def closing(self, index: int, finish: Finish, extra: dict[str, Any] | None = None
+                ) -> list[dict[str, Any]]:
         """A choice's last chunk: the finish reason, with :meth:`details` if the client asked."""
-        return self._chunk(index, {"delta": {}} if self.chat else {"text": ""}, finish) | (extra or {})
+        return [self._chunk(index, {"delta": {}} if self.chat else {"text": ""}, finish) | (extra or {})]
 
     def counts(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
         """The stream's last chunk, if the client asked for the counts."""
@@ -85,13 +93,18 @@ class Answer:
     def usage(self, tokens: int, results: Sequence[Result | None]) -> dict[str, Any]:
         """Token counts of all choices; under "flowspec" the settings to reproduce the first one, and the
         runs' statistics. ``results``: None if a stop string ended the choice."""
-        prompt, sampling = len(self.request.prompt), self.request.sampling
-        own: dict[str, Any] = {"strategy": self.request.strategy, "seed": sampling.seed,
+        prompt, request = self.prepared.prompt_tokens, self.prepared.request
+        sampling, penalties = request.sampling, request.penalties
+        own: dict[str, Any] = {"strategy": request.strategy, "seed": sampling.seed,
                                 "temperature": sampling.temperature, "top_p": sampling.top_p,
                                 "top_k": sampling.top_k}
+        if penalties:
+            own |= {"frequency_penalty": penalties.frequency, "presence_penalty": penalties.presence,
+                    "logit_bias": penalties.logit_bias}
         cached: dict[str, Any] = {}
-        if results and (first := results[0]) is not None:
-            cached = {"prompt_tokens_details": {"cached_tokens": first.stats.reused}}
+        reused = [result.stats.reused for result in results[::self.prepared.n] if result is not None]
+        if len(reused) == len(self.prepared.prompts):
+            cached = {"prompt_tokens_details": {"cached_tokens": sum(reused)}}
         figures = [_figures(result) for result in results]
         own |= figures[0] if len(figures) == 1 else {"choices": figures}
         return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens,

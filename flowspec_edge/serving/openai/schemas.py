@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -25,18 +26,13 @@ _MAX_STOPS = 4
 _MAX_STOP_CHARACTERS = 1000
 _MAX_TOP_LOGPROBS = 20  # OpenAI's limit for chats
 _MAX_CHOICES = 8
+_MAX_PROMPTS = 64
+_MAX_BIASES = 1024
 _MAX_TOOLS = 128  # OpenAI's limit
 _MOST_URGENT, _LEAST_URGENT = -10, 10  # priorities: 30 s of waiting make up for a step
-# Field -> accepted values, which ask for nothing.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,), "echo": (False,), "suffix": ("",),
-    "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},),
-    "functions": ([],), "function_call": ("none", "auto"),
-    "modalities": (["text"],), "audio": (), "prediction": (),
-}
 
 
-class _Ignoring(BaseModel):
+class Ignoring(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
 
@@ -68,14 +64,31 @@ def _text(value: Any) -> Any:
     return "".join(part["text"] for part in parts)
 
 
-def _prompt(value: Any) -> Any:
-    """A completion's prompt: one text, or the token ids of one."""
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):
-        value = value[0]
+def _prompts(value: Any) -> Any:
+    """A completion's prompts: one alone is a list of one."""
+    alone = isinstance(value, str) or (isinstance(value, list) and any(type(item) is int for item in value))
+    prompts = [value] if alone else value
+    if not isinstance(prompts, list) or not prompts or not all(map(_is_prompt, prompts)):
+        raise ValueError("must be a string, a list of token ids, or a list of either")
+    if len(prompts) > _MAX_PROMPTS:
+        raise ValueError(f"at most {_MAX_PROMPTS} prompts a request, not {len(prompts)}")
+    return prompts
+
+
+def _is_prompt(value: Any) -> bool:
     ids = isinstance(value, list) and value and all(type(item) is int for item in value)
-    if not isinstance(value, str) and not ids:
-        raise ValueError("must be one string, or the token ids of one; send one request for each prompt")
-    return value
+    return isinstance(value, str) or bool(ids)
+
+
+def _bias(value: Any) -> Any:
+    """JSON writes token ids, which are keys, as strings."""
+    if value is None:
+        return None
+    if not isinstance(value, dict) or not all(re.fullmatch("[0-9]{1,9}", key) for key in value):
+        raise ValueError('must be an object of token ids and numbers, {"42": -100}')
+    if len(value) > _MAX_BIASES:
+        raise ValueError(f"at most {_MAX_BIASES} tokens, not {len(value)}")
+    return {int(key): bias for key, bias in value.items()}
 
 
 def _count(value: Any) -> Any:
@@ -83,11 +96,11 @@ def _count(value: Any) -> Any:
     return None if value is False else value
 
 
-class StreamOptions(_Ignoring):
+class StreamOptions(Ignoring):
     include_usage: bool | None = None
 
 
-class Extensions(_Ignoring):
+class Extensions(Ignoring):
     """This server's own fields, under "flowspec"; an unknown one is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -96,14 +109,14 @@ class Extensions(_Ignoring):
     tokens: bool = False  # whether the answer's last object has its token ids and the run's statistics
 
 
-class JsonSchema(_Ignoring):
+class JsonSchema(Ignoring):
     """``schema`` is a method's name in pydantic."""
 
     content: Annotated[dict[str, Any], Field(alias="schema")] = {}
     strict: bool | None = None
 
 
-class ResponseFormat(_Ignoring):
+class ResponseFormat(Ignoring):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -114,7 +127,7 @@ class ResponseFormat(_Ignoring):
         return self
 
 
-class FunctionDefinition(_Ignoring):
+class FunctionDefinition(Ignoring):
     """``parameters``: None: the function has none."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
@@ -130,23 +143,23 @@ class FunctionDefinition(_Ignoring):
         return self
 
 
-class ToolDefinition(_Ignoring):
+class ToolDefinition(Ignoring):
     type: Literal["function"]
     function: FunctionDefinition
 
 
-class _Named(_Ignoring):
+class _Named(Ignoring):
     name: str
 
 
-class NamedTool(_Ignoring):
+class NamedTool(Ignoring):
     """A choice of one tool."""
 
     type: Literal["function"]
     function: _Named
 
 
-class _CalledFunction(_Ignoring):
+class _CalledFunction(Ignoring):
     name: str
     arguments: str
 
@@ -167,7 +180,7 @@ class _CalledFunction(_Ignoring):
         return self
 
 
-class CalledTool(_Ignoring):
+class CalledTool(Ignoring):
     """A tool call of an earlier answer."""
 
     id: str = ""
@@ -175,7 +188,7 @@ class CalledTool(_Ignoring):
     function: _CalledFunction
 
 
-class ChatMessage(_Ignoring):
+class ChatMessage(Ignoring):
     """A turn; newer clients send "developer" instead of "system"."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -192,8 +205,20 @@ class ChatMessage(_Ignoring):
         return turn
 
 
-class Body(_Ignoring):
-    """The fields of both endpoints."""
+class Body(Ignoring):
+    """The fields of all endpoints.
+
+    unsupported  field -> accepted values, which ask for nothing
+    reasons      what the error says of some of these
+    format_name  the field of :attr:`answer_format`
+    """
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "best_of": (1,), "echo": (False,), "suffix": ("",), "functions": ([],),
+        "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (), "prediction": (),
+    }
+    reasons: ClassVar[dict[str, str]] = {"echo": "it returns no prompts and no log-probabilities of them"}
+    format_name: ClassVar[str] = "response_format"
 
     model: str
     stream: bool | None = None
@@ -203,6 +228,10 @@ class Body(_Ignoring):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]] | None,
+                          BeforeValidator(_bias)] = None
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
     stop: Annotated[list[str], BeforeValidator(_stops)] = []
     response_format: ResponseFormat | None = None
@@ -213,6 +242,10 @@ class Body(_Ignoring):
     @property
     def limit(self) -> int | None:
         return self.max_tokens
+
+    @property
+    def answer_format(self) -> ResponseFormat | None:
+        return self.response_format
 
     @property
     def likelihoods(self) -> int | None:
@@ -228,6 +261,8 @@ class Body(_Ignoring):
 class ChatBody(Body):
     """POST /v1/chat/completions."""
 
+    messages_name: ClassVar[str] = "messages"  # for clients
+
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: Annotated[list[ToolDefinition], Field(max_length=_MAX_TOOLS)] | None = None
@@ -235,6 +270,10 @@ class ChatBody(Body):
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP_LOGPROBS)] | None = None
+
+    @property
+    def turns(self) -> Sequence[ChatMessage]:
+        return self.messages
 
     @property
     def limit(self) -> int | None:
@@ -262,7 +301,7 @@ class ChatBody(Body):
 class CompletionBody(Body):
     """POST /v1/completions."""
 
-    prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
     logprobs: Annotated[int | None, Field(ge=0, le=_MAX_TOP_LOGPROBS), BeforeValidator(_count)] = None
 
     @property
@@ -279,11 +318,12 @@ def read_body(kind: type[B], data: bytes) -> B:
     fields = _parsed(data)
     if not isinstance(fields, dict):
         raise ApiError(400, "the body must be a JSON object")
-    for name, neutral in _UNSUPPORTED.items():
+    for name, neutral in kind.unsupported.items():
         value = fields.get(name)
         if value is not None and value not in neutral:
             advice = f", or send {json.dumps(neutral[0])}" if neutral else ""
-            raise ApiError(400, f"{name} is not supported by this server: leave it out{advice}", name,
+            reason = f" ({kind.reasons[name]})" if name in kind.reasons else ""
+            raise ApiError(400, f"{name} is not supported by this server{reason}: leave it out{advice}", name,
                            "unsupported_parameter")
     try:
         return kind.model_validate(fields)

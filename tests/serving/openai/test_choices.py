@@ -1,4 +1,5 @@
-"""Several answers to one request (``n``): each is what its own seed gives, in one piece and as a stream."""
+"""Several answers to one request, by ``n`` or several prompts: each is what it would be alone, in one piece
+and as a stream."""
 
 from __future__ import annotations
 
@@ -80,3 +81,44 @@ def test_too_many_or_too_few_are_refused(server: Running, n: int) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         ask(server, **{**HOW, "n": n})
     assert caught.value.param == "n"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_several_prompts_are_answered_as_each_alone(server: Running, n: int) -> None:
+    """Texts and token ids together, prompt-major: choice i of prompt p has the index n p + i."""
+    alone: list[tuple[str, str]] = []
+    counted = [0, 0]
+    prompts: list[Any] = [PROMPT, "def f(x):"] if n == 2 else [PROMPT, "def f(x):", [50], "x"]
+    how = {**HOW, "n": n, "logprobs": 1}
+    for prompt in prompts:
+        done = ask(server, **{**how, "prompt": prompt})
+        alone += [(choice.text, choice.finish_reason) for choice in done.choices]
+        counted = [counted[0] + done.usage.prompt_tokens, counted[1] + done.usage.completion_tokens]
+    whole = ask(server, **{**how, "prompt": prompts})
+    assert [choice.index for choice in whole.choices] == [*range(n * len(prompts))]
+    assert [(choice.text, choice.finish_reason) for choice in whole.choices] == alone
+    assert all(choice.logprobs.token_logprobs for choice in whole.choices)
+    assert [whole.usage.prompt_tokens, whole.usage.completion_tokens] == counted
+    assert len(whole.usage.flowspec["choices"]) == n * len(prompts)
+    pieces = [""] * len(alone)
+    for chunk in ask(server, **{**how, "prompt": prompts}, stream=True,
+                     stream_options={"include_usage": True}):
+        for choice in chunk.choices:
+            pieces[choice.index] += choice.text
+    assert pieces == [text for text, _ in alone]
+    assert chunk.usage.total_tokens == sum(counted)
+
+
+def test_prompts_of_one_kind_are_a_batch_too(server: Running, model: Path) -> None:
+    """As lm-evaluation-harness sends them: token ids, or texts."""
+    texts = ["a b", "c"]
+    encode = served(model).tokenizer.encode
+    ids = [encode(text) for text in texts]
+    assert [choice.text for choice in ask(server, prompt=texts).choices] == \
+           [choice.text for choice in ask(server, prompt=ids).choices]
+
+
+def test_prompts_times_n_take_as_many_places(server: Running) -> None:
+    with pytest.raises(openai.BadRequestError, match="at most 5 answers at once here, not 6") as caught:
+        ask(server, **{**HOW, "prompt": [PROMPT, PROMPT]})
+    assert caught.value.param == "prompt"

@@ -17,7 +17,7 @@ from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.runtime.cluster.clusters import LocalCluster
 from flowspec_edge.runtime.plain import PlainDecoder
-from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.sampling.settings import Penalties, Sampling
 from flowspec_edge.serving.intake import MAX_BODY_BYTES
 
 PROMPT = "def f(x): return"
@@ -156,7 +156,11 @@ def test_alive_and_ready(server: Running) -> None:
     ({"n": 9}, "n", "less than or equal to 8"),
     ({"top_logprobs": 2}, "top_logprobs", "goes with logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
-    ({"presence_penalty": 0.5}, "presence_penalty", "not supported"),
+    ({"presence_penalty": 2.5}, "presence_penalty", "less than or equal to 2"),
+    ({"frequency_penalty": -2.5}, "frequency_penalty", "greater than or equal to -2"),
+    ({"logit_bias": {"5": 101}}, "logit_bias[5]", "less than or equal to 100"),
+    ({"logit_bias": {"five": 1}}, "logit_bias", "token ids"),
+    ({"logit_bias": {"97": 1}}, "logit_bias", "from 0 to 96"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "chat template has no tools"),
     ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools[0].function.name", "pattern"),
     ({"tool_choice": "required"}, None, "required needs tools"),
@@ -197,12 +201,39 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse(server: Running) -> None:
 
 
 @pytest.mark.parametrize(("prompt", "says"), [
-    ("", "the prompt is empty"), (["a", "b"], "one string"), ([97], "from 0 to 96"), ([-1], "from 0 to 96"),
+    ("", "the prompt is empty"), (["a", ""], "the prompt is empty"), ([97], "from 0 to 96"),
+    ([[1], [-1]], "from 0 to 96"), ([], "a string"), ([[]], "a string"), (["a", 1], "a string"),
+    ({}, "a string"), (["a"] * 65, "at most 64"), (["a"] * 18, "at most 17 answers at once"),
 ])
 def test_prompts_that_are_none(server: Running, prompt: Any, says: str) -> None:
     with pytest.raises(openai.BadRequestError, match=says) as caught:
         server.client.completions.create(model=NAME, prompt=prompt)
     assert caught.value.param == "prompt"
+
+
+def test_log_probabilities_of_a_prompt_are_refused(server: Running) -> None:
+    """What lm-evaluation-harness asks for in tasks that compare likelihoods."""
+    with pytest.raises(openai.BadRequestError, match="echo is not supported") as caught:
+        server.client.completions.create(model=NAME, prompt=[[1, 2]], max_tokens=1, logprobs=1, echo=True)
+    assert (caught.value.param, caught.value.code) == ("echo", "unsupported_parameter")
+
+
+@pytest.mark.parametrize("strategy", ["flowspec", "chunk_pp", "autoregressive"])
+def test_penalties_are_plain_decodings(server: Running, model: Path, plain: PlainDecoder, tokenizer: Any,
+                                       strategy: str) -> None:
+    ids = tokenizer(PROMPT)["input_ids"]
+    found = set()
+    for sampling in (Sampling(), Sampling(1.0, seed=3)):
+        new, _ = plain.generate(ids, 24, sampling, penalties=Penalties(0.5, 0.8, {40: 2.0, 41: -100.0}))
+        done = server.client.completions.create(
+            model=NAME, prompt=PROMPT, max_tokens=24, frequency_penalty=0.5, presence_penalty=0.8,
+            logit_bias={"40": 2, "41": -100}, temperature=sampling.temperature, seed=sampling.seed,
+            extra_body={"flowspec": {"strategy": strategy, "tokens": True}})
+        assert (done.model_extra or {})["flowspec"]["tokens"] == new
+        assert new != plain.generate(ids, 24, sampling)[0]
+        usage: Any = done.usage
+        found |= {usage.flowspec[name] for name in ("frequency_penalty", "presence_penalty")}
+    assert found == {0.5, 0.8}
 
 
 def test_another_model_is_not_found(server: Running) -> None:
