@@ -120,7 +120,8 @@ def test_a_caller_with_many_requests_gives_one_place_up(processes: LocalCluster,
 
 
 FLOODS: dict[str, dict[str, Any]] = {
-    "tokens": {}, "n": {"n": 3}, "priority": {"priority": -10}, "users": {"user": "of each"}}
+    "tokens": {}, "n": {"n": 3}, "prompts": {"prompt": ["flood", "of", "three"]},
+    "priority": {"priority": -10}, "users": {"user": "of each"}}
 
 
 @pytest.mark.parametrize("flood", FLOODS)

@@ -40,6 +40,7 @@ from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 from flowspec_edge.strategies.registry import require_strategy, strategy_class
 
 if TYPE_CHECKING:
+    from flowspec_edge.cli.common.plain_speed import shared_processors, sharing_note
     from flowspec_edge.cli.generate.chat_screen import ChatScreen
     from flowspec_edge.model.text import Tokenizer
     from flowspec_edge.runtime.cluster.clusters import SharingOptions
@@ -125,6 +126,8 @@ def chat(
         if demonstration:
             screen.note('this model continues Python, such as "def fibonacci(n):", and was not trained to '
                         "chat; give one that was as --model (flowspec models list)")
+        if shared := shared_processors(clock_settings, chosen.name, stages, device):
+            screen.note(sharing_note(shared))
         chatting.start()
         chatting.run(messages)
 

@@ -143,6 +143,7 @@ def generate(
         logging.basicConfig(format="%(message)s")  # to stderr
         logging.getLogger("flowspec_edge").setLevel(logging.INFO)
 
+    from flowspec_edge.cli.common.plain_speed import PLAIN, plain_speed, shared_processors
     from flowspec_edge.model.text import TextStream, Tokenizer
     from flowspec_edge.runtime.request import Request
 
@@ -167,7 +168,13 @@ def generate(
     with (write_trace(trace, request, stages, about, tokenizer.decode, before) as watch,
           open_cluster(clock_settings, found, stages, dtype, observer=watch, device=device) as devices):
         result = answer(devices, request, stream.push)
-    stream.close()
+        stream.close()
+        if not as_json:
+            _write("\n")
+        shared = shared_processors(clock_settings, chosen.name, stages, device)
+        stopped = result.finish_reason == "cancelled"  # by Ctrl-C
+        compares = shared is not None and not (as_json or stopped or trace is not None)
+        plain = plain_speed(devices, request, result) if compares else None
     if as_json:
         labels = {"clock": clock_settings.clock, "profile": clock_settings.profile_name,
                   "emulated": clock_settings.emulated, "device": device,
@@ -175,21 +182,24 @@ def generate(
                                for name, value in asdict(sampling).items()}}
         print(json.dumps(result.as_json("".join(pieces)) | labels))
     else:
-        _write("\n")
         from flowspec_edge.bench.render.table import timing as timing_label
 
         label = timing_label(clock_settings.clock, clock_settings.profile_name)
         where = "" if device == "cpu" else f"{device}, "
-        print(summary(result, f"{strategy}, {stages} stages, {where}{label}",
-                      sampling_note(sampling, origins)), file=sys.stderr)
-    if result.finish_reason == "cancelled":  # by Ctrl-C
+        print(summary(result, f"{strategy}, {stages} stages, {where}{label}", sampling_note(sampling, origins),
+                      plain), file=sys.stderr)
+        if plain is not None and plain > result.stats.tokens_per_second:
+            print(f"flowspec: note: plain decoding was faster, {shared}: try --strategy {PLAIN}, or fewer "
+                  "--stages", file=sys.stderr)
+    if stopped:
         raise typer.Exit(INTERRUPTED)
 
 
-def summary(result: Result, how: str, sampling: str = "") -> str:
+def summary(result: Result, how: str, sampling: str = "", plain: float | None = None) -> str:
+    """``plain``: tokens/s of plain decoding, if it was measured."""
     stats = result.stats
     figures = figures_line(len(result.tokens), result.finish_reason, stats.tokens_per_second, stats.alt,
-                           stats.alr, stats.ttft_s, stats.energy_j)
+                           stats.alr, stats.ttft_s, stats.energy_j, plain)
     return f"[{how}: {figures}{sampling and f'; {sampling}'}]"
 
 

@@ -118,9 +118,10 @@ def _said(pieces: Sequence[str]) -> Iterator[None]:
 
 
 def figures_line(tokens: int, finish: str, per_second: float, alt: float, alr: float, ttft_s: float,
-                 joules: float | None) -> str:
+                 joules: float | None, plain: float | None = None) -> str:
     energy = "" if joules is None or not tokens else f", {joules / tokens:.2f} J a token"
-    return (f"{tokens} token{'s' * (tokens != 1)} ({finish}), {per_second:.2f} tokens/s, {alt:.2f} a turn, "
+    beside = "" if plain is None else f" (plain decoding: {plain:.2f})"
+    return (f"{tokens} token{'s' * (tokens != 1)} ({finish}), {per_second:.2f} tokens/s{beside}, {alt:.2f} a turn, "
             f"{alr:.2f} a round, first token after {ttft_s:.2f} s{energy}")
 
 

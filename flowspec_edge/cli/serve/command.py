@@ -159,14 +159,20 @@ def serve(
             return open_boards(boards, found, board_model, dtype, **sharing)
         return open_processes(clock_settings, found, stages, dtype, device=device, **sharing)
 
+    from flowspec_edge.cli.common.plain_speed import shared_processors, sharing_note
     from flowspec_edge.serving.server import listen
+
+    shared = None if boards else shared_processors(clock_settings, strategy, stages, device)
+
+    def ready(line: str) -> None:
+        print(line, *([sharing_note(shared)] if shared else []), sep="\n", flush=True)
 
     with listen(host, port, api_key) as listener:
         if boards is None and device == "cpu":
             from flowspec_edge.runtime.cluster.forkserver import preload
 
             preload()  # it imports torch while this process does
-        service.run(listener, open_cluster, lambda line: print(line, flush=True), log_json)
+        service.run(listener, open_cluster, ready, log_json)
 
 
 def _boards(cluster: Path | None, board_model: str | None, local: bool, stages: int, emulate: str | None,

@@ -110,6 +110,27 @@ def test_ctrl_c_stops_the_text_and_prints_its_figures(tmp_path: Path, clock: str
     assert len(tokens) < 2000
 
 
+def test_beside_the_speed_stands_plain_decodings_where_stages_share_the_processors(
+        model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert generate(model, PROMPT, "--max-new-tokens", "80", clock="wall") == 0
+    out, err = capsys.readouterr()
+    assert out == virtual_text(model, capsys, "--max-new-tokens", "80")
+    found = re.search(r" ([\d.]+) tokens/s \(plain decoding: ([\d.]+)\)", err)
+    assert found, err
+    assert ("--strategy autoregressive" in err) == (float(found[2]) > float(found[1]))
+    assert generate(model, PROMPT, "--strategy", "autoregressive", clock="wall") == 0
+    assert "plain decoding" not in capsys.readouterr().err
+
+
+def virtual_text(model: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What virtual time prints, where no processors are shared."""
+    assert generate(model, PROMPT, *arguments) == 0
+    out, err = capsys.readouterr()
+    assert "plain decoding" not in err
+    return out
+
+
 def test_the_prompt_may_be_a_file_or_standard_input(
         model: Path, reference: tuple[list[int], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str]) -> None:

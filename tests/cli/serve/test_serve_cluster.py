@@ -34,8 +34,8 @@ def test_boards_answer_clients_and_nothing_stays_on_them(tmp_path: Path) -> None
                 assert process.stdout is not None
                 line = process.stdout.readline()
                 found = re.fullmatch(r"flowspec: serving tiny \(flowspec_plus, 2 stages, fp32, cluster bed\) "
-                                     r"at (http://127.0.0.1:\d+/v1)\n", line)
-                assert found, process.communicate()
+                                     r"at (http://127.0.0.1:\d+/v1), the page at .*\n", line)
+                assert found, line
                 with OpenAI(base_url=found[1], api_key="none") as client:
                     done = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12)
                 process.send_signal(signal.SIGTERM)
