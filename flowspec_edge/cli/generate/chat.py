@@ -40,7 +40,6 @@ from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 from flowspec_edge.strategies.registry import require_strategy, strategy_class
 
 if TYPE_CHECKING:
-    from flowspec_edge.cli.common.plain_speed import shared_processors, sharing_note
     from flowspec_edge.cli.generate.chat_screen import ChatScreen
     from flowspec_edge.model.text import Tokenizer
     from flowspec_edge.runtime.cluster.clusters import SharingOptions
@@ -107,6 +106,7 @@ def chat(
     explicit = explicit_options(context, asdict(sampling))
     sampling, _ = choose_sampling(sampling, explicit, found)
 
+    from flowspec_edge.cli.common.plain_speed import shared_processors, sharing_note
     from flowspec_edge.cli.generate.chat_screen import ChatScreen
     from flowspec_edge.model.text import Tokenizer
     from flowspec_edge.runtime.draft_device.capacity import cache_rows
