@@ -24,7 +24,7 @@ def draw(source: Path, target: Path) -> None:
     if report["clock"] != "virtual":
         raise SystemExit(f"{source}: a run in virtual time is needed, not on the {report['clock']} clock")
     speed = {row["strategy"]: row["tokens_per_second_other"] for row in report["rows"]}
-    draft = {row["strategy"]: f" ({row['draft']})" if row["draft"] != "none" else "" for row in report["rows"]}
+    draft = {row["strategy"]: f" ({row['draft']})" * (row["draft"] != "none") for row in report["rows"]}
     row, settings = report["rows"][0], report["settings"]
     counted = row["answers"] - row["repeating"]
     names = sorted(speed, key=lambda name: speed[name])
@@ -41,7 +41,8 @@ def draw(source: Path, target: Path) -> None:
     axis.set_xlabel("speed over Chunk-PP")
     axis.spines[["top", "right"]].set_visible(False)
     axis.set_title(
-        f"VIRTUAL TIME under {report['profile']}: {settings['stages']} stages, one request, greedy; in brackets the drafter;\n"
+        f"VIRTUAL TIME under {report['profile']}: {settings['stages']} stages, one request, greedy; "
+        "in brackets the drafter;\n"
         f"{counted} held-out prompts of the {settings['model']} model whose answers do not loop",
         loc="left", fontsize=9)
     figure.savefig(target)

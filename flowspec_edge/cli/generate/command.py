@@ -186,8 +186,8 @@ def generate(
 
         label = timing_label(clock_settings.clock, clock_settings.profile_name)
         where = "" if device == "cpu" else f"{device}, "
-        print(summary(result, f"{strategy}, {stages} stages, {where}{label}", sampling_note(sampling, origins),
-                      plain), file=sys.stderr)
+        how = f"{strategy}, {stages} stages, {where}{label}"
+        print(summary(result, how, sampling_note(sampling, origins), plain), file=sys.stderr)
         if plain is not None and plain > result.stats.tokens_per_second:
             print(f"flowspec: note: plain decoding was faster, {shared}: try --strategy {PLAIN}, or fewer "
                   "--stages", file=sys.stderr)

@@ -121,8 +121,8 @@ def figures_line(tokens: int, finish: str, per_second: float, alt: float, alr: f
                  joules: float | None, plain: float | None = None) -> str:
     energy = "" if joules is None or not tokens else f", {joules / tokens:.2f} J a token"
     beside = "" if plain is None else f" (plain decoding: {plain:.2f})"
-    return (f"{tokens} token{'s' * (tokens != 1)} ({finish}), {per_second:.2f} tokens/s{beside}, {alt:.2f} a turn, "
-            f"{alr:.2f} a round, first token after {ttft_s:.2f} s{energy}")
+    return (f"{tokens} token{'s' * (tokens != 1)} ({finish}), {per_second:.2f} tokens/s{beside}, "
+            f"{alt:.2f} a turn, {alr:.2f} a round, first token after {ttft_s:.2f} s{energy}")
 
 
 def _origin(name: str, request: RemoteRequest) -> str:
