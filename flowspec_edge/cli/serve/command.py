@@ -115,9 +115,9 @@ def serve(
 ) -> None:
     """Serve OpenAI's API, with a page that shows the cluster at work.
 
-    /v1/chat/completions, /v1/completions and /v1/models are OpenAI's; / is the page, /metrics is for
-    Prometheus.  A few requests share the stages, others wait.  /health: the server is alive; /ready: a token
-    passed the pipeline recently.  Ctrl-C or SIGTERM ends the server and its devices.
+    /v1/chat/completions, /v1/completions, /v1/responses and /v1/models are OpenAI's; / is the page, /metrics
+    is for Prometheus.  A few requests share the stages, others wait.  /health: the server is alive; /ready: a
+    token passed the pipeline recently.  Ctrl-C or SIGTERM ends the server and its devices.
 
     Examples:
 
