@@ -23,8 +23,7 @@ from flowspec_edge.drafting.tree_drafter import Rows, TreeDrafter
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
-from flowspec_edge.util.tensors import indices
-from flowspec_edge.util.terminal import no_loading_bars
+from flowspec_edge.util.tensors import indices, no_loading_bars
 
 
 class LMDrafter(TreeDrafter):

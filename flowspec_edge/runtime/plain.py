@@ -18,8 +18,7 @@ from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.sampling.sampler import choose
 from flowspec_edge.sampling.settings import Penalties
 from flowspec_edge.stage.reference_model import load_reference_model
-from flowspec_edge.util.tensors import parse_dtype
-from flowspec_edge.util.terminal import no_loading_bars
+from flowspec_edge.util.tensors import no_loading_bars, parse_dtype
 from flowspec_edge.util.torchdevice import use_exact_kernels
 
 

@@ -15,7 +15,7 @@ from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.shard import load_lm_head
 from flowspec_edge.stage.weights.checkpoint import digest
 from flowspec_edge.training.loop import device
-from flowspec_edge.util.terminal import no_loading_bars
+from flowspec_edge.util.tensors import no_loading_bars
 
 _SHAPE = ("attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size",
           "max_position_embeddings", "mlp_bias", "num_attention_heads", "num_key_value_heads",

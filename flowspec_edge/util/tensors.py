@@ -1,9 +1,10 @@
-"""Conversions between message payloads and torch tensors, without a copy on the CPU."""
+"""Conversions between message payloads and torch tensors, without a copy on the CPU; loading without bars."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -112,3 +113,17 @@ class _Unlocked:
 def _writable(array: NDArray[Any]) -> NDArray[Any]:
     """Avoids torch's warning about read-only memory."""
     return array if array.flags.writeable else np.asarray(_Unlocked(array))
+
+
+@contextmanager
+def no_loading_bars() -> Iterator[None]:
+    """Hide transformers' progress bars within the block: a file that is mapped loads at once."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

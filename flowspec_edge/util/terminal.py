@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 # Control and format characters (such as those that reverse the direction of text), line separators, lone
 # surrogates, and characters without an agreed appearance.
@@ -16,20 +14,6 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(_escaped(c) if unicodedata.category(c) in _UNSAFE and c not in "\n\t" else c for c in text)
-
-
-@contextmanager
-def no_loading_bars() -> Iterator[None]:
-    """Hide transformers' progress bars within the block: a file that is mapped loads at once."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def plain(text: str) -> str:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from tiny import tiny_llama
 
 from flowspec_edge.errors import ProtocolError, UsageError
 from flowspec_edge.messages import Payload
@@ -62,3 +68,17 @@ def test_wrong_types_are_refused() -> None:
         to_torch(Payload("float16", np.zeros(2, np.float32)))
     with pytest.raises(UsageError, match="no dtype 'fp8': use one of fp32, fp16, bf16"):
         parse_dtype("fp8")
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_libraries_show_no_bars_while_a_model_loads(tmp_path: Path, shown: bool) -> None:
+    """In a process without the commands' environment; bars of others are shown as before."""
+    tiny_llama(tmp_path, layers=1)
+    program = ("import sys; from pathlib import Path; from transformers.utils import logging; "
+               "from flowspec_edge.runtime.plain import PlainDecoder; from transformers import AutoModel; "
+               "PlainDecoder(Path(sys.argv[1])); "
+               f"{'AutoModel.from_pretrained(sys.argv[1])' if shown else ''}")
+    environment = {key: value for key, value in os.environ.items() if key != "TQDM_DISABLE"}
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True,
+                          check=True, env=environment)
+    assert ("%|" in done.stderr) == shown

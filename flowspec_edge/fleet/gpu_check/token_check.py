@@ -28,8 +28,7 @@ from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.sampling.rule import Sampling, choose
-from flowspec_edge.util.tensors import parse_dtype
-from flowspec_edge.util.terminal import no_loading_bars
+from flowspec_edge.util.tensors import no_loading_bars, parse_dtype
 
 SAMPLINGS = {"greedy": Sampling(), "T=1": Sampling(1.0, seed=1),
              "T=0.8 top-p": Sampling(0.8, 50, 0.9, seed=2)}
