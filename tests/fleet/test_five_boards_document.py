@@ -1,0 +1,74 @@
+"""docs/five-boards.md: what its commands print that need no board, for Orins as `deploy init` describes them.
+
+FLOWSPEC_UPDATE_DOCS=1 renews the outputs in the document instead.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import dockit
+import jetsonkit
+import pytest
+
+from flowspec_edge.cli.deploy.report import show_roles
+from flowspec_edge.fleet.deploy.resolve import resolve_deployment
+from flowspec_edge.fleet.doctor.cluster_toml import render_cluster_toml
+from flowspec_edge.fleet.doctor.discover import of_facts
+from flowspec_edge.fleet.inventory import DeviceEntry, load_inventory
+from flowspec_edge.fleet.probe.system import FILES
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "five-boards.md"
+MODEL = "NVIDIA Jetson Orin NX Engineering Reference Developer Kit Super"
+
+
+def described() -> str:
+    """The cluster file of five boards with the files of L4T, whose torch sees the GPU."""
+    files = {name: path.read_text() if (path := jetsonkit.FILES / name).is_file() else "" for name in FILES}
+    files |= {"sys/firmware/devicetree/base/model": MODEL, "proc/meminfo": "MemTotal: 16032000 kB\n"
+              "MemAvailable: 15332000 kB\n"}
+    boards = [of_facts(DeviceEntry(name=f"orin-{place}", address=f"10.0.0.{10 + place}", ssh_user="me"), {
+        "hostname": f"orin-{place}", "machine": "aarch64", "python": [3, 10, 12], "files": files,
+        "network": {"interface": "eth0"}, "disks": {"/opt/flowspec": {"free": 69_000_000_000}}, "gpu": True,
+        "torch": {"version": "2.8.0", "cuda": [8, 7], "why": ""}, "sudo": "", "user": "me",
+        "memory": {"held": 0}}) for place in range(5)]
+    return render_cluster_toml(boards, "cluster", "cluster.toml")
+
+
+def test_the_document_shows_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The roles are those that `deploy plan` prints before it asks the boards."""
+    text, file = DOCUMENT.read_text(), tmp_path / "cluster.toml"
+    file.write_text(described())
+    (tmp_path / ".ssh").mkdir()
+    outputs: list[str | None] = []
+    wrong = []
+    for step in dockit.steps(text):
+        if step.what == "the boards":
+            show_roles(resolve_deployment(load_inventory(file), file))
+            printed = capsys.readouterr().err
+        else:
+            done = subprocess.run(
+                ["bash", "-c", f"set -e; {step.script}"], cwd=tmp_path, text=True, check=False,
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                env={**os.environ, "HOME": str(tmp_path)})
+            assert done.returncode == 0, (step.script, done.stdout)
+            printed = done.stdout
+        outputs.append(dockit.masked(printed, ()))
+        unlike = dockit.difference(dockit.masked(step.output or "", ()), dockit.masked(printed, ()))
+        if unlike and step.output is not None:
+            wrong.append(f"{step.script}{unlike!r} is not what was printed: {printed}")
+    assert (tmp_path / ".ssh/id_ed25519.pub").is_file()
+    if os.environ.get("FLOWSPEC_UPDATE_DOCS"):
+        DOCUMENT.write_text(dockit.renewed(text, outputs))
+    else:
+        assert not wrong, "\n".join(wrong)
+
+
+def test_every_board_has_a_part_of_the_demonstration_model() -> None:
+    """Left to the planner, it would use fewer; the document gives every board a role."""
+    roles = next(step.output for step in dockit.steps(DOCUMENT.read_text()) if step.what == "the boards")
+    assert roles is not None
+    assert [f"orin-{place}" in roles for place in range(5)] == [True] * 5
+    assert "does nothing" not in roles
