@@ -50,14 +50,22 @@ def llama_config(fields: dict[str, Any], directory: Path) -> LlamaConfig:
         raise FlowspecError(f"{directory / 'config.json'}: {reason}") from error
 
 
-def own_embedding(directory: Path, dtype: torch.dtype) -> EmbeddingTable | None:
-    """A head's own embeddings, in their file; None if it has none, or not in one safetensors file."""
+def own_embedding(directory: Path, config: LlamaConfig, dtype: torch.dtype) -> EmbeddingTable | None:
+    """A head's own embeddings, in their file; None if it has none, or not in one safetensors file.
+    FlowspecError for another shape than ``config``'s."""
     path = directory / SAFE
     if not path.exists():
         return None
     with _readable(path), safetensors.safe_open(path, "pt") as file:
         names = [name for name in file.keys() if _plain(name) == EMBEDDING]  # noqa: SIM118
-    return EmbeddingTable(path, names[0], dtype) if names else None
+    if not names:
+        return None
+    table = EmbeddingTable(path, names[0], dtype)
+    shape, wanted = [table.num_embeddings, table.embedding_dim], [config.vocab_size, config.hidden_size]
+    if shape != wanted:
+        raise FlowspecError(f"{directory}: tensor {EMBEDDING} has shape {shape}, config.json asks for "
+                            f"{wanted}")
+    return table
 
 
 def read_weights(directory: Path, what: str, embedding: bool = True) -> dict[str, Tensor]:

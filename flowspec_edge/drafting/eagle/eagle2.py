@@ -105,12 +105,9 @@ def load_head(directory: Path, embedding: Tensor | Embedding | None, dtype: torc
     are read when they are looked up.  UsageError for a missing file, FlowspecError that names a missing,
     unexpected, misshapen or unreadable tensor."""
     config = head_config(directory)
-    own = checkpoint.own_embedding(directory, dtype) if in_file else None
+    own = checkpoint.own_embedding(directory, config, dtype) if in_file else None
     stored = checkpoint.plain_names(checkpoint.read_weights(directory, _WHAT, own is None), directory)
     shared: Embedding | None = None
-    if own is not None:
-        require_fit(directory, "width", config.hidden_size, own.embedding_dim)
-        require_fit(directory, "vocabulary", config.vocab_size, own.num_embeddings)
     if embedding is not None:
         shared = as_embedding(embedding)
         require_fit(directory, "width", config.hidden_size, shared.embedding_dim)

@@ -175,12 +175,9 @@ def load_head3(directory: Path, embedding: Tensor | Embedding | None, dtype: tor
                in_file: bool = False) -> Eagle3Head:
     """As ``load_head``; also FlowspecError, with both numbers, if the head does not fit the target."""
     config = head3_config(directory)
-    own = checkpoint.own_embedding(directory, dtype) if in_file else None
+    own = checkpoint.own_embedding(directory, config, dtype) if in_file else None
     stored = checkpoint.plain_names(checkpoint.read_weights(directory, _WHAT, own is None), directory)
     shared: Embedding | None = None
-    if own is not None:
-        require_fit(directory, "width", config.hidden_size, own.embedding_dim)
-        require_fit(directory, "vocabulary", config.vocab_size, own.num_embeddings)
     if embedding is not None:
         shared = as_embedding(embedding)
         require_fit(directory, "vocabulary", config.vocab_size, shared.num_embeddings)

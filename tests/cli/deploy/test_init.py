@@ -110,7 +110,7 @@ def test_two_boards_with_one_machine_id_are_an_error(boards: sshkit.Boards, tmp_
 
 def test_an_own_address_with_another_port_is_asked_over_ssh(tmp_path: Path, capsys: pytest.CaptureFixture[str]
                                                             ) -> None:
-    """Where no sshd listens; ports below 1024 are nobody's by chance."""
+    """Where no sshd listens; no program gets a port below 1024 by chance."""
     out, none = tmp_path / "cluster.toml", tmp_path / "config"
     none.touch()
     assert main(["deploy", "init", "127.0.0.1:1", "127.0.0.2:2", "--ssh-config", str(none),
