@@ -60,8 +60,10 @@ def grow(book: Book, choice: st.DataObject) -> Segment:
     if following and choice.draw(st.booleans()):
         book.commit(choice.draw(st.sampled_from(following)))
     for _ in range(choice.draw(st.integers(0, 4))):
-        parents = [book.committed[-1], *sorted(book.live())]
-        book.add(choice.draw(st.integers(1, 90)), choice.draw(st.sampled_from(parents)))
+        parent = choice.draw(st.sampled_from([book.committed[-1], *sorted(book.live())]))
+        token = choice.draw(st.integers(1, 90))
+        if (*book.paths[parent], token) not in book.paths.values():  # a node's children differ
+            book.add(token, parent)
     return book.builder.seal()
 
 

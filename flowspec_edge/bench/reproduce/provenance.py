@@ -112,7 +112,7 @@ _NAMES = {"alt": "ALT", "alr": "ALR", "speedup": "SR", "tokens_per_second": "tok
 _HEADS = ("The demonstration model's vocabulary is small: the right token is nearly always among the head's "
           "ten children, so a round of a method that extends its tree in flight ends much later than the "
           "paper's.")
-_CALIBRATED = ("The calibration fits FlowSpec's ALR alone. The head's first choice is right less often than "
+_CALIBRATED = ("The calibration fits FlowSpec's ALR. The head's first choice is right less often than "
                "a published head's, so Chunk-PP, whose whole tree is drafted at once, accepts less than the "
                "paper's, and ratios to it are higher.")
 _BECAUSE = {

@@ -63,8 +63,8 @@ def run(*, options: BenchOptions, sampling: Sampling, params: Params) -> None:
     fail_if_different(report.differences)
 
 
-@with_dataclasses(without=("temperature",), rare=("top_k", "top_p", "jobs"), options=BenchOptions,
-                  sampling=Sampling, params=PAPER)
+@with_dataclasses(without=("temperature",), rare=("top_k", "top_p", "jobs", "acceptance"),
+                  options=BenchOptions, sampling=Sampling, params=PAPER)
 def tables(
     files: FromOption = None,
     markdown: Annotated[Path | None, typer.Option(
