@@ -215,7 +215,7 @@ def main() -> None:
             alone = alone or texts
             rows.append(row)
             print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
-            time.sleep(2.0)  # the cancelled requests end
+            time.sleep(2.0)  # what was cancelled ends within a turn or two, of which no answer tells
     print(json.dumps([asdict(row) for row in rows], indent=1) if given.json else table(rows))
 
 

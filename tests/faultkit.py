@@ -71,7 +71,7 @@ while time.monotonic() < end:
         break
     except OSError as error:
         said = str(error)
-        time.sleep(1)
+        time.sleep(1)  # between two attempts: a refused connection tells nothing of when to ask again
 else:
     print("none:", said)' 2>&1 | tail -n 1"""
 # What is not whole: of the release that is current, and of the units.

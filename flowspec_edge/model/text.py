@@ -12,7 +12,7 @@ from flowspec_edge.model.chat import BUILT_IN, TURN_ENDS, Message, no_template, 
 from flowspec_edge.model.grammar import GrammarCompiler
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.tool_format import Tool, ToolFormat, recognise_tool_format
-from flowspec_edge.model.untrusted.templates import TemplateRenderer
+from flowspec_edge.model.untrusted.processes import TemplateRenderer
 
 _UNFINISHED = "\ufffd"  # what decoders write for bytes that are not (yet) a character
 _CONTEXT = 8  # preceding tokens that affect the text of the next

@@ -16,7 +16,7 @@ from rich.progress import track
 from torch import Tensor
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.untrusted.templates import TemplateRenderer
+from flowspec_edge.model.untrusted.processes import TemplateRenderer
 from flowspec_edge.util.bounded_read import read_bytes, read_json_object
 
 HELD_OUT_ONE_IN = 50  # tokens

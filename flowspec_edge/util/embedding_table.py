@@ -53,7 +53,8 @@ class EmbeddingTable(nn.Module):
         self._row_bytes = self.embedding_dim * self._stored.itemsize
         self._start = 8 + length + start
         self._state = self._now()
-        if end - start != self.num_embeddings * self._row_bytes or self._state[0] < 8 + length + end:
+        whole = end - start == self.num_embeddings * self._row_bytes > 0
+        if not whole or self._state[0] < 8 + length + end:
             raise FlowspecError(f"{path} is truncated or damaged, its table {name} is not whole: copy the "
                                 "model again")
         self._check_finite(8 + length + end)

@@ -12,7 +12,7 @@ from tiny import tiny_tokenizer
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.grammar import GrammarCompiler
-from flowspec_edge.model.untrusted.templates import TemplateRenderer
+from flowspec_edge.model.untrusted.processes import TemplateRenderer
 
 VOCABULARY, STOPS = 300, frozenset({0})
 STEPS = 12  # tokens of an answer

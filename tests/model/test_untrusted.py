@@ -27,9 +27,9 @@ from flowspec_edge.model.untrusted.processes import (
     LimitedProcesses,
     LimitExceeded,
     Limits,
+    TemplateRenderer,
     cancelled_by,
 )
-from flowspec_edge.model.untrusted.templates import TemplateRenderer
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Où?\n<b> 'x' "},
         {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": {
@@ -144,7 +144,7 @@ def test_a_cancelled_job_ends_its_process(renderer: TemplateRenderer) -> None:
 def test_processes_end_with_their_owner(template: str) -> None:
     """Even if it is killed, idle or at work."""
     program = ("import sys, threading\n"
-               "from flowspec_edge.model.untrusted.templates import TemplateRenderer\n"
+               "from flowspec_edge.model.untrusted.processes import TemplateRenderer\n"
                "renderer = TemplateRenderer()\n"
                "renderer.render('a', {}, [])\n"
                "print(*[process._process.pid for process in renderer._all], flush=True)\n"

@@ -79,6 +79,13 @@ def test_damaged_files_are_one_line(tmp_path: Path, spoil: object) -> None:
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("shape", [(0, H), (V, 0), (V, H, 1), (V,)])
+def test_a_table_without_rows_or_columns_is_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    save_file({NAME: torch.zeros(shape)}, tmp_path / "m.safetensors")
+    with pytest.raises(FlowspecError, match=r"m\.safetensors"):
+        EmbeddingTable(tmp_path / "m.safetensors", NAME, torch.float32)
+
+
 def test_values_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     weight = torch.zeros(V, H)
     weight[4, 2] = torch.nan

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
@@ -238,6 +238,27 @@ class _Process:
                     os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICE)
             if now > deadline:
                 raise LimitExceeded("more time than there is while the machine is busy", certain=False)
+
+
+_RENDERING = Limits(cpu_s=2.0, memory=256 * 2**20, stack=8 * 2**20)
+
+
+class TemplateRenderer(LimitedProcesses):
+    """Renders chat templates of checkpoints; the text is that of transformers' ``apply_chat_template``."""
+
+    def __init__(self) -> None:
+        super().__init__("template", _RENDERING)
+
+    def render(self, template: str, special_tokens: Mapping[str, Any], messages: Sequence[Mapping[str, Any]],
+               tools: Sequence[Mapping[str, Any]] = (), add_generation_prompt: bool = False) -> str:
+        """``special_tokens``: a tokenizer's ``special_tokens_map``. UsageError if the template fails, rejects
+        the chat, or needs too much for it."""
+        context = {**special_tokens, "messages": messages, "tools": tools or None, "documents": None,
+                   "add_generation_prompt": add_generation_prompt}
+        try:
+            return self.run({"template": template, "context": context})
+        except LimitExceeded as error:
+            raise UsageError(f"it needs too much: {error}") from error
 
 
 def _end_all(processes: set[_Process]) -> None:
