@@ -103,7 +103,7 @@ class _Head(LmHead):
         return super().choose(true, positions, sampling, allowed)
 
     def states(self, hidden: Payload) -> Tensor:
-        return to_torch(hidden).to(self.weight.device, torch.float16)
+        return to_torch(hidden).to(self.head.device, torch.float16)
 
 
 _Asked = list[tuple[_Text, list[int]]]

@@ -22,6 +22,8 @@ from pathlib import Path
 from nspawnkit import Fleet
 
 _SIZE = "4G"  # of an image, which is sparse
+# Boards share this machine's cores: torch's threads would wait for one another actively.
+_ONE_THREAD = "[Manager]\nDefaultEnvironment=OMP_NUM_THREADS=1\n"
 _MOUNT = 'mount -o loop,commit=600 "{image}" "{store}"'
 # Before the board's own programs in root's and in ssh's PATH; each becomes its own name's.
 _HOLDABLE = ("mv", "sha256sum", "sudo", "systemctl", "systemd-run")
@@ -137,6 +139,9 @@ class PowerFleet(Fleet):
         (place / "store").mkdir()
         for name in ("disk", "work"):
             (place / name).rename(seed / name)
+        settings = seed / "disk/etc/systemd/system.conf.d"
+        settings.mkdir(parents=True)
+        (settings / "threads.conf").write_text(_ONE_THREAD)
         if not self._snapshot:
             _add_wrappers(seed / "disk")
         subprocess.run(["mke2fs", "-q", "-t", "ext4", "-d", str(seed), str(self._image_file(board)), _SIZE],

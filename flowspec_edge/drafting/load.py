@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, load_head, require_fit
@@ -16,41 +16,46 @@ from flowspec_edge.drafting.spd.drafter import SpdDrafter
 from flowspec_edge.drafting.spd.module import load_module
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.modeldir import DRAFT_PARTS
+from flowspec_edge.model.output_head import OutputHead, as_output_head
 from flowspec_edge.util.embedding_table import Embedding, as_embedding
 from flowspec_edge.util.tensors import parse_dtype
 
 
-def load_drafters(kind: str, model_dir: Path, lm_head: Tensor, embedding: Tensor | Embedding | None,
-                  dtype: str, layers: int) -> Callable[[], Drafter]:
+def load_drafters(kind: str, model_dir: Path, lm_head: Tensor | OutputHead,
+                  embedding: Tensor | Embedding | None, dtype: str, layers: int,
+                  quantise: Callable[[nn.Module], None] = lambda module: None) -> Callable[[], Drafter]:
     """Load a draft model of ``model_dir``; returns a factory of drafters (one per session) that share it.
 
     kind       a key of ``DRAFT_PARTS``
-    lm_head    [V, H], the target's; the drafter works on its device
+    lm_head    [V, H], or a module of it, the target's; the drafter works on its device
     embedding  [V, H], the target's or None; for "spd" and EAGLE heads without their own
     dtype      "fp32", "fp16" or "bf16": of weights, cache and arithmetic
     layers     the target's; an EAGLE-3 head's captured states depend on it
+    quantise   replaces the linears of a draft model; SPD's module and language models stay in ``dtype``
 
     UsageError for an unknown kind or a missing directory, FlowspecError for bad weights.
     """
     if kind not in DRAFT_PARTS:
         raise UsageError(f"unknown kind of draft model {kind!r}; there is: {', '.join(DRAFT_PARTS)}")
     path, torch_dtype = model_dir / DRAFT_PARTS[kind], parse_dtype(dtype)
+    target = as_output_head(lm_head)
     if kind in ("eagle2", "eagle2-deep"):
-        head = load_head(path, embedding, torch_dtype, in_file=True).to(lm_head.device)
-        require_fit(path, "width", head.config.hidden_size, lm_head.shape[1])
+        head = load_head(path, embedding, torch_dtype, in_file=True)
+        require_fit(path, "width", head.config.hidden_size, target.hidden_size)
+        quantise(head)
         vocabulary = head.config.vocab_size
-        weights = lm_head.to(torch_dtype)
-        make: Callable[[], Drafter] = partial(EagleDrafter, head, weights)
+        make: Callable[[], Drafter] = partial(EagleDrafter, head.to(target.device), target)
     elif kind == "eagle3":
-        head3 = load_head3(path, embedding, torch_dtype, in_file=True).to(lm_head.device)
-        require_fit(path, "target width", head3.config.target_hidden_size, lm_head.shape[1])
+        head3 = load_head3(path, embedding, torch_dtype, in_file=True)
+        require_fit(path, "target width", head3.config.target_hidden_size, target.hidden_size)
+        quantise(head3)
         vocabulary = head3.config.vocab_size
         captured = head3_layers(path, head3.config, layers)
-        make = partial(Eagle3Drafter, head3, captured)
+        make = partial(Eagle3Drafter, head3.to(target.device), captured)
     elif kind == "spd":
         if embedding is None:
             raise FlowspecError(f"{path} looks up embeddings, and {model_dir / 'target'} has none")
-        module = load_module(path, torch_dtype).to(lm_head.device)
+        module = load_module(path, torch_dtype).to(target.device)
         vocabulary = module.config.vocab_size
         shared = as_embedding(embedding)
         if module.config.hidden_size != shared.embedding_dim:
@@ -58,10 +63,11 @@ def load_drafters(kind: str, model_dir: Path, lm_head: Tensor, embedding: Tensor
                 f"{path}: the module's width is {module.config.hidden_size}, the target's "
                 f"{shared.embedding_dim}; a module works with the target that it was trained for only"
             )
-        make = partial(SpdDrafter, module, shared.to(lm_head.device, torch_dtype))
+        make = partial(SpdDrafter, module, shared.to(target.device, torch_dtype))
     else:  # compares the vocabularies by their tokenizers
-        return load_lm(path, model_dir / "target", len(lm_head), torch_dtype, lm_head.device).clone_session
-    if vocabulary != len(lm_head):
+        return load_lm(path, model_dir / "target", target.vocabulary, torch_dtype, target.device
+                       ).clone_session
+    if vocabulary != target.vocabulary:
         raise FlowspecError(f"{path}: the draft model's vocabulary has {vocabulary} tokens, "
-                            f"the target's {len(lm_head)}; they must share one tokenizer")
+                            f"the target's {target.vocabulary}; they must share one tokenizer")
     return make

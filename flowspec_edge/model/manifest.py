@@ -30,6 +30,7 @@ _BLOCK = 1 << 20
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
 QuantKind = Literal["int4", "nf4", "fp4"]
 ShardDtype = Literal["fp32", "bf16", "fp16", "int4", "nf4", "fp4"]
+HeadBits = Literal["16bit", "int8", "int4"]  # of lm_head and draft heads; 16bit: unchanged
 Count = Annotated[int, Field(ge=1)]
 Bytes = Annotated[int, Field(ge=0)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -81,9 +82,17 @@ class Quantisation(_Strict):
     kept: tuple[Name, ...] = ()
 
 
+class HeadQuantisation(_Strict):
+    """Of lm_head; draft heads are brought to the same bits when they are loaded."""
+
+    kind: Literal["int8", "int4"]
+    group: Count
+
+
 class Manifest(_Strict):
     """dtype          as requested
     compute_dtype  of activations, caches and 16-bit weights
+    lm_head        None: stored like the embeddings
     request        fingerprint of everything that determines the output
     parts          "stage-1" … "stage-N" and "draft"
     """
@@ -98,6 +107,7 @@ class Manifest(_Strict):
     dtype: ShardDtype
     compute_dtype: ComputeDtype
     quantisation: Quantisation | None
+    lm_head: HeadQuantisation | None = None
     request: Sha256
     parts: dict[str, ShardPart]
     _directory: Path = PrivateAttr(default=Path())

@@ -17,6 +17,7 @@ from flowspec_edge.drafting.lm import require_padding
 from flowspec_edge.drafting.spd.module import module_config
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import DRAFT_PARTS, ModelDir, cache_values
+from flowspec_edge.stage.quant.base import Scheme
 from flowspec_edge.stage.weights.checkpoint import Checkpoint, TensorInfo
 
 _DEEP_EAGLE2 = "eagle2-deep"  # recognised by its directory alone: its files are those of any EAGLE-2 head
@@ -45,14 +46,20 @@ class DraftFiles:
     def parameters(self) -> int:
         return sum(prod(t.shape) for t in self.tensors.values() if t.dtype.is_floating_point)
 
-    def weight_bytes(self, width: int) -> int:
-        """Bytes in memory, with ``width`` bytes per parameter; integer tensors keep their size. A head's own
-        embeddings stay in a safetensors file."""
+    def weight_bytes(self, width: int, scheme: Scheme | None = None) -> int:
+        """Bytes in memory, with ``width`` bytes per parameter, and an EAGLE head's matrices quantised by
+        ``scheme``; integer tensors keep their size. A head's own embeddings stay in a safetensors file."""
         fixed = sum(t.nbytes for t in self.tensors.values() if not t.dtype.is_floating_point)
-        in_file = self.kind.startswith("eagle") and (self.directory / weights.SAFE) in self.files
+        eagle = self.kind.startswith("eagle")
+        in_file = eagle and (self.directory / weights.SAFE) in self.files
+        saved = 0
+        for name, t in self.tensors.items():
+            if (eagle and scheme is not None and len(t.shape) == 2 and t.dtype.is_floating_point
+                    and _PREFIX.sub("", name) != EMBEDDING and scheme.fits(*t.shape)):
+                saved += prod(t.shape) * width - scheme.nbytes(*t.shape)
         looked_up = sum(prod(t.shape) for name, t in self.tensors.items()
                         if in_file and _PREFIX.sub("", name) == EMBEDDING)
-        return (self.parameters - looked_up) * width + fixed
+        return (self.parameters - looked_up) * width + fixed - saved
 
 
 def drafts_of(model: ModelDir, given: Sequence[Path]) -> list[DraftFiles]:

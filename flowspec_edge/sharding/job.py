@@ -12,12 +12,14 @@ import os
 import shutil
 from pathlib import Path
 from types import TracebackType
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.manifest import (
+    HeadQuantisation,
     Manifest,
     ModelOrigin,
     PartFile,
@@ -28,9 +30,11 @@ from flowspec_edge.model.manifest import (
 )
 from flowspec_edge.model.modeldir import MANIFEST
 from flowspec_edge.sharding.plan import PlannedFile, ShardingPlan, TensorsFile, TextFile
-from flowspec_edge.sharding.source import Linear
+from flowspec_edge.sharding.source import Linear, SourceModel
 from flowspec_edge.sharding.writer import TensorFile, copy_file, partial_of, writing
-from flowspec_edge.stage.quant.base import slices
+from flowspec_edge.stage.quant.base import Scheme, slices
+from flowspec_edge.stage.weights import tensor_names
+from flowspec_edge.stage.weights.output_head import PREFIX as HEAD_PREFIX
 from flowspec_edge.util.files import PARTIAL, sync_directory, write_atomically
 
 JOURNAL = "sharding.journal"
@@ -102,20 +106,22 @@ def _write_tensors(plan: ShardingPlan, file: TensorsFile, path: Path, progress: 
             if source.imported is not None:
                 _convert(plan, linear, target)
             else:
-                _quantise(plan, linear, target)
+                _quantise(source, f"{linear.prefix}.weight", plan.recipe.scheme, linear.prefix, target)
+        if file.head:
+            _quantise(source, file.head, plan.recipe.lm_head, HEAD_PREFIX, target)
 
 
-def _quantise(plan: ShardingPlan, linear: Linear, target: TensorFile) -> None:
-    assert plan.recipe.scheme is not None
-    name = f"{linear.prefix}.weight"
-    rows = next(hi for _, hi in slices(linear.rows, linear.columns))
-    for _, piece in plan.source.weights.pieces(name, rows):
+def _quantise(source: SourceModel, name: str, how: Scheme | None, prefix: str, target: TensorFile) -> None:
+    """The source's tensor ``name``, written as ``prefix``."""
+    assert how is not None
+    rows = next(hi for _, hi in slices(*source.tensors[name].shape))
+    for _, piece in source.weights.pieces(name, rows):
         try:
-            stored = plan.recipe.scheme.quantise(piece)
+            stored = how.quantise(piece)
         except FlowspecError as error:
-            raise FlowspecError(f"{plan.source.weights.directory}: tensor {name}: {error}") from error
+            raise FlowspecError(f"{source.weights.directory}: tensor {name}: {error}") from error
         for suffix, tensor in stored.items():
-            target.write(f"{linear.prefix}.{suffix}", tensor)
+            target.write(f"{prefix}.{suffix}", tensor)
 
 
 def _convert(plan: ShardingPlan, linear: Linear, target: TensorFile) -> None:
@@ -151,14 +157,18 @@ def _require_room(plan: ShardingPlan, out: Path, journal: Journal) -> None:
 
 def _manifest(plan: ShardingPlan, done: dict[str, PartFile]) -> Manifest:
     source, recipe = plan.source, plan.recipe
-    quantisation = None
+    quantisation, head = None, None
     if recipe.kind is not None:
         quantisation = Quantisation(kind=recipe.kind, group=recipe.group, kept=plan.kept)
+    if recipe.lm_head is not None:
+        shape = source.tensors[tensor_names.EMBEDDING].shape
+        head = HeadQuantisation(kind=cast(Any, recipe.lm_head.kind), group=recipe.lm_head.group_of(*shape))
     return Manifest(
         format=1, model_type=source.config.model_type, layers=source.layers,
         source=ModelOrigin(name=source.name, config_sha256=source.config_sha256, revision=source.revision),
         hidden_width=source.config.hidden_size, vocabulary=source.config.vocab_size, ranges=plan.ranges,
-        dtype=recipe.dtype, compute_dtype=recipe.compute, quantisation=quantisation, request=plan.request,
+        dtype=recipe.dtype, compute_dtype=recipe.compute, quantisation=quantisation, lm_head=head,
+        request=plan.request,
         parts={part.name: ShardPart(files=tuple(done[file.path.as_posix()] for file in part.files),
                                parameters=part.parameters, weight_bytes=part.weight_bytes,
                                row_bytes=part.row_bytes) for part in plan.parts})

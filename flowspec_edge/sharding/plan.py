@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -14,15 +14,24 @@ from typing import cast, get_args
 import torch
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.manifest import DRAFT, DRAFT_TARGET, ComputeDtype, QuantKind, ShardDtype, stage_part
+from flowspec_edge.model.manifest import (
+    DRAFT,
+    DRAFT_TARGET,
+    ComputeDtype,
+    HeadBits,
+    QuantKind,
+    ShardDtype,
+    stage_part,
+)
 from flowspec_edge.model.modeldir import DRAFT_PARTS
 from flowspec_edge.sharding.source import Linear, SourceModel
 from flowspec_edge.sharding.writer import Layout, file_size
 from flowspec_edge.stage.quant.base import DEFAULT_GROUP, Scheme
-from flowspec_edge.stage.quant.schemes import scheme
+from flowspec_edge.stage.quant.schemes import default_head_bits, head_scheme, scheme
 from flowspec_edge.stage.shard import split_layers
 from flowspec_edge.stage.weights import tensor_names
 from flowspec_edge.stage.weights.files import INDEX, SAFE
+from flowspec_edge.stage.weights.output_head import PREFIX as HEAD_PREFIX
 from flowspec_edge.util.tensors import DTYPES
 
 DTYPE_NAMES: dict[torch.dtype, ComputeDtype] = {
@@ -31,11 +40,12 @@ DTYPE_NAMES: dict[torch.dtype, ComputeDtype] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """The storage of weights, from ``--dtype``, ``--group`` and ``--compute-dtype``.
+    """The storage of weights, from ``--dtype``, ``--group``, ``--compute-dtype`` and ``--lm-head``.
 
     compute  dtype of computation on the devices
     plain    dtype of everything that is not quantised
     scheme   of the decoder layers' matrices; None if they stay plain
+    lm_head  of lm_head, and of draft heads when they are loaded; None if they stay plain
     """
 
     dtype: ShardDtype
@@ -43,19 +53,22 @@ class Recipe:
     plain: torch.dtype
     scheme: Scheme | None
     group: int
+    lm_head: Scheme | None = None
 
     @property
     def kind(self) -> QuantKind | None:
-        return self.scheme.kind if self.scheme else None
+        return cast(QuantKind, self.scheme.kind) if self.scheme else None
 
 
 @dataclass(frozen=True)
 class TensorsFile:
-    """A safetensors file: ``plain`` tensors of the source, cast, and ``packed`` matrices in 4 bits."""
+    """A safetensors file: ``plain`` tensors of the source, cast, and ``packed`` matrices in 4 bits; ``head``:
+    the matrix that is written as a quantised lm_head."""
 
     path: Path
     plain: tuple[str, ...]
     packed: tuple[Linear, ...] = ()
+    head: str | None = None
 
 
 @dataclass(frozen=True)
@@ -107,6 +120,7 @@ class ShardingPlan:
         facts = [
             source.config_sha256, source.weights.digest(source.weights.names), self.ranges,
             self.recipe.dtype, self.recipe.compute, str(self.recipe.plain), self.recipe.group,
+            head.kind if (head := self.recipe.lm_head) else None,
             [(path.name, path.stat().st_size) for path in source.extra_files],
             [(d.kind, d.fingerprint, [(path.name, path.stat().st_size) for path in d.files])
              for d in source.drafts],
@@ -115,13 +129,28 @@ class ShardingPlan:
 
 
 def recipe_for(source: SourceModel, dtype: ShardDtype | None = None, group: int | None = None,
-               compute: ComputeDtype | None = None) -> Recipe:
+               compute: ComputeDtype | None = None, lm_head: HeadBits | None = None) -> Recipe:
     """UsageError for options that conflict with one another or the checkpoint.
 
     dtype    None: the checkpoint's own 16-bit type, or fp16; an AWQ or GPTQ checkpoint is always int4
     group    weights that share a scale in int4; None: 128, or that of a quantised checkpoint
     compute  None: bf16 if matrices are in 4 bits, else the dtype of the weights
+    lm_head  None: ``default_head_bits``
     """
+    recipe = _layers_recipe(source, dtype, group, compute)
+    bits = lm_head or default_head_bits(recipe.dtype)
+    how = head_scheme(bits)
+    rows, columns = source.tensors[tensor_names.EMBEDDING].shape
+    if how is not None and how.fits(rows, columns) is None:
+        if lm_head is not None:
+            raise UsageError(f"--lm-head {bits} cannot hold an lm_head of {rows} x {columns}: the vocabulary "
+                             "must be a multiple of 16, the width of 32; use 16bit")
+        how = None
+    return replace(recipe, lm_head=how)
+
+
+def _layers_recipe(source: SourceModel, dtype: ShardDtype | None, group: int | None,
+                   compute: ComputeDtype | None) -> Recipe:
     own = source.dtype if source.dtype in (torch.float16, torch.bfloat16) else torch.float16
     read = source.imported
     if read is not None:
@@ -210,19 +239,25 @@ def _draft(source: SourceModel, recipe: Recipe) -> PlannedPart:
     target = DRAFT_TARGET
     wanted = any(draft.embeddings for draft in source.drafts)
     head = tensor_names.EMBEDDING if source.tied else tensor_names.LM_HEAD
-    names = (head,) if source.tied or not wanted else (head, tensor_names.EMBEDDING)
-    files: list[PlannedFile] = [TensorsFile(target / SAFE, names),
+    names: tuple[str, ...] = (head,) if source.tied or not wanted else (head, tensor_names.EMBEDDING)
+    packed = head if recipe.lm_head else None
+    if packed:
+        names = (tensor_names.EMBEDDING,) if wanted else ()
+    files: list[PlannedFile] = [TensorsFile(target / SAFE, names, head=packed),
                                 TextFile(target / "config.json", source.plain_config)]
     files += [CopiedFile(target / path.name, path) for path in source.extra_files]
     for draft in source.drafts:
         home = Path(DRAFT, DRAFT_PARTS[draft.kind])
         files += [CopiedFile(home / path.name, path) for path in draft.files]
     width = DTYPES[recipe.compute].itemsize
-    matrix = prod(source.tensors[head].shape)
+    shape = source.tensors[head].shape
+    matrix = prod(shape)
+    head_bytes = recipe.lm_head.nbytes(*shape) if recipe.lm_head else matrix * width
     return PlannedPart(
         DRAFT, tuple(files),
-        parameters=matrix * len(names) + sum(draft.parameters for draft in source.drafts),
-        weight_bytes=matrix * width + sum(draft.weight_bytes(width) for draft in source.drafts),
+        parameters=matrix * (len(names) + (packed is not None))
+        + sum(draft.parameters for draft in source.drafts),
+        weight_bytes=head_bytes + sum(draft.weight_bytes(width, recipe.lm_head) for draft in source.drafts),
         row_bytes=sum(draft.kv_row for draft in source.drafts) * width)
 
 
@@ -232,6 +267,10 @@ def _layout(source: SourceModel, recipe: Recipe, file: TensorsFile) -> Layout:
         assert recipe.scheme is not None
         layout.update({f"{linear.prefix}.{suffix}": stored
                        for suffix, stored in recipe.scheme.stored(linear.rows, linear.columns).items()})
+    if file.head:
+        assert recipe.lm_head is not None
+        stored_head = recipe.lm_head.stored(*source.tensors[file.head].shape)
+        layout.update({f"{HEAD_PREFIX}.{suffix}": stored for suffix, stored in stored_head.items()})
     return layout
 
 
@@ -245,8 +284,7 @@ def _is_packed(source: SourceModel, recipe: Recipe, linear: Linear) -> bool:
 
 def _packed_bytes(recipe: Recipe, linear: Linear) -> int:
     assert recipe.scheme is not None
-    return sum(prod(shape) * dtype.itemsize
-               for shape, dtype in recipe.scheme.stored(linear.rows, linear.columns).values())
+    return recipe.scheme.nbytes(linear.rows, linear.columns)
 
 
 def _kv_row(source: SourceModel) -> int:

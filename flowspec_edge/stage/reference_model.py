@@ -14,7 +14,15 @@ from flowspec_edge.model.modeldir import is_sharded
 from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.weights import tensor_names
 from flowspec_edge.stage.weights.checkpoint import Checkpoint
-from flowspec_edge.stage.weights.load import fast_layout, load_modules, load_tensor, part_of, scheme_of
+from flowspec_edge.stage.weights.load import (
+    fast_layout,
+    head_scheme_of,
+    load_modules,
+    load_tensor,
+    part_of,
+    scheme_of,
+)
+from flowspec_edge.stage.weights.output_head import load_output_head
 from flowspec_edge.util.tensors import parse_dtype
 
 
@@ -40,7 +48,11 @@ def load_reference_model(model_dir: Path | str, dtype: str, device: torch.device
         tensor_names.check_no_unexpected(checkpoint.directory, checkpoint.names, wanted)
     core.rotary_emb = type(core.rotary_emb)(config=config).to(torch_device)
     home = Path(model_dir) / DRAFT_TARGET if is_sharded(model_dir) else Path(model_dir)
-    if config.tie_word_embeddings:
+    head_scheme = head_scheme_of(model_dir)
+    if head_scheme is not None:
+        part_of(model_dir, DRAFT)
+        model.lm_head = load_output_head(home, dtype, torch_device, head_scheme)
+    elif config.tie_word_embeddings:
         model.lm_head.weight = core.embed_tokens.weight
     else:
         part_of(model_dir, DRAFT)

@@ -39,6 +39,9 @@ def plan(
         metavar="N")] = 1,
     dtype: Annotated[Literal["auto", "fp32", "bf16", "fp16", "int4"], typer.Option(
         "--dtype", help="Element type of the weights; auto: the fastest of fp16 and int4.")] = "fp16",
+    lm_head: Annotated[Literal["auto", "16bit", "int8", "int4"], typer.Option(
+        "--lm-head", help="Bits of lm_head and of an EAGLE head on D0; auto: int4 with int4, else "
+                          "16bit.")] = "auto",
     strategies: Annotated[str | None, typer.Option(
         "--strategies", help="Strategies to predict, separated by commas.  Default: flowspec_plus, flowspec, "
                              "chunk_pp, pipedec, speculative, autoregressive.", show_default=False)] = None,
@@ -82,7 +85,8 @@ def plan(
 
     names = parse_strategies(strategies) if strategies else list(STRATEGIES)
     check_strategies(names)
-    main, others = choose_dtype(model, dtype, members, context, at_once, draft)
+    main, others = choose_dtype(model, dtype, members, context, at_once, draft,
+                                None if lm_head == "auto" else lm_head)
     report = (_predicted(main, others, members, model, names) if predict
               else unpredicted(main, others, members))
     if as_json:

@@ -113,8 +113,9 @@ class PlanReport:
         boards = [{key: round(value, 3) if isinstance(value, float) else value
                    for key, value in asdict(row).items()} for row in self.boards]
         return {
-            "model": self.size.name, "dtype": self.size.dtype, "context": self.context,
-            "at_once": self.at_once, "boards": boards, "bandwidth_alone": bool(self.by_bandwidth),
+            "model": self.size.name, "dtype": self.size.dtype, "lm_head": self.size.head_bits,
+            "context": self.context, "at_once": self.at_once, "boards": boards,
+            "bandwidth_alone": bool(self.by_bandwidth),
             "slowest_stage_ms": round(plan.slowest * 1e3, 6) if plan else None,
             "context_ms": round(plan.context_ms, 6) if plan else None,
             "segment_ms": round(plan.latency * 1e3, 6) if plan else None,
@@ -171,7 +172,8 @@ def show(report: PlanReport) -> None:
 
 def _boards(report: PlanReport) -> Table:
     several = f", {report.at_once} requests at once" if report.at_once > 1 else ""
-    title = f"{report.size.name}, {report.size.dtype}, {report.context} tokens of context{several}"
+    head = "" if report.size.head_bits == "16bit" else f" (lm_head {report.size.head_bits})"
+    title = f"{report.size.name}, {report.size.dtype}{head}, {report.context} tokens of context{several}"
     table = figures_table(title, ("role", "board"), ("layers", "weights MB", "cache MB", "process MB",
                                                      "used / usable MB", "headroom MB", "stage ms"))
     for row in report.boards:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from flowspec_edge.sharding.plan import ShardingPlan
 
 StoredDtype = Literal["fp32", "fp16", "bf16", "int4", "nf4", "fp4", "4bit"]
+HeadBits = Literal["16bit", "int8", "int4"]
 _Directory = Annotated[Path, typer.Argument(
     help="A sharded model, or a board's part of it.", metavar="DIR")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
@@ -44,6 +45,9 @@ def shard(
     compute_dtype: Annotated[Dtype | None, typer.Option(
         "--compute-dtype",
         help="Element type of computing.  Default: bf16 with 4 bits, else as stored.")] = None,
+    lm_head: Annotated[HeadBits | None, typer.Option(
+        "--lm-head", help="Bits of lm_head and of an EAGLE head on the draft device.  Default: int4 with "
+        "4 bits, else 16bit.  What it costs: flowspec models loss.")] = None,
     kernels: Annotated[Path | None, typer.Option(
         "--kernels", help="For 4bit: the file of `flowspec device kernels --out` on a board.  Default: "
         "measure this machine.", metavar="FILE")] = None,
@@ -73,7 +77,7 @@ def shard(
 
     source = open_source(model, draft or [])
     ranges = ranges_for(source.layers, stages, lengths)
-    plan = make_plan(source, recipe_for(source, stored, group, compute_dtype), ranges)
+    plan = make_plan(source, recipe_for(source, stored, group, compute_dtype, lm_head), ranges)
     if finished(plan, out) is not None:
         print(f"{out} is finished already; inspect it with: flowspec models inspect {out}")
         return
@@ -113,6 +117,7 @@ def inspect(
         print(json.dumps({"source": manifest.source.model_dump(), "dtype": manifest.dtype,
                           "compute_dtype": manifest.compute_dtype, "model_type": manifest.model_type,
                           "quantisation": manifest.quantisation and manifest.quantisation.model_dump(),
+                          "lm_head": manifest.lm_head and manifest.lm_head.model_dump(),
                           "layers": manifest.layers, "context": context, "parts": rows}, indent=2))
         return
     _print_table(manifest, rows, context)
@@ -194,6 +199,8 @@ def _summary(plan: ShardingPlan) -> str:
     how: str = recipe.dtype
     if recipe.kind == "int4":
         how += f" in groups of {recipe.group}"
+    if recipe.lm_head is not None:
+        how += f", lm_head in {recipe.lm_head.kind}"
     if plan.kept:
         how += f" ({len(plan.kept)} matrices in 16 bit: no group divides them)"
     drafts = ", ".join(draft.kind for draft in plan.source.drafts) or "no draft model"
@@ -221,6 +228,8 @@ def _print_table(manifest: Manifest, rows: list[dict[str, Any]], context: int) -
 
     how = manifest.quantisation
     kind = f"{how.kind} in groups of {how.group}" if how else manifest.dtype
+    if manifest.lm_head:
+        kind += f", lm_head in {manifest.lm_head.kind} in groups of {manifest.lm_head.group}"
     about = (f"{manifest.source.name}: {manifest.model_type}, {manifest.layers} layers of width "
              f"{manifest.hidden_width}, {kind}, computing in {manifest.compute_dtype}; caches of {context} "
              "rows; sizes in MB")

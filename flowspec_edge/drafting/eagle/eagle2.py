@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
@@ -26,6 +25,7 @@ from flowspec_edge.drafting import checkpoint
 from flowspec_edge.drafting.eagle import batch
 from flowspec_edge.drafting.eagle.head_drafter import HeadDrafter, KeyValueCache
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.model.output_head import OutputHead, as_output_head
 from flowspec_edge.util.embedding_table import Embedding, as_embedding
 
 
@@ -78,10 +78,10 @@ class EagleHead(nn.Module):
 
 
 class EagleDrafter(HeadDrafter):
-    """``lm_head`` [V, H] is the target's, of the head's dtype and on its device."""
+    """``lm_head`` ([V, H], or a module of it) is the target's, of the head's dtype and on its device."""
 
-    def __init__(self, head: EagleHead, lm_head: Tensor) -> None:
-        super().__init__(head, lambda outputs: F.linear(outputs, lm_head))
+    def __init__(self, head: EagleHead, lm_head: Tensor | OutputHead) -> None:
+        super().__init__(head, as_output_head(lm_head))
 
     def _text_states(self, features: Tensor, rows: Sequence[int]) -> Tensor:
         return features.to(self._device, self._dtype)

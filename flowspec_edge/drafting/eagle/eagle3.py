@@ -115,7 +115,7 @@ class Eagle3Head(nn.Module):
 
     def target_ids(self) -> Tensor:
         """The target's id of each draft token: int64 [draft_vocab]."""
-        ids = torch.arange(self.config.draft_vocab_size, device=self.lm_head.weight.device)
+        ids = torch.arange(self.config.draft_vocab_size, device=self.norm.weight.device)
         return ids + self.d2t if "d2t" in self._buffers else ids
 
 

@@ -38,8 +38,8 @@ class HeadDrafter(TreeDrafter):
         self._head = head.eval().requires_grad_(False)
         self._states: list[Tensor] = []  # of queued text rows, [n, width] each, in their order
         config: LlamaConfig = head.config
-        fc = cast(nn.Linear, head.fc)
-        self._dtype, self._device = fc.weight.dtype, fc.weight.device
+        norm = next(head.parameters())  # is never quantised
+        self._dtype, self._device = norm.dtype, norm.device
         self._tokens_device = tokens_device(cast(nn.Module, head.embed_tokens), self._device)
         shape = CacheShape(
             layers=1,

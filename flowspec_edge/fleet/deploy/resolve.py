@@ -21,7 +21,7 @@ from flowspec_edge.fleet.planning.scaling import at_context
 from flowspec_edge.fleet.probe.preflight import Needs
 from flowspec_edge.fleet.services.status import BoardStatus, FleetStatus
 from flowspec_edge.model.catalogue import find_known
-from flowspec_edge.model.manifest import DRAFT, Manifest, ShardDtype, stage_part
+from flowspec_edge.model.manifest import DRAFT, HeadBits, Manifest, ShardDtype, stage_part
 from flowspec_edge.model.modeldir import DRAFT_PARTS, ModelDir, resolve_model, shipped_models
 from flowspec_edge.runtime.draft_device.capacity import cache_rows
 from flowspec_edge.strategies.params import Params
@@ -53,6 +53,7 @@ class Deployment:
     model: ModelDir
     head: Path | None  # a separate draft head; None: the model's own
     dtype: ShardDtype | None  # to store weights in; None: unchanged
+    lm_head: HeadBits | None  # of lm_head and EAGLE heads; None: the sharder's default
     draft: DeviceEntry
     stages: Stages  # V1…VN, each with its layers [lo, hi)
     left_out: LeftOut = ()  # unused boards, and why
@@ -125,6 +126,7 @@ def resolve_deployment(inventory: Inventory, path: Path) -> Deployment:
     else:
         draft, stages, left_out = chosen.planned()
     dtype = None if inventory.cluster.dtype == "auto" else inventory.cluster.dtype
+    lm_head = None if inventory.cluster.lm_head == "auto" else inventory.cluster.lm_head
     notes = [f"no profile with [memory] for {', '.join(missing)}: whether the model fits there is seen when "
              "they are looked at" + ("" if inventory.decided else ", and boards count as alike")
              + "; measure with: flowspec device profile"] if missing else []
@@ -133,7 +135,8 @@ def resolve_deployment(inventory: Inventory, path: Path) -> Deployment:
               and (why := device_mismatch(profiles[device.name], inventory.torch_device(device)))]
     if turn is not None and turn.is_bottleneck:
         notes.append(turn.warning(draft.name))
-    return Deployment(inventory, path, model, head, dtype, draft, stages, left_out, tuple(notes), turn)
+    return Deployment(inventory, path, model, head, dtype, lm_head, draft, stages, left_out, tuple(notes),
+                      turn)
 
 
 def _model(cluster: ClusterSettings, path: Path) -> tuple[ModelDir, Path | None]:
@@ -189,6 +192,10 @@ class _Choice:
         if cluster.dtype not in ("auto", manifest.dtype):
             raise UsageError(f"{path}: cluster.dtype: {home} was made with {manifest.dtype}, not "
                              f"{cluster.dtype}: leave dtype out, or give the checkpoint as the model")
+        head = manifest.lm_head.kind if manifest.lm_head else "16bit"
+        if cluster.lm_head not in ("auto", head):
+            raise UsageError(f"{path}: cluster.lm_head: {home} was made with {head}, not {cluster.lm_head}: "
+                             "leave lm_head out, or give the checkpoint as the model")
         draft, others = _in_file_order(self._inventory)
         wanted = sum(device.role == "verify" for device in others)
         if not wanted <= count <= len(others):

@@ -58,7 +58,8 @@ class MemoryCheck:
         return memory_error(boards, self.problem, self._sizes, _toml_setting)
 
     def _sizes(self, dtype: PlanDtype) -> ModelBytes:
-        size = model_bytes(self._model, dtype)
+        bits = self._cluster.lm_head
+        size = model_bytes(self._model, dtype, None if bits == "auto" else bits)
         # A head in the model's directory is sharded and loaded all the same.
         return size.without_head() if self._cluster.by_ngrams and size.draft_estimated else size
 

@@ -5,7 +5,7 @@ Sizes follow from config.json, through transformers' classes on the meta device;
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -21,6 +21,7 @@ from flowspec_edge.drafting.eagle.eagle3 import Eagle3Head, head3_config
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.catalogue import find_known
 from flowspec_edge.model.hub import download_config, is_repository_name
+from flowspec_edge.model.manifest import HeadBits
 from flowspec_edge.model.modeldir import (
     DRAFT_PARTS,
     WEIGHTS,
@@ -30,7 +31,8 @@ from flowspec_edge.model.modeldir import (
     resolve_model,
 )
 from flowspec_edge.stage.families import load_config, parse_config, skeleton
-from flowspec_edge.stage.quant.schemes import scheme
+from flowspec_edge.stage.quant.base import Scheme
+from flowspec_edge.stage.quant.schemes import default_head_bits, head_scheme, scheme
 from flowspec_edge.stage.weights.checkpoint import Checkpoint, check_shape
 
 PlanDtype = Literal["fp32", "bf16", "fp16", "int4"]
@@ -46,6 +48,7 @@ class ModelBytes:
     layer            weights of one decoder layer (the largest)
     layer_values     its parameters, a number
     lm_head          the embeddings themselves if the model ties the two
+    head_bits        of lm_head and the EAGLE head's matrices
     draft            the EAGLE head's fc and layer, and its own lm_head if it has one (EAGLE-3)
     draft_lm_head    what a draft pass reads of the target's lm_head: 0 for a head with its own
     kv_row           keys and values of one row in one layer; draft_kv_row: in the draft head
@@ -65,6 +68,7 @@ class ModelBytes:
     lm_head: int
     draft: int
     draft_lm_head: int
+    head_bits: HeadBits
     kv_row: int
     draft_kv_row: int
     from_weights: bool
@@ -98,11 +102,12 @@ class ModelBytes:
         return rows * self.hidden_width * self.bytes_per_value
 
 
-def model_bytes(name_or_path: str, dtype: PlanDtype) -> ModelBytes:
+def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = None) -> ModelBytes:
     """Of a model by name or directory, a checkpoint or its config.json, or OWNER/NAME on the hub, of which
     only config.json is fetched.
 
-    "int4": 4 bits for the matrices of the decoder layers, 16 bits for all else (lm_head, draft head).
+    "int4": 4 bits for the matrices of the decoder layers, 16 bits for all else, but for lm_head and the EAGLE
+    head's matrices, which are in ``lm_head``; None: the sharder's default for ``dtype``.
     UsageError if there is no model that stages can run; FlowspecError for damaged or incomplete weights.
     """
     name, target, draft, config = _locate(name_or_path)
@@ -115,16 +120,19 @@ def model_bytes(name_or_path: str, dtype: PlanDtype) -> ModelBytes:
         _check(target, config, core)
     head = _head(draft, config, list(known[1].heads) if known else [])
     width, vocabulary = _WIDTH[dtype], int(config.vocab_size)
-    matrix = vocabulary * int(config.hidden_size) * width
+    packed = scheme("int4") if dtype == "int4" else None
+    bits = lm_head or default_head_bits(dtype)
+    quantised = head_scheme(bits)
+    matrix = _matrix((vocabulary, int(config.hidden_size)), width, quantised)
     return ModelBytes(
         name=name, dtype=dtype, layers=int(config.num_hidden_layers),
         hidden_width=int(config.hidden_size), vocabulary=vocabulary,
         max_positions=position_limit(config.to_dict()),
-        layer=max(_layer(layer, dtype) for layer in core.layers),
+        layer=max(_module(layer, width, packed) for layer in core.layers),
         layer_values=max(_numel(layer.parameters()) for layer in core.layers),
         norm=_numel(core.norm.parameters()) * width, lm_head=matrix,
-        draft=(_numel(head.parameters()) - head.embed_tokens.weight.numel()) * width,
-        draft_lm_head=0 if isinstance(head, Eagle3Head) else matrix,
+        draft=_module(head, width, quantised) - head.embed_tokens.weight.numel() * width,
+        draft_lm_head=0 if isinstance(head, Eagle3Head) else matrix, head_bits=bits,
         kv_row=_kv_values(config) * width, draft_kv_row=_kv_values(head.config) * width,
         from_weights=from_weights, draft_estimated=draft is None,
     )
@@ -187,15 +195,16 @@ def _assumed_head(config: Any) -> LlamaConfig:
         num_key_value_heads=config.num_key_value_heads, head_dim=getattr(config, "head_dim", None), bias=True)
 
 
-def _layer(layer: nn.Module, dtype: PlanDtype) -> int:
-    if dtype != "int4":
-        return _numel(layer.parameters()) * _WIDTH[dtype]
-    how = scheme("int4")
-    shapes = [m.weight.shape for m in layer.modules() if isinstance(m, nn.Linear)]
-    packed = [shape for shape in shapes if how.fits(*shape)]
-    stored = [tensor for shape in packed for tensor in how.stored(*shape).values()]
-    kept = _numel(layer.parameters()) - sum(rows * columns for rows, columns in packed)
-    return sum(prod(shape) * element.itemsize for shape, element in stored) + kept * _WIDTH[dtype]
+def _module(module: nn.Module, width: int, how: Scheme | None) -> int:
+    """Bytes in memory with its linears stored by ``how``, all else in ``width`` bytes a value."""
+    shapes = [m.weight.shape for m in module.modules() if isinstance(m, nn.Linear)]
+    kept = _numel(module.parameters()) - sum(map(prod, shapes))
+    return kept * width + sum(_matrix(shape, width, how) for shape in shapes)
+
+
+def _matrix(shape: Sequence[int], width: int, how: Scheme | None) -> int:
+    rows, columns = shape
+    return how.nbytes(rows, columns) if how and how.fits(rows, columns) else rows * columns * width
 
 
 def _numel(parameters: Iterable[torch.Tensor]) -> int:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Basis = Literal["profile", "kernel", "bandwidth"]
 _TOLERANCE = 0.01  # layers whose bytes differ by no more count as equal
 _INT4_ROWS = 16  # for which PyTorch's int4 kernel reads the weights once
+_INT4_BYTES = 0.5 + 4 / 64  # a weight of lm_head, with its share of scale and zero
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,10 @@ def _scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
         return profile.model_copy(update={"model": shape}), Scaling()
     per_mb = _read_ms(profile)
     stage, basis = _stage(profile, size)
-    head = size.lm_head / 1e6 * per_mb
+    d0_per_mb = per_mb if size.head_bits == "16bit" else per_mb * _kernel_slowdown(profile)
+    head = size.lm_head / 1e6 * d0_per_mb
     draft = profile.draft.model_copy(update={
-        "pass_ms": (size.draft + size.draft_lm_head) / 1e6 * per_mb,
+        "pass_ms": (size.draft + size.draft_lm_head) / 1e6 * d0_per_mb,
         "spd_pass_ms": 2 * size.layer / 1e6 * per_mb + head,
         "row_ms": profile.draft.row_ms * ratio,
     })
@@ -89,11 +91,18 @@ def _scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
 
 
 def _read_ms(profile: Profile) -> float:
-    """The time to read 10^6 bytes of the draft device's parts, which are not quantised."""
+    """The time to read 10^6 bytes of weights in 16 bits."""
     if profile.model.quantised and profile.memory and profile.memory.gb_per_s:
         return 1 / profile.memory.gb_per_s
     assert profile.model.layer_mb
     return profile.stage.ms[0] / profile.stage.layers / profile.model.layer_mb
+
+
+def _kernel_slowdown(profile: Profile) -> float:
+    """The time that the int4 kernel takes for a segment's rows, over that of reading its bytes; int8 is two
+    of its products.  1 where no kernel was measured."""
+    kernel = profile.int4
+    return kernel.ratio(_INT4_ROWS) * profile.model.bytes_per_value / _INT4_BYTES if kernel else 1.0
 
 
 def _stage(profile: Profile, size: ModelBytes) -> tuple[StageCurve, Basis]:

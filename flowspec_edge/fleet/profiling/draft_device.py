@@ -30,7 +30,9 @@ from flowspec_edge.runtime.draft_device.lm_head import LmHead
 from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.sampling.rule import Sampling
-from flowspec_edge.stage.shard import find_embedding, load_lm_head
+from flowspec_edge.stage.shard import find_embedding
+from flowspec_edge.stage.weights.load import head_scheme_of
+from flowspec_edge.stage.weights.output_head import load_output_head
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import strategy_class
@@ -144,14 +146,14 @@ class MeasuredDraftDevice:
                  target: TargetModel) -> None:
         use_exact_kernels()  # as runtime.draft_device.models does
         model = ModelDir(model_dir)
-        self._head = _TimedHead(load_lm_head(model.target, dtype, device))
+        self._head = _TimedHead(load_output_head(model.target, dtype, device, head_scheme_of(model_dir)))
         embedding = find_embedding(model.target, dtype, device)
         self._drafters: dict[str, Drafter] = {
-            kind: load_drafters(kind, model.parts, self._head.weight, embedding, dtype, model.layers)()
+            kind: load_drafters(kind, model.parts, self._head.head, embedding, dtype, model.layers)()
             for kind in kinds}
         self._target = target
-        states = np.random.default_rng(0).standard_normal((_HEAD_ROWS, self._head.weight.shape[1]))
-        self._states = from_torch(torch.from_numpy(states).to(self._head.weight.dtype))
+        states = np.random.default_rng(0).standard_normal((_HEAD_ROWS, self._head.hidden_size))
+        self._states = from_torch(torch.from_numpy(states).to(self._head.head.dtype))
         self._sessions = 0
         self.tokens: list[int] = []  # of the newest request
 

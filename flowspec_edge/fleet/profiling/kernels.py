@@ -29,7 +29,7 @@ from flowspec_edge.fleet.gpu_check.kernel_check import (
 )
 from flowspec_edge.fleet.profiling.fit import rounded
 from flowspec_edge.stage.quant.base import KINDS as QUANTISED
-from flowspec_edge.stage.quant.base import Kind
+from flowspec_edge.stage.quant.base import LayerKind
 from flowspec_edge.stage.quant.schemes import scheme
 from flowspec_edge.stage.weights.load import fast_layout
 from flowspec_edge.util.tensors import DTYPES
@@ -75,7 +75,7 @@ class KernelReport:
         return min(self.rows, key=lambda rows: abs(rows - COMPARED_ROWS))
 
     @property
-    def fastest(self) -> Kind | None:
+    def fastest(self) -> LayerKind | None:
         """The fastest working 4-bit kind that is advisable for this GPU; None if there is none."""
         works = [kind for kind in QUANTISED if kind in self.kinds and self.kinds[kind].check.works
                  and advisable(kind, self.capability)]

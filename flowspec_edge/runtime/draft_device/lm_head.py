@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flowspec_edge.messages import Payload
+from flowspec_edge.model.output_head import OutputHead, as_output_head
 from flowspec_edge.runtime.request import Likelihood
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.sampling.sampler import choose, log_probs
@@ -17,27 +18,27 @@ from flowspec_edge.util.tensors import to_device, to_torch
 
 
 class LmHead:
-    """``weight`` is the target's output matrix, [V, H]."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
+    def __init__(self, head: Tensor | OutputHead) -> None:
+        """``head``: the target's output matrix [V, H], or a module of it."""
+        self.head = as_output_head(head)
 
     @property
     def vocabulary(self) -> int:
-        return len(self.weight)
+        return self.head.vocabulary
 
     @property
     def hidden_size(self) -> int:
-        return int(self.weight.shape[1])
+        return self.head.hidden_size
 
     def states(self, hidden: Payload) -> Tensor:
-        """Copy received post-norm hidden states, [n, H], to the device, in the weight's dtype."""
-        return to_device(to_torch(hidden), self.weight.device).to(self.weight.dtype)
+        """Copy received post-norm hidden states, [n, H], to the device, in the head's dtype."""
+        return to_device(to_torch(hidden), self.head.device).to(self.head.dtype)
 
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
-        """[n, H] to [n, V], in the weight's dtype, on its device."""
-        return states @ self.weight.mT
+        """[n, H] to [n, V], in the head's dtype, on its device."""
+        logits: Tensor = self.head(states)
+        return logits
 
     @torch.inference_mode()
     def choose(self, logits: Tensor, positions: NDArray[np.integer], sampling: Sampling,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,10 @@ from flowspec_edge.runtime.draft_device.prefix_cache import PrefixHit
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.stage.families import load_config
-from flowspec_edge.stage.shard import find_embedding, load_lm_head, stage_ranges
-from flowspec_edge.stage.weights.load import part_of
+from flowspec_edge.stage.quant.schemes import quantise_linears
+from flowspec_edge.stage.shard import find_embedding, stage_ranges
+from flowspec_edge.stage.weights.load import head_scheme_of, part_of
+from flowspec_edge.stage.weights.output_head import load_output_head
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import draft_kind, draft_label, strategy_class
@@ -49,7 +52,8 @@ class DraftModels:
         self._dtype = dtype
         part_of(model_dir, DRAFT)  # checks every file of a sharded model
         with allocation("lm_head on the draft device", 0, _MEMORY_ADVICE):
-            self._lm_head = LmHead(load_lm_head(self._model.target, dtype, device))
+            self._scheme = head_scheme_of(model_dir)
+            self._lm_head = LmHead(load_output_head(self._model.target, dtype, device, self._scheme))
         load_config(self._model.target)  # refuses a model that stages cannot run
         self._limit = self._model.max_positions
         self._drafters: dict[str, Callable[[], Drafter]] = {}
@@ -111,7 +115,8 @@ class DraftModels:
         drafter = self._drafter(kind, Params())
         with self._slow():
             drafter.reset(Sampling(), "draft", 1.0)
-            state = self._lm_head.weight.new_zeros(1, self._lm_head.weight.shape[1])
+            head = self._lm_head.head
+            state = torch.zeros(1, head.hidden_size, dtype=head.dtype, device=head.device)
             for layer in drafter.taps:
                 drafter.tap(Tap(0, 0, 0, layer, np.zeros(1, np.int32), from_torch(state)))
             drafter.commit([0], None)
@@ -131,8 +136,11 @@ class DraftModels:
             return looked_up
         if kind not in self._drafters:
             with self._slow(), allocation(f"the draft model {kind}", 0, _MEMORY_ADVICE):
-                embedding = find_embedding(self._model.target, self._dtype, self._lm_head.weight.device)
-                self._drafters[kind] = load_drafters(kind, self._model.parts, self._lm_head.weight,
-                                                     embedding, self._dtype, self._model.layers)
+                head = self._lm_head.head
+                embedding = find_embedding(self._model.target, self._dtype, head.device)
+                same_bits = [partial(quantise_linears, how=self._scheme, device=head.device)
+                             ] if self._scheme else []
+                self._drafters[kind] = load_drafters(kind, self._model.parts, head, embedding, self._dtype,
+                                                     self._model.layers, *same_bits)
         drafter = self._drafters[kind]()
         return MergedDrafter(drafter, looked_up) if params.ngram else drafter

@@ -1,9 +1,10 @@
-"""The interfaces of 4-bit weights: ``Scheme`` stores and quantises, ``QuantLinear`` multiplies."""
+"""The interfaces of 4- and 8-bit weights: ``Scheme`` stores and quantises, ``QuantLinear`` multiplies."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 
 from flowspec_edge.errors import FlowspecError, UsageError
 
-Kind = Literal["int4", "nf4", "fp4"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+LayerKind = Literal["int4", "nf4", "fp4"]
+Kind = Literal["int4", "nf4", "fp4", "int8"]
+KINDS: tuple[LayerKind, ...] = get_args(LayerKind)
 DEFAULT_GROUP = 128
 # Slices of rows start at multiples of this, since kernels pack blocks of 16, 32 or 64 rows on CPUs and
 # of 8 on GPUs.
@@ -21,7 +23,7 @@ _SLICE_WEIGHTS = 1 << 20  # unpacked at a time: 4 MB in 32 bits
 
 
 class QuantLinear(nn.Module, ABC):
-    """y = x Wᵀ + b with W [out_features, in_features] in 4 bits; replaces ``nn.Linear``.
+    """y = x Wᵀ + b with W [out_features, in_features] in 4 or 8 bits; replaces ``nn.Linear``.
 
     The packed weights are buffers outside ``state_dict``, in the kernel's layout (files hold
     ``Scheme.stored``), undefined before ``fill``, for one device and dtype.  ``forward`` takes
@@ -113,7 +115,7 @@ class QuantLinear(nn.Module, ABC):
 
 
 class Scheme(ABC):
-    """One way to store matrices in 4 bits.  Row i of each stored tensor belongs to row i of the matrix."""
+    """One way to store matrices in 4 or 8 bits.  Row i of a stored tensor belongs to row i of the matrix."""
 
     kind: Kind
 
@@ -145,6 +147,10 @@ class Scheme(ABC):
     def caveat(self, dtype: torch.dtype, capability: tuple[int, int]) -> str:
         """One line of advice if ``dtype`` is slow on a GPU of that compute capability, else ""."""
         return ""
+
+    def nbytes(self, rows: int, columns: int) -> int:
+        """Bytes of a linear's weights in memory."""
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in self.stored(rows, columns).values())
 
     def group_of(self, rows: int, columns: int) -> int:
         """``fits``, with a UsageError instead of None."""

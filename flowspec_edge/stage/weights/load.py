@@ -32,6 +32,12 @@ def scheme_of(model_dir: Path | str) -> Scheme | None:
     return scheme(how.kind, how.group) if how else None
 
 
+def head_scheme_of(model_dir: Path | str) -> Scheme | None:
+    """The scheme of a model whose lm_head is stored in 8 or 4 bits, else None."""
+    how = Manifest.read(model_dir).lm_head if is_sharded(model_dir) else None
+    return scheme(how.kind, how.group) if how else None
+
+
 def shard_digest(model_dir: Path, index: int, stages: int) -> str:
     """The digest of ``load_shard(model_dir, index, stages, …)``, without loading the weights.
 

@@ -1,0 +1,57 @@
+"""The target's lm_head as a module, in one or several blocks of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class RowBlock(Protocol):
+    """A linear module without bias: [..., H] to [..., out_features]."""
+
+    out_features: int
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class OutputHead(nn.Module):
+    """Hidden states [..., H] to logits [..., V], in ``dtype`` on ``device``."""
+
+    def __init__(self, blocks: Sequence[RowBlock], hidden_size: int, dtype: torch.dtype, device: torch.device
+                 ) -> None:
+        """``blocks``: modules whose rows follow one another."""
+        super().__init__()
+        self.blocks = nn.ModuleList(cast(Sequence[nn.Module], blocks))
+        self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
+        self.vocabulary = sum(block.out_features for block in blocks)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self.parameters(), *self.buffers()))
+
+    def forward(self, states: Tensor) -> Tensor:
+        logits = [block(states) for block in self.blocks]
+        return logits[0] if len(logits) == 1 else torch.cat(logits, -1)
+
+
+class MatrixRows(nn.Module):
+    """``weight`` [n, H] as it is; ``nn.Linear`` would allocate its own first."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.out_features = len(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight)
+
+
+def as_output_head(weight: Tensor | OutputHead) -> OutputHead:
+    """``weight`` [V, H] is not copied."""
+    if isinstance(weight, OutputHead):
+        return weight
+    return OutputHead([MatrixRows(weight)], weight.shape[1], weight.dtype, weight.device)

@@ -1,0 +1,86 @@
+"""Loads the target's lm_head: in 16 bits, or in 8 or 4, in blocks of rows.
+
+On Jetsons from L4T 36.4.7 on a large piece of device memory may be refused although the memory is free, and
+this matrix is the largest: 1.6 GB in 16 bits for 152,000 tokens and a width of 5,120.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+
+import torch
+
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.model.output_head import MatrixRows, OutputHead
+from flowspec_edge.stage.families import load_config
+from flowspec_edge.stage.quant.base import QuantLinear, Scheme
+from flowspec_edge.stage.weights.checkpoint import Checkpoint, check_shape
+from flowspec_edge.stage.weights.tensor_names import EMBEDDING, LM_HEAD
+from flowspec_edge.util.tensors import check_finite, parse_dtype
+
+_BLOCK_BYTES = 240 << 20
+_SLICE = 1024  # rows that are read at a time
+PREFIX = LM_HEAD.removesuffix(".weight")  # of the names of a quantised matrix' tensors
+
+
+def load_output_head(directory: Path, dtype: str, device: torch.device | str = "cpu",
+                     scheme: Scheme | None = None) -> OutputHead:
+    """From a checkpoint's directory, or ``draft/target`` of a sharded model; the embeddings if tied.
+
+    scheme  of a matrix that is stored quantised
+
+    FlowspecError that names a missing, misshapen or damaged tensor.
+    """
+    config, checkpoint = load_config(directory), Checkpoint(directory)
+    torch_dtype, at = parse_dtype(dtype), torch.device(device)
+    rows, width = config.vocab_size, config.hidden_size
+    if scheme is None:
+        tied = config.tie_word_embeddings and LM_HEAD not in checkpoint
+        names = {"weight": EMBEDDING if tied else LM_HEAD}
+        wanted: dict[str, tuple[torch.Size, torch.dtype | None]] = {
+            names["weight"]: (torch.Size((rows, width)), None)}
+        row_bytes = width * torch_dtype.itemsize
+    else:
+        stored = scheme.stored(rows, width)
+        names = {suffix: f"{PREFIX}.{suffix}" for suffix in stored}
+        wanted = {names[suffix]: (torch.Size(shape), element) for suffix, (shape, element) in stored.items()}
+        row_bytes = sum(prod(shape) * element.itemsize for shape, element in stored.values()) // rows
+    _check(checkpoint, wanted)
+    edges = _edges(rows, row_bytes)
+    blocks: list[MatrixRows | QuantLinear] = [
+        scheme.linear(hi - lo, width, False, torch_dtype, at) if scheme
+        else MatrixRows(torch.empty((hi - lo, width), dtype=torch_dtype, device=at))
+        for lo, hi in pairwise(edges)]
+    first, *others = names.items()
+    beside = checkpoint.tensors([name for _, name in others])  # scales: a thirtieth of the matrix
+    for name, tensor in beside.items():
+        check_finite(tensor, tensor.dtype, f"{directory}: tensor {name}")
+    for lo, piece in checkpoint.pieces(first[1], _SLICE):
+        check_finite(piece, torch_dtype if scheme is None else piece.dtype, f"{directory}: tensor {first[1]}")
+        block = bisect_right(edges, lo) - 1
+        stored_rows = {suffix: beside[name][lo:lo + len(piece)] for suffix, name in others}
+        target = blocks[block]
+        start = lo - edges[block]
+        if isinstance(target, MatrixRows):
+            target.weight[start:start + len(piece)].copy_(piece)
+        else:
+            target.fill_rows(start, {first[0]: piece, **stored_rows})
+    return OutputHead(blocks, width, torch_dtype, at)
+
+
+def _edges(rows: int, row_bytes: float) -> list[int]:
+    """Where blocks begin and end."""
+    step = max(1, int(_BLOCK_BYTES / row_bytes) // _SLICE) * _SLICE
+    return [*range(0, rows, step), rows]
+
+
+def _check(checkpoint: Checkpoint, stored: dict[str, tuple[torch.Size, torch.dtype | None]]) -> None:
+    found = checkpoint.stored(list(stored))
+    for name, (shape, dtype) in stored.items():
+        check_shape(checkpoint.directory, name, found[name].shape, shape)
+        if dtype not in (None, found[name].dtype):
+            raise FlowspecError(f"{checkpoint.directory}: tensor {name} is stored as {found[name].dtype}, "
+                                f"not {dtype}: copy the model again")
