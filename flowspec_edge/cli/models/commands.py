@@ -1,4 +1,4 @@
-"""``flowspec models``: list, fetch, head, train-head, train-spd, shard, inspect, verify."""
+"""``flowspec models``: list, fetch, head, train-head, train-spd, shard, loss, inspect, verify."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from flowspec_edge.cli.models import fetch, head, shard, train
+from flowspec_edge.cli.models import fetch, head, loss, shard, train
 from flowspec_edge.errors import UsageError
 
 app = typer.Typer(help="Models: list and fetch them, cut them into shards, train draft parts.",
@@ -27,5 +27,6 @@ app.command("head")(head.head)
 app.command("train-head")(train.train_head)
 app.command("train-spd")(train.train_spd)
 app.command("shard")(shard.shard)
+app.command("loss")(loss.loss)
 app.command("inspect")(shard.inspect)
 app.command("verify")(shard.verify)
