@@ -75,7 +75,7 @@ def _scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
         return profile.model_copy(update={"model": shape}), Scaling()
     per_mb = _read_ms(profile)
     stage, basis = _stage(profile, size)
-    d0_per_mb = per_mb if size.head_bits == "16bit" else per_mb * _kernel_slowdown(profile)
+    d0_per_mb = per_mb if size.head_bits == "16bit" else _read_quantised_ms(profile, per_mb)
     head = size.lm_head / 1e6 * d0_per_mb
     draft = profile.draft.model_copy(update={
         "pass_ms": (size.draft + size.draft_lm_head) / 1e6 * d0_per_mb,
@@ -98,11 +98,13 @@ def _read_ms(profile: Profile) -> float:
     return profile.stage.ms[0] / profile.stage.layers / profile.model.layer_mb
 
 
-def _kernel_slowdown(profile: Profile) -> float:
-    """The time that the int4 kernel takes for a segment's rows, over that of reading its bytes; int8 is two
-    of its products.  1 where no kernel was measured."""
-    kernel = profile.int4
-    return kernel.ratio(_INT4_ROWS) * profile.model.bytes_per_value / _INT4_BYTES if kernel else 1.0
+def _read_quantised_ms(profile: Profile, per_mb: float) -> float:
+    """The time for 10^6 bytes of int4 weights and a segment's rows; int8 is two of its products."""
+    measured, kernel = profile.model, profile.int4
+    if measured.quantised:
+        assert measured.layer_mb
+        return profile.stage.milliseconds(_INT4_ROWS) / profile.stage.layers / measured.layer_mb
+    return per_mb * kernel.ratio(_INT4_ROWS) * measured.bytes_per_value / _INT4_BYTES if kernel else per_mb
 
 
 def _stage(profile: Profile, size: ModelBytes) -> tuple[StageCurve, Basis]:

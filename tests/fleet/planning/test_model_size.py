@@ -13,14 +13,17 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny_llama, tiny_model
 from tiny_dir import tiny_eagle3, tiny_model_dir
 
-from flowspec_edge.drafting.eagle.eagle2 import load_head
+from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, load_head
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.planning.model_size import PlanDtype, model_bytes
+from flowspec_edge.model.manifest import HeadBits
+from flowspec_edge.runtime.draft_device.models import DraftModels
 from flowspec_edge.sharding.job import run
 from flowspec_edge.sharding.plan import make_plan, recipe_for
 from flowspec_edge.sharding.source import open_source
 from flowspec_edge.stage.layers.kv_cache import KVCache
 from flowspec_edge.stage.shard import load_lm_head, load_shard
+from flowspec_edge.strategies.params import Params
 
 LLAMA_2_7B = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
               "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000,
@@ -72,9 +75,9 @@ def test_a_row_equals_what_the_cache_allocates(model: Path, dtype: PlanDtype) ->
 
 def test_int4_packs_the_layers_matrices_and_nothing_else(tmp_path: Path) -> None:
     path = tiny_model("qwen2", tmp_path / "model", layers=2, hidden=192)  # 192 is a group and a half
-    whole, packed = model_bytes(str(path), "bf16"), model_bytes(str(path), "int4")
+    whole, packed = model_bytes(str(path), "bf16"), model_bytes(str(path), "int4", "16bit")
     source = open_source(str(path))
-    run(make_plan(source, recipe_for(source, "int4"), [(0, 1), (1, 2)]), tmp_path / "cut")
+    run(make_plan(source, recipe_for(source, "int4", lm_head="16bit"), [(0, 1), (1, 2)]), tmp_path / "cut")
     first, last = (load_shard(tmp_path / "cut", i, 2, "bf16").nbytes for i in (0, 1))
     assert first == packed.layer
     assert last == packed.layer + packed.norm
@@ -82,6 +85,24 @@ def test_int4_packs_the_layers_matrices_and_nothing_else(tmp_path: Path) -> None
     for part in ("norm", "lm_head", "draft", "kv_row", "draft_kv_row"):
         assert getattr(packed, part) == getattr(whole, part)
     assert packed.bytes_per_value == 2
+
+
+@pytest.mark.parametrize("bits", ["16bit", "int8", "int4"])
+def test_bytes_of_d0_equal_what_it_loads(tmp_path: Path, bits: HeadBits) -> None:
+    path = tiny_model_dir(tmp_path / "model", layers=3, vocab=304)
+    for other in ("draft-lm", "spd"):
+        shutil.rmtree(path / other)
+    size = model_bytes(str(path), "int4", bits)
+    source = open_source(str(path))
+    manifest = run(make_plan(source, recipe_for(source, "int4", lm_head=bits), [(0, 3)]), tmp_path / "cut")
+    models = DraftModels(tmp_path / "cut", "bf16")
+    assert models._lm_head.head.nbytes == size.lm_head
+    drafter = models._drafter("eagle2", Params())
+    assert isinstance(drafter, EagleDrafter)
+    held = [t for name, t in (*drafter._head.named_parameters(), *drafter._head.named_buffers())
+            if "embed" not in name and "rotary" not in name]
+    assert sum(t.nbytes for t in held) == size.draft
+    assert manifest.part("draft").weight_bytes == size.lm_head + size.draft
 
 
 def test_without_weights_a_config_is_enough(model: Path, tmp_path: Path) -> None:

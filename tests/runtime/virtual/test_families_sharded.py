@@ -19,7 +19,8 @@ from flowspec_edge.sharding.job import run
 from flowspec_edge.sharding.plan import make_plan, ranges_for, recipe_for
 from flowspec_edge.sharding.source import open_source
 from flowspec_edge.stage.reference_model import load_reference_model
-from flowspec_edge.stage.shard import load_lm_head
+from flowspec_edge.stage.weights.load import head_scheme_of
+from flowspec_edge.stage.weights.output_head import load_output_head
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES
 from flowspec_edge.util.tensors import to_torch
@@ -107,9 +108,9 @@ def check_logits(base: Path, case: Case) -> None:
     model = sharded(base, case)
     text = [*PROMPT, *produced(base, case, "autoregressive")]
     chain, book = engines(ModelDir(model).stages, stages, compute), Book()
-    head = load_lm_head(ModelDir(model).target, compute)
+    head = load_output_head(ModelDir(model).target, compute, scheme=head_scheme_of(model))
     pieces = [through(chain, book.text(part))[1] for part in (text[:4], text[4:])]
-    ours = torch.cat([(to_torch(piece.hidden) @ head.mT).float() for piece in pieces])
+    ours = torch.cat([head(to_torch(piece.hidden)).float() for piece in pieces])
     theirs = logits(model, compute, text)
     tolerance = 1e-4 if compute == "fp32" else 0.1 * float(theirs.std())
     torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=0)
