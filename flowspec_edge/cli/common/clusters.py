@@ -46,8 +46,8 @@ class ClockSettings:
         return self.profile.name if self.profile else None
 
     def processes(self, stages: int) -> int:
-        """D0's included."""
-        return stages + 1 if self.clock == "wall" else 1
+        """On a GPU, D0's included, which the only stage shares."""
+        return stages + 1 if self.clock == "wall" and stages > 1 else 1
 
 
 def choose_clock(clock: Clock, profile: str, emulate: str | None) -> ClockSettings:

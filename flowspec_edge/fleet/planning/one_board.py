@@ -1,4 +1,4 @@
-"""Whether one board is enough: for both processes of this program, and for other programs."""
+"""Whether one board is enough: for this program, and for others."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ class SingleBoardEstimate:
 
 
 def single_board_headroom(board: CandidateBoard, problem: SplitProblem) -> int:
-    """Bytes left if ``board`` runs both D0 and a V1 with all layers, in two processes; negative: too few."""
-    return board.room - round(board.memory.process_mb * 1e6) - problem.d0 - problem.stage(
-        problem.size.layers)
+    """Bytes left if ``board`` runs both D0 and a V1 with all layers, in one process; negative: too few."""
+    return board.room - problem.d0 - problem.stage(problem.size.layers)
 
 
 def best_alone(boards: Sequence[CandidateBoard], problem: SplitProblem) -> CandidateBoard | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from flowspec_edge.fleet.planning.planner import CandidateBoard, PipelinePlan, PlannedStage, SplitProblem
 from flowspec_edge.fleet.planning.scaling import Basis, Scaling
 
-_SINGLE_BOARD = "D0+V1"  # the role of a board that runs both processes
+_SINGLE_BOARD = "D0+V1"  # the role of a board that runs both, in one process
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def alone_rows(board: CandidateBoard, others: Sequence[CandidateBoard], problem:
     kv = cached * (size.layers * size.kv_row + size.draft_kv_row)
     milliseconds = board.profile.stage_seconds(problem.rows, size.layers, problem.context) * 1e3
     row = _row(board, scaled, _SINGLE_BOARD, size.target_weights + size.d0_weights, kv, (0, size.layers),
-               milliseconds, processes=2)
+               milliseconds)
     why = f"no pipeline over these boards fits, and {board.name} alone holds everything"
     return [row, *(_row(other, scaled, None, why=why) for other in others)]
 
@@ -72,9 +72,9 @@ def _stage(stage: PlannedStage, place: int, last: bool, problem: SplitProblem,
 
 def _row(board: CandidateBoard, scaled: Mapping[str, Scaling], role: str | None, weights: int = 0,
          kv: int = 0, layers: tuple[int, int] | None = None, stage_ms: float | None = None,
-         why: str | None = None, processes: int = 1) -> BoardRow:
+         why: str | None = None) -> BoardRow:
     memory, profile, how = board.memory, board.profile, scaled[board.name]
-    process_mb = memory.process_mb * processes if role else 0.0
+    process_mb = memory.process_mb if role else 0.0
     used = (weights + kv) / 1e6 + process_mb
     return BoardRow(board.name, profile.name, profile.provenance, role, layers, weights / 1e6, kv / 1e6,
                     process_mb, memory.usable_mb, memory.usable_mb - used, stage_ms, why, how.note, how.basis)

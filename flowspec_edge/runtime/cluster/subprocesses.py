@@ -1,4 +1,4 @@
-"""Worker processes on this machine."""
+"""The stages that run on this machine."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from flowspec_edge.runtime.cluster.forkserver import (
     process_state,
     tend,
 )
+from flowspec_edge.runtime.cluster.stage_thread import StageThread, shares_a_process
 from flowspec_edge.runtime.worker.config import WorkerConfig
 
 Wrap = Callable[[int, Sequence[str]], list[str]]
-AnyWorker = subprocess.Popen[bytes] | WorkerProcess
+AnyWorker = subprocess.Popen[bytes] | WorkerProcess | StageThread
 
 _GRACE_S = 2.0  # between SIGTERM and SIGKILL
 _KILLED_S = 30.0  # after SIGKILL; only a process that waits inside the kernel takes so long
@@ -57,12 +58,16 @@ class WorkerProcesses:
         return [worker.pid for worker in self._workers]
 
     def start(self, configs: Sequence[WorkerConfig], verbose: bool = False, wrap: Wrap | None = None) -> None:
-        """``wrap``: (stage, command) -> command at the stage's place; without it, CPU workers are forked."""
+        """``wrap``: (stage, command) -> command at the stage's place; without it, CPU workers are forked, and
+        the only stage on a GPU is a thread of this process."""
         for config in configs:
             file = self.directory / f"v{config.stage}.toml"
             file.write_text(config.dump(), encoding="utf-8")
-            if wrap is None and config.device == "cpu":
-                starter: Callable[[float], AnyWorker] = partial(
+            starter: Callable[[float], AnyWorker]
+            if wrap is None and shares_a_process(configs):
+                starter = partial(self._thread, config)
+            elif wrap is None and config.device == "cpu":
+                starter = partial(
                     WorkerProcess, file, self._output(config.stage), config.listen_fd, verbose,
                     self.directory)
             else:
@@ -82,6 +87,10 @@ class WorkerProcesses:
         for stage in stages:
             self._workers[stage - 1] = self._starters[stage - 1](deadline - time.monotonic())
             self._stopped_at.pop(stage, None)
+
+    def _thread(self, config: WorkerConfig, within: float) -> StageThread:
+        """A thread needs no ``within``: nothing is waited for."""
+        return StageThread(config, self._output(config.stage))
 
     def _spawn(self, config: WorkerConfig, file: Path, verbose: bool, wrap: Wrap | None, within: float
                ) -> subprocess.Popen[bytes]:

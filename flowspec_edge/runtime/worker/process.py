@@ -37,7 +37,13 @@ log = logging.getLogger(__name__)
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class StopSignals:
+class StopRequest:
+    """``serving``: the worker's loop runs; ``arrived``: it is to end."""
+
+    serving = arrived = False
+
+
+class StopSignals(StopRequest):
     """SIGTERM and SIGINT end the process with exit code 0.
 
     While the shard loads, at once: loading may take minutes, and nothing can be lost. Once ``serving``, they
@@ -46,8 +52,6 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        self.serving = False
-        self.arrived = False
         for number in _STOP_SIGNALS:
             signal.signal(number, self._note)
 
@@ -62,7 +66,7 @@ class StopSignals:
             signal.signal(number, signal.SIG_IGN)
 
 
-def run_worker(config: WorkerConfig, signals: StopSignals, notifier: Notifier | None = None,
+def run_worker(config: WorkerConfig, signals: StopRequest, notifier: Notifier | None = None,
                release: ReleaseLink | None = None) -> None:
     """Load the shard and serve until Shutdown or a signal; errors are sent to D0 (Failed), then raised."""
     emulation = Emulation.load(Path(config.emulate)) if config.emulate else None

@@ -165,7 +165,7 @@ def test_tables_for_people(home: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert main(["plan", "--model", str(home / "model"), "--devices", f"{home}/nano.toml:3", "--devices",
                  f"{home}/full.toml", "--dtype", "int4", "--strategies", "chunk_pp"]) == 0
     out = capsys.readouterr().out
-    for text in ("model, int4, 2048 tokens of context", "D0", "V1", "V2", "headroom MB",
+    for text in ("model, int4 (lm_head int4), 2048 tokens", "D0", "V1", "V2", "headroom MB",
                  "The slowest stage takes", "left out: full: too little memory for one layer: needs",
                  "VIRTUAL TIME, 2048 tokens of context, acceptance of model itself", "chunk_pp", "1.00×",
                  "nano-1 alone makes", "estimated: profile nano is scaled from layers of"):
@@ -200,7 +200,7 @@ def test_a_config_alone_takes_the_demonstration_models_tokens(home: Path,
 def test_one_board_by_itself(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, "--model", str(home / "model"), "--devices", f"{home}/agx.toml")
     [only] = found["boards"]
-    assert (only["role"], only["layers"], only["process_mb"]) == ("D0+V1", [0, 4], 1000)
+    assert (only["role"], only["layers"], only["process_mb"]) == ("D0+V1", [0, 4], 500)
     assert found["one_board"]["enough"]
     assert found["one_board"]["text"].startswith("one board is enough: agx alone makes ")
     assert found["predictions"] == []

@@ -227,9 +227,9 @@ def test_one_board_is_no_pipeline() -> None:
         plan([board()], problem())
 
 
-def test_one_board_holds_both_processes() -> None:
+def test_one_board_holds_everything_in_one_process() -> None:
     p = problem(size(layers=2))
-    needed = p.d0 + p.stage(2) + 2 * 500 * MB
+    needed = p.d0 + p.stage(2) + 500 * MB
     assert single_board_headroom(board(usable_mb=needed / MB), p) == 0
     assert single_board_headroom(board(usable_mb=needed / MB - 1), p) < 0
 

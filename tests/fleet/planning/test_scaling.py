@@ -208,12 +208,12 @@ def test_rows_add_up_to_what_the_model_needs() -> None:
         assert row.used_mb == pytest.approx(row.usable_mb - row.headroom_mb)
 
 
-def test_a_single_board_row_has_two_processes() -> None:
+def test_a_single_board_row_has_one_process() -> None:
     of = size(layers=4)
     p = SplitProblem(of, 1000, 1000)
     big, other = CandidateBoard("big", profile(usable_mb=20_000)), CandidateBoard("other", profile())
     row, left = alone_rows(big, [other], p, {"big": Scaling(), "other": Scaling()})
-    assert (row.role, row.layers, row.process_mb) == ("D0+V1", (0, 4), 1000)
+    assert (row.role, row.layers, row.process_mb) == ("D0+V1", (0, 4), 500)
     assert row.weights_mb == pytest.approx((of.target_weights + of.d0_weights) / MB)
     assert row.stage_ms == pytest.approx(24)
     assert left.role is None
