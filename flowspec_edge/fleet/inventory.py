@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from flowspec_edge.config import Profile, StrictModel, load_profile, load_toml
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.paths import PYTHON
-from flowspec_edge.model.manifest import HeadBits, ShardDtype
+from flowspec_edge.model.manifest import CacheBits, HeadBits, ShardDtype
 from flowspec_edge.runtime.request import SchedulingPolicy
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY
 from flowspec_edge.strategies.registry import strategy_class
@@ -56,6 +56,7 @@ class ClusterSettings(StrictModel):
     model: str = ""  # a model in the package, a checkpoint's directory, or a sharded model
     draft: str = ""  # a draft head's checkpoint, if the model's directory has none; or "ngram"
     dtype: Literal["auto", ShardDtype] = "auto"  # of the weights; auto: unchanged
+    kv_cache: CacheBits = "16bit"  # of the stages' keys and values
     lm_head: Literal["auto", HeadBits] = "auto"  # of lm_head and EAGLE heads; auto: int4 with 4-bit weights
     context: Annotated[int, Field(ge=1)] = 4096  # KV cache tokens, over all concurrent requests
     at_once: Annotated[int, Field(ge=0)] = 0  # concurrent requests; 0: one per stage, at least 2

@@ -31,6 +31,7 @@ ComputeDtype = Literal["fp32", "bf16", "fp16"]
 QuantKind = Literal["int4", "nf4", "fp4"]
 ShardDtype = Literal["fp32", "bf16", "fp16", "int4", "nf4", "fp4"]
 HeadBits = Literal["16bit", "int8", "int4"]  # of lm_head and draft heads; 16bit: unchanged
+CacheBits = Literal["16bit", "int8"]  # of the stages' keys and values; 16bit: the compute dtype
 Count = Annotated[int, Field(ge=1)]
 Bytes = Annotated[int, Field(ge=0)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -108,6 +109,7 @@ class Manifest(_Strict):
     compute_dtype: ComputeDtype
     quantisation: Quantisation | None
     lm_head: HeadQuantisation | None = None
+    kv_cache: CacheBits = "16bit"
     request: Sha256
     parts: dict[str, ShardPart]
     _directory: Path = PrivateAttr(default=Path())

@@ -17,6 +17,7 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.model.manifest import (
     DRAFT,
     DRAFT_TARGET,
+    CacheBits,
     ComputeDtype,
     HeadBits,
     QuantKind,
@@ -26,6 +27,7 @@ from flowspec_edge.model.manifest import (
 from flowspec_edge.model.modeldir import DRAFT_PARTS
 from flowspec_edge.sharding.source import Linear, SourceModel
 from flowspec_edge.sharding.writer import Layout, file_size
+from flowspec_edge.stage.layers.kv_cache import row_bytes
 from flowspec_edge.stage.quant.base import DEFAULT_GROUP, Scheme
 from flowspec_edge.stage.quant.schemes import default_head_bits, head_scheme, scheme
 from flowspec_edge.stage.shard import split_layers
@@ -40,7 +42,8 @@ DTYPE_NAMES: dict[torch.dtype, ComputeDtype] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """The storage of weights, from ``--dtype``, ``--group``, ``--compute-dtype`` and ``--lm-head``.
+    """The storage of weights, from ``--dtype``, ``--group``, ``--compute-dtype``, ``--lm-head``
+    and ``--kv-cache``.
 
     compute  dtype of computation on the devices
     plain    dtype of everything that is not quantised
@@ -54,6 +57,7 @@ class Recipe:
     scheme: Scheme | None
     group: int
     lm_head: Scheme | None = None
+    kv_cache: CacheBits = "16bit"
 
     @property
     def kind(self) -> QuantKind | None:
@@ -120,7 +124,7 @@ class ShardingPlan:
         facts = [
             source.config_sha256, source.weights.digest(source.weights.names), self.ranges,
             self.recipe.dtype, self.recipe.compute, str(self.recipe.plain), self.recipe.group,
-            head.kind if (head := self.recipe.lm_head) else None,
+            head.kind if (head := self.recipe.lm_head) else None, self.recipe.kv_cache,
             [(path.name, path.stat().st_size) for path in source.extra_files],
             [(d.kind, d.fingerprint, [(path.name, path.stat().st_size) for path in d.files])
              for d in source.drafts],
@@ -129,7 +133,8 @@ class ShardingPlan:
 
 
 def recipe_for(source: SourceModel, dtype: ShardDtype | None = None, group: int | None = None,
-               compute: ComputeDtype | None = None, lm_head: HeadBits | None = None) -> Recipe:
+               compute: ComputeDtype | None = None, lm_head: HeadBits | None = None,
+               kv_cache: CacheBits = "16bit") -> Recipe:
     """UsageError for options that conflict with one another or the checkpoint.
 
     dtype    None: the checkpoint's own 16-bit type, or fp16; an AWQ or GPTQ checkpoint is always int4
@@ -146,7 +151,7 @@ def recipe_for(source: SourceModel, dtype: ShardDtype | None = None, group: int 
             raise UsageError(f"--lm-head {bits} cannot hold an lm_head of {rows} x {columns}: the vocabulary "
                              "must be a multiple of 16, the width of 32; use 16bit")
         how = None
-    return replace(recipe, lm_head=how)
+    return replace(recipe, lm_head=how, kv_cache=kv_cache)
 
 
 def _layers_recipe(source: SourceModel, dtype: ShardDtype | None, group: int | None,
@@ -231,7 +236,7 @@ def _stage(source: SourceModel, recipe: Recipe, index: int, ranges: Sequence[tup
         parameters=plain_values + sum(linear.rows * linear.columns for linear in packed_all),
         weight_bytes=(plain_values - embedded) * width + sum(
             _packed_bytes(recipe, linear) for linear in packed_all),
-        row_bytes=(hi - lo) * _kv_row(source) * width)
+        row_bytes=(hi - lo) * _kv_row(source, recipe))
 
 
 def _draft(source: SourceModel, recipe: Recipe) -> PlannedPart:
@@ -287,7 +292,9 @@ def _packed_bytes(recipe: Recipe, linear: Linear) -> int:
     return recipe.scheme.nbytes(linear.rows, linear.columns)
 
 
-def _kv_row(source: SourceModel) -> int:
+def _kv_row(source: SourceModel, recipe: Recipe) -> int:
+    """Bytes in one layer."""
     config = source.config
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * int(config.num_key_value_heads) * int(width)
+    return row_bytes(int(config.num_key_value_heads), int(width), DTYPES[recipe.compute].itemsize,
+                     recipe.kv_cache)

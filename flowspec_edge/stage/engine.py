@@ -33,7 +33,7 @@ from flowspec_edge.messages import (
 from flowspec_edge.stage import forward, rows
 from flowspec_edge.stage.base import Poll, Results
 from flowspec_edge.stage.layers.batch import Part
-from flowspec_edge.stage.layers.kv_cache import KVCache
+from flowspec_edge.stage.layers.kv_cache import Int8KVCache, KVCache, row_bytes
 from flowspec_edge.stage.session import COUNTERS, Session
 from flowspec_edge.stage.shard import Shard
 from flowspec_edge.util import device_memory
@@ -312,13 +312,15 @@ class StageEngine:
         ended.clear()  # frees memory before the next allocation
         device_memory.release(shard.device)
         lo, hi = shard.layers
-        nbytes = (hi - lo) * 2 * capacity * shard.kv_heads * shard.head_dim * shard.dtype.itemsize
+        nbytes = (hi - lo) * capacity * row_bytes(
+            shard.kv_heads, shard.head_dim, shard.dtype.itemsize, shard.kv_cache)
         available = device_memory.available_bytes(shard.device)
         with device_memory.allocation(f"a KV cache of {capacity} rows", nbytes, _NEED_LESS, available):
             if inherited is not None:
                 inherited.move(capacity, np.arange(rows))
                 return inherited
-            return KVCache(shard.layers, shard.kv_heads, shard.head_dim, capacity, shard.dtype, shard.device)
+            kind = Int8KVCache if shard.kv_cache == "int8" else KVCache
+            return kind(shard.layers, shard.kv_heads, shard.head_dim, capacity, shard.dtype, shard.device)
 
 
 def _payload(hidden: Tensor, dead: rows.Bool) -> Payload:

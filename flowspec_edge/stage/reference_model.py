@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from flowspec_edge.model.manifest import DRAFT, DRAFT_TARGET, Manifest, stage_part
 from flowspec_edge.model.modeldir import is_sharded
 from flowspec_edge.stage.families import load_config
+from flowspec_edge.stage.layers.attention import register_rounded
 from flowspec_edge.stage.weights import tensor_names
 from flowspec_edge.stage.weights.checkpoint import Checkpoint
 from flowspec_edge.stage.weights.load import (
@@ -30,12 +31,14 @@ def load_reference_model(model_dir: Path | str, dtype: str, device: torch.device
     """transformers' causal language model, quantised matrices included; errors as for ``load_shard``."""
     torch_dtype, torch_device = parse_dtype(dtype), torch.device(device)
     config = load_config(model_dir)
+    manifest = Manifest.read(model_dir) if is_sharded(model_dir) else None
+    rounded = {"attn_implementation": register_rounded()} if manifest and manifest.kv_cache == "int8" else {}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, **rounded)
     core = model.model
     runs = [(0, len(core.layers))]
-    if is_sharded(model_dir):
-        runs = list(Manifest.read(model_dir).ranges)
+    if manifest:
+        runs = list(manifest.ranges)
     for index, (lo, hi) in enumerate(runs):
         parts: dict[str, nn.Module] = {f"model.layers.{i}": core.layers[i] for i in range(lo, hi)}
         if index == 0:
@@ -44,10 +47,10 @@ def load_reference_model(model_dir: Path | str, dtype: str, device: torch.device
             parts["model.norm"] = core.norm
         checkpoint = Checkpoint(part_of(model_dir, stage_part(index)))
         read = load_modules(parts, checkpoint, torch_dtype, torch_device, scheme_of(model_dir))
-        wanted = read if is_sharded(model_dir) else tensor_names.whole_model(core)
+        wanted = read if manifest else tensor_names.whole_model(core)
         tensor_names.check_no_unexpected(checkpoint.directory, checkpoint.names, wanted)
     core.rotary_emb = type(core.rotary_emb)(config=config).to(torch_device)
-    home = Path(model_dir) / DRAFT_TARGET if is_sharded(model_dir) else Path(model_dir)
+    home = Path(model_dir) / DRAFT_TARGET if manifest else Path(model_dir)
     head_scheme = head_scheme_of(model_dir)
     if head_scheme is not None:
         part_of(model_dir, DRAFT)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.manifest import Manifest, stage_part
+from flowspec_edge.model.manifest import CacheBits, Manifest, stage_part
 from flowspec_edge.model.modeldir import is_sharded
 from flowspec_edge.stage.families import load_config, skeleton
 from flowspec_edge.stage.layers.fused import FusedLayer
@@ -34,6 +34,7 @@ class Shard:
     embed    first stage only
     norm     last stage only
     digest   fingerprint of the stored tensors, independent of ``dtype``
+    kv_cache  how the cache keeps keys and values
     """
 
     index: int
@@ -47,6 +48,7 @@ class Shard:
     dtype: torch.dtype
     device: torch.device
     digest: str
+    kv_cache: CacheBits = field(default="16bit", kw_only=True)
 
     @property
     def hidden_size(self) -> int:
@@ -160,6 +162,7 @@ def load_shard(model_dir: Path | str, index: int, stages: int, dtype: str,
         modules=tuple(parts[f"model.layers.{i}"] for i in range(lo, hi)), rotary=rotary,
         embed=embed, norm=parts.get("model.norm"),
         dtype=torch_dtype, device=torch_device, digest=checkpoint.digest(read),
+        kv_cache=Manifest.read(model_dir).kv_cache if is_sharded(model_dir) else "16bit",
     )
 
 

@@ -26,7 +26,7 @@ from flowspec_edge.fleet.planning.plan_table import alone_rows, plan_rows
 from flowspec_edge.fleet.planning.planner import CandidateBoard, PipelinePlan, SplitProblem
 from flowspec_edge.fleet.planning.scaling import Scaling
 from flowspec_edge.fleet.planning.throughput import Throughput
-from flowspec_edge.model.manifest import HeadBits
+from flowspec_edge.model.manifest import CacheBits, HeadBits
 from flowspec_edge.runtime.request import Request
 
 _COMPARED_TYPES: tuple[PlanDtype, ...] = ("fp16", "int4")
@@ -101,12 +101,12 @@ class Case:
 
 
 def case_of(model: str, dtype: PlanDtype, members: Sequence[BoardSpec], context: int, at_once: int,
-            draft: Drafter, lm_head: HeadBits | None = None) -> Case:
+            draft: Drafter, lm_head: HeadBits | None = None, kv_cache: CacheBits = "16bit") -> Case:
     """UsageError for a context that the model was not made for; ``planner.DoesNotFit`` with what is
     missing."""
 
     def size_in(dtype: PlanDtype) -> ModelBytes:
-        size = model_bytes(model, dtype, lm_head)
+        size = model_bytes(model, dtype, lm_head, kv_cache)
         return size.without_head() if draft == "ngram" else size
 
     size = size_in(dtype)
@@ -141,7 +141,8 @@ def case_of(model: str, dtype: PlanDtype, members: Sequence[BoardSpec], context:
 
 
 def choose_dtype(model: str, wanted: str, members: Sequence[BoardSpec], context: int, at_once: int,
-                 draft: Drafter, lm_head: HeadBits | None = None) -> tuple[Case, list[Case]]:
+                 draft: Drafter, lm_head: HeadBits | None = None, kv_cache: CacheBits = "16bit"
+                 ) -> tuple[Case, list[Case]]:
     """The case of the element type ``wanted``, "auto" for the fastest that fits, and those to compare."""
     errors: list[FlowspecError] = []
 
@@ -149,7 +150,7 @@ def choose_dtype(model: str, wanted: str, members: Sequence[BoardSpec], context:
         cases = []
         for kind in kinds:
             try:
-                cases.append(case_of(model, kind, members, context, at_once, draft, lm_head))
+                cases.append(case_of(model, kind, members, context, at_once, draft, lm_head, kv_cache))
             except (planner.DoesNotFit, UsageError) as error:  # a profile may not scale to other weights
                 errors.append(error)
         return cases
@@ -160,7 +161,7 @@ def choose_dtype(model: str, wanted: str, members: Sequence[BoardSpec], context:
             raise errors[-1]  # of the smallest
         return cases[0], cases[1:]
     first = cast(PlanDtype, wanted)
-    main = case_of(model, first, members, context, at_once, draft, lm_head)
+    main = case_of(model, first, members, context, at_once, draft, lm_head, kv_cache)
     return main, found([kind for kind in _COMPARED_TYPES
                         if kind != first and (first, kind) != ("bf16", "fp16")])
 

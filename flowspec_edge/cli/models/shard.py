@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 StoredDtype = Literal["fp32", "fp16", "bf16", "int4", "nf4", "fp4", "4bit"]
 HeadBits = Literal["16bit", "int8", "int4"]
+CacheBits = Literal["16bit", "int8"]
 _Directory = Annotated[Path, typer.Argument(
     help="A sharded model, or a board's part of it.", metavar="DIR")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
@@ -48,6 +49,9 @@ def shard(
     lm_head: Annotated[HeadBits | None, typer.Option(
         "--lm-head", help="Bits of lm_head and of an EAGLE head on the draft device.  Default: int4 with "
         "4 bits, else 16bit.  What it costs: flowspec models loss.")] = None,
+    kv_cache: Annotated[CacheBits, typer.Option(
+        "--kv-cache", help="How stages keep keys and values: 16bit, as computed, or int8, in half of that.",
+        )] = "16bit",
     kernels: Annotated[Path | None, typer.Option(
         "--kernels", help="For 4bit: the file of `flowspec device kernels --out` on a board.  Default: "
         "measure this machine.", metavar="FILE")] = None,
@@ -77,7 +81,7 @@ def shard(
 
     source = open_source(model, draft or [])
     ranges = ranges_for(source.layers, stages, lengths)
-    plan = make_plan(source, recipe_for(source, stored, group, compute_dtype, lm_head), ranges)
+    plan = make_plan(source, recipe_for(source, stored, group, compute_dtype, lm_head, kv_cache), ranges)
     if finished(plan, out) is not None:
         print(f"{out} is finished already; inspect it with: flowspec models inspect {out}")
         return
@@ -118,6 +122,7 @@ def inspect(
                           "compute_dtype": manifest.compute_dtype, "model_type": manifest.model_type,
                           "quantisation": manifest.quantisation and manifest.quantisation.model_dump(),
                           "lm_head": manifest.lm_head and manifest.lm_head.model_dump(),
+                          "kv_cache": manifest.kv_cache,
                           "layers": manifest.layers, "context": context, "parts": rows}, indent=2))
         return
     _print_table(manifest, rows, context)
@@ -201,6 +206,8 @@ def _summary(plan: ShardingPlan) -> str:
         how += f" in groups of {recipe.group}"
     if recipe.lm_head is not None:
         how += f", lm_head in {recipe.lm_head.kind}"
+    if recipe.kv_cache != "16bit":
+        how += f", KV caches in {recipe.kv_cache}"
     if plan.kept:
         how += f" ({len(plan.kept)} matrices in 16 bit: no group divides them)"
     drafts = ", ".join(draft.kind for draft in plan.source.drafts) or "no draft model"
@@ -230,6 +237,8 @@ def _print_table(manifest: Manifest, rows: list[dict[str, Any]], context: int) -
     kind = f"{how.kind} in groups of {how.group}" if how else manifest.dtype
     if manifest.lm_head:
         kind += f", lm_head in {manifest.lm_head.kind} in groups of {manifest.lm_head.group}"
+    if manifest.kv_cache != "16bit":
+        kind += f", KV caches in {manifest.kv_cache}"
     about = (f"{manifest.source.name}: {manifest.model_type}, {manifest.layers} layers of width "
              f"{manifest.hidden_width}, {kind}, computing in {manifest.compute_dtype}; caches of {context} "
              "rows; sizes in MB")

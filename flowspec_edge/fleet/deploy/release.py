@@ -144,7 +144,8 @@ def sharded_model(deployment: Deployment, progress: Callable[[int, int], None] =
                              "`flowspec models shard` wrote")
         return manifest
     source = open_source(str(model.path), [deployment.head] if deployment.head else [])
-    recipe = recipe_for(source, deployment.dtype, lm_head=deployment.lm_head)
+    recipe = recipe_for(source, deployment.dtype, lm_head=deployment.lm_head,
+                        kv_cache=deployment.cluster.kv_cache)
     plan = make_plan(source, recipe, deployment.ranges)
     out = deployment.work / "models" / plan.request[:16]
     if (found := finished(plan, out)) is not None:

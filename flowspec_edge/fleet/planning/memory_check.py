@@ -59,7 +59,7 @@ class MemoryCheck:
 
     def _sizes(self, dtype: PlanDtype) -> ModelBytes:
         bits = self._cluster.lm_head
-        size = model_bytes(self._model, dtype, None if bits == "auto" else bits)
+        size = model_bytes(self._model, dtype, None if bits == "auto" else bits, self._cluster.kv_cache)
         # A head in the model's directory is sharded and loaded all the same.
         return size.without_head() if self._cluster.by_ngrams and size.draft_estimated else size
 

@@ -21,7 +21,7 @@ from flowspec_edge.drafting.eagle.eagle3 import Eagle3Head, head3_config
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.catalogue import find_known
 from flowspec_edge.model.hub import download_config, is_repository_name
-from flowspec_edge.model.manifest import HeadBits
+from flowspec_edge.model.manifest import CacheBits, HeadBits
 from flowspec_edge.model.modeldir import (
     DRAFT_PARTS,
     WEIGHTS,
@@ -31,6 +31,7 @@ from flowspec_edge.model.modeldir import (
     resolve_model,
 )
 from flowspec_edge.stage.families import load_config, parse_config, skeleton
+from flowspec_edge.stage.layers.kv_cache import row_bytes
 from flowspec_edge.stage.quant.base import Scheme
 from flowspec_edge.stage.quant.schemes import default_head_bits, head_scheme, scheme
 from flowspec_edge.stage.weights.checkpoint import Checkpoint, check_shape
@@ -102,12 +103,14 @@ class ModelBytes:
         return rows * self.hidden_width * self.bytes_per_value
 
 
-def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = None) -> ModelBytes:
+def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = None,
+                kv_cache: CacheBits = "16bit") -> ModelBytes:
     """Of a model by name or directory, a checkpoint or its config.json, or OWNER/NAME on the hub, of which
     only config.json is fetched.
 
     "int4": 4 bits for the matrices of the decoder layers, 16 bits for all else, but for lm_head and the EAGLE
-    head's matrices, which are in ``lm_head``; None: the sharder's default for ``dtype``.
+    head's matrices, which are in ``lm_head``; None: the sharder's default for ``dtype``.  ``kv_cache``: of
+    the stages; the draft head's is in 16 bits.
     UsageError if there is no model that stages can run; FlowspecError for damaged or incomplete weights.
     """
     name, target, draft, config = _locate(name_or_path)
@@ -133,7 +136,7 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
         norm=_numel(core.norm.parameters()) * width, lm_head=matrix,
         draft=_module(head, width, quantised) - head.embed_tokens.weight.numel() * width,
         draft_lm_head=0 if isinstance(head, Eagle3Head) else matrix, head_bits=bits,
-        kv_row=_kv_values(config) * width, draft_kv_row=_kv_values(head.config) * width,
+        kv_row=_kv_row(config, width, kv_cache), draft_kv_row=_kv_row(head.config, width),
         from_weights=from_weights, draft_estimated=draft is None,
     )
 
@@ -211,7 +214,7 @@ def _numel(parameters: Iterable[torch.Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-def _kv_values(config: Any) -> int:
+def _kv_row(config: Any, width: int, kept_in: CacheBits = "16bit") -> int:
     heads = config.num_key_value_heads or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * int(heads) * int(head_dim)
+    return row_bytes(int(heads), int(head_dim), width, kept_in)

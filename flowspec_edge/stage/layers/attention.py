@@ -14,13 +14,17 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from flowspec_edge.stage.layers.batch import BatchMask
+from flowspec_edge.stage.layers.kv_cache import from_int8, in_int8
 from flowspec_edge.util.tensors import to_device
 from flowspec_edge.util.torchdevice import use_exact_kernels
 
 NAME = "flowspec"
+_ROUNDED = "flowspec-int8-kv"
 _ALIGNED = 8  # elements: the mask stride that the memory-efficient kernel requires
 
 
@@ -54,6 +58,20 @@ def attend(module: nn.Module, query: Tensor, key: Any, value: Any, attention_mas
     if isinstance(attention_mask, BatchMask):
         return attention_mask.attend(partial(_attend, scaling), query, key, value), None
     return _attend(scaling, query, key, value, attention_mask), None
+
+
+def register_rounded() -> str:
+    """Register transformers' "sdpa" over keys and values as an ``Int8KVCache`` keeps them; return its
+    name."""
+    AttentionInterface.register(_ROUNDED, _attend_rounded)
+    AttentionMaskInterface.register(_ROUNDED, sdpa_mask)
+    return _ROUNDED
+
+
+def _attend_rounded(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
+                    ) -> tuple[Tensor, None]:
+    key, value = (from_int8(in_int8(states), states.dtype) for states in (key, value))
+    return sdpa_attention_forward(module, query, key, value, *args, **options)
 
 
 def _attend(scaling: float | None, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:

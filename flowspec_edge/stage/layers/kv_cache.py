@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.messages import Int32
+from flowspec_edge.model.manifest import CacheBits
 from flowspec_edge.util.device_memory import release
 from flowspec_edge.util.tensors import to_device
 
@@ -26,12 +27,15 @@ class KVCache:
         self._first_layer = layers[0]
         # By layer, [key or value, slot, kv head, head_dim]: the heads of a row are contiguous, as the layers
         # produce them, so that writing, reading and moving rows touches memory in order.
-        self._store = [torch.empty(2, capacity, kv_heads, head_dim, dtype=dtype, device=device)
-                       for _ in range(*layers)]
+        self._store = [self._empty(capacity, kv_heads, head_dim, dtype, device) for _ in range(*layers)]
         self._views = [_views(layer) for layer in self._store]
         self._device = device
         self._numbers = np.empty(capacity, dtype=np.int32)
         self._length = 0
+
+    def _empty(self, capacity: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+               ) -> Tensor:
+        return torch.empty(2, capacity, kv_heads, head_dim, dtype=dtype, device=device)
 
     def __len__(self) -> int:
         return self._length
@@ -120,6 +124,53 @@ class KVCache:
 
     def clear(self) -> None:
         self._length = 0
+
+
+class Int8KVCache(KVCache):
+    """Keeps a byte a value, and a scale for each head of a row, in ``_SCALE`` bytes behind its values.
+
+    A pass reads all rows of a layer in the layers' dtype, its own rows as they are kept: what a row sees does
+    not depend on when it is computed.
+    """
+
+    def _empty(self, capacity: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+               ) -> Tensor:
+        self._dtype = dtype
+        return torch.empty(2, capacity, kv_heads, head_dim + _SCALE, dtype=torch.int8, device=device)
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: object) -> tuple[Tensor, Tensor]:
+        rows = torch.stack((keys[0], values[0])).permute(2, 0, 1, 3)
+        return self.write(rows, layer_idx)
+
+    def write(self, rows: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        held, n = self._length, len(rows)
+        layer = self._store[layer_idx - self._first_layer]
+        layer[:, held : held + n].copy_(in_int8(rows).transpose(0, 1))
+        return _views(from_int8(layer[:, : held + n], self._dtype))
+
+
+_SCALE = 2  # bytes of a bfloat16
+
+
+def in_int8(values: Tensor) -> Tensor:
+    """[..., d] to int8 [..., d + _SCALE]: codes of at most 127, then their bfloat16 scale."""
+    wide = values.float()
+    # Rounded up to bfloat16: a smaller scale would clip the largest value.
+    scales = (wide.abs().amax(-1, keepdim=True) / 127 * (1 + 2**-8)).to(torch.bfloat16)
+    inverse = torch.where(scales > 0, 1 / scales.float(), 0)
+    codes = (wide * inverse).round_().clamp_(-127, 127).to(torch.int8)
+    return torch.cat((codes, scales.view(torch.int8)), -1)
+
+
+def from_int8(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values that ``in_int8`` kept: [..., d] in ``dtype``."""
+    scales = stored[..., -_SCALE:].contiguous().view(torch.bfloat16)
+    return stored[..., :-_SCALE].to(dtype) * scales.to(dtype)
+
+
+def row_bytes(kv_heads: int, head_dim: int, width: int, kept_in: CacheBits) -> int:
+    """Of one row's keys and values in one layer; ``width``: bytes of a value in the compute dtype."""
+    return 2 * kv_heads * (head_dim + _SCALE if kept_in == "int8" else head_dim * width)
 
 
 def _views(layer: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,130 @@
+"""Keys and values in 8 bits: the rounding, the cache's operations, and tokens that are those of generate."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_dir import tiny_model_dir
+
+from flowspec_edge.bench.run.weight_loss import weight_losses
+from flowspec_edge.config import load_profile
+from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.runtime.request import Request
+from flowspec_edge.runtime.virtual.cluster import VirtualCluster
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.sharding.job import run
+from flowspec_edge.sharding.plan import make_plan, ranges_for, recipe_for
+from flowspec_edge.sharding.source import open_source
+from flowspec_edge.stage.layers.kv_cache import Int8KVCache, from_int8, in_int8, row_bytes
+from flowspec_edge.stage.reference_model import load_reference_model
+from flowspec_edge.stage.shard import load_shard
+from flowspec_edge.strategies.registry import STRATEGIES
+
+CPU, HEADS, WIDTH, PROMPT, NEW = torch.device("cpu"), 2, 16, [5, 17, 42, 3, 3, 58, 11], 10
+PIPELINED = [name for name, strategy in STRATEGIES.items() if strategy.parallelism == "pipeline"]
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 999), size=st.floats(1e-6, 1e4),
+       dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+def test_a_value_is_within_half_a_step(seed: int, size: float, dtype: torch.dtype) -> None:
+    """Of 127 steps to the largest of its head, and what the dtype rounds; zeros stay zeros."""
+    values = torch.from_numpy(np.random.default_rng(seed).normal(size=(5, HEADS, WIDTH)) * size).to(dtype)
+    values[2] = 0
+    found = from_int8(in_int8(values), dtype)
+    assert (found.dtype, found.shape) == (dtype, values.shape)
+    most = values.double().abs().amax(-1, keepdim=True)
+    off = (found.double() - values.double()).abs()
+    assert (off <= most * (0.505 / 127 + 2 * torch.finfo(dtype).eps)).all()
+    assert not found[2].any()
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+@torch.inference_mode()  # as the engine computes
+def test_every_operation_against_a_list_of_rows(data: st.DataObject) -> None:
+    """write, update, append, keep and move; a pass sees the rounded values of all rows, its own included."""
+    random = np.random.default_rng(data.draw(st.integers(0, 999)))
+    cache = Int8KVCache((3, 5), HEADS, WIDTH, 40, torch.float32, CPU)
+    held: list[torch.Tensor] = []  # [2 layers, 2, heads, width] each
+    number = 0
+    for step in range(data.draw(st.integers(1, 8))):
+        action = data.draw(st.sampled_from(["write", "update", "keep", "move"]))
+        if action in ("write", "update") and len(held) < 30:
+            n = data.draw(st.integers(1, 5))
+            rows = torch.from_numpy(random.normal(size=(n, 2, 2, HEADS, WIDTH))).float()
+            expected = torch.stack([*held, *(from_int8(in_int8(row), torch.float32) for row in rows)])
+            for layer in (0, 1):
+                found = (cache.write(rows[:, layer], layer + 3) if action == "write" else
+                         cache.update(*(rows[:, layer, part].transpose(0, 1)[None] for part in (0, 1)),
+                                      layer + 3))
+                for part in (0, 1):
+                    assert torch.equal(found[part][0].transpose(0, 1), expected[:, layer, part]), step
+            cache.append(np.arange(number, number + n, dtype=np.int32))
+            held, number = list(expected), number + n
+        elif action == "keep" and held:
+            mask = random.random(len(held)) < 0.7
+            cache.keep(mask)
+            held = [row for row, stays in zip(held, mask, strict=True) if stays]
+        elif action == "move" and held:
+            slots = np.flatnonzero(random.random(len(held)) < 0.7)
+            cache.move(40, slots)
+            held, number = [held[slot] for slot in slots], len(slots)
+        assert len(cache) == len(held)
+    assert cache.nbytes == 2 * 40 * row_bytes(HEADS, WIDTH, 4, "int8")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("kv"), layers=3)
+
+
+@cache
+def sharded(base: Path, kv_cache: Any) -> Path:
+    source, out = open_source(str(base)), base / f"cut-{kv_cache}"
+    run(make_plan(source, recipe_for(source, "fp32", kv_cache=kv_cache), ranges_for(3, 2, None)), out)
+    return out
+
+
+@pytest.mark.parametrize("name", PIPELINED)
+def test_tokens_are_those_of_generate(base: Path, name: str) -> None:
+    """Of transformers' whole model, which rounds keys and values in its attention."""
+    model, ids = load_reference_model(sharded(base, "int8"), "fp32"), torch.tensor([PROMPT])
+    model.generation_config.eos_token_id = None
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False,
+                              max_new_tokens=NEW)[0, len(PROMPT):].tolist()
+    cluster = VirtualCluster(sharded(base, "int8"), 2, load_profile("paper-7b"))
+    assert cluster.generate(Request(PROMPT, name, NEW)).tokens == expected
+    sampling = Sampling(1.0, seed=4)
+    assert (cluster.generate(Request(PROMPT, name, NEW, sampling)).tokens
+            == PlainDecoder(sharded(base, "int8")).generate(PROMPT, NEW, sampling)[0])
+
+
+def test_the_loss_is_that_of_the_rounding(base: Path) -> None:
+    text = [[(11 * i) % 290 for i in range(40)]]
+    lost, kept = (weight_losses(ModelDir(sharded(base, bits)), ModelDir(base), text)[0]
+                  for bits in ("int8", "16bit"))
+    assert kept.kl == pytest.approx(0, abs=1e-9)
+    with torch.inference_mode():
+        p, q = (torch.log_softmax(load_reference_model(sharded(base, bits), "fp32")(
+            torch.tensor(text)).logits[0, :-1].double(), -1) for bits in ("16bit", "int8"))
+    expected = float(torch.nn.functional.kl_div(q, p, reduction="sum", log_target=True)) / 39
+    assert expected > 0
+    assert lost.kl == pytest.approx(expected, rel=0.05)
+
+
+def test_the_manifest_counts_its_bytes(base: Path) -> None:
+    shard = load_shard(sharded(base, "int8"), 0, 2, "fp32")
+    cache = Int8KVCache(shard.layers, shard.kv_heads, shard.head_dim, 10, shard.dtype, CPU)
+    source = open_source(str(base))
+    part = make_plan(source, recipe_for(source, "fp32", kv_cache="int8"), ranges_for(3, 2, None)).parts[0]
+    assert cache.nbytes == 10 * part.row_bytes
+    assert shard.kv_cache == "int8"
