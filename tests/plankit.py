@@ -39,7 +39,8 @@ def size(layers: int = 32, layer_mb: float = 400, embedding_mb: float = 250, dra
         max_positions=4096, layer=round(layer_mb * MB),
         layer_values=round(layer_mb * MB) // 2,
         norm=2 * hidden_width, lm_head=round(embedding_mb * MB),
-        draft=round(draft_mb * MB), draft_lm_head=round(embedding_mb * MB), head_bits="16bit",
+        draft=round(draft_mb * MB), draft_lm_head=round(embedding_mb * MB),
+        head_bits="16bit", kv_cache="16bit",
         kv_row=kv_row, draft_kv_row=kv_row, from_weights=False,
         draft_estimated=False)
 

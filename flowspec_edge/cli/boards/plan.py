@@ -42,8 +42,9 @@ def plan(
     lm_head: Annotated[Literal["auto", "16bit", "int8", "int4"], typer.Option(
         "--lm-head", help="Bits of lm_head and of an EAGLE head on D0; auto: int4 with int4, else "
                           "16bit.")] = "auto",
-    kv_cache: Annotated[Literal["16bit", "int8"], typer.Option(
-        "--kv-cache", help="How stages keep keys and values.")] = "16bit",
+    kv_cache: Annotated[Literal["auto", "16bit", "int8"], typer.Option(
+        "--kv-cache", help="How stages keep keys and values; auto: 16bit, or int8 where only that "
+                           "fits.")] = "auto",
     strategies: Annotated[str | None, typer.Option(
         "--strategies", help="Strategies to predict, separated by commas.  Default: flowspec_plus, flowspec, "
                              "chunk_pp, pipedec, speculative, autoregressive.", show_default=False)] = None,
@@ -88,7 +89,8 @@ def plan(
     names = parse_strategies(strategies) if strategies else list(STRATEGIES)
     check_strategies(names)
     main, others = choose_dtype(model, dtype, members, context, at_once, draft,
-                                None if lm_head == "auto" else lm_head, kv_cache)
+                                None if lm_head == "auto" else lm_head,
+                                None if kv_cache == "auto" else kv_cache)
     report = (_predicted(main, others, members, model, names) if predict
               else unpredicted(main, others, members))
     if as_json:

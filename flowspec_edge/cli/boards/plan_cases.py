@@ -101,11 +101,17 @@ class Case:
 
 
 def case_of(model: str, dtype: PlanDtype, members: Sequence[BoardSpec], context: int, at_once: int,
-            draft: Drafter, lm_head: HeadBits | None = None, kv_cache: CacheBits = "16bit") -> Case:
-    """UsageError for a context that the model was not made for; ``planner.DoesNotFit`` with what is
-    missing."""
+            draft: Drafter, lm_head: HeadBits | None = None, kv_cache: CacheBits | None = None) -> Case:
+    """``kv_cache`` None: "int8" where only that fits.  UsageError for a context that the model was not made
+    for; ``planner.DoesNotFit`` with what is missing."""
+    if kv_cache is None:
+        try:
+            return case_of(model, dtype, members, context, at_once, draft, lm_head, "16bit")
+        except planner.DoesNotFit:
+            kv_cache = "int8"
+    kept_in = kv_cache
 
-    def size_in(dtype: PlanDtype) -> ModelBytes:
+    def size_in(dtype: PlanDtype, kv_cache: CacheBits = kept_in) -> ModelBytes:
         size = model_bytes(model, dtype, lm_head, kv_cache)
         return size.without_head() if draft == "ngram" else size
 
@@ -133,15 +139,17 @@ def case_of(model: str, dtype: PlanDtype, members: Sequence[BoardSpec], context:
             raise memory_error(boards, problem, size_in) from None
     if not case.plans and not case.alone:
         missing = -single_board_headroom(boards[0], problem) / 1e6
+        bare = replace(problem, size=size.without_head())
+        without_head = ", or --draft ngram, with which it fits" if best_alone(boards, bare) else ""
         raise planner.DoesNotFit(
             f"{boards[0].name} alone lacks {missing:,.0f} MB for all of {size.name} in {size.dtype}, and a "
-            "pipeline needs two boards at least: give more --devices; "
+            f"pipeline needs two boards at least: give more --devices{without_head}; "
             f"{other_programs(boards, problem).text}")
     return case
 
 
 def choose_dtype(model: str, wanted: str, members: Sequence[BoardSpec], context: int, at_once: int,
-                 draft: Drafter, lm_head: HeadBits | None = None, kv_cache: CacheBits = "16bit"
+                 draft: Drafter, lm_head: HeadBits | None = None, kv_cache: CacheBits | None = None
                  ) -> tuple[Case, list[Case]]:
     """The case of the element type ``wanted``, "auto" for the fastest that fits, and those to compare."""
     errors: list[FlowspecError] = []

@@ -114,6 +114,7 @@ class PlanReport:
                    for key, value in asdict(row).items()} for row in self.boards]
         return {
             "model": self.size.name, "dtype": self.size.dtype, "lm_head": self.size.head_bits,
+            "kv_cache": self.size.kv_cache,
             "context": self.context, "at_once": self.at_once, "boards": boards,
             "bandwidth_alone": bool(self.by_bandwidth),
             "slowest_stage_ms": round(plan.slowest * 1e3, 6) if plan else None,
@@ -172,8 +173,10 @@ def show(report: PlanReport) -> None:
 
 def _boards(report: PlanReport) -> Table:
     several = f", {report.at_once} requests at once" if report.at_once > 1 else ""
-    head = "" if report.size.head_bits == "16bit" else f" (lm_head {report.size.head_bits})"
-    title = f"{report.size.name}, {report.size.dtype}{head}, {report.context} tokens of context{several}"
+    parts = {"lm_head": report.size.head_bits, "KV caches": report.size.kv_cache}
+    packed = ", ".join(f"{part} {bits}" for part, bits in parts.items() if bits != "16bit")
+    dtype = f"{report.size.dtype} ({packed})" if packed else report.size.dtype
+    title = f"{report.size.name}, {dtype}, {report.context} tokens of context{several}"
     table = figures_table(title, ("role", "board"), ("layers", "weights MB", "cache MB", "process MB",
                                                      "used / usable MB", "headroom MB", "stage ms"))
     for row in report.boards:

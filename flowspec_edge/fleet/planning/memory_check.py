@@ -13,13 +13,13 @@ from flowspec_edge.fleet.planning.layer_split import Ranges, problem_for, split_
 from flowspec_edge.fleet.planning.model_size import ModelBytes, PlanDtype, model_bytes
 from flowspec_edge.fleet.planning.one_board import other_programs
 from flowspec_edge.fleet.planning.planner import CandidateBoard, DoesNotFit, SplitProblem, most_layers
-from flowspec_edge.model.manifest import Manifest, stage_part
+from flowspec_edge.model.manifest import CacheBits, Manifest, stage_part
 
 _CONTEXTS = (8192, 4096, 2048, 1024, 512)
 _MOST_BOARDS = 64  # further boards of one kind are not suggested
 
 Stages = Sequence[tuple[DeviceEntry, tuple[int, int]]]
-SizeIn = Callable[[PlanDtype], ModelBytes]  # the same model's sizes in another element type
+SizeIn = Callable[[PlanDtype, CacheBits], ModelBytes]  # the same model's sizes in other types
 Setting = Callable[[str, str | int], str]  # how the user writes a setting
 
 
@@ -32,7 +32,8 @@ class MemoryCheck:
 
     @cached_property
     def problem(self) -> SplitProblem:
-        return problem_for(self._sizes(self._dtype), self._cluster.context, self.at_once, self._count)
+        size = self._sizes(self._dtype, self._cluster.kv_cache)
+        return problem_for(size, self._cluster.context, self.at_once, self._count)
 
     def board(self, device: DeviceEntry) -> CandidateBoard:
         spec = BoardSpec(device.name, self._profiles[device.name], device.role)
@@ -57,9 +58,9 @@ class MemoryCheck:
     def error(self, boards: Sequence[CandidateBoard]) -> DoesNotFit:
         return memory_error(boards, self.problem, self._sizes, _toml_setting)
 
-    def _sizes(self, dtype: PlanDtype) -> ModelBytes:
+    def _sizes(self, dtype: PlanDtype, kv_cache: CacheBits) -> ModelBytes:
         bits = self._cluster.lm_head
-        size = model_bytes(self._model, dtype, None if bits == "auto" else bits, self._cluster.kv_cache)
+        size = model_bytes(self._model, dtype, None if bits == "auto" else bits, kv_cache)
         # A head in the model's directory is sharded and loaded all the same.
         return size.without_head() if self._cluster.by_ngrams and size.draft_estimated else size
 
@@ -100,7 +101,7 @@ def _toml_setting(key: str, value: str | int) -> str:
 
 
 def _option(key: str, value: str | int) -> str:
-    return f"--{key} {value}"
+    return f"--{key.replace('_', '-')} {value}"
 
 
 def memory_error(boards: Sequence[CandidateBoard], problem: SplitProblem, size_in: SizeIn,
@@ -143,12 +144,15 @@ def _advice(boards: Sequence[CandidateBoard], problem: SplitProblem, size_in: Si
         return most_layers(on, changed) >= changed.size.layers
 
     found = []
-    for dtype in ("fp16", "int4"):
+    smaller: tuple[PlanDtype, ...] = ("fp16", "int4")
+    for dtype in smaller:
         if problem.size.dtype in ("int4", dtype) or (problem.size.dtype == "bf16" and dtype == "fp16"):
             continue
-        if fits(replace(problem, size=size_in(dtype))):
+        if fits(replace(problem, size=size_in(dtype, problem.size.kv_cache))):
             found.append(setting("dtype", dtype))
             break
+    if problem.size.kv_cache != "int8" and fits(replace(problem, size=size_in(problem.size.dtype, "int8"))):
+        found.append(setting("kv_cache", "int8"))
     shorter = (c for c in _CONTEXTS if c < problem.context and fits(replace(problem, context=c)))
     if (context := next(shorter, None)) is not None:
         found.append(setting("context", context))

@@ -72,6 +72,7 @@ class ModelBytes:
     head_bits: HeadBits
     kv_row: int
     draft_kv_row: int
+    kv_cache: CacheBits
     from_weights: bool
     draft_estimated: bool
 
@@ -137,6 +138,7 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
         draft=_module(head, width, quantised) - head.embed_tokens.weight.numel() * width,
         draft_lm_head=0 if isinstance(head, Eagle3Head) else matrix, head_bits=bits,
         kv_row=_kv_row(config, width, kv_cache), draft_kv_row=_kv_row(head.config, width),
+        kv_cache=kv_cache,
         from_weights=from_weights, draft_estimated=draft is None,
     )
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Basis = Literal["profile", "kernel", "bandwidth"]
 _TOLERANCE = 0.01  # layers whose bytes differ by no more count as equal
 _INT4_ROWS = 16  # for which PyTorch's int4 kernel reads the weights once
-_INT4_BYTES = 0.5 + 4 / 64  # a weight of lm_head, with its share of scale and zero
+_INT4_BYTES = 0.5 + 4 / 128  # a weight of lm_head, with its share of scale and zero
 
 
 @dataclass(frozen=True)

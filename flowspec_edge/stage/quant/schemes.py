@@ -12,8 +12,6 @@ from flowspec_edge.stage.quant.bnb import BnbScheme
 from flowspec_edge.stage.quant.grouped import GroupedScheme
 from flowspec_edge.stage.quant.int8 import Int8Scheme
 
-_HEAD_GROUP = 64  # of lm_head, whose errors reach the logits directly
-
 
 def scheme(kind: Kind, group: int = DEFAULT_GROUP) -> Scheme:
     """UsageError for an unknown kind or group, or without bitsandbytes.
@@ -33,7 +31,7 @@ def scheme(kind: Kind, group: int = DEFAULT_GROUP) -> Scheme:
 
 def head_scheme(bits: HeadBits) -> Scheme | None:
     """Of lm_head and draft heads; None for "16bit"."""
-    return None if bits == "16bit" else scheme(bits, _HEAD_GROUP)
+    return None if bits == "16bit" else scheme(bits)
 
 
 def default_head_bits(dtype: ShardDtype) -> HeadBits:

@@ -11,9 +11,10 @@ from flowspec_edge.fleet.planning.layer_split import plan_as_listed, split_in_or
 from flowspec_edge.fleet.planning.memory_check import memory_error
 from flowspec_edge.fleet.planning.model_size import ModelBytes, PlanDtype
 from flowspec_edge.fleet.planning.planner import CandidateBoard, DoesNotFit, SplitProblem, plan
+from flowspec_edge.model.manifest import CacheBits
 
 
-def sizes(of: ModelBytes) -> dict[str, ModelBytes]:
+def sizes(of: ModelBytes) -> dict[PlanDtype, ModelBytes]:
     return {"fp16": of, "int4": replace(of, dtype="int4", layer=of.layer * 17 // 64)}
 
 
@@ -21,8 +22,9 @@ def refused(boards: list[CandidateBoard], p: SplitProblem) -> str:
     with pytest.raises(DoesNotFit):
         plan(boards, p)
 
-    def size_in(dtype: PlanDtype) -> ModelBytes:
-        return sizes(p.size)[dtype]
+    def size_in(dtype: PlanDtype, kv_cache: CacheBits) -> ModelBytes:
+        of = sizes(p.size)[dtype]
+        return replace(of, kv_cache=kv_cache, kv_row=of.kv_row // 2) if kv_cache == "int8" else of
 
     return str(memory_error(boards, p, size_in))
 
@@ -43,6 +45,13 @@ def test_the_error_has_bytes_and_advice() -> None:
     assert plan([*boards, board("d")], p)
     with pytest.raises(DoesNotFit):
         plan(boards, replace(p, context=512))
+
+
+def test_caches_in_8_bits_are_advised_where_they_suffice() -> None:
+    p = problem(size(layers=12), context=8192)
+    boards = [board("a"), board("b", usable_mb=5900)]
+    assert "What would help: --dtype int4, or --kv-cache int8, or --context 2048" in refused(boards, p)
+    assert plan(boards, replace(p, size=replace(p.size, kv_row=p.size.kv_row // 2)))
 
 
 def test_a_shorter_context_is_the_longest_that_fits() -> None:
@@ -74,7 +83,7 @@ def test_the_error_says_if_other_layers_fit() -> None:
     with pytest.raises(DoesNotFit):
         plan_as_listed(boards[0], boards[1:], p, ((0, 3), (3, 6)))
     assert split_in_order(boards[1:], p) == ((0, 1), (1, 6))
-    text = str(memory_error(boards, p, lambda dtype: p.size))
+    text = str(memory_error(boards, p, lambda dtype, kv_cache: p.size))
     assert "does not fit on the boards as they are listed" in text
     assert 'let the planner choose, with role = "auto"' in text
     assert plan(boards, p)
