@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,43 +26,67 @@ class DraftVocabulary:
     vocabulary: int
 
 
-TAG = 0x464C4F57  # second word of every key: "FLOW"
-_WORD = 2**64 - 1
+GAMMA = 0x9E3779B97F4A7C15 - 2**64  # between the states of SplitMix64, as int64
 
 
 @lru_cache(maxsize=16)
 def gumbel(seed: int, position: int, vocabulary: int) -> NDArray[np.float64]:
-    """Gumbel(0, 1) noise of every token at one absolute position: float64 [vocabulary].
-
-    Philox4x64-10 in counter mode, raw words only, to be independent of library versions: token v takes word v
-    % 4 of the block with counter [v // 4 + 1, position, 0, 0], whatever ``vocabulary`` is.
-    """
-    noise = gumbel_from(philox_words(seed, position, vocabulary))
+    """Gumbel(0, 1) noise of every token at one absolute position, whatever ``vocabulary`` is: float64
+    [vocabulary]."""
+    noise = gumbel_at(seed, np.array([position]), np.arange(vocabulary))
     noise.setflags(write=False)
     return noise
 
 
-def philox_words(seed: int, position: int, count: int) -> NDArray[np.uint64]:
-    """Raw words of the first ``count`` tokens at a position: uint64 [count]."""
-    # The generator increments its counter before the first block.
-    return np.random.Philox(key=[seed, TAG], counter=[0, position, 0, 0]).random_raw(count)
+def gumbel_at(seed: int, positions: NDArray[np.integer], tokens: NDArray[np.integer]) -> NDArray[np.float64]:
+    """Noise of ``tokens`` at ``positions``: float64; both broadcast, and one has a dimension at least."""
+    return gumbel_from(splitmix64(keys(seed, positions), tokens))
 
 
-@lru_cache(maxsize=4096)
-def gumbel_of(seed: int, position: int, token: int) -> float:
-    """Element ``token`` of :func:`gumbel` alone, in Python integers."""
-    counter, key = [token // 4 + 1, position, 0, 0], [seed, TAG]
-    for _ in range(10):
-        a, b = 0xD2E7470EE14C6C93 * counter[0], 0xCA5A826395121157 * counter[2]
-        counter = [(b >> 64) ^ counter[1] ^ key[0], b & _WORD, (a >> 64) ^ counter[3] ^ key[1], a & _WORD]
-        key = [(key[0] + 0x9E3779B97F4A7C15) & _WORD, (key[1] + 0xBB67AE8584CAA73B) & _WORD]
-    return float(gumbel_from(np.array(counter[token % 4 : token % 4 + 1], np.uint64))[0])
+def gumbel_from(words: NDArray[np.int64]) -> NDArray[np.float64]:
+    """-log(-log(u)) with u = (word + 1/2) / 2^64, plus 1 if that is negative: float64, of their shape.
+
+    Near 0 and near 1 a word has as many digits as a float holds, in 32 bits, too: the noise is from -3.8 to
+    45.1, and no token's chance is rounded to nothing.
+    """
+    t = words + 0.5
+    t *= 2.0**-64
+    log_u = np.log(np.where(t > 0.0, t, 1.0))
+    log_u += np.log1p(np.minimum(t, 0.0, out=t), out=t)
+    for step in (np.negative, np.log, np.negative):
+        step(log_u, out=log_u)
+    return log_u
 
 
-def gumbel_from(words: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Noise of these words: float64, of their shape."""
-    uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-    return np.asarray(-np.log(-np.log(uniform)))
+def keys(seed: int, positions: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Seeds of the words at each position, outputs of ``seed``'s generator: int64, of their shape; token v
+    takes output v of its position's."""
+    return splitmix64(np.array([seed], np.int64), positions)
+
+
+def splitmix64(start: NDArray[np.int64], index: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Output ``index`` (from 0) of SplitMix64 seeded with ``start``: the bits of uint64 as int64; both
+    broadcast.
+
+    Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, with the constants
+    of Vigna's splitmix64.c: its state only counts, so any output can be had alone.
+    """
+    state = index.astype(np.int64)
+    state += 1
+    state *= GAMMA
+    return np.asarray(mixed(start + state))
+
+
+def mixed(x: Any) -> Any:
+    """SplitMix64's output for these states, in their place: an int64 array of numpy, or of torch on any
+    device."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1)):
+        upper = x >> shift
+        upper &= (1 << 64 - shift) - 1  # the shift repeats the sign
+        x ^= upper
+        if factor != 1:
+            x *= factor
+    return x
 
 
 def log_probs(logits: NDArray[np.floating], sampling: Sampling) -> NDArray[np.float64]:
@@ -104,7 +129,7 @@ def scores_from_probabilities(tokens: NDArray[np.int32], p: NDArray[np.float64],
     """
     if rank == "draft" or sampling.greedy:
         return np.log(p)
-    g = np.array([gumbel_of(sampling.seed, position + 1, token) for token in tokens.tolist()])
+    g = gumbel_at(sampling.seed, np.array([position + 1]), tokens)
     return np.asarray(-(1 - p) / p * np.exp(-g))
 
 

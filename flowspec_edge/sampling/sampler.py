@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flowspec_edge.sampling import rule as definition
-from flowspec_edge.sampling.device_noise import SESSIONS, gumbel_at, noise_rows
-from flowspec_edge.sampling.rule import DraftVocabulary, Rank, Sampling
+from flowspec_edge.sampling.device_noise import SESSIONS, noise_rows
+from flowspec_edge.sampling.rule import DraftVocabulary, Rank, Sampling, gumbel_at
 from flowspec_edge.sampling.top_values import chunks, fetched, first_largest, largest, packed, wide
 from flowspec_edge.util.tensors import indices
 
@@ -183,7 +183,7 @@ def _noisy(logits: Tensor, positions: NDArray[np.integer], sampling: Sampling,
 
 
 def _clearly_ahead(first: NDArray[np.float64], second: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Whether float32 can order noisy scores [n]; noise is at most 38, so it and x / T are alike in size."""
+    """Whether float32 can order noisy scores [n]; noise is at most 46, so it and x / T are alike in size."""
     return np.asarray(first - second > 1e-4 + 1e-6 * np.maximum(np.abs(first), np.abs(second)))
 
 

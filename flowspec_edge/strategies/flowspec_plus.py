@@ -170,10 +170,12 @@ class FlowSpecPlus(TreeStrategy):
             if not queue:
                 return
             node = heapq.heappop(queue)[1]
-            for token, p in self._text.candidates(self._path(node), _CHILDREN_PER_LOOKUP):
-                score = scores_from_probabilities(np.array([token], np.int32), np.array([p]), node.position,
-                                                  self._sampling, self.params.rank)[0]
-                child = self.tree.look_up_child(node, token, float(score))
+            found = self._text.candidates(self._path(node), _CHILDREN_PER_LOOKUP)
+            scores = scores_from_probabilities(np.array([token for token, _ in found], np.int32),
+                                               np.array([p for _, p in found]), node.position,
+                                               self._sampling, self.params.rank)
+            for (token, _), score in zip(found, scores.tolist(), strict=True):
+                child = self.tree.look_up_child(node, token, score)
                 if child is not None and child.score > floor and not child.expanded:
                     heapq.heappush(queue, (-child.score, child))
 

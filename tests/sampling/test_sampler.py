@@ -1,4 +1,4 @@
-"""The sampler on each device that is here against the definition in float64, and its noise word by word."""
+"""The sampler on each device that is here against the definition in float64."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from propertykit import examples
 
 import flowspec_edge.sampling.sampler
 from flowspec_edge.sampling import rule as definition
-from flowspec_edge.sampling.device_noise import _noise_of_block, device_words, noise_rows
-from flowspec_edge.sampling.rule import DraftVocabulary, Rank, Sampling, gumbel, gumbel_of, philox_words
+from flowspec_edge.sampling.rule import DraftVocabulary, Rank, Sampling, gumbel
 from flowspec_edge.sampling.sampler import choose, log_probs, rank_children
 
 SAMPLINGS = st.builds(
@@ -156,36 +155,6 @@ def test_no_row_is_fetched_but_where_two_tokens_are_close(
     monkeypatch.setattr(flowspec_edge.sampling.sampler.definition, "choose", counted)
     choose(logits_of(5, 400, 8000, spread, False), np.arange(400), sampling)
     assert sum(fetched) <= 4
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@given(st.integers(0, 2**63 - 1), st.lists(st.integers(0, 2**62), min_size=1, max_size=3),
-       st.integers(1, 600))
-@settings(max_examples=30, deadline=None)
-def test_the_words_are_the_same_on_every_device(
-    device: str, seed: int, positions: list[int], vocabulary: int
-) -> None:
-    words = device_words(seed, torch.tensor(positions, device=device), vocabulary).cpu().numpy()
-    for row, position in zip(words, positions, strict=True):
-        np.testing.assert_array_equal(row.view(np.uint64), philox_words(seed, position, vocabulary))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_noise_is_the_definitions_on_every_device(device: str) -> None:
-    positions = np.array([5, 3000, 5, 6])
-    got = torch.stack(noise_rows(7, positions, 1001, torch.empty(0, device=device))).cpu().numpy()
-    for row, position in zip(got, positions.tolist(), strict=True):
-        np.testing.assert_allclose(row, gumbel(7, position, 1001), rtol=1e-6, atol=1e-6)
-    for token in (0, 1, 2, 3, 4, 999, 1000):
-        assert gumbel_of(7, 5, token) == gumbel(7, 5, 1001)[token]
-
-
-def test_noise_in_blocks_of_positions_is_that_of_each() -> None:
-    """As an accelerator makes it, here on the CPU."""
-    key = 7, 1001, torch.device("cpu"), torch.float64
-    for position in (0, 1, 15, 16, 17, 3000, 2**40):
-        np.testing.assert_allclose(_noise_of_block(position, *key),
-                                   gumbel(7, position, 1001), rtol=1e-12)
 
 
 def test_nothing_is_drawn_for_no_rows() -> None:

@@ -27,7 +27,7 @@ from flowspec_edge.fleet.gpu_check.kernel_check import (
     run_in_children,
 )
 from flowspec_edge.sampling import device_noise, sampler
-from flowspec_edge.sampling.rule import Sampling, choose, philox_words
+from flowspec_edge.sampling.rule import Sampling, choose, keys, splitmix64
 from flowspec_edge.util.tensors import DTYPES
 from flowspec_edge.util.torchdevice import use_exact_kernels
 
@@ -124,10 +124,10 @@ def _topk(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _noise(device: torch.device, dtype: torch.dtype) -> float:
-    positions = (0, 1, 4095, 2**31 + 7)
-    expected = np.stack([philox_words(_SEED, position, _VOCABULARY) for position in positions])
-    found = device_noise.device_words(_SEED, torch.tensor(positions, device=device), _VOCABULARY)
-    return _same(found, torch.from_numpy(expected.view(np.int64)))
+    positions = np.array([0, 1, 4095, 2**31 + 7])
+    expected = splitmix64(keys(_SEED, positions)[:, None], np.arange(_VOCABULARY))
+    found = device_noise.device_words(_SEED, positions, _VOCABULARY, device)
+    return _same(found, torch.from_numpy(expected))
 
 
 def _sampling(device: torch.device, dtype: torch.dtype) -> float:

@@ -66,7 +66,7 @@ def test_the_choice_of_perturbed_logits_is_nearly_best(sampling: Sampling) -> No
     """Whatever a change of every logit by less than half the slack makes of the choice; and it does make
     something of it."""
     rng, changed = np.random.default_rng(0), 0
-    for position in range(400):
+    for position in range(800):
         logits = rng.normal(size=60) * rng.choice([0.5, 3.0])  # flat, or with most of the mass on a few
         slack = 0.2
         moved = logits + 0.499 * slack * rng.choice([-1, 1], 60)

@@ -78,9 +78,9 @@ def test_noise_and_tokens_of_another_seed_are_found(name: str, function: str, mo
     device, ordinary = torch.device("cpu"), getattr(module, function)
     assert operation_check.attempt(name, device) == CheckResult(name, True, "", 0.0)
 
-    def other(first: object, positions: object, last: object) -> object:
+    def other(first: object, positions: object, last: object, *device: object) -> object:
         if name == "noise":
-            return ordinary(8, positions, last)
+            return ordinary(8, positions, last, *device)
         assert isinstance(last, Sampling)
         return ordinary(first, positions, replace(last, seed=8))
 
