@@ -84,7 +84,8 @@ class Quantisation(_Strict):
 
 
 class HeadQuantisation(_Strict):
-    """Of lm_head; draft heads are brought to the same bits when they are loaded."""
+    """Of lm_head; draft heads are brought to the same bits when they are loaded.  ``group``: the most weights
+    that share a scale."""
 
     kind: Literal["int8", "int4"]
     group: Count

@@ -32,8 +32,7 @@ from flowspec_edge.model.modeldir import MANIFEST
 from flowspec_edge.sharding.plan import PlannedFile, ShardingPlan, TensorsFile, TextFile
 from flowspec_edge.sharding.source import Linear, SourceModel
 from flowspec_edge.sharding.writer import TensorFile, copy_file, partial_of, writing
-from flowspec_edge.stage.quant.base import Scheme, slices
-from flowspec_edge.stage.weights import tensor_names
+from flowspec_edge.stage.quant.base import DEFAULT_GROUP, Scheme, slices
 from flowspec_edge.stage.weights.output_head import PREFIX as HEAD_PREFIX
 from flowspec_edge.util.files import PARTIAL, sync_directory, write_atomically
 
@@ -161,8 +160,7 @@ def _manifest(plan: ShardingPlan, done: dict[str, PartFile]) -> Manifest:
     if recipe.kind is not None:
         quantisation = Quantisation(kind=recipe.kind, group=recipe.group, kept=plan.kept)
     if recipe.lm_head is not None:
-        shape = source.tensors[tensor_names.EMBEDDING].shape
-        head = HeadQuantisation(kind=cast(Any, recipe.lm_head.kind), group=recipe.lm_head.group_of(*shape))
+        head = HeadQuantisation(kind=cast(Any, recipe.lm_head.kind), group=DEFAULT_GROUP)
     return Manifest(
         format=1, model_type=source.config.model_type, layers=source.layers,
         source=ModelOrigin(name=source.name, config_sha256=source.config_sha256, revision=source.revision),
