@@ -20,6 +20,7 @@ from flowspec_edge.util.device_memory import allocation, available_bytes
 # The message of PyTorch 2.5 on a Jetson that is out of memory.
 TEGRA = ('NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/opt/pytorch/c10/cuda/CUDACachingAllocator.cpp":838, '
          "please report a bug to PyTorch. ")
+NVMAP = "NvMapMemAllocInternalTagged: 1075072515 error 12"  # of L4T 36.4.7 and newer, though memory is free
 
 
 def failing(error: Exception) -> object:
@@ -35,7 +36,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-                                   RuntimeError(TEGRA), RuntimeError("CUDA error: out of memory\nmore"),
+                                   RuntimeError(TEGRA), RuntimeError(NVMAP),
+                                   RuntimeError("CUDA error: out of memory\nmore"),
                                    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"),
                                    MemoryError()])
 def test_any_way_to_fail_is_one_line(error: Exception, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,6 +92,21 @@ def test_what_is_available_is_looked_up_where_it_matters(tmp_path: Path,
           allocation("a KV cache of 256 rows", (1 << 30) - (128 << 20) + 1, "use less", available=1 << 30)):
         entered.append(False)
     assert entered == [True]
+
+
+def test_on_a_jetson_it_says_what_was_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemFree:          500000 kB\nMemAvailable:    3000000 kB\n")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    shared = (" (512 MB are free and 3072 MB available, but CUDA may not get what the page cache holds, and "
+              "L4T 36.4.7 and newer may refuse a large piece of free memory)")
+    for integrated, why in ((True, shared), (False, "")):
+        properties = type("Properties", (), {"is_integrated": integrated})
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, p=properties: p)
+        with (pytest.raises(FlowspecError) as refused,
+              allocation("a KV cache", 929_000_000, "use less", available=3 << 30, meminfo=meminfo)):
+            raise RuntimeError(NVMAP)
+        assert str(refused.value) == f"no memory for a KV cache (929 MB){why}: use less"
 
 
 @needs_cuda
