@@ -19,6 +19,7 @@ from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.config_check import check_config
 from flowspec_edge.util.bounded_read import read_json, read_json_object
 from flowspec_edge.util.embedding_table import Embedding, EmbeddingTable
+from flowspec_edge.util.storage.weight_file import SAFETENSORS, SafetensorsFile
 from flowspec_edge.util.tensors import check_finite
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -56,11 +57,11 @@ def own_embedding(directory: Path, config: LlamaConfig, dtype: torch.dtype) -> E
     path = directory / SAFE
     if not path.exists():
         return None
-    with _readable(path), safetensors.safe_open(path, "pt") as file:
-        names = [name for name in file.keys() if _plain(name) == EMBEDDING]  # noqa: SIM118
+    file = SafetensorsFile(path)
+    names = [name for name in file.tensors if _plain(name) == EMBEDDING]
     if not names:
         return None
-    table = EmbeddingTable(path, names[0], dtype)
+    table = EmbeddingTable(file, names[0], dtype)
     shape, wanted = [table.num_embeddings, table.embedding_dim], [config.vocab_size, config.hidden_size]
     if shape != wanted:
         raise FlowspecError(f"{directory}: tensor {EMBEDDING} has shape {shape}, config.json asks for "
@@ -109,23 +110,22 @@ def _plain(name: str) -> str:
 def _read(path: Path, embedding: bool) -> dict[str, Tensor]:
     if not path.exists():
         raise FlowspecError(f"{path} is missing: copy the draft model again")
+    if path.suffix == SAFETENSORS:
+        file = SafetensorsFile(path)
+        return {name: file.read(name) for name in file.tensors if embedding or _plain(name) != EMBEDDING}
     with _readable(path):
-        if path.suffix != ".safetensors":
-            return dict(torch.load(path, map_location="cpu", weights_only=True))
-        with safetensors.safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()  # noqa: SIM118
-                    if embedding or _plain(name) != EMBEDDING}
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
 
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """FlowspecError for what the readers of weights raise."""
+    """FlowspecError for what PyTorch raises."""
     try:
         yield
     except pickle.UnpicklingError as error:  # its text advises to load the file with code execution
         raise FlowspecError(f"{path} cannot be read as weights: it is damaged, or holds more than "
                             "tensors, which is not loaded because it could run code") from error
-    except Exception as error:  # both readers raise many kinds of errors for a bad file
+    except Exception as error:  # of many kinds, for a bad file
         raise FlowspecError(f"{path} cannot be read as weights: {first_line(error)}") from error
 
 

@@ -23,6 +23,8 @@ from flowspec_edge.drafting.tree_drafter import Rows, TreeDrafter
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
+from flowspec_edge.util.storage.uncached import UncachedFile
+from flowspec_edge.util.storage.weight_file import SAFETENSORS
 from flowspec_edge.util.tensors import indices, no_loading_bars
 
 
@@ -114,6 +116,8 @@ def load_lm(path: Path, target: Path, vocabulary: int, dtype: torch.dtype, devic
     """Of ``target`` only the tokenizer is read; ``vocabulary`` is the target's, padding included.  UsageError
     if there is no model, FlowspecError if it cannot be loaded, shares no tokenizer or cannot draft trees."""
     model = _read(path, dtype).to(device)
+    for file in path.glob(f"*{SAFETENSORS}"):  # transformers maps them
+        UncachedFile(file).drop()
     own = int(model.config.vocab_size)
     if own != vocabulary:
         require_padding(path, target, own, vocabulary)

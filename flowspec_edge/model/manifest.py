@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
@@ -20,12 +18,12 @@ from pydantic import (
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.modeldir import MANIFEST
 from flowspec_edge.util.bounded_read import parse_json, read_bytes
+from flowspec_edge.util.storage.uncached import Progress, sha256_of
 from flowspec_edge.util.terminal import no_control_characters
 
 FORMAT = 1
 DRAFT = "draft"  # D0's part
 DRAFT_TARGET = Path(DRAFT, "target")  # the config, the tokenizer and lm_head
-_BLOCK = 1 << 20
 
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
 QuantKind = Literal["int4", "nf4", "fp4"]
@@ -36,7 +34,6 @@ Count = Annotated[int, Field(ge=1)]
 Bytes = Annotated[int, Field(ge=0)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Name = Annotated[str, AfterValidator(no_control_characters)]
-Progress = Callable[[int], None]  # called with the bytes done since the last call
 
 
 class _Strict(BaseModel):
@@ -165,23 +162,25 @@ class Manifest(_Strict):
 
     def check(self, part: str, progress: Progress | None = None) -> None:
         """FlowspecError that names the first file that is missing, altered, or not in the manifest."""
-        files = self.part(part).files
+        for path, sha256 in self.check_sizes(part).items():
+            if sha256_of(path, progress) != sha256:
+                raise altered(path)
+
+    def check_sizes(self, part: str) -> dict[Path, str]:
+        """The sha256 that each file must have, without reading any.  FlowspecError that names the first file
+        that is missing, of another size, or not in the manifest."""
         home = self._directory / part
-        for file in files:
-            path = self._directory / file.path
+        files = {self._directory / file.path: file for file in self.part(part).files}
+        for path, file in files.items():
             if not path.is_file():
                 raise FlowspecError(f"{path} is missing: copy {home} again")
             if path.stat().st_size != file.size:
                 raise FlowspecError(f"{path} has {path.stat().st_size} bytes, and {MANIFEST} says "
                                     f"{file.size}: copy {home} again")
-        known = {self._directory / file.path for file in files}
-        foreign = sorted(path for path in home.rglob("*") if not path.is_dir() and path not in known)
+        foreign = sorted(path for path in home.rglob("*") if not path.is_dir() and path not in files)
         if foreign:
             raise FlowspecError(f"{foreign[0]} is not in {MANIFEST}: remove it, or copy {home} again")
-        for file in files:
-            if sha256_of(self._directory / file.path, progress) != file.sha256:
-                raise FlowspecError(f"{self._directory / file.path} has been altered: its sha256 is not the "
-                                    f"one in {MANIFEST}; copy {home} again")
+        return {path: file.sha256 for path, file in files.items()}
 
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:
@@ -208,16 +207,5 @@ def stage_part(index: int) -> str:
     return f"stage-{index + 1}"
 
 
-def sha256_of(path: Path, progress: Progress | None = None) -> str:
-    """Hexadecimal; FlowspecError if the file cannot be read."""
-    sha, block = hashlib.sha256(), bytearray(_BLOCK)
-    view = memoryview(block)
-    try:
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(block):
-                sha.update(view[:count])
-                if progress is not None:
-                    progress(count)
-    except OSError as error:
-        raise FlowspecError(f"cannot read {path}: {error.strerror}") from error
-    return sha.hexdigest()
+def altered(path: Path) -> FlowspecError:
+    return FlowspecError(f"{path} has been altered: its sha256 is not the one in {MANIFEST}; copy it again")

@@ -19,8 +19,9 @@ from flowspec_edge.sharding.drafts import DraftFiles, check_fit, drafts_of
 from flowspec_edge.stage.families import load_config, skeleton
 from flowspec_edge.stage.quant.awq_gptq import Importer, importer
 from flowspec_edge.stage.weights import tensor_names
-from flowspec_edge.stage.weights.checkpoint import Checkpoint, TensorInfo, check_shape
+from flowspec_edge.stage.weights.checkpoint import Checkpoint, check_shape
 from flowspec_edge.util.bounded_read import read_bytes
+from flowspec_edge.util.storage.weight_file import TensorInfo
 
 # Files besides the weights that D0 may need; config.json is rewritten.
 _EXTRA_FILES = (

@@ -18,16 +18,13 @@ import torch
 from torch import Tensor
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.model.manifest import Progress
 from flowspec_edge.util.files import PARTIAL, publish
+from flowspec_edge.util.storage.uncached import Progress
+from flowspec_edge.util.storage.weight_file import DTYPES
 
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
-_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8  # of the header's end; wide dtypes come first, so every tensor is aligned to its dtype
 _BLOCK = 1 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

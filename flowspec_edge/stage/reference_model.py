@@ -20,7 +20,8 @@ from flowspec_edge.stage.weights.load import (
     head_scheme_of,
     load_modules,
     load_tensor,
-    part_of,
+    opened_part,
+    part_dir,
     scheme_of,
 )
 from flowspec_edge.stage.weights.output_head import load_output_head
@@ -45,22 +46,23 @@ def load_reference_model(model_dir: Path | str, dtype: str, device: torch.device
             parts["model.embed_tokens"] = core.embed_tokens
         if index == len(runs) - 1:
             parts["model.norm"] = core.norm
-        checkpoint = Checkpoint(part_of(model_dir, stage_part(index)))
-        read = load_modules(parts, checkpoint, torch_dtype, torch_device, scheme_of(model_dir))
+        with opened_part(model_dir, stage_part(index)) as files:
+            checkpoint = Checkpoint(part_dir(model_dir, stage_part(index)), files)
+            read = load_modules(parts, checkpoint, torch_dtype, torch_device, scheme_of(model_dir))
         wanted = read if manifest else tensor_names.whole_model(core)
         tensor_names.check_no_unexpected(checkpoint.directory, checkpoint.names, wanted)
     core.rotary_emb = type(core.rotary_emb)(config=config).to(torch_device)
     home = Path(model_dir) / DRAFT_TARGET if manifest else Path(model_dir)
     head_scheme = head_scheme_of(model_dir)
     if head_scheme is not None:
-        part_of(model_dir, DRAFT)
-        model.lm_head = load_output_head(home, dtype, torch_device, head_scheme)
+        with opened_part(model_dir, DRAFT) as files:
+            model.lm_head = load_output_head(home, dtype, torch_device, head_scheme, files)
     elif config.tie_word_embeddings:
         model.lm_head.weight = core.embed_tokens.weight
     else:
-        part_of(model_dir, DRAFT)
-        head = load_tensor(Checkpoint(home), tensor_names.LM_HEAD, core.embed_tokens.weight.shape,
-                           torch_dtype, torch_device)
+        with opened_part(model_dir, DRAFT) as files:
+            head = load_tensor(Checkpoint(home, files), tensor_names.LM_HEAD,
+                               core.embed_tokens.weight.shape, torch_dtype, torch_device)
         model.lm_head.weight = nn.Parameter(fast_layout(head), requires_grad=False)
     if (home / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(home)

@@ -18,12 +18,16 @@ from flowspec_edge.stage.families import load_config, skeleton
 from flowspec_edge.stage.layers.fused import FusedLayer
 from flowspec_edge.stage.weights import tensor_names
 from flowspec_edge.stage.weights.checkpoint import Checkpoint, check_shape
-from flowspec_edge.stage.weights.load import load_modules, load_tensor, part_of, scheme_of
+from flowspec_edge.stage.weights.files import WeightFiles
+from flowspec_edge.stage.weights.load import load_modules, load_tensor, opened_part, part_dir, scheme_of
 from flowspec_edge.util.device_memory import allocation, release
 from flowspec_edge.util.embedding_table import Embedding, EmbeddingTable, as_embedding
+from flowspec_edge.util.storage.weight_file import SafetensorsFile
 from flowspec_edge.util.tensors import parse_dtype
 
 log = logging.getLogger(__name__)
+
+_FEWER_LAYERS = "give this stage fewer layers, or quantise the model: flowspec models shard --dtype int4"
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +123,7 @@ def load_shard(model_dir: Path | str, index: int, stages: int, dtype: str,
     """Load stage ``index`` (from 0) of ``stages``: only its own tensors.
 
     model_dir  a checkpoint, or a sharded model with this stage's part, whose files are all checked against
-               the manifest first
+               the manifest
     dtype      "fp32", "bf16" or "fp16": of activations, caches and all weights that are not in 4 bits
     fused      use FusedLayer; None: on CUDA
 
@@ -132,38 +136,38 @@ def load_shard(model_dir: Path | str, index: int, stages: int, dtype: str,
     if not 0 <= index < stages:
         raise UsageError(f"no stage {index} of {stages}: stages count from 0")
     lo, hi = ranges[index]
-    weights = part_of(model_dir, stage_part(index))
-    config, checkpoint = load_config(weights), Checkpoint(weights)
-    core = skeleton(config)
-    parts: dict[str, nn.Module] = {f"model.layers.{i}": core.layers[i] for i in range(lo, hi)}
-    if index == stages - 1:
-        parts["model.norm"] = core.norm
-    wanted = tensor_names.whole_model(core)
-    embed = None
-    read = [tensor_names.EMBEDDING] if index == 0 else []
-    quantised = scheme_of(model_dir)
-    if quantised and torch_device.type == "cuda":
-        caveat = quantised.caveat(torch_dtype, torch.cuda.get_device_capability(torch_device))
-        if caveat:
-            log.warning("V%d: %s", index + 1, caveat)
-    with allocation(f"the weights of layers [{lo}, {hi})", 0,
-               "give this stage fewer layers, or quantise the model: flowspec models shard --dtype int4"):
-        if index == 0:
-            embed = _embedding(checkpoint, config, torch_dtype, torch_device)
-        for name, module in parts.items():  # one by one: no more than one layer is in memory twice
-            read += load_modules({name: module}, checkpoint, torch_dtype, torch_device, quantised)
-            if fused and name.startswith("model.layers."):
-                parts[name] = FusedLayer(module)
-    release(torch_device)
-    tensor_names.check_no_unexpected(weights, checkpoint.names, read if is_sharded(model_dir) else wanted)
-    rotary = type(core.rotary_emb)(config=config).to(device)  # computed from the config alone
-    return Shard(
-        index=index, stages=stages, layers=(lo, hi), config=config,
-        modules=tuple(parts[f"model.layers.{i}"] for i in range(lo, hi)), rotary=rotary,
-        embed=embed, norm=parts.get("model.norm"),
-        dtype=torch_dtype, device=torch_device, digest=checkpoint.digest(read),
-        kv_cache=Manifest.read(model_dir).kv_cache if is_sharded(model_dir) else "16bit",
-    )
+    weights = part_dir(model_dir, stage_part(index))
+    with opened_part(model_dir, stage_part(index)) as files:
+        config, checkpoint = load_config(weights), Checkpoint(weights, files)
+        core = skeleton(config)
+        parts: dict[str, nn.Module] = {f"model.layers.{i}": core.layers[i] for i in range(lo, hi)}
+        if index == stages - 1:
+            parts["model.norm"] = core.norm
+        wanted = tensor_names.whole_model(core)
+        embed = None
+        read = [tensor_names.EMBEDDING] if index == 0 else []
+        quantised = scheme_of(model_dir)
+        if quantised and torch_device.type == "cuda":
+            caveat = quantised.caveat(torch_dtype, torch.cuda.get_device_capability(torch_device))
+            if caveat:
+                log.warning("V%d: %s", index + 1, caveat)
+        with allocation(f"the weights of layers [{lo}, {hi})", 0, _FEWER_LAYERS):
+            if index == 0:
+                embed = _embedding(checkpoint, config, torch_dtype, torch_device)
+            for name, module in parts.items():  # one by one: no more than one layer is in memory twice
+                read += load_modules({name: module}, checkpoint, torch_dtype, torch_device, quantised)
+                if fused and name.startswith("model.layers."):
+                    parts[name] = FusedLayer(module)
+        release(torch_device)
+        tensor_names.check_no_unexpected(weights, checkpoint.names, read if is_sharded(model_dir) else wanted)
+        rotary = type(core.rotary_emb)(config=config).to(device)  # computed from the config alone
+        return Shard(
+            index=index, stages=stages, layers=(lo, hi), config=config,
+            modules=tuple(parts[f"model.layers.{i}"] for i in range(lo, hi)), rotary=rotary,
+            embed=embed, norm=parts.get("model.norm"),
+            dtype=torch_dtype, device=torch_device, digest=checkpoint.digest(read),
+            kv_cache=Manifest.read(model_dir).kv_cache if is_sharded(model_dir) else "16bit",
+        )
 
 
 def find_embedding(model_dir: Path | str, dtype: str, device: torch.device | str = "cpu"
@@ -179,22 +183,24 @@ def find_embedding(model_dir: Path | str, dtype: str, device: torch.device | str
 def _embedding(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, device: torch.device) -> Embedding:
     """Rows in the file; all of them in memory if it is not safetensors."""
     name, shape = tensor_names.EMBEDDING, torch.Size((config.vocab_size, config.hidden_size))
-    path = checkpoint.file_of(name)
-    if path.suffix != ".safetensors":
+    file = checkpoint.file_of(name)
+    if not isinstance(file, SafetensorsFile):
         return as_embedding(load_tensor(checkpoint, name, shape, dtype, device))
-    check_shape(checkpoint.directory, name, checkpoint.shapes([name])[name], shape)
-    return EmbeddingTable(path, name, dtype, device)
+    check_shape(checkpoint.directory, name, file.info(name).shape, shape)
+    return EmbeddingTable(file, name, dtype, device)
 
 
-def load_lm_head(model_dir: Path | str, dtype: str, device: torch.device | str = "cpu") -> Tensor:
-    """The output matrix [V, H]; the embeddings if the model ties the two."""
-    name = tensor_names.LM_HEAD
-    if load_config(model_dir).tie_word_embeddings and name not in Checkpoint(model_dir):
+def load_lm_head(model_dir: Path | str, dtype: str, device: torch.device | str = "cpu",
+                 files: WeightFiles | None = None) -> Tensor:
+    """The output matrix [V, H]; the embeddings if the model ties the two.  ``files`` opens its file."""
+    name, checkpoint = tensor_names.LM_HEAD, Checkpoint(model_dir, files)
+    if load_config(model_dir).tie_word_embeddings and name not in checkpoint:
         name = tensor_names.EMBEDDING
-    return _load_matrix(model_dir, name, dtype, device)
+    return _load_matrix(model_dir, checkpoint, name, dtype, device)
 
 
-def _load_matrix(model_dir: Path | str, name: str, dtype: str, device: torch.device | str) -> Tensor:
+def _load_matrix(model_dir: Path | str, checkpoint: Checkpoint, name: str, dtype: str,
+                 device: torch.device | str) -> Tensor:
     torch_dtype, config = parse_dtype(dtype), load_config(model_dir)
     shape = torch.Size((config.vocab_size, config.hidden_size))
-    return load_tensor(Checkpoint(model_dir), name, shape, torch_dtype, torch.device(device))
+    return load_tensor(checkpoint, name, shape, torch_dtype, torch.device(device))

@@ -7,22 +7,18 @@ where a mapping would end the process with SIGBUS.
 
 from __future__ import annotations
 
-import json
 import os
-import weakref
 from collections.abc import Iterable
 from math import prod
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from flowspec_edge.errors import FlowspecError, ProtocolError
+from flowspec_edge.util.storage.weight_file import SafetensorsFile
 from flowspec_edge.util.tensors import check_finite, to_device
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_PIECE = 4 << 20  # bytes
-_MOST_HEADER = 100_000_000  # bytes, as safetensors itself allows
+_DTYPES = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 
 class EmbeddingTable(nn.Module):
@@ -33,40 +29,21 @@ class EmbeddingTable(nn.Module):
 
     _like: Tensor  # empty; its dtype and device are those of the rows, and follow ``to``
 
-    def __init__(self, path: Path, name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
-        """Tensor ``name`` [V, H] of a safetensors file, which is read once; rows are returned in ``dtype`` on
-        ``device``. FlowspecError if the file does not hold it, or values that are not finite in ``dtype``."""
+    def __init__(self, file: SafetensorsFile, name: str, dtype: torch.dtype,
+                 device: torch.device | str = "cpu") -> None:
+        """Tensor ``name`` [V, H], which is read once; rows are returned in ``dtype`` on ``device``.
+        FlowspecError if ``file`` does not hold it, or values that are not finite in ``dtype``."""
         super().__init__()
-        self._path, self._name = path, name
+        self._file, self._path, info = file.file, file.path, file.info(name)
         self.register_buffer("_like", torch.empty(0, dtype=dtype, device=device), persistent=False)
-        try:
-            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            weakref.finalize(self, os.close, self._file)
-            length = int.from_bytes(os.pread(self._file, 8, 0), "little")
-            described = json.loads(os.pread(self._file, min(length, _MOST_HEADER), 8))[name]
-            self._stored = _DTYPES[described["dtype"]]
-            self.num_embeddings, self.embedding_dim = described["shape"]
-            start, end = described["data_offsets"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise FlowspecError(f"{path} has no readable table {name} of embeddings ({error}): copy the "
-                                "model again") from error
-        self._row_bytes = self.embedding_dim * self._stored.itemsize
-        self._start = 8 + length + start
+        if len(info.shape) != 2 or not info.nbytes or info.dtype not in _DTYPES:
+            raise FlowspecError(f"{file.path}: tensor {name}, {info.dtype} {list(info.shape)}, is no table "
+                                "of embeddings: copy the model again")
+        self.num_embeddings, self.embedding_dim = info.shape
+        self._stored, self._row_bytes, self._start = info.dtype, info.row_bytes, file.start(name)
         self._state = self._now()
-        whole = end - start == self.num_embeddings * self._row_bytes > 0
-        if not whole or self._state[0] < 8 + length + end:
-            raise FlowspecError(f"{path} is truncated or damaged, its table {name} is not whole: copy the "
-                                "model again")
-        self._check_finite(8 + length + end)
-
-    def _check_finite(self, end: int) -> None:
-        """Read everything once, and leave nothing of it in the page cache."""
-        step = max(1, _PIECE // self._row_bytes) * self._row_bytes
-        for at in range(self._start, end, step):
-            piece = bytearray(os.pread(self._file, min(step, end - at), at))
-            os.posix_fadvise(self._file, at, len(piece), os.POSIX_FADV_DONTNEED)
-            check_finite(torch.frombuffer(piece, dtype=self._stored), self._like.dtype,
-                         f"{self._path}: tensor {self._name}")
+        for _, rows in file.pieces(name):
+            check_finite(rows, dtype, f"{file.path}: tensor {name}")
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Rows [..., H] of ``tokens`` [...], int64, which are waited for on a GPU. FlowspecError if the file
@@ -85,7 +62,7 @@ class EmbeddingTable(nn.Module):
             if not 0 <= token < self.num_embeddings:
                 raise ProtocolError(f"token {token} is outside the vocabulary of {self.num_embeddings}")
             try:
-                row = os.pread(self._file, self._row_bytes, self._start + token * self._row_bytes)
+                row = os.pread(self._file.fileno(), self._row_bytes, self._start + token * self._row_bytes)
             except OSError as error:
                 raise FlowspecError(f"cannot read the embedding of token {token} from {self._path}: "
                                     f"{error.strerror}; see to the disk, then restart") from error
@@ -95,7 +72,7 @@ class EmbeddingTable(nn.Module):
             yield row
 
     def _now(self) -> tuple[int, int]:
-        state = os.fstat(self._file)
+        state = os.fstat(self._file.fileno())
         return state.st_size, state.st_mtime_ns
 
 

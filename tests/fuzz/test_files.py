@@ -21,7 +21,7 @@ from flowspec_edge.model.modeldir import position_limit
 from flowspec_edge.runtime.draft_device.config import DraftConfig
 from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.stage.families import load_config, skeleton
-from flowspec_edge.stage.weights.files import file_errors, open_weights
+from flowspec_edge.stage.weights.files import WeightFiles
 from flowspec_edge.util.bounded_read import parse_json
 from flowspec_edge.util.terminal import printable
 from flowspec_edge.util.tomlfile import parse_toml
@@ -113,11 +113,10 @@ def test_safetensors(count: int, tmp_path: Path) -> None:
 
     def read(data: bytes) -> None:
         path.write_bytes(data)
-        file = open_weights(path)
-        with file_errors(path):
-            for name in file.names():
-                file.dtype(name)
-                file.read(name, tuple(slice(0, 1) for _ in file.shape(name)))
+        file = WeightFiles().open(path)
+        for name, info in file.tensors.items():
+            if info.nbytes:
+                file.read(name, 0, 1)
 
     seed = save({"a": torch.ones(2, 3, dtype=torch.float16), "b.weight": torch.arange(4),
                  "c": torch.ones(())})

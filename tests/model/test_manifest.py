@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.model.manifest import Manifest, sha256_of
+from flowspec_edge.model.manifest import Manifest
 
 FILES = {"stage-1/config.json": b"{}", "stage-1/layer-00000.safetensors": b"layer", "stage-2/x": b"\x00" * 3,
          "draft/target/config.json": b"{}", "draft/eagle2/model.safetensors": b"head"}
@@ -115,11 +115,3 @@ def test_none_and_nonsense(model: Path) -> None:
         Manifest.read(model)
     with pytest.raises(UsageError, match=r"is not a sharded model: manifest\.json is missing"):
         Manifest.read(model / "stage-1")
-
-
-def test_sha256_is_hashlibs(tmp_path: Path) -> None:
-    data = bytes(range(256)) * 9000  # more than a block
-    (tmp_path / "x").write_bytes(data)
-    assert sha256_of(tmp_path / "x") == hashlib.sha256(data).hexdigest()
-    with pytest.raises(FlowspecError, match="cannot read"):
-        sha256_of(tmp_path / "y")

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from flowspec_edge.errors import FlowspecError, ProtocolError
 from flowspec_edge.util.embedding_table import EmbeddingTable
+from flowspec_edge.util.storage.weight_file import SafetensorsFile
 
 V, H = 37, 12
 NAME = "model.embed_tokens.weight"
@@ -24,11 +25,15 @@ def write(path: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return weight
 
 
+def opened(path: Path, dtype: torch.dtype) -> EmbeddingTable:
+    return EmbeddingTable(SafetensorsFile(path), NAME, dtype)
+
+
 @pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("wanted", [torch.float32, torch.float16, torch.bfloat16])
 def test_rows_are_those_of_the_tensor(tmp_path: Path, stored: torch.dtype, wanted: torch.dtype) -> None:
     weight = write(tmp_path / "m.safetensors", stored)
-    table = EmbeddingTable(tmp_path / "m.safetensors", NAME, torch.float32).to(wanted)
+    table = opened(tmp_path / "m.safetensors", torch.float32).to(wanted)
     assert (table.num_embeddings, table.embedding_dim) == (V, H)
     plain = torch.nn.functional.embedding
 
@@ -48,18 +53,18 @@ def test_rows_are_those_of_the_tensor(tmp_path: Path, stored: torch.dtype, wante
 def test_a_token_outside_reads_no_other_tensor(tmp_path: Path, token: int) -> None:
     write(tmp_path / "m.safetensors")
     with pytest.raises(ProtocolError, match=f"token {token} is outside the vocabulary of {V}"):
-        EmbeddingTable(tmp_path / "m.safetensors", NAME, torch.float32)(torch.tensor([token]))
+        opened(tmp_path / "m.safetensors", torch.float32)(torch.tensor([token]))
 
 
 def test_a_file_that_changes_in_use_is_named(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     weight = write(path)
-    table = EmbeddingTable(path, NAME, torch.float32)
+    table = opened(path, torch.float32)
     whole = path.read_bytes()
     (tmp_path / "new").write_bytes(whole)
     os.replace(tmp_path / "new", path)  # the old file lives on
     assert torch.equal(table(torch.tensor([3]))[0], weight[3])
-    other = EmbeddingTable(path, NAME, torch.float32)
+    other = opened(path, torch.float32)
     os.truncate(path, len(whole) // 2)
     with pytest.raises(FlowspecError, match=r"m\.safetensors has changed while"):
         other(torch.tensor([3]))
@@ -75,7 +80,7 @@ def test_damaged_files_are_one_line(tmp_path: Path, spoil: object) -> None:
     save_file({NAME: torch.randn(V, H)}, path)
     path.write_bytes(spoil(path.read_bytes()))  # type: ignore[operator]
     with pytest.raises(FlowspecError, match=r"m\.safetensors") as refused:
-        EmbeddingTable(path, NAME, torch.float32)
+        opened(path, torch.float32)
     assert "\n" not in str(refused.value)
 
 
@@ -83,7 +88,7 @@ def test_damaged_files_are_one_line(tmp_path: Path, spoil: object) -> None:
 def test_a_table_without_rows_or_columns_is_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
     save_file({NAME: torch.zeros(shape)}, tmp_path / "m.safetensors")
     with pytest.raises(FlowspecError, match=r"m\.safetensors"):
-        EmbeddingTable(tmp_path / "m.safetensors", NAME, torch.float32)
+        opened(tmp_path / "m.safetensors", torch.float32)
 
 
 def test_values_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
@@ -91,4 +96,4 @@ def test_values_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     weight[4, 2] = torch.nan
     save_file({NAME: weight}, tmp_path / "m.safetensors")
     with pytest.raises(FlowspecError, match=r"m\.safetensors: tensor model\.embed_tokens\.weight holds NaN"):
-        EmbeddingTable(tmp_path / "m.safetensors", NAME, torch.float32)
+        opened(tmp_path / "m.safetensors", torch.float32)

@@ -19,8 +19,9 @@ from flowspec_edge.fleet.inventory import DeviceEntry
 from flowspec_edge.fleet.paths import DRAFT_UNIT, VENVS, model_dir, verify_unit
 from flowspec_edge.fleet.services.keys import KeyAction, changed_key
 from flowspec_edge.fleet.services.status import BoardStatus, FleetStatus, Installed
-from flowspec_edge.model.manifest import DRAFT, Manifest, sha256_of, stage_part
+from flowspec_edge.model.manifest import DRAFT, Manifest, stage_part
 from flowspec_edge.model.modeldir import MANIFEST
+from flowspec_edge.util.storage.uncached import sha256_of
 
 _NO_KEY = "0" * 40  # placeholder for a key that does not exist yet
 

@@ -173,9 +173,9 @@ def _check(target: Path, config: Any, core: Any) -> None:
     wanted = {f"model.{name}": parameter.shape for name, parameter in core.named_parameters()}
     if not config.tie_word_embeddings:
         wanted["lm_head.weight"] = core.embed_tokens.weight.shape
-    stored = checkpoint.shapes(list(wanted))
+    stored = checkpoint.stored(wanted)
     for name, shape in wanted.items():
-        check_shape(target, name, stored[name], shape)
+        check_shape(target, name, stored[name].shape, shape)
 
 
 def _head(draft: Path | None, config: Any, published: list[str]) -> EagleHead | Eagle3Head:

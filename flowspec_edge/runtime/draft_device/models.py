@@ -26,7 +26,7 @@ from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.quant.schemes import quantise_linears
 from flowspec_edge.stage.shard import find_embedding, stage_ranges
-from flowspec_edge.stage.weights.load import head_scheme_of, part_of
+from flowspec_edge.stage.weights.load import head_scheme_of, opened_part
 from flowspec_edge.stage.weights.output_head import load_output_head
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.params import Params
@@ -50,10 +50,11 @@ class DraftModels:
         use_exact_kernels()
         self._model = ModelDir(model_dir)
         self._dtype = dtype
-        part_of(model_dir, DRAFT)  # checks every file of a sharded model
-        with allocation("lm_head on the draft device", 0, _MEMORY_ADVICE):
-            self._scheme = head_scheme_of(model_dir)
-            self._lm_head = LmHead(load_output_head(self._model.target, dtype, device, self._scheme))
+        self._scheme = head_scheme_of(model_dir)
+        # Compares every file of a sharded model: those of draft models, which are loaded later, too.
+        with (opened_part(model_dir, DRAFT) as files,
+              allocation("lm_head on the draft device", 0, _MEMORY_ADVICE)):
+            self._lm_head = LmHead(load_output_head(self._model.target, dtype, device, self._scheme, files))
         load_config(self._model.target)  # refuses a model that stages cannot run
         self._limit = self._model.max_positions
         self._drafters: dict[str, Callable[[], Drafter]] = {}

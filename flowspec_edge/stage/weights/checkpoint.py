@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.stage.weights.files import INDEX, PICKLED, SAFE, WeightFile, file_errors, open_weights
+from flowspec_edge.stage.weights.files import INDEX, PICKLED, SAFE, WeightFiles
 from flowspec_edge.util.bounded_read import read_json
+from flowspec_edge.util.storage.weight_file import TensorInfo, WeightFile
 
 _SAMPLE = 1024  # elements at each end of a tensor that enter the digest
-_PIECE = 2 << 20  # bytes of a tensor that are returned at a time
-_MAPPED = 4 * _PIECE  # bytes read from a file before it is reopened to release its resident pages
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Indexes [lo, hi) along ``dim`` of a tensor of ``shape``."""
+    """Indexes [lo, hi) along ``dim``, 0 or 1, of a tensor of ``shape``."""
 
     shape: torch.Size
     dim: int
@@ -33,23 +29,15 @@ class TensorSlice:
     hi: int
 
 
-@dataclass(frozen=True)
-class TensorInfo:
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-
 class Checkpoint:
     """UsageError if the directory holds no weights; FlowspecError for a damaged file or tensor."""
 
-    def __init__(self, directory: Path | str) -> None:
+    def __init__(self, directory: Path | str, files: WeightFiles | None = None) -> None:
+        """``files`` opens the files: by default, without a comparison of their sha256."""
         self.directory = Path(directory)
         if not self.directory.is_dir():
             raise UsageError(f"no model at {self.directory}: not a directory")
+        self._weights = files or WeightFiles()
         self._files = self._locate()
 
     def __contains__(self, name: object) -> bool:
@@ -60,64 +48,47 @@ class Checkpoint:
         """All tensors, in the order of the files."""
         return list(self._files)
 
-    def tensors(self, names: list[str]) -> dict[str, Tensor]:
-        """The named tensors as stored, memory-mapped if possible."""
-        return self._read(names, _whole)
+    def in_file_order(self, names: Collection[str]) -> list[str]:
+        """Read in this order, no file is read twice."""
+        files = dict.fromkeys(self.file_of(name) for name in names)
+        return [name for file in files for name in file.tensors
+                if name in names and self._files[name] == file.path]
 
-    def shapes(self, names: list[str]) -> dict[str, torch.Size]:
-        """Reads only the files' headers."""
-        return self._read(names, lambda file, name: file.shape(name))
+    def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The named tensors as stored."""
+        return {name: self.file_of(name).read(name) for name in names}
 
-    def stored(self, names: list[str]) -> dict[str, TensorInfo]:
+    def stored(self, names: Iterable[str]) -> dict[str, TensorInfo]:
         """Reads only the files' headers."""
-        return self._read(names, lambda file, name: TensorInfo(file.shape(name), file.dtype(name)))
+        return {name: self.file_of(name).info(name) for name in names}
 
     def slices(self, wanted: Mapping[str, TensorSlice]) -> dict[str, Tensor]:
-        """As stored; reads only the slices.  FlowspecError if a tensor's shape differs from the slice's."""
-
-        def read(file: WeightFile, name: str) -> Tensor:
-            part = wanted[name]
-            check_shape(self.directory, name, file.shape(name), part.shape)
-            index = [slice(None)] * len(part.shape)
-            index[part.dim] = slice(part.lo, part.hi)
-            return file.read(name, tuple(index))
-
-        return self._read(wanted, read)
+        """As stored.  FlowspecError if a tensor's shape differs from the slice's."""
+        found = {}
+        for name, part in wanted.items():
+            file = self.file_of(name)
+            check_shape(self.directory, name, file.info(name).shape, part.shape)
+            found[name] = (file.read(name, part.lo, part.hi) if part.dim == 0 else torch.cat(
+                [piece[:, part.lo : part.hi].clone() for _, piece in file.pieces(name)]))
+        return found
 
     def pieces(self, name: str, rows: int = 0) -> Iterator[tuple[int, Tensor]]:
-        """All rows of one tensor in pieces of ``rows`` (0: about 2 MB): (first row, rows as stored).
+        """All rows of one tensor in pieces of ``rows`` (0: some MB): (first row, rows as stored).
 
-        A piece is mapped memory, valid until the next one.  A tensor without dimensions is one piece.  Tens
-        of MB at most are resident.
+        A piece is valid until the next one.  A tensor without dimensions is one piece.
         """
-        path = self.file_of(name)
-        with file_errors(path):
-            file = open_weights(path)
-            shape, read = file.shape(name), 0
-            row_bytes = prod(shape[1:]) * file.dtype(name).itemsize
-            step = rows or max(1, _PIECE // max(1, row_bytes))
-            for lo in range(0, shape[0] if shape else 1, step):
-                if read + step * row_bytes > _MAPPED:
-                    file, read = open_weights(path), 0
-                yield lo, file.read(name, (slice(lo, lo + step),) if shape else ())
-                read += step * row_bytes
+        return self.file_of(name).pieces(name, rows)
 
     def digest(self, names: Iterable[str]) -> str:
-        return _digest(self._read(list(names), _ends))
+        return _digest({name: _ends(self.file_of(name), name) for name in names})
 
-    def _read(self, names: Iterable[str], read: Callable[[WeightFile, str], T]) -> dict[str, T]:
-        by_file: dict[Path, list[str]] = {}
-        for name in names:
-            by_file.setdefault(self.file_of(name), []).append(name)
-        found: dict[str, T] = {}
-        for path, wanted in by_file.items():
-            with file_errors(path):
-                file = open_weights(path)
-                for name in wanted:
-                    found[name] = read(file, name)
-        return {name: found[name] for name in names}
+    def file_of(self, name: str) -> WeightFile:
+        """FlowspecError if there is no such tensor, or its file cannot be read."""
+        file = self._weights.open(self.path_of(name))
+        file.info(name)
+        return file
 
-    def file_of(self, name: str) -> Path:
+    def path_of(self, name: str) -> Path:
         """FlowspecError if there is no such tensor."""
         if name not in self._files:
             raise FlowspecError(f"{self.directory} has no tensor {name}: "
@@ -130,8 +101,7 @@ class Checkpoint:
             if index.is_file():
                 return self._indexed(index)
             if path.is_file():
-                with file_errors(path):
-                    return dict.fromkeys(open_weights(path).names(), path)
+                return dict.fromkeys(self._weights.open(path).tensors, path)
         raise UsageError(f"no model at {self.directory}: neither {SAFE} nor {SAFE}{INDEX} nor {PICKLED} "
                          "is there")
 
@@ -174,15 +144,8 @@ def _digest(ends: Mapping[str, tuple[torch.Size, Tensor, Tensor]]) -> str:
 
 
 def _ends(file: WeightFile, name: str) -> tuple[torch.Size, Tensor, Tensor]:
-    shape = file.shape(name)
-    if not shape:
-        value = _whole(file, name).clone().flatten()
-        return shape, value, value
-    rows = -(-_SAMPLE // max(1, prod(shape[1:])))
-    first = file.read(name, (slice(0, min(rows, shape[0])),)).flatten()[:_SAMPLE]
-    last = file.read(name, (slice(max(0, shape[0] - rows), shape[0]),)).flatten()[-_SAMPLE:]
-    return shape, first.clone(), last.clone()
-
-
-def _whole(file: WeightFile, name: str) -> Tensor:
-    return file.read(name, (slice(None),) if file.shape(name) else ())
+    info = file.info(name)
+    rows = -(-_SAMPLE // max(1, prod(info.shape[1:])))
+    first = file.read(name, 0, min(rows, info.rows)).flatten()[:_SAMPLE]
+    last = file.read(name, max(0, info.rows - rows), info.rows).flatten()[-_SAMPLE:]
+    return info.shape, first.clone(), last.clone()

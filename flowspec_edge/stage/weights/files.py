@@ -1,106 +1,100 @@
-"""Weight files: safetensors, and PyTorch's own format through its weights-only loader.
+"""The weight files of a model, compared with a manifest while they are read.
 
-Tensors are memory-mapped; touched pages count as resident until the file is closed and the tensors are gone.
+Safetensors are copied past the page cache.  PyTorch's own format is memory-mapped by its weights-only loader.
 """
 
 from __future__ import annotations
 
 import pickle
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.model.manifest import altered
+from flowspec_edge.util.storage.uncached import sha256_of
+from flowspec_edge.util.storage.weight_file import SAFETENSORS, SafetensorsFile, TensorInfo, WeightFile
 
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
 INDEX = ".index.json"  # appended to either name: the file of each tensor
 
 
-class WeightFile(Protocol):
-    def names(self) -> Iterable[str]: ...
+class WeightFiles:
+    """Opens each file once."""
 
-    def shape(self, name: str) -> torch.Size: ...
+    def __init__(self, sha256: Mapping[Path, str] | None = None) -> None:
+        """``sha256``: of the files that have to be compared."""
+        self._wanted = sha256 or {}
+        self._open: dict[Path, WeightFile | None] = {}
 
-    def dtype(self, name: str) -> torch.dtype: ...
+    def open(self, path: Path) -> WeightFile:
+        """FlowspecError for a missing or damaged file, and for PyTorch's format from before version 1.6."""
+        if (file := self._open.get(path)) is None:
+            self._open[path] = None  # begun, should it fail
+            self._open[path] = file = _open(path, path in self._wanted)
+        return file
 
-    def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """``tensor[index]``, with one slice per dimension."""
+    @contextmanager
+    def compared(self) -> Iterator[None]:
+        """Compare the files' sha256 after the block, all of them, whether the block has read them or not.
+        FlowspecError that names one that was altered, also instead of an error that follows from it."""
+        self._compare(path for path in self._wanted if path.suffix != SAFETENSORS)
+        try:
+            yield
+        except Exception:
+            self._compare(path for path in self._open if path in self._wanted)
+            raise
+        self._compare(path for path in self._wanted if path.suffix == SAFETENSORS)
 
-
-def open_weights(path: Path) -> WeightFile:
-    """Open ``path`` by its suffix; garbage collection closes it.
-
-    FlowspecError for a file that is missing, damaged, or in PyTorch's format from before version 1.6.
-    """
-    with file_errors(path):
-        if path.suffix == ".safetensors":
-            return _Safe(path)
-        if path.is_file() and not zipfile.is_zipfile(path) and _starts_like_pickle(path):
-            raise FlowspecError(f"{path} is in PyTorch's old format, which cannot be read piece by piece: "
-                                "load the model with transformers and save it again as safetensors")
-        return _Pickled(path)
+    def _compare(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            file = self._open.get(path)
+            found = file.file.sha256() if isinstance(file, SafetensorsFile) else sha256_of(path)
+            if found != self._wanted[path]:
+                raise altered(path)
 
 
 @contextmanager
 def file_errors(path: Path) -> Iterator[None]:
-    """Turn the libraries' exceptions about ``path`` into a FlowspecError that names it."""
+    """Turn torch's exceptions about ``path`` into a FlowspecError that names it."""
     try:
         yield
     except pickle.UnpicklingError as error:  # its text advises to load the file with code execution
         raise FlowspecError(f"{path} is damaged, or holds more than tensors, which is not loaded because "
                             "it could run code: use the model's safetensors files") from error
-    except (SafetensorError, EOFError, OSError, RuntimeError) as error:
-        if not path.is_file():
-            raise FlowspecError(f"{path} is missing: copy the model again") from error
+    except (EOFError, OSError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise FlowspecError(f"{path} is truncated or damaged ({reason}): copy the model again") from error
 
 
-class _Safe:
+class _PickledFile(WeightFile):
     def __init__(self, path: Path) -> None:
-        self._file: Any = safe_open(path, framework="pt")
-
-    def names(self) -> Iterable[str]:
-        return list(self._file.keys())
-
-    def shape(self, name: str) -> torch.Size:
-        return torch.Size(self._file.get_slice(name).get_shape())
-
-    def dtype(self, name: str) -> torch.dtype:
-        nothing = tuple(slice(0, 0) for _ in self.shape(name))
-        return self.read(name, nothing).dtype
-
-    def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        part: Tensor = self._file.get_slice(name)[index] if index else self._file.get_tensor(name)
-        return part
-
-
-class _Pickled:
-    def __init__(self, path: Path) -> None:
-        held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        self.path = path
+        with file_errors(path):
+            held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if not isinstance(held, dict) or not all(isinstance(value, Tensor) for value in held.values()):
             raise FlowspecError(f"{path} does not hold tensors by name: it is not a weight file")
-        self._tensors: dict[str, Tensor] = held
+        self._held: dict[str, Tensor] = held
+        self.tensors = {name: TensorInfo(tensor.shape, tensor.dtype) for name, tensor in held.items()}
 
-    def names(self) -> Iterable[str]:
-        return list(self._tensors)
+    def read(self, name: str, lo: int = 0, hi: int | None = None, buffer: Tensor | None = None) -> Tensor:
+        tensor = self._held[name].detach()
+        return tensor[lo:hi] if tensor.shape else tensor
 
-    def shape(self, name: str) -> torch.Size:
-        return self._tensors[name].shape
 
-    def dtype(self, name: str) -> torch.dtype:
-        return self._tensors[name].dtype
-
-    def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        if name not in self._tensors:
-            raise RuntimeError(f"File does not contain tensor {name}")
-        return self._tensors[name].detach()[index] if index else self._tensors[name].detach()
+def _open(path: Path, hashed: bool) -> WeightFile:
+    if not path.is_file():
+        raise FlowspecError(f"{path} is missing: copy the model again")
+    if path.suffix == SAFETENSORS:
+        return SafetensorsFile(path, hashed)
+    if not zipfile.is_zipfile(path) and _starts_like_pickle(path):
+        raise FlowspecError(f"{path} is in PyTorch's old format, which cannot be read piece by piece: "
+                            "load the model with transformers and save it again as safetensors")
+    return _PickledFile(path)
 
 
 def _starts_like_pickle(path: Path) -> bool:

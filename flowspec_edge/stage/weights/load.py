@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -14,16 +15,29 @@ from flowspec_edge.model.modeldir import is_sharded
 from flowspec_edge.stage.quant.base import QuantLinear, Scheme
 from flowspec_edge.stage.quant.schemes import scheme
 from flowspec_edge.stage.weights.checkpoint import Checkpoint, check_shape
+from flowspec_edge.stage.weights.files import WeightFiles
 from flowspec_edge.stage.weights.tensor_names import is_ignorable
 from flowspec_edge.util.tensors import check_finite
 
 
-def part_of(model_dir: Path | str, part: str) -> Path:
-    """The weights' directory: a part of a sharded model, checked against its manifest, or the checkpoint."""
+@contextmanager
+def opened_part(model_dir: Path | str, part: str) -> Iterator[WeightFiles]:
+    """The files of a part of a sharded model, compared with its manifest: names, sizes and small files before
+    the block, the sha256 of weights after it.  Use nothing that the block has loaded before it has ended.
+
+    For a checkpoint it compares nothing.  FlowspecError that names a missing, altered or unexpected file.
+    """
     if not is_sharded(model_dir):
-        return Path(model_dir)
-    Manifest.read(model_dir).check(part)
-    return Path(model_dir) / part
+        yield WeightFiles()
+        return
+    files = WeightFiles(Manifest.read(model_dir).check_sizes(part))
+    with files.compared():
+        yield files
+
+
+def part_dir(model_dir: Path | str, part: str) -> Path:
+    """The weights' directory: a part's, or the checkpoint."""
+    return Path(model_dir, part) if is_sharded(model_dir) else Path(model_dir)
 
 
 def scheme_of(model_dir: Path | str) -> Scheme | None:
@@ -59,28 +73,38 @@ def load_modules(parts: Mapping[str, nn.Module], checkpoint: Checkpoint, dtype: 
     """
     read: list[str] = []
     for prefix, module in parts.items():
-        if scheme is not None:
-            read += _quantised(prefix, module, checkpoint, scheme, dtype, device)
-        wanted = module.state_dict()
-        names = {key: f"{prefix}.{key}" for key in wanted}
-        shapes = checkpoint.shapes(list(names.values()))
-        transposed = {f"{name}.weight" if name else "weight" for name, linear in module.named_modules()
+        packed = _packed(prefix, module, checkpoint, scheme, dtype, device) if scheme else {}
+        wanted = {f"{prefix}.{key}": value.shape for key, value in module.state_dict().items()}
+        transposed = {f"{prefix}.{name}.weight" if name else f"{prefix}.weight"
+                      for name, linear in module.named_modules()
                       if isinstance(linear, nn.Linear) and is_transposed(dtype, device)}
         values = {}
-        for key, name in names.items():
-            check_shape(checkpoint.directory, name, shapes[name], wanted[key].shape)
-            values[key] = _copied(checkpoint, name, shapes[name], dtype, device, key in transposed)
+        for name in checkpoint.in_file_order([*wanted, *packed]):
+            if name in packed:
+                tensor = checkpoint.tensors([name])[name]
+                check_finite(tensor, tensor.dtype, f"{checkpoint.directory}: tensor {name}")
+                packed[name].add(name, tensor)
+            else:
+                value = load_tensor(checkpoint, name, wanted[name], dtype, device, name in transposed)
+                values[name.removeprefix(f"{prefix}.")] = value
+            read.append(name)
         module.load_state_dict(values, strict=True, assign=True)
         module.requires_grad_(False).eval()
-        read += names.values()
     return read
 
 
 def load_tensor(checkpoint: Checkpoint, name: str, shape: torch.Size, dtype: torch.dtype,
-                device: torch.device) -> Tensor:
-    """FlowspecError unless the tensor has ``shape``."""
-    check_shape(checkpoint.directory, name, checkpoint.shapes([name])[name], shape)
-    return _copied(checkpoint, name, shape, dtype, device, transposed=False)
+                device: torch.device, transposed: bool = False) -> Tensor:
+    """``transposed``: in memory.  FlowspecError unless the tensor has ``shape``."""
+    check_shape(checkpoint.directory, name, checkpoint.stored([name])[name].shape, shape)
+    if transposed:
+        value = torch.empty(tuple(reversed(shape)), dtype=dtype, device=device).t()
+    else:
+        value = torch.empty(shape, dtype=dtype, device=device)
+    for lo, piece in checkpoint.pieces(name):
+        check_finite(piece, dtype, f"{checkpoint.directory}: tensor {name}")
+        (value[lo : lo + len(piece)] if shape else value).copy_(piece)
+    return value
 
 
 def fast_layout(weight: Tensor) -> Tensor:
@@ -92,39 +116,40 @@ def is_transposed(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype == torch.float32
 
 
-def _copied(checkpoint: Checkpoint, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device,
-            transposed: bool) -> Tensor:
-    """Copies piece by piece, so that the weights are not mapped pages, which the kernel may drop."""
-    if transposed:
-        value = torch.empty(tuple(reversed(shape)), dtype=dtype, device=device).t()
-    else:
-        value = torch.empty(shape, dtype=dtype, device=device)
-    for lo, piece in checkpoint.pieces(name):
-        check_finite(piece, dtype, f"{checkpoint.directory}: tensor {name}")
-        (value[lo : lo + len(piece)] if shape else value).copy_(piece)
-    return value
+class _PackedMatrix:
+    """Fills a QuantLinear once it has all tensors: files hold the small ones of all matrices first."""
+
+    def __init__(self, where: str, linear: QuantLinear, names: Mapping[str, str], bias: str | None) -> None:
+        self._where, self._linear, self._bias = where, linear, bias
+        self._names = names  # of the tensors, by suffix
+        self._found: dict[str, Tensor] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        self._found[name] = tensor
+        if len(self._found) < len(self._names) + (self._bias is not None):
+            return
+        try:
+            self._linear.fill({suffix: self._found[full] for suffix, full in self._names.items()},
+                              None if self._bias is None else self._found[self._bias])
+        except FlowspecError as error:
+            raise FlowspecError(f"{self._where}: {error}") from error
+        self._found.clear()
 
 
-def _quantised(prefix: str, module: nn.Module, checkpoint: Checkpoint, scheme: Scheme, dtype: torch.dtype,
-               device: torch.device) -> Iterator[str]:
+def _packed(prefix: str, module: nn.Module, checkpoint: Checkpoint, scheme: Scheme, dtype: torch.dtype,
+            device: torch.device) -> dict[str, _PackedMatrix]:
+    """Puts QuantLinears in the place of linears that are not stored in plain form; by name of each tensor."""
+    found: dict[str, _PackedMatrix] = {}
     for path, linear in list(module.named_modules()):
         name = f"{prefix}.{path}"
         if not path or not isinstance(linear, nn.Linear) or f"{name}.weight" in checkpoint:
             continue
         rows, columns = linear.weight.shape
         packed: QuantLinear = scheme.linear(rows, columns, linear.bias is not None, dtype, device)
-        stored = {suffix: f"{name}.{suffix}" for suffix in scheme.stored(rows, columns)}
-        tensors = checkpoint.tensors(list(stored.values()))
-        for full, tensor in tensors.items():
-            check_finite(tensor, tensor.dtype, f"{checkpoint.directory}: tensor {full}")
-        bias = f"{name}.bias"
-        try:
-            packed.fill({suffix: tensors[full] for suffix, full in stored.items()},
-                        checkpoint.tensors([bias])[bias] if linear.bias is not None else None)
-        except FlowspecError as error:
-            raise FlowspecError(f"{checkpoint.directory}: {name}: {error}") from error
+        names = {suffix: f"{name}.{suffix}" for suffix in scheme.stored(rows, columns)}
+        bias = f"{name}.bias" if linear.bias is not None else None
+        matrix = _PackedMatrix(f"{checkpoint.directory}: {name}", packed, names, bias)
+        found |= dict.fromkeys([*names.values(), *([bias] if bias else [])], matrix)
         parent, _, child = path.rpartition(".")
         setattr(module.get_submodule(parent), child, packed)
-        yield from stored.values()
-        if linear.bias is not None:
-            yield bias
+    return found

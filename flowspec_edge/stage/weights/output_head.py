@@ -18,6 +18,7 @@ from flowspec_edge.model.output_head import MatrixRows, OutputHead
 from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.quant.base import QuantLinear, Scheme
 from flowspec_edge.stage.weights.checkpoint import Checkpoint, check_shape
+from flowspec_edge.stage.weights.files import WeightFiles
 from flowspec_edge.stage.weights.tensor_names import EMBEDDING, LM_HEAD
 from flowspec_edge.util.tensors import check_finite, parse_dtype
 
@@ -27,14 +28,15 @@ PREFIX = LM_HEAD.removesuffix(".weight")  # of the names of a quantised matrix' 
 
 
 def load_output_head(directory: Path, dtype: str, device: torch.device | str = "cpu",
-                     scheme: Scheme | None = None) -> OutputHead:
+                     scheme: Scheme | None = None, files: WeightFiles | None = None) -> OutputHead:
     """From a checkpoint's directory, or ``draft/target`` of a sharded model; the embeddings if tied.
 
     scheme  of a matrix that is stored quantised
+    files   opens its file
 
     FlowspecError that names a missing, misshapen or damaged tensor.
     """
-    config, checkpoint = load_config(directory), Checkpoint(directory)
+    config, checkpoint = load_config(directory), Checkpoint(directory, files)
     torch_dtype, at = parse_dtype(dtype), torch.device(device)
     rows, width = config.vocab_size, config.hidden_size
     if scheme is None:

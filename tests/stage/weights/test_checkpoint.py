@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.stage.shard import load_shard
-from flowspec_edge.stage.weights import checkpoint as module
 from flowspec_edge.stage.weights.checkpoint import Checkpoint, digest
+from flowspec_edge.util.storage import weight_file
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +62,7 @@ def test_pieces_make_up_the_tensor(shape: list[int], rows: int, dtype: torch.dty
                                    ) -> None:
     whole = torch.randn(shape).mul_(100).to(dtype)
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_PIECE", piece)  # so that small tensors are cut, and files opened again
-        patch.setattr(module, "_MAPPED", 4 * piece)
+        patch.setattr(weight_file, "PIECE", piece)  # so that small tensors are cut
         if pickled:
             torch.save({"x": whole}, Path(directory, "pytorch_model.bin"))
         else:

@@ -1,0 +1,1 @@
+"""Reading large files past the page cache; files of weights."""

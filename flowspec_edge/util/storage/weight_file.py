@@ -1,0 +1,128 @@
+"""Files of weights, read by tensor and row: the interface, and safetensors."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.util.storage.uncached import PIECE, UncachedFile
+
+SAFETENSORS = ".safetensors"  # the suffix
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "C64": torch.complex64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
+}
+_MOST_HEADER = 100_000_000  # bytes, as the safetensors library allows
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def rows(self) -> int:
+        """A tensor without dimensions is one row."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def row_bytes(self) -> int:
+        return prod(self.shape[1:]) * self.dtype.itemsize
+
+
+class WeightFile(ABC):
+    """tensors  by name, in the order of the file"""
+
+    path: Path
+    tensors: dict[str, TensorInfo]
+
+    def info(self, name: str) -> TensorInfo:
+        """FlowspecError if there is no such tensor."""
+        if name not in self.tensors:
+            raise FlowspecError(f"{self.path} does not hold tensor {name}: copy the model again")
+        return self.tensors[name]
+
+    @abstractmethod
+    def read(self, name: str, lo: int = 0, hi: int | None = None, buffer: Tensor | None = None) -> Tensor:
+        """Rows [lo, hi) of a tensor on the CPU as stored, by default all; in ``buffer``, uint8, if that is
+        given and the file has to be copied."""
+
+    def pieces(self, name: str, rows: int = 0) -> Iterator[tuple[int, Tensor]]:
+        """A whole tensor by ``rows`` (0: some MB) at a time: (first row, rows). A piece is valid until the
+        next one. A tensor without dimensions is one piece."""
+        info = self.info(name)
+        step = min(rows or max(1, PIECE // max(1, info.row_bytes)), max(1, info.rows))
+        buffer = torch.empty(step * info.row_bytes, dtype=torch.uint8, device="cpu")
+        for lo in range(0, info.rows, step):
+            yield lo, self.read(name, lo, min(lo + step, info.rows), buffer)
+
+
+class SafetensorsFile(WeightFile):
+    """Reads past the page cache."""
+
+    def __init__(self, path: Path, hashed: bool = False) -> None:
+        """``hashed`` as for UncachedFile. FlowspecError if the header does not describe the whole file."""
+        self.path = path
+        self.file = UncachedFile(path, hashed)
+        try:
+            length = int.from_bytes(self._bytes(0, 8), "little")
+            if length > min(_MOST_HEADER, self.file.size - 8):
+                raise ValueError(f"a header of {length} bytes")
+            self._describe(json.loads(self._bytes(8, length)), 8 + length)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise FlowspecError(f"{path} is truncated or damaged ({error}): copy the model again") from error
+
+    def read(self, name: str, lo: int = 0, hi: int | None = None, buffer: Tensor | None = None) -> Tensor:
+        info = self.info(name)
+        count = (info.rows if hi is None else hi) - lo
+        if buffer is None:
+            buffer = torch.empty(count * info.row_bytes, dtype=torch.uint8, device="cpu")
+        data = buffer[: count * info.row_bytes]
+        self.file.read_into(data.numpy().data, self.start(name) + lo * info.row_bytes)
+        return data.view(info.dtype).view(count, *info.shape[1:]) if info.shape else data.view(info.dtype)[0]
+
+    def start(self, name: str) -> int:
+        """The tensor's first byte."""
+        return self._starts[name]
+
+    def _bytes(self, at: int, count: int) -> bytes:
+        if at + count > self.file.size:
+            raise ValueError(f"{self.file.size} bytes")
+        data = bytearray(count)
+        self.file.read_into(memoryview(data), at)
+        return bytes(data)
+
+    def _describe(self, fields: dict[str, dict[str, Any]], at: int) -> None:
+        """Tensors follow one another without gaps up to the file's end, as the format demands."""
+        fields.pop("__metadata__", None)
+        self.tensors, self._starts = {}, {}
+        begin = at
+        for name, entry in sorted(fields.items(), key=lambda item: item[1]["data_offsets"]):
+            shape, kind = entry["shape"], entry["dtype"]
+            if kind not in DTYPES:
+                raise FlowspecError(f"{self.path}: tensor {name} is stored as {kind!r}, which cannot be read")
+            if not (isinstance(shape, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in shape)):
+                raise ValueError(f"tensor {name} of shape {shape}")
+            info = TensorInfo(torch.Size(shape), DTYPES[kind])
+            self.tensors[name], self._starts[name] = info, at
+            if entry["data_offsets"] != [at - begin, at - begin + info.nbytes]:
+                raise ValueError(f"tensor {name} at {entry['data_offsets']}")
+            at += info.nbytes
+        if at != self.file.size:
+            raise ValueError(f"{self.file.size} bytes, and tensors up to {at}")

@@ -1,0 +1,178 @@
+"""Parts are read once and leave nothing in the page cache; what was altered anywhere is refused.
+
+The page cache is asked by mincore, the bytes read by /proc/self/io, the peak of memory by VmHWM.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from shardkit import cut
+from tiny import tiny_llama
+
+from flowspec_edge.drafting.checkpoint import read_weights
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.model.manifest import Manifest
+from flowspec_edge.model.modeldir import is_sharded
+from flowspec_edge.stage.shard import load_lm_head, load_shard
+from flowspec_edge.stage.weights.checkpoint import Checkpoint
+from flowspec_edge.stage.weights.load import opened_part
+from flowspec_edge.util.storage.uncached import UncachedFile
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def cached(directory: Path) -> int:
+    """Bytes of the files below a directory that the page cache holds."""
+    return sum(_cached(path) for path in directory.rglob("*") if path.is_file() and path.stat().st_size)
+
+
+def _cached(path: Path) -> int:
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
+        start = ctypes.c_char.from_buffer(mapped)
+        pages = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
+        failed = _LIBC.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(mapped)), pages)
+        del start  # else the mapping cannot be closed
+        assert not failed, os.strerror(ctypes.get_errno())
+        return sum(page & 1 for page in pages) * mmap.PAGESIZE
+
+
+def drop(directory: Path) -> None:
+    """Skips where the file system keeps its pages, as tmpfs does."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with path.open("r+b") as file:
+                os.fsync(file.fileno())
+            UncachedFile(path).drop()
+    if kept := cached(directory):
+        pytest.skip(f"the file system of {directory} keeps {kept} bytes in memory")
+
+
+def figure(file: str, name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+)", Path("/proc/self", file).read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1])
+
+
+def size_of(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint, and the same in one part of 225 MB."""
+    home = tmp_path_factory.mktemp("large")
+    tiny_llama(home / "whole", layers=3, hidden=1408)
+    cut(home / "whole", home / "cut", stages=1, dtype="fp32")
+    return home
+
+
+@pytest.mark.parametrize("model", ["cut", "whole"])
+def test_a_stage_reads_once_and_leaves_nothing(large: Path, model: str) -> None:
+    home = large / model
+    files = home / "stage-1" if is_sharded(home) else home
+    assert size_of(files) > 200e6
+    load_shard(home, 0, 1, "fp32")  # whatever is loaded on first use
+    drop(files)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM counts from here
+    except OSError as error:
+        pytest.skip(f"no peak of memory here: {error}")
+    before, read = figure("status", "VmRSS"), figure("io", "rchar")
+    shard = load_shard(home, 0, 1, "fp32")
+    assert figure("io", "rchar") - read < 1.02 * size_of(files)
+    assert (figure("status", "VmHWM") - before) * 1024 < shard.nbytes + 40e6
+    assert cached(files) < 8e6
+    truth = {name: tensor for path in files.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    for i, layer in enumerate(shard.modules):
+        for name, tensor in layer.state_dict().items():
+            assert same(tensor, truth[f"model.layers.{i}.{name}"])
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit by bit."""
+    return one.dtype == other.dtype and torch.equal(one.contiguous().view(torch.uint8),
+                                                    other.contiguous().view(torch.uint8))
+
+
+def test_d0_verify_and_draft_models_leave_nothing(large: Path) -> None:
+    drop(large)
+    with opened_part(large / "cut", "draft") as files:
+        load_lm_head(large / "cut" / "draft" / "target", "fp32", files=files)
+    Manifest.read(large / "cut").check("stage-1")
+    read_weights(large / "whole", "a head")
+    assert cached(large) < 8e6
+
+
+def test_packed_matrices_are_read_once(tmp_path: Path) -> None:
+    """Their scales lie before them in the file."""
+    cut(tiny_llama(tmp_path / "whole", layers=2, hidden=512), tmp_path / "cut", stages=1, dtype="int4")
+    load_shard(tmp_path / "cut", 0, 1, "bf16")
+    read = figure("io", "rchar")
+    load_shard(tmp_path / "cut", 0, 1, "bf16")
+    assert figure("io", "rchar") - read < 1.3 * size_of(tmp_path / "cut" / "stage-1")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("small")
+    cut(tiny_llama(home / "whole", layers=2, hidden=64), home / "int4", stages=1, dtype="int4", group=64)
+    cut(home / "whole", home / "fp32", stages=1, dtype="fp32")
+    return home
+
+
+def load(model: Path, part: str) -> None:
+    if part == "stage-1":
+        load_shard(model, 0, 1, "fp32")
+    else:
+        with opened_part(model, part) as files:
+            load_lm_head(model / "draft" / "target", "fp32", files=files)
+
+
+@given(place=st.data(), dtype=st.sampled_from(["int4", "fp32"]), part=st.sampled_from(["stage-1", "draft"]),
+       header=st.booleans(), flipped=st.integers(1, 255))
+def test_a_byte_that_differs_is_the_manifests_error(small: Path, place: st.DataObject, dtype: str, part: str,
+                                                    header: bool, flipped: int) -> None:
+    path = place.draw(st.sampled_from(sorted(p for p in (small / dtype / part).rglob("*") if p.is_file())))
+    whole = path.read_bytes()
+    length = 8 + int.from_bytes(whole[:8], "little") if path.suffix == ".safetensors" else len(whole)
+    at = place.draw(st.integers(0, (length if header else len(whole)) - 1))
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ flipped]) + whole[at + 1 :])
+    try:
+        with pytest.raises(FlowspecError, match=f"{re.escape(str(path))} has been altered: its sha"):
+            load(small / dtype, part)
+    finally:
+        path.write_bytes(whole)
+    load(small / dtype, part)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_file_cut_short_meanwhile_is_one_line(large: Path, tmp_path: Path, sharded: bool) -> None:
+    home = Path(shutil.copytree(large / "cut", tmp_path / "copy"))
+    name, path = "model.layers.1.mlp.up_proj.weight", home / "stage-1" / "layer-00001.safetensors"
+
+    def pieces() -> Iterator[object]:
+        if not sharded:
+            yield from Checkpoint(home / "stage-1").pieces(name)
+            return
+        with opened_part(home, "stage-1") as files:
+            yield from Checkpoint(home / "stage-1", files).pieces(name)
+
+    def read() -> None:
+        for _ in pieces():
+            os.truncate(path, path.stat().st_size // 2)
+
+    with pytest.raises(FlowspecError, match=r"layer-00001\.safetensors was cut short while it was") as no:
+        read()
+    assert "\n" not in str(no.value)
