@@ -116,12 +116,12 @@ def test_d0_verify_and_draft_models_leave_nothing(large: Path) -> None:
 
 
 def test_packed_matrices_are_read_once(tmp_path: Path) -> None:
-    """Their scales lie before them in the file."""
+    """Their scales lie before them in the file. The tensors' ends are read again for the digest."""
     cut(tiny_llama(tmp_path / "whole", layers=2, hidden=512), tmp_path / "cut", stages=1, dtype="int4")
     load_shard(tmp_path / "cut", 0, 1, "bf16")
     read = figure("io", "rchar")
     load_shard(tmp_path / "cut", 0, 1, "bf16")
-    assert figure("io", "rchar") - read < 1.3 * size_of(tmp_path / "cut" / "stage-1")
+    assert figure("io", "rchar") - read < 1.09 * size_of(tmp_path / "cut" / "stage-1")
 
 
 @pytest.fixture(scope="module")
