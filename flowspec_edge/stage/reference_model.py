@@ -13,6 +13,7 @@ from flowspec_edge.model.manifest import DRAFT, DRAFT_TARGET, Manifest, stage_pa
 from flowspec_edge.model.modeldir import is_sharded
 from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.layers.attention import register_rounded
+from flowspec_edge.stage.output_head import load_output_head
 from flowspec_edge.stage.weights import tensor_names
 from flowspec_edge.stage.weights.checkpoint import Checkpoint
 from flowspec_edge.stage.weights.load import (
@@ -24,7 +25,6 @@ from flowspec_edge.stage.weights.load import (
     part_dir,
     scheme_of,
 )
-from flowspec_edge.stage.weights.output_head import load_output_head
 from flowspec_edge.util.tensors import parse_dtype
 
 

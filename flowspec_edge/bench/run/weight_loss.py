@@ -20,9 +20,9 @@ from flowspec_edge.model.manifest import Manifest
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.output_head import OutputHead
 from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.output_head import load_output_head
 from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.stage.weights.load import head_scheme_of
-from flowspec_edge.stage.weights.output_head import load_output_head
 from flowspec_edge.util.tensors import to_torch
 
 _ROWS = 64  # compared at a time: 39 MB of float32 for 152,000 tokens

@@ -30,9 +30,9 @@ from flowspec_edge.runtime.draft_device.lm_head import LmHead
 from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.stage.output_head import load_output_head
 from flowspec_edge.stage.shard import find_embedding
 from flowspec_edge.stage.weights.load import head_scheme_of
-from flowspec_edge.stage.weights.output_head import load_output_head
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import strategy_class

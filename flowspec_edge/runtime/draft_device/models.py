@@ -24,10 +24,10 @@ from flowspec_edge.runtime.draft_device.prefix_cache import PrefixHit
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.stage.families import load_config
+from flowspec_edge.stage.output_head import load_output_head
 from flowspec_edge.stage.quant.schemes import quantise_linears
 from flowspec_edge.stage.shard import find_embedding, stage_ranges
 from flowspec_edge.stage.weights.load import head_scheme_of, opened_part
-from flowspec_edge.stage.weights.output_head import load_output_head
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import draft_kind, draft_label, strategy_class

@@ -50,7 +50,7 @@ def test_the_error_has_bytes_and_advice() -> None:
 def test_caches_in_8_bits_are_advised_where_they_suffice() -> None:
     p = problem(size(layers=11), context=8192)
     boards = [board("a"), board("b", usable_mb=5900)]
-    assert "What would help: --dtype int4, or --kv-cache int8, or --context 2048" in refused(boards, p)
+    assert "What would help: --dtype int4, or --kv-cache int8, or --context 4096" in refused(boards, p)
     assert plan(boards, replace(p, size=replace(p.size, kv_row=p.size.kv_row // 2)))
 
 

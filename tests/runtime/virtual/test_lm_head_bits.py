@@ -27,10 +27,10 @@ from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.sharding.job import run
 from flowspec_edge.sharding.plan import make_plan, ranges_for, recipe_for
 from flowspec_edge.sharding.source import open_source
+from flowspec_edge.stage import output_head
 from flowspec_edge.stage.quant.base import QuantLinear
 from flowspec_edge.stage.quant.schemes import head_scheme
 from flowspec_edge.stage.shard import load_lm_head
-from flowspec_edge.stage.weights import output_head
 from flowspec_edge.stage.weights.load import head_scheme_of
 from flowspec_edge.strategies.registry import STRATEGIES
 

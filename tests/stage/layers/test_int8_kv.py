@@ -33,7 +33,7 @@ PIPELINED = [name for name, strategy in STRATEGIES.items() if strategy.paralleli
 
 
 @settings(deadline=None)
-@given(seed=st.integers(0, 999), size=st.floats(1e-6, 1e4),
+@given(seed=st.integers(0, 999), size=st.floats(1e-2, 1e4),
        dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
 def test_a_value_is_within_half_a_step(seed: int, size: float, dtype: torch.dtype) -> None:
     """Of 127 steps to the largest of its head, and what the dtype rounds; zeros stay zeros."""
