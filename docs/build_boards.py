@@ -53,7 +53,7 @@ def cells_of(name: str, count: int, model: str, dtype: PlanDtype, predicted: boo
         held = planner.most_layers(boards, problem)
         return f"no: room for {held} of {size.layers} layers" if held >= 0 else "no: no board can draft", "–"
     bandwidth = any(how.basis == "bandwidth" for _, how in given)
-    least, most = ("≥ ", "≤ ") if bandwidth else ("", "")
+    least = most = "≈ " * bandwidth
     stage = f"{least}{plan.slowest * 1e3:.0f}"
     return stage, f"{most}{' / '.join(speeds(plan))}" if predicted else "…"
 

@@ -156,12 +156,16 @@ class Memory(StrictModel):
     total_mb: Positive
     usable_mb: Positive  # free for a stage's or D0's process, with the system running
     process_mb: NotNegative  # of such a process without weights and cache: interpreter, kernels
-    gb_per_s: Positive | None = None  # 10^9 bytes a second that a large copy reads
+    gb_per_s: Positive | None = None  # 10^9 bytes a second that a decoder, or a large copy, reads
+    gb_per_s_range: Annotated[list[Positive], Field(min_length=2, max_length=2)] | None = None  # if not known
 
     @model_validator(mode="after")
     def _fits(self) -> Memory:
         if self.usable_mb > self.total_mb:
             raise ValueError(f"usable_mb {self.usable_mb:g} is more than total_mb {self.total_mb:g}")
+        if self.gb_per_s_range and not (self.gb_per_s and self.gb_per_s_range[0] <= self.gb_per_s
+                                        <= self.gb_per_s_range[1]):
+            raise ValueError(f"gb_per_s {self.gb_per_s} is not within gb_per_s_range {self.gb_per_s_range}")
         return self
 
 

@@ -63,8 +63,8 @@ def plan(
     Subsets of the boards, their order and their layers are searched for the most tokens/s within their
     memory; the alternatives are listed, one board and the other element type among them.  Roles and layers
     of a cluster file are kept.  No weights are downloaded or loaded: sizes follow from config.json.  A time
-    with ≥ assumes memory bandwidth alone: the profile has no times of an int4 kernel (flowspec device
-    profile).
+    with a range in brackets rests on the memory bandwidth that other engines reach: the profile has no times
+    of an int4 kernel (flowspec device profile).
 
     Examples:
 

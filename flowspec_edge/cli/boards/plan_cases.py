@@ -20,7 +20,9 @@ from flowspec_edge.fleet.planning.one_board import (
     SingleBoardEstimate,
     best_alone,
     other_programs,
+    plain_tokens_per_second,
     single_board_headroom,
+    smallest_board,
 )
 from flowspec_edge.fleet.planning.plan_table import alone_rows, plan_rows
 from flowspec_edge.fleet.planning.planner import CandidateBoard, PipelinePlan, SplitProblem
@@ -93,7 +95,9 @@ class Case:
         devices = {member.name: member.torch_device for member in members}
         return PlanReport(
             problem.size, problem.context, rows, plan,
-            alone=SingleBoardEstimate(able.name, f"{able.name} alone holds everything") if able else None,
+            alone=SingleBoardEstimate(able.name, f"{able.name} alone holds everything",
+                                      plain_tokens_per_second(able, problem)) if able else None,
+            smallest=smallest_board(problem),
             others=other_programs(self.boards, problem), at_once=self.rate.at_once, drafter=self.rate.draft,
             torch_device=devices[plan.d0.name] if plan else "",
             other_devices=[f"{member.name}: {why}" for member in members if member.torch_device
@@ -226,7 +230,8 @@ class Runs:
         if main.alone:
             own = estimate.predict_alone(main.alone, main.problem, *run)
             boards = len(chosen.stages) + 1 if chosen else 1
-            report.alone = estimate.compare(main.alone.name, own, boards, report.predictions)
+            report.alone = estimate.compare(main.alone, main.problem, own, boards,
+                                            report.predictions)
             report.alternatives.append(
                 main.alternative_alone(report.alone.strategy, report.alone.tokens_per_second))
         for case in self._others:

@@ -13,7 +13,7 @@ from flowspec_edge.cli.common.listing import figures_table
 from flowspec_edge.fleet.planning.draft_turn import Drafter, DraftTurn, draft_turn
 from flowspec_edge.fleet.planning.estimate import Prediction
 from flowspec_edge.fleet.planning.model_size import EAGLE3_VOCABULARY, ModelBytes
-from flowspec_edge.fleet.planning.one_board import OtherPrograms, SingleBoardEstimate
+from flowspec_edge.fleet.planning.one_board import OtherPrograms, SingleBoardEstimate, SmallestBoard
 from flowspec_edge.fleet.planning.plan_table import BoardRow
 from flowspec_edge.fleet.planning.planner import PipelinePlan
 from flowspec_edge.fleet.planning.scaling import at_context
@@ -27,7 +27,7 @@ _SHOWN_MS = 0.05  # of a stage's time
 class Alternative:
     """A split, or one board alone, that was compared; ``boards``: D0 first, then the stages in order.
 
-    bandwidth_alone  whether its times assume memory bandwidth alone, so that its tokens/s are an upper bound
+    bandwidth_alone  whether its times assume the memory bandwidth that other engines reach
     chosen           whether it is the split that the report describes
     """
 
@@ -59,6 +59,7 @@ class PlanReport:
     other_devices: list[str] = field(default_factory=list)
     alternatives: list[Alternative] = field(default_factory=list)
     others: OtherPrograms | None = None
+    smallest: SmallestBoard | None = None
 
     @property
     def draft(self) -> DraftTurn | None:
@@ -77,7 +78,7 @@ class PlanReport:
 
     @property
     def by_bandwidth(self) -> list[str]:
-        """Profiles whose stage times assume memory bandwidth alone, since they have no int4 kernel's."""
+        """Profiles whose stage times assume other engines' memory bandwidth, having no int4 kernel's."""
         return list(dict.fromkeys(row.profile for row in self.boards if row.basis == "bandwidth"))
 
     @property
@@ -87,9 +88,10 @@ class PlanReport:
                  if row.provenance != "measured"]
         found += [f"profile {row.profile} is {row.scaled}" for row in self.boards if row.scaled]
         found += [f"profile {name} has no times of a kernel for {self.size.dtype} weights: its stages are "
-                  "charged for memory bandwidth alone, a lower bound (25 ms for a stage of 13B on Orin "
-                  "Nanos, where the FlowSpec paper's 4-bit kernel took 400); measure it on the board with: "
-                  "flowspec device profile" for name in self.by_bandwidth]
+                  "charged for the memory bandwidth that other engines reach, in brackets for the "
+                  "memory's own and for the slowest of them (the FlowSpec paper's 4-bit kernel was slower by "
+                  "far: 400 ms for 10 layers of 13B on Orin Nanos); measure it on the board with: flowspec "
+                  "device profile" for name in self.by_bandwidth]
         if self.size.draft_estimated:
             found.append(self._head_note())
         found += self.other_devices
@@ -125,6 +127,7 @@ class PlanReport:
                             for p in self.predictions],
             "one_board": asdict(self.alone) if self.alone else None,
             "alternatives": [asdict(alternative) for alternative in self.alternatives],
+            "smallest_single_board": asdict(self.smallest) if self.smallest else None,
             "other_programs": self.others.as_json() if self.others else None,
             "estimated": bool(self.notes), "notes": self.notes,
         }
@@ -142,7 +145,7 @@ def show(report: PlanReport) -> None:
             say(f"left out: {row.name}: {row.why}")
     if plan:
         what = "link" if plan.link_bound else "stage"
-        least = "at least " if report.by_bandwidth else ""
+        least = "about " if report.by_bandwidth else ""
         say(f"The slowest {what} takes {least}{_ms(plan.slowest * 1e3)} ms for a segment of "
             f"{plan.problem.rows} rows"
             + (f" ({_ms(plan.context_ms)} of them to read {report.context} cached tokens)"
@@ -164,6 +167,9 @@ def show(report: PlanReport) -> None:
     if report.others:
         text = report.others.text
         say(f"{text[:1].upper()}{text[1:]}.")
+    if report.smallest:
+        say(f"The smallest single board that holds it: {report.smallest.profile}, with about "
+            f"{report.smallest.plain_tokens_per_second:.1f} tokens/s of plain decoding.")
     if len(report.alternatives) > 1:
         say("")
         show_whole(console, _alternatives(report))
@@ -187,7 +193,7 @@ def _boards(report: PlanReport) -> Table:
             row.role, plain(row.name), layers,
             *(f"{mb:,.0f}" for mb in (row.weights_mb, row.kv_mb, row.process_mb)),
             f"{row.used_mb:,.0f} / {row.usable_mb:,.0f}", f"{row.headroom_mb:,.0f}",
-            "–" if row.stage_ms is None else f"{'≥ ' * (row.basis == 'bandwidth')}{_ms(row.stage_ms)}")
+            "–" if row.stage_ms is None else _ms(row.stage_ms) + _span(row.stage_ms_range))
     return table
 
 
@@ -207,11 +213,15 @@ def _alternatives(report: PlanReport) -> Table:
     table = figures_table("compared: D0, then the stages", ("boards", "dtype", "strategy"),
                           ("slowest stage ms", "tokens/s"))
     for a in report.alternatives:
-        least, most = ("≥ ", "≤ ") if a.bandwidth_alone else ("", "")
-        rate = "–" if a.tokens_per_second is None else f"{most}{a.tokens_per_second:.2f}"
+        about = "≈ " * a.bandwidth_alone
+        rate = "–" if a.tokens_per_second is None else f"{about}{a.tokens_per_second:.2f}"
         table.add_row(plain(", ".join(a.boards)) + " ← this plan" * a.chosen, a.dtype, a.strategy or "–",
-                      f"{least}{_ms(a.slowest_stage_ms)}", rate)
+                      f"{about}{_ms(a.slowest_stage_ms)}", rate)
     return table
+
+
+def _span(ends: tuple[float, float] | None) -> str:
+    return f" ({_ms(ends[0])}–{_ms(ends[1])})" if ends else ""
 
 
 def _ms(milliseconds: float) -> str:

@@ -12,7 +12,7 @@ from statistics import fmean
 
 from flowspec_edge.config import LinkCost, Profile
 from flowspec_edge.errors import UsageError
-from flowspec_edge.fleet.planning.one_board import SingleBoardEstimate
+from flowspec_edge.fleet.planning.one_board import SingleBoardEstimate, plain_tokens_per_second
 from flowspec_edge.fleet.planning.planner import CandidateBoard, PipelinePlan, SplitProblem
 from flowspec_edge.fleet.planning.scaling import at_context
 from flowspec_edge.runtime.request import Request
@@ -83,15 +83,16 @@ def with_speedup(found: Sequence[Prediction]) -> list[Prediction]:
     return [replace(p, speedup=p.tokens_per_second / base if base else None) for p in found]
 
 
-def compare(board: str, own: Sequence[Prediction], boards: int, pipeline: Sequence[Prediction]
-            ) -> SingleBoardEstimate:
+def compare(board: CandidateBoard, problem: SplitProblem, own: Sequence[Prediction], boards: int,
+            pipeline: Sequence[Prediction]) -> SingleBoardEstimate:
     """The best of one board's predictions against the best of a pipeline of ``boards`` boards (empty if none
     fits)."""
     best = max(own, key=lambda p: p.tokens_per_second)
     others = max(pipeline, key=lambda p: p.tokens_per_second, default=None)
     enough = others is None or best.tokens_per_second >= others.tokens_per_second
-    text = f"{board} alone makes {best.tokens_per_second:.2f} tokens/s with {best.strategy}"
+    text = f"{board.name} alone makes {best.tokens_per_second:.2f} tokens/s with {best.strategy}"
     if others is not None:
         text += f", the plan's {boards} boards {others.tokens_per_second:.2f} with {others.strategy}"
-    return SingleBoardEstimate(board, f"one board is enough: {text}" if enough else text, best.strategy,
-                    best.tokens_per_second, enough)
+    return SingleBoardEstimate(
+        board.name, f"one board is enough: {text}" if enough else text,
+        plain_tokens_per_second(board, problem), best.strategy, best.tokens_per_second, enough)

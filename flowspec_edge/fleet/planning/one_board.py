@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from flowspec_edge.config import load_profile, profile_names
 from flowspec_edge.fleet.planning.planner import CandidateBoard, SplitProblem
+from flowspec_edge.fleet.planning.scaling import scaled
 
 BITS = 4.5  # of a weight in groups of 32 with a 16-bit scale: MLC's q4f16_1, GGUF's Q4_0
 ENGINE_MB = 400  # assumed for a compiled engine's process with CUDA's context and kernels
@@ -18,6 +20,7 @@ class SingleBoardEstimate:
 
     board: str
     text: str
+    plain_tokens_per_second: float  # of plain decoding
     strategy: str | None = None
     tokens_per_second: float | None = None
     enough: bool | None = None
@@ -28,6 +31,13 @@ def single_board_headroom(board: CandidateBoard, problem: SplitProblem) -> int:
     return board.room - problem.d0 - problem.stage(problem.size.layers)
 
 
+def plain_tokens_per_second(board: CandidateBoard, problem: SplitProblem) -> float:
+    """Of plain decoding on ``board`` alone, whose profile is scaled to the model: all layers and lm_head on
+    one row."""
+    profile, size = board.profile, problem.size
+    return 1 / (profile.stage_seconds(1, size.layers, problem.context) + profile.verify_seconds(1))
+
+
 def best_alone(boards: Sequence[CandidateBoard], problem: SplitProblem) -> CandidateBoard | None:
     """The fastest of the boards that can hold everything alone."""
     able = [b for b in boards if single_board_headroom(b, problem) >= 0]
@@ -36,13 +46,32 @@ def best_alone(boards: Sequence[CandidateBoard], problem: SplitProblem) -> Candi
 
 
 @dataclass(frozen=True)
+class SmallestBoard:
+    """The profile with the least memory that holds everything, in the same element types."""
+
+    profile: str
+    plain_tokens_per_second: float
+
+
+def smallest_board(problem: SplitProblem) -> SmallestBoard | None:
+    """Among the profiles of single boards that come with the package."""
+    boards = [CandidateBoard(profile.name, scaled(profile, problem.size)[0]) for name in profile_names()
+              if (profile := load_profile(name)).kind == "device" and profile.memory
+              and profile.conditions and profile.conditions.device == "cuda"]
+    able = [board for board in boards if single_board_headroom(board, problem) >= 0]
+    rates = {board.name: plain_tokens_per_second(board, problem) for board in able}
+    best = min(able, key=lambda board: (board.memory.usable_mb, -rates[board.name]), default=None)
+    return SmallestBoard(best.name, rates[best.name]) if best else None
+
+
+@dataclass(frozen=True)
 class OtherPrograms:
     """What an engine needs that runs the model on one board in 4 bits, in one process, without a draft head.
 
     needs_mb           weights, 16-bit caches of the context, and the process
     boards             those with so much usable memory
-    tokens_per_second  of plain decoding on the fastest of them if memory bandwidth is all that limits it: an
-                       upper bound; None without boards or bandwidths
+    tokens_per_second  of plain decoding on the fastest of them, by its memory's bandwidth; None without
+                       boards or bandwidths
     """
 
     bits: float
@@ -57,8 +86,10 @@ class OtherPrograms:
 
 def other_programs(boards: Sequence[CandidateBoard], problem: SplitProblem) -> OtherPrograms:
     size = problem.size
-    read = size.values * BITS / 8 + problem.context * size.layers * size.kv_row * 2 / size.bytes_per_value
-    needs = read / 1e6 + ENGINE_MB
+    in_16_bits = 2.0 if size.kv_cache == "int8" else 2 / size.bytes_per_value
+    held = size.values * BITS / 8 + problem.context * size.layers * size.kv_row * in_16_bits
+    read = held - size.vocabulary * size.hidden_width * BITS / 8  # a token needs a row of the embeddings
+    needs = held / 1e6 + ENGINE_MB
     able = [board for board in boards if board.memory.usable_mb >= needs]
     rates = [(rate * 1e9 / read, board.name) for board in able if (rate := board.memory.gb_per_s)]
     most, fastest = max(rates, key=lambda pair: pair[0], default=(None, ""))
@@ -69,7 +100,7 @@ def other_programs(boards: Sequence[CandidateBoard], problem: SplitProblem) -> O
         text = (f"other engines hold {size.name} in 4 bits on one board, {' or '.join(named.values())} "
                 f"({what})")
         if most is not None:
-            text += f"; plain decoding makes at most {most:.1f} tokens/s on {fastest}, by bandwidth alone"
+            text += f"; plain decoding makes about {most:.1f} tokens/s on {fastest}"
     else:
         text = f"other engines do not hold {size.name} in 4 bits on one of these boards either ({what})"
     return OtherPrograms(BITS, round(needs, 3), tuple(board.name for board in able), most, text)

@@ -19,7 +19,8 @@ class BoardRow:
     headroom_mb  usable memory that stays free
     stage_ms     time of a segment in its layers; None for D0
     scaled       how its profile was scaled to the model; "" if it was measured with that model
-    basis        what stage_ms rests on; "bandwidth": memory bandwidth alone, a lower bound
+    basis        what stage_ms rests on; "bandwidth": the memory bandwidth that other engines reach
+    stage_ms_range  from the fastest to the slowest by such a bandwidth; None if it is not known
     """
 
     name: str
@@ -36,6 +37,7 @@ class BoardRow:
     why: str | None
     scaled: str
     basis: Basis
+    stage_ms_range: tuple[float, float] | None = None
 
     @property
     def used_mb(self) -> float:
@@ -74,7 +76,12 @@ def _row(board: CandidateBoard, scaled: Mapping[str, Scaling], role: str | None,
          kv: int = 0, layers: tuple[int, int] | None = None, stage_ms: float | None = None,
          why: str | None = None) -> BoardRow:
     memory, profile, how = board.memory, board.profile, scaled[board.name]
+    span = None
+    if stage_ms is not None and how.basis == "bandwidth" and memory.gb_per_s and memory.gb_per_s_range:
+        slow, fast = memory.gb_per_s_range
+        span = stage_ms * memory.gb_per_s / fast, stage_ms * memory.gb_per_s / slow
     process_mb = memory.process_mb if role else 0.0
     used = (weights + kv) / 1e6 + process_mb
     return BoardRow(board.name, profile.name, profile.provenance, role, layers, weights / 1e6, kv / 1e6,
-                    process_mb, memory.usable_mb, memory.usable_mb - used, stage_ms, why, how.note, how.basis)
+                    process_mb, memory.usable_mb, memory.usable_mb - used, stage_ms, why, how.note, how.basis,
+                    span)

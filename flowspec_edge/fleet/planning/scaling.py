@@ -1,8 +1,9 @@
 """Scales a board's profile, measured with one model, to another model by the bytes of its parts.
 
-int4 weights need their kernel's times (``[int4]`` of a profile).  Without them a stage is charged for memory
-bandwidth alone, a lower bound.  A pass reads the keys and values of the whole context once: a profile without
-measured times for that (``context_ms``) is charged the cache's bytes at its memory's bandwidth.
+int4 weights need their kernel's times (``[int4]`` of a profile).  Without them a stage is charged for the
+memory bandwidth that the profile states, which other engines reach.  A pass reads the keys and values of the
+whole context once: a profile without measured times for that (``context_ms``) is charged the cache's bytes at
+its memory's bandwidth.
 """
 
 from __future__ import annotations
