@@ -200,6 +200,7 @@ class Profile(StrictModel):
     int4: Int4Cost | None = None
     memory: Memory | None = None
     conditions: Conditions | None = None
+    boards: Count | None = None  # of a testbed with this many, D0 included; None: any number
 
     def stage_seconds(self, rows: int, layers: float, context: int = 0) -> float:
         """``layers`` may be a fraction; ``context``: tokens in the cache."""

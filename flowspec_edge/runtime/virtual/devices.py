@@ -43,7 +43,10 @@ class Devices:
     @classmethod
     def even(cls, profile: Profile, stages: int) -> Devices:
         """``stages`` equal devices that share the model's layers evenly, and an equal D0. UsageError for more
-        stages than layers."""
+        stages than layers, or other than the testbed has."""
+        if profile.boards and profile.boards != stages + 1:
+            raise UsageError(f"{profile.name} has {profile.boards} boards, one of which drafts: use --stages "
+                             f"{profile.boards - 1}, not {stages}")
         if stages > profile.model.layers:
             raise UsageError(f"{stages} stages are more than the {profile.model.layers} layers of profile "
                              f"{profile.name}: use fewer stages, or another profile")
