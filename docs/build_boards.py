@@ -79,7 +79,7 @@ def table(predicted: bool = True) -> str:
 
 def without_predictions(text: str) -> str:
     """The table in the document's ``text`` with "…" for tokens/s."""
-    return re.sub(r"\| (?:≤ )?[\d.]+ / [\d.]+ / [\d.]+ (?=\|)", "| … ", TABLE.findall(text)[0])
+    return re.sub(r"\| (?:≈ )?[\d.]+ / [\d.]+ / [\d.]+ (?=\|)", "| … ", TABLE.findall(text)[0])
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from types import TracebackType
 
 from flowspec_edge.config import Profile, load_profile
 from flowspec_edge.errors import FlowspecError, PeerLost, RequestFailed, UsageError
-from flowspec_edge.fleet.planning.testbed import testbed_or_profile
+from flowspec_edge.fleet.planning.testbed import profile_or_testbed
 from flowspec_edge.messages import Segment
 from flowspec_edge.model.manifest import ComputeDtype, Manifest
 from flowspec_edge.model.modeldir import DEMO, ModelDir, resolve_model
@@ -100,7 +100,7 @@ class Cluster:
         UsageError for an unknown model or profile, or more stages than layers of the profile's model.
         """
         found, stages, dtype = _choose(model, stages, dtype)
-        described = profile if isinstance(profile, Profile) else testbed_or_profile(str(profile))
+        described = profile if isinstance(profile, Profile) else profile_or_testbed(str(profile))
         return cls(found, stages, dtype, device,
                    VirtualCluster(found.path, stages, described, dtype, device=device,
                                   scheduling_policy=scheduling_policy))

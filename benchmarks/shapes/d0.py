@@ -13,13 +13,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
+from transformers import LlamaConfig
 
 from benchmarks.d0 import SAMPLINGS, STRATEGIES, turns
 from benchmarks.shapes.launches import launches
 from benchmarks.shapes.models import SHAPES, compute_dtype, random_head, random_matrix
 from benchmarks.shapes.stopwatch import median_seconds
+from flowspec_edge.model.manifest import HeadBits
 from flowspec_edge.sampling.rule import Rank, Sampling
 from flowspec_edge.sampling.sampler import choose, rank_children
+from flowspec_edge.stage.quant.schemes import head_scheme
 from flowspec_edge.util.tensors import from_torch, to_device, to_torch
 
 NODES = 10  # of a draft pass
@@ -71,11 +74,14 @@ def part_times(name: str, dtype: str, device: str) -> Iterator[PartTime]:
         rank: Rank = "draft" if sampling.greedy else "noise"
         return rank_children(drafts, of_rows(NODES), CHILDREN, sampling, rank, _TAU)
 
+    packed: tuple[HeadBits, ...] = ("int8", "int4")
     parts: dict[str, Callable[[], object]] = {
         f"head, {NODES} nodes": _head_pass(name, computed, device),
         f"lm_head, {NODES} rows": lambda: functional.linear(hidden[:NODES], lm_head),
         f"lm_head, {ROWS} rows": lambda: functional.linear(hidden, lm_head),
     }
+    for bits in packed:
+        parts[f"lm_head in {bits}, {ROWS} rows"] = partial(_packed_head(shape, bits, computed, at), hidden)
     for label, sampling in (("greedy", Sampling()), ("T = 1", Sampling(1.0)),
                             ("T = 1, top-p 0.9", Sampling(1.0, top_p=0.9))):
         parts[f"choose, {ROWS} rows, {label}"] = partial(choosing, sampling)
@@ -88,6 +94,20 @@ def part_times(name: str, dtype: str, device: str) -> Iterator[PartTime]:
     for strategy, (how, sampling) in product(STRATEGIES, SAMPLINGS.items()):
         costs = turns(strategy, sampling, _TURNS, shape.vocab_size, device)
         yield PartTime(f"a turn of {strategy}, {how}, without matrix products", statistics.median(costs), 0)
+
+
+def _packed_head(shape: LlamaConfig, bits: HeadBits, dtype: torch.dtype, device: torch.device
+                 ) -> Callable[[Tensor], Tensor]:
+    """With packed weights that nothing was quantised to: only the time counts."""
+    scheme = head_scheme(bits)
+    assert scheme
+    head = scheme.linear(shape.vocab_size, shape.hidden_size, False, dtype, device)
+    for buffer in head.buffers():
+        if buffer.is_floating_point():
+            buffer.fill_(0.01)
+        else:
+            buffer.random_(0, 127)
+    return head
 
 
 def _head_pass(name: str, dtype: torch.dtype, device: str) -> Callable[[], object]:

@@ -86,13 +86,13 @@ def timeline(
     from flowspec_edge.bench.run.tasks import Prompt, load_prompts
     from flowspec_edge.cli.common.defaults import device_of, dtype_of, stages_of
     from flowspec_edge.cli.common.workload import demo_prompts, requests_for, require_runnable
-    from flowspec_edge.fleet.planning.testbed import testbed_or_profile
+    from flowspec_edge.fleet.planning.testbed import profile_or_testbed
     from flowspec_edge.model.modeldir import resolve_model
     from flowspec_edge.model.text import Tokenizer
     from flowspec_edge.strategies.registry import strategy_class
 
     chosen = strategy_class(strategy)
-    found, charged = resolve_model(model), testbed_or_profile(profile)
+    found, charged = resolve_model(model), profile_or_testbed(profile)
     stages = stages_of(found, stages)
     require_runnable([chosen.name], found, params, "virtual", stages)
     device = device_of(device, found, dtype_of(found, dtype))

@@ -52,11 +52,11 @@ class ClockSettings:
 
 def choose_clock(clock: Clock, profile: str, emulate: str | None) -> ClockSettings:
     """UsageError for an unknown profile."""
-    from flowspec_edge.fleet.planning.testbed import testbed_or_profile  # pydantic takes a while
+    from flowspec_edge.fleet.planning.testbed import profile_or_testbed  # pydantic takes a while
 
-    described = testbed_or_profile(profile)  # in real time, too: a wrong name is an error
+    described = profile_or_testbed(profile)  # in real time, too: a wrong name is an error
     if emulate is not None:
-        return ClockSettings("wall", testbed_or_profile(emulate))
+        return ClockSettings("wall", profile_or_testbed(emulate))
     return ClockSettings(clock, described if clock == "virtual" else None)
 
 

@@ -16,7 +16,7 @@ from flowspec_edge.cli.bench.options import BenchOptions
 from flowspec_edge.cli.common.workload import require_runnable
 from flowspec_edge.cli.sweep.measure import SweepRequest, measured
 from flowspec_edge.errors import UsageError
-from flowspec_edge.fleet.planning.testbed import testbed_or_profile
+from flowspec_edge.fleet.planning.testbed import profile_or_testbed
 from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.sampling.rule import Sampling
 
@@ -53,7 +53,7 @@ class Measurements:
         options = replace(self._options, profile=wanted.profile, out=path, resume=self._resume,
                           acceptance=wanted.acceptance)
         names = ",".join(wanted.strategies)
-        label = f"{wanted.name}, virtual time under {testbed_or_profile(wanted.profile).name}"
+        label = f"{wanted.name}, virtual time under {profile_or_testbed(wanted.profile).name}"
         if wanted.axis is None:
             temperatures = ",".join(f"{t:g}" for t in wanted.temperatures)
             return measure(options, self._sampling, wanted.params, names, temperatures, label)

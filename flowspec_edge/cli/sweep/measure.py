@@ -41,7 +41,7 @@ from flowspec_edge.cli.common.workload import (
     require_runnable,
 )
 from flowspec_edge.errors import UsageError
-from flowspec_edge.fleet.planning.testbed import testbed_or_profile
+from flowspec_edge.fleet.planning.testbed import profile_or_testbed
 from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import Params
@@ -129,7 +129,7 @@ def measured(request: SweepRequest, options: BenchOptions, sampling: Sampling, p
     from flowspec_edge.cli.sweep.links import SweepSetup, open_points, parallel_points
 
     names = parse_strategies(options.strategies or request.strategies)
-    model, profile = resolve_model(options.model), testbed_or_profile(options.profile)
+    model, profile = resolve_model(options.model), profile_or_testbed(options.profile)
     options = replace(options, stages=stages_of(model, options.stages), dtype=dtype_of(model, options.dtype))
     options.require_virtual(request.clock)
     tasks = tasks_of(options)

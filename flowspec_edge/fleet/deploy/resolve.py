@@ -196,6 +196,9 @@ class _Choice:
         if cluster.lm_head not in ("auto", head):
             raise UsageError(f"{path}: cluster.lm_head: {home} was made with {head}, not {cluster.lm_head}: "
                              "leave lm_head out, or give the checkpoint as the model")
+        if cluster.kv_cache not in ("16bit", manifest.kv_cache):
+            raise UsageError(f"{path}: cluster.kv_cache: {home} was made with {manifest.kv_cache}, not "
+                             f"{cluster.kv_cache}: leave kv_cache out, or give the checkpoint as the model")
         draft, others = _in_file_order(self._inventory)
         wanted = sum(device.role == "verify" for device in others)
         if not wanted <= count <= len(others):

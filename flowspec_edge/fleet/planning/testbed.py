@@ -17,7 +17,7 @@ CONTEXT = 2048  # tokens for which there must be room: the default of ``flowspec
 _TESTBED = re.compile(r"(?P<board>[^:/]+):(?P<count>\d+)/(?P<model>.+)/(?P<dtype>[^/]+)")
 
 
-def testbed_or_profile(name: str) -> Profile:
+def profile_or_testbed(name: str) -> Profile:
     """A testbed, or what ``config.load_profile`` takes, whose errors it has; also ``planner.DoesNotFit``."""
     match = _TESTBED.fullmatch(name)
     return _testbed(match) if match else load_profile(name)

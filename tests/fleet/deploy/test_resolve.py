@@ -138,6 +138,8 @@ def test_a_sharded_model_fixes_the_layers(home: Path) -> None:
     (CUT, ("a draft", *(f"v{i} verify" for i in range(4))), "the file lists 4 boards"),
     (CUT, ("a draft", "b verify 0-2", "c verify 2-4", "d verify 4-6"), r"device b: .* has layers \[0, 1\]"),
     (f'{CUT}\ndtype = "int4"', ("a", "b", "c", "d"), "cluster.dtype: .* was made with fp16, not int4"),
+    (f'{CUT}\nlm_head = "int8"', ("a", "b", "c", "d"), "cluster.lm_head: .* was made with 16bit, not int8"),
+    (f'{CUT}\nkv_cache = "int8"', ("a", "b", "c", "d"), "cluster.kv_cache: .* was made with 16bit, not int8"),
     (f'{CUT}\ndraft = "model/eagle2"', ("a", "b", "c", "d"), "cluster.draft: .* has its draft models"),
 ])
 def test_what_does_not_go_together(home: Path, cluster: str, boards: tuple[str, ...], fault: str) -> None:
