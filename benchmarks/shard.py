@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -46,6 +46,7 @@ from flowspec_edge.util.storage.weight_file import TensorInfo
 CONTEXT = 4096  # rows of the cache
 ROWS = 16  # of the segment that a loaded stage computes
 _PIECE = 1 << 20
+Figures = TypeVar("Figures")
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def sharding(dtype: ShardDtype, directory: Path) -> list[Row]:
     source = directory / "source"
     if not source.is_dir():
         CUT.write(source)
-    layer, peak = _fresh(_shard, source, directory / f"cut-{dtype}", dtype)
+    layer, peak = in_fresh_process(_shard, source, directory / f"cut-{dtype}", dtype)
     return [(f"sharding to {dtype}: peak / largest layer ({layer / 1e6:.0f} MB)", peak / layer, "x")]
 
 
@@ -147,8 +148,8 @@ def loading(dtype: ShardDtype, directory: Path) -> list[Row]:
     """A stage of two layers of a 7B model."""
     source, out = directory / f"made-{dtype}", directory / f"stages-{dtype}"
     LOADED.write_config(source)
-    _fresh(_make, source, out, dtype, (2,))
-    held, peak = _fresh(_load, out)
+    in_fresh_process(_make, source, out, dtype, (2,))
+    held, peak = in_fresh_process(_load, out)
     return [(f"loading a stage of {dtype}: peak / its bytes ({held / 1e6:.0f} MB)", peak / held, "x")]
 
 
@@ -156,11 +157,11 @@ def large(directory: Path) -> list[Row]:
     """A 13B model in int4 over four stages; the rows are about stage 1 with a full cache, after a segment."""
     source, out = directory / "source", directory / "out"
     LARGE.write_config(source)
-    layer, cutting = _fresh(_make, source, out, "int4", (10, 10, 10, 10))
+    layer, cutting = in_fresh_process(_make, source, out, "int4", (10, 10, 10, 10))
     subprocess.run([sys.executable, "-m", "flowspec_edge.cli.main", "models", "inspect", str(out),
                     "--context", str(CONTEXT)], check=True)
-    held, peak = _fresh(_load, out)
-    counted, resident = _fresh(_serve, out)
+    held, peak = in_fresh_process(_load, out)
+    counted, resident = in_fresh_process(_serve, out)
     return [
         (f"sharding: peak / largest layer ({layer / 1e6:.0f} MB)", cutting / layer, "x"),
         (f"loading stage 1: peak / its bytes ({held / 1e6:.0f} MB)", peak / held, "x"),
@@ -174,14 +175,14 @@ def large(directory: Path) -> list[Row]:
 
 def _shard(source: Path, out: Path, dtype: ShardDtype) -> tuple[int, int]:
     """(bytes of the largest layer as stored, peak of sharding)."""
-    _warm_up(dtype)
+    warm_up(dtype)
     opened = open_source(str(source))
     plan = make_plan(opened, recipe_for(opened, dtype), ranges_for(opened.layers, 2, None))
     return _largest_layer(opened.tensors), _peak_of(lambda: run(plan, out))
 
 
 def _make(source: Path, out: Path, dtype: ShardDtype, split: tuple[int, ...]) -> tuple[int, int]:
-    _warm_up(dtype)
+    warm_up(dtype)
     opened = describe(ModelDir(source), RandomWeights(source), (), "random")
     recipe = recipe_for(opened, dtype)
     if recipe.kind == "int4":
@@ -194,7 +195,7 @@ def _load(out: Path) -> tuple[int, int]:
     """(a stage's bytes in memory, peak of loading it)."""
     held: list[Any] = []
     manifest = Manifest.read(out)
-    _warm_up(manifest.dtype)
+    warm_up(manifest.dtype)
     peak = _peak_of(lambda: held.append(load_shard(out, 0, manifest.stages, manifest.compute_dtype)))
     return held[0].nbytes, peak
 
@@ -220,14 +221,16 @@ def _serve(out: Path) -> tuple[int, int]:
     return shard.nbytes + cache.nbytes, _status("VmRSS")
 
 
-def _fresh(measure: Callable[..., tuple[int, int]], *arguments: object) -> tuple[int, int]:
+def in_fresh_process(measure: Callable[..., Figures], *arguments: object) -> Figures:
+    """What ``measure`` returns in a process that has imported torch and the code of stages and sharder."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["flowspec_edge.stage.engine", "flowspec_edge.sharding.job"])
     with context.Pool(1) as pool:
-        return pool.apply(measure, arguments)
+        found: Figures = pool.apply(measure, arguments)
+        return found
 
 
-def _warm_up(dtype: ShardDtype) -> None:
+def warm_up(dtype: ShardDtype) -> None:
     """Shard and load a tiny model first, so that library code pages are not charged to the model."""
     with tempfile.TemporaryDirectory() as directory:
         source, out = Path(directory, "source"), Path(directory, "out")

@@ -179,21 +179,26 @@ def _check(target: Path, config: Any, core: Any) -> None:
 
 
 def _head(draft: Path | None, config: Any, published: list[str]) -> EagleHead | Eagle3Head:
-    """The EAGLE head in ``draft``, or one of the kind that is published or would be trained for this target;
-    on the meta device."""
+    """The EAGLE head in ``draft``, or :func:`assumed_head`; on the meta device."""
     if draft is None:
-        shape = _assumed_head(config)
-        if published[:1] != ["eagle3"]:
-            return on_meta(EagleHead, shape)
-        shape.target_hidden_size, shape.attention_bias = config.hidden_size, False
-        shape.draft_vocab_size = min(EAGLE3_VOCABULARY, config.vocab_size)
-        return on_meta(Eagle3Head, shape)
+        return assumed_head(config, published)
     if draft.name == DRAFT_PARTS["eagle3"]:
         return on_meta(Eagle3Head, head3_config(draft))
     return on_meta(EagleHead, head_config(draft))
 
 
-def _assumed_head(config: Any) -> LlamaConfig:
+def assumed_head(config: Any, published: Sequence[str]) -> EagleHead | Eagle3Head:
+    """A head for a target of ``config``, on the meta device: of the first kind in ``published``, else of the
+    one that would be trained."""
+    shape = _assumed_shape(config)
+    if published[:1] != ["eagle3"]:
+        return on_meta(EagleHead, shape)
+    shape.target_hidden_size, shape.attention_bias = config.hidden_size, False
+    shape.draft_vocab_size = min(EAGLE3_VOCABULARY, config.vocab_size)
+    return on_meta(Eagle3Head, shape)
+
+
+def _assumed_shape(config: Any) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=config.vocab_size, hidden_size=config.hidden_size, num_hidden_layers=1,
         intermediate_size=config.intermediate_size, num_attention_heads=config.num_attention_heads,
