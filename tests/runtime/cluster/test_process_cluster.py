@@ -176,6 +176,16 @@ def test_a_truncated_shard_is_told_by_the_stage_that_reads_it(model: Path, tmp_p
     assert len(str(caught.value).splitlines()) == 1
 
 
+def test_a_table_that_changes_in_use_is_told_by_v1(model: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(model, tmp_path / "broken"))
+    with ProcessCluster(broken, 2, threads=1) as cluster:
+        with pytest.raises(FlowspecError, match=r"model\.safetensors has changed while its emb") as caught:
+            cluster.generate(Request(PROMPT, "flowspec", max_new_tokens=1000),
+                             on_third(lambda: os.truncate(broken / "target" / "model.safetensors", 1000)))
+        assert str(caught.value).startswith("V1")
+        assert len(str(caught.value).splitlines()) == 1
+
+
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def truth(model: Path, new: int) -> list[int]:
+    whole = AutoModelForCausalLM.from_pretrained(model / "target")
+    ids = whole.generate(torch.tensor([PROMPT]), max_new_tokens=new, do_sample=False, eos_token_id=None)
+    return list(ids[0, len(PROMPT):].tolist())
+
+
 @pytest.mark.parametrize(("part", "kind"), [
     ("eagle2", "eagle2"), ("eagle3", "eagle3"), ("draft-lm", "lm"), ("", "ngram")])
 def test_each_draft_alone(model: Path, tmp_path: Path, part: str, kind: str) -> None:
@@ -36,9 +44,7 @@ def test_each_draft_alone(model: Path, tmp_path: Path, part: str, kind: str) -> 
     assert ("model.embed_tokens.weight" in stored) == (kind == "eagle3")
     cluster = VirtualCluster(out, 2, load_profile("paper-7b"), "fp32")
     found = cluster.generate(Request(PROMPT, "flowspec", 8, params=Params(draft=kind)))  # type: ignore[arg-type]
-    truth = AutoModelForCausalLM.from_pretrained(model / "target").generate(
-        torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False, eos_token_id=None)
-    assert list(found.tokens) == truth[0, len(PROMPT):].tolist()
+    assert list(found.tokens) == truth(model, 8)
 
 
 def test_d0_checks_its_part(model: Path, tmp_path: Path) -> None:
@@ -48,3 +54,29 @@ def test_d0_checks_its_part(model: Path, tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")
     with pytest.raises(FlowspecError, match=r"eagle2/model\.safetensors has been altered"):
         VirtualCluster(out, 2, load_profile("paper-7b"), "fp32").generate(Request(PROMPT, "flowspec", 8))
+
+
+def test_a_head_of_another_vocabulary_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:
+    """The request gets one line; the next one, with other drafts, is served by the same D0."""
+    other = Path(shutil.copytree(model, tmp_path / "copy"))
+    shutil.rmtree(other / "eagle2")
+    shutil.copytree(tiny_model_dir(tmp_path / "foreign", layers=1, vocab=301) / "eagle2", other / "eagle2")
+    cluster = VirtualCluster(other, 2, load_profile("paper-7b"), "fp32")
+    for _ in range(2):
+        with pytest.raises(FlowspecError, match=r"eagle2.*vocabulary .* 301 tokens, the target's 300") as no:
+            cluster.generate(Request(PROMPT, "flowspec", 8, params=Params(draft="eagle2")))
+        assert "\n" not in str(no.value)
+    found = cluster.generate(Request(PROMPT, "flowspec", 8, params=Params(draft="ngram")))
+    assert list(found.tokens) == truth(model, 8)
+
+
+def test_a_heads_table_that_changes_in_use(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    cut(model / "target", out, dtype="fp32", drafts=[model / "eagle3"])
+    cluster = VirtualCluster(out, 2, load_profile("paper-7b"), "fp32")
+    cluster.generate(Request(PROMPT, "flowspec", 8))
+    table = out / "draft" / "target" / "model.safetensors"
+    os.truncate(table, table.stat().st_size // 2)
+    with pytest.raises(FlowspecError, match=r"target/model\.safetensors has changed while its emb") as no:
+        cluster.generate(Request(PROMPT, "flowspec", 8))
+    assert "\n" not in str(no.value)
