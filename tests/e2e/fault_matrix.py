@@ -4,8 +4,9 @@
     python tests/e2e/fault_matrix.py DIRECTORY --table        prints what has run, as Markdown
 
 Every trial that has ended is a line of DIRECTORY/results.jsonl, and one with that line is not run again: a
-run that was interrupted, or has reached ``--hours``, is continued by the same command.  The boards' journals
-of a trial that failed are in DIRECTORY/failed.  Exit code 1 if one has failed.
+run that was interrupted, or has reached ``--hours``, is continued by the same command.  Trials with a line in
+docs/fault-matrix.jsonl, the record of earlier runs, come last.  The boards' journals of a trial that failed are
+in DIRECTORY/failed.  Exit code 1 if one has failed.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from faultkit import FAULTS, Case, Ground, Trial, make_ground, survives, trial_on
 
+_RECORD = Path(__file__).resolve().parents[2] / "docs" / "fault-matrix.jsonl"
 _EVIDENCE = ("ls -l /opt/flowspec /opt/flowspec/releases /etc/flowspec; "
              "journalctl --no-pager --output=short-precise -n 400 | cut -c -300")
 
@@ -54,6 +56,8 @@ def run(ground: Ground, results: Path, jobs: int, until: float, only: str, again
     done = {name for name, result in read(results).items() if result["passed"] or not again}
     left = [case for case in ground.cases() if only in str(case) and str(case) not in done]
     random.Random(0).shuffle(left)  # a part of the matrix has something of all of it
+    recorded = read(_RECORD)
+    left.sort(key=lambda case: str(case) in recorded)
     for stale in ground.directory.glob("trial-*"):  # of a run that was killed
         shutil.rmtree(stale)
     with ProcessPoolExecutor(jobs) as pool, results.open("a") as out:
