@@ -5,8 +5,8 @@
 
 Every trial that has ended is a line of DIRECTORY/results.jsonl, and one with that line is not run again: a
 run that was interrupted, or has reached ``--hours``, is continued by the same command.  Trials with a line in
-docs/fault-matrix.jsonl, the record of earlier runs, come last.  The boards' journals of a trial that failed are
-in DIRECTORY/failed.  Exit code 1 if one has failed.
+docs/fault-matrix.jsonl, the record of earlier runs, come last.  The boards' journals of a trial that failed
+are in DIRECTORY/failed.  Exit code 1 if one has failed.
 """
 
 from __future__ import annotations

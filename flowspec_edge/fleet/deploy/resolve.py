@@ -53,12 +53,12 @@ class Deployment:
     model: ModelDir
     head: Path | None  # a separate draft head; None: the model's own
     dtype: ShardDtype | None  # to store weights in; None: unchanged
-    lm_head: HeadBits | None  # of lm_head and EAGLE heads; None: the sharder's default
     draft: DeviceEntry
     stages: Stages  # V1…VN, each with its layers [lo, hi)
     left_out: LeftOut = ()  # unused boards, and why
     notes: tuple[str, ...] = ()  # unknown facts, and what will be slow
     turn: DraftTurn | None = None  # None unless all profiles are known
+    lm_head: HeadBits | None = None  # of lm_head and EAGLE heads; None: the sharder's default
 
     @property
     def cluster(self) -> ClusterSettings:
@@ -135,8 +135,8 @@ def resolve_deployment(inventory: Inventory, path: Path) -> Deployment:
               and (why := device_mismatch(profiles[device.name], inventory.torch_device(device)))]
     if turn is not None and turn.is_bottleneck:
         notes.append(turn.warning(draft.name))
-    return Deployment(inventory, path, model, head, dtype, lm_head, draft, stages, left_out, tuple(notes),
-                      turn)
+    return Deployment(inventory, path, model, head, dtype, draft, stages, left_out, tuple(notes), turn,
+                      lm_head)
 
 
 def _model(cluster: ClusterSettings, path: Path) -> tuple[ModelDir, Path | None]:
