@@ -11,6 +11,7 @@ random bits in place of quantised weights; they take up to 10 GB of disk while i
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import shutil
@@ -62,6 +63,7 @@ class Footprint:
     planned    weights and caches that the plan counts, without the process
     held       of all tensors, weights and caches
     anonymous  growth of the process's anonymous memory, after a segment or draft passes
+    free       what of that malloc kept, although it was free
     peak       growth of its resident memory at its highest, files that it maps included
     cached     of the parts' files that are left in the page cache
     """
@@ -69,6 +71,7 @@ class Footprint:
     planned: int
     held: int
     anonymous: int
+    free: int
     peak: int
     cached: int
 
@@ -95,8 +98,8 @@ def footprint(model: str, parts: Sequence[str], directory: Path, boards: int = 1
     lo, hi = ranges_for(problem.size.layers, stages, None)[0]
     planned = (problem.stage(hi - lo) if FIRST in parts else 0) + (problem.d0 if DRAFT in parts else 0)
     in_fresh_process(_write_parts, source, out, tuple(parts), stages, kv_cache)
-    held, anonymous, peak = in_fresh_process(_load, out, tuple(parts), problem.cached)
-    return Footprint(planned, held, anonymous, peak, _in_page_cache(out))
+    measured = in_fresh_process(_load, out, tuple(parts), problem.cached)
+    return Footprint(planned, *measured, _in_page_cache(out))
 
 
 def _write_source(model: str, source: Path, layers: int | None) -> None:
@@ -155,8 +158,8 @@ def _write_head(source: Path, directory: Path) -> None:
     save_head3(head, directory, torch.bfloat16)
 
 
-def _load(out: Path, parts: Sequence[str], rows: int) -> tuple[int, int, int]:
-    """(bytes of tensors, growth of anonymous memory, growth of resident memory at its peak)."""
+def _load(out: Path, parts: Sequence[str], rows: int) -> tuple[int, int, int, int]:
+    """``held``, ``anonymous``, ``free`` and ``peak`` of a Footprint."""
     warm_up("int4")
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
@@ -165,18 +168,21 @@ def _load(out: Path, parts: Sequence[str], rows: int) -> tuple[int, int, int]:
     keep: list[object] = []
     if FIRST in parts:
         engine = StageEngine(load_shard(out, 0, manifest.stages, manifest.compute_dtype))
-        engine.open(Open(session=0, epoch=0, capacity=rows))
         keep.append(engine)
+        _fill_cache(engine, rows)
     if DRAFT in parts:
         models = DraftModels(out, manifest.compute_dtype)
         kind = next(kind for kind in ("eagle3", "eagle2") if ModelDir(out).draft(kind))
         models.pass_seconds(kind)  # loads the head
         keep += [models, _full_draft_cache(out / DRAFT / DRAFT_PARTS[kind], manifest.compute_dtype, rows)]
     if FIRST in parts:
-        _fill_and_compute(engine, rows)
+        _compute(engine, rows)
     gc.collect()
-    now = sizes(Path("/proc/self/status"))
-    return (_tensor_bytes() - tensors, now["RssAnon"] - before["RssAnon"], now["VmHWM"] - before["VmRSS"])
+    after = sizes(Path("/proc/self/status"))
+    ctypes.CDLL(None).malloc_trim(0)
+    trimmed = sizes(Path("/proc/self/status"))
+    return (_tensor_bytes() - tensors, after["RssAnon"] - before["RssAnon"],
+            after["RssAnon"] - trimmed["RssAnon"], after["VmHWM"] - before["VmRSS"])
 
 
 def _tensor_bytes() -> int:
@@ -200,14 +206,19 @@ def _full_draft_cache(head: Path, dtype: str, rows: int) -> TreeCache:
     return cache
 
 
-def _fill_and_compute(engine: StageEngine, rows: int) -> None:
-    """A segment behind as many rows as the cache of session 0 takes: unwritten memory is not resident."""
+def _fill_cache(engine: StageEngine, rows: int) -> None:
+    """All rows of a session but those of a segment: unwritten memory is not resident."""
+    engine.open(Open(session=0, epoch=0, capacity=rows))
     cache = engine.cache_of(0)
     assert cache is not None
-    context = rows - _SEGMENT
-    cache.append(np.arange(context, dtype=np.int32))
+    cache.append(np.arange(rows - _SEGMENT, dtype=np.int32))
     for layer in cache.rows():
         layer.zero_()
+
+
+def _compute(engine: StageEngine, rows: int) -> None:
+    """A segment behind the cached rows."""
+    context = rows - _SEGMENT
     numbers = np.arange(context, rows, dtype=np.int32)
     admitted = engine.admit(Segment(
         session=0, epoch=0, run=0, first=context, stop=rows, numbers=numbers, positions=numbers,
@@ -241,6 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (f"{named}weights and caches, planned", found.planned / 1e6, "MB"),
         ("  of all tensors", found.held / 1e6, "MB"),
         ("  growth of anonymous memory", found.anonymous / 1e6, "MB"),
+        ("    of which malloc keeps although it is free", found.free / 1e6, "MB"),
         ("  growth of resident memory at its peak", found.peak / 1e6, "MB"),
         ("  of the files, left in the page cache", found.cached / 1e6, "MB"),
         ("  anonymous / planned", found.anonymous / found.planned, "x")])

@@ -6,6 +6,9 @@ import json
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,6 +45,14 @@ def read_config(directory: Path, what: str) -> dict[str, Any]:
 EMBEDDING = "embed_tokens.weight"
 
 
+@dataclass(frozen=True)
+class StoredTensor:
+    """``read`` reads it: a head in 16 bits never has to be in memory as a whole."""
+
+    shape: torch.Size
+    read: Callable[[], Tensor]
+
+
 def llama_config(fields: dict[str, Any], directory: Path) -> LlamaConfig:
     """FlowspecError for fields of ``directory``'s config.json that do not go together."""
     try:
@@ -69,7 +80,7 @@ def own_embedding(directory: Path, config: LlamaConfig, dtype: torch.dtype) -> E
     return table
 
 
-def read_weights(directory: Path, what: str, embedding: bool = True) -> dict[str, Tensor]:
+def read_weights(directory: Path, what: str, embedding: bool = True) -> dict[str, StoredTensor]:
     """Safetensors before ``.bin``, one file before shards with an index; without EMBEDDING unless
     ``embedding``.  UsageError if there are none, FlowspecError if they are unreadable."""
     for name in (SAFE, f"{SAFE}.index.json", PICKLED, f"{PICKLED}.index.json"):
@@ -80,9 +91,9 @@ def read_weights(directory: Path, what: str, embedding: bool = True) -> dict[str
     raise UsageError(f"no {_bare(what)} at {directory}: neither {SAFE} nor {PICKLED} is there")
 
 
-def plain_names(weights: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
+def plain_names(weights: dict[str, StoredTensor], directory: Path) -> dict[str, StoredTensor]:
     """Strip the prefixes of names and drop computed tensors; FlowspecError if two names collide."""
-    plain: dict[str, Tensor] = {}
+    plain: dict[str, StoredTensor] = {}
     for stored, tensor in weights.items():
         name = _plain(stored)
         if name.endswith(_COMPUTED):
@@ -107,14 +118,17 @@ def _plain(name: str) -> str:
     return name
 
 
-def _read(path: Path, embedding: bool) -> dict[str, Tensor]:
+def _read(path: Path, embedding: bool) -> dict[str, StoredTensor]:
     if not path.exists():
         raise FlowspecError(f"{path} is missing: copy the draft model again")
     if path.suffix == SAFETENSORS:
         file = SafetensorsFile(path)
-        return {name: file.read(name) for name in file.tensors if embedding or _plain(name) != EMBEDDING}
+        return {name: StoredTensor(info.shape, partial(file.read, name))
+                for name, info in file.tensors.items() if embedding or _plain(name) != EMBEDDING}
     with _readable(path):
-        return dict(torch.load(path, map_location="cpu", weights_only=True))
+        held = dict(torch.load(path, map_location="cpu", weights_only=True))
+        return {name: StoredTensor(tensor.shape, partial(held.__getitem__, name))
+                for name, tensor in held.items()}
 
 
 @contextmanager
@@ -135,21 +149,25 @@ def on_meta(kind: Callable[[LlamaConfig], _Module], config: LlamaConfig) -> _Mod
         return kind(config)
 
 
-def build(kind: Callable[[LlamaConfig], _Module], config: LlamaConfig, weights: dict[str, Tensor],
-          directory: Path, what: str, dtype: torch.dtype, embedding: Embedding | None = None) -> _Module:
-    """A module of ``weights``, as :func:`_assign` checks them; ``embedding`` stands for its own."""
+def build(kind: Callable[[LlamaConfig], _Module], config: LlamaConfig, weights: dict[str, StoredTensor],
+          directory: Path, what: str, dtype: torch.dtype, embedding: Embedding | None = None,
+          quantise: Callable[[nn.Module], None] = lambda module: None) -> _Module:
+    """A module of ``weights``, as :func:`_assign` checks them; ``embedding`` stands for its own.
+
+    ``quantise``, called after each tensor, may replace the linears that are complete.
+    """
     module = on_meta(kind, config)
     if embedding is not None:
         module.embed_tokens = nn.Identity()  # without weights
-    _assign(module, weights, directory, what, dtype)
+    _assign(module, weights, directory, what, dtype, quantise)
     if embedding is not None:
         module.embed_tokens = embedding.to(dtype)  # not copied
     module.rotary_emb = LlamaRotaryEmbedding(config)  # its buffers are computed, not stored
     return module.eval()
 
 
-def _assign(module: nn.Module, weights: dict[str, Tensor], directory: Path, what: str, dtype: torch.dtype
-            ) -> None:
+def _assign(module: nn.Module, weights: dict[str, StoredTensor], directory: Path, what: str,
+            dtype: torch.dtype, quantise: Callable[[nn.Module], None]) -> None:
     """Replace all parameters by ``weights`` in ``dtype``; integer and bool tensors keep theirs.
     FlowspecError that names a missing, unexpected or misshapen tensor, or one of another kind."""
     held = module.state_dict()
@@ -165,11 +183,16 @@ def _assign(module: nn.Module, weights: dict[str, Tensor], directory: Path, what
                 f"{directory}: tensor {name} has shape {list(weight.shape)}, "
                 f"config.json asks for {list(wanted[name])}"
             )
-        if weight.is_floating_point() != held[name].is_floating_point():
-            raise FlowspecError(f"{directory}: tensor {name} holds {weight.dtype}, not {held[name].dtype}")
-        check_finite(weight, dtype, f"{directory}: tensor {name}")
-    placed = {name: w.to(dtype if w.is_floating_point() else held[name].dtype) for name, w in weights.items()}
-    module.load_state_dict(placed, strict=True, assign=True)
+    # The largest first: what is quantised before the last ones is smaller than they are.
+    for name in sorted(weights, key=lambda name: -prod(wanted[name])):
+        tensor = weights[name].read()
+        if tensor.is_floating_point() != held[name].is_floating_point():
+            raise FlowspecError(f"{directory}: tensor {name} holds {tensor.dtype}, not {held[name].dtype}")
+        check_finite(tensor, dtype, f"{directory}: tensor {name}")
+        placed = tensor.to(dtype if tensor.is_floating_point() else held[name].dtype)
+        module.load_state_dict({name: placed}, strict=False, assign=True)
+        del tensor, placed
+        quantise(module)
 
 
 def write(directory: Path, config: dict[str, Any], weights: dict[str, Tensor], dtype: torch.dtype) -> None:

@@ -31,7 +31,8 @@ def load_drafters(kind: str, model_dir: Path, lm_head: Tensor | OutputHead,
     embedding  [V, H], the target's or None; for "spd" and EAGLE heads without their own
     dtype      "fp32", "fp16" or "bf16": of weights, cache and arithmetic
     layers     the target's; an EAGLE-3 head's captured states depend on it
-    quantise   replaces the linears of a draft model; SPD's module and language models stay in ``dtype``
+    quantise   replaces those linears of a draft model that have weights; it is called after each tensor.
+               SPD's module and language models stay in ``dtype``
 
     UsageError for an unknown kind or a missing directory, FlowspecError for bad weights.
     """
@@ -40,15 +41,13 @@ def load_drafters(kind: str, model_dir: Path, lm_head: Tensor | OutputHead,
     path, torch_dtype = model_dir / DRAFT_PARTS[kind], parse_dtype(dtype)
     target = as_output_head(lm_head)
     if kind in ("eagle2", "eagle2-deep"):
-        head = load_head(path, embedding, torch_dtype, in_file=True)
+        head = load_head(path, embedding, torch_dtype, True, quantise)
         require_fit(path, "width", head.config.hidden_size, target.hidden_size)
-        quantise(head)
         vocabulary = head.config.vocab_size
         make: Callable[[], Drafter] = partial(EagleDrafter, head.to(target.device), target)
     elif kind == "eagle3":
-        head3 = load_head3(path, embedding, torch_dtype, in_file=True)
+        head3 = load_head3(path, embedding, torch_dtype, True, quantise)
         require_fit(path, "target width", head3.config.target_hidden_size, target.hidden_size)
-        quantise(head3)
         vocabulary = head3.config.vocab_size
         captured = head3_layers(path, head3.config, layers)
         make = partial(Eagle3Drafter, head3.to(target.device), captured)

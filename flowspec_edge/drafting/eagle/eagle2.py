@@ -7,7 +7,7 @@ features; a tree row uses its parent's *output*.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -100,10 +100,14 @@ PUBLISHED = (  # keys of a head's config.json for its layer
 
 
 def load_head(directory: Path, embedding: Tensor | Embedding | None, dtype: torch.dtype,
-              in_file: bool = False) -> EagleHead:
+              in_file: bool = False, quantise: Callable[[nn.Module], None] = lambda module: None
+              ) -> EagleHead:
     """``embedding`` [V, H], the target's, is used if the file has none; if ``in_file`` the file's own rows
-    are read when they are looked up.  UsageError for a missing file, FlowspecError that names a missing,
-    unexpected, misshapen or unreadable tensor."""
+    are read when they are looked up.  ``quantise`` as for ``checkpoint.build``.
+
+    UsageError for a missing file, FlowspecError that names a missing, unexpected, misshapen or unreadable
+    tensor.
+    """
     config = head_config(directory)
     own = checkpoint.own_embedding(directory, config, dtype) if in_file else None
     stored = checkpoint.plain_names(checkpoint.read_weights(directory, _WHAT, own is None), directory)
@@ -113,7 +117,7 @@ def load_head(directory: Path, embedding: Tensor | Embedding | None, dtype: torc
         require_fit(directory, "width", config.hidden_size, shared.embedding_dim)
         require_fit(directory, "vocabulary", config.vocab_size, shared.num_embeddings)
         shared = None if checkpoint.EMBEDDING in stored else shared
-    return checkpoint.build(EagleHead, config, stored, directory, _WHAT, dtype, own or shared)
+    return checkpoint.build(EagleHead, config, stored, directory, _WHAT, dtype, own or shared, quantise)
 
 
 def save_head(head: EagleHead, directory: Path, dtype: torch.dtype, with_embedding: bool = True) -> None:

@@ -11,7 +11,7 @@ float32: 4 bytes a value on up to N hops of the critical path.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +26,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from flowspec_edge.drafting import checkpoint
-from flowspec_edge.drafting.checkpoint import EMBEDDING
+from flowspec_edge.drafting.checkpoint import EMBEDDING, StoredTensor
 from flowspec_edge.drafting.eagle import batch
 from flowspec_edge.drafting.eagle.eagle2 import PUBLISHED, require_fit, write_head
 from flowspec_edge.drafting.eagle.head_drafter import HeadDrafter, KeyValueCache
@@ -172,7 +172,8 @@ _OTHERS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 def load_head3(directory: Path, embedding: Tensor | Embedding | None, dtype: torch.dtype,
-               in_file: bool = False) -> Eagle3Head:
+               in_file: bool = False, quantise: Callable[[nn.Module], None] = lambda module: None
+               ) -> Eagle3Head:
     """As ``load_head``; also FlowspecError, with both numbers, if the head does not fit the target."""
     config = head3_config(directory)
     own = checkpoint.own_embedding(directory, config, dtype) if in_file else None
@@ -194,7 +195,7 @@ def load_head3(directory: Path, embedding: Tensor | Embedding | None, dtype: tor
                                 f"{width}, and it brings no {EMBEDDING} of its own")
     _check_fc(directory, stored, config)
     _drop_identity(stored, config)
-    head = checkpoint.build(Eagle3Head, config, stored, directory, _WHAT, dtype, own or shared)
+    head = checkpoint.build(Eagle3Head, config, stored, directory, _WHAT, dtype, own or shared, quantise)
     _check_draft_vocabulary(directory, head)
     return head
 
@@ -250,17 +251,17 @@ def head3_layers(directory: Path, config: Any, layers: int) -> tuple[int, ...]:
     return passed
 
 
-def _check_fc(directory: Path, stored: dict[str, Tensor], config: LlamaConfig) -> None:
+def _check_fc(directory: Path, stored: dict[str, StoredTensor], config: LlamaConfig) -> None:
     """A clearer error than that of a wrong shape."""
     fc, width = stored.get("fc.weight"), config.target_hidden_size
-    if fc is not None and fc.ndim == 2 and fc.shape[1] != CAPTURED * width:
+    if fc is not None and len(fc.shape) == 2 and fc.shape[1] != CAPTURED * width:
         raise FlowspecError(f"{directory}: tensor fc.weight takes {fc.shape[1]} values, but {CAPTURED} "
                             f"captured states of width {width} have {CAPTURED * width}")
 
 
-def _drop_identity(stored: dict[str, Tensor], config: LlamaConfig) -> None:
+def _drop_identity(stored: dict[str, StoredTensor], config: LlamaConfig) -> None:
     """Some files hold the identity as the mapping of equal vocabularies."""
-    if config.draft_vocab_size == config.vocab_size and not stored.get("d2t", torch.ones(1)).any():
+    if config.draft_vocab_size == config.vocab_size and "d2t" in stored and not stored["d2t"].read().any():
         stored.pop("d2t")
         stored.pop("t2d", None)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
 
@@ -42,9 +44,10 @@ def default_head_bits(dtype: ShardDtype) -> HeadBits:
 @torch.no_grad()
 def quantise_linears(module: nn.Module, how: Scheme, device: torch.device) -> None:
     """Replace the linears of ``module`` whose shape the scheme takes; they compute on ``device``, in the
-    dtype of the weight that they replace."""
-    for path, linear in list(module.named_modules()):
-        if not isinstance(linear, nn.Linear) or how.fits(*linear.weight.shape) is None:
+    dtype of the weight that they replace.  Linears on the meta device stay."""
+    for path in [path for path, part in module.named_modules() if isinstance(part, nn.Linear)]:
+        linear = cast(nn.Linear, module.get_submodule(path))  # no list holds those that are replaced
+        if how.fits(*linear.weight.shape) is None or any(p.is_meta for p in linear.parameters()):
             continue
         rows, columns = linear.weight.shape
         packed = how.linear(rows, columns, linear.bias is not None, linear.weight.dtype, device)

@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny_llama, tiny_model
 from tiny_dir import tiny_eagle3, tiny_model_dir
 
+from benchmarks.shapes.memory import FIRST, footprint
 from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, load_head
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.planning.model_size import PlanDtype, model_bytes
-from flowspec_edge.model.manifest import HeadBits
+from flowspec_edge.model.manifest import CacheBits, HeadBits
 from flowspec_edge.runtime.draft_device.models import DraftModels
 from flowspec_edge.sharding.job import run
 from flowspec_edge.sharding.plan import make_plan, recipe_for
@@ -103,6 +104,20 @@ def test_bytes_of_d0_equal_what_it_loads(tmp_path: Path, bits: HeadBits) -> None
             if "embed" not in name and "rotary" not in name]
     assert sum(t.nbytes for t in held) == size.draft
     assert manifest.part("draft").weight_bytes == size.lm_head + size.draft
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_cache", ["16bit", "int8"])
+def test_a_real_stage_of_qwen2_7b(tmp_path: Path, kv_cache: CacheBits) -> None:
+    """Four of its layers and the whole vocabulary, 1.1 GB of embeddings that must not be in memory: written
+    with random bits, loaded by a process of its own. On a CPU; kernels for GPUs pack into as many bytes."""
+    found = footprint("qwen2-7b", [FIRST], tmp_path, context=32_000, kv_cache=kv_cache, layers=4)
+    assert found.planned > 600e6
+    assert found.held == pytest.approx(found.planned, rel=0.001)
+    assert found.anonymous - found.free == pytest.approx(found.planned, rel=0.05)
+    # What a process needs whatever the model is in the plan's "process MB".
+    assert found.peak < found.planned * 1.05 + 60e6
+    assert found.cached < 20e6
 
 
 def test_without_weights_a_config_is_enough(model: Path, tmp_path: Path) -> None:

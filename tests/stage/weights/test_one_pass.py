@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from shardkit import cut
 from tiny import tiny_llama
+from transformers import LlamaConfig
 
 from flowspec_edge.drafting.checkpoint import read_weights
+from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, EagleHead, save_head
+from flowspec_edge.drafting.load import load_drafters
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.manifest import Manifest
 from flowspec_edge.model.modeldir import is_sharded
+from flowspec_edge.stage.quant.schemes import head_scheme, quantise_linears
 from flowspec_edge.stage.shard import load_lm_head, load_shard
 from flowspec_edge.stage.weights.checkpoint import Checkpoint
 from flowspec_edge.stage.weights.load import opened_part
@@ -111,8 +116,33 @@ def test_d0_verify_and_draft_models_leave_nothing(large: Path) -> None:
     with opened_part(large / "cut", "draft") as files:
         load_lm_head(large / "cut" / "draft" / "target", "fp32", files=files)
     Manifest.read(large / "cut").check("stage-1")
-    read_weights(large / "whole", "a head")
+    for tensor in read_weights(large / "whole", "a head").values():
+        tensor.read()
     assert cached(large) < 8e6
+
+
+def test_a_draft_head_is_quantised_matrix_by_matrix(tmp_path: Path) -> None:
+    """One of 90 MB that becomes 26 MB is never in memory as a whole."""
+    config = LlamaConfig(vocab_size=64, hidden_size=1408, intermediate_size=8192, num_hidden_layers=1,
+                         num_attention_heads=8, bias=True)
+    save_head(EagleHead(config), tmp_path / "eagle2", torch.bfloat16)
+    size, lm_head = size_of(tmp_path), torch.zeros(64, 1408, dtype=torch.bfloat16)
+    assert size > 85e6
+
+    def load() -> object:
+        how = partial(quantise_linears, how=head_scheme("int4"), device=torch.device("cpu"))
+        return load_drafters("eagle2", tmp_path, lm_head, None, "bf16", 2, how)()
+
+    load()  # whatever is loaded on first use
+    _LIBC.malloc_trim(0)
+    before = figure("status", "VmRSS")
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError as error:
+        pytest.skip(f"no peak of memory here: {error}")
+    drafter = load()
+    assert (figure("status", "VmHWM") - before) * 1024 < 0.7 * size
+    assert isinstance(drafter, EagleDrafter)
 
 
 def test_packed_matrices_are_read_once(tmp_path: Path) -> None:
