@@ -15,11 +15,11 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import numpy as np
@@ -92,18 +92,20 @@ def _read_bytes() -> int:
 
 @contextmanager
 def _busy_disk(table: Path) -> Iterator[None]:
+    context = multiprocessing.get_context("spawn")
+    begun = context.Event()
     with tempfile.NamedTemporaryFile(dir=table.parent) as scratch:
-        neighbour = multiprocessing.get_context("spawn").Process(
-            target=_keep_busy, args=(table, Path(scratch.name)), daemon=True)
+        neighbour = context.Process(target=_keep_busy, args=(table, Path(scratch.name), begun), daemon=True)
         neighbour.start()
         try:
+            begun.wait()
             yield
         finally:
             neighbour.terminate()
             neighbour.join()
 
 
-def _keep_busy(table: Path, scratch: Path) -> None:
+def _keep_busy(table: Path, scratch: Path, begun: Event) -> None:
     stored, data = UncachedFile(table), os.urandom(_WRITTEN)
     with scratch.open("r+b") as file:
         while True:
@@ -112,6 +114,7 @@ def _keep_busy(table: Path, scratch: Path) -> None:
             file.flush()
             os.fdatasync(file.fileno())
             stored.drop()
+            begun.set()
 
 
 def main() -> None:
@@ -125,8 +128,9 @@ def main() -> None:
         path = Path(directory, "embed.safetensors")
         write_table(path, config["vocab_size"], config["hidden_size"])
         print_rows(look_ups(path, given.rows, given.lookups))
-    print_rows([("for comparison: time between two heartbeats", 1e3 * WorkerConfig.heartbeat_s, "ms")])
+    beat = WorkerConfig.model_fields["heartbeat_s"].default
+    print_rows([("for comparison: time between two heartbeats", 1e3 * beat, "ms")])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -17,7 +17,7 @@ from benchmarks.shapes.memory import FIRST, footprint
 from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, load_head
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.planning.model_size import PlanDtype, model_bytes
-from flowspec_edge.model.manifest import CacheBits, HeadBits
+from flowspec_edge.model.manifest import HeadBits
 from flowspec_edge.runtime.draft_device.models import DraftModels
 from flowspec_edge.sharding.job import run
 from flowspec_edge.sharding.plan import make_plan, recipe_for
@@ -107,12 +107,11 @@ def test_bytes_of_d0_equal_what_it_loads(tmp_path: Path, bits: HeadBits) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_cache", ["16bit", "int8"])
-def test_a_real_stage_of_qwen2_7b(tmp_path: Path, kv_cache: CacheBits) -> None:
+def test_a_real_stage_of_qwen2_7b(tmp_path: Path) -> None:
     """Four of its layers and the whole vocabulary, 1.1 GB of embeddings that must not be in memory: written
     with random bits, loaded by a process of its own. On a CPU; kernels for GPUs pack into as many bytes."""
-    found = footprint("qwen2-7b", [FIRST], tmp_path, context=32_000, kv_cache=kv_cache, layers=4)
-    assert found.planned > 600e6
+    found = footprint("qwen2-7b", [FIRST], tmp_path, layers=4)
+    assert found.planned > 500e6
     assert found.held == pytest.approx(found.planned, rel=0.001)
     assert found.anonymous - found.free == pytest.approx(found.planned, rel=0.05)
     # What a process needs whatever the model is in the plan's "process MB".
