@@ -74,7 +74,9 @@ def part_times(name: str, dtype: str, device: str) -> Iterator[PartTime]:
         rank: Rank = "draft" if sampling.greedy else "noise"
         return rank_children(drafts, of_rows(NODES), CHILDREN, sampling, rank, _TAU)
 
-    packed: tuple[HeadBits, ...] = ("int8", "int4")
+    all_bits: tuple[HeadBits, ...] = ("int8", "int4")
+    packed = [bits for bits in all_bits if (scheme := head_scheme(bits))
+              and scheme.fits(shape.vocab_size, shape.hidden_size)]
     parts: dict[str, Callable[[], object]] = {
         f"head, {NODES} nodes": _head_pass(name, computed, device),
         f"lm_head, {NODES} rows": lambda: functional.linear(hidden[:NODES], lm_head),

@@ -99,15 +99,18 @@ def test_best_alone_is_the_fastest_board_that_holds_everything() -> None:
 def test_one_board_is_enough_if_as_fast() -> None:
     own = [Prediction("speculative", 10.0, 1.0), Prediction("autoregressive", 4.0, 1.0)]
     more = [Prediction("flowspec", 10.0, 1.0), Prediction("chunk_pp", 6.0, 1.0)]
-    same = compare("x", own, 5, more)
+    x, p = board("x"), problem(size(layers=2))
+    same = compare(x, p, own, 5, more)
     assert same.enough
     assert same.text == ("one board is enough: x alone makes 10.00 tokens/s with speculative, "
                          "the plan's 5 boards 10.00 with flowspec")
-    slower = compare("x", own, 5, [Prediction("flowspec", 10.1, 1.0)])
+    slower = compare(x, p, own, 5, [Prediction("flowspec", 10.1, 1.0)])
     assert not slower.enough
     assert slower.text.startswith("x alone makes 10.00")
-    only = compare("x", own, 1, [])
+    only = compare(x, p, own, 1, [])
     assert only.text == "one board is enough: x alone makes 10.00 tokens/s with speculative"
+    seconds = x.profile.stage_seconds(1, 2, p.context) + x.profile.verify_seconds(1)
+    assert only.plain_tokens_per_second == pytest.approx(1 / seconds)
 
 
 def test_tensor_parallel_strategies_have_no_layers_to_plan() -> None:

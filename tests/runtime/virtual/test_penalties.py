@@ -77,7 +77,7 @@ def test_every_strategy_gives_the_published_tokens(small_vocabulary_model: Path,
     at = [*STRATEGIES].index(name)
     runs = [check(small_vocabulary_model, 2, tuple(range(8)), name, SAMPLINGS[(at + i) % 3], wanted)
             for i, wanted in enumerate(PENALTIES)]
-    assert sum(changed for _, changed in runs) >= 3
+    assert any(changed for _, changed in runs)
     assert (name == "autoregressive") == (sum(accepted for accepted, _ in runs) == 0)
 
 

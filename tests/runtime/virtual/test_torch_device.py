@@ -78,7 +78,7 @@ def test_float32_is_float32_and_no_kernel_is_planned_for_a_length(
     assert asked[:2] == ["highest", False]
 
 
-@pytest.mark.parametrize("missing", ["load_lm_head", "load_drafters"])
+@pytest.mark.parametrize("missing", ["load_output_head", "load_drafters"])
 def test_a_gpu_too_small_for_d0_is_one_line(missing: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
                                             ) -> None:
     def refuse(*_: object) -> None:
