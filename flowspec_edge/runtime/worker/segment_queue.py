@@ -70,7 +70,7 @@ class SegmentQueue:
             fault, self._fault = self._fault, None
             raise fault
         early: list[_Arrival] = []
-        held: set[int] = set()  # the sessions of those
+        held: set[int] = set()  # the sessions of those, and of messages behind them that must wait, too
         for arrival in self._arrived:
             sessions = {segment.session for segment in arrival.segments}
             if any(self._stats.awaits_open(segment.session, segment.epoch) for segment in arrival.segments):
@@ -80,6 +80,8 @@ class SegmentQueue:
                 self._arrived.remove(arrival)
                 self._stats.add_bytes("bytes_in", arrival.size, arrival.segments)
                 return arrival.segments
+            else:
+                held |= sessions
         if early and time.monotonic() > early[0].until:
             self._refuse(early[0], f"within {self._open_within_s:g} s")
         elif early and not self.has_room:
