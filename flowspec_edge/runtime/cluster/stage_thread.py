@@ -22,8 +22,9 @@ log = logging.getLogger(__name__)
 
 
 def shares_a_process(configs: Sequence[WorkerConfig]) -> bool:
-    """On a CPU a process of its own costs little, as forks share their memory, and can be killed."""
-    return len(configs) == 1 and configs[0].device != "cpu"
+    """On a CPU a process of its own costs little, as forks share their memory, and can be killed.  An emulated
+    device is one by itself."""
+    return len(configs) == 1 and configs[0].device != "cpu" and not configs[0].emulate
 
 
 class StageThread:

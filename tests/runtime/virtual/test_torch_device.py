@@ -49,12 +49,12 @@ def test_no_stage_is_forked_and_the_text_is_the_same(tiny_model: Path, device: s
 
     monkeypatch.setattr(processes, "DraftModels", Told)
     torch.empty(1, device=device)  # a context, if it is a GPU's: the stages must not inherit it
-    emulation = Emulation(Devices.even(load_profile("paper-7b"), 1)) if emulated else None
-    with LocalCluster(tiny_model, 1, device=device, threads=1, emulation=emulation) as clusters:
+    emulation = Emulation(Devices.even(load_profile("paper-7b"), 2)) if emulated else None
+    with LocalCluster(tiny_model, 2, device=device, threads=1, emulation=emulation) as clusters:
         result = clusters.generate(Request(PROMPT, "flowspec", 10))
         assert clusters.running is not None
         pids = clusters.running.pids
-        assert [parent_of(pid) for pid in pids] == [os.getpid()]
+        assert [parent_of(pid) for pid in pids] == [os.getpid()] * 2
         commands = [Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0") for pid in pids]
         configs = [command[command.index("--config") + 1] for command in commands]
         assert all(f'device = "{device}"\n' in Path(config).read_text() for config in configs)
