@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def shares_a_process(configs: Sequence[WorkerConfig]) -> bool:
-    """Not on a CPU, where forks share their memory and a process can be killed, nor if devices are emulated."""
+    """Not on a CPU, where forks share memory and a process can be killed, nor if devices are emulated."""
     return len(configs) == 1 and configs[0].device != "cpu" and not configs[0].emulate
 
 
