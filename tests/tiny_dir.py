@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -54,11 +55,15 @@ def tiny_eagle3(model_dir: Path, drafted: int | None = None, seed: int = 0,
 
 
 def never_ends(model_dir: Path) -> Path:
-    """Give the end-of-sequence id of the target a logit of 0: greedy answers reach their limits."""
+    """Leave the target without an end-of-sequence id, and token 0 with a logit of 0: answers reach their limits,
+    sampled ones, too."""
     file = model_dir / "target" / "model.safetensors"
     tensors = load_file(file)
     tensors["lm_head.weight"][0] = 0
     save_file(tensors, file, {"format": "pt"})
+    for name in ("config.json", "generation_config.json"):
+        path = model_dir / "target" / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": None}))
     return model_dir
 
 

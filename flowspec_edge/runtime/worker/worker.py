@@ -104,6 +104,7 @@ class Worker:
         # When the first of the open sessions began: seconds, and disconnects of the links to D0 and the next
         self._open_at = 0.0
         self._disconnects = (0, 0)
+        self._deferred: list[Message] | None = None  # during a rank's pass: the Opens and Closes that came
         self._isolated = False  # no connection to the next device at the last check
         self._notifier = notifier or Notifier({})
         self._title = f"V{hello.stage} of {hello.stages}, layers [{hello.layers[0]}, {hello.layers[1]})"
@@ -154,6 +155,7 @@ class Worker:
         if forwards:  # first: no rank can begin without the next one
             self._send_on(segments)
         self._energy.work_for(*(segment.session for segment in admitted))
+        self._deferred = [] if self._config.tensor_parallel else None
         try:
             results = self._engine.compute(admitted, self._tick)
         except PeerLost:
@@ -179,6 +181,9 @@ class Worker:
             self._send_on([result for _, result in results])
         for segment in admitted:
             self._reports.send_timing(segment, rows[segment.session], sum(rows.values()), start, end)
+        deferred, self._deferred = self._deferred or (), None
+        for message in deferred:
+            self._handle_control(message)
 
     def _rows(self, session: int) -> int:
         return int(self._engine.counters_of(session).get("rows", 0))
@@ -262,6 +267,9 @@ class Worker:
                 self._engine.prune(message)
             case Cancel():
                 self._engine.cancel(message)
+            case Open() | Close() if self._deferred is not None:
+                # The last rank's outputs may reach D0 before this rank has ended, and counted, the same pass.
+                self._deferred.append(message)
             case Open():
                 if message.session not in self._stats:
                     self._check_order(message.session)

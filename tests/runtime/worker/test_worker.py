@@ -330,6 +330,20 @@ def test_a_rank_hands_a_segment_on_before_it_computes_and_then_nothing(start: St
     assert stage.output.receive() is None
 
 
+def test_a_rank_reports_a_session_after_the_pass_that_it_computes(start: Start) -> None:
+    engine = HeldEngine()
+    stage = start(engine, **RANK)
+    stage.tell(Open(1, 0, 64))
+    stage.give(segment(0))
+    assert engine.started.wait(PATIENCE)
+    stage.tell(Close(1))
+    stage.tell(Open(2, 0, 64))
+    stage.tell(Cancel(1, 0, (0,)))  # ends the pass
+    assert stage.hear(SessionReport).counters["compute_s"] > 0
+    stage.tell(Close(2))
+    assert stage.hear(SessionReport).session == 2
+
+
 def test_a_rank_that_lost_another_answers_until_d0_has_found_out(start: Start) -> None:
     engine = LonelyEngine()
     stage = start(engine, broken_after_s=PATIENCE, **RANK)
