@@ -55,8 +55,8 @@ def tiny_eagle3(model_dir: Path, drafted: int | None = None, seed: int = 0,
 
 
 def never_ends(model_dir: Path) -> Path:
-    """Leave the target without an end-of-sequence id, and token 0 with a logit of 0: answers reach their limits,
-    sampled ones, too."""
+    """Remove the target's end-of-sequence id, and give token 0 a logit of 0: answers, sampled ones too, reach
+    their limits."""
     file = model_dir / "target" / "model.safetensors"
     tensors = load_file(file)
     tensors["lm_head.weight"][0] = 0
