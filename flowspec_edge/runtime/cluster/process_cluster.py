@@ -34,6 +34,7 @@ from flowspec_edge.runtime.cluster.stage_links import StageLinks
 from flowspec_edge.runtime.cluster.subprocesses import WorkerProcesses
 from flowspec_edge.runtime.cluster.timing import ClusterTiming
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.core import DraftCore
 from flowspec_edge.runtime.draft_device.models import DraftModels
 from flowspec_edge.runtime.emulation.engine import Emulation
 from flowspec_edge.runtime.emulation.links import EmulatedTransport
@@ -127,14 +128,17 @@ class ProcessCluster:
             undo.callback(self._transport.close)
             self._members = Membership(addresses.instances, dead_after, tensor_parallel=grouped,
                                        fail_on_rejoin=rejoin_within > 0, digests=addresses.digests)
-            self._links = StageLinks(self._transport, addresses, place, self._members,
-                                     lambda within: self._workers.exited(within) or watch(),
-                                     self.observer.heartbeat)
             self._timing = ClusterTiming(emulation, parallelism, stages,
                                          lambda kind: self._draft_models.pass_seconds(kind))
+            core = self._core = DraftCore(self._coordinator, time.monotonic, self.observer,
+                                          self._highest_session, self._timing.curve, cache_rows,
+                                          scheduling_policy)
+            self._links = StageLinks(self._transport, addresses, place, self._members,
+                                     lambda within: self._workers.exited(within) or watch(),
+                                     self.observer.heartbeat, lambda session: core.find(session) is not None,
+                                     core.charge)
             self._energy = SessionEnergy(meter)
-            self._loop = EventLoop(self._links, self._coordinator, emulation, self.observer, self._energy,
-                                   self._timing, cache_rows, scheduling_policy)
+            self._loop = EventLoop(core, self._links, emulation, self.observer, self._energy, self._timing)
             self._recovery = Recovery(self._links, self._workers,
                                       rejoin_within if plan or not grouped else 0.0, self.observer, watch,
                                       plan.new_group if plan and grouped else None)
@@ -156,9 +160,9 @@ class ProcessCluster:
                 self._draft_models = DraftModels(Path(model_dir), dtype, device, slow)
             self._links.wait_for_hello(start_within, waiting)
             with slow():
-                self._loop.warming_up = True
+                core.warming_up = True
                 self._timing.warm_up(self._run_alone)
-                self._loop.warming_up = False
+                core.warming_up = False
             if meter and idle_s:
                 over = time.monotonic() + idle_s
                 self._drive(lambda: time.monotonic() > over)
@@ -175,7 +179,7 @@ class ProcessCluster:
 
     @property
     def busy(self) -> bool:
-        return bool(self._queue) or self._loop.busy
+        return bool(self._queue) or self._core.busy
 
     @property
     def status(self) -> ClusterStatus:
@@ -229,7 +233,7 @@ class ProcessCluster:
 
     def _run_alone(self, request: Request) -> Stats:
         stats = self._answers([self._enqueue(request)])[0].stats
-        self._loop.pool.clear()
+        self._core.pool.clear()
         return stats
 
     # ---- the driving thread --------------------------------------------------------------------
@@ -275,14 +279,14 @@ class ProcessCluster:
             self._recovery.end()
         waiting = [handle for handle in list(self._queue) if not handle.suspended]
         for handle in sorted(waiting, key=lambda handle: handle.turn):  # strictly in order
-            if self._loop.open >= self._at_once:
+            if self._core.unfinished >= self._at_once:
                 break
-            handle.waits_for_room = not self._loop.has_room(handle.request)
+            handle.waits_for_room = not self._core.has_room(handle.request, len(self._members.instances))
             if handle.waits_for_room:
                 break
             self._queue.remove(handle)
             self._loop.start(handle)
-        self._loop.step(_CHECK_S if self._loop.busy else _IDLE_S)
+        self._loop.step(_CHECK_S if self._core.busy else _IDLE_S)
 
     def _abandon(self, error: BaseException) -> None:
         self._loop.abandon(error)
@@ -291,10 +295,15 @@ class ProcessCluster:
             if not handle.done():
                 handle.fail(error)
 
+    def _highest_session(self) -> int:
+        """Session numbers must exceed every number that a previous D0 used. The clock alone is not enough: it
+        may be behind after a reboot."""
+        return max(self._members.newest, int(time.time() * 1e3))
+
     def _coordinator(self, handle: RequestHandle, session: int, before: Coordinator | None) -> Coordinator:
         request = handle.request
         text = [*request.prompt, *(before.tokens if before else ())]
-        prefix = self._loop.pool.find(
+        prefix = self._core.pool.find(
             text, lambda cached: self._draft_models.can_share_drafter(cached.request, request))
         return self._draft_models.coordinator(
             request, len(self._members.instances), time.monotonic, session,

@@ -39,22 +39,23 @@ _EXIT_S = 3.0  # between the close of a dying process' links and its exit
 class StageLinks:
     """Links to V1…VN. Not thread-safe.
 
-    bytes      by session: sent by D0 and received over the control channel; only for sessions entered here
     output_at  when the last output came (time.monotonic)
     """
 
     def __init__(self, transport: ZmqTransport, addresses: Addresses, place: Placement, members: Membership,
-                 exited: Callable[[float], str | None],
-                 on_heartbeat: Callable[[Heartbeat, float], None]) -> None:
+                 exited: Callable[[float], str | None], on_heartbeat: Callable[[Heartbeat, float], None],
+                 is_open: Callable[[int], bool], charge: Callable[[int, int], None]) -> None:
         """exited        waits up to that many seconds for a stage to end; returns why one has, or None
         on_heartbeat  gets every heartbeat and its time of arrival (time.monotonic)
+        is_open       whether a session's reports are wanted
+        charge        gets a session and bytes that D0 sent, or received over the control channel, for it
         """
         self.members = members
-        self.bytes: dict[int, int] = {}
         self.output_at = 0.0
         self._transport = transport
         self._exited = exited
         self._on_heartbeat = on_heartbeat
+        self._is_open, self._charge = is_open, charge
         self._outbox: deque[Segment | Batch] = deque()
         self._disconnects = 0  # of the link to V1, already handled
         self._check_at = 0.0
@@ -106,7 +107,7 @@ class StageLinks:
                 raise PeerLost(f"V{stage} left the control channel{ADVICE}") from error
             if not taken:
                 raise PeerLost(f"V{stage} no longer takes control messages{ADVICE}")
-        self._count(message.session, self._hub.bytes_out - before)
+        self._charge(message.session, self._hub.bytes_out - before)
 
     def shut_down(self, instance: str) -> None:
         self._hub.send(instance, Shutdown("D0 closed the cluster"))
@@ -117,7 +118,7 @@ class StageLinks:
         while self._outbox and self._first.send(self._outbox[0]):
             parts = parts_of(self._outbox.popleft())
             for part, share in zip(parts, shares(self._first.bytes_out - before, parts), strict=True):
-                self._count(part.session, share)
+                self._charge(part.session, share)
             before = self._first.bytes_out
 
     def collect(self, take: Callable[[Output | Credit | Tap | Computed], None]) -> bool:
@@ -163,14 +164,14 @@ class StageLinks:
                 self._hub.reject(objection, sender)
                 continue
             match message:
-                case SessionReport() if message.session not in self.bytes:
+                case SessionReport() if not self._is_open(message.session):
                     pass  # of a session before a loss
                 case Hello() | Heartbeat() | SessionReport() | Failed():
                     self.members.receive(sender, message, time.monotonic())
                     if isinstance(message, Heartbeat):
                         self._on_heartbeat(message, time.monotonic())
                 case Credit() | Tap() | Computed():
-                    self._count(message.session, size)
+                    self._charge(message.session, size)
                     try:
                         take(message)
                     except ProtocolError as error:
@@ -186,10 +187,6 @@ class StageLinks:
         """Wait up to ``max_s`` seconds for a message, room for a queued segment, or the next check."""
         due = max(0.0, min(max_s, self._check_at - time.monotonic()))
         self._transport.wait([self._output, self._hub], [self._first] if self._outbox else [], due)
-
-    def _count(self, session: int, size: int) -> None:
-        if session in self.bytes:
-            self.bytes[session] += size
 
     # ---- losses --------------------------------------------------------------------------------
 

@@ -34,10 +34,10 @@ def everything(model: Path, seed: int, requests: int, kills: int, strategies: li
         mix.run()
         assert cluster.status.state is ClusterState.RUNNING
         assert not cluster.busy
-        loop = cluster._loop
+        pool = cluster._core.pool
         assert held.open == feed._open == metrics._acceptance._rounds == {}
-        assert loop._links.bytes == loop.pool._open == {}
-        assert loop.pool.rows <= BUDGET
+        assert pool._open == {}
+        assert pool.rows <= BUDGET
         if vocabulary == 97 and parallelism == "pipeline":  # ROW is that model's
             assert held.most_bytes <= largest(STAGES) * ROW
         assert held.losses >= bool(kills)

@@ -23,7 +23,7 @@ from tiny_dir import tiny_model_dir
 from workerkit import segment
 
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.runtime.cluster import event_loop
+from flowspec_edge.runtime.cluster import process_cluster
 from flowspec_edge.runtime.cluster.addresses import Addresses
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.cluster.subprocesses import WorkerProcesses
@@ -228,8 +228,8 @@ def test_a_draft_device_that_counts_from_behind_is_told(
     with site(model, tmp_path, encrypted=True) as made:
         assert made.begin().result(PATIENCE).tokens == expected
         before = made.session
-        monkeypatch.setattr(event_loop.time, "time", lambda: 5.0)
-        made.cluster._loop._session = 0
+        monkeypatch.setattr(process_cluster.time, "time", lambda: 5.0)
+        made.cluster._core._session = 0
         assert made.begin().result(PATIENCE).tokens == expected
         assert made.seen.losses
         assert made.session > before

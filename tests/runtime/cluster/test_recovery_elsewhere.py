@@ -20,7 +20,7 @@ from relaykit import Relay
 from tiny_dir import tiny_model_dir
 
 from flowspec_edge.errors import PeerLost
-from flowspec_edge.runtime.cluster import event_loop
+from flowspec_edge.runtime.cluster import process_cluster
 from flowspec_edge.runtime.cluster.addresses import Addresses
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
@@ -175,7 +175,7 @@ def test_a_draft_device_whose_clock_is_behind_after_a_reboot(boards: Boards, exp
 
     for now in (2e9, 0.0):
         numbers.append([])
-        monkeypatch.setattr(event_loop.time, "time", lambda now=now: now)
+        monkeypatch.setattr(process_cluster.time, "time", lambda now=now: now)
         assert answer(boards, lambda: None, Opened(lambda: None)) == expected
     assert max(numbers[0]) < min(numbers[1])
 

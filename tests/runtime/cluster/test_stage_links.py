@@ -17,7 +17,7 @@ def test_v1_may_leave_before_its_hello() -> None:
     gone = v1.pull("tcp://127.0.0.1:*", "V1 data in")
     links = StageLinks(d0, Addresses("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", gone.endpoint, ["v1"]),
                        Loopback(), Membership(["v1"], PATIENCE, fail_on_rejoin=True), lambda seconds: None,
-                       lambda heartbeat, at: None)
+                       lambda heartbeat, at: None, lambda session: False, lambda session, size: None)
     left: list[bool] = []
 
     def waiting(stages: list[str]) -> None:
