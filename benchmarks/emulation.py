@@ -13,7 +13,7 @@ from benchmarks._common import demo_prompts, options
 from flowspec_edge.config import load_profile
 from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.runtime.cluster.clusters import LocalCluster
-from flowspec_edge.runtime.emulation.engine import Emulation
+from flowspec_edge.runtime.emulation.durations import Emulation
 from flowspec_edge.runtime.request import ClusterBackend, Request, Result, Stats
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.runtime.virtual.devices import Devices

@@ -47,8 +47,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 # package that is listed here must be listed; the others are checked for circles alone.
 ORDER: dict[str, list[str]] = {
     "stage": ["base", "rows", "quant", "weights", "layers", "families", "output_head", "shard", "forward",
-              "session", "engine", "warmup", "reference_model", "tensor_parallel"],
-    "runtime": ["request", "plain", "draft_device", "observe", "virtual", "emulation", "worker", "cluster"],
+              "session", "engine", "counters", "core", "warmup", "reference_model", "tensor_parallel"],
+    "runtime": ["request", "plain", "draft_device", "observe", "draft_core", "virtual", "emulation", "worker", "cluster"],
     "serving": ["sse", "access_log", "fair_queue", "admission", "metrics", "openai", "conversation",
                 "dashboard", "access_control", "intake", "app",
                 "connections", "server"],

@@ -23,6 +23,7 @@ from flowspec_edge.messages import (
     Prune,
     Segment,
 )
+from flowspec_edge.runtime.emulation.durations import Charge
 from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.runtime.worker.sd_notify import Notifier
 from flowspec_edge.runtime.worker.worker import Worker, connect
@@ -101,6 +102,7 @@ class Stage:
     network: MemoryTransport
     changes: dict[str, object] = field(default_factory=dict)
     notifier: Notifier | None = None
+    charge: Charge | None = None
     error: BaseException | None = None
 
     def __post_init__(self) -> None:
@@ -112,7 +114,7 @@ class Stage:
         links = connect(config, self.network)
         self.first = self.network.push("v1", "D0 data out")
         self.worker = Worker(config, links, self.engine, Hello("v1", 1, 1, (0, 2), "digest"),
-                             self.notifier)
+                             self.notifier, charge=self.charge)
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 

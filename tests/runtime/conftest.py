@@ -17,6 +17,7 @@ from flowspec_edge.config import DraftCost, LinkCost, LmHeadCost, Profile, Stage
 from flowspec_edge.drafting.eagle.eagle2 import EagleHead, save_head
 from flowspec_edge.messages import Cancel, Shutdown
 from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.runtime.emulation.durations import Charge
 from flowspec_edge.runtime.worker.sd_notify import Notifier
 from flowspec_edge.stage.base import Engine
 from flowspec_edge.stage.engine import StageEngine
@@ -103,9 +104,9 @@ def start() -> Iterator[Start]:
     """Starts a stage's loop over in-memory links; those that go on are ended."""
     stages: list[Stage] = []
 
-    def make(engine: Engine, data_queue: int = 8, notifier: Notifier | None = None, **changes: object
-             ) -> Stage:
-        stages.append(Stage(engine, MemoryTransport(data_queue=data_queue), changes, notifier))
+    def make(engine: Engine, data_queue: int = 8, notifier: Notifier | None = None,
+             charge: Charge | None = None, **changes: object) -> Stage:
+        stages.append(Stage(engine, MemoryTransport(data_queue=data_queue), changes, notifier, charge))
         return stages[-1]
 
     yield make

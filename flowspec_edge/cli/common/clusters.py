@@ -151,7 +151,7 @@ def open_processes(clock_settings: ClockSettings, model: ModelDir, stages: int, 
     if placement is None and device == "cpu":
         preload()  # it imports torch while this process does
     from flowspec_edge.runtime.cluster.clusters import LocalCluster
-    from flowspec_edge.runtime.emulation.engine import Emulation
+    from flowspec_edge.runtime.emulation.durations import Emulation
     from flowspec_edge.runtime.virtual.devices import Devices
     from flowspec_edge.util.device_memory import memory_errors
 

@@ -21,7 +21,7 @@ from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.runtime.cluster.addresses import Addresses, Placement
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.draft_device.config import DraftConfig
-from flowspec_edge.runtime.emulation.engine import Emulation
+from flowspec_edge.runtime.emulation.durations import Emulation
 from flowspec_edge.runtime.observe.observer import Observer
 from flowspec_edge.runtime.observe.power import PowerMeter
 from flowspec_edge.runtime.request import (

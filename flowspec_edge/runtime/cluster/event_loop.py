@@ -10,9 +10,9 @@ from flowspec_edge.errors import FlowspecError, PeerLost
 from flowspec_edge.messages import Open
 from flowspec_edge.runtime.cluster.stage_links import StageLinks
 from flowspec_edge.runtime.cluster.timing import ClusterTiming
-from flowspec_edge.runtime.draft_device.core import DraftCore, Outgoing
+from flowspec_edge.runtime.draft_core import DraftCore, Outgoing
 from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
-from flowspec_edge.runtime.emulation.engine import Emulation, wait_until
+from flowspec_edge.runtime.emulation.durations import Emulation, wait_until
 from flowspec_edge.runtime.observe.observer import Observer
 from flowspec_edge.runtime.observe.power import SessionEnergy
 from flowspec_edge.runtime.request import RequestHandle

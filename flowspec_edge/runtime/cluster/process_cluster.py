@@ -33,10 +33,10 @@ from flowspec_edge.runtime.cluster.recovery import Recovery
 from flowspec_edge.runtime.cluster.stage_links import StageLinks
 from flowspec_edge.runtime.cluster.subprocesses import WorkerProcesses
 from flowspec_edge.runtime.cluster.timing import ClusterTiming
+from flowspec_edge.runtime.draft_core import DraftCore
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
-from flowspec_edge.runtime.draft_device.core import DraftCore
 from flowspec_edge.runtime.draft_device.models import DraftModels
-from flowspec_edge.runtime.emulation.engine import Emulation
+from flowspec_edge.runtime.emulation.durations import Emulation
 from flowspec_edge.runtime.emulation.links import EmulatedTransport
 from flowspec_edge.runtime.observe.observer import Observer, Observers
 from flowspec_edge.runtime.observe.power import PowerMeter, SessionEnergy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flowspec_edge.runtime.draft_device.scheduling.slot_curve import WARM_UP_ROWS, SlotCurve
-from flowspec_edge.runtime.emulation.engine import Emulation
+from flowspec_edge.runtime.emulation.durations import Emulation
 from flowspec_edge.runtime.request import Request, Stats
 from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.strategies.params import Params

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flowspec_edge.config import Profile
 from flowspec_edge.errors import UsageError
-from flowspec_edge.runtime.emulation.engine import pause, wait_until
+from flowspec_edge.runtime.emulation.durations import pause, wait_until
 from flowspec_edge.runtime.virtual.collectives import rings_of
 from flowspec_edge.stage.tensor_parallel.process_group import PendingShift, ProcessGroup
 
@@ -76,6 +76,8 @@ class EmulatedGroup:
 
 class GroupCharge:
     """As ``virtual.collectives.tensor_seconds``, but with the measured time of the exchanges."""
+
+    layers = 1.0  # ranks finish a pass that has begun
 
     def __init__(self, group: EmulatedGroup, profile: Profile, overlaps: bool) -> None:
         """``profile``: the rank's own; ``overlaps``: whether steps overlap with the work on tiles."""

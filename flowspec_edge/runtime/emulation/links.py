@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Message
-from flowspec_edge.runtime.emulation.engine import Emulation, pause
+from flowspec_edge.runtime.emulation.durations import Emulation, pause
 from flowspec_edge.runtime.virtual.links import added_bytes
 from flowspec_edge.transport.base import NO_PEERS, Hub, Link
 from flowspec_edge.transport.fields import Buffer

@@ -16,11 +16,12 @@ from flowspec_edge.config import Profile
 from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.calibrated import CalibratedDrafter
 from flowspec_edge.model.modeldir import ModelDir, is_sharded
+from flowspec_edge.runtime.draft_core import DraftCore
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
 from flowspec_edge.runtime.draft_device.models import DraftModels
 from flowspec_edge.runtime.draft_device.scheduling.slot_curve import WARM_UP_ROWS, SlotCurve
 from flowspec_edge.runtime.observe.observer import Observer
-from flowspec_edge.runtime.request import OnTokens, Request, Result, SchedulingPolicy
+from flowspec_edge.runtime.request import OnTokens, Request, RequestHandle, Result, SchedulingPolicy
 from flowspec_edge.runtime.virtual.clock import EventClock, Span
 from flowspec_edge.runtime.virtual.devices import Devices
 from flowspec_edge.runtime.virtual.run import VirtualRun
@@ -119,38 +120,48 @@ class VirtualCluster:
                 self._text(request)
         clock = EventClock()
         self.spans = []
-        engines = self._engines_of(self._stages if parallelism == "pipeline" else 1)
-        run = VirtualRun(engines, self.devices, parallelism, clock, self.spans, self._observer,
-                         self._curve, self._policy)
-        results: dict[int, Result] = {}
+        core = DraftCore(partial(self._coordinator, parallelism, clock), lambda: clock.now, self._observer,
+                         lambda: self._session, self._curve, policy=self._policy)
+        run = VirtualRun(core, self._engines_of(self._stages if parallelism == "pipeline" else 1),
+                         self.devices, parallelism, clock, self.spans)
+        handles: list[RequestHandle] = []
+        errors: list[BaseException] = []
 
         def start(place: int) -> None:
-            coordinator = self._coordinator(requests[place], parallelism, clock)
+            handle = handles[place]
             if leaves and (leave := leaves[place]) is not None:
-                clock.at(max(leave, clock.now), lambda: run.cancel(coordinator))
-            listener = on_tokens[place] if on_tokens else None
+                clock.at(max(leave, clock.now), lambda: run.cancel(handle))
+            run.start(handle)
 
-            def on_new_tokens(tokens: list[int]) -> None:
-                if listener is not None:
-                    listener(tokens)
-                if stop is not None and stop():
-                    clock.at(clock.now, lambda: run.cancel(coordinator))
+        def tokens(place: int, new: list[int]) -> None:
+            if on_tokens and (listener := on_tokens[place]):
+                listener(new)
+            if stop is not None and stop():
+                clock.at(clock.now, lambda: run.cancel(handles[place]))
 
-            run.start(coordinator, on_new_tokens, partial(done, place))
+        def done(place: int, _: object) -> None:
+            try:
+                for following in [other for other, first in enumerate(follows or ()) if first == place]:
+                    start(following)
+            except BaseException as error:  # a future would only log it
+                errors.append(error)
 
-        def done(place: int, result: Result) -> None:
-            results[place] = result
-            for following in [other for other, first in enumerate(follows or ()) if first == place]:
-                start(following)
-
+        for place, request in enumerate(requests):
+            handles.append(RequestHandle(request, partial(tokens, place)))
+            handles[place].add_done_callback(partial(done, place))
         order = sorted((place for place in range(len(requests)) if not follows or follows[place] is None),
                        key=lambda place: arrivals[place] if arrivals else 0.0)
         run.expect([(arrivals[place] if arrivals else 0.0, partial(start, place)) for place in order])
         run.run()
-        return [results[place] for place in range(len(requests))]
+        failed = (handle.exception() for handle in handles if handle.done())
+        for error in [*filter(None, failed), *errors]:
+            raise error
+        return [handle.result() for handle in handles]
 
-    def _coordinator(self, request: Request, parallelism: Parallelism, clock: EventClock) -> Coordinator:
-        self._session += 1
+    def _coordinator(self, parallelism: Parallelism, clock: EventClock, handle: RequestHandle, session: int,
+                     before: Coordinator | None) -> Coordinator:
+        request = handle.request
+        self._session = session
 
         def calibrated(drafter: Drafter) -> Drafter:
             return CalibratedDrafter(drafter, self._text(request), self._right_children,
@@ -158,7 +169,7 @@ class VirtualCluster:
 
         latency = self.devices.latency_seconds(request.params.segment, parallelism)
         return self._draft_models.coordinator(
-            request, self._stages, lambda: clock.now, self._session,
+            request, self._stages, lambda: clock.now, session,
             lambda kind: latency / max(self.devices.d0.draft_seconds(kind), 1e-9),
             self._curve.seconds if self._curve else self.devices.occupied_seconds,
             around=calibrated if self._right_children < 1 else None)

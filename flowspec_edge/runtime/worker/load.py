@@ -9,7 +9,7 @@ import torch
 from flowspec_edge.messages import Hello
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.runtime.emulation.collectives import EmulatedGroup, GroupCharge
-from flowspec_edge.runtime.emulation.engine import Charge, EmulatedEngine, Emulation, stage_charge
+from flowspec_edge.runtime.emulation.durations import Charge, Emulation, stage_charge
 from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.stage.base import Engine
 from flowspec_edge.stage.engine import StageEngine
@@ -21,8 +21,9 @@ from flowspec_edge.stage.tensor_parallel.shard import load_tensor_shard
 from flowspec_edge.stage.warmup import warm_up
 
 
-def load_engine(config: WorkerConfig, emulation: Emulation | None) -> tuple[Engine, Hello]:
-    """Return the engine with the stage's shard, warmed up on CUDA, and the Hello that describes it."""
+def load_engine(config: WorkerConfig, emulation: Emulation | None) -> tuple[Engine, Hello, Charge | None]:
+    """Return the engine with the stage's shard, warmed up on CUDA, the Hello that describes it, and the
+    emulated time of its passes."""
     if config.threads:
         torch.set_num_threads(config.threads)
     rank, stages = config.stage - 1, config.stages
@@ -44,7 +45,4 @@ def load_engine(config: WorkerConfig, emulation: Emulation | None) -> tuple[Engi
             charge = GroupCharge(wide, profile, overlaps=config.parallelism == "galaxy")
         rank_shard = load_tensor_shard(weights, config.parallelism, group, config.dtype, config.device)
         shard, engine = rank_shard, TensorEngine(rank_shard, group)
-    if emulation and charge:
-        engine = EmulatedEngine(engine, charge, emulation.devices.layers[rank],
-                                cancels_end_segments=not config.tensor_parallel)
-    return engine, Hello(config.instance, config.stage, stages, shard.layers, shard.digest)
+    return engine, Hello(config.instance, config.stage, stages, shard.layers, shard.digest), charge

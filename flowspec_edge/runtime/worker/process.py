@@ -20,7 +20,7 @@ from typing import Any
 from flowspec_edge.config import load_toml
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.messages import Failed
-from flowspec_edge.runtime.emulation.engine import Emulation
+from flowspec_edge.runtime.emulation.durations import Emulation
 from flowspec_edge.runtime.emulation.links import EmulatedTransport
 from flowspec_edge.runtime.observe.power import board_meter
 from flowspec_edge.runtime.worker.config import WorkerConfig
@@ -78,10 +78,11 @@ def run_worker(config: WorkerConfig, signals: StopRequest, notifier: Notifier | 
         try:
             from flowspec_edge.runtime.worker.load import load_engine  # here: it imports torch
 
-            engine, hello = load_engine(config, emulation)
+            engine, hello, charge = load_engine(config, emulation)
             with board_meter(wanted=emulation is None) as meter:
                 signals.serving = True
-                Worker(config, links, engine, hello, notifier, meter, lambda: signals.arrived, release).run()
+                Worker(config, links, engine, hello, notifier, meter, lambda: signals.arrived, release,
+                       charge).run()
         except Exception as error:
             links.control.send(Failed(config.instance, config.stage, one_line(error)))
             raise

@@ -1,4 +1,4 @@
-"""A stage's reports to D0: Hello, heartbeats, session reports, timings, failures.
+"""A stage's reports to D0: Hello, heartbeats, session reports, failures.
 
 Best effort: a report that does not fit into the queue is dropped.
 """
@@ -9,12 +9,12 @@ import time
 from dataclasses import replace
 
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.messages import Computed, Failed, Heartbeat, Hello, Segment, SessionReport
+from flowspec_edge.messages import Failed, Heartbeat, Hello, SessionReport
 from flowspec_edge.runtime.observe.power import SessionEnergy
 from flowspec_edge.runtime.observe.system_stats import SystemStats
 from flowspec_edge.runtime.worker.config import WorkerConfig
-from flowspec_edge.runtime.worker.stats import WorkerStats
 from flowspec_edge.stage.base import Engine
+from flowspec_edge.stage.counters import StageCounters
 from flowspec_edge.transport.base import ClientLink, Link
 
 
@@ -22,7 +22,7 @@ class Reports:
     """``due_at``: when the next heartbeat is due (time.monotonic)."""
 
     def __init__(self, config: WorkerConfig, control: ClientLink, previous: Link, following: ClientLink,
-                 engine: Engine, stats: WorkerStats, hello: Hello, system_stats: SystemStats,
+                 engine: Engine, counters: StageCounters, hello: Hello, system_stats: SystemStats,
                  energy: SessionEnergy) -> None:
         """``control``: to D0; ``previous``, ``following``: from and to the devices beside this one."""
         self._config = config
@@ -30,7 +30,7 @@ class Reports:
         self._previous = previous
         self._following = following
         self._engine = engine
-        self._stats = stats
+        self._counters = counters
         self._hello = hello
         self._system_stats = system_stats
         self._energy = energy
@@ -39,7 +39,7 @@ class Reports:
 
     def send_hello(self) -> None:
         disconnects = self._control.disconnects()
-        hello = replace(self._hello, newest=self._stats.newest)
+        hello = replace(self._hello, newest=self._counters.newest)
         if self._control.send(hello):  # else the queue is full of old heartbeats: try again
             self._greeted = disconnects
 
@@ -51,7 +51,7 @@ class Reports:
     def send_heartbeat(self) -> None:
         self.due_at = time.monotonic() + self._config.heartbeat_s
         self._energy.update()
-        counters = {**self._engine.counters, **self._stats.total.counters(), "since": self._stats.since,
+        counters = {**self._engine.counters, **self._counters.total.counters(), "since": self._counters.since,
                     "dropped_frames": self._control.dropped + self._previous.dropped,
                     "cache_bytes": self._engine.cache_bytes, **self._system_stats.read()}
         self._control.send(Heartbeat(self._config.instance, self._config.stage, counters,
@@ -59,17 +59,9 @@ class Reports:
 
     def send_session_report(self, session: int) -> None:
         """Send the final figures, energy included, of an open session that is about to be closed."""
-        counters = {**self._engine.counters_of(session), **self._stats.counters(session),
+        counters = {**self._engine.counters_of(session), **self._counters.counters(session),
                     **self._energy.close(session)}
         self._control.send(SessionReport(self._config.instance, self._config.stage, session, counters))
-
-    def send_timing(self, segment: Segment, rows: int, batch_rows: int, start: float, end: float) -> None:
-        """Report the time of ``rows`` rows of a segment, of ``batch_rows`` in the pass, in a timed session;
-        seconds of time.monotonic()."""
-        if self._stats.timed(segment.session):
-            times = (round(moment * 1e6) for moment in (start, end, time.monotonic()))
-            self._control.send(Computed(segment.session, segment.epoch, segment.run, self._config.stage,
-                                        rows, batch_rows, *times))
 
     def send_failure(self, reason: str) -> None:
         """The open sessions cannot continue."""

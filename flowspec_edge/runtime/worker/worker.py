@@ -10,8 +10,8 @@ import math
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from flowspec_edge.errors import (
     FlowspecError,
@@ -25,6 +25,7 @@ from flowspec_edge.messages import (
     Batch,
     Cancel,
     Close,
+    Computed,
     Credit,
     Hello,
     Message,
@@ -36,16 +37,17 @@ from flowspec_edge.messages import (
     Shutdown,
     Tap,
     batch_of,
+    parts_of,
 )
+from flowspec_edge.runtime.emulation.durations import Charge
 from flowspec_edge.runtime.observe.power import PowerMeter, SessionEnergy
 from flowspec_edge.runtime.observe.system_stats import SystemStats
 from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.runtime.worker.release_link import ReleaseLink
 from flowspec_edge.runtime.worker.reports import Reports, one_line
 from flowspec_edge.runtime.worker.sd_notify import Notifier
-from flowspec_edge.runtime.worker.segment_queue import SegmentQueue
-from flowspec_edge.runtime.worker.stats import WorkerStats
 from flowspec_edge.stage.base import Engine
+from flowspec_edge.stage.core import Pass, StageCore
 from flowspec_edge.transport import keys
 from flowspec_edge.transport.base import ClientLink, Link, Transport
 
@@ -85,26 +87,33 @@ def connect(config: WorkerConfig, transport: Transport) -> Links:
 class Worker:
     def __init__(self, config: WorkerConfig, links: Links, engine: Engine, hello: Hello,
                  notifier: Notifier | None = None, meter: PowerMeter | None = None,
-                 stopping: Callable[[], bool] = lambda: False, release: ReleaseLink | None = None) -> None:
-        """``notifier``: the service manager's; ``meter``: of the board's power; ``stopping``: whether a
-        signal has asked the process to end; ``release``: as for ``process.serve``."""
+                 stopping: Callable[[], bool] = lambda: False, release: ReleaseLink | None = None,
+                 charge: Charge | None = None) -> None:
+        """notifier  the service manager's
+        meter     of the board's power
+        stopping  whether a signal has asked the process to end
+        release   as for ``process.serve``
+        charge    the emulated time of a pass
+        """
         self._config = config
         self._links = links
-        self._engine = engine
         self._stopping = stopping
         self._release = release
-        self._stats = WorkerStats()
-        self._arrived = SegmentQueue(links.previous, self._stats, config.open_within_s,
-                                     config.tensor_parallel, self._credit)
+        self._charge = charge
+        self._core = StageCore(engine, config.stage, config.stage == config.stages, config.tensor_parallel,
+                               charge.layers if charge else 1.0, config.open_within_s)
+        self._counters = self._core.counters
         self._energy = SessionEnergy(meter)
-        self._reports = Reports(config, links.control, links.previous, links.next, engine, self._stats,
+        self._reports = Reports(config, links.control, links.previous, links.next, engine, self._counters,
                                 hello, SystemStats(meter=meter), self._energy)
+        self._fault: PeerFault | None = None  # the latest of the data link, not handled yet
+        self._bytes_in = 0  # of the data link, counted so far
         self._check_at = 0.0
         self._gave_up_at = 0.0
         # When the first of the open sessions began: seconds, and disconnects of the links to D0 and the next
         self._open_at = 0.0
         self._disconnects = (0, 0)
-        self._deferred: list[Message] | None = None  # during a rank's pass: the Opens and Closes that came
+        self._deferred: list[Open | Close] | None = None  # during a rank's pass: those that came
         self._isolated = False  # no connection to the next device at the last check
         self._notifier = notifier or Notifier({})
         self._title = f"V{hello.stage} of {hello.stages}, layers [{hello.layers[0]}, {hello.layers[1]})"
@@ -116,8 +125,8 @@ class Worker:
             self._notifier.ready(self._title)
             while True:
                 self._tick()
-                if segments := self._next_segments():
-                    self._work(segments)
+                if (begun := self._next_pass()) is not None:
+                    self._work(begun)
         except Stopped:
             return
         except KeyRefused as error:
@@ -127,37 +136,53 @@ class Worker:
 
     # ---- data ----------------------------------------------------------------------------------
 
-    def _next_segments(self) -> Sequence[Segment]:
-        """The next segment, or those of the next batch; empty without one."""
+    def _read(self) -> None:
+        """Take what the data link has, while there is room, so that the peer's connection never stands still;
+        wait for nothing and raise nothing."""
+        link = self._links.previous
         try:
-            segments = self._arrived.take()
+            while self._core.has_room and (message := link.receive()) is not None:
+                parts = parts_of(message) if isinstance(message, Segment | Batch) else ()
+                segments = [part for part in parts if isinstance(part, Segment)]
+                if not segments:
+                    link.reject(f"a {type(message).__name__} is not a segment")
+                    continue
+                size = link.bytes_in - self._bytes_in  # since the last one: emulated links delay
+                self._bytes_in += size
+                self._core.arrive(segments, size, time.monotonic())
         except PeerFault as error:
-            self._give_up(error)
-            return ()
-        if not segments and self._arrived.has_room:
-            self._sleep()
-        return segments
+            self._fault = error
 
-    def _work(self, segments: Sequence[Segment]) -> None:
-        start, before = time.monotonic(), {s.session: self._rows(s.session) for s in segments}
-        admitted = []
+    def _next_pass(self) -> Pass | None:
+        begun = None
         try:
-            for segment in segments:
-                if (alive := self._engine.admit(segment)) is not None:
-                    admitted.append(alive)
-        except ProtocolError as error:  # such as a gap: a segment before it was lost
+            self._read()
+            if self._fault:
+                fault, self._fault = self._fault, None
+                raise fault
+            begun = self._core.next_pass()
+            if begun is None and (reason := self._core.overdue(time.monotonic())):
+                self._send_outgoing()
+                self._links.previous.reject(reason)
+        except (PeerFault, ProtocolError) as error:  # such as a gap: a segment before it was lost
             self._give_up(error)
-            admitted = []
-        if not admitted:
-            self._credit(segments[0])  # it occupied a slot at V1 nevertheless
-            return
-        forwards = self._config.tensor_parallel and self._config.stage < self._config.stages
-        if forwards:  # first: no rank can begin without the next one
-            self._send_on(segments)
-        self._energy.work_for(*(segment.session for segment in admitted))
+            self._send_outgoing()
+            return None
+        self._send_outgoing()
+        if begun is None and self._core.has_room:
+            self._sleep()
+        return begun
+
+    def _work(self, begun: Pass) -> None:
+        start = time.monotonic()
+        if self._charge:
+            self._charge.begin(begun.admitted_rows, begun.context)
+        self._energy.work_for(*(segment.session for segment in begun.segments))
         self._deferred = [] if self._config.tensor_parallel else None
         try:
-            results = self._engine.compute(admitted, self._tick)
+            self._core.compute(begun, self._tick)
+            if self._charge:
+                self._wait_for(begun, self._charge, start)
         except PeerLost:
             self._drain()
             raise
@@ -165,38 +190,38 @@ class Worker:
             raise
         except FlowspecError as error:  # rows that contradict each other, or do not fit
             self._give_up(error)
-            self._credit(segments[0])
+            self._send_outgoing()
             return
         finally:
             self._energy.work_for()
         end = time.monotonic()
-        rows = {session: max(0, self._rows(session) - had)  # 0 if the session has ended meanwhile
-                for session, had in before.items()}
-        self._stats.add_pass(end - start, admitted, rows)
-        self._credit(segments[0])  # first: this stage may have nothing else to do
-        for taps, _ in results:
-            for tap in taps:
-                self._send(self._links.control, tap)
-        if not forwards:
-            self._send_on([result for _, result in results])
-        for segment in admitted:
-            self._reports.send_timing(segment, rows[segment.session], sum(rows.values()), start, end)
+        self._core.finish(begun, start, end, end)
+        self._send_outgoing()
         deferred, self._deferred = self._deferred or (), None
         for message in deferred:
             self._handle_control(message)
 
-    def _rows(self, session: int) -> int:
-        return int(self._engine.counters_of(session).get("rows", 0))
+    def _wait_for(self, begun: Pass, charge: Charge, start: float) -> None:
+        """Wait until the emulated pass ends; a cancel may end it early."""
+        self._core.charge(begun, start, charge.seconds(begun.admitted_rows, begun.context))
+        if all(begun.cancelled):
+            return
+        self._counters.add_late(max(0.0, time.monotonic() - begun.end), begun.segments)
+        while (left := begun.end - time.monotonic()) > 0:
+            self._tick(left)
 
-    def _credit(self, segment: Segment) -> None:
-        """V1 tells D0 that it has room for another segment."""
-        if self._config.stage == 1:
-            self._send(self._links.control, Credit(segment.session, segment.epoch, segment.run))
-
-    def _send_on(self, parts: Sequence[Segment | Output]) -> None:
-        before = self._links.next.bytes_out
-        self._send(self._links.next, batch_of(parts))
-        self._stats.add_bytes("bytes_out", self._links.next.bytes_out - before, parts)
+    def _send_outgoing(self) -> None:
+        for message in self._core.take_outgoing():
+            match message:
+                case Computed():  # best effort, as all reports
+                    self._links.control.send(replace(message, sent=round(time.monotonic() * 1e6)))
+                case Credit() | Tap():
+                    self._send(self._links.control, message)
+                case Segment() | Output() | Batch():
+                    before = self._links.next.bytes_out
+                    self._send(self._links.next, message)
+                    self._counters.add_bytes("bytes_out", self._links.next.bytes_out - before,
+                                             parts_of(message))
 
     def _drain(self) -> None:
         """Another rank is lost: keep answering D0 until D0 has had time to find out which."""
@@ -217,10 +242,10 @@ class Worker:
             if self._config.tensor_parallel:
                 continue
             match message:
-                case Segment() | Output() | Tap() if message.session not in self._stats:
+                case Segment() | Output() | Tap() if message.session not in self._counters:
                     return
                 case Batch(parts):
-                    alive = [part for part in parts if part.session in self._stats]
+                    alive = [part for part in parts if part.session in self._counters]
                     if not alive:
                         return
                     message = batch_of(alive)
@@ -230,13 +255,13 @@ class Worker:
         data link. ``computing_s``: seconds that an emulated segment has left; they count as computing, not as
         waiting, and segments that come meanwhile are left where they are."""
         start, waits = time.monotonic(), computing_s == math.inf
-        data = waits and self._arrived.has_room
+        data = waits and self._core.has_room
         incoming = [self._links.control, self._links.previous] if data else [self._links.control]
         due = max(0.0, min(self._reports.due_at - start, self._check_at - start, computing_s))
         self._links.transport.wait(incoming, [room] if room else [], due)
         if waits:
-            self._arrived.read()
-            self._stats.add_wait(time.monotonic() - start)
+            self._read()
+            self._counters.add_wait(time.monotonic() - start)
 
     # ---- control -------------------------------------------------------------------------------
 
@@ -263,31 +288,24 @@ class Worker:
 
     def _handle_control(self, message: Message) -> None:
         match message:
-            case Prune():
-                self._engine.prune(message)
-            case Cancel():
-                self._engine.cancel(message)
             case Open() | Close() if self._deferred is not None:
                 # The last rank's outputs may reach D0 before this rank has ended, and counted, the same pass.
                 self._deferred.append(message)
             case Open():
-                if message.session not in self._stats:
+                if message.session not in self._counters:
                     self._check_order(message.session)
-                    self._stats.mark_ended(message.session)  # if the engine refuses to open it
-                self._engine.open(message)
-                alone = self._stats.open(message.session, message.epoch, message.concurrent, message.timed)
-                self._energy.open(message.session, self._stats.sessions)
+                alone = self._core.receive(message, time.monotonic())
+                self._energy.open(message.session, self._counters.sessions)
                 if alone:
                     self._open_at = time.monotonic()
                     self._disconnects = self._links.control.disconnects(), self._links.next.disconnects()
             case Close():
-                if message.session in self._stats:
+                if message.session in self._counters:
                     self._reports.send_session_report(message.session)
-                    self._stats.close(message.session)
                     self._reports.send_heartbeat()  # the totals, with the end of this session
-                else:
-                    self._stats.mark_ended(message.session)
-                self._engine.close(message)
+                self._core.receive(message, time.monotonic())
+            case Prune() | Cancel():
+                self._core.receive(message, time.monotonic())
             case Shutdown():
                 log.info("V%d ends: %s", self._config.stage, message.reason)
                 raise Stopped
@@ -299,9 +317,9 @@ class Worker:
     def _check_order(self, session: int) -> None:
         """ProtocolError if D0 does not know how far this stage's session numbers have come: a segment that
         overtook its Open would have been taken for a stale one. The Hello tells D0."""
-        if session <= self._stats.newest:
+        if session <= self._counters.newest:
             self._reports.send_hello()
-            raise ProtocolError(f"D0 opens session {session} after session {self._stats.newest}")
+            raise ProtocolError(f"D0 opens session {session} after session {self._counters.newest}")
 
     def _refused(self, reason: str) -> None:
         """OtherRelease if a restart may mend it; otherwise the stage waits for another D0."""
@@ -321,7 +339,7 @@ class Worker:
             reason = f"{links.control.name}: no connection to D0 for {config.lost_after_s:g} s"
             if config.parent:
                 raise PeerLost(reason)
-            if self._stats:  # a stage that is a service waits for another D0
+            if self._counters:  # a stage that is a service waits for another D0
                 self._abandon_sessions(reason)
         self._notifier.status(f"{self._title}: {'waiting for D0' if d0_lost_s else 'connected to D0'}")
         self._reports.send_hello_again()
@@ -330,7 +348,7 @@ class Worker:
             self._isolated = not self._isolated
             self._reports.due_at = 0.0  # D0 waits for this heartbeat after a loss
         reason = self._next_outage(min(next_lost_s, time.monotonic() - self._open_at))
-        if self._stats and reason:
+        if self._counters and reason:
             if config.tensor_parallel:
                 raise PeerLost(reason)
             self._abandon_sessions(reason)
@@ -352,17 +370,16 @@ class Worker:
         if self._config.tensor_parallel:
             raise error
         now = time.monotonic()
-        if self._stats or now >= self._gave_up_at + _FAULT_S:  # a flood must fill neither log nor queue
+        if self._counters or now >= self._gave_up_at + _FAULT_S:  # a flood must fill neither log nor queue
             self._gave_up_at = now
-            self._abandon_sessions(one_line(error), tell=not self._stats)
+            self._abandon_sessions(one_line(error), tell=not self._counters)
 
     def _abandon_sessions(self, reason: str, tell: bool = False) -> None:
         """Close the open sessions but keep the stage running; tell D0, unless D0 itself was disconnected
         since they began. ``tell``: in any case."""
         log.warning("V%d abandons its sessions: %s", self._config.stage, reason)
-        for session in self._stats.sessions:
-            self._stats.close(session)
+        for session in self._counters.sessions:
             self._energy.close(session)
-            self._engine.close(Close(session))
+            self._core.receive(Close(session), time.monotonic())
         if tell or self._links.control.disconnects() == self._disconnects[0]:
             self._reports.send_failure(reason)

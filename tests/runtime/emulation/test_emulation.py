@@ -14,10 +14,10 @@ from stagekit import Book, engines
 
 from flowspec_edge.config import CollectiveCost, Profile, load_profile
 from flowspec_edge.errors import ProtocolError
-from flowspec_edge.messages import Cancel, Credit, Output, Payload, Prune
+from flowspec_edge.messages import Cancel, Close, Credit, Open, Output, Payload, Prune, Segment
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.emulation.collectives import EmulatedGroup, GroupCharge
-from flowspec_edge.runtime.emulation.engine import EmulatedEngine, Emulation, Links, ProfileCharge
+from flowspec_edge.runtime.emulation.durations import Emulation, Links
 from flowspec_edge.runtime.emulation.links import EmulatedTransport
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request
@@ -25,6 +25,8 @@ from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.runtime.virtual.collectives import step_seconds, tensor_seconds
 from flowspec_edge.runtime.virtual.devices import Devices
 from flowspec_edge.runtime.virtual.links import wire_bytes
+from flowspec_edge.stage.base import Poll
+from flowspec_edge.stage.core import Pass, StageCore
 from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.strategies.params import Params
 
@@ -63,64 +65,58 @@ class Ticks:
             self.polls += 1
 
 
-def emulated(tiny_model: Path, ticks: Ticks, cancels_end_segments: bool = True) -> EmulatedEngine:
+def emulated(tiny_model: Path, tensor_parallel: bool = False) -> StageCore:
     [engine] = engines(tiny_model / "target", 1)
-    charge = ProfileCharge(lambda rows, context: 0.1 * rows + 0.001 * context)
-    return EmulatedEngine(engine, charge, 5, cancels_end_segments, ticks.clock)
+    core = StageCore(engine, last=True, tensor_parallel=tensor_parallel, layers=5)
+    core.receive(Open(1, 0, 64), 0.0)  # the engine has it
+    return core
+
+
+def run(core: StageCore, ticks: Ticks, segment: Segment, poll: Poll | None = None) -> tuple[Pass, Output]:
+    """As the worker does: compute, then wait with the clock of ``ticks`` until the profile's time is over."""
+    core.arrive([segment], 0, 0.0)
+    begun = core.next_pass()
+    assert begun is not None
+    start = ticks.now
+    core.compute(begun, poll)
+    core.charge(begun, start, 0.1 * begun.admitted_rows + 0.001 * begun.context)
+    while begun.end > ticks.now + 1e-9:
+        ticks.poll(begun.end - ticks.now)
+    core.finish(begun, start, ticks.now, ticks.now)
+    [output] = [message for message in core.take_outgoing() if isinstance(message, Output)]
+    return begun, output
 
 
 def test_a_segment_takes_what_its_rows_and_the_context_cost(tiny_model: Path) -> None:
-    ticks, book = Ticks(), Book()
-    engine = emulated(tiny_model, ticks)
+    ticks, book, core = Ticks(), Book(), emulated(tiny_model)
     for rows, context in ((5, 0), (3, 5), (1, 8)):
         before = ticks.now
-        admitted = engine.admit(book.text(range(rows)))
-        assert admitted is not None
-        _, output = engine.compute([admitted], ticks.poll)[0]
+        _, output = run(core, ticks, book.text(range(rows)))
         assert len(output.numbers) == rows
         assert ticks.now - before == pytest.approx(0.1 * rows + 0.001 * context)
-    assert engine.cached(1) == 9
-    assert engine.counters["late_s"] == 0
+    assert core.engine.cached(1) == 9
 
 
-def test_a_machine_that_is_too_slow_says_so(tiny_model: Path) -> None:
-    ticks, book = Ticks(), Book()
-    engine = emulated(tiny_model, ticks)
-    admitted = engine.admit(book.text(range(5)))
-    assert admitted is not None
-
-    def slow(wait: float = 0.0) -> None:
-        ticks.now += 0.4  # before each of eight layers; 0.5 s would be right
-
-    engine.compute([admitted], slow)
-    assert engine.counters["late_s"] == pytest.approx(2.7)
-    assert ticks.now == pytest.approx(3.2)
-
-
-@pytest.mark.parametrize(("cancels_end_segments", "ends_at", "rows"), [(True, 0.3, 0), (False, 0.5, 5)])
+@pytest.mark.parametrize(("tensor_parallel", "ends_at", "rows"), [(False, 0.3, 0), (True, 0.5, 5)])
+@pytest.mark.parametrize("ends", ["cancel", "close"])
 def test_a_cancelled_run_ends_with_the_layer_that_it_is_in(
-        tiny_model: Path, cancels_end_segments: bool, ends_at: float, rows: int) -> None:
-    ticks, book = Ticks(), Book()
-    engine = emulated(tiny_model, ticks, cancels_end_segments)
+        tiny_model: Path, tensor_parallel: bool, ends_at: float, rows: int, ends: str) -> None:
+    ticks, book, core = Ticks(), Book(), emulated(tiny_model, tensor_parallel)
     segment = book.text(range(5))  # five layers of 0.1 s
-    ticks.at[20] = lambda: engine.cancel(Cancel(1, 0, (segment.run,)))  # after 0.21 s
-    ticks.at[5] = lambda: engine.cancel(Cancel(1, 0, (segment.run + 7,)))  # another's
-    admitted = engine.admit(segment)
-    assert admitted is not None
-    _, output = engine.compute([admitted], ticks.poll)[0]
+    message = Cancel(1, 0, (segment.run,)) if ends == "cancel" else Close(1)
+    ticks.at[20] = lambda: core.receive(message, ticks.now)  # after 0.21 s
+    ticks.at[5] = lambda: core.receive(Cancel(1, 0, (segment.run + 7,)), ticks.now)  # another's
+    _, output = run(core, ticks, segment)
     assert ticks.now == pytest.approx(ends_at)
     assert len(output.numbers) == rows
 
 
 def test_a_run_cancelled_before_it_began_takes_no_time(tiny_model: Path) -> None:
-    ticks, book = Ticks(), Book()
-    engine = emulated(tiny_model, ticks)
+    ticks, book, core = Ticks(), Book(), emulated(tiny_model)
     segment = book.text(range(5))
-    engine.cancel(Cancel(1, 0, (segment.run,)))
-    admitted = engine.admit(segment)
-    assert admitted is not None
-    _, output = engine.compute([admitted], ticks.poll)[0]
-    assert (ticks.now, len(output.numbers)) == (0.0, 0)
+    core.receive(Cancel(1, 0, (segment.run,)), 0.0)
+    begun, output = run(core, ticks, segment)
+    assert (ticks.now, len(output.numbers), begun.cancelled) == (0.0, 0, [True])
 
 
 # ---- links -----------------------------------------------------------------------------------------

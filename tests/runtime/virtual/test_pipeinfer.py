@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from flowspec_edge.config import load_profile
-from flowspec_edge.messages import Cancel, Open, Output, Segment, Tap
+from flowspec_edge.messages import Cancel, Credit, Open, Output
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.request import Request, Result
 from flowspec_edge.runtime.virtual.clock import EventClock, Span
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.runtime.virtual.stage import VirtualStage
+from flowspec_edge.stage.core import Outgoing
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.strategies.params import Params
@@ -66,13 +67,11 @@ def test_a_cancel_stops_a_stage_between_layers(demo_model: Path, demo_prompts: l
 def test_a_cancel_costs_the_layer_it_comes_in_and_a_waiting_run_nothing(tiny_model: Path) -> None:
     """A stage of eight layers, a second each, gets four runs at once; two are cancelled at 9.5 s."""
     clock, builder = EventClock(), SegmentBuilder()
-    sent: list[Segment | Output | Tap] = []
-    finished: list[Segment] = []
+    sent: list[Outgoing] = []
     spans: list[Span] = []
     stage = VirtualStage(1, clock, StageEngine(load_shard(tiny_model / "target", 0, 1, "fp32")),
-                         lambda rows, context: 8.0, 8, sent.append, finished.append,
-                         lambda times: None, spans)
-    stage.engine.open(Open(0, 0, 16))
+                         lambda rows, context: 8.0, 8, sent.append, spans)
+    stage.receive(Open(0, 0, 16))
     root = builder.add(1, 0, committed=True)
     stage.receive(builder.seal())
     for token in (2, 3, 4):
@@ -84,8 +83,9 @@ def test_a_cancel_costs_the_layer_it_comes_in_and_a_waiting_run_nothing(tiny_mod
         pass
     assert [(s.start, s.end, s.run, s.cancelled) for s in spans] == [
         (0, 8, 0, False), (8, 10, 1, True), (10, 18, 3, False)]
-    assert [(m.run, len(m.numbers)) for m in sent] == [(0, 1), (1, 0), (2, 0), (3, 1)]
-    assert [segment.run for segment in finished] == [0, 1, 2, 3]
+    assert [(m.run, len(m.numbers)) for m in sent if isinstance(m, Output)] == [
+        (0, 1), (1, 0), (2, 0), (3, 1)]
+    assert [m.run for m in sent if isinstance(m, Credit)] == [0, 1, 2, 3]
     work = stage.work[0]
     assert (work.cancelled, work.compute_s, work.segments, work.rows) == (2, 18, 2, 2)
 

@@ -19,7 +19,7 @@ from flowspec_edge.runtime.cluster.clusters import LocalCluster
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.draft_device import models
 from flowspec_edge.runtime.draft_device.models import DraftModels
-from flowspec_edge.runtime.emulation.engine import Emulation
+from flowspec_edge.runtime.emulation.durations import Emulation
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster

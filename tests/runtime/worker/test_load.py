@@ -66,7 +66,8 @@ def test_a_session_that_ends_meanwhile_leaves_its_cache_alone(start: Start, real
 def test_a_loaded_stage_has_no_session_and_no_cache(where: str, worker_model: Path) -> None:
     config = WorkerConfig(instance="v1", stage=1, stages=1, model=str(worker_model), device=where,
                           control="ipc:///c", listen="ipc:///l", next="ipc:///n")
-    engine, hello = load_engine(config, None)
+    engine, hello, charge = load_engine(config, None)
     assert hello.layers == (0, 2)
+    assert charge is None
     assert engine.cache_bytes == 0
     assert set(engine.counters.values()) == {0}

@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from workerkit import PATIENCE, HeldEngine, Stage, Start, segment
 
-from flowspec_edge.errors import PeerFault
-from flowspec_edge.messages import Cancel, Credit, Failed, Heartbeat, Open, Segment, batch_of
-from flowspec_edge.runtime.worker.segment_queue import _ROOM, SegmentQueue
-from flowspec_edge.runtime.worker.stats import WorkerStats
+from flowspec_edge.messages import Cancel, Credit, Failed, Heartbeat, Open, Segment
+from flowspec_edge.stage.core import QUEUED, StageCore
 from flowspec_edge.stage.engine import StageEngine
-from flowspec_edge.transport.memory import MemoryLink, MemoryTransport
 
 
 class Reader:
-    """A queue, the device before it, and what it refused."""
+    """A stage's queue, over an engine that computes nothing."""
 
     def __init__(self, in_order: bool = False, within_s: float = PATIENCE) -> None:
-        network = MemoryTransport(data_queue=1000)
-        self.stats = WorkerStats()
-        self.refused: list[Segment] = []
-        link = network.pull("v1", "V1 data in")
-        self.peer: MemoryLink = network.push("v1", "D0 data out")
-        self.queue = SegmentQueue(link, self.stats, within_s, in_order, self.refused.append)
+        self.core = StageCore(HeldEngine(), last=True, tensor_parallel=in_order, open_within_s=within_s)
 
-    def give(self, *segments: Segment) -> None:
-        assert self.peer.send(batch_of(segments))
+    def open(self, session: int, among: Iterable[int]) -> None:
+        self.core.receive(Open(session, 0, 64, concurrent=tuple(among)), 0.0)
+
+    def give(self, *segments: Segment, now: float = 0.0) -> None:
+        self.core.arrive(segments, 0, now)
 
     def take_all(self) -> list[Sequence[Segment]]:
         taken: list[Sequence[Segment]] = []
-        while segments := self.queue.take():
-            taken.append(segments)
+        while (begun := self.core.next_pass()) is not None:
+            taken.append(begun.received)
         return taken
 
 
@@ -54,7 +48,7 @@ def test_a_sessions_segments_keep_their_order_and_none_is_lost(script: list[set[
     def open_next() -> None:
         nonlocal opened
         opened += 1
-        reader.stats.open(opened, 0, range(1, opened))
+        reader.open(opened, range(1, opened))
 
     def take() -> None:
         for segments in reader.take_all():
@@ -82,7 +76,8 @@ def test_a_sessions_segments_keep_their_order_and_none_is_lost(script: list[set[
         assert own == sorted(own)
     if in_order:
         assert taken == sent
-    assert reader.refused == []
+    assert reader.core.take_outgoing() == []
+    assert reader.core.overdue(PATIENCE) == ""
 
 
 def test_other_sessions_pass_segments_that_wait_for_their_open(start: Start, real: StageEngine) -> None:
@@ -97,18 +92,28 @@ def test_other_sessions_pass_segments_that_wait_for_their_open(start: Start, rea
 
 def test_segments_of_unknown_sessions_make_room_for_others() -> None:
     reader = Reader()
-    reader.stats.open(1, 0, ())
-    flood = [segment(0, session=number) for number in range(2, 3 * _ROOM)]
-    for one in flood:
-        reader.give(one)
+    reader.open(1, ())
+    for number in range(2, QUEUED + 2):
+        assert reader.core.has_room
+        reader.give(segment(0, session=number))
+    assert not reader.core.has_room
+    assert reader.take_all() == []
+    assert f"session 2, but no Open for it while {QUEUED} messages came" in reader.core.overdue(0.0)
+    assert reader.core.overdue(0.0) == ""
     reader.give(segment(0, session=1))
-    taken: list[Sequence[Segment]] = []
-    for _ in flood:
-        with suppress(PeerFault):  # one for each that is refused
-            taken += reader.take_all()
-    assert [part.session for segments in taken for part in segments] == [1]
-    assert [part.session for part in reader.refused] == [one.session for one in flood[:len(reader.refused)]]
-    assert 0 < len(reader.refused) < len(flood)
+    assert [part.session for segments in reader.take_all() for part in segments] == [1]
+    assert reader.core.take_outgoing() == [Credit(2, 0, 0)]
+
+
+def test_segments_do_not_wait_for_ever() -> None:
+    reader = Reader(within_s=3.0)
+    for session, now in ((4, 1.0), (5, 2.0)):
+        reader.give(segment(0, session=session), now=now)
+    assert reader.core.overdue(4.0) == ""
+    assert "session 4, but no Open for it within 3 s" in reader.core.overdue(4.1)
+    assert reader.core.overdue(4.1) == ""
+    reader.open(5, ())
+    assert [part.session for segments in reader.take_all() for part in segments] == [5]
 
 
 @pytest.mark.parametrize("session", [1, 7])
@@ -119,12 +124,12 @@ def test_a_stage_that_waits_for_room_reads_its_link_and_no_more_than_it_can_hold
     for run in range(3):  # the second result has no room: the stage waits
         stage.give(segment(run))
     stage.hear(Heartbeat, lambda beat: beat.counters["segments"] == 2)
-    for number in range(_ROOM - 1):
+    for number in range(QUEUED - 1):
         assert stage.first.send(segment(3 + number, session=session), PATIENCE)
     for _ in range(2):
         stage.hear(Heartbeat)
     held = 0
-    while stage.first.send(segment(3 + _ROOM + held, session=session), 0.1):
+    while stage.first.send(segment(3 + QUEUED + held, session=session), 0.1):
         held += 1
     assert held <= 1  # the queue's own place
     assert [stage.result().run for _ in range(3)] == [0, 1, 2]

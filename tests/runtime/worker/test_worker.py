@@ -30,6 +30,7 @@ from flowspec_edge.messages import (
     SessionReport,
     Shutdown,
 )
+from flowspec_edge.runtime.emulation.durations import ProfileCharge
 from flowspec_edge.runtime.worker.reports import one_line
 from flowspec_edge.stage.base import Poll, Results
 from flowspec_edge.stage.engine import StageEngine
@@ -293,6 +294,16 @@ def test_rows_that_contradict_each_other_end_the_sessions_and_not_the_stage(star
     stage.give(segment(0, rows=60, session=2))
     assert "60 rows are more than the session's capacity" in stage.hear(Failed).cause
     goes_on(stage, 3)
+
+
+def test_an_emulated_stage_tells_by_how_much_it_was_too_slow(start: Start, real: StageEngine) -> None:
+    stage = start(real, charge=ProfileCharge(lambda rows, context: 0.0))
+    stage.tell(Open(1, 0, 64))
+    stage.give(segment(0, rows=2))
+    stage.result()
+    stage.tell(Close(1))
+    last = stage.hear(SessionReport).counters
+    assert 0 < last["late_s"] <= last["compute_s"]
 
 
 def test_a_stage_tells_a_d0_that_counts_from_behind(start: Start, real: StageEngine) -> None:

@@ -7,8 +7,8 @@
     core.receive(message)                             # an arrival
     for active in core.closing(): core.settle(active, stages' counters)
 
-A state machine without sockets, threads or waiting. Drivers: ``cluster.event_loop`` in real time, ``virtual.run`` on an
-event queue. ``clock`` only stamps what happens.
+A state machine without sockets, threads or waiting. Drivers: ``cluster.event_loop`` in real time,
+``virtual.run`` on an event queue.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SessionState(Enum):
 
 @dataclass(eq=False)
 class ActiveRequest:
-    """A request that has begun. ``bytes``: those of its messages that no stage counts (``DraftCore.charge``)."""
+    """A request that has begun. ``bytes``: of its messages, those that no stage counts."""
 
     handle: RequestHandle
     coordinator: Coordinator = field(init=False)
@@ -214,7 +214,8 @@ class DraftCore:
         return job
 
     def take_ahead(self, job: Job) -> list[Outgoing]:
-        """Return what to send before D0 starts ``job``: a segment to queue at V1, if the job outlasts V1's."""
+        """Return what to send before D0 starts ``job``: a segment to queue at V1, if the job outlasts V1's
+        work."""
         return self._taken(self._scheduler.take_ahead(job))
 
     def take_control(self) -> list[Outgoing]:
@@ -241,8 +242,12 @@ class DraftCore:
         return left.without([coordinator.builder.session for coordinator, _ in failures])
 
     def worked(self, job: Job, done: Job | None, start: float, end: float, late_s: float = 0.0) -> None:
-        """Pass new tokens on, and end finished requests. ``done``: as :meth:`compute` returned it for ``job``;
-        ``start``, ``end``: by the clock; ``late_s``: by how much that exceeded the emulated time."""
+        """Pass new tokens on, and end finished requests.
+
+        done        as :meth:`compute` returned it for ``job``
+        start, end  by the clock
+        late_s      by how much that exceeded the emulated time
+        """
         self._scheduler.worked(job, end - start)
         if done is not None:
             self._observer.worked(done, start, end)
@@ -301,9 +306,9 @@ class DraftCore:
     # ---- losses --------------------------------------------------------------------------------
 
     def suspend(self, reason: str) -> list[int]:
-        """After the loss of a stage, keep unfinished requests for :meth:`resume`, and have the others answered.
-        A request that repeatedly loses stages without progress ends with PeerLost and ``reason``. Return the
-        sessions that stages may still have."""
+        """After the loss of a stage, keep unfinished requests for :meth:`resume`, and have the others
+        answered. A request that repeatedly loses stages without progress ends with PeerLost and ``reason``.
+        Return the sessions that stages may still have."""
         sessions = list(self.sessions)
         for active in self._active:
             if active.coordinator.finished:
@@ -346,7 +351,7 @@ class DraftCore:
     # ---- results -------------------------------------------------------------------------------
 
     def closing(self) -> list[ActiveRequest]:
-        """The requests that wait for :meth:`settle`: with the stages' reports, or after ``report_deadline``."""
+        """The requests that wait for :meth:`settle`, with the stages' reports or after their deadline."""
         return self._in_state(SessionState.CLOSING)
 
     def settle(self, active: ActiveRequest, stages: Sequence[HeartbeatCounters], slot_s: float = 0.0,

@@ -1,4 +1,4 @@
-"""Counters of a stage's loop, per open session and in total."""
+"""What a stage's sessions have cost, each and in total."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NEWEST = 1024
 
 
 @dataclass(eq=False)
-class SessionStats:
+class SessionCounters:
     epoch: int = 0
     timed: bool = False  # D0 wants a Computed for each segment
     compute_s: float = 0.0
@@ -23,6 +23,7 @@ class SessionStats:
     rows: int = 0  # that went through the layers
     bytes_in: int = 0  # over the data links
     bytes_out: int = 0
+    late_s: float | None = None  # under emulation: by how much this machine's compute exceeded the profile's
     slots: deque[float] = field(default_factory=lambda: deque(maxlen=_NEWEST))  # s, segments with rows
 
     def add(self, counter: Literal["bytes_in", "bytes_out"], size: int) -> None:
@@ -30,21 +31,22 @@ class SessionStats:
 
     def counters(self) -> dict[str, float]:
         """``slot_s`` is the median over segments."""
-        return {"compute_s": self.compute_s, "wait_s": self.wait_s,
+        late = {} if self.late_s is None else {"late_s": self.late_s}
+        return {**late, "compute_s": self.compute_s, "wait_s": self.wait_s,
                 "slot_s": median(self.slots) if self.slots else 0.0, "tokens": self.tokens, "rows": self.rows,
                 "bytes_in": self.bytes_in, "bytes_out": self.bytes_out}
 
 
-class WorkerStats:
+class StageCounters:
     """total   over all sessions since ``since``, the last one opened while no other was open
     newest  highest session number opened or skipped so far
     """
 
     def __init__(self) -> None:
-        self.total = SessionStats()
+        self.total = SessionCounters()
         self.since = -1
         self.newest = -1
-        self._stats: dict[int, SessionStats] = {}  # of the open sessions
+        self._stats: dict[int, SessionCounters] = {}  # of the open sessions
 
     def __bool__(self) -> bool:
         """Whether a session is open."""
@@ -68,8 +70,8 @@ class WorkerStats:
         self._stats = {n: stats for n, stats in self._stats.items() if n in stay}
         alone = not self._stats
         if alone:
-            self.total, self.since = SessionStats(), session
-        self._stats[session] = SessionStats(epoch, timed)
+            self.total, self.since = SessionCounters(), session
+        self._stats[session] = SessionCounters(epoch, timed)
         return alone
 
     def close(self, session: int) -> None:
@@ -111,6 +113,11 @@ class WorkerStats:
                 stats.rows += count
                 if computed:
                     stats.slots.append(seconds)
+
+    def add_late(self, seconds: float, segments: Sequence[Segment]) -> None:
+        for stats in [self.total, *(self._stats.get(segment.session) for segment in segments)]:
+            if stats is not None:
+                stats.late_s = (stats.late_s or 0.0) + seconds
 
     def add_wait(self, seconds: float) -> None:
         """Count idle time for all open sessions."""

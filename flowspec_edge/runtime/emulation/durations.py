@@ -1,0 +1,96 @@
+"""Emulation of a profile's compute, so that one machine shows a cluster's wall-clock time.
+
+A stage computes its segment for real and then waits until the profile's time is over; D0 does the same with
+draft passes and lm_head. Messages, tree walks and other bookkeeping add to that, as on boards.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from flowspec_edge.config import Profile
+from flowspec_edge.runtime.virtual.devices import Devices
+from flowspec_edge.strategies.base import Parallelism
+from flowspec_edge.util.bounded_read import read_json
+
+Links = Literal["made", "real"]
+
+_WAKES_LATE_S = 0.0003  # the rest of a wait, which polls the clock
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """``links`` "made": the receiver delays messages by the profile's time; "real": messages are padded to
+    the profile's bytes, and the network takes its own time."""
+
+    devices: Devices
+    links: Links = "made"
+
+    def save(self, path: Path) -> None:
+        """Write a JSON file for the stages' processes."""
+        d = self.devices
+        path.write_text(json.dumps({
+            "links": self.links, "name": d.name, "layers": d.layers, "d0": d.d0.model_dump(),
+            "stages": [stage.model_dump() for stage in d.stages]}), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Emulation:
+        data = read_json(path)
+        stages = tuple(Profile.model_validate(stage) for stage in data["stages"])
+        devices = Devices(Profile.model_validate(data["d0"]), stages, tuple(data["layers"]), data["name"])
+        return cls(devices, data["links"])
+
+
+class Charge(Protocol):
+    """Emulated time of a pass."""
+
+    @property
+    def layers(self) -> float:
+        """Equal steps of it, between which cancels take effect."""
+
+    def begin(self, rows: int, context: int) -> None:
+        """The real computation of ``rows`` rows begins, with ``context`` rows in the caches."""
+
+    def seconds(self, rows: int, context: int) -> float:
+        """Return the pass' time since :meth:`begin`; called after the real computation."""
+
+
+@dataclass(frozen=True)
+class ProfileCharge:
+    duration: Callable[[int, int], float]  # (rows, context) -> seconds
+    layers: float = 1.0
+
+    def begin(self, rows: int, context: int) -> None:
+        pass
+
+    def seconds(self, rows: int, context: int) -> float:
+        return self.duration(rows, context)
+
+
+def stage_charge(devices: Devices, parallelism: Parallelism, place: int) -> ProfileCharge:
+    """Time of Vi (``place`` = i), in a pipeline or as part of its group."""
+    parts = devices.compute_seconds(parallelism)
+    return ProfileCharge(parts[place - 1] if parallelism == "pipeline" else parts[0],
+                         devices.layers[place - 1])
+
+
+def wait_until(start: float, seconds: float) -> float:
+    """Wait until ``seconds`` after ``start`` (time.perf_counter); return by how many seconds it was late."""
+    left = start + seconds - time.perf_counter()
+    pause(left)
+    return max(0.0, -left)
+
+
+def pause(seconds: float) -> None:
+    """Sleep, then busy-wait: the system wakes a sleeper some tenths of a millisecond late."""
+    end = time.perf_counter() + seconds
+    if seconds > _WAKES_LATE_S:
+        # Not a wait for an event: the emulated device computes for this time.
+        time.sleep(seconds - _WAKES_LATE_S)
+    while time.perf_counter() < end:
+        pass
