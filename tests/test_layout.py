@@ -48,7 +48,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 ORDER: dict[str, list[str]] = {
     "stage": ["base", "rows", "quant", "weights", "layers", "families", "output_head", "shard", "forward",
               "session", "engine", "counters", "core", "warmup", "reference_model", "tensor_parallel"],
-    "runtime": ["request", "plain", "draft_device", "observe", "draft_core", "virtual", "emulation", "worker", "cluster"],
+    "runtime": ["request", "plain", "draft_device", "observe", "draft_core", "virtual", "emulation", "worker",
+                "cluster"],
     "serving": ["sse", "access_log", "fair_queue", "admission", "metrics", "openai", "conversation",
                 "dashboard", "access_control", "intake", "app",
                 "connections", "server"],

@@ -1,11 +1,11 @@
 """What D0 decides: requests and their sessions, what it sends and computes next, losses, results.
 
     core.start(handle)
-    for message in core.take_messages(): …            # to V1 (Segment, Batch), or to every stage (the others)
-    job = core.next_job(); core.take_ahead(job)       # … what goes out before D0 starts to compute
+    for message in core.take_messages(): …          # to V1 (Segment, Batch), or to every stage (the others)
+    job = core.next_job(); core.take_ahead(job)     # … what goes out before D0 starts to compute
     done = core.compute(job); core.worked(job, done, start, end)
-    core.receive(message)                             # an arrival
-    for active in core.closing(): core.settle(active, stages' counters)
+    core.receive(message)                           # an arrival
+    for active in core.closing(): core.settle(active, counters)
 
 A state machine without sockets, threads or waiting. Drivers: ``cluster.event_loop`` in real time,
 ``virtual.run`` on an event queue.
@@ -32,7 +32,6 @@ from flowspec_edge.messages import (
     Tap,
     parts_of,
 )
-from flowspec_edge.runtime.draft_device.capacity import session_rows
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
 from flowspec_edge.runtime.draft_device.prefix_cache import PrefixCache
 from flowspec_edge.runtime.draft_device.scheduling.jobs import Failure, Job
@@ -41,7 +40,7 @@ from flowspec_edge.runtime.draft_device.scheduling.slot_curve import SlotCurve
 from flowspec_edge.runtime.observe.counters import HeartbeatCounters
 from flowspec_edge.runtime.observe.observer import Observer
 from flowspec_edge.runtime.observe.power import cluster_energy
-from flowspec_edge.runtime.request import Request, RequestHandle, SchedulingPolicy
+from flowspec_edge.runtime.request import RequestHandle, SchedulingPolicy
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +84,9 @@ class ActiveRequest:
 class DraftCore:
     """Any number of requests over one set of stages. Not thread-safe.
 
-    warming_up  the curve learns from every request, whatever its strategy
-    pool        which rows the stages hold
+    warming_up      the curve learns from every request, whatever its strategy
+    pool            which rows the stages hold
+    newest_session  the highest number so far
     """
 
     def __init__(self, make: MakeCoordinator, clock: Callable[[], float], observer: Observer,
@@ -109,7 +109,7 @@ class DraftCore:
         self._policy = policy
         self._active: list[ActiveRequest] = []  # oldest first
         self._control: list[Open | Close] = []  # not taken yet
-        self._session = 0
+        self.newest_session = 0
         self._failures: list[Failure] = []  # of requests' own strategies and drafters, to be ended
         self._scheduler = self._new_scheduler()
 
@@ -133,10 +133,6 @@ class DraftCore:
         return tuple(active.session for active in self._in_state(SessionState.OPEN, SessionState.CLOSING))
 
     @property
-    def newest_session(self) -> int:
-        return self._session
-
-    @property
     def is_decoding(self) -> bool:
         """Whether outputs are expected."""
         return bool(self._in_state(SessionState.OPEN))
@@ -144,9 +140,6 @@ class DraftCore:
     def find(self, session: int) -> ActiveRequest | None:
         return next((active for active in self._in_state(SessionState.OPEN, SessionState.CLOSING)
                      if active.session == session), None)
-
-    def has_room(self, request: Request, stages: int) -> bool:
-        return self.pool.fits(session_rows(request, stages))
 
     def start(self, handle: RequestHandle) -> None:
         """Start a request, or continue one that gave way; one that cannot run gets its error immediately."""
@@ -158,7 +151,7 @@ class DraftCore:
 
     def _open(self, active: ActiveRequest, before: Coordinator | None) -> None:
         """Open a session; ``before``: the request's coordinator in an earlier one."""
-        self._session = session = max(self._session, self._numbers()) + 1
+        self.newest_session = session = max(self.newest_session, self._numbers()) + 1
         try:
             active.coordinator = self._make(active.handle, session, before)
         except BaseException as error:
@@ -195,11 +188,8 @@ class DraftCore:
         """End the requests whose handles were cancelled."""
         for active in self._active:
             if active.handle.cancel_requested and active.state is not SessionState.CLOSING:
-                running = active.state is SessionState.OPEN
                 active.coordinator.cancel()
-                self._end(active, _LAST_REPORT_S if running else 0.0)
-                if running:
-                    self._close(active)
+                self._end(active)
 
     # ---- what D0 sends and computes ------------------------------------------------------------
 
@@ -234,20 +224,15 @@ class DraftCore:
     def compute(self, job: Job) -> Job | None:
         """Do the work; return it for :meth:`worked`, without requests that failed or have ended. None if none
         is left."""
-        left = job.without([session for session in job.sessions if self.find(session) is None])
-        if left is None:
+        if (left := job.without([n for n in job.sessions if self.find(n) is None])) is None:
             return None
         failures = left.complete()
         self._failures += failures
         return left.without([coordinator.builder.session for coordinator, _ in failures])
 
     def worked(self, job: Job, done: Job | None, start: float, end: float, late_s: float = 0.0) -> None:
-        """Pass new tokens on, and end finished requests.
-
-        done        as :meth:`compute` returned it for ``job``
-        start, end  by the clock
-        late_s      by how much that exceeded the emulated time
-        """
+        """Pass new tokens on, and end finished requests. ``done``: as :meth:`compute` returned it for
+        ``job``; ``late_s``: by how much the work exceeded the emulated time."""
         self._scheduler.worked(job, end - start)
         if done is not None:
             self._observer.worked(done, start, end)
@@ -257,8 +242,7 @@ class DraftCore:
             active.overrun_s += late_s
             self._deliver(active)
             if coordinator.finished:
-                self._end(active, _LAST_REPORT_S)
-                self._close(active)
+                self._end(active)
         self._end_failed()
 
     def _deliver(self, active: ActiveRequest) -> None:
@@ -298,7 +282,6 @@ class DraftCore:
             self._curve.observe(times.stage, times.batch_rows, (times.end - times.start) * 1e-6)
 
     def charge(self, session: int, size: int) -> None:
-        """Count bytes of a request's messages, of its newest session."""
         for active in self._active:
             if active.session == session:
                 active.bytes += size
@@ -312,7 +295,7 @@ class DraftCore:
         sessions = list(self.sessions)
         for active in self._active:
             if active.coordinator.finished:
-                self._end(active, 0.0)
+                active.state = SessionState.CLOSING
             elif active.state is not SessionState.PAUSED:
                 active.state = SessionState.SUSPENDED
                 active.interrupted = True
@@ -356,12 +339,8 @@ class DraftCore:
 
     def settle(self, active: ActiveRequest, stages: Sequence[HeartbeatCounters], slot_s: float = 0.0,
                energy: HeartbeatCounters | None = None) -> None:
-        """Answer a request.
-
-        stages  the stages' final counters of its session
-        slot_s  time of one segment in the slowest stage; 0: as the stages report
-        energy  D0's own (``SessionEnergy.close``)
-        """
+        """Answer a request, with the stages' final counters of its session, the time of one segment in the
+        slowest stage (0: as the stages report), and D0's energy (``SessionEnergy.close``)."""
         self._active.remove(active)
         try:
             total = active.bytes + sum(
@@ -369,9 +348,9 @@ class DraftCore:
             slot_s = slot_s or max(counters.get("slot_s", 0.0) for counters in stages)
             result = active.coordinator.result(slot_s, round(total), tuple(stages))
             if not active.interrupted:  # a lost stage never reported its part
-                joules, above_idle = cluster_energy([energy or {}, *stages])
-                result = replace(result, stats=replace(result.stats, energy_j=joules,
-                                                       energy_above_idle_j=above_idle))
+                joules, above = cluster_energy([energy or {}, *stages])
+                stats = replace(result.stats, energy_j=joules, energy_above_idle_j=above)
+                result = replace(result, stats=stats)
         except Exception as error:  # such as a stage's absurd counters
             log.exception("a request's figures are wrong")
             self._fail(active, error)
@@ -384,9 +363,11 @@ class DraftCore:
         if not active.handle.done():
             active.handle.set_result(result)
 
-    def _end(self, active: ActiveRequest, reports_within: float) -> None:
+    def _end(self, active: ActiveRequest) -> None:
+        if active.state is SessionState.OPEN:
+            active.report_deadline = self._clock() + _LAST_REPORT_S
+            self._close(active)
         active.state = SessionState.CLOSING
-        active.report_deadline = self._clock() + reports_within
 
     def _close(self, active: ActiveRequest) -> None:
         retained = self.pool.retain(active.coordinator)

@@ -34,6 +34,7 @@ from flowspec_edge.runtime.cluster.stage_links import StageLinks
 from flowspec_edge.runtime.cluster.subprocesses import WorkerProcesses
 from flowspec_edge.runtime.cluster.timing import ClusterTiming
 from flowspec_edge.runtime.draft_core import DraftCore
+from flowspec_edge.runtime.draft_device.capacity import session_rows
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
 from flowspec_edge.runtime.draft_device.models import DraftModels
 from flowspec_edge.runtime.emulation.durations import Emulation
@@ -281,7 +282,8 @@ class ProcessCluster:
         for handle in sorted(waiting, key=lambda handle: handle.turn):  # strictly in order
             if self._core.unfinished >= self._at_once:
                 break
-            handle.waits_for_room = not self._core.has_room(handle.request, len(self._members.instances))
+            rows = session_rows(handle.request, len(self._members.instances))
+            handle.waits_for_room = not self._core.pool.fits(rows)
             if handle.waits_for_room:
                 break
             self._queue.remove(handle)

@@ -229,7 +229,7 @@ def test_a_draft_device_that_counts_from_behind_is_told(
         assert made.begin().result(PATIENCE).tokens == expected
         before = made.session
         monkeypatch.setattr(process_cluster.time, "time", lambda: 5.0)
-        made.cluster._core._session = 0
+        made.cluster._core.newest_session = 0
         assert made.begin().result(PATIENCE).tokens == expected
         assert made.seen.losses
         assert made.session > before
