@@ -1,0 +1,295 @@
+"""D0's and the stages' cores over lists: requests, cancels, turns and losses in any order of messages.
+
+No sockets, clocks or threads. Hypothesis chooses which link delivers next, whether a control message comes
+between two layers, and when a stage is lost; every answer has to be plain decoding's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from propertykit import examples
+
+from flowspec_edge.errors import PeerLost
+from flowspec_edge.messages import Batch, Close, Computed, Credit, Output, Segment, Tap, parts_of
+from flowspec_edge.runtime.draft_core import DraftCore
+from flowspec_edge.runtime.draft_core import Outgoing as ToStages
+from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.models import DraftModels
+from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
+from flowspec_edge.runtime.draft_device.scheduling.slot_curve import SlotCurve
+from flowspec_edge.runtime.observe.observer import Observer
+from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.runtime.request import Request, RequestHandle
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.stage.core import Pass, StageCore
+from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.shard import Shard, load_shard
+from flowspec_edge.strategies.params import Params
+
+STAGES, TOKENS = 2, 12
+STRATEGIES = ("flowspec", "flowspec_plus", "pipedec", "pipeinfer", "chunk_pp", "pearl", "autoregressive")
+PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [7] * 40, [2, 7, 1, 8, 2, 8], [1, 6, 1, 8, 0, 3])
+
+
+class Draw:
+    """Choices of an example; 0 after the last one."""
+
+    def __init__(self, choices: list[int]) -> None:
+        self._choices = iter(choices)
+
+    def below(self, count: int) -> int:
+        return next(self._choices, 0) % count
+
+
+class Pipeline:
+    """Both kinds of cores, and lists for links: each delivers in order, in no order among them."""
+
+    def __init__(self, model: Path, draw: Draw, cache_rows: int | None = 4000) -> None:
+        self.draw = draw
+        self.now = 0.0
+        self.models = draft_models(model)
+        self.core = DraftCore(self._coordinator, self._clock, Observer(), lambda: -1, SlotCurve(), cache_rows)
+        self._shards = shards(model)
+        self._job: Job | None = None
+        self.replace_stages()
+
+    def replace_stages(self) -> None:
+        """All stages, and what was under way, are lost; new ones know nothing."""
+        self.stages = [StageCore(StageEngine(shard), i + 1, i + 1 == STAGES)
+                       for i, shard in enumerate(self._shards)]
+        self._data: list[deque[Segment | Output | Batch]] = [deque() for _ in range(STAGES + 1)]
+        self._control: list[deque[ToStages]] = [deque() for _ in range(STAGES)]
+        self._back: list[deque[Credit | Tap | Computed]] = [deque() for _ in range(STAGES)]
+        self._passes: list[Pass | None] = [None] * STAGES
+        self._closed: dict[int, int] = {}  # session -> stages that have closed it
+
+    def _clock(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    def _coordinator(self, handle: RequestHandle, session: int, before: Coordinator | None) -> Coordinator:
+        text = [*handle.request.prompt, *(before.tokens if before else ())]
+        prefix = self.core.pool.find(
+            text, lambda kept: self.models.can_share_drafter(kept.request, handle.request))
+        return self.models.coordinator(handle.request, STAGES, lambda: self.now, session, lambda kind: 4.0,
+                                       predecessor=before, prefix=prefix)
+
+    # ---- one step of each part ---------------------------------------------------------------------
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Steps that the example chooses, then each part in turn."""
+        for turn in range(20_000):
+            if until():
+                return
+            ready = [*self._ready()]
+            assert ready, "nothing can go on, but a request is open"
+            ready[(self.draw.below(len(ready)) + turn * (turn > 400)) % len(ready)]()
+        raise AssertionError("the requests do not end")
+
+    def _ready(self) -> Iterator[Callable[[], None]]:
+        yield self._draft_device
+        for i in range(STAGES):
+            if self._control[i]:
+                yield lambda i=i: self._deliver_control(i)
+            if self._data[i]:
+                yield lambda i=i: self._deliver_data(i)
+            if self._back[i]:
+                yield lambda i=i: self.core.receive(self._back[i].popleft())
+            yield lambda i=i: self._compute(i)
+        if self._data[STAGES]:
+            yield self._deliver_output
+
+    def _draft_device(self) -> None:
+        if self._job is not None:
+            job, self._job = self._job, None
+            self.core.worked(job, self.core.compute(job), self.now, self._clock())
+        self.core.end_cancelled()
+        self._send(self.core.take_messages())
+        self._job = self.core.next_job()
+        if self._job is not None:
+            self._send(self.core.take_ahead(self._job))
+        for active in self.core.closing():
+            if self._closed.get(active.session) == STAGES:
+                self.core.settle(active, [{} for _ in range(STAGES)])
+
+    def _send(self, messages: list[ToStages]) -> None:
+        for message in messages:
+            if isinstance(message, Segment | Batch):
+                self._data[0].append(message)
+            else:
+                for link in self._control:
+                    link.append(message)
+
+    def _deliver_control(self, i: int) -> None:
+        message = self._control[i].popleft()
+        assert not isinstance(message, Segment | Batch)
+        self.stages[i].receive(message, self.now)
+        if isinstance(message, Close):
+            self._closed[message.session] = self._closed.get(message.session, 0) + 1
+
+    def _deliver_data(self, i: int) -> None:
+        message = self._data[i].popleft()
+        segments = [part for part in parts_of(message) if isinstance(part, Segment)]
+        self.stages[i].arrive(segments, 1, self.now)
+
+    def _deliver_output(self) -> None:
+        for part in parts_of(self._data[STAGES].popleft()):
+            assert isinstance(part, Output)
+            self.core.receive(part)
+
+    def _compute(self, i: int) -> None:
+        core = self.stages[i]
+
+        def poll(wait: float = 0.0) -> None:
+            if self._control[i] and self.draw.below(3) == 1:
+                self._deliver_control(i)
+
+        if (begun := core.next_pass()) is not None:
+            core.compute(begun, poll)
+            core.finish(begun, self.now, self._clock(), self.now)
+        for message in core.take_outgoing():
+            if isinstance(message, Credit | Tap | Computed):
+                self._back[i].append(message)
+            else:
+                self._data[i + 1].append(message)
+
+    def lose(self) -> None:
+        self.core.suspend("a stage is lost")
+        for active in self.core.closing():
+            self.core.settle(active, [{}] * STAGES)
+        self._job = None
+        self.replace_stages()
+        self.core.resume()
+
+
+@cache
+def draft_models(model: Path) -> DraftModels:
+    return DraftModels(model)
+
+
+@cache
+def shards(model: Path) -> list[Shard]:
+    return [load_shard(model / "target", i, STAGES, "fp32") for i in range(STAGES)]
+
+
+@cache
+def plain(model: Path, prompt: tuple[int, ...], temperature: float) -> list[int]:
+    return PlainDecoder(model).generate(list(prompt), TOKENS, Sampling(temperature, seed=5))[0]
+
+
+def request(place: int, strategy: str, temperature: float) -> Request:
+    return Request(PROMPTS[place], strategy, TOKENS, Sampling(temperature, seed=5),
+                   params=Params(prefill_chunk=16))
+
+
+choices = st.lists(st.integers(0, 60), max_size=600)
+events = st.lists(st.tuples(st.sampled_from(["start", "cancel", "give way", "lose"]), st.integers(0, 3),
+                            st.integers(0, 40)), max_size=8)
+
+
+@given(choices, st.lists(st.sampled_from(STRATEGIES), min_size=4, max_size=4), events,
+       st.sampled_from([0.0, 1.0]))
+@examples(400, 25)
+def test_any_order_of_messages_gives_the_text(tiny_model: Path, order: list[int], strategies: list[str],
+                                              script: list[tuple[str, int, int]], temperature: float) -> None:
+    pipeline = Pipeline(tiny_model, Draw(order))
+    core, handles, cancelled = pipeline.core, dict[int, RequestHandle](), set[int]()
+
+    def start(place: int) -> None:
+        if place not in handles:
+            handles[place] = RequestHandle(request(place, strategies[place], temperature))
+            core.start(handles[place])
+
+    start(0)
+    for event, place, steps in script:
+        left = iter(range(steps))
+        pipeline.run(lambda left=left: next(left, None) is None or not core.busy)
+        match event:
+            case "start":
+                start(place)
+            case "cancel" if place in handles:
+                handles[place].cancel()
+                cancelled.add(place)
+            case "give way" if place in handles and core.unfinished > 1:
+                handles[place].suspend()
+                gone = core.give_way()
+                if handles[place] in gone and place not in cancelled:
+                    handles[place].resume()
+                    core.start(handles[place])
+            case "lose":
+                pipeline.lose()
+    pipeline.run(lambda: not core.busy)
+    for place, handle in handles.items():
+        result = handle.result(0)
+        expected = plain(tiny_model, tuple(PROMPTS[place]), temperature)
+        assert result.tokens == (expected[:len(result.tokens)] if place in cancelled else expected)
+    assert core.sessions == ()
+    assert core.pool._open == {}
+    for stage in pipeline.stages:
+        assert not stage.counters.sessions
+        assert stage.next_pass() is None
+
+
+def test_a_request_that_loses_the_stages_again_and_again_ends(tiny_model: Path) -> None:
+    pipeline = Pipeline(tiny_model, Draw([]))
+    handle = RequestHandle(request(0, "flowspec", 0.0))
+    pipeline.core.start(handle)
+    for _ in range(5):
+        pipeline.lose()
+    assert not handle.done()
+    pipeline.lose()
+    with pytest.raises(PeerLost, match="lost 6 times"):
+        handle.result(0)
+    assert not pipeline.core.busy
+
+
+def test_a_request_may_lose_the_stages_often_while_it_gets_on(tiny_model: Path) -> None:
+    pipeline, made = Pipeline(tiny_model, Draw([])), list[int]()
+    handle = RequestHandle(request(0, "flowspec", 0.0), made.extend)
+    pipeline.core.start(handle)
+    losses = 0
+    while pipeline.core.busy:
+        before = len(made)
+        pipeline.run(lambda before=before: len(made) > before or not pipeline.core.busy)
+        if pipeline.core.busy:
+            pipeline.lose()
+            losses += 1
+    assert losses > 5
+    assert handle.result(0).tokens == plain(tiny_model, tuple(PROMPTS[0]), 0.0)
+
+
+def test_what_one_callback_raises_ends_its_request_alone(tiny_model: Path) -> None:
+    pipeline = Pipeline(tiny_model, Draw([]))
+
+    def fails(tokens: list[int]) -> None:
+        raise LookupError("the reader is gone")
+
+    first, second = (RequestHandle(request(place, "flowspec", 0.0), listener)
+                     for place, listener in ((0, fails), (1, None)))
+    for handle in (first, second):
+        pipeline.core.start(handle)
+    pipeline.run(lambda: not pipeline.core.busy)
+    with pytest.raises(LookupError):
+        first.result(0)
+    assert second.result(0).tokens == plain(tiny_model, tuple(PROMPTS[1]), 0.0)
+
+
+def test_a_next_turn_takes_over_the_rows_of_the_one_before(tiny_model: Path) -> None:
+    pipeline = Pipeline(tiny_model, Draw([]))
+    first = RequestHandle(request(1, "flowspec", 0.0))
+    pipeline.core.start(first)
+    pipeline.run(lambda: not pipeline.core.busy)
+    prompt = [*PROMPTS[1], *first.result(0).tokens, 5, 6]
+    second = RequestHandle(Request(prompt, "pipedec", TOKENS, params=Params(draft="eagle2")))
+    pipeline.core.start(second)
+    pipeline.run(lambda: not pipeline.core.busy)
+    result = second.result(0)
+    assert result.stats.reused > 40
+    assert result.tokens == PlainDecoder(tiny_model).generate(prompt, TOKENS, Sampling())[0]
