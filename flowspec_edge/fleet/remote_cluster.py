@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from flowspec_edge.fleet.inventory import Inventory
 from flowspec_edge.fleet.network.addresses import network_address
@@ -22,16 +22,11 @@ from flowspec_edge.fleet.remote.runner import failure
 from flowspec_edge.fleet.remote.ssh import SshRunner
 from flowspec_edge.model.manifest import ComputeDtype
 from flowspec_edge.runtime.cluster.addresses import Addresses
-from flowspec_edge.runtime.cluster.clusters import OnDemandCluster, SharingOptions
-from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
-from flowspec_edge.runtime.request import OnTokens, Request, RequestHandle, Result
+from flowspec_edge.runtime.cluster.spec import Connected
 from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.transport import keys
 from flowspec_edge.util import torchdevice
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 _GRACE_S = 3.0  # for an ssh client to exit
 
@@ -52,42 +47,24 @@ KEY
 """
 
 
-class SshClusters(OnDemandCluster):
-    """Must run on the inventory's draft device."""
+class SshBoards:
+    """``spec.BoardStages`` that are started over ssh; must be used on the inventory's draft device."""
 
-    def __init__(self, inventory: Inventory, model_dir: Path, board_model: str, dtype: ComputeDtype = "fp32",
-                 before_each: Callable[[], None] = lambda: None, **sharing: Unpack[SharingOptions]) -> None:
-        """``model_dir``: here, for D0; ``board_model``: on the boards.  UsageError without D0's torch
-        device."""
-        super().__init__()
-        self._inventory = inventory
-        self._device = inventory.torch_device(inventory.draft)
-        torchdevice.require(self._device)
-        self._model_dir = model_dir
-        self._board_model = board_model
+    def __init__(self, inventory: Inventory, model: str, dtype: ComputeDtype = "fp32",
+                 refresh: Callable[[], None] = lambda: None) -> None:
+        """``model``: directory on the boards.  UsageError without D0's torch device."""
+        self.device = inventory.torch_device(inventory.draft)  # of D0
+        torchdevice.require(self.device)
+        self._inventory, self._model = inventory, model
         self._dtype: ComputeDtype = dtype
-        self._before_each = before_each
-        self._sharing = sharing
+        self.refresh = refresh
         self._stages: RemoteStages | None = None
 
-    def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
-        self._before_each()
-        return super().generate(request, on_tokens)
+    def connect(self, parallelism: Parallelism) -> Connected:
+        self._stages = RemoteStages(self._inventory, self._model, self._dtype, parallelism=parallelism)
+        return Connected(self._stages.addresses, self._stages.exited)
 
-    def submit(self, request: Request, on_tokens: OnTokens | None = None) -> RequestHandle:
-        self._before_each()
-        return super().submit(request, on_tokens)
-
-    def _start(self, parallelism: Parallelism) -> ProcessCluster:
-        stages = self._stages = RemoteStages(
-            self._inventory, self._board_model, self._dtype, parallelism=parallelism)
-        return ProcessCluster(
-            self._model_dir, len(self._inventory.verify), self._dtype, parallelism=parallelism,
-            device=self._device,
-            addresses=stages.addresses, watch=stages.exited, **self._sharing)
-
-    def _end(self) -> None:
-        super()._end()
+    def disconnect(self) -> None:
         if self._stages is not None:
             self._stages.close()
             self._stages = None
@@ -101,7 +78,7 @@ class _Stage:
 
 
 class RemoteStages:
-    """One worker on each verify device; pass ``addresses`` to ``ProcessCluster`` on the draft device."""
+    """One worker on each verify device; the draft device connects to ``addresses``."""
 
     def __init__(self, inventory: Inventory, model: str, dtype: ComputeDtype, *,
                  parallelism: Parallelism = "pipeline", threads: int = 0) -> None:

@@ -17,6 +17,7 @@ from tiny_dir import tiny_model_dir
 
 from flowspec_edge.fleet.remote_cluster import RemoteStages
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec, Connected
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.strategies.base import Parallelism
@@ -45,7 +46,8 @@ def test_a_request_over_boards(boards: sshkit.Boards, model: Path, strategy: str
     expected, _ = PlainDecoder(model).generate(PROMPT, 8, request.sampling)
     with RemoteStages(boards.inventory, str(model), "fp32", parallelism=parallelism, threads=1) as stages:
         assert stages.addresses.key_file is not None
-        with ProcessCluster(model, 2, parallelism=parallelism, addresses=stages.addresses) as cluster:
+        with ProcessCluster(ClusterSpec(model, 2), Connected(stages.addresses),
+                            parallelism=parallelism) as cluster:
             assert cluster.generate(request).tokens == expected
         assert stages.exited() is None
         workers = [pid for place in (1, 2) for pid in boards.running(place, WORKER)]

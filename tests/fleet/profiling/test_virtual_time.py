@@ -14,6 +14,7 @@ from tiny_dir import tiny_model_dir
 from flowspec_edge.fleet.profiling.profile import QUICK, ProfileOptions, measure_profile
 from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 
@@ -44,7 +45,7 @@ def deviations(model: Path, wish: ProfileOptions) -> list[float]:
     for stages, strategy in CASES:
         request = Request(prompt, strategy, 48)
         made = VirtualCluster(model, stages, profile).generate(request).stats.tokens_per_second
-        with ProcessCluster(model, stages, threads=1) as cluster:
+        with ProcessCluster(ClusterSpec(model, stages, threads=1)) as cluster:
             cluster.generate(request)  # warm
             real = sorted(cluster.generate(request).stats.tokens_per_second for _ in range(3))[1]
         found.append(made / real - 1)

@@ -27,6 +27,7 @@ from flowspec_edge.errors import FlowspecError, PeerLost, UsageError
 from flowspec_edge.runtime.cluster.addresses import Addresses
 from flowspec_edge.runtime.cluster.forkserver import WorkerProcess
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec, Connected
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request, Result
 from flowspec_edge.runtime.worker.config import WorkerConfig
@@ -48,7 +49,7 @@ def plain(model: Path) -> PlainDecoder:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path) -> Iterator[ProcessCluster]:
-    with ProcessCluster(model, 3, threads=1) as made:
+    with ProcessCluster(ClusterSpec(model, 3, threads=1)) as made:
         yield made
 
 
@@ -112,19 +113,19 @@ def test_an_interrupted_request_leaves_the_cluster_up(cluster: ProcessCluster, m
 
 def test_more_stages_than_layers_is_an_error_before_anything_starts(model: Path) -> None:
     with pytest.raises(UsageError, match="4 stages are more than the model's 3 layers"):
-        ProcessCluster(model, 4)
+        ProcessCluster(ClusterSpec(model, 4))
 
 
 def test_no_model_is_an_error_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no model at"):
-        ProcessCluster(tmp_path, 1)
+        ProcessCluster(ClusterSpec(tmp_path, 1))
 
 
 def test_d0_takes_no_more_threads_than_its_share_while_the_cluster_is_up(model: Path) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(7)
     try:
-        with ProcessCluster(model, 1):
+        with ProcessCluster(ClusterSpec(model, 1)):
             assert torch.get_num_threads() == max(1, (os.cpu_count() or 1) // 2)
         assert torch.get_num_threads() == 7
     finally:
@@ -132,7 +133,7 @@ def test_d0_takes_no_more_threads_than_its_share_while_the_cluster_is_up(model: 
 
 
 def test_a_cluster_ends_cleanly(model: Path) -> None:
-    cluster = ProcessCluster(model, 2, threads=1)
+    cluster = ProcessCluster(ClusterSpec(model, 2, threads=1))
     pids = cluster.pids
     try:
         assert cluster.generate(Request(PROMPT, "flowspec", max_new_tokens=8)).tokens == greedy(model, 8)
@@ -151,7 +152,7 @@ def test_a_cluster_ends_cleanly(model: Path) -> None:
 ])
 def test_a_lost_stage_is_named_and_the_others_are_reaped(model: Path, number: signal.Signals,
                                                          dead_after: float, text: str) -> None:
-    with ProcessCluster(model, 2, threads=1, dead_after=dead_after) as cluster:
+    with ProcessCluster(ClusterSpec(model, 2, threads=1, dead_after=dead_after)) as cluster:
         pids = cluster.pids
         with pytest.raises(PeerLost, match=text):
             cluster.generate(Request(PROMPT, "flowspec", max_new_tokens=1000),
@@ -171,14 +172,14 @@ def test_a_truncated_shard_is_told_by_the_stage_that_reads_it(model: Path, tmp_p
     file = broken / "target" / name
     os.truncate(file, file.stat().st_size // 2)
     with pytest.raises(FlowspecError, match=name) as caught:
-        ProcessCluster(broken, 3, threads=1)
+        ProcessCluster(ClusterSpec(broken, 3, threads=1))
     assert str(caught.value).startswith("V2 ")
     assert len(str(caught.value).splitlines()) == 1
 
 
 def test_a_table_that_changes_in_use_is_told_by_v1(model: Path, tmp_path: Path) -> None:
     broken = Path(shutil.copytree(model, tmp_path / "broken"))
-    with ProcessCluster(broken, 2, threads=1) as cluster:
+    with ProcessCluster(ClusterSpec(broken, 2, threads=1)) as cluster:
         with pytest.raises(FlowspecError, match=r"model\.safetensors has changed while its emb") as caught:
             cluster.generate(Request(PROMPT, "flowspec", max_new_tokens=1000),
                              on_third(lambda: os.truncate(broken / "target" / "model.safetensors", 1000)))
@@ -201,7 +202,8 @@ def test_stages_elsewhere_serve_one_d0_after_another(model: Path, tmp_path: Path
     command = [sys.executable, "-m", "flowspec_edge.runtime.worker", "--config", str(file)]
     with subprocess.Popen(command) as worker:
         for _ in range(2):
-            with ProcessCluster(model, 1, addresses=Addresses(control, output, data, ["board-1"])) as cluster:
+            with ProcessCluster(ClusterSpec(model, 1),
+                                Connected(Addresses(control, output, data, ["board-1"]))) as cluster:
                 assert cluster.pids == []
                 result = cluster.generate(Request(PROMPT, "autoregressive", max_new_tokens=4))
                 assert result.tokens == greedy(model, 4)
