@@ -1,44 +1,36 @@
 """Measures D0's work: draft passes, lm_head and bookkeeping.
 
-Real requests pass through a cluster's coordinator with the real draft models and a worker that holds the
-whole target.  The time that D0 is awake, sends and receives included, is charged to
-D0's work items.
+Real requests pass through a cluster's scheduler, with its draft models, and a worker that holds the whole
+target, or as many of its first layers as there is room for: drafts are then seldom accepted.  The time that
+D0 is awake, sends and receives included, is charged to D0's work items.
+
+A ``ProcessCluster`` would not do: it cannot run a part of the target, and its observers see the jobs, but not
+the time between them.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flowspec_edge.drafting.base import Drafter
-from flowspec_edge.drafting.load import load_drafters
 from flowspec_edge.fleet.profiling.fit import fit_lines, trimmed_mean
-from flowspec_edge.fleet.profiling.stage import WorkerMessage
-from flowspec_edge.messages import Batch, Cancel, Credit, Open, Output, Prune, Segment
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.fleet.profiling.stage import MeasuredWorker
+from flowspec_edge.messages import Batch
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator, DraftPass
 from flowspec_edge.runtime.draft_device.lm_head import LmHead
+from flowspec_edge.runtime.draft_device.models import DraftModels
 from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.sampling.rule import Sampling
-from flowspec_edge.stage.output_head import load_output_head
-from flowspec_edge.stage.shard import find_embedding
-from flowspec_edge.stage.weights.load import head_scheme_of
-from flowspec_edge.strategies.base import Pipeline
-from flowspec_edge.strategies.params import Params
-from flowspec_edge.strategies.registry import strategy_class
-from flowspec_edge.transport.codec import decode, encode
 from flowspec_edge.util.tensors import from_torch
-from flowspec_edge.util.torchdevice import use_exact_kernels
 
 # For each kind of draft model the strategies that use it: passes over a tree's level, over one token, over
 # what is in the pipeline.  chunk_pp adds outputs with all their rows.
@@ -81,47 +73,7 @@ class DraftDeviceTimes:
     lm_head: float
     row: float  # added to an output by each row
     bookkeeping: float
-    real_target: bool  # the target ran; otherwise its hidden states were random
-
-
-class TargetModel(Protocol):
-    def send(self, message: Open | Segment | Prune | Cancel) -> None: ...
-
-    def receive(self) -> Sequence[WorkerMessage]: ...
-
-    def wait(self) -> None: ...
-
-
-class RandomTarget:
-    """Replaces a target that does not fit on this device: D0's work is as with seldom accepted drafts."""
-
-    def __init__(self, width: int, dtype: torch.dtype) -> None:
-        self._width, self._dtype = width, dtype
-        self._waiting: deque[Segment] = deque()
-        self._frames: list[list[bytes]] = []
-
-    def send(self, message: Open | Segment | Prune | Cancel) -> None:
-        frames = encode(message)
-        if isinstance(message, Open):  # the same states in every request
-            self._random = torch.Generator().manual_seed(0)
-            self._waiting.clear()
-            self._frames.clear()
-        elif isinstance(message, Segment):
-            segment = decode([bytes(frame) for frame in frames])
-            assert isinstance(segment, Segment)
-            self._waiting.append(segment)
-
-    def receive(self) -> Sequence[WorkerMessage]:
-        found = [decode(frames) for frames in self._frames]
-        self._frames.clear()
-        return [message for message in found if isinstance(message, Output | Credit)]
-
-    def wait(self) -> None:
-        segment = self._waiting.popleft()
-        states = torch.randn(len(segment.numbers), self._width, generator=self._random).to(self._dtype)
-        answers = (Credit(segment.session, segment.epoch, segment.run),
-                   Output(segment.session, segment.epoch, segment.run, segment.numbers, from_torch(states)))
-        self._frames += [[bytes(frame) for frame in encode(answer)] for answer in answers]
+    real_target: bool  # all of its layers ran
 
 
 class _TimedHead(LmHead):
@@ -142,29 +94,18 @@ class _TimedHead(LmHead):
 
 
 class MeasuredDraftDevice:
-    def __init__(self, model_dir: Path, dtype: str, device: str, kinds: Sequence[str],
-                 target: TargetModel) -> None:
-        use_exact_kernels()  # as runtime.draft_device.models does
-        model = ModelDir(model_dir)
-        self._head = _TimedHead(load_output_head(model.target, dtype, device, head_scheme_of(model_dir)))
-        embedding = find_embedding(model.target, dtype, device)
-        self._drafters: dict[str, Drafter] = {
-            kind: load_drafters(kind, model.parts, self._head.head, embedding, dtype, model.layers)()
-            for kind in kinds}
+    def __init__(self, model_dir: Path, dtype: str, device: str, target: MeasuredWorker) -> None:
+        self._models = DraftModels(model_dir, dtype, device)
         self._target = target
-        states = np.random.default_rng(0).standard_normal((_HEAD_ROWS, self._head.hidden_size))
-        self._states = from_torch(torch.from_numpy(states).to(self._head.head.dtype))
         self._sessions = 0
         self.tokens: list[int] = []  # of the newest request
 
-    def run(self, strategy: str, kind: str | None, prompt: Sequence[int], new_tokens: int) -> RequestTimes:
-        """``kind`` of draft model; None for a strategy without one."""
-        chosen = strategy_class(strategy)
+    def run(self, strategy: str, prompt: Sequence[int], new_tokens: int) -> RequestTimes:
         self._sessions += 1
-        request = Request(prompt, chosen.name, new_tokens, _SAMPLING, Params())
-        coordinator = Coordinator(
-            request, lambda builder: chosen(request.params, builder, Pipeline(_STAGES)),
-            self._drafters[kind] if kind else None, self._head, time.perf_counter, self._sessions)
+        coordinator = self._models.coordinator(
+            Request(prompt, strategy, new_tokens, _SAMPLING), _STAGES, time.perf_counter, self._sessions,
+            lambda kind: 1.0)
+        self._head = coordinator.head = _TimedHead(coordinator.head.head)
         return self._drive(coordinator)
 
     def _drive(self, c: Coordinator) -> RequestTimes:
@@ -196,7 +137,6 @@ class MeasuredDraftDevice:
                 self.tokens += c.new_tokens()
             arrived = target.receive()
             for answer in arrived:
-                assert not isinstance(answer, Segment)
                 scheduler.receive(answer)
             if item:
                 times.others_s += clock() - middle
@@ -205,13 +145,15 @@ class MeasuredDraftDevice:
         return times
 
     def heads(self, times: int) -> list[tuple[int, float]]:
-        """(rows, seconds) of ``times`` runs of lm_head over several rows."""
-        found = []
+        """(rows, seconds) of ``times`` runs of lm_head over several rows, after a first request."""
+        found, head = [], self._head
+        states = np.random.default_rng(0).standard_normal((_HEAD_ROWS, head.hidden_size))
+        payload = from_torch(torch.from_numpy(states).to(head.head.dtype))
         for _ in range(times):
-            self._head.seconds = 0.0
-            logits = self._head.logits(self._head.states(self._states))
-            self._head.choose(logits, np.arange(_HEAD_ROWS), _SAMPLING)
-            found.append((_HEAD_ROWS, self._head.seconds))
+            head.seconds = 0.0
+            logits = head.logits(head.states(payload))
+            head.choose(logits, np.arange(_HEAD_ROWS), _SAMPLING)
+            found.append((_HEAD_ROWS, head.seconds))
         return found
 
 
@@ -223,7 +165,7 @@ def measure_draft_device(device: MeasuredDraftDevice, kinds: Sequence[str], prom
     found: dict[str | None, list[RequestTimes]] = {}
     for repeat in range(repeats + 1):
         for name, kind in [*wanted, (PLAIN, None)]:
-            times = device.run(name, kind, prompt, new_tokens)
+            times = device.run(name, prompt, new_tokens)
             if not kinds:  # without drafts, no output has several rows
                 times.heads += device.heads(new_tokens)
             if repeat:

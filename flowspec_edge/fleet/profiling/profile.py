@@ -27,8 +27,6 @@ from flowspec_edge.fleet.profiling.draft_device import (
     STRATEGIES,
     DraftDeviceTimes,
     MeasuredDraftDevice,
-    RandomTarget,
-    TargetModel,
     measure_draft_device,
 )
 from flowspec_edge.fleet.profiling.fit import SegmentCase, fit_stage, relative_errors, rounded
@@ -48,7 +46,6 @@ from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.transport.zmq_links import ZmqTransport
 from flowspec_edge.util import torchdevice
-from flowspec_edge.util.tensors import parse_dtype
 
 ProgressCallback = Callable[[str, float], None]  # (what is measured, share done)
 
@@ -180,15 +177,14 @@ def _draft_device(options: ProfileOptions, effort: Effort, model: ModelBytes, fr
     half = options.model.max_positions // 2
     new_tokens = min(effort.new_tokens, max(2, half))
     prompt = Tokenizer(options.model).encode(_TEXT)[:max(1, min(_MOST_PROMPT, half))]
+    stages = 1 if real_target else choose_stage_counts(model, free.usable_mb)[-1]
     with ExitStack() as cleanup:
-        target: TargetModel = RandomTarget(model.hidden_width, parse_dtype(options.dtype))
-        if real_target:
-            transport = ZmqTransport()
-            cleanup.callback(transport.close)
-            target = worker = MeasuredWorker(transport, cleanup, options.model.target, 1, options.dtype,
-                                             options.device, options.threads)
-            worker.ready()
-        device = MeasuredDraftDevice(options.model.path, options.dtype, options.device, kinds, target)
+        transport = ZmqTransport()
+        cleanup.callback(transport.close)
+        target = MeasuredWorker(transport, cleanup, options.model.target, stages, options.dtype,
+                                options.device, options.threads)
+        target.ready()
+        device = MeasuredDraftDevice(options.model.path, options.dtype, options.device, target)
         return measure_draft_device(device, kinds, prompt, new_tokens, effort.requests, real_target,
                                     lambda share: report("draft device", share))
 
@@ -228,8 +224,8 @@ def _source(stages: Mapping[SegmentCase, float], times: DraftDeviceTimes, estima
     text.append("D0's figures come from real requests to a worker with the whole target and include all the "
                 "time that D0 is awake."
                 if times.real_target else
-                "The target does not fit beside the draft models: D0's figures come from requests with "
-                "random hidden states.")
+                "The target does not fit beside the draft models: D0's figures come from real requests to a "
+                "worker with its first layers alone, whose states stand in for the last one's.")
     if estimated:
         text.append(f"The model has no {' and no '.join(words[kind] for kind in estimated)}: that pass is "
                     "an estimate, the bytes of a module of the usual size (a layer and its input matrix; a "

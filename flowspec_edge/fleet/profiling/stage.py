@@ -1,7 +1,8 @@
 """Measures a stage's time for a segment: a real worker process as V1, with this module as D0 and V2.
 
 The times are round trips and include all that a worker adds to its layers: waking up, decoding, checks,
-polling the control channel between layers, and encoding.
+polling the control channel between layers, and encoding.  The workers' own reports (``Computed``) would leave
+these out; and a local cluster would hold the whole target, for which a board may not have the memory.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-import numpy as np
-
 from flowspec_edge.errors import FlowspecError, PeerLost
 from flowspec_edge.fleet.planning.model_size import ModelBytes
 from flowspec_edge.fleet.probe.board import resident_mb
@@ -27,14 +26,12 @@ from flowspec_edge.messages import (
     Failed,
     Heartbeat,
     Hello,
-    Int32,
     Open,
     Output,
     Prune,
     Segment,
     Shutdown,
     Tap,
-    pack_bits,
 )
 from flowspec_edge.model.manifest import ComputeDtype
 from flowspec_edge.runtime.cluster.subprocesses import WorkerProcesses
@@ -42,6 +39,7 @@ from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.shard import even_runs
 from flowspec_edge.transport.zmq_links import ZmqTransport
+from flowspec_edge.tree.segment_builder import SegmentBuilder
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (64, 512, 1500)
@@ -55,7 +53,7 @@ _TIMEOUT_S = 120.0  # for a shard to load and for a segment: a slow board may pa
 _CHECK_S = 0.5
 _EXIT_S = 2.0
 
-WorkerMessage = Segment | Output | Credit | Tap
+WorkerMessage = Output | Credit | Tap
 
 
 class MeasuredWorker:
@@ -102,6 +100,9 @@ class MeasuredWorker:
         found: list[WorkerMessage] = []
         while (result := self._output.receive()) is not None:
             assert isinstance(result, Segment | Output)
+            if isinstance(result, Segment):  # for V2
+                assert result.hidden is not None
+                result = Output(result.session, result.epoch, result.run, result.numbers, result.hidden)
             found.append(result)
         while (item := self._hub.receive()) is not None:
             match item[1]:
@@ -170,21 +171,20 @@ class MeasuredStage:
 
     def open(self, capacity: int) -> None:
         self._session += 1
-        self._run = self._next = self._text = 0
-        self._uncommitted: Int32 = np.empty(0, np.int32)
+        self._builder = SegmentBuilder(self._session)
+        self._text = 0  # tokens
         self._root: int | None = None  # number of the newest tree's root, if nothing was sent after it
         self.worker.send(Open(self._session, 0, capacity))
 
     def prefill(self, tokens: int) -> None:
         """Prefill until ``tokens`` tokens are cached."""
         self._root = None
+        parent = -1
         while self._text < tokens:
-            n = min(_CHUNK, tokens - self._text)
-            numbers = np.arange(self._next, self._next + n, dtype=np.int32)
-            positions = np.arange(self._text, self._text + n, dtype=np.int32)
-            self._exchange(numbers, positions, [(2 << i) - 1 for i in range(n)])
-            self._uncommitted = numbers
-            self._text += n
+            for _ in range(min(_CHUNK, tokens - self._text)):
+                parent = self._add(self._text, parent, committed=True)
+                self._text += 1
+            self._exchange()
 
     def tree(self, rows: int) -> float:
         """Seconds from sending ``rows`` nodes of a binary tree below the text to the result.
@@ -193,24 +193,22 @@ class MeasuredStage:
         cannot reuse what they cached for a shape.
         """
         if self._root is not None:
-            self._uncommitted = np.array([self._root], np.int32)
+            self._builder.commit(self._root)
             self._text += 1
-        paths = binary_tree(rows)
-        positions = np.array([self._text + path.bit_count() - 1 for path in paths], dtype=np.int32)
-        numbers = np.arange(self._next, self._next + rows, dtype=np.int32)
-        self._root = self._next
-        return self._exchange(numbers, positions, paths)
+        numbers: list[int] = []
+        for i in range(rows):
+            depth = (i + 1).bit_length() - 1
+            numbers.append(self._add(self._text + depth, numbers[(i - 1) // 2] if i else -1))
+        self._root = numbers[0]
+        return self._exchange()
 
-    def _exchange(self, numbers: Int32, positions: Int32, bits: list[int]) -> float:
-        n = len(numbers)
-        tokens = ((numbers * 7919 + 13) % self._vocabulary).astype(np.int32)
-        segment = Segment(
-            session=self._session, epoch=0, run=self._run, first=self._next, stop=self._next + n,
-            numbers=numbers, positions=positions, base=self._next, bits=pack_bits(bits, n),
-            committed=self._uncommitted, tokens=tokens)
-        self._run += 1
-        self._next += n
-        self._uncommitted = np.empty(0, np.int32)
+    def _add(self, position: int, parent: int, committed: bool = False) -> int:
+        token = (self._builder.next_number * 7919 + 13) % self._vocabulary
+        return self._builder.add(token, position, parent, committed)
+
+    def _exchange(self) -> float:
+        segment = self._builder.seal()
+        self._builder.pop_returned(segment.run)
         start = time.perf_counter()
         self.worker.send(segment)
         seconds, credit = 0.0, False
@@ -222,14 +220,6 @@ class MeasuredStage:
                 else:
                     seconds = time.perf_counter() - start
         return seconds
-
-
-def binary_tree(rows: int) -> list[int]:
-    """Each node's path from the root, a bit a node."""
-    paths = [1]
-    for i in range(1, rows):
-        paths.append(1 << i | paths[(i - 1) // 2])
-    return paths
 
 
 def sample(stages: Sequence[MeasuredStage], contexts: Sequence[int], seconds: float,
