@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.fleet.commands import LocalRunner, Runner, SshRunner, as_root, is_here, python_for
 from flowspec_edge.fleet.doctor.checks import (
     Finding,
     check_bare_board,
@@ -30,8 +31,6 @@ from flowspec_edge.fleet.network.remote_shaping import LinkRate, measure_between
 from flowspec_edge.fleet.paths import HOME, PYTHON, STATE
 from flowspec_edge.fleet.probe.facts import board_facts
 from flowspec_edge.fleet.probe.preflight import shared_machine_ids, unreachable
-from flowspec_edge.fleet.remote.runner import LocalRunner, Runner, as_root
-from flowspec_edge.fleet.remote.ssh import SshRunner, is_here, python_for
 
 _TIMEOUT_S = 600.0  # a board reads torch from its SD card several times
 _MAX_SKEW_S = 1.0  # beyond it, the logs of two boards cannot be correlated

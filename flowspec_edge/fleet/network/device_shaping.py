@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.fleet.commands import Runner
 from flowspec_edge.fleet.network import tc
-from flowspec_edge.fleet.remote.runner import Runner
 
 STATE = "/run/flowspec-shaping"
 _UNIT = "flowspec-shaping-restore"

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.fleet.commands import failure, python_for, runner_for
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 from flowspec_edge.fleet.network import tcp_linktest
 from flowspec_edge.fleet.network.addresses import network_address
 from flowspec_edge.fleet.network.device_shaping import DeviceShaping
 from flowspec_edge.fleet.network.linktest import LinkMeasure
-from flowspec_edge.fleet.remote.runner import failure
-from flowspec_edge.fleet.remote.ssh import python_for, runner_for
 
 _PEER_S = 60  # lifetime of a peer without a measurement
 _PLAIN_PEER_S = 20  # the same for a plain TCP peer

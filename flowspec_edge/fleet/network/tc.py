@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.fleet.remote.runner import SBIN, Runner
+from flowspec_edge.fleet.commands import SBIN, Runner
 from flowspec_edge.util.jetson import system
 
 HANDLE = "f5ec:"  # identifies flowspec's root qdisc

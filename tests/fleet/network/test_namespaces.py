@@ -183,7 +183,7 @@ def test_wrong_places_and_rates(bed: NetnsTestbed) -> None:
 
 
 def test_missing_tools_are_named_with_their_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("flowspec_edge.fleet.remote.runner.SBIN", str(tmp_path))
+    monkeypatch.setattr("flowspec_edge.fleet.commands.SBIN", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match=r"ip \(Debian package iproute2\).*nsenter \(.*util-linux\)"):
         namespaces.check_machine()

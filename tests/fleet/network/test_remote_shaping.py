@@ -14,11 +14,10 @@ import pytest
 import sshkit
 
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.fleet.commands import LocalRunner, SshRunner, runner_for
 from flowspec_edge.fleet.inventory import DeviceEntry
 from flowspec_edge.fleet.network.device_shaping import STATE, DeviceShaping
 from flowspec_edge.fleet.network.remote_shaping import RemoteShaping, measure_between
-from flowspec_edge.fleet.remote.runner import LocalRunner
-from flowspec_edge.fleet.remote.ssh import SshRunner, runner_for
 
 pytestmark = sshkit.needs_boards
 SLEEPER = "sh -c echo"  # the command line of a timer without systemd

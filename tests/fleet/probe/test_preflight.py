@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import sshkit
 
+from flowspec_edge.fleet.commands import SshRunner
 from flowspec_edge.fleet.inventory import Inventory
 from flowspec_edge.fleet.network import interfaces
 from flowspec_edge.fleet.probe import script, system, torch_check
@@ -27,7 +28,6 @@ from flowspec_edge.fleet.probe.preflight import (
     unreachable,
 )
 from flowspec_edge.fleet.probe.software import BoardProblem
-from flowspec_edge.fleet.remote.ssh import SshRunner
 
 HUGE = 10**15
 BARE = "/usr/bin/python3"  # a board's own Python, which has no torch here
