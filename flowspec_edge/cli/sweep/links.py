@@ -102,7 +102,7 @@ def _namespaces(setup: SweepSetup) -> Iterator[OpenPoint]:
 @contextmanager
 def _cluster(setup: SweepSetup) -> Iterator[OpenPoint]:
     """Real boards in their own time; their kernels shape what they send."""
-    from flowspec_edge.fleet.network.remote_shaping import RemoteShaping
+    from flowspec_edge.fleet.network.shaping import RemoteShaping
     from flowspec_edge.fleet.remote_cluster import SshBoards
     from flowspec_edge.runtime.observe.power import board_meter
 

@@ -27,7 +27,7 @@ from flowspec_edge.fleet.doctor.run import apply_remedies
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory, resolve
 from flowspec_edge.fleet.network import tc
 from flowspec_edge.fleet.network.addresses import address_problem
-from flowspec_edge.fleet.network.remote_shaping import LinkRate, measure_between
+from flowspec_edge.fleet.network.shaping import LinkRate, measure_between
 from flowspec_edge.fleet.paths import HOME, PYTHON, STATE
 from flowspec_edge.fleet.probe.facts import board_facts
 from flowspec_edge.fleet.probe.preflight import shared_machine_ids, unreachable

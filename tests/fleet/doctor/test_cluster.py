@@ -15,7 +15,7 @@ import sshkit
 from flowspec_edge.cli.main import main
 from flowspec_edge.fleet.doctor.cluster import check_link, check_skew
 from flowspec_edge.fleet.network.linktest import LinkMeasure
-from flowspec_edge.fleet.network.remote_shaping import LinkRate
+from flowspec_edge.fleet.network.shaping import LinkRate
 
 
 @pytest.fixture(scope="module")
