@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,6 @@ import torch
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.probe.board import BoardInfo
 from flowspec_edge.fleet.profiling.fit import trimmed_mean
-from flowspec_edge.fleet.profiling.stopwatch import seconds_of
 
 _MARGIN = 0.05  # share of the memory left to the system
 _MOST_BYTES = 512 * 1024**2  # read to measure the rate
@@ -76,3 +76,17 @@ def read_rate(device: str, usable_mb: float) -> float:
     if device != "cpu":
         torch.cuda.empty_cache()  # the stages to be measured need this memory
     return best / 1e9
+
+
+def seconds_of(work: Callable[[], object], device: str) -> float:
+    """One run of ``work``, completed on the device."""
+    _synchronize(device)
+    start = time.perf_counter()
+    work()
+    _synchronize(device)
+    return time.perf_counter() - start
+
+
+def _synchronize(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize(device)
