@@ -10,7 +10,7 @@ from contextlib import closing
 from statistics import fmean
 
 from benchmarks._common import demo_prompts, options
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.runtime.cluster.clusters import open_cluster
 from flowspec_edge.runtime.cluster.spec import ClusterSpec, Here

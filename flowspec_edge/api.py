@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from flowspec_edge.config import Profile, load_profile
+from flowspec_edge.device_profile import Profile, load_profile
 from flowspec_edge.errors import FlowspecError, PeerLost, RequestFailed, UsageError
 from flowspec_edge.fleet.planning.testbed import profile_or_testbed
 from flowspec_edge.messages import Segment

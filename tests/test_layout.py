@@ -19,15 +19,15 @@ PACKAGE = ROOT / "flowspec_edge"
 MAX_MODULES, MAX_LINES = 16, 400
 
 # What each part of the package may import beside itself.
-FOUNDATION = {"errors", "messages", "util", "config", "sampling", "model"}
+FOUNDATION = {"errors", "messages", "util", "device_profile", "sampling", "model"}
 DEVICES = {"tree", "strategies", "drafting", "stage", "transport"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "messages": set(),
     "util": {"errors", "messages"},
-    "config": {"errors", "util"},
+    "device_profile": {"errors", "util"},
     "sampling": {"errors", "util"},
-    "model": {"errors", "util", "config", "sampling"},
+    "model": {"errors", "util", "device_profile", "sampling"},
     "tree": FOUNDATION,
     "strategies": FOUNDATION | {"tree"},
     "drafting": FOUNDATION | {"tree"},

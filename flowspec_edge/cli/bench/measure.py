@@ -24,7 +24,7 @@ from flowspec_edge.cli.common.workload import (
     requests_for,
     require_runnable,
 )
-from flowspec_edge.config import Profile
+from flowspec_edge.device_profile import Profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import DEMO, ModelDir, resolve_model
 from flowspec_edge.model.text import Tokenizer

@@ -13,7 +13,7 @@ from flowspec_edge.cli.common.options import Clock
 from flowspec_edge.runtime.cluster.spec import ClusterSpec, Here, Place, Processes, Virtual
 
 if TYPE_CHECKING:
-    from flowspec_edge.config import Profile
+    from flowspec_edge.device_profile import Profile
     from flowspec_edge.runtime.request import ClusterBackend, OnTokens, Request, Result, SharedCluster
 
 

@@ -79,7 +79,7 @@ def demo(
         plain_decoding,
         requests_for,
     )
-    from flowspec_edge.config import load_profile
+    from flowspec_edge.device_profile import load_profile
     from flowspec_edge.sampling.settings import Sampling
     from flowspec_edge.strategies.params import Params
 

@@ -68,9 +68,9 @@ def draft(
 
       flowspec draft --config /opt/flowspec/current/etc/draft.toml
     """
-    from flowspec_edge.config import load_toml
     from flowspec_edge.runtime.draft_device.config import DraftConfig
     from flowspec_edge.runtime.worker.sd_notify import Notifier
+    from flowspec_edge.util.tomlfile import load_toml
 
     settings = load_toml(config, DraftConfig)
     if key_file:

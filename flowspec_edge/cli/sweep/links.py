@@ -13,7 +13,7 @@ from flowspec_edge.bench.sweeps.sweep import Axis, Links, Value
 from flowspec_edge.cli.common.clusters import opened
 from flowspec_edge.cli.common.defaults import dtype_of
 from flowspec_edge.cli.common.options import Dtype, DtypeChoice
-from flowspec_edge.config import Profile
+from flowspec_edge.device_profile import Profile
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.runtime.cluster.spec import ClusterSpec, Here, Virtual
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet import paths as places
 from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory, resolve

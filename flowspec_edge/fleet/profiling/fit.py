@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flowspec_edge.config import StageCurve
+from flowspec_edge.device_profile import StageCurve
 
 _DIGITS = 4
 _LEAST_MS = 1e-6

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flowspec_edge.config import Int4Cost
+from flowspec_edge.device_profile import Int4Cost
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.gpu_check.kernel_check import (
     KINDS,

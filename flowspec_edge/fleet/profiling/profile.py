@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flowspec_edge.config import (
+from flowspec_edge.device_profile import (
     Conditions,
     DraftCost,
     HostCost,

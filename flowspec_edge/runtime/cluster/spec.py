@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from flowspec_edge.config import Profile
+    from flowspec_edge.device_profile import Profile
     from flowspec_edge.runtime.cluster.addresses import Addresses, Placement
     from flowspec_edge.runtime.emulation.engine import Emulation
     from flowspec_edge.runtime.observe.observer import Observer

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from flowspec_edge.config import Profile
+from flowspec_edge.device_profile import Profile
 from flowspec_edge.messages import Cancel, Close, Open, Prune, Segment
 from flowspec_edge.runtime.virtual.devices import Devices
 from flowspec_edge.stage.base import Engine, Poll, Results

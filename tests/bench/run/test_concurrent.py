@@ -16,7 +16,7 @@ from tiny_dir import tiny_model_dir
 from flowspec_edge.bench.results.report import BenchReport
 from flowspec_edge.bench.run.concurrent import ArrivalPattern
 from flowspec_edge.bench.run.runner import BenchPlan, Workload, measure
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.runtime.cluster.clusters import open_cluster
 from flowspec_edge.runtime.cluster.spec import ClusterSpec

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowspec_edge.config import StageCurve
+from flowspec_edge.device_profile import StageCurve
 from flowspec_edge.fleet.profiling.fit import (
     SegmentCase,
     fit_lines,

@@ -16,7 +16,7 @@ import pytest
 from clusterkit import PATIENCE, PROMPT, alive, on_third
 from tiny_dir import tiny_model_dir
 
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.errors import FlowspecError, PeerLost, ProtocolError, UsageError
 from flowspec_edge.messages import Hello
 from flowspec_edge.runtime.cluster.clusters import OnDemandCluster, open_cluster

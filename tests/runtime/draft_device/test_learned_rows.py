@@ -15,7 +15,7 @@ from losskit import Striker
 from tiny_dir import tiny_model_dir
 
 from benchmarks.curve import CURVES, with_curve
-from flowspec_edge.config import Profile, load_profile
+from flowspec_edge.device_profile import Profile, load_profile
 from flowspec_edge.messages import Cancel, Computed, Credit, Output, Prune, Segment, Tap
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.cluster.spec import ClusterSpec

@@ -12,7 +12,7 @@ import pytest
 import torch
 from stagekit import Book, engines
 
-from flowspec_edge.config import CollectiveCost, Profile, load_profile
+from flowspec_edge.device_profile import CollectiveCost, Profile, load_profile
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Cancel, Credit, Output, Payload, Prune
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster

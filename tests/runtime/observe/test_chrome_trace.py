@@ -16,7 +16,7 @@ from clusterkit import PATIENCE, PROMPT, on_third
 from tiny_dir import tiny_model_dir
 from tracekit import check_format, check_trace, tracks
 
-from flowspec_edge.config import Profile, load_profile
+from flowspec_edge.device_profile import Profile, load_profile
 from flowspec_edge.messages import Computed
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.cluster.spec import ClusterSpec

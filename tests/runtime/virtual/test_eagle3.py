@@ -18,7 +18,7 @@ from tiny import tiny_llama
 from tiny_dir import tiny_eagle3
 from transformers import AutoModelForCausalLM
 
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drafting.eagle.eagle3 import Eagle3Drafter
 from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Cancel, Close, Credit, Output, Payload, Segment, Tap

@@ -14,7 +14,7 @@ from tiny import tiny_llama
 from tiny_dir import tiny_model_dir
 
 from flowspec_edge.cli.main import main
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.runtime.cluster.clusters import open_cluster
 from flowspec_edge.runtime.cluster.spec import ClusterSpec

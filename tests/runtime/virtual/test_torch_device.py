@@ -12,7 +12,7 @@ import pytest
 import torch
 from gpukit import needs_cuda
 
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.runtime.cluster import process_cluster as processes
 from flowspec_edge.runtime.cluster.clusters import open_cluster
