@@ -53,7 +53,7 @@ ORDER: dict[str, list[str]] = {
                 "dashboard", "access_control", "intake", "app",
                 "connections", "server"],
     "fleet": ["paths", "inventory", "commands", "network", "remote_cluster", "probe", "gpu_check", "planning",
-              "profiling", "services", "transfer", "deploy", "doctor"],
+              "measurement", "services", "transfer", "deploy", "doctor"],
     "bench": ["results", "run", "render", "sweeps", "reproduce"],
     "cli": ["common", "bench", "sweep", "reproduce", "generate", "serve", "boards", "deploy", "models",
             "main"],

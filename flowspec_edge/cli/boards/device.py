@@ -71,7 +71,7 @@ def profile(
     address = parse_peer(peer) if peer else None
 
     from flowspec_edge.device_profile import render
-    from flowspec_edge.fleet.profiling.profile import QUICK, Effort, ProfileOptions, measure_profile
+    from flowspec_edge.fleet.measurement.profile import QUICK, Effort, ProfileOptions, measure_profile
 
     chosen: Dtype = dtype or ("fp32" if device == "cpu" else "fp16")
     wish = ProfileOptions(out.stem if out else found.name, found, chosen, device, threads, address,

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.fleet.profiling.fit import trimmed_mean
+from flowspec_edge.fleet.measurement.fit import trimmed_mean
 from flowspec_edge.messages import Payload, Segment, pack_bits
 from flowspec_edge.transport.base import Link
 from flowspec_edge.transport.codec import decode, encode

@@ -16,10 +16,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from flowspec_edge.errors import FlowspecError, PeerLost
+from flowspec_edge.fleet.measurement.fit import SegmentCase, trimmed_mean
+from flowspec_edge.fleet.measurement.link import spin
 from flowspec_edge.fleet.planning.model_size import ModelBytes
 from flowspec_edge.fleet.probe.board import resident_mb
-from flowspec_edge.fleet.profiling.fit import SegmentCase, trimmed_mean
-from flowspec_edge.fleet.profiling.link import spin
 from flowspec_edge.messages import (
     Cancel,
     Credit,

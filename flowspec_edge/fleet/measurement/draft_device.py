@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flowspec_edge.fleet.profiling.fit import fit_lines, trimmed_mean
-from flowspec_edge.fleet.profiling.stage import MeasuredWorker
+from flowspec_edge.fleet.measurement.fit import fit_lines, trimmed_mean
+from flowspec_edge.fleet.measurement.stage import MeasuredWorker
 from flowspec_edge.messages import Batch
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator, DraftPass
 from flowspec_edge.runtime.draft_device.lm_head import LmHead

@@ -27,7 +27,7 @@ from flowspec_edge.fleet.gpu_check.kernel_check import (
     advisable,
     check_products,
 )
-from flowspec_edge.fleet.profiling.fit import rounded
+from flowspec_edge.fleet.measurement.fit import rounded
 from flowspec_edge.stage.quant.base import KINDS as QUANTISED
 from flowspec_edge.stage.quant.base import LayerKind
 from flowspec_edge.stage.quant.schemes import scheme

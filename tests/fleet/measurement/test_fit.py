@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowspec_edge.device_profile import StageCurve
-from flowspec_edge.fleet.profiling.fit import (
+from flowspec_edge.fleet.measurement.fit import (
     SegmentCase,
     fit_lines,
     fit_stage,

@@ -13,8 +13,7 @@ import torch
 from tiny_dir import tiny_model_dir
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.fleet.planning.model_size import model_bytes
-from flowspec_edge.fleet.profiling.draft_device import (
+from flowspec_edge.fleet.measurement.draft_device import (
     PLAIN,
     STRATEGIES,
     MeasuredDraftDevice,
@@ -23,15 +22,16 @@ from flowspec_edge.fleet.profiling.draft_device import (
     measure_draft_device,
     summary,
 )
-from flowspec_edge.fleet.profiling.fit import SegmentCase
-from flowspec_edge.fleet.profiling.profile import QUICK, ProfileOptions, measure_profile
-from flowspec_edge.fleet.profiling.stage import (
+from flowspec_edge.fleet.measurement.fit import SegmentCase
+from flowspec_edge.fleet.measurement.profile import QUICK, ProfileOptions, measure_profile
+from flowspec_edge.fleet.measurement.stage import (
     ROWS,
     MeasuredStage,
     MeasuredWorker,
     choose_stage_counts,
     sample,
 )
+from flowspec_edge.fleet.planning.model_size import model_bytes
 from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling

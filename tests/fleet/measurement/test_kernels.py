@@ -26,7 +26,7 @@ from flowspec_edge.fleet.gpu_check.kernel_check import (
     result_of,
     run_in_children,
 )
-from flowspec_edge.fleet.profiling.kernels import (
+from flowspec_edge.fleet.measurement.kernels import (
     INT4_ROWS,
     KernelReport,
     KindResult,

@@ -20,20 +20,17 @@ from flowspec_edge.device_profile import (
     Profile,
     StageCurve,
 )
-from flowspec_edge.fleet.network.linktest import LinkMeasure, measure_link
-from flowspec_edge.fleet.planning.model_size import ModelBytes, model_bytes
-from flowspec_edge.fleet.probe.board import BoardInfo, read_board
-from flowspec_edge.fleet.profiling.draft_device import (
+from flowspec_edge.fleet.measurement.draft_device import (
     STRATEGIES,
     DraftDeviceTimes,
     MeasuredDraftDevice,
     measure_draft_device,
 )
-from flowspec_edge.fleet.profiling.fit import SegmentCase, fit_stage, relative_errors, rounded
-from flowspec_edge.fleet.profiling.kernels import measure_int4
-from flowspec_edge.fleet.profiling.link import LoopbackHop, measure_hop
-from flowspec_edge.fleet.profiling.memory import DeviceMemory, device_memory, read_gpu, read_rate, used_mb
-from flowspec_edge.fleet.profiling.stage import (
+from flowspec_edge.fleet.measurement.fit import SegmentCase, fit_stage, relative_errors, rounded
+from flowspec_edge.fleet.measurement.kernels import measure_int4
+from flowspec_edge.fleet.measurement.link import LoopbackHop, measure_hop
+from flowspec_edge.fleet.measurement.memory import DeviceMemory, device_memory, read_gpu, read_rate, used_mb
+from flowspec_edge.fleet.measurement.stage import (
     CAPACITY_BEYOND,
     CONTEXTS,
     MeasuredStage,
@@ -41,6 +38,9 @@ from flowspec_edge.fleet.profiling.stage import (
     choose_stage_counts,
     sample,
 )
+from flowspec_edge.fleet.network.linktest import LinkMeasure, measure_link
+from flowspec_edge.fleet.planning.model_size import ModelBytes, model_bytes
+from flowspec_edge.fleet.probe.board import BoardInfo, read_board
 from flowspec_edge.model.manifest import ComputeDtype
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.text import Tokenizer

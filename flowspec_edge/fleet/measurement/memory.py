@@ -10,8 +10,8 @@ from functools import partial
 import torch
 
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.fleet.measurement.fit import trimmed_mean
 from flowspec_edge.fleet.probe.board import BoardInfo
-from flowspec_edge.fleet.profiling.fit import trimmed_mean
 
 _MARGIN = 0.05  # share of the memory left to the system
 _MOST_BYTES = 512 * 1024**2  # read to measure the rate

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny_dir import tiny_model_dir
 
-from flowspec_edge.fleet.profiling.profile import QUICK, ProfileOptions, measure_profile
+from flowspec_edge.fleet.measurement.profile import QUICK, ProfileOptions, measure_profile
 from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.cluster.spec import ClusterSpec

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.fleet.probe.board import BoardInfo, read_board
-from flowspec_edge.fleet.profiling.memory import (
+from flowspec_edge.fleet.measurement.memory import (
     DeviceMemory,
     GpuMemory,
     device_memory,
@@ -16,6 +15,7 @@ from flowspec_edge.fleet.profiling.memory import (
     read_rate,
     used_mb,
 )
+from flowspec_edge.fleet.probe.board import BoardInfo, read_board
 
 TOTAL = 8000.0
 
