@@ -16,9 +16,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO, Any
 
+from flowspec_edge.fleet.board_links.addresses import network_address
 from flowspec_edge.fleet.commands import SshRunner, failure
 from flowspec_edge.fleet.inventory import Inventory
-from flowspec_edge.fleet.network.addresses import network_address
 from flowspec_edge.model.manifest import ComputeDtype
 from flowspec_edge.runtime.cluster.addresses import Addresses
 from flowspec_edge.runtime.cluster.spec import Connected

@@ -111,7 +111,7 @@ def peer_command(
     """
     import sys
 
-    from flowspec_edge.fleet.network.linktest import serve_link
+    from flowspec_edge.fleet.board_links.linktest import serve_link
 
     def ready(chosen: int) -> None:
         print(f"listening on {host}:{chosen}; on the other device run: "

@@ -80,7 +80,7 @@ def _virtual(setup: SweepSetup) -> Iterator[OpenPoint]:
 @contextmanager
 def _namespaces(setup: SweepSetup) -> Iterator[OpenPoint]:
     """Real processes that take the profile's time and send its bytes, over links that the kernel shapes."""
-    from flowspec_edge.fleet.network.namespaces import NetnsTestbed, measure_links
+    from flowspec_edge.fleet.board_links.namespaces import NetnsTestbed, measure_links
     from flowspec_edge.runtime.emulation.engine import Emulation
     from flowspec_edge.runtime.virtual.devices import Devices
 
@@ -102,7 +102,7 @@ def _namespaces(setup: SweepSetup) -> Iterator[OpenPoint]:
 @contextmanager
 def _cluster(setup: SweepSetup) -> Iterator[OpenPoint]:
     """Real boards in their own time; their kernels shape what they send."""
-    from flowspec_edge.fleet.network.shaping import RemoteShaping
+    from flowspec_edge.fleet.board_links.shaping import RemoteShaping
     from flowspec_edge.fleet.remote_cluster import SshBoards
     from flowspec_edge.runtime.observe.power import board_meter
 

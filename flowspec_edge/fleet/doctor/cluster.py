@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.fleet.board_links import tc
+from flowspec_edge.fleet.board_links.addresses import address_problem
+from flowspec_edge.fleet.board_links.shaping import LinkRate, measure_between
 from flowspec_edge.fleet.commands import LocalRunner, Runner, SshRunner, as_root, is_here, python_for
 from flowspec_edge.fleet.doctor.checks import (
     Finding,
@@ -25,9 +28,6 @@ from flowspec_edge.fleet.doctor.checks import (
 )
 from flowspec_edge.fleet.doctor.run import apply_remedies
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory, resolve
-from flowspec_edge.fleet.network import tc
-from flowspec_edge.fleet.network.addresses import address_problem
-from flowspec_edge.fleet.network.shaping import LinkRate, measure_between
 from flowspec_edge.fleet.paths import HOME, PYTHON, STATE
 from flowspec_edge.fleet.probe.facts import board_facts
 from flowspec_edge.fleet.probe.preflight import shared_machine_ids, unreachable

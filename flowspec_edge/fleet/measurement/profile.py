@@ -20,6 +20,7 @@ from flowspec_edge.device_profile import (
     Profile,
     StageCurve,
 )
+from flowspec_edge.fleet.board_links.linktest import LinkMeasure, measure_link
 from flowspec_edge.fleet.measurement.draft_device import (
     STRATEGIES,
     DraftDeviceTimes,
@@ -38,7 +39,6 @@ from flowspec_edge.fleet.measurement.stage import (
     choose_stage_counts,
     sample,
 )
-from flowspec_edge.fleet.network.linktest import LinkMeasure, measure_link
 from flowspec_edge.fleet.planning.model_size import ModelBytes, model_bytes
 from flowspec_edge.fleet.probe.board import BoardInfo, read_board
 from flowspec_edge.model.manifest import ComputeDtype

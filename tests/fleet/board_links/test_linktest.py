@@ -14,8 +14,8 @@ import pytest
 import zmq
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.fleet.network import linktest
-from flowspec_edge.fleet.network.linktest import measure_link, round_trips, serve_link
+from flowspec_edge.fleet.board_links import linktest
+from flowspec_edge.fleet.board_links.linktest import measure_link, round_trips, serve_link
 
 HOST = "127.0.0.1"
 
@@ -46,7 +46,7 @@ def test_two_measurements_and_pings_between() -> None:
 
 
 def test_the_command_that_is_run_over_ssh() -> None:
-    command = [sys.executable, "-m", "flowspec_edge.fleet.network.linktest"]
+    command = [sys.executable, "-m", "flowspec_edge.fleet.board_links.linktest"]
     with subprocess.Popen([*command, "serve", HOST, "0", "--measurements", "1", "--seconds", "60"],
                           stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None

@@ -14,8 +14,8 @@ import fleetkit
 import pytest
 
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.fleet.board_links.shaping import STATE, DeviceShaping
 from flowspec_edge.fleet.commands import LocalRunner, Runner
-from flowspec_edge.fleet.network.shaping import STATE, DeviceShaping
 
 PATIENCE = 60.0
 TOOLS = (("systemd-nspawn", "systemd-container"), ("/lib/systemd/systemd", "systemd"))

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from flowspec_edge.fleet.network import tcp_linktest
+from flowspec_edge.fleet.board_links import tcp_linktest
 
 HOST = "127.0.0.1"
 PYTHON = [shutil.which("python3", path="/usr/bin:/bin") or sys.executable, "-s", "-"]

@@ -14,9 +14,9 @@ import pytest
 import sshkit
 
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.fleet.board_links.shaping import STATE, DeviceShaping, RemoteShaping, measure_between
 from flowspec_edge.fleet.commands import LocalRunner, SshRunner, runner_for
 from flowspec_edge.fleet.inventory import DeviceEntry
-from flowspec_edge.fleet.network.shaping import STATE, DeviceShaping, RemoteShaping, measure_between
 
 pytestmark = sshkit.needs_boards
 SLEEPER = "sh -c echo"  # the command line of a timer without systemd
@@ -69,7 +69,7 @@ _CONTROLLER = """
 import sys
 from pathlib import Path
 from flowspec_edge.fleet.inventory import load_inventory
-from flowspec_edge.fleet.network.shaping import RemoteShaping
+from flowspec_edge.fleet.board_links.shaping import RemoteShaping
 with RemoteShaping(load_inventory(Path(sys.argv[1])), restore_after_s=5) as links:
     links.apply(100)
     print("shaped", flush=True)

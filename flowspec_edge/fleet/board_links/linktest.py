@@ -1,7 +1,7 @@
 """Latency and bandwidth between two devices, over ZeroMQ as in the pipeline.
 
-    python -m flowspec_edge.fleet.network.linktest serve HOST PORT [--measurements N] [--seconds S]
-    python -m flowspec_edge.fleet.network.linktest measure HOST PORT [--seconds S]
+    python -m flowspec_edge.fleet.board_links.linktest serve HOST PORT [--measurements N] [--seconds S]
+    python -m flowspec_edge.fleet.board_links.linktest measure HOST PORT [--seconds S]
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ import fleetkit
 import pytest
 
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.fleet.board_links import tc
 from flowspec_edge.fleet.commands import LocalRunner
-from flowspec_edge.fleet.network import tc
 
 
 def in_a_namespace(text: str) -> subprocess.CompletedProcess[str]:

@@ -19,11 +19,11 @@ from itertools import pairwise
 from typing import Any
 
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.fleet.board_links import tc, tcp_linktest
+from flowspec_edge.fleet.board_links.addresses import network_address
+from flowspec_edge.fleet.board_links.linktest import LinkMeasure
 from flowspec_edge.fleet.commands import Runner, failure, python_for, runner_for
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
-from flowspec_edge.fleet.network import tc, tcp_linktest
-from flowspec_edge.fleet.network.addresses import network_address
-from flowspec_edge.fleet.network.linktest import LinkMeasure
 
 STATE = "/run/flowspec-shaping"
 _UNIT = "flowspec-shaping-restore"
@@ -285,7 +285,7 @@ def _measured(inventory: Inventory, source: DeviceEntry, target: DeviceEntry, se
 
     def end(device: DeviceEntry, what: str, wait_s: float) -> list[str]:
         own = ([inventory.cluster.board_python, "-s", "-"] if plain else
-               [python_for(inventory, device), "-m", "flowspec_edge.fleet.network.linktest"])
+               [python_for(inventory, device), "-m", "flowspec_edge.fleet.board_links.linktest"])
         return [*own, what, address, port, "--seconds", str(wait_s)]
 
     serve = far.command([*end(target, "serve", _PLAIN_PEER_S if plain else _PEER_S),

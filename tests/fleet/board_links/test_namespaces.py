@@ -18,9 +18,9 @@ import fleetkit
 import pytest
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.fleet.network import namespaces
-from flowspec_edge.fleet.network.linktest import measure_link, round_trips
-from flowspec_edge.fleet.network.namespaces import NetnsTestbed
+from flowspec_edge.fleet.board_links import namespaces
+from flowspec_edge.fleet.board_links.linktest import measure_link, round_trips
+from flowspec_edge.fleet.board_links.namespaces import NetnsTestbed
 
 PORT, OTHER_PORT = 7000, 7002
 PATIENCE_S = 60.0  # only a failing test waits so long
@@ -138,7 +138,7 @@ def test_nothing_stays_after_close_nor_after_an_exception() -> None:
 
 _HOLDS_A_BED = """
 import sys
-from flowspec_edge.fleet.network.namespaces import NetnsTestbed
+from flowspec_edge.fleet.board_links.namespaces import NetnsTestbed
 with NetnsTestbed(2) as bed:
     bed.shape(100)
     print(*(holder.pid for holder in bed._holders), flush=True)
@@ -192,7 +192,7 @@ def test_missing_tools_are_named_with_their_packages(monkeypatch: pytest.MonkeyP
 @fleetkit.needs_netns
 def test_an_ordinary_user_is_refused() -> None:
     code = ("import os\n"
-            "from flowspec_edge.fleet.network.namespaces import NetnsTestbed\n"
+            "from flowspec_edge.fleet.board_links.namespaces import NetnsTestbed\n"
             "from flowspec_edge.errors import UsageError\n"
             "os.setuid(65534)\ntry: NetnsTestbed(1)\nexcept UsageError as error: print(error)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -15,9 +15,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.fleet.board_links import tc
+from flowspec_edge.fleet.board_links.linktest import LinkMeasure, measure_link, serve_link
 from flowspec_edge.fleet.commands import LocalRunner, missing_tools, search_path
-from flowspec_edge.fleet.network import tc
-from flowspec_edge.fleet.network.linktest import LinkMeasure, measure_link, serve_link
 
 _TOOLS = (("ip", "iproute2"), ("tc", "iproute2"), ("nsenter", "util-linux"), ("unshare", "util-linux"))
 _INTERFACE = "eth0"
