@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from flowspec_edge.errors import FlowspecError, PeerLost, UsageError
 from flowspec_edge.runtime.cluster.addresses import Addresses
+from flowspec_edge.runtime.cluster.clusters import open_cluster
 from flowspec_edge.runtime.cluster.forkserver import WorkerProcess
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.cluster.spec import ClusterSpec, Connected
@@ -32,6 +33,7 @@ from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request, Result
 from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.strategies.registry import STRATEGIES
 
 PIPELINED = [name for name, cls in STRATEGIES.items() if cls.parallelism == "pipeline"]
@@ -210,6 +212,46 @@ def test_stages_elsewhere_serve_one_d0_after_another(model: Path, tmp_path: Path
             assert worker.poll() is None
         worker.terminate()
         assert worker.wait(PATIENCE) == 0
+
+
+class OneBoard:
+    """``BoardStages``: a stage that is started for the first request."""
+
+    def __init__(self, model: Path, directory: Path) -> None:
+        self._model, self._directory = model, directory
+        self.calls: list[str] = []
+        self.worker: WorkerProcess | None = None
+
+    def connect(self, parallelism: Parallelism) -> Connected:
+        self.calls.append(parallelism)
+        control, data, output = (f"tcp://127.0.0.1:{_free_port()}" for _ in range(3))
+        file = self._directory / "worker.toml"
+        file.write_text(WorkerConfig(instance="board-1", stage=1, stages=1, model=str(self._model / "target"),
+                                     threads=1, control=control, listen=data, next=output).dump())
+        self.worker = WorkerProcess(file, self._directory / "output")
+        return Connected(Addresses(control, output, data, ["board-1"]))
+
+    def refresh(self) -> None:
+        self.calls.append("refresh")
+
+    def disconnect(self) -> None:
+        if self.worker is not None:
+            self.worker.terminate()
+            assert self.worker.wait(PATIENCE) == 0
+            self.worker = None
+
+
+def test_boards_are_connected_for_the_first_request_and_refreshed_for_each(model: Path, tmp_path: Path
+                                                                          ) -> None:
+    board = OneBoard(model, tmp_path)
+    with open_cluster(ClusterSpec(model, 1), board) as cluster:
+        assert board.calls == []
+        for count in (4, 2):
+            result = cluster.generate(Request(PROMPT, "autoregressive", max_new_tokens=count))
+            assert result.tokens == greedy(model, count)
+        assert board.calls == ["refresh", "pipeline", "refresh"]
+        assert board.worker is not None
+    assert board.worker is None
 
 
 def test_a_worker_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
