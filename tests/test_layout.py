@@ -52,7 +52,7 @@ ORDER: dict[str, list[str]] = {
     "serving": ["sse", "access_log", "fair_queue", "admission", "metrics", "openai", "conversation",
                 "dashboard", "access_control", "intake", "app",
                 "connections", "server"],
-    "fleet": ["paths", "inventory", "commands", "board_links", "remote_cluster", "probe", "gpu_check",
+    "fleet": ["paths", "inventory", "commands", "board_links", "ssh_stages", "probe", "gpu_check",
               "planning", "measurement", "services", "transfer", "deploy", "doctor"],
     "bench": ["results", "run", "render", "sweeps", "reproduce"],
     "cli": ["common", "bench", "sweep", "reproduce", "generate", "serve", "boards", "deploy", "models",

@@ -43,7 +43,7 @@ from flowspec_edge.strategies.registry import require_strategy
 
 if TYPE_CHECKING:
     from flowspec_edge.fleet.inventory import Inventory
-    from flowspec_edge.fleet.remote_cluster import SshBoards
+    from flowspec_edge.fleet.ssh_stages import SshBoards
 
 
 
@@ -166,7 +166,7 @@ def serve(
         if boards is None:
             place = local_processes(stages, device, clock_settings.profile)
         else:
-            from flowspec_edge.fleet.remote_cluster import SshBoards
+            from flowspec_edge.fleet.ssh_stages import SshBoards
 
             place = SshBoards(boards, board_model or str(found.path.resolve()), service.dtype)
             device = place.device

@@ -103,7 +103,7 @@ def _namespaces(setup: SweepSetup) -> Iterator[OpenPoint]:
 def _cluster(setup: SweepSetup) -> Iterator[OpenPoint]:
     """Real boards in their own time; their kernels shape what they send."""
     from flowspec_edge.fleet.board_links.shaping import RemoteShaping
-    from flowspec_edge.fleet.remote_cluster import SshBoards
+    from flowspec_edge.fleet.ssh_stages import SshBoards
     from flowspec_edge.runtime.observe.power import board_meter
 
     assert setup.inventory is not None

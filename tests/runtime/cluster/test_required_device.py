@@ -10,7 +10,7 @@ from gpukit import needs_cuda
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory
-from flowspec_edge.fleet.remote_cluster import SshBoards
+from flowspec_edge.fleet.ssh_stages import SshBoards
 from flowspec_edge.runtime.cluster.clusters import Services
 from flowspec_edge.runtime.draft_device.config import DraftConfig
 from flowspec_edge.runtime.worker.sd_notify import Notifier

@@ -15,7 +15,7 @@ import sshkit
 from clusterkit import PROMPT
 from tiny_dir import tiny_model_dir
 
-from flowspec_edge.fleet.remote_cluster import RemoteStages
+from flowspec_edge.fleet.ssh_stages import RemoteStages
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.cluster.spec import ClusterSpec, Connected
 from flowspec_edge.runtime.plain import PlainDecoder
@@ -63,7 +63,7 @@ _CONTROLLER = """
 import sys
 from pathlib import Path
 from flowspec_edge.fleet.inventory import load_inventory
-from flowspec_edge.fleet.remote_cluster import RemoteStages
+from flowspec_edge.fleet.ssh_stages import RemoteStages
 with RemoteStages(load_inventory(Path(sys.argv[1])), sys.argv[2], "fp32", threads=1):
     print("started", flush=True)
     sys.stdin.read()

@@ -1,4 +1,4 @@
-"""Clusters started over ssh: D0 here, one worker on each verify device.
+"""The stages of a run on boards, started over ssh: D0 is here, one worker on each verify device.
 
 The worker receives its configuration and keys on stdin; neither is written to the board's disk.  The ssh
 connection stays open for the whole run: when it closes, a shell on the board kills the worker, and a worker
