@@ -15,6 +15,7 @@ from flowspec_edge.runtime.cluster.spec import ClusterSpec, Here, Place, Process
 if TYPE_CHECKING:
     from flowspec_edge.device_profile import Profile
     from flowspec_edge.runtime.request import ClusterBackend, OnTokens, Request, Result, SharedCluster
+    from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 
 
 INTERRUPTED = 130  # exit code: 128 + SIGINT, the shells' convention
@@ -74,6 +75,8 @@ def local_processes(stages: int, device: str, emulate: Profile | None = None) ->
 
 @overload
 def opened(spec: ClusterSpec, place: Processes) -> AbstractContextManager[SharedCluster]: ...
+@overload
+def opened(spec: ClusterSpec, place: Virtual) -> AbstractContextManager[VirtualCluster]: ...
 @overload
 def opened(spec: ClusterSpec, place: Place) -> AbstractContextManager[ClusterBackend]: ...
 @contextmanager
