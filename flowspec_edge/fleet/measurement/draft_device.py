@@ -1,7 +1,7 @@
 """Measures D0's work: draft passes, lm_head and bookkeeping.
 
 Real requests pass through a cluster's scheduler, with its draft models, and a worker that holds the whole
-target, or as many of its first layers as there is room for: drafts are then seldom accepted.  The time that
+target, or its first layer if that is too large: drafts are then seldom accepted.  The time that
 D0 is awake, sends and receives included, is charged to D0's work items.
 
 A ``ProcessCluster`` would not do: it cannot run a part of the target, and its observers see the jobs, but not

@@ -177,7 +177,7 @@ def _draft_device(options: ProfileOptions, effort: Effort, model: ModelBytes, fr
     half = options.model.max_positions // 2
     new_tokens = min(effort.new_tokens, max(2, half))
     prompt = Tokenizer(options.model).encode(_TEXT)[:max(1, min(_MOST_PROMPT, half))]
-    stages = 1 if real_target else choose_stage_counts(model, free.usable_mb)[-1]
+    stages = 1 if real_target else model.layers  # of which the first is measured: a single layer
     with ExitStack() as cleanup:
         transport = ZmqTransport()
         cleanup.callback(transport.close)
@@ -225,7 +225,7 @@ def _source(stages: Mapping[SegmentCase, float], times: DraftDeviceTimes, estima
                 "time that D0 is awake."
                 if times.real_target else
                 "The target does not fit beside the draft models: D0's figures come from real requests to a "
-                "worker with its first layers alone, whose states stand in for the last one's.")
+                "worker with its first layer alone, whose states stand in for the last one's.")
     if estimated:
         text.append(f"The model has no {' and no '.join(words[kind] for kind in estimated)}: that pass is "
                     "an estimate, the bytes of a module of the usual size (a layer and its input matrix; a "
