@@ -9,7 +9,7 @@ import time
 from statistics import fmean
 
 from benchmarks._common import demo_prompts, options
-from flowspec_edge.config import Profile, load_profile
+from flowspec_edge.device_profile import Profile, load_profile
 from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.runtime.draft_device.scheduling.slot_curve import SlotCurve
 from flowspec_edge.runtime.request import Request

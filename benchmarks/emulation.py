@@ -10,9 +10,10 @@ from contextlib import closing
 from statistics import fmean
 
 from benchmarks._common import demo_prompts, options
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.model.modeldir import resolve_model
-from flowspec_edge.runtime.cluster.clusters import LocalCluster
+from flowspec_edge.runtime.cluster.clusters import open_cluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec, Here
 from flowspec_edge.runtime.emulation.durations import Emulation
 from flowspec_edge.runtime.request import ClusterBackend, Request, Result, Stats
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
@@ -33,7 +34,8 @@ def measure(prompts: int, tokens: int, profile: str, stages: int, clients: int =
             return {name: [cluster.generate_many([Request(ids, name, tokens) for ids in group])
                            for group in groups] for name in STRATEGIES}
 
-    return {"emulated": run(LocalCluster(model.path, stages, emulation=Emulation(devices), at_once=clients)),
+    return {"emulated": run(open_cluster(ClusterSpec(model.path, stages, at_once=clients),
+                                         Here(emulation=Emulation(devices)))),
             "virtual": run(VirtualCluster(model.path, stages, devices))}
 
 

@@ -18,7 +18,7 @@ import zmq
 
 from benchmarks._common import options
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.fleet.profiling.link import segment, spin
+from flowspec_edge.fleet.measurement.link import segment, spin
 from flowspec_edge.transport import keys
 from flowspec_edge.transport.codec import encode
 from flowspec_edge.transport.zmq_links import ZmqTransport

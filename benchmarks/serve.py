@@ -22,7 +22,7 @@ import numpy as np
 from openai import OpenAI
 
 from benchmarks._common import demo_prompts
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.probe.board import resident_mb
 from flowspec_edge.model.modeldir import resolve_model

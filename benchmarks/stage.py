@@ -18,7 +18,6 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from benchmarks._common import Row, print_rows
-from flowspec_edge.fleet.profiling.stage import binary_tree
 from flowspec_edge.messages import Open, Output, Segment, pack_bits
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.shard import load_shard
@@ -113,7 +112,10 @@ def _transformers(model: LlamaForCausalLM, tokens: np.ndarray
 
 
 def _tree() -> tuple[list[int], np.ndarray]:
-    paths = binary_tree(ROWS)
+    """Each node's path from the root of a binary tree, a bit a node, and its depth."""
+    paths = [1]
+    for i in range(1, ROWS):
+        paths.append(1 << i | paths[(i - 1) // 2])
     return paths, np.array([path.bit_count() - 1 for path in paths], dtype=np.int64)
 
 

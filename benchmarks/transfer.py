@@ -23,10 +23,9 @@ from statistics import median
 
 import flowspec_edge
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.fleet.board_links.namespaces import NetnsTestbed
+from flowspec_edge.fleet.commands import SshRunner, search_path
 from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory
-from flowspec_edge.fleet.network.namespaces import NetnsTestbed
-from flowspec_edge.fleet.remote.runner import search_path
-from flowspec_edge.fleet.remote.ssh import SshRunner
 from flowspec_edge.fleet.transfer.push import push
 from flowspec_edge.model.manifest import Manifest, ModelOrigin, PartFile, ShardPart
 from flowspec_edge.util.storage.uncached import sha256_of

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.fleet.planning.board_spec import BoardSpec
 from flowspec_edge.fleet.planning.layer_split import problem_for
 from flowspec_edge.fleet.planning.model_size import model_bytes

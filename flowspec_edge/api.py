@@ -17,14 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from flowspec_edge.config import Profile, load_profile
+from flowspec_edge.device_profile import Profile, load_profile
 from flowspec_edge.errors import FlowspecError, PeerLost, RequestFailed, UsageError
 from flowspec_edge.fleet.planning.testbed import profile_or_testbed
 from flowspec_edge.messages import Segment
 from flowspec_edge.model.manifest import ComputeDtype, Manifest
 from flowspec_edge.model.modeldir import DEMO, ModelDir, resolve_model
 from flowspec_edge.model.text import TextStream, Tokenizer
-from flowspec_edge.runtime.cluster.clusters import LocalCluster
+from flowspec_edge.runtime.cluster.clusters import open_cluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec, Here, Virtual
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import FinishReason, Request, Result, SchedulingPolicy, Stats
 from flowspec_edge.runtime.virtual.clock import Span
@@ -74,12 +75,14 @@ class Cluster:
     """
 
     def __init__(self, model: ModelDir, stages: int, dtype: ComputeDtype, device: str,
-                 backend: VirtualCluster | LocalCluster) -> None:
+                 place: Here | Virtual, threads: int | None = None,
+                 scheduling_policy: SchedulingPolicy = "fair") -> None:
         self.model = model
         self.tokenizer = Tokenizer(model)
         self.stages = stages
         self._dtype, self._device = dtype, device
-        self._backend = backend
+        self._backend = open_cluster(ClusterSpec(model.path, stages, dtype, device=device, threads=threads,
+                                                 scheduling_policy=scheduling_policy), place)
         self._plain: PlainDecoder | None = None
 
     @classmethod
@@ -101,9 +104,7 @@ class Cluster:
         """
         found, stages, dtype = _choose(model, stages, dtype)
         described = profile if isinstance(profile, Profile) else profile_or_testbed(str(profile))
-        return cls(found, stages, dtype, device,
-                   VirtualCluster(found.path, stages, described, dtype, device=device,
-                                  scheduling_policy=scheduling_policy))
+        return cls(found, stages, dtype, device, Virtual(described), scheduling_policy=scheduling_policy)
 
     @classmethod
     def local(cls, model: str | Path = DEMO, *, stages: int | None = None, dtype: ComputeDtype | None = None,
@@ -117,9 +118,7 @@ class Cluster:
         from a request, if a stage ends.
         """
         found, stages, dtype = _choose(model, stages, dtype)
-        return cls(found, stages, dtype, device,
-                   LocalCluster(found.path, stages, dtype, device=device, threads=threads,
-                                scheduling_policy=scheduling_policy))
+        return cls(found, stages, dtype, device, Here(), threads, scheduling_policy)
 
     @property
     def clock(self) -> str:

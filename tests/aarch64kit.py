@@ -15,7 +15,7 @@ from pathlib import Path
 
 import imagekit
 
-from flowspec_edge.fleet.remote.runner import search_path
+from flowspec_edge.fleet.commands import search_path
 
 REQUIREMENTS = imagekit.REPOSITORY / "tests" / "aarch64.txt"
 _NATIVE = platform.machine() == "aarch64"

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.fleet.network.linktest import serve_link
-from flowspec_edge.fleet.network.namespaces import NetnsTestbed, check_machine
+from flowspec_edge.fleet.board_links.linktest import serve_link
+from flowspec_edge.fleet.board_links.namespaces import NetnsTestbed, check_machine
 
 
 @cache

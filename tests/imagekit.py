@@ -22,7 +22,7 @@ from pathlib import Path
 import cudakit
 from packaging.requirements import Requirement
 
-from flowspec_edge.fleet.remote.runner import search_path
+from flowspec_edge.fleet.commands import search_path
 
 DEBIAN = {"x86_64": "amd64", "aarch64": "arm64"}
 REPOSITORY = Path(__file__).resolve().parent.parent

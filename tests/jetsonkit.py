@@ -17,7 +17,7 @@ from pathlib import Path
 import imagekit
 import nspawnkit
 
-from flowspec_edge.fleet.remote.runner import search_path
+from flowspec_edge.fleet.commands import search_path
 
 PASSWORD = "jetson"  # of nspawnkit.USER, who may use sudo with it
 FILES = Path(__file__).parent / "jetson"

@@ -15,7 +15,8 @@ from clusterkit import PATIENCE, until
 from servekit import NAME, Running, running, served
 
 from flowspec_edge.messages import Computed, Credit, Output, Tap
-from flowspec_edge.runtime.cluster.clusters import LocalCluster
+from flowspec_edge.runtime.cluster.clusters import OnDemandCluster, open_cluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
 from flowspec_edge.runtime.observe.observer import Observer, Observers
 from flowspec_edge.runtime.observe.power import PowerMeter
@@ -47,7 +48,7 @@ class Watched:
     """A cluster of processes that a page's feed watches, and what came of its requests."""
 
     model: Path
-    clusters: LocalCluster
+    clusters: OnDemandCluster
     feed: Feed
     recorder: Recorder
     meter: PowerMeter | None = None
@@ -66,8 +67,8 @@ def watched_cluster(model: Path, meter: PowerMeter | None = None, rejoin_within:
     """``STAGES`` processes for a model of two layers; ``meter``: of this machine."""
     feed, recorder = Feed(), Recorder()
     observer = Observers([feed, recorder])
-    with LocalCluster(model, STAGES, threads=1, observer=observer, meter=meter,
-                      rejoin_within=rejoin_within) as clusters:
+    with open_cluster(ClusterSpec(model, STAGES, threads=1, observer=observer, meter=meter,
+                                  rejoin_within=rejoin_within)) as clusters:
         yield Watched(model, clusters, feed, recorder, meter)
 
 

@@ -26,8 +26,8 @@ from pathlib import Path
 import fleetkit
 import imagekit
 
-from flowspec_edge.fleet.network.namespaces import NetnsTestbed
-from flowspec_edge.fleet.remote.runner import search_path
+from flowspec_edge.fleet.board_links.namespaces import NetnsTestbed
+from flowspec_edge.fleet.commands import search_path
 
 USER = "jetson"
 PATIENCE = 120.0  # seconds for a container to boot or to end: several at once, on slow machines

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from flowspec_edge.config import DraftCost, LinkCost, LmHeadCost, Memory, ModelShape, Profile, StageCurve
+from flowspec_edge.device_profile import (
+    DraftCost,
+    LinkCost,
+    LmHeadCost,
+    Memory,
+    ModelShape,
+    Profile,
+    StageCurve,
+)
 from flowspec_edge.fleet.inventory import Role
 from flowspec_edge.fleet.planning.model_size import ModelBytes
 from flowspec_edge.fleet.planning.planner import CandidateBoard, SplitProblem

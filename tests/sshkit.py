@@ -14,9 +14,9 @@ from tempfile import TemporaryDirectory
 import fleetkit
 
 import flowspec_edge
+from flowspec_edge.fleet.board_links.namespaces import NetnsTestbed
+from flowspec_edge.fleet.commands import search_path
 from flowspec_edge.fleet.inventory import Inventory, load_inventory
-from flowspec_edge.fleet.network.namespaces import NetnsTestbed
-from flowspec_edge.fleet.remote.runner import search_path
 
 _SSHD = """
 ListenAddress {address}

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ASK = """
 import json, sys
 import flowspec_edge.util.resources as r
-from flowspec_edge.config import load_profile, profile_names
+from flowspec_edge.device_profile import load_profile, profile_names
 from flowspec_edge.model.modeldir import shipped_models
 import flowspec_edge.serving as serving
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""The boards: probing, profiling, planning, networks and deployment.  Begin with ``inventory``."""
+"""The boards: probing, measurement, planning, links and deployment.  Begin with ``inventory``."""

@@ -10,14 +10,14 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from flowspec_edge.config import Profile, StrictModel, load_profile, load_toml
+from flowspec_edge.device_profile import Profile, load_profile
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.paths import PYTHON
 from flowspec_edge.model.manifest import CacheBits, HeadBits, ShardDtype
 from flowspec_edge.runtime.request import SchedulingPolicy
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY
 from flowspec_edge.strategies.registry import strategy_class
-from flowspec_edge.util.tomlfile import Misplaced, matching
+from flowspec_edge.util.tomlfile import Misplaced, StrictModel, load_toml, matching
 
 Role = Literal["auto", "draft", "verify"]
 Port = Annotated[int, Field(ge=1, le=65535)]

@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import RootModel
 
-from flowspec_edge.config import StrictModel, load_toml
 from flowspec_edge.util.resources import resource_dir
+from flowspec_edge.util.tomlfile import StrictModel, load_toml
 
 FETCHED = "fetched.json"  # written last: the download is complete
 

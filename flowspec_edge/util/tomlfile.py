@@ -8,12 +8,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.util.bounded_read import check_depth, read_bytes
+from flowspec_edge.util.terminal import no_control_characters
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -31,6 +32,27 @@ _SYNTAX = {"Cannot overwrite a value": "; this key is given twice", "Invalid val
 _ADVICE = {("int_type", str): "write it without quotes", ("float_type", str): "write it without quotes",
            ("bool_type", str): "write it without quotes", ("string_type", int): "write it in quotes",
            ("string_type", float): "write it in quotes", ("string_type", bool): "write it in quotes"}
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class StrictModel(BaseModel):
+    """Frozen; unknown keys and values of another type are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @field_validator("*")
+    @classmethod
+    def _no_control_characters(cls, value: Any) -> Any:
+        return no_control_characters(value) if isinstance(value, str) else value
+
+    def dump(self) -> str:
+        """Return a flat model as TOML; JSON strings, numbers and lists of strings are valid TOML."""
+        return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n"
+                       for key, value in self.model_dump().items())
 
 
 class Misplaced(ValueError):

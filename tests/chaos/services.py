@@ -19,7 +19,7 @@ import httpx2
 from servicekit import Services, command, free_port
 from shardkit import cut
 
-from flowspec_edge.fleet.network.namespaces import NetnsTestbed
+from flowspec_edge.fleet.board_links.namespaces import NetnsTestbed
 from flowspec_edge.model.modeldir import ModelDir
 from tests.chaos.processes import children, command_line, descendants, running
 

@@ -21,7 +21,7 @@ import typer
 from tiny_dir import tiny_model_dir
 
 from flowspec_edge.cli.main import Commands, app, main
-from flowspec_edge.config import profile_names
+from flowspec_edge.device_profile import profile_names
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_dir import tiny_model_dir
 
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drafting.calibrated import CalibratedDrafter
 from flowspec_edge.drafting.ngram import NgramDrafter
 from flowspec_edge.model.modeldir import resolve_model

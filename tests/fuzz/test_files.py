@@ -12,7 +12,7 @@ from fuzz.fuzzkit import CORPUS, FEW, amounts, corpus, fuzz
 from pydantic import BaseModel
 from safetensors.torch import save
 
-from flowspec_edge.config import Profile
+from flowspec_edge.device_profile import Profile
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.inventory import Inventory
 from flowspec_edge.model.config_check import check_config

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drafting.spd.module import load_module
 from flowspec_edge.model.modeldir import ModelDir, resolve_model
 from flowspec_edge.runtime.request import Request, Result

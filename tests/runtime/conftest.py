@@ -13,7 +13,7 @@ from tiny_dir import tiny_spd
 from transformers import AutoTokenizer, LlamaConfig
 from workerkit import Stage, Start
 
-from flowspec_edge.config import DraftCost, LinkCost, LmHeadCost, Profile, StageCurve, load_profile
+from flowspec_edge.device_profile import DraftCost, LinkCost, LmHeadCost, Profile, StageCurve, load_profile
 from flowspec_edge.drafting.eagle.eagle2 import EagleHead, save_head
 from flowspec_edge.messages import Cancel, Shutdown
 from flowspec_edge.model.modeldir import resolve_model

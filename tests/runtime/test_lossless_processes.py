@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flowspec_edge.runtime.cluster.clusters import LocalCluster
+from flowspec_edge.runtime.cluster.clusters import open_cluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.sampling.rule import Sampling
@@ -22,7 +23,7 @@ SAMPLINGS = (Sampling(), Sampling(1.0, seed=11), Sampling(1.0, top_p=0.9, seed=1
 def test_every_strategy(tiny_model: Path, stages: int) -> None:
     plain = PlainDecoder(tiny_model)
     expected = [plain.generate(PROMPT, 12, sampling) for sampling in SAMPLINGS]
-    with LocalCluster(tiny_model, stages, threads=1) as clusters:
+    with open_cluster(ClusterSpec(tiny_model, stages, threads=1)) as clusters:
         for name in sorted(STRATEGIES, key=lambda n: STRATEGIES[n].parallelism):  # one start for each kind
             for sampling, (tokens, reason) in zip(SAMPLINGS, expected, strict=True):
                 result = clusters.generate(Request(PROMPT, name, 12, sampling))

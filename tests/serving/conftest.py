@@ -9,7 +9,8 @@ import pytest
 from servekit import AT_ONCE, Held, Watch
 from tiny_dir import never_ends, tiny_model_dir
 
-from flowspec_edge.runtime.cluster.clusters import LocalCluster
+from flowspec_edge.runtime.cluster.clusters import OnDemandCluster, open_cluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.plain import PlainDecoder
 
 
@@ -29,12 +30,12 @@ def watch() -> Watch:
 
 
 @pytest.fixture(scope="session")
-def processes(model: Path, watch: Watch) -> Iterator[LocalCluster]:
+def processes(model: Path, watch: Watch) -> Iterator[OnDemandCluster]:
     """For all tests of a process, one after the other; new stages come up if one has killed them."""
-    with LocalCluster(model, 2, threads=1, at_once=AT_ONCE, observer=watch) as clusters:
+    with open_cluster(ClusterSpec(model, 2, threads=1, at_once=AT_ONCE, observer=watch)) as clusters:
         yield clusters
 
 
 @pytest.fixture
-def held(processes: LocalCluster) -> Held:
+def held(processes: OnDemandCluster) -> Held:
     return Held(processes)

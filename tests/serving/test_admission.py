@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.draft_device.capacity import cache_rows
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Result
@@ -134,7 +135,7 @@ def test_a_higher_priority_starts_first(held: Held, model: Path) -> None:
 def test_a_request_that_does_not_fit_beside_another_waits_for_room(model: Path) -> None:
     """It has a place, but the caches are sized for one text of the longest kind."""
     rows = cache_rows(LONG + 100, 1, Params(), 1)
-    with (ProcessCluster(model, 1, threads=1, at_once=2, cache_rows=rows) as cluster,
+    with (ProcessCluster(ClusterSpec(model, 1, threads=1, at_once=2, cache_rows=rows)) as cluster,
           running(served(model), cluster, at_once=2, keep_alive_s=0.05) as server):
         large = {"prompt": "x", "max_tokens": LONG, "stream": True}
         first = post(server, large)

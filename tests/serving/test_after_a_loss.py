@@ -14,7 +14,8 @@ import pytest
 from clusterkit import PATIENCE, on_third
 
 from flowspec_edge.errors import PeerLost
-from flowspec_edge.runtime.cluster.clusters import LocalCluster
+from flowspec_edge.runtime.cluster.clusters import open_cluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.observe.observer import Observers
 from flowspec_edge.runtime.observe.timeline import SessionEnded, SessionOpened
 from flowspec_edge.runtime.request import Request
@@ -39,7 +40,7 @@ def test_a_cluster_that_is_lost_and_another_one(model: Path) -> None:
     def count() -> tuple[float, float]:
         return read(metrics, "losses_total"), read(metrics, "recoveries_total")
 
-    with LocalCluster(model, 2, threads=1, observer=Observers([metrics, feed])) as clusters:
+    with open_cluster(ClusterSpec(model, 2, threads=1, observer=Observers([metrics, feed]))) as clusters:
         clusters.generate(Request(PROMPT, "flowspec", 2))
         assert (feed.loss_reason, *count()) == (None, 0, 0)
         running = clusters.running
@@ -64,7 +65,7 @@ def test_a_cluster_that_is_lost_and_another_one(model: Path) -> None:
 def test_after_a_fault_of_ours_nothing_of_those_that_ran_is_left(model: Path) -> None:
     feed, metrics = Feed(), Metrics(2, dict, {})
     feed.watched = True
-    with LocalCluster(model, 2, threads=1, observer=Observers([metrics, feed])) as clusters:
+    with open_cluster(ClusterSpec(model, 2, threads=1, observer=Observers([metrics, feed]))) as clusters:
         tickets = [clusters.submit(Request(PROMPT, "flowspec", 60)) for _ in range(2)]
         turns = iter(range(20))
         with pytest.raises(StopIteration):
@@ -82,7 +83,7 @@ def test_rounds_after_a_loss_are_as_deep_as_before(model: Path) -> None:
     """Without drafts none is accepted; text that is read in again, in several segments, is no round."""
     metrics = Metrics(2, dict, {})
     request = Request(PROMPT, "autoregressive", 8, params=Params(prefill_chunk=16))
-    with LocalCluster(model, 2, threads=1, rejoin_within=PATIENCE, observer=metrics) as clusters:
+    with open_cluster(ClusterSpec(model, 2, threads=1, rejoin_within=PATIENCE, observer=metrics)) as clusters:
         clusters.generate(replace(request, max_new_tokens=1))
         running = clusters.running
         assert running
@@ -94,7 +95,7 @@ def test_rounds_after_a_loss_are_as_deep_as_before(model: Path) -> None:
 
 def test_a_lost_cluster_leaves_no_models_behind(model: Path) -> None:
     """At once, not when the garbage collector next looks: a device has no memory for two of them."""
-    with LocalCluster(model, 2, threads=1) as clusters:
+    with open_cluster(ClusterSpec(model, 2, threads=1)) as clusters:
         clusters.generate(Request(PROMPT, "flowspec", 2))
         running = clusters.running
         assert running

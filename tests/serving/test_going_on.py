@@ -12,7 +12,8 @@ from servekit import NAME, running, served
 from transformers import AutoTokenizer
 
 from flowspec_edge.model.modeldir import ModelDir
-from flowspec_edge.runtime.cluster.clusters import LocalCluster
+from flowspec_edge.runtime.cluster.clusters import open_cluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
 
@@ -22,7 +23,7 @@ PROMPT = "def f(x): return"
 def test_streams_go_on_when_a_stage_was_killed(model: Path, plain: PlainDecoder) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model / "target")
     ids, stop = tokenizer(PROMPT)["input_ids"], ModelDir(model).stop_ids
-    with LocalCluster(model, 2, threads=1, at_once=2, rejoin_within=PATIENCE) as processes, \
+    with open_cluster(ClusterSpec(model, 2, threads=1, at_once=2, rejoin_within=PATIENCE)) as processes, \
             running(served(model), processes, at_once=2) as server, ThreadPoolExecutor(2) as pool:
 
         assert processes.running is not None

@@ -18,7 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from servekit import AT_ONCE, LONG, NAME, Running, running, served
 
 from flowspec_edge.messages import Heartbeat
-from flowspec_edge.runtime.cluster.clusters import LocalCluster
+from flowspec_edge.runtime.cluster.clusters import open_cluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.observe.observer import Observers
 from flowspec_edge.runtime.observe.system_stats import SystemStats
 from flowspec_edge.serving.access_log import GONE, AccessRecord
@@ -53,7 +54,7 @@ def server(model: Path) -> Iterator[Running]:
     feed = Feed()
     metrics = Metrics(STAGES, SystemStats().read, {"model": NAME}, feed.stats.fairness)
     observer = Observers([metrics, feed])
-    with (LocalCluster(model, STAGES, threads=1, at_once=AT_ONCE, observer=observer) as clusters,
+    with (open_cluster(ClusterSpec(model, STAGES, threads=1, at_once=AT_ONCE, observer=observer)) as clusters,
           running(served(model), clusters, api_key=KEY, at_once=AT_ONCE, metrics=metrics) as server):
         server.http.headers["authorization"] = f"Bearer {KEY}"
         yield server

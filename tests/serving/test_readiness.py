@@ -18,7 +18,8 @@ from transformers import AutoTokenizer
 
 from flowspec_edge.errors import PeerLost, RequestFailed
 from flowspec_edge.model.modeldir import ModelDir
-from flowspec_edge.runtime.cluster.clusters import LocalCluster
+from flowspec_edge.runtime.cluster.clusters import OnDemandCluster, open_cluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.serving.admission import AdmissionQueue, ClusterUnavailable
@@ -41,7 +42,7 @@ def text_of(chunks: Any) -> str:
 
 
 def test_a_killed_stage_is_told_the_queue_goes_on_and_ready_waits_for_a_token(
-        processes: LocalCluster, model: Path, plain: PlainDecoder) -> None:
+        processes: OnDemandCluster, model: Path, plain: PlainDecoder) -> None:
     held = Held(processes)
     with running(served(model), held) as server, ThreadPoolExecutor(1) as pool:
         assert server.ready() == (200, "")
@@ -80,7 +81,7 @@ def test_while_nobody_asks_tokens_come_now_and_then(held: Held, model: Path) -> 
 
 
 @pytest.mark.soak
-def test_a_stage_that_dies_while_nobody_asks_is_found_and_replaced(processes: LocalCluster, model: Path,
+def test_a_stage_that_dies_while_nobody_asks_is_found_and_replaced(processes: OnDemandCluster, model: Path,
                                                                    ) -> None:
     held = Held(processes)
     with running(served(model), held, recent_s=0.6) as server:
@@ -169,7 +170,7 @@ def test_a_token_of_long_ago_shows_nothing(held: Held, model: Path) -> None:
 
 
 def test_a_cluster_that_never_starts_is_the_starters_error(model: Path) -> None:
-    clusters = LocalCluster(model, 5)  # more stages than layers
+    clusters = open_cluster(ClusterSpec(model, 5))  # more stages than layers
     with pytest.raises(Exception, match="5 stages are more than"):
         AdmissionQueue(served(model).probe()).run(clusters)
     clusters.close()

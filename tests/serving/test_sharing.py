@@ -19,8 +19,9 @@ from servekit import LONG, NAME, Held, Running, Watch, ask, placed, post, runnin
 from transformers import AutoTokenizer
 
 from flowspec_edge.model.modeldir import ModelDir
-from flowspec_edge.runtime.cluster.clusters import LocalCluster
+from flowspec_edge.runtime.cluster.clusters import OnDemandCluster, open_cluster
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.draft_device.capacity import cache_rows
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
@@ -41,7 +42,7 @@ def text(model: Path, plain: PlainDecoder) -> Callable[..., str]:
     return of
 
 
-def test_clients_at_once_get_the_texts_of_plain_decoding(processes: LocalCluster, model: Path,
+def test_clients_at_once_get_the_texts_of_plain_decoding(processes: OnDemandCluster, model: Path,
                                                          text: Callable[..., str]) -> None:
     """Nine clients, of whom some stream and some sample, and four have a place at a time."""
     def one(server: Running, i: int) -> str:
@@ -56,7 +57,7 @@ def test_clients_at_once_get_the_texts_of_plain_decoding(processes: LocalCluster
         assert found == text(f"prompt {i}", 8 + 3 * i, Sampling(i % 2, 0, 0.9, i) if i % 2 else None)
 
 
-def test_one_more_than_there_is_room_for_waits_with_its_position(processes: LocalCluster, model: Path,
+def test_one_more_than_there_is_room_for_waits_with_its_position(processes: OnDemandCluster, model: Path,
                                                                  text: Callable[..., str]) -> None:
     with running(served(model), processes, at_once=2, capacity=1) as server, ThreadPoolExecutor(1) as pool:
         endless = [post(server, {"prompt": f"endless {i}", "max_tokens": LONG}) for i in range(2)]
@@ -77,7 +78,7 @@ def test_one_more_than_there_is_room_for_waits_with_its_position(processes: Loca
 
 
 def test_who_leaves_while_it_runs_or_waits_or_is_read_in_leaves_nothing_behind(
-        processes: LocalCluster, watch: Watch, model: Path, text: Callable[..., str]) -> None:
+        processes: OnDemandCluster, watch: Watch, model: Path, text: Callable[..., str]) -> None:
     long = "a long prompt " * 60
     with running(served(model), processes, at_once=1) as server:
         with ask(server, "runs", max_tokens=LONG, stream=True) as stream:  # of one that runs
@@ -102,7 +103,7 @@ def test_who_leaves_while_it_runs_or_waits_or_is_read_in_leaves_nothing_behind(
         assert server.admission.readiness().running == 0
 
 
-def test_a_caller_with_many_requests_gives_one_place_up(processes: LocalCluster, model: Path) -> None:
+def test_a_caller_with_many_requests_gives_one_place_up(processes: OnDemandCluster, model: Path) -> None:
     held = Held(processes)
     with running(served(model), held, at_once=2) as server, ThreadPoolExecutor(8) as pool:
         busy = [post(server, {"prompt": "endless", "max_tokens": LONG, "user": "a"}) for _ in range(2)]
@@ -126,7 +127,7 @@ FLOODS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("flood", FLOODS)
 def test_a_flood_from_one_address_does_not_keep_another_out(
-        processes: LocalCluster, model: Path, text: Callable[..., str], flood: str) -> None:
+        processes: OnDemandCluster, model: Path, text: Callable[..., str], flood: str) -> None:
     """Its answers outlast the test, so what the other caller gets is taken from it."""
     with running(served(model), processes, at_once=2, capacity=4) as server:
         for i in range(8):
@@ -140,7 +141,7 @@ def test_a_flood_from_one_address_does_not_keep_another_out(
                 assert sum(record.status == 200 for record in server.records.seen) <= i + 1
 
 
-def test_answers_that_give_way_are_those_of_plain_decoding(processes: LocalCluster, model: Path,
+def test_answers_that_give_way_are_those_of_plain_decoding(processes: OnDemandCluster, model: Path,
                                                            text: Callable[..., str]) -> None:
     """Two long ones of a caller; the newer gives its place to another's short ones, again and again."""
     samplings = [Sampling(), Sampling(1.0, 0, 0.9, 7)]
@@ -163,7 +164,7 @@ def test_answers_that_give_way_are_those_of_plain_decoding(processes: LocalClust
 def test_requests_for_the_whole_cache_give_room_to_another_caller(model: Path, text: Callable[..., str]
                                                                   ) -> None:
     rows = cache_rows(LONG + 100, 1, Params(), 1)
-    with (ProcessCluster(model, 1, threads=1, at_once=2, cache_rows=rows) as cluster,
+    with (ProcessCluster(ClusterSpec(model, 1, threads=1, at_once=2, cache_rows=rows)) as cluster,
           running(served(model), cluster, at_once=2) as server):
         whole = [post(server, {"prompt": f"whole {i}", "max_tokens": LONG, "stream": True}) for i in range(3)]
         assert whole[0].recv(100).startswith(b"HTTP/1.1 200 OK")
@@ -182,7 +183,7 @@ def from_address(server: Running, address: str) -> Iterator[openai.OpenAI]:
 
 def test_a_killed_stage_that_may_come_back_loses_nothing(model: Path, text: Callable[..., str]) -> None:
     prompts = [f"prompt {i}" for i in range(3)]
-    with LocalCluster(model, 2, threads=1, at_once=2, rejoin_within=PATIENCE) as clusters:
+    with open_cluster(ClusterSpec(model, 2, threads=1, at_once=2, rejoin_within=PATIENCE)) as clusters:
         held = Held(clusters)
         with running(served(model), held, at_once=2) as server, ThreadPoolExecutor(3) as pool:
             held.may_go.clear()
@@ -197,7 +198,7 @@ def test_a_killed_stage_that_may_come_back_loses_nothing(model: Path, text: Call
             assert server.ready() == (200, "")
 
 
-def test_a_killed_stage_loses_those_that_run_and_none_that_wait(processes: LocalCluster, model: Path,
+def test_a_killed_stage_loses_those_that_run_and_none_that_wait(processes: OnDemandCluster, model: Path,
                                                                text: Callable[..., str]) -> None:
     with running(served(model), processes, at_once=2) as server, ThreadPoolExecutor(5) as pool:
         began = [threading.Event() for _ in range(2)]

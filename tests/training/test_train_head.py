@@ -16,7 +16,7 @@ from tiny_dir import tiny_model_dir
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowspec_edge.cli.main import main
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drafting.eagle.eagle2 import load_head
 from flowspec_edge.drafting.eagle.eagle3 import load_head3
 from flowspec_edge.errors import FlowspecError, UsageError

@@ -18,7 +18,7 @@ import fleetkit
 import pytest
 
 from flowspec_edge.errors import PeerLost
-from flowspec_edge.fleet.network.namespaces import NetnsTestbed
+from flowspec_edge.fleet.board_links.namespaces import NetnsTestbed
 from flowspec_edge.messages import Cancel, Close
 from flowspec_edge.transport import keys
 from flowspec_edge.transport.keys import KeyPair

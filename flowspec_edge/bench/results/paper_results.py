@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import model_validator
 
-from flowspec_edge.config import StrictModel, load_toml
+from flowspec_edge.util.tomlfile import StrictModel, load_toml
 
 _PATH = Path(__file__).with_name("paper_results.toml")
 STAGES = 4  # of the paper's testbed

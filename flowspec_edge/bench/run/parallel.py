@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowspec_edge.config import Profile
+from flowspec_edge.device_profile import Profile
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.runtime.request import OnTokens, Request, Result, Stats
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from flowspec_edge.bench.run.runner import Advance, BenchPlan, NearTieJudge, PlainDecoding, Workload, measure
 from flowspec_edge.bench.sweeps.sweep import UNITS, Axis, Sweep, Value, label
-from flowspec_edge.config import LinkCost, Profile
+from flowspec_edge.device_profile import LinkCost, Profile
 from flowspec_edge.runtime.request import ClusterBackend, Request
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import Params

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from flowspec_edge.cli.bench.options import FromOption, require_files
+from flowspec_edge.cli.common.clusters import opened
 from flowspec_edge.cli.common.option_groups import of_strategy, with_dataclasses
 from flowspec_edge.cli.common.options import (
     MOST_REPEATS,
@@ -22,6 +24,7 @@ from flowspec_edge.cli.common.options import (
 )
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import DEMO
+from flowspec_edge.runtime.cluster.spec import ClusterSpec, Virtual
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import Params
 
@@ -101,13 +104,8 @@ def timeline(
     text = Prompt("", "", prompt) if prompt is not None else load_prompts(demo_prompts(), 1)[0]
     [request] = requests_for(Tokenizer(found), found, [text], max_new_tokens, sampling, params)
 
-    from dataclasses import replace
-
-    from flowspec_edge.runtime.virtual.cluster import VirtualCluster
-    from flowspec_edge.util.device_memory import memory_errors
-
-    with memory_errors(device):
-        cluster = VirtualCluster(found.path, stages, charged, dtype_of(found, dtype), device=device)
+    spec = ClusterSpec(found.path, stages, dtype_of(found, dtype), device=device)
+    with opened(spec, Virtual(charged)) as cluster:
         stats = cluster.generate(replace(request, strategy=chosen.name)).stats
     view = window(stats.ttft_s, stats.ttft_s + stats.decode_s, stats.slot_s, turns, skip_turns)
     caption = title("virtual", charged.name, stages, sampling.temperature, strategy)

@@ -14,7 +14,7 @@ from flowspec_edge.bench.run.runner import BenchPlan, Workload
 from flowspec_edge.bench.run.tasks import Task, load_tasks
 from flowspec_edge.bench.sweeps.sweep import Sweep
 from flowspec_edge.cli.bench.options import BenchOptions, parse_strategies, parse_temperatures
-from flowspec_edge.cli.common.clusters import choose_clock, open_cluster
+from flowspec_edge.cli.common.clusters import choose_clock, opened
 from flowspec_edge.cli.common.defaults import device_of, dtype_of, plain_device_of, stages_of
 from flowspec_edge.cli.common.workload import (
     demo_prompts,
@@ -24,10 +24,11 @@ from flowspec_edge.cli.common.workload import (
     requests_for,
     require_runnable,
 )
-from flowspec_edge.config import Profile
+from flowspec_edge.device_profile import Profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import DEMO, ModelDir, resolve_model
 from flowspec_edge.model.text import Tokenizer
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import Params
 
@@ -84,8 +85,9 @@ def measure(options: BenchOptions, sampling: Sampling, params: Params, strategie
                 measure_plan(virtual, run.plain, plan, report, advance, save,
                              near_tie_judge(model, options.dtype, reference))
             return report
-        with (open_cluster(clock_settings, model, options.stages, options.dtype, device=options.device,
-                           idle_s=options.idle_seconds, at_once=plan.at_once) as cluster,
+        spec = ClusterSpec(model.path, options.stages, dtype_of(model, options.dtype), device=options.device,
+                           at_once=plan.at_once, idle_s=options.idle_seconds)
+        with (opened(spec, clock_settings.place(options.stages, options.device)) as cluster,
               progress(steps, label) as advance):
             plain, explains = plain_decoding(model, options.dtype, reference)
             measure_plan(cluster, plain, plan, report, advance, save, explains)

@@ -14,7 +14,7 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import DEMO
 
 if TYPE_CHECKING:
-    from flowspec_edge.config import Profile
+    from flowspec_edge.device_profile import Profile
 
 Device = Literal["cpu", "cuda"]
 
@@ -70,8 +70,8 @@ def profile(
     found = resolve_model(model)
     address = parse_peer(peer) if peer else None
 
-    from flowspec_edge.fleet.profiling.profile import QUICK, Effort, ProfileOptions, measure_profile
-    from flowspec_edge.fleet.profiling.profile_toml import render
+    from flowspec_edge.device_profile import render
+    from flowspec_edge.fleet.measurement.profile import QUICK, Effort, ProfileOptions, measure_profile
 
     chosen: Dtype = dtype or ("fp32" if device == "cpu" else "fp16")
     wish = ProfileOptions(out.stem if out else found.name, found, chosen, device, threads, address,
@@ -111,7 +111,7 @@ def peer_command(
     """
     import sys
 
-    from flowspec_edge.fleet.network.linktest import serve_link
+    from flowspec_edge.fleet.board_links.linktest import serve_link
 
     def ready(chosen: int) -> None:
         print(f"listening on {host}:{chosen}; on the other device run: "
@@ -131,7 +131,7 @@ def show(
 
       flowspec device show orin-nano-8gb
     """
-    from flowspec_edge.config import load_profile
+    from flowspec_edge.device_profile import load_profile
 
     found = load_profile(name)
     if as_json:

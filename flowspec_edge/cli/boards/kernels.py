@@ -12,7 +12,7 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.util.terminal import plain
 
 if TYPE_CHECKING:
-    from flowspec_edge.fleet.profiling.kernels import KernelReport
+    from flowspec_edge.fleet.measurement.kernels import KernelReport
 
 
 def kernels(
@@ -53,7 +53,7 @@ def kernels(
 
     import torch
 
-    from flowspec_edge.fleet.profiling.kernels import measure_kernels
+    from flowspec_edge.fleet.measurement.kernels import measure_kernels
 
     if threads:
         torch.set_num_threads(threads)

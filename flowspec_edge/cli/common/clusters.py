@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass, replace
 from types import FrameType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast, overload
 
-from flowspec_edge.cli.common.defaults import dtype_of
-from flowspec_edge.cli.common.options import Clock, DtypeChoice
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.cli.common.options import Clock
+from flowspec_edge.runtime.cluster.spec import ClusterSpec, Here, Place, Processes, Virtual
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from flowspec_edge.config import Profile
-    from flowspec_edge.fleet.inventory import Inventory
-    from flowspec_edge.runtime.cluster.addresses import Placement
-    from flowspec_edge.runtime.cluster.clusters import SharingOptions
-    from flowspec_edge.runtime.observe.observer import Observer
+    from flowspec_edge.device_profile import Profile
     from flowspec_edge.runtime.request import ClusterBackend, OnTokens, Request, Result, SharedCluster
+    from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 
 
 INTERRUPTED = 130  # exit code: 128 + SIGINT, the shells' convention
@@ -29,12 +23,10 @@ INTERRUPTED = 130  # exit code: 128 + SIGINT, the shells' convention
 
 @dataclass(frozen=True)
 class ClockSettings:
-    """``profile`` None: this machine's own time; ``real_links``: emulation over a real network;
-    ``right_children``: as ``VirtualCluster``'s."""
+    """``profile`` None: this machine's own time; ``right_children``: as ``VirtualCluster``'s."""
 
     clock: Clock
     profile: Profile | None
-    real_links: bool = False
     right_children: float = 1.0
 
     @property
@@ -44,6 +36,12 @@ class ClockSettings:
     @property
     def profile_name(self) -> str | None:
         return self.profile.name if self.profile else None
+
+    def place(self, stages: int, device: str) -> Here | Virtual:
+        if self.clock == "wall":
+            return local_processes(stages, device, self.profile)
+        assert self.profile is not None
+        return Virtual(self.profile, right_children=self.right_children)
 
     def processes(self, stages: int) -> int:
         """On a GPU, D0's included, which the only stage shares."""
@@ -60,31 +58,39 @@ def choose_clock(clock: Clock, profile: str, emulate: str | None) -> ClockSettin
     return ClockSettings(clock, described if clock == "virtual" else None)
 
 
+def local_processes(stages: int, device: str, emulate: Profile | None = None) -> Here:
+    """Processes on this machine, in their own time or that of ``emulate``. Those on a CPU begin to import
+    torch now, while this process does."""
+    if device == "cpu":
+        from flowspec_edge.runtime.cluster.forkserver import preload
+
+        preload()
+    if emulate is None:
+        return Here()
+    from flowspec_edge.runtime.emulation.durations import Emulation
+    from flowspec_edge.runtime.virtual.devices import Devices
+
+    return Here(emulation=Emulation(Devices.even(emulate, stages)))
+
+
+@overload
+def opened(spec: ClusterSpec, place: Processes) -> AbstractContextManager[SharedCluster]: ...
+@overload
+def opened(spec: ClusterSpec, place: Virtual) -> AbstractContextManager[VirtualCluster]: ...
+@overload
+def opened(spec: ClusterSpec, place: Place) -> AbstractContextManager[ClusterBackend]: ...
 @contextmanager
-def open_cluster(clock_settings: ClockSettings, model: ModelDir, stages: int, dtype: DtypeChoice,
-                 placement: Placement | None = None, observer: Observer | None = None, *, device: str = "cpu",
-                 idle_s: float = 0.0, at_once: int = 1) -> Iterator[ClusterBackend]:
-    """Processes (``wall``), started with the first request, or virtual time; ``device`` is torch's;
-    ``at_once``: concurrent requests that the processes must accept."""
-    if clock_settings.clock == "wall":
-        sharing: SharingOptions = {"idle_s": idle_s, "at_once": at_once}
-        if observer is not None:
-            sharing["observer"] = observer
-        with open_processes(clock_settings, model, stages, dtype, placement, device=device,
-                            **sharing) as processes:
-            yield processes
-        return
-    from flowspec_edge.runtime.virtual.cluster import VirtualCluster
+def opened(spec: ClusterSpec, place: Place) -> Iterator[Any]:
+    """``open_cluster`` with one-line errors where memory is short and, if its times are real, with this
+    board's power meter, unless the spec has one."""
+    from flowspec_edge.runtime.cluster.clusters import open_cluster
+    from flowspec_edge.runtime.observe.power import board_meter
     from flowspec_edge.util.device_memory import memory_errors
 
-    assert clock_settings.profile is not None
-    with memory_errors(device):
-        cluster = VirtualCluster(model.path, stages, clock_settings.profile, dtype_of(model, dtype), observer,
-                                 device=device, right_children=clock_settings.right_children)
-        try:
-            yield cluster
-        finally:
-            cluster.close()
+    profiled = isinstance(place, Virtual) or (isinstance(place, Here) and place.emulation is not None)
+    with (memory_errors(spec.device), board_meter(spec.meter is None and not profiled) as meter,
+          closing(open_cluster(replace(spec, meter=spec.meter or meter), place)) as cluster):
+        yield cluster
 
 
 def answer(cluster: ClusterBackend, request: Request, on_tokens: OnTokens) -> Result:
@@ -139,53 +145,3 @@ def first_interrupt(stop: Callable[[], object], wanted: Callable[[], bool] = lam
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def open_processes(clock_settings: ClockSettings, model: ModelDir, stages: int, dtype: DtypeChoice,
-                   placement: Placement | None = None, *, device: str = "cpu",
-                   **sharing: Unpack[SharingOptions]) -> Iterator[SharedCluster]:
-    """Started with the first request; all compute on torch's ``device``."""
-    from flowspec_edge.runtime.cluster.forkserver import preload
-
-    if placement is None and device == "cpu":
-        preload()  # it imports torch while this process does
-    from flowspec_edge.runtime.cluster.clusters import LocalCluster
-    from flowspec_edge.runtime.emulation.durations import Emulation
-    from flowspec_edge.runtime.virtual.devices import Devices
-    from flowspec_edge.util.device_memory import memory_errors
-
-    emulation = None
-    if clock_settings.profile is not None:
-        emulation = Emulation(Devices.even(clock_settings.profile, stages),
-                              "real" if clock_settings.real_links else "made")
-    with (memory_errors(device), _metered(sharing, emulation is None),
-          LocalCluster(model.path, stages, dtype_of(model, dtype), device=device, placement=placement,
-                       emulation=emulation, **sharing) as clusters):
-        yield clusters
-
-
-@contextmanager
-def open_boards(inventory: Inventory, model: ModelDir, board_model: str | None, dtype: DtypeChoice,
-                **sharing: Unpack[SharingOptions]) -> Iterator[SharedCluster]:
-    """Boards, started over ssh with the first request; this machine is D0.  ``board_model``: the model's
-    directory on the boards; None: the same path as here."""
-    from flowspec_edge.fleet.remote_cluster import SshClusters
-
-    with _metered(sharing):
-        clusters = SshClusters(inventory, model.path, board_model or str(model.path.resolve()),
-                               dtype_of(model, dtype), **sharing)
-        try:
-            yield clusters
-        finally:
-            clusters.close()
-
-
-@contextmanager
-def _metered(sharing: SharingOptions, wanted: bool = True) -> Iterator[None]:
-    """Add this board's power meter to ``sharing``, unless the key exists."""
-    from flowspec_edge.runtime.observe.power import board_meter
-
-    with board_meter(wanted and "meter" not in sharing) as meter:
-        sharing.setdefault("meter", meter)
-        yield

@@ -67,7 +67,7 @@ def _as_text(default: object) -> str:
 
 def profiles() -> None:
     """List the profiles of devices and testbeds."""
-    from flowspec_edge.config import load_profile, profile_names
+    from flowspec_edge.device_profile import load_profile, profile_names
 
     found = [load_profile(name) for name in profile_names()]
     print_columns([(p.name, p.kind, p.provenance, p.summary) for p in found])

@@ -35,8 +35,8 @@ def show(
 
       flowspec keys show --cluster cluster.toml
     """
+    from flowspec_edge.fleet.commands import python_for
     from flowspec_edge.fleet.inventory import beside, load_inventory
-    from flowspec_edge.fleet.remote.ssh import python_for
     from flowspec_edge.fleet.services.keys import recorded, shown
 
     inventory = load_inventory(cluster)
@@ -69,10 +69,10 @@ def rotate(
       flowspec keys rotate --cluster cluster.toml
     """
     from flowspec_edge.cli.deploy.report import watch_rollout
+    from flowspec_edge.fleet.commands import python_for
     from flowspec_edge.fleet.deploy.resolve import resolve_deployment
     from flowspec_edge.fleet.deploy.rollout import Rollout
     from flowspec_edge.fleet.inventory import load_inventory
-    from flowspec_edge.fleet.remote.ssh import python_for
     from flowspec_edge.fleet.services.keys import is_half_rotated, rotate_keys
     from flowspec_edge.fleet.services.status import look
 

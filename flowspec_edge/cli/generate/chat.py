@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowspec_edge.cli.common.clusters import choose_clock, first_interrupt, open_processes
+from flowspec_edge.cli.common.clusters import choose_clock, first_interrupt, local_processes, opened
 from flowspec_edge.cli.common.defaults import device_of, dtype_of, stages_of
 from flowspec_edge.cli.common.option_groups import of_strategy, with_dataclasses
 from flowspec_edge.cli.common.options import (
@@ -35,6 +35,7 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.model.chat import require_template
 from flowspec_edge.model.generation import choose_sampling
 from flowspec_edge.model.modeldir import DEMO, resolve_model
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 from flowspec_edge.strategies.registry import require_strategy, strategy_class
@@ -42,7 +43,6 @@ from flowspec_edge.strategies.registry import require_strategy, strategy_class
 if TYPE_CHECKING:
     from flowspec_edge.cli.generate.chat_screen import ChatScreen
     from flowspec_edge.model.text import Tokenizer
-    from flowspec_edge.runtime.cluster.clusters import SharingOptions
     from flowspec_edge.runtime.request import Result, SharedCluster
     from flowspec_edge.serving.conversation import Conversation
 
@@ -114,10 +114,10 @@ def chat(
 
     tokenizer = Tokenizer(found, chat_template)
     conversation = Conversation(tokenizer, found, answer_tokens or max_new_tokens, system)
-    sharing: SharingOptions = {"at_once": 1, "cache_rows": cache_rows(found.max_positions, 1, params, stages),
-                        "rejoin_within": _REJOIN_S}
+    spec = ClusterSpec(found.path, stages, dtype_of(found, dtype), device=device, at_once=1,
+                       cache_rows=cache_rows(found.max_positions, 1, params, stages), rejoin_within=_REJOIN_S)
     with (ChatScreen() as screen,
-          open_processes(clock_settings, found, stages, dtype, device=device, **sharing) as cluster,
+          opened(spec, local_processes(stages, device, clock_settings.profile)) as cluster,
           _inputs() as messages):
         screen.live = live
         chatting = ChatSession(conversation, tokenizer, screen, cluster, strategy, sampling, params,

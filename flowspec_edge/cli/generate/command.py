@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flowspec_edge.bench.results.atomic_write import check_writable, write
-from flowspec_edge.cli.common.clusters import INTERRUPTED, answer, choose_clock, open_cluster
+from flowspec_edge.cli.common.clusters import INTERRUPTED, answer, choose_clock, opened
 from flowspec_edge.cli.common.defaults import device_of, dtype_of, stages_of
 from flowspec_edge.cli.common.option_groups import of_strategy, with_dataclasses
 from flowspec_edge.cli.common.options import (
@@ -38,6 +38,7 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.model.chat import Message, require_template
 from flowspec_edge.model.generation import Origin, choose_sampling, not_applied
 from flowspec_edge.model.modeldir import DEMO, resolve_model
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 from flowspec_edge.strategies.registry import require_strategy, strategy_class
@@ -166,7 +167,8 @@ def generate(
     about = {"model": found.name, "stages": stages, "clock": clock_settings.clock,
              "profile": clock_settings.profile_name, "device": device}
     with (write_trace(trace, request, stages, about, tokenizer.decode, before) as watch,
-          open_cluster(clock_settings, found, stages, dtype, observer=watch, device=device) as devices):
+          opened(ClusterSpec(found.path, stages, dtype_of(found, dtype), device=device, observer=watch,
+                             at_once=1), clock_settings.place(stages, device)) as devices):
         result = answer(devices, request, stream.push)
         stream.close()
         if not as_json:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowspec_edge.cli.common.clusters import ClockSettings, open_cluster
+from flowspec_edge.cli.common.clusters import local_processes, opened
 from flowspec_edge.cli.common.options import (
     MOST_REPEATS,
     MOST_SECONDS,
@@ -22,6 +22,7 @@ from flowspec_edge.cli.common.options import (
     not_nan,
 )
 from flowspec_edge.model.modeldir import DEMO, resolve_model
+from flowspec_edge.runtime.cluster.spec import ClusterSpec, Virtual
 
 if TYPE_CHECKING:
     from flowspec_edge.bench.results.report import BenchReport
@@ -78,7 +79,7 @@ def demo(
         plain_decoding,
         requests_for,
     )
-    from flowspec_edge.config import load_profile
+    from flowspec_edge.device_profile import load_profile
     from flowspec_edge.sampling.settings import Sampling
     from flowspec_edge.strategies.params import Params
 
@@ -113,7 +114,8 @@ def demo(
     console.print(f"[bold]FlowSpec over {stages + 1} processes:[/bold] D0, V1…V{stages}, ZeroMQ on loopback")
     write(texts[0].text, "dim")
     local, virtual = BenchReport(None, "wall"), BenchReport(None, "virtual")
-    with open_cluster(ClockSettings("wall", None), found, stages, "auto", device=device) as cluster:
+    spec = ClusterSpec(found.path, stages, dtype_of(found, "auto"), device=device, at_once=1)
+    with opened(spec, local_processes(stages, device)) as cluster:
         stream = TextStream(tokenizer.decode, write)
         cluster.generate(replace(requests[0], strategy="flowspec_plus"), stream.push)
         stream.close()
@@ -122,11 +124,11 @@ def demo(
         for done, name in enumerate(_STRATEGIES):
             if done < 2 or time.monotonic() < local_end:
                 _measure(local, cluster, plain, requests[:1], 0, [name], explains)
-    with open_cluster(ClockSettings("virtual", profile), found, stages, "auto", device=device) as cluster, \
+    with opened(spec, Virtual(profile)) as simulated, \
             progress(len(requests) * (1 + len(_STRATEGIES)), "demo") as advance:
         for index in range(len(requests)):
             if index == 0 or time.monotonic() < end:
-                _measure(virtual, cluster, plain, requests[index:index + 1], index, _STRATEGIES, explains,
+                _measure(virtual, simulated, plain, requests[index:index + 1], index, _STRATEGIES, explains,
                          advance)
 
     measured = len({sample.prompt for sample in virtual.samples})

@@ -173,9 +173,9 @@ def _figures(cost: TrainingCost) -> dict[str, Any]:
 
 
 def _cost(name: str, kind: str, steps: int | None) -> TrainingCost:
+    from flowspec_edge.fleet.measurement.memory import device_memory, read_gpu
     from flowspec_edge.fleet.planning.model_size import target_config
     from flowspec_edge.fleet.probe.board import read_board
-    from flowspec_edge.fleet.profiling.memory import device_memory, read_gpu
     from flowspec_edge.training.cost import training_cost
     from flowspec_edge.training.loop import device
     from flowspec_edge.training.train_head import HeadOptions, recipe_for

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowspec_edge.cli.common.clusters import choose_clock, open_boards, open_processes
+from flowspec_edge.cli.common.clusters import choose_clock, local_processes
 from flowspec_edge.cli.common.defaults import device_of, dtype_of, require_room, stages_of
 from flowspec_edge.cli.common.option_groups import with_dataclasses
 from flowspec_edge.cli.common.options import (
@@ -36,6 +35,7 @@ from flowspec_edge.cli.serve.service import Service
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.chat import require_template
 from flowspec_edge.model.modeldir import DEMO, resolve_model
+from flowspec_edge.runtime.cluster.spec import ClusterSpec, Here
 from flowspec_edge.runtime.draft_device.capacity import cache_rows
 from flowspec_edge.runtime.request import SchedulingPolicy
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
@@ -43,8 +43,7 @@ from flowspec_edge.strategies.registry import require_strategy
 
 if TYPE_CHECKING:
     from flowspec_edge.fleet.inventory import Inventory
-    from flowspec_edge.runtime.cluster.clusters import SharingOptions
-    from flowspec_edge.runtime.request import SharedCluster
+    from flowspec_edge.fleet.ssh_stages import SshBoards
 
 
 
@@ -154,11 +153,6 @@ def serve(
         cluster=boards.cluster.name if boards else None, profile=emulate,
         device=None if boards else device, forwarded_allow_ips=forwarded_allow_ips)
 
-    def open_cluster(sharing: SharingOptions) -> AbstractContextManager[SharedCluster]:
-        if boards:
-            return open_boards(boards, found, board_model, dtype, **sharing)
-        return open_processes(clock_settings, found, stages, dtype, device=device, **sharing)
-
     from flowspec_edge.cli.common.plain_speed import shared_processors, sharing_note
     from flowspec_edge.serving.server import listen
 
@@ -168,11 +162,16 @@ def serve(
         print(line, *([sharing_note(shared)] if shared else []), sep="\n", flush=True)
 
     with listen(host, port, api_key) as listener:
-        if boards is None and device == "cpu":
-            from flowspec_edge.runtime.cluster.forkserver import preload
+        place: Here | SshBoards
+        if boards is None:
+            place = local_processes(stages, device, clock_settings.profile)
+        else:
+            from flowspec_edge.fleet.ssh_stages import SshBoards
 
-            preload()  # it imports torch while this process does
-        service.run(listener, open_cluster, ready, log_json)
+            place = SshBoards(boards, board_model or str(found.path.resolve()), service.dtype)
+            device = place.device
+        service.run(listener, ClusterSpec(found.path, stages, service.dtype, device=device), place, ready,
+                    log_json)
 
 
 def _boards(cluster: Path | None, board_model: str | None, local: bool, stages: int, emulate: str | None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,9 +17,7 @@ from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.strategies.params import Params
 
 if TYPE_CHECKING:
-    from flowspec_edge.runtime.cluster.clusters import SharingOptions
     from flowspec_edge.runtime.draft_device.config import DraftConfig
-    from flowspec_edge.runtime.request import SharedCluster
 
 ConfigOption = Annotated[Path, typer.Option("--config", metavar="FILE", help="Its configuration, as TOML.")]
 KeyFileOption = Annotated[Path | None, typer.Option(
@@ -71,9 +68,9 @@ def draft(
 
       flowspec draft --config /opt/flowspec/current/etc/draft.toml
     """
-    from flowspec_edge.config import load_toml
     from flowspec_edge.runtime.draft_device.config import DraftConfig
     from flowspec_edge.runtime.worker.sd_notify import Notifier
+    from flowspec_edge.util.tomlfile import load_toml
 
     settings = load_toml(config, DraftConfig)
     if key_file:
@@ -87,11 +84,8 @@ def draft(
     service = _service(settings, api_key_file if settings.api_key_file else None)
     notifier = Notifier(os.environ)
 
-    from flowspec_edge.runtime.cluster.clusters import DeployedCluster, OutageStatus
+    from flowspec_edge.runtime.cluster.clusters import OutageStatus, Services
     from flowspec_edge.serving.server import listen
-
-    def open_cluster(sharing: SharingOptions) -> AbstractContextManager[SharedCluster]:
-        return DeployedCluster(settings, notifier, **sharing)
 
     def ready(line: str) -> None:
         print(line, flush=True)
@@ -99,7 +93,8 @@ def draft(
 
     try:
         with listen(settings.host, settings.port, service.api_key) as listener:
-            service.run(listener, open_cluster, ready, log_json, [OutageStatus(notifier)])
+            services = Services(settings, notifier)
+            service.run(listener, services.spec, services, ready, log_json, [OutageStatus(notifier)])
     finally:
         notifier.stopping()
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from flowspec_edge.cli.common.options import Dtype
@@ -17,17 +16,14 @@ from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES, draft_kind, strategy_class
 
 if TYPE_CHECKING:
-    from flowspec_edge.runtime.cluster.clusters import SharingOptions
+    from flowspec_edge.runtime.cluster.spec import ClusterSpec, Processes
     from flowspec_edge.runtime.observe.observer import Observer
     from flowspec_edge.runtime.observe.system_stats import SystemStats
-    from flowspec_edge.runtime.request import SharedCluster
     from flowspec_edge.serving.admission import AdmissionQueue
     from flowspec_edge.serving.dashboard.feed import Feed
     from flowspec_edge.serving.dashboard.live import Description, Live
     from flowspec_edge.serving.metrics import Metrics
     from flowspec_edge.serving.openai.prepare import ServedModel
-
-    Open = Callable[[SharingOptions], AbstractContextManager[SharedCluster]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +58,11 @@ class Service:
     device: str | None = None
     forwarded_allow_ips: str = ""
 
-    def run(self, listener: socket.socket, open_cluster: Open, ready: Callable[[str], None],
+    def run(self, listener: socket.socket, spec: ClusterSpec, place: Processes, ready: Callable[[str], None],
             log_json: bool = False, watchers: Sequence[Observer] = ()) -> None:
-        """Serve until SIGINT or SIGTERM, in the main thread; ``ready`` gets a line after the first token."""
+        """Serve until SIGINT or SIGTERM, in the main thread; ``ready`` gets a line after the first token.
+        ``spec``: without what this class determines: how requests share the stages, and who observes them."""
+        from flowspec_edge.cli.common.clusters import opened
         from flowspec_edge.model.text import Tokenizer
         from flowspec_edge.runtime.draft_device.capacity import cache_rows
         from flowspec_edge.runtime.observe.observer import Observers
@@ -89,13 +87,14 @@ class Service:
         says = self._first_line(url_of(listener))
         with board_meter(wanted=self.profile is None) as meter:
             metrics, feed, live = _watching(about, admission, served, SystemStats(meter=meter))
-            opened = open_cluster({
-                "at_once": self.at_once, "rejoin_within": self.rejoin_within,
-                "scheduling_policy": self.scheduling_policy,
-                "cache_rows": cache_rows(self.context, self.at_once, self.params, self.stages),
-                "observer": Observers([metrics, feed, *watchers]), "meter": meter})
+            spec = replace(
+                spec, at_once=self.at_once, rejoin_within=self.rejoin_within,
+                scheduling_policy=self.scheduling_policy,
+                cache_rows=cache_rows(self.context, self.at_once, self.params, self.stages),
+                observer=Observers([metrics, feed, *watchers]), meter=meter)
             app = make_app(admission, served, self.api_key, metrics=metrics, live=live)
-            serve_app(listener, app, admission, opened, lambda: ready(says), self.forwarded_allow_ips)
+            serve_app(listener, app, admission, opened(spec, place), lambda: ready(says),
+                      self.forwarded_allow_ips)
 
     def _first_line(self, url: str) -> str:
         where = f", cluster {self.cluster}" if self.cluster else ""

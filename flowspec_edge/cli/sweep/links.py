@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from flowspec_edge.bench.sweeps.runner import OpenPoint, PointCluster, profile_at, stages_at
 from flowspec_edge.bench.sweeps.sweep import Axis, Links, Value
-from flowspec_edge.cli.common.clusters import ClockSettings, open_cluster
+from flowspec_edge.cli.common.clusters import opened
 from flowspec_edge.cli.common.defaults import dtype_of
-from flowspec_edge.cli.common.options import DtypeChoice
-from flowspec_edge.config import Profile
+from flowspec_edge.cli.common.options import Dtype, DtypeChoice
+from flowspec_edge.device_profile import Profile
 from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.runtime.cluster.spec import ClusterSpec, Here, Virtual
 
 if TYPE_CHECKING:
     from flowspec_edge.bench.run.parallel import ParallelRun
@@ -39,6 +40,14 @@ class SweepSetup:
     idle_s: float = 0.0  # seconds before the first request, for the boards' idle power
     right_children: float = 1.0  # as ``VirtualCluster``'s
 
+    @property
+    def element_type(self) -> Dtype:
+        return dtype_of(self.model, self.dtype)
+
+    def spec(self, stages: int) -> ClusterSpec:
+        return ClusterSpec(self.model.path, stages, self.element_type, device=self.device, idle_s=self.idle_s,
+                           at_once=1)
+
 
 def open_points(link_kind: Links, setup: SweepSetup) -> AbstractContextManager[OpenPoint]:
     """The returned context yields a function that opens the cluster of a value."""
@@ -48,7 +57,7 @@ def open_points(link_kind: Links, setup: SweepSetup) -> AbstractContextManager[O
 @contextmanager
 def _virtual(setup: SweepSetup) -> Iterator[OpenPoint]:
     """Points share the weights."""
-    from flowspec_edge.runtime.virtual.cluster import VirtualCluster
+    from flowspec_edge.runtime.cluster.clusters import open_cluster
     from flowspec_edge.util.device_memory import memory_errors
 
     loaded: list[VirtualCluster] = []
@@ -60,9 +69,8 @@ def _virtual(setup: SweepSetup) -> Iterator[OpenPoint]:
         if loaded:
             loaded.append(loaded.pop().under(profile, stages))
         else:
-            loaded.append(VirtualCluster(setup.model.path, stages, profile,
-                                         dtype_of(setup.model, setup.dtype), device=setup.device,
-                                         right_children=setup.right_children))
+            loaded.append(open_cluster(setup.spec(stages),
+                                       Virtual(profile, right_children=setup.right_children)))
         yield PointCluster(loaded[0], None)
 
     with memory_errors(setup.device):
@@ -72,7 +80,9 @@ def _virtual(setup: SweepSetup) -> Iterator[OpenPoint]:
 @contextmanager
 def _namespaces(setup: SweepSetup) -> Iterator[OpenPoint]:
     """Real processes that take the profile's time and send its bytes, over links that the kernel shapes."""
-    from flowspec_edge.fleet.network.namespaces import NetnsTestbed, measure_links
+    from flowspec_edge.fleet.board_links.namespaces import NetnsTestbed, measure_links
+    from flowspec_edge.runtime.emulation.durations import Emulation
+    from flowspec_edge.runtime.virtual.devices import Devices
 
     with NetnsTestbed(setup.stages) as bed:
 
@@ -82,9 +92,8 @@ def _namespaces(setup: SweepSetup) -> Iterator[OpenPoint]:
             bed.shape(value)
             given = [link.mbps for link in measure_links(bed)]
             profile = profile_at(setup.profile, setup.axis, value)
-            clock_settings = ClockSettings("wall", profile, real_links=True)
-            with open_cluster(clock_settings, setup.model, setup.stages, setup.dtype, bed,
-                              device=setup.device) as cluster:
+            emulation = Emulation(Devices.even(profile, setup.stages), "real")
+            with opened(setup.spec(setup.stages), Here(bed, emulation)) as cluster:
                 yield PointCluster(cluster, given)
 
         yield open_point
@@ -93,8 +102,8 @@ def _namespaces(setup: SweepSetup) -> Iterator[OpenPoint]:
 @contextmanager
 def _cluster(setup: SweepSetup) -> Iterator[OpenPoint]:
     """Real boards in their own time; their kernels shape what they send."""
-    from flowspec_edge.fleet.network.remote_shaping import RemoteShaping
-    from flowspec_edge.fleet.remote_cluster import SshClusters
+    from flowspec_edge.fleet.board_links.shaping import RemoteShaping
+    from flowspec_edge.fleet.ssh_stages import SshBoards
     from flowspec_edge.runtime.observe.power import board_meter
 
     assert setup.inventory is not None
@@ -110,14 +119,11 @@ def _cluster(setup: SweepSetup) -> Iterator[OpenPoint]:
                 if link.measure is None:
                     log.warning("%s to %s was not measured: %s", link.source, link.target, link.error)
             shaping.renew()
-            clusters = SshClusters(inventory, setup.model.path, setup.board_model,
-                                      dtype_of(setup.model, setup.dtype), shaping.renew, meter=meter,
-                                      idle_s=setup.idle_s)
-            try:
+            place = SshBoards(inventory, setup.board_model, setup.element_type, shaping.renew)
+            spec = replace(setup.spec(len(inventory.verify)), device=place.device, meter=meter)
+            with opened(spec, place) as cluster:
                 given = [link.measure.mbps for link in links if link.measure]
-                yield PointCluster(clusters, given if len(given) == len(links) else None)
-            finally:
-                clusters.close()
+                yield PointCluster(cluster, given if len(given) == len(links) else None)
 
         yield open_point
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet import paths
+from flowspec_edge.fleet.board_links.addresses import network_address
 from flowspec_edge.fleet.deploy.resolve import Deployment
 from flowspec_edge.fleet.deploy.steps.power import power_script
 from flowspec_edge.fleet.inventory import DeviceEntry
-from flowspec_edge.fleet.network.addresses import network_address
 from flowspec_edge.model.manifest import Manifest
 from flowspec_edge.runtime.draft_device.config import DraftConfig
 from flowspec_edge.runtime.worker.config import WorkerConfig

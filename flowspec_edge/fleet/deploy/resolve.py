@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowspec_edge.config import Profile
+from flowspec_edge.device_profile import Profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory, beside, device_profile
 from flowspec_edge.fleet.planning.draft_turn import Drafter, DraftTurn, device_mismatch, draft_turn

@@ -7,13 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.fleet.commands import as_root, python_for, runner_for
 from flowspec_edge.fleet.deploy.engine.desired_state import BoardState, Phase
 from flowspec_edge.fleet.deploy.report import DeployReport, Watch
 from flowspec_edge.fleet.deploy.rollout_log import RolloutLog
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 from flowspec_edge.fleet.paths import CURRENT, PREVIOUS, release_dir
-from flowspec_edge.fleet.remote.runner import as_root
-from flowspec_edge.fleet.remote.ssh import python_for, runner_for
 from flowspec_edge.fleet.services.keys import forget, is_half_rotated
 from flowspec_edge.fleet.services.status import BoardStatus, FleetStatus, Installed, look
 

@@ -31,9 +31,9 @@ from packaging.version import Version
 
 import flowspec_edge
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.fleet.commands import last_line
 from flowspec_edge.fleet.deploy.engine.desired_state import Environment
 from flowspec_edge.fleet.probe.board import l4t_release
-from flowspec_edge.fleet.remote.runner import last_line
 from flowspec_edge.util.resources import resource_dir
 
 _OWN = "flowspec-edge"

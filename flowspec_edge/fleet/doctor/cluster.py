@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.fleet.board_links import tc
+from flowspec_edge.fleet.board_links.addresses import address_problem
+from flowspec_edge.fleet.board_links.shaping import LinkRate, measure_between
+from flowspec_edge.fleet.commands import LocalRunner, Runner, SshRunner, as_root, is_here, python_for
 from flowspec_edge.fleet.doctor.checks import (
     Finding,
     check_bare_board,
@@ -24,14 +28,9 @@ from flowspec_edge.fleet.doctor.checks import (
 )
 from flowspec_edge.fleet.doctor.run import apply_remedies
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory, resolve
-from flowspec_edge.fleet.network import tc
-from flowspec_edge.fleet.network.addresses import address_problem
-from flowspec_edge.fleet.network.remote_shaping import LinkRate, measure_between
 from flowspec_edge.fleet.paths import HOME, PYTHON, STATE
 from flowspec_edge.fleet.probe.facts import board_facts
 from flowspec_edge.fleet.probe.preflight import shared_machine_ids, unreachable
-from flowspec_edge.fleet.remote.runner import LocalRunner, Runner, as_root
-from flowspec_edge.fleet.remote.ssh import SshRunner, is_here, python_for
 
 _TIMEOUT_S = 600.0  # a board reads torch from its SD card several times
 _MAX_SKEW_S = 1.0  # beyond it, the logs of two boards cannot be correlated

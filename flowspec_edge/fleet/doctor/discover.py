@@ -10,11 +10,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet import paths as places
+from flowspec_edge.fleet.board_links.addresses import address_problem, on_network
 from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory, resolve
-from flowspec_edge.fleet.network.addresses import address_problem, on_network
 from flowspec_edge.fleet.probe.board import BoardInfo, board_of, mode_numbers
 from flowspec_edge.fleet.probe.facts import board_facts
 from flowspec_edge.fleet.probe.preflight import shared_machine_ids

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.fleet.commands import LocalRunner, Runner, as_root
 from flowspec_edge.fleet.doctor.checks import Finding, check_l4t, check_system
 from flowspec_edge.fleet.doctor.compute import check_compute
 from flowspec_edge.fleet.probe.board import l4t_of, read_board
 from flowspec_edge.fleet.probe.system import system_facts
-from flowspec_edge.fleet.remote.runner import LocalRunner, Runner, as_root
 
 _EFFECTIVE_LATER = {"groups": "log in again, or restart the service: new groups count from then on"}
 

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.fleet.gpu_check.kernel_check import CheckResult, guarded, report, run_in_children
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.runtime.request import Request

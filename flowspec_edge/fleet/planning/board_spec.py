@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowspec_edge.config import Profile, load_profile
+from flowspec_edge.device_profile import Profile, load_profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.inventory import Role, device_profile, load_inventory
 from flowspec_edge.fleet.planning.planner import CandidateBoard

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from flowspec_edge.config import Profile
+from flowspec_edge.device_profile import Profile
 from flowspec_edge.strategies.params import Params
 
 Drafter = Literal["head", "ngram"]  # a pass of the EAGLE head, or look-up in the text, which takes no time

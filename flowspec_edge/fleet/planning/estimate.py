@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from flowspec_edge.config import LinkCost, Profile
+from flowspec_edge.device_profile import LinkCost, Profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.planning.one_board import SingleBoardEstimate, plain_tokens_per_second
 from flowspec_edge.fleet.planning.planner import CandidateBoard, PipelinePlan, SplitProblem

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from flowspec_edge.config import Profile
+from flowspec_edge.device_profile import Profile
 from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry
 from flowspec_edge.fleet.planning.board_spec import BoardSpec
 from flowspec_edge.fleet.planning.layer_split import Ranges, problem_for, split_in_order

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flowspec_edge.config import load_profile, profile_names
+from flowspec_edge.device_profile import load_profile, profile_names
 from flowspec_edge.fleet.planning.planner import CandidateBoard, SplitProblem
 from flowspec_edge.fleet.planning.scaling import scaled
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from flowspec_edge.config import Memory, Profile
+from flowspec_edge.device_profile import Memory, Profile
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.inventory import Role
 

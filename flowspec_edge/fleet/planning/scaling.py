@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
-from flowspec_edge.config import ModelShape, Profile, StageCurve
+from flowspec_edge.device_profile import ModelShape, Profile, StageCurve
 from flowspec_edge.errors import UsageError
 
 if TYPE_CHECKING:

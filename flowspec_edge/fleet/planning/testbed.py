@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import cast, get_args
 
-from flowspec_edge.config import Profile, load_profile
+from flowspec_edge.device_profile import Profile, load_profile
 from flowspec_edge.errors import UsageError
 
 CONTEXT = 2048  # tokens for which there must be room: the default of ``flowspec plan``
@@ -18,7 +18,7 @@ _TESTBED = re.compile(r"(?P<board>[^:/]+):(?P<count>\d+)/(?P<model>.+)/(?P<dtype
 
 
 def profile_or_testbed(name: str) -> Profile:
-    """A testbed, or what ``config.load_profile`` takes, whose errors it has; also ``planner.DoesNotFit``."""
+    """A testbed, or what ``load_profile`` takes, whose errors it has; also ``planner.DoesNotFit``."""
     match = _TESTBED.fullmatch(name)
     return _testbed(match) if match else load_profile(name)
 

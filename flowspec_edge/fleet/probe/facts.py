@@ -14,12 +14,11 @@ from types import ModuleType
 from typing import Any
 
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.fleet.board_links import interfaces
+from flowspec_edge.fleet.commands import LocalRunner, Runner, SshRunner, is_here
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory, resolve
-from flowspec_edge.fleet.network import interfaces
 from flowspec_edge.fleet.paths import HOME, STATE, VERIFY_UNIT
 from flowspec_edge.fleet.probe import script, system, torch_check
-from flowspec_edge.fleet.remote.runner import LocalRunner, Runner
-from flowspec_edge.fleet.remote.ssh import SshRunner, is_here
 from flowspec_edge.util.resources import resource_dir
 
 _OWN_IMPORTS = re.compile(r"^from (flowspec_edge|__future__)\b[^(\n]*(\([^)]*\)\n)?", re.MULTILINE)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.fleet.board_links.addresses import address_problem
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
-from flowspec_edge.fleet.network.addresses import address_problem
 from flowspec_edge.fleet.paths import HOME, STATE
 from flowspec_edge.fleet.probe.board import l4t_of
 from flowspec_edge.fleet.probe.facts import board_facts

@@ -11,7 +11,7 @@ import re
 import subprocess
 from typing import Any
 
-from flowspec_edge.fleet.network.interfaces import ipv4_addresses
+from flowspec_edge.fleet.board_links.interfaces import ipv4_addresses
 
 # Names or patterns below the root; the contents are sent for ``board.board_of`` and the doctor's checks.
 FILES = ("etc/nv_tegra_release", "sys/firmware/devicetree/base/model", "proc/cpuinfo", "proc/meminfo",

@@ -11,8 +11,8 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any
 
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.fleet.commands import SshRunner, is_here
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
-from flowspec_edge.fleet.remote.ssh import SshRunner, is_here
 
 _PATIENCE_S = 60.0  # without data: the service sends a line every few seconds while a request waits
 _DATA = b"data: "

@@ -15,10 +15,9 @@ from tempfile import NamedTemporaryFile
 from typing import Literal
 
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.fleet.commands import as_root, runner_for
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 from flowspec_edge.fleet.paths import KEY
-from flowspec_edge.fleet.remote.runner import as_root
-from flowspec_edge.fleet.remote.ssh import runner_for
 from flowspec_edge.transport.keys import parse_public
 
 KeyAction = Literal["make", "show", "rotate", "undo", "settle"]

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.fleet.commands import Unreached, as_root, runner_for
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 from flowspec_edge.fleet.paths import API_KEY, GOING_BACK, HOME
 from flowspec_edge.fleet.probe.facts import program
-from flowspec_edge.fleet.remote.runner import Unreached, as_root
-from flowspec_edge.fleet.remote.ssh import runner_for
 from flowspec_edge.fleet.services import board_status
 from flowspec_edge.fleet.services.board_status import unit_of
 from flowspec_edge.runtime.observe import power_rails as rails

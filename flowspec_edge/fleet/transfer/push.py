@@ -19,10 +19,9 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.fleet.commands import as_root, failure, runner_for, search_path
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 from flowspec_edge.fleet.paths import MODELS, model_dir
-from flowspec_edge.fleet.remote.runner import as_root, failure, search_path
-from flowspec_edge.fleet.remote.ssh import runner_for
 from flowspec_edge.model.manifest import Manifest, PartFile
 from flowspec_edge.model.modeldir import MANIFEST
 from flowspec_edge.util.storage.uncached import sha256_of

@@ -1,4 +1,4 @@
-"""Clusters that start, or connect to, the processes that a request's strategy needs.
+"""Opens clusters: simulated ones, and those of processes, which start with the first request that needs them.
 
 Pipelines and tensor-parallel groups cut the model differently, and a board has no memory for both.
 """
@@ -7,23 +7,28 @@ from __future__ import annotations
 
 import gc
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, overload
 
 import torch
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.runtime.cluster.addresses import Addresses, Placement
+from flowspec_edge.runtime.cluster.addresses import Addresses
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.cluster.spec import (
+    BoardStages,
+    ClusterSpec,
+    Connected,
+    Here,
+    Place,
+    Processes,
+    Virtual,
+)
 from flowspec_edge.runtime.draft_device.config import DraftConfig
-from flowspec_edge.runtime.emulation.durations import Emulation
 from flowspec_edge.runtime.observe.observer import Observer
-from flowspec_edge.runtime.observe.power import PowerMeter
 from flowspec_edge.runtime.request import (
     ClusterState,
     ClusterStatus,
@@ -31,43 +36,44 @@ from flowspec_edge.runtime.request import (
     Request,
     RequestHandle,
     Result,
-    SchedulingPolicy,
 )
+from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.runtime.worker.sd_notify import Notifier
 from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.strategies.registry import one_parallelism, strategy_class
 from flowspec_edge.transport import keys
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
+    from typing_extensions import Self
 
 
-class SharingOptions(TypedDict, total=False):
-    """Arguments of :class:`ProcessCluster`, with its defaults, that every kind of cluster accepts."""
+@overload
+def open_cluster(spec: ClusterSpec, place: Processes = ...) -> OnDemandCluster: ...
+@overload
+def open_cluster(spec: ClusterSpec, place: Virtual) -> VirtualCluster: ...
+@overload
+def open_cluster(spec: ClusterSpec, place: Place) -> OnDemandCluster | VirtualCluster: ...
+def open_cluster(spec: ClusterSpec, place: Place = Here()) -> OnDemandCluster | VirtualCluster:  # noqa: B008
+    """Return a cluster, which the caller closes. Processes start with the first request, so their errors come
+    from there; a virtual cluster loads the model at once and raises as ``VirtualCluster``."""
+    if not isinstance(place, Virtual):
+        return OnDemandCluster(spec, place)
+    return VirtualCluster(spec.model, spec.stages, place.profile, spec.dtype, spec.observer,
+                          device=spec.device, learn=place.learn, scheduling_policy=spec.scheduling_policy,
+                          right_children=place.right_children)
 
-    at_once: int
-    cache_rows: int
-    rejoin_within: float
-    observer: Observer
-    meter: PowerMeter | None
-    idle_s: float
-    scheduling_policy: SchedulingPolicy
 
-
-class OnDemandCluster(ABC):
+class OnDemandCluster:
     """Starts the processes that a request needs, and keeps them until a request needs others. Only one thread
     may call :meth:`generate`, :meth:`submit` and :meth:`serve`: they start processes."""
 
     clock = "wall"
 
-    def __init__(self) -> None:
+    def __init__(self, spec: ClusterSpec, place: Processes = Here()) -> None:  # noqa: B008
+        self._spec, self._place = spec, place
         self._cluster: ProcessCluster | None = None
         self._closed = False
         self._lost = False  # the last cluster ended by itself, and no other is up yet
-
-    @abstractmethod
-    def _start(self, parallelism: Parallelism) -> ProcessCluster:
-        ...
 
     @property
     def running(self) -> ProcessCluster | None:
@@ -129,6 +135,8 @@ class OnDemandCluster(ABC):
         if self._closed:
             raise FlowspecError("the clusters are closed; start new ones")
         wanted = strategy_class(strategy).parallelism
+        if isinstance(self._place, BoardStages):
+            self._place.refresh()
         running = self._cluster
         if running is None or running.closed or running.parallelism != wanted:
             if running is not None and not running.closed and running.busy:
@@ -143,55 +151,56 @@ class OnDemandCluster(ABC):
                 running.observer.recovered(time.monotonic())
         return running
 
+    def _start(self, parallelism: Parallelism) -> ProcessCluster:
+        place = self._place
+        if isinstance(place, BoardStages):
+            place = place.connect(parallelism)
+        return ProcessCluster(self._spec, place, parallelism)
+
     def _end(self) -> None:
         if self._cluster is not None:
             self._cluster.close()
             self._cluster = None
             gc.collect()  # its parts refer to one another, and the next one loads D0's models again
+        if isinstance(self._place, BoardStages):
+            self._place.disconnect()
 
 
-class LocalCluster(OnDemandCluster):
-    """All processes run on this machine."""
+class Services:
+    """``spec.BoardStages`` that are services: D0 connects to them, but neither starts nor ends them."""
 
-    def __init__(self, model_dir: Path, stages: int, dtype: str = "fp32", *, device: str = "cpu",
-                 threads: int | None = None, dead_after: float = 5.0, placement: Placement | None = None,
-                 emulation: Emulation | None = None, **sharing: Unpack[SharingOptions]) -> None:
-        super().__init__()
-        self._make = partial(ProcessCluster, model_dir, stages, dtype, device=device, threads=threads,
-                             dead_after=dead_after, placement=placement, emulation=emulation, **sharing)
-
-    def _start(self, parallelism: Parallelism) -> ProcessCluster:
-        return self._make(parallelism=parallelism)
-
-
-class DeployedCluster(OnDemandCluster):
-    """A pipeline of services on boards; D0 connects to them, but neither starts nor ends them."""
-
-    def __init__(self, config: DraftConfig, notifier: Notifier, **sharing: Unpack[SharingOptions]) -> None:
+    def __init__(self, config: DraftConfig, notifier: Notifier) -> None:
         """``notifier`` gets keep-alives from the driving thread and the names of missing stages. UsageError
         for an invalid public key."""
-        super().__init__()
         self._config = config
         self._notifier = notifier
-        self._sharing = sharing
         self._addresses = Addresses(
             control=config.control, output=config.output, first=config.first, instances=config.instances,
             key_file=Path(config.key_file) if config.key_file else None,
             worker_keys=[keys.parse_public(key) for key in config.worker_keys],
             unencrypted=config.unencrypted, digests=config.digests)
 
-    def _start(self, parallelism: Parallelism) -> ProcessCluster:
+    @property
+    def spec(self) -> ClusterSpec:
+        """D0's part of the configuration."""
         config = self._config
+        return ClusterSpec(Path(config.model), len(config.instances), config.dtype, device=config.device,
+                           start_within=config.start_within_s, slow=self._notifier.slow)
+
+    def connect(self, parallelism: Parallelism) -> Connected:
         if parallelism != "pipeline":
-            raise UsageError(f"the stages of {config.cluster} are services that form a pipeline, not a "
+            raise UsageError(f"the stages of {self._config.cluster} are services that form a pipeline, not a "
                              f"{parallelism} group")
         self._notifier.alive()
-        if config.threads:
-            torch.set_num_threads(config.threads)
-        return ProcessCluster(
-            Path(config.model), len(config.instances), config.dtype, device=config.device,
-            addresses=self._addresses, start_within=config.start_within_s, watch=self._watch,
-            waiting=self._waiting, slow=self._notifier.slow, **self._sharing)
+        if self._config.threads:
+            torch.set_num_threads(self._config.threads)
+        return Connected(self._addresses, self._watch, self._waiting)
+
+    def refresh(self) -> None:
+        """Services need no preparation for a request."""
+
+    def disconnect(self) -> None:
+        """Services stay up."""
 
     def _watch(self) -> None:
         """Send a keep-alive; the driving thread calls this several times a second."""

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import cast
 
@@ -21,15 +21,14 @@ from flowspec_edge.errors import FlowspecError, PeerLost, UsageError
 from flowspec_edge.model.manifest import ComputeDtype
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.runtime.cluster.addresses import (
-    Addresses,
     LocalPlan,
     Loopback,
-    Placement,
     threads_per_process,
 )
 from flowspec_edge.runtime.cluster.event_loop import EventLoop
 from flowspec_edge.runtime.cluster.membership import Membership
 from flowspec_edge.runtime.cluster.recovery import Recovery
+from flowspec_edge.runtime.cluster.spec import ClusterSpec, Connected, Here
 from flowspec_edge.runtime.cluster.stage_links import StageLinks
 from flowspec_edge.runtime.cluster.subprocesses import WorkerProcesses
 from flowspec_edge.runtime.cluster.timing import ClusterTiming
@@ -37,10 +36,9 @@ from flowspec_edge.runtime.draft_core import DraftCore
 from flowspec_edge.runtime.draft_device.capacity import session_rows
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
 from flowspec_edge.runtime.draft_device.models import DraftModels
-from flowspec_edge.runtime.emulation.durations import Emulation
 from flowspec_edge.runtime.emulation.links import EmulatedTransport
-from flowspec_edge.runtime.observe.observer import Observer, Observers
-from flowspec_edge.runtime.observe.power import PowerMeter, SessionEnergy
+from flowspec_edge.runtime.observe.observer import Observers
+from flowspec_edge.runtime.observe.power import SessionEnergy
 from flowspec_edge.runtime.request import (
     ClusterState,
     ClusterStatus,
@@ -48,7 +46,6 @@ from flowspec_edge.runtime.request import (
     Request,
     RequestHandle,
     Result,
-    SchedulingPolicy,
     Stats,
 )
 from flowspec_edge.stage.shard import stage_ranges
@@ -70,44 +67,22 @@ class ProcessCluster:
 
     clock = "wall"
 
-    def __init__(self, model_dir: Path, stages: int, dtype: str = "fp32", *, device: str = "cpu",
-                 parallelism: Parallelism = "pipeline", threads: int | None = None,
-                 dead_after: float = 5.0, start_within: float = 180.0,
-                 addresses: Addresses | None = None, placement: Placement | None = None,
-                 emulation: Emulation | None = None, at_once: int = 8, cache_rows: int | None = None,
-                 rejoin_within: float = 0.0, watch: Callable[[], str | None] = lambda: None,
-                 waiting: Callable[[list[str]], None] = lambda stages: None,
-                 slow: Callable[[], AbstractContextManager[None]] = nullcontext,
-                 observer: Observer | None = None, meter: PowerMeter | None = None, idle_s: float = 0.0,
-                 scheduling_policy: SchedulingPolicy = "fair") -> None:
-        """Start the stages, or connect to those at ``addresses``, and wait until all have loaded.
-
-        device         torch device of D0 and of the stages that are started here
-        threads        torch threads per stage and, meanwhile, of this process; None divides the cores
-        dead_after     seconds of silence after which a stage counts as lost
-        start_within   seconds for all stages to say Hello
-        at_once        number of concurrent requests, each with its own caches
-        cache_rows     limit for the rows in a stage's caches (``capacity.cache_rows``): requests wait for
-                       room, and free room keeps prefixes. None: no limit, and no prefix cache
-        rejoin_within  seconds for a lost stage to come back, while open requests wait; 0, or ranks at
-                       ``addresses``: every loss is final. Stages that were started here are restarted
-        watch          returns why a stage at ``addresses`` has ended for good, or None
-        waiting        called repeatedly with the stages that have not said Hello: ["V1", …]
-        slow           entered around calls that may take minutes on a slow disk (loading D0's models)
-        meter          running power meter of this board; results have the energy if every board has one
-        idle_s         seconds to measure idle power before the first request; only with a meter
-        scheduling_policy  how concurrent requests share the stages (``Scheduler``)
+    def __init__(self, spec: ClusterSpec, place: Here | Connected = Here(),  # noqa: B008 (it is frozen)
+                 parallelism: Parallelism = "pipeline") -> None:
+        """Start the stages, or connect to them, and wait until all have loaded.
 
         Links to stages that are started here are encrypted, with keys made for this cluster; the collectives
         of tensor-parallel ranks cannot be. UsageError, before anything is started, if the model cannot be cut
         into so many stages; PeerLost if a stage does not start.
         """
-        parse_dtype(dtype)
+        here = place if isinstance(place, Here) else Here()
+        model_dir, stages, emulation = Path(spec.model), spec.stages, here.emulation
+        parse_dtype(spec.dtype)
         grouped = parallelism != "pipeline"
-        stage_ranges(ModelDir(Path(model_dir)).stages, stages, allow_empty=grouped)
+        stage_ranges(ModelDir(model_dir).stages, stages, allow_empty=grouped)
         self.parallelism = parallelism
-        self._at_once = at_once
-        self.observer = Observers([observer] if observer else [])
+        self._at_once = spec.at_once
+        self.observer = Observers([spec.observer] if spec.observer else [])
         self._queue: deque[RequestHandle] = deque()
         self._driver = threading.Lock()
         self._closed = False
@@ -115,57 +90,57 @@ class ProcessCluster:
         with ExitStack() as undo:
             self._workers = WorkerProcesses()
             undo.callback(self._workers.end)
-            place = placement or Loopback()
-            plan = None if addresses else LocalPlan(stages, self._workers.directory, place)
-            self._plan = plan
-            if plan:
+            network = here.network or Loopback()
+            self._plan = plan = None
+            if isinstance(place, Here):
+                self._plan = plan = LocalPlan(stages, self._workers.directory, network)
                 undo.callback(plan.close)
-                addresses = plan.addresses
-            assert addresses is not None
+                place = Connected(plan.addresses)
+            addresses, watch, slow = place.addresses, place.watch, spec.slow
             pair = keys.load(addresses.key_file) if addresses.key_file else None
             self._transport = (
                 EmulatedTransport(emulation, 0, addresses.instances, pair, addresses.unencrypted)
                 if emulation else ZmqTransport(pair, unencrypted=addresses.unencrypted))
             undo.callback(self._transport.close)
-            self._members = Membership(addresses.instances, dead_after, tensor_parallel=grouped,
-                                       fail_on_rejoin=rejoin_within > 0, digests=addresses.digests)
+            self._members = Membership(addresses.instances, spec.dead_after, tensor_parallel=grouped,
+                                       fail_on_rejoin=spec.rejoin_within > 0, digests=addresses.digests)
             self._timing = ClusterTiming(emulation, parallelism, stages,
                                          lambda kind: self._draft_models.pass_seconds(kind))
             core = self._core = DraftCore(self._coordinator, time.monotonic, self.observer,
-                                          self._highest_session, self._timing.curve, cache_rows,
-                                          scheduling_policy)
-            self._links = StageLinks(self._transport, addresses, place, self._members,
+                                          self._highest_session, self._timing.curve, spec.cache_rows,
+                                          spec.scheduling_policy)
+            self._links = StageLinks(self._transport, addresses, network, self._members,
                                      lambda within: self._workers.exited(within) or watch(),
                                      self.observer.heartbeat, lambda session: core.find(session) is not None,
                                      core.charge)
-            self._energy = SessionEnergy(meter)
+            self._energy = SessionEnergy(spec.meter)
             self._loop = EventLoop(core, self._links, emulation, self.observer, self._energy, self._timing)
             self._recovery = Recovery(self._links, self._workers,
-                                      rejoin_within if plan or not grouped else 0.0, self.observer, watch,
-                                      plan.new_group if plan and grouped else None)
+                                      spec.rejoin_within if plan or not grouped else 0.0, self.observer,
+                                      watch, plan.new_group if plan and grouped else None)
             if plan:
                 emulate = self._workers.directory / "emulation.json" if emulation else None
                 if emulation and emulate:
                     emulation.save(emulate)
-                fair = threads or threads_per_process(stages)
+                fair = spec.threads or threads_per_process(stages)
                 self._workers.start(plan.configs(self._links.control_endpoint, self._links.output_endpoint,
-                                                 Path(model_dir), cast(ComputeDtype, dtype), fair,
-                                                 parallelism, emulate, device),
-                                    wrap=place.command if placement else None)
+                                                 model_dir, cast(ComputeDtype, spec.dtype), fair,
+                                                 parallelism, emulate, spec.device),
+                                    wrap=network.command if here.network else None)
                 undo.callback(torch.set_num_threads, self._threads)
                 torch.set_num_threads(fair)
-                if not rejoin_within:
+                if not spec.rejoin_within:
                     plan.close()
             with slow():
                 # In parallel with the stages' loading.
-                self._draft_models = DraftModels(Path(model_dir), dtype, device, slow)
-            self._links.wait_for_hello(start_within, waiting)
+                self._draft_models = DraftModels(model_dir, spec.dtype, spec.device, slow)
+            self._links.wait_for_hello(spec.start_within, place.waiting)
             with slow():
                 core.warming_up = True
                 self._timing.warm_up(self._run_alone)
                 core.warming_up = False
-            if meter and idle_s:
-                over = time.monotonic() + idle_s
+            if spec.meter and spec.idle_s:
+                over = time.monotonic() + spec.idle_s
                 self._drive(lambda: time.monotonic() > over)
             undo.pop_all()
 

@@ -6,12 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from flowspec_edge.config import Count, Positive, StrictModel, Text
 from flowspec_edge.model.manifest import ComputeDtype
 from flowspec_edge.runtime.request import SchedulingPolicy
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY
 from flowspec_edge.transport.bind_check import unencrypted_bind_problem
-from flowspec_edge.util.tomlfile import Misplaced
+from flowspec_edge.util.tomlfile import Count, Misplaced, Positive, StrictModel, Text
 
 
 class DraftConfig(StrictModel):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from flowspec_edge.config import Profile
+from flowspec_edge.device_profile import Profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.runtime.emulation.durations import pause, wait_until
 from flowspec_edge.runtime.virtual.collectives import rings_of

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from flowspec_edge.config import Profile
+from flowspec_edge.device_profile import Profile
 from flowspec_edge.runtime.virtual.devices import Devices
 from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.util.bounded_read import read_json

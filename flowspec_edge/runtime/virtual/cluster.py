@@ -12,7 +12,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from flowspec_edge.config import Profile
+from flowspec_edge.device_profile import Profile
 from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.calibrated import CalibratedDrafter
 from flowspec_edge.model.modeldir import ModelDir, is_sharded

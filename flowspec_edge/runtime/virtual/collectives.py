@@ -6,7 +6,7 @@ of the padded rows, to the next one and waits for its own, as in Galaxy's ``stag
 
 from __future__ import annotations
 
-from flowspec_edge.config import Profile
+from flowspec_edge.device_profile import Profile
 from flowspec_edge.strategies.base import Parallelism
 
 _BLOCKS = 2  # a layer's attention and its MLP

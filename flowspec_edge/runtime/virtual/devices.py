@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
 
-from flowspec_edge.config import Profile
+from flowspec_edge.device_profile import Profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.runtime.draft_device.coordinator import DraftPass, Verify
 from flowspec_edge.runtime.draft_device.scheduling.jobs import Job

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flowspec_edge.config import Profile
+from flowspec_edge.device_profile import Profile
 from flowspec_edge.messages import Batch, Message, Payload
 from flowspec_edge.runtime.virtual.clock import EventClock
 from flowspec_edge.transport.codec import encode

@@ -6,11 +6,10 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from flowspec_edge.config import Count, Positive, StrictModel, Text
 from flowspec_edge.model.manifest import ComputeDtype
 from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.transport.bind_check import unencrypted_bind_problem
-from flowspec_edge.util.tomlfile import Misplaced
+from flowspec_edge.util.tomlfile import Count, Misplaced, Positive, StrictModel, Text
 
 
 class WorkerConfig(StrictModel):

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from flowspec_edge.config import load_toml
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.messages import Failed
 from flowspec_edge.runtime.emulation.durations import Emulation
@@ -31,6 +30,7 @@ from flowspec_edge.runtime.worker.worker import Worker, connect
 from flowspec_edge.transport import keys
 from flowspec_edge.transport.zmq_links import ZmqTransport
 from flowspec_edge.util.terminal import printable
+from flowspec_edge.util.tomlfile import load_toml
 
 log = logging.getLogger(__name__)
 

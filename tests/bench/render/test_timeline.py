@@ -9,7 +9,7 @@ import pytest
 from tiny_dir import tiny_model_dir
 
 from flowspec_edge.bench.render.timeline import WIDTH, draw, window
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.runtime.request import Request, Stats
 from flowspec_edge.runtime.virtual.clock import Span

@@ -17,7 +17,7 @@ from flowspec_edge.bench.reproduce.records import Measured, law
 from flowspec_edge.bench.reproduce.write import document_of, write_all
 from flowspec_edge.bench.results.report import BenchReport
 from flowspec_edge.bench.sweeps.sweep import Sweep
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.strategies.registry import STRATEGIES
 
 SUFFIXES = ("csv", "md", "tex", "pdf", "svg")

@@ -16,9 +16,10 @@ from tiny_dir import tiny_model_dir
 from flowspec_edge.bench.results.report import BenchReport
 from flowspec_edge.bench.run.concurrent import ArrivalPattern
 from flowspec_edge.bench.run.runner import BenchPlan, Workload, measure
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.errors import UsageError
-from flowspec_edge.runtime.cluster.clusters import LocalCluster
+from flowspec_edge.runtime.cluster.clusters import open_cluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
 from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
 from flowspec_edge.runtime.observe.observer import Observer
@@ -165,7 +166,7 @@ def test_every_group_is_full() -> None:
 @pytest.mark.slow
 def test_processes_take_requests_when_they_arrive(model: Path) -> None:
     decoder = PlainDecoder(model)
-    with LocalCluster(model, 2) as cluster:
+    with open_cluster(ClusterSpec(model, 2)) as cluster:
         with pytest.raises(UsageError, match="one kind of parallelism"):
             cluster.generate_many([REQUESTS[0], replace(REQUESTS[0], strategy="galaxy")])
         assert cluster.generate_many([]) == []

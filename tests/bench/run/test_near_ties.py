@@ -14,7 +14,7 @@ from flowspec_edge.bench.render.table import table
 from flowspec_edge.bench.results.report import BenchReport
 from flowspec_edge.bench.run.near_ties import TOLERANCE, NearTies, _nearly_best
 from flowspec_edge.bench.run.runner import BenchPlan, Workload, measure, run
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import OnTokens, Request, Result
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster

@@ -11,7 +11,7 @@ from tiny_dir import tiny_model_dir
 
 from flowspec_edge.bench.run.parallel import ParallelRun, PipelineTask, Workplace
 from flowspec_edge.cli.main import main
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request

@@ -15,7 +15,7 @@ from tiny_dir import tiny_model_dir
 from flowspec_edge.bench.render.table import show, table, title
 from flowspec_edge.bench.results.report import BenchReport, load_report
 from flowspec_edge.bench.run.runner import BenchPlan, Workload, measure, run
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import OnTokens, Request, Result
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster

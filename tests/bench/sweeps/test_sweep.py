@@ -28,7 +28,7 @@ from flowspec_edge.bench.sweeps.runner import (
     steps,
 )
 from flowspec_edge.bench.sweeps.sweep import Sweep, Value, label, load_sweep, retained_share
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request

@@ -17,7 +17,7 @@ from tiny_dir import tiny_model_dir
 
 from flowspec_edge.cli.bench.options import parse_strategies
 from flowspec_edge.cli.main import main
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.strategies.registry import STRATEGIES
 
 PROMPTS = [

@@ -14,8 +14,8 @@ from safetensors import safe_open
 from tiny_dir import tiny_model_dir
 
 from flowspec_edge.cli.main import main
-from flowspec_edge.config import load_profile, profile_names
-from flowspec_edge.fleet.profiling.stage import ROWS
+from flowspec_edge.device_profile import load_profile, profile_names
+from flowspec_edge.fleet.measurement.stage import ROWS
 
 PEER = [sys.executable, "-m", "flowspec_edge.cli.main",
         "device", "peer", "--host", "127.0.0.1", "--port", "0"]

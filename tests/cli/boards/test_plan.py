@@ -13,10 +13,10 @@ from tiny_dir import tiny_model_dir
 
 from flowspec_edge.cli.boards import plan
 from flowspec_edge.cli.main import main
+from flowspec_edge.device_profile import render
 from flowspec_edge.fleet.deploy.resolve import resolve_deployment
 from flowspec_edge.fleet.inventory import load_inventory
 from flowspec_edge.fleet.planning.model_size import model_bytes
-from flowspec_edge.fleet.profiling.profile_toml import render
 from flowspec_edge.runtime.draft_device.capacity import cache_rows
 from flowspec_edge.strategies.params import Params
 

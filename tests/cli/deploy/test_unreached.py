@@ -8,7 +8,7 @@ import fleetkit
 import pytest
 
 from flowspec_edge.cli.main import main
-from flowspec_edge.fleet.network.namespaces import NetnsTestbed
+from flowspec_edge.fleet.board_links.namespaces import NetnsTestbed
 
 pytestmark = fleetkit.needs_netns
 

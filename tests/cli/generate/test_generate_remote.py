@@ -16,7 +16,8 @@ from transformers import AutoTokenizer
 
 from flowspec_edge.cli.main import main
 from flowspec_edge.model.modeldir import ModelDir
-from flowspec_edge.runtime.cluster.clusters import LocalCluster
+from flowspec_edge.runtime.cluster.clusters import OnDemandCluster, open_cluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.sampling.rule import Sampling
@@ -31,14 +32,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster(model: Path) -> Iterator[LocalCluster]:
-    with LocalCluster(model, 2, threads=1) as made:
+def cluster(model: Path) -> Iterator[OnDemandCluster]:
+    with open_cluster(ClusterSpec(model, 2, threads=1)) as made:
         made.generate(Request([1], "flowspec", 1))  # it is up, wherever its owner is later
         yield made
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, cluster: LocalCluster) -> Iterator[Running]:
+def server(model: Path, cluster: OnDemandCluster) -> Iterator[Running]:
     with running(served(model), cluster) as server:
         yield server
 
@@ -68,7 +69,7 @@ def generate(file: str, *arguments: str) -> int:
 
 
 @sshkit.needs_boards
-def test_over_ssh(model: Path, cluster: LocalCluster, tmp_path: Path,
+def test_over_ssh(model: Path, cluster: OnDemandCluster, tmp_path: Path,
                   monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The service listens on the loopback of its board, in a network of its own, and wants a key.  The first
     test: there is one cluster, and nobody else may own it meanwhile."""

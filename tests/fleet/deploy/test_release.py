@@ -15,7 +15,6 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowspec_edge.config import load_toml
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet import paths
 from flowspec_edge.fleet.deploy import release as rendering
@@ -28,7 +27,7 @@ from flowspec_edge.runtime.draft_device.config import DraftConfig
 from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.transport.keys import parse_public
 from flowspec_edge.util.resources import resource_dir
-from flowspec_edge.util.tomlfile import M
+from flowspec_edge.util.tomlfile import M, load_toml
 
 KEYS = [zmq.curve_keypair()[0].decode() for _ in range(6)]
 

@@ -9,7 +9,7 @@ from plankit import profile
 from shardkit import cut
 from tiny_dir import tiny_eagle3, tiny_model_dir
 
-from flowspec_edge.config import Conditions, load_profile
+from flowspec_edge.device_profile import Conditions, load_profile, render
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.deploy.resolve import Deployment, resolve_deployment
 from flowspec_edge.fleet.doctor.checks import Finding
@@ -20,7 +20,6 @@ from flowspec_edge.fleet.planning.model_size import model_bytes
 from flowspec_edge.fleet.planning.planner import CandidateBoard, DoesNotFit, plan
 from flowspec_edge.fleet.planning.scaling import scaled
 from flowspec_edge.fleet.planning.throughput import Throughput
-from flowspec_edge.fleet.profiling.profile_toml import render
 
 
 @pytest.fixture(scope="module")

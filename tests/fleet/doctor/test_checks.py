@@ -10,6 +10,8 @@ import fleetkit
 import pytest
 from orinkit import ORIN
 
+from flowspec_edge.fleet.board_links import tc
+from flowspec_edge.fleet.commands import LocalRunner
 from flowspec_edge.fleet.doctor.checks import (
     Finding,
     check_bare_board,
@@ -20,8 +22,6 @@ from flowspec_edge.fleet.doctor.checks import (
 )
 from flowspec_edge.fleet.doctor.cluster import check_shaping
 from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory
-from flowspec_edge.fleet.network import tc
-from flowspec_edge.fleet.remote.runner import LocalRunner
 
 GROUPS = "root:x:0:\nvideo:x:44:me\nrender:x:104:me\n"
 FACTS: dict[str, Any] = {

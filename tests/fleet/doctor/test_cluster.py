@@ -13,9 +13,9 @@ import pytest
 import sshkit
 
 from flowspec_edge.cli.main import main
+from flowspec_edge.fleet.board_links.linktest import LinkMeasure
+from flowspec_edge.fleet.board_links.shaping import LinkRate
 from flowspec_edge.fleet.doctor.cluster import check_link, check_skew
-from flowspec_edge.fleet.network.linktest import LinkMeasure
-from flowspec_edge.fleet.network.remote_shaping import LinkRate
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowspec_edge.errors import UsageError
+from flowspec_edge.fleet.board_links import interfaces
 from flowspec_edge.fleet.doctor.cluster_toml import render_cluster_toml
 from flowspec_edge.fleet.doctor.discover import (
     DiscoveredBoard,
@@ -27,7 +28,6 @@ from flowspec_edge.fleet.doctor.discover import (
     with_host_names,
 )
 from flowspec_edge.fleet.inventory import DeviceEntry, load_inventory
-from flowspec_edge.fleet.network import interfaces
 from flowspec_edge.fleet.probe import script, system
 from flowspec_edge.fleet.probe.board import BoardInfo
 from flowspec_edge.fleet.probe.facts import program, torch_check_program

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tiny_dir import tiny_model_dir
 
-from flowspec_edge.config import Conditions, DraftCost, HostCost, LmHeadCost, Profile, load_profile
+from flowspec_edge.device_profile import Conditions, DraftCost, HostCost, LmHeadCost, Profile, load_profile
 from flowspec_edge.fleet.planning.draft_turn import device_mismatch, draft_turn
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster

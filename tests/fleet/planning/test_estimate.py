@@ -8,7 +8,7 @@ import pytest
 from plankit import board, problem, profile, size
 from tiny_dir import tiny_model_dir
 
-from flowspec_edge.config import StageCurve
+from flowspec_edge.device_profile import StageCurve
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.planning.estimate import (
     Prediction,

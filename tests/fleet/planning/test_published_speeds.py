@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.planning import planner
 from flowspec_edge.fleet.planning.board_spec import parse_devices

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 from plankit import MB, profile, size
 
-from flowspec_edge.config import Int4Cost, StageCurve, load_profile
+from flowspec_edge.device_profile import Int4Cost, StageCurve, load_profile, render
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.planning.board_spec import BoardSpec, parse_devices
 from flowspec_edge.fleet.planning.model_size import model_bytes
 from flowspec_edge.fleet.planning.plan_table import alone_rows, plan_rows
 from flowspec_edge.fleet.planning.planner import CandidateBoard, SplitProblem, plan
 from flowspec_edge.fleet.planning.scaling import Scaling, at_context, scaled
-from flowspec_edge.fleet.profiling.profile_toml import render
 
 CLUSTER = """
 [cluster]

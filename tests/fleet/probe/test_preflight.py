@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import sshkit
 
+from flowspec_edge.fleet.board_links import interfaces
+from flowspec_edge.fleet.commands import SshRunner
 from flowspec_edge.fleet.inventory import Inventory
-from flowspec_edge.fleet.network import interfaces
 from flowspec_edge.fleet.probe import script, system, torch_check
 from flowspec_edge.fleet.probe.facts import board_facts
 from flowspec_edge.fleet.probe.preflight import (
@@ -27,7 +28,6 @@ from flowspec_edge.fleet.probe.preflight import (
     unreachable,
 )
 from flowspec_edge.fleet.probe.software import BoardProblem
-from flowspec_edge.fleet.remote.ssh import SshRunner
 
 HUGE = 10**15
 BARE = "/usr/bin/python3"  # a board's own Python, which has no torch here
@@ -71,7 +71,7 @@ def test_three_unfit_boards(boards: sshkit.Boards, tmp_path: Path) -> None:
                         board_2={"ssh_user": "plain"})
     address = boards.bed.address(1)
     listen = SshRunner(inventory, inventory.device[1], own_connection=True).command(
-        [sys.executable, "-m", "flowspec_edge.fleet.network.linktest", "serve", address, "7702"])
+        [sys.executable, "-m", "flowspec_edge.fleet.board_links.linktest", "serve", address, "7702"])
     needs = {"board-0": Needs(), "board-1": Needs(2_000_000, HUGE, HUGE, (7701, 7702)), "board-2": Needs()}
     before = sorted(str(path) for path in boards.root(1).glob("var/lib/*"))
     with subprocess.Popen(listen, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as listener:
@@ -79,7 +79,7 @@ def test_three_unfit_boards(boards: sshkit.Boards, tmp_path: Path) -> None:
         listener.stdout.readline()  # it listens
         found = preflight(inventory, needs).problems
         listener.terminate()
-    for pid in boards.running(1, f"{sys.executable} -m flowspec_edge.fleet.network.linktest"):
+    for pid in boards.running(1, f"{sys.executable} -m flowspec_edge.fleet.board_links.linktest"):
         boards.inside(1, "kill", str(pid))
     (refused,) = checks(found, "board-0").values()
     assert refused.check == "ssh"

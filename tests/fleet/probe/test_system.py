@@ -13,8 +13,8 @@ from pathlib import Path
 import fleetkit
 import pytest
 
-from flowspec_edge.fleet.network import interfaces
-from flowspec_edge.fleet.network.namespaces import NetnsTestbed
+from flowspec_edge.fleet.board_links import interfaces
+from flowspec_edge.fleet.board_links.namespaces import NetnsTestbed
 from flowspec_edge.fleet.probe import script, system
 from flowspec_edge.fleet.probe.facts import program, torch_check_program
 

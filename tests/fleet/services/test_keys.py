@@ -13,8 +13,7 @@ import sshkit
 
 from flowspec_edge.cli.main import main
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.fleet.remote.runner import as_root
-from flowspec_edge.fleet.remote.ssh import SshRunner
+from flowspec_edge.fleet.commands import SshRunner, as_root
 from flowspec_edge.fleet.services.keys import BoardKey, change_keys, record, recorded, rotate_keys, shown
 
 PATH = "/run/flowspec/board.key"  # every board here has a /run of its own

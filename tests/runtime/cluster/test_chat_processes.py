@@ -17,6 +17,7 @@ from clusterkit import PATIENCE, on_third
 
 from flowspec_edge.messages import Heartbeat
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.draft_device.capacity import session_rows
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
 from flowspec_edge.runtime.observe.observer import Observer
@@ -81,7 +82,8 @@ def watch() -> Watch:
 
 @pytest.fixture(scope="module")
 def cluster(tiny_model: Path, watch: Watch) -> Iterator[ProcessCluster]:
-    with ProcessCluster(tiny_model, STAGES, threads=1, cache_rows=BUDGET, observer=watch) as made:
+    with ProcessCluster(ClusterSpec(tiny_model, STAGES, threads=1, cache_rows=BUDGET,
+                                    observer=watch)) as made:
         yield made
 
 
@@ -212,7 +214,8 @@ def test_after_a_fault_nothing_is_kept_and_all_rows_are_free(cluster: ProcessClu
 def test_a_loss_takes_what_was_kept_and_the_answer_that_goes_on_is_kept(tiny_model: Path) -> None:
     kept = Request(some(80, 60), "flowspec", 8, params=SMALL)
     lost = Request(some(81, 60), "flowspec", 30, params=SMALL)
-    with ProcessCluster(tiny_model, STAGES, threads=1, cache_rows=BUDGET, rejoin_within=PATIENCE) as cluster:
+    with ProcessCluster(ClusterSpec(tiny_model, STAGES, threads=1, cache_rows=BUDGET,
+                                    rejoin_within=PATIENCE)) as cluster:
         assert cluster.generate(kept).tokens == expected(tiny_model, kept)
         result = cluster.generate(lost, on_third(lambda: os.kill(cluster.pids[1], signal.SIGKILL)))
         assert result.tokens == expected(tiny_model, lost)

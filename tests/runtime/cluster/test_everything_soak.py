@@ -10,6 +10,7 @@ from clusterkit import PATIENCE
 from mixkit import Held, Mix, largest
 
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.observe.observer import Observers
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import ClusterState
@@ -28,8 +29,9 @@ def everything(model: Path, seed: int, requests: int, kills: int, strategies: li
                parallelism: Parallelism = "pipeline", vocabulary: int = 97) -> None:
     held, feed, metrics = Held(), Feed(), Metrics(STAGES, dict, {})
     feed.watched = True
-    with ProcessCluster(model, STAGES, threads=1, at_once=4, cache_rows=BUDGET, rejoin_within=PATIENCE,
-                        parallelism=parallelism, observer=Observers([held, feed, metrics])) as cluster:
+    with ProcessCluster(ClusterSpec(model, STAGES, threads=1, at_once=4, cache_rows=BUDGET,
+                                    rejoin_within=PATIENCE, observer=Observers([held, feed, metrics])),
+                        parallelism=parallelism) as cluster:
         mix = Mix(cluster, PlainDecoder(model), seed, requests, kills, strategies, vocabulary)
         mix.run()
         assert cluster.status.state is ClusterState.RUNNING

@@ -22,6 +22,7 @@ from powerkit import board
 from flowspec_edge.runtime.cluster import forkserver
 from flowspec_edge.runtime.cluster.forkserver import WorkerProcess, server_pid
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.worker.config import WorkerConfig
 
@@ -72,7 +73,7 @@ def test_a_worker_has_the_environment_of_its_start(tiny_model: Path, tmp_path: P
     """The fork server, which may be older, has another one."""
     forkserver.preload()
     monkeypatch.setenv("FLOWSPEC_SYSFS", str(board(tmp_path, 7.0)))
-    with ProcessCluster(tiny_model, 1, threads=1) as cluster:
+    with ProcessCluster(ClusterSpec(tiny_model, 1, threads=1)) as cluster:
         stage = cluster.generate(Request(list(range(9)), "autoregressive", 2)).stats.stages[0]
     assert stage["session_j"] > 0
 

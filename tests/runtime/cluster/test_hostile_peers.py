@@ -26,6 +26,7 @@ from flowspec_edge.errors import FlowspecError
 from flowspec_edge.runtime.cluster import process_cluster
 from flowspec_edge.runtime.cluster.addresses import Addresses
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec, Connected
 from flowspec_edge.runtime.cluster.subprocesses import WorkerProcesses
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
 from flowspec_edge.runtime.plain import PlainDecoder
@@ -77,8 +78,8 @@ class Site:
         self.addresses = Addresses(self.control, self.output, self.listen[0], INSTANCES,
                                    directory / "key0" if encrypted else None,
                                    [pair.public for pair in self.pairs[1:]])
-        self.cluster = ProcessCluster(model, 2, threads=1, addresses=self.addresses, rejoin_within=PATIENCE,
-                                      observer=self.seen)
+        self.cluster = ProcessCluster(ClusterSpec(model, 2, threads=1, rejoin_within=PATIENCE,
+                                                  observer=self.seen), Connected(self.addresses))
         self._over = threading.Event()
         self._thread = threading.Thread(target=self.cluster.serve, args=[self._over.is_set], daemon=True)
         self._thread.start()
@@ -127,7 +128,7 @@ def right_or_one_error(handle: RequestHandle, expected: list[int]) -> None:
 
 def test_strangers_on_the_ports_of_a_usual_cluster_change_nothing(model: Path, expected: list[int]) -> None:
     seen, held = Striker(), list[socket.socket]()
-    with ProcessCluster(model, 2, threads=1, observer=seen, rejoin_within=PATIENCE) as cluster:
+    with ProcessCluster(ClusterSpec(model, 2, threads=1, observer=seen, rejoin_within=PATIENCE)) as cluster:
         links, plan = cluster._links, cluster._plan
         assert plan is not None
         ports = [links.control_endpoint, links.output_endpoint, *plan._listen]

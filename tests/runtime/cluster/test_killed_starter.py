@@ -16,9 +16,10 @@ from pathlib import Path
 from flowspec_edge.runtime.cluster.addresses import Loopback
 from flowspec_edge.runtime.cluster.forkserver import server_pid
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec, Here
 from flowspec_edge.runtime.request import Request
 place = Loopback() if sys.argv[2] == "programs" else None
-with ProcessCluster(Path(sys.argv[1]), int(sys.argv[3]), threads=1, placement=place) as cluster:
+with ProcessCluster(ClusterSpec(Path(sys.argv[1]), int(sys.argv[3]), threads=1), Here(place)) as cluster:
     cluster.generate(Request(list(range(9)), "autoregressive", 2))
     print(server_pid() or "", *cluster.pids, flush=True)
     sys.stdin.read()

@@ -11,6 +11,7 @@ from tiny_dir import tiny_model_dir
 
 from flowspec_edge.errors import RequestFailed
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.request import Request
 
 LARGE = 299  # a token whose states grow beyond fp16 in the layers; no text of the model has it
@@ -32,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_only_its_own_request_ends(model: Path) -> None:
     spoiled = [*PROMPT[:AT], LARGE, *PROMPT[AT:]]
     other = Request(PROMPT, "autoregressive", max_new_tokens=12)  # its rows are always computed alone
-    with ProcessCluster(model, 2, "fp16", threads=1) as cluster:
+    with ProcessCluster(ClusterSpec(model, 2, "fp16", threads=1)) as cluster:
         alone = cluster.generate(other).tokens
         requests = [other, Request(spoiled, "flowspec", max_new_tokens=12), other]
         handles = [cluster.submit(request) for request in requests]

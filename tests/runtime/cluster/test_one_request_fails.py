@@ -16,6 +16,7 @@ from tiny_dir import tiny_model_dir
 from flowspec_edge.errors import PeerLost
 from flowspec_edge.runtime.cluster import subprocesses
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
 from flowspec_edge.runtime.observe.power import PowerMeter
 from flowspec_edge.runtime.plain import PlainDecoder
@@ -37,7 +38,7 @@ def expected(model: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path) -> Iterator[ProcessCluster]:
-    with ProcessCluster(model, 2, threads=1) as made:
+    with ProcessCluster(ClusterSpec(model, 2, threads=1)) as made:
         yield made
 
 
@@ -96,7 +97,7 @@ def test_a_silent_stage_is_noticed_although_requests_begin_all_the_time(
         model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that begins while no other runs does not make the stages' silence start again."""
     monkeypatch.setattr(subprocesses, "_STOPPED_S", PATIENCE)  # else its state is noticed first
-    with ProcessCluster(model, 2, threads=1, dead_after=4.0) as cluster:
+    with ProcessCluster(ClusterSpec(model, 2, threads=1, dead_after=4.0)) as cluster:
         os.kill(cluster.pids[1], signal.SIGSTOP)
 
         handles: list[RequestHandle] = []

@@ -25,12 +25,15 @@ from transformers import AutoModelForCausalLM
 
 from flowspec_edge.errors import FlowspecError, PeerLost, UsageError
 from flowspec_edge.runtime.cluster.addresses import Addresses
+from flowspec_edge.runtime.cluster.clusters import open_cluster
 from flowspec_edge.runtime.cluster.forkserver import WorkerProcess
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec, Connected
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request, Result
 from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.strategies.registry import STRATEGIES
 
 PIPELINED = [name for name, cls in STRATEGIES.items() if cls.parallelism == "pipeline"]
@@ -48,7 +51,7 @@ def plain(model: Path) -> PlainDecoder:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path) -> Iterator[ProcessCluster]:
-    with ProcessCluster(model, 3, threads=1) as made:
+    with ProcessCluster(ClusterSpec(model, 3, threads=1)) as made:
         yield made
 
 
@@ -112,19 +115,19 @@ def test_an_interrupted_request_leaves_the_cluster_up(cluster: ProcessCluster, m
 
 def test_more_stages_than_layers_is_an_error_before_anything_starts(model: Path) -> None:
     with pytest.raises(UsageError, match="4 stages are more than the model's 3 layers"):
-        ProcessCluster(model, 4)
+        ProcessCluster(ClusterSpec(model, 4))
 
 
 def test_no_model_is_an_error_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no model at"):
-        ProcessCluster(tmp_path, 1)
+        ProcessCluster(ClusterSpec(tmp_path, 1))
 
 
 def test_d0_takes_no_more_threads_than_its_share_while_the_cluster_is_up(model: Path) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(7)
     try:
-        with ProcessCluster(model, 1):
+        with ProcessCluster(ClusterSpec(model, 1)):
             assert torch.get_num_threads() == max(1, (os.cpu_count() or 1) // 2)
         assert torch.get_num_threads() == 7
     finally:
@@ -132,7 +135,7 @@ def test_d0_takes_no_more_threads_than_its_share_while_the_cluster_is_up(model: 
 
 
 def test_a_cluster_ends_cleanly(model: Path) -> None:
-    cluster = ProcessCluster(model, 2, threads=1)
+    cluster = ProcessCluster(ClusterSpec(model, 2, threads=1))
     pids = cluster.pids
     try:
         assert cluster.generate(Request(PROMPT, "flowspec", max_new_tokens=8)).tokens == greedy(model, 8)
@@ -151,7 +154,7 @@ def test_a_cluster_ends_cleanly(model: Path) -> None:
 ])
 def test_a_lost_stage_is_named_and_the_others_are_reaped(model: Path, number: signal.Signals,
                                                          dead_after: float, text: str) -> None:
-    with ProcessCluster(model, 2, threads=1, dead_after=dead_after) as cluster:
+    with ProcessCluster(ClusterSpec(model, 2, threads=1, dead_after=dead_after)) as cluster:
         pids = cluster.pids
         with pytest.raises(PeerLost, match=text):
             cluster.generate(Request(PROMPT, "flowspec", max_new_tokens=1000),
@@ -171,14 +174,14 @@ def test_a_truncated_shard_is_told_by_the_stage_that_reads_it(model: Path, tmp_p
     file = broken / "target" / name
     os.truncate(file, file.stat().st_size // 2)
     with pytest.raises(FlowspecError, match=name) as caught:
-        ProcessCluster(broken, 3, threads=1)
+        ProcessCluster(ClusterSpec(broken, 3, threads=1))
     assert str(caught.value).startswith("V2 ")
     assert len(str(caught.value).splitlines()) == 1
 
 
 def test_a_table_that_changes_in_use_is_told_by_v1(model: Path, tmp_path: Path) -> None:
     broken = Path(shutil.copytree(model, tmp_path / "broken"))
-    with ProcessCluster(broken, 2, threads=1) as cluster:
+    with ProcessCluster(ClusterSpec(broken, 2, threads=1)) as cluster:
         with pytest.raises(FlowspecError, match=r"model\.safetensors has changed while its emb") as caught:
             cluster.generate(Request(PROMPT, "flowspec", max_new_tokens=1000),
                              on_third(lambda: os.truncate(broken / "target" / "model.safetensors", 1000)))
@@ -201,13 +204,54 @@ def test_stages_elsewhere_serve_one_d0_after_another(model: Path, tmp_path: Path
     command = [sys.executable, "-m", "flowspec_edge.runtime.worker", "--config", str(file)]
     with subprocess.Popen(command) as worker:
         for _ in range(2):
-            with ProcessCluster(model, 1, addresses=Addresses(control, output, data, ["board-1"])) as cluster:
+            with ProcessCluster(ClusterSpec(model, 1),
+                                Connected(Addresses(control, output, data, ["board-1"]))) as cluster:
                 assert cluster.pids == []
                 result = cluster.generate(Request(PROMPT, "autoregressive", max_new_tokens=4))
                 assert result.tokens == greedy(model, 4)
             assert worker.poll() is None
         worker.terminate()
         assert worker.wait(PATIENCE) == 0
+
+
+class OneBoard:
+    """``BoardStages``: a stage that is started for the first request."""
+
+    def __init__(self, model: Path, directory: Path) -> None:
+        self._model, self._directory = model, directory
+        self.calls: list[str] = []
+        self.worker: WorkerProcess | None = None
+
+    def connect(self, parallelism: Parallelism) -> Connected:
+        self.calls.append(parallelism)
+        control, data, output = (f"tcp://127.0.0.1:{_free_port()}" for _ in range(3))
+        file = self._directory / "worker.toml"
+        file.write_text(WorkerConfig(instance="board-1", stage=1, stages=1, model=str(self._model / "target"),
+                                     threads=1, control=control, listen=data, next=output).dump())
+        self.worker = WorkerProcess(file, self._directory / "output")
+        return Connected(Addresses(control, output, data, ["board-1"]))
+
+    def refresh(self) -> None:
+        self.calls.append("refresh")
+
+    def disconnect(self) -> None:
+        if self.worker is not None:
+            self.worker.terminate()
+            assert self.worker.wait(PATIENCE) == 0
+            self.worker = None
+
+
+def test_boards_are_connected_for_the_first_request_and_refreshed_for_each(model: Path, tmp_path: Path
+                                                                          ) -> None:
+    board = OneBoard(model, tmp_path)
+    with open_cluster(ClusterSpec(model, 1), board) as cluster:
+        assert board.calls == []
+        for count in (4, 2):
+            result = cluster.generate(Request(PROMPT, "autoregressive", max_new_tokens=count))
+            assert result.tokens == greedy(model, count)
+        assert board.calls == ["refresh", "pipeline", "refresh"]
+        assert board.worker is not None
+    assert board.worker is None
 
 
 def test_a_worker_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from tiny_dir import tiny_model_dir
 from flowspec_edge.errors import PeerLost
 from flowspec_edge.runtime.cluster import forkserver
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.draft_device.capacity import cache_rows
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import ClusterState, Request
@@ -49,8 +50,7 @@ def striker() -> Striker:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, striker: Striker) -> Iterator[ProcessCluster]:
-    with ProcessCluster(model, 3, threads=1, rejoin_within=PATIENCE, observer=striker
-                        ) as made:
+    with ProcessCluster(ClusterSpec(model, 3, threads=1, rejoin_within=PATIENCE, observer=striker)) as made:
         yield made
 
 
@@ -121,7 +121,7 @@ def test_a_stage_that_does_not_come_back_is_named(model: Path, tmp_path: Path) -
         shutil.rmtree(copy / "target")
         os.kill(pids[1], signal.SIGKILL)
 
-    with ProcessCluster(copy, 2, threads=1, rejoin_within=1.0) as cluster:
+    with ProcessCluster(ClusterSpec(copy, 2, threads=1, rejoin_within=1.0)) as cluster:
         pids = cluster.pids
         begun = cluster.submit(Request(PROMPT, "flowspec", 1000), on_third(strike))
         with pytest.raises(PeerLost, match=r"V2 was killed by SIGKILL; not back within 1 s: V2 .*no model"):
@@ -135,7 +135,7 @@ def test_a_stage_that_does_not_come_back_is_named(model: Path, tmp_path: Path) -
 def test_kept_rows_go_with_a_lost_stage(model: Path, plain: PlainDecoder) -> None:
     """After the loss a turn that reused a prefix is read in whole; the next turn reuses one again."""
     rows = cache_rows(400, 1, Params(), 3)
-    with ProcessCluster(model, 3, threads=1, rejoin_within=PATIENCE, cache_rows=rows) as cluster:
+    with ProcessCluster(ClusterSpec(model, 3, threads=1, rejoin_within=PATIENCE, cache_rows=rows)) as cluster:
         text, reused = list(PROMPT), []
         for turn in range(4):
             request = Request(text, "flowspec", 24, Sampling(temperature=1.0, seed=turn))

@@ -23,6 +23,7 @@ from flowspec_edge.errors import PeerLost
 from flowspec_edge.runtime.cluster import process_cluster
 from flowspec_edge.runtime.cluster.addresses import Addresses
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec, Connected
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
 from flowspec_edge.runtime.observe.observer import Observer
 from flowspec_edge.runtime.plain import PlainDecoder
@@ -113,8 +114,9 @@ def answer(boards: Boards, strike: Callable[[], None], mender: Mender, **setting
         streamed.extend(new)
         act(new)
 
-    with ProcessCluster(boards.model, 2, threads=1, addresses=boards.addresses, observer=mender,
-                        **{"rejoin_within": PATIENCE, **settings}) as cluster:  # type: ignore[arg-type]
+    with ProcessCluster(ClusterSpec(boards.model, 2, threads=1, observer=mender,
+                                    **{"rejoin_within": PATIENCE, **settings}),  # type: ignore[arg-type]
+                        Connected(boards.addresses)) as cluster:
         tokens = cluster.generate(Request(PROMPT, "flowspec", 40, SAMPLED), on_tokens).tokens
         assert cluster.status.state is ClusterState.RUNNING
     assert streamed == tokens
@@ -185,10 +187,11 @@ import sys
 from pathlib import Path
 from flowspec_edge.runtime.cluster.addresses import Addresses
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec, Connected
 from flowspec_edge.runtime.request import ClusterState, Request
 model, *places = sys.argv[1:]
 addresses = Addresses(*places, ["board-1", "board-2"])
-with ProcessCluster(Path(model), 2, threads=1, addresses=addresses) as cluster:
+with ProcessCluster(ClusterSpec(Path(model), 2, threads=1), Connected(addresses)) as cluster:
     cluster.generate(Request(list(range(70)), "flowspec", 1500), lambda new: print(*new, flush=True))
 """
 

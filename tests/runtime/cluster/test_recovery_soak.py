@@ -20,6 +20,7 @@ from tiny_dir import tiny_model_dir
 
 from flowspec_edge.errors import PeerLost
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import ClusterState, Request
@@ -72,8 +73,8 @@ def strike_often(cluster: ProcessCluster, striker: Striker, own_text: Callable[[
 @pytest.mark.soak
 def test_random_losses(model: Path, own_text: Callable[[Request], list[int]]) -> None:
     striker, losses = Striker(), 30
-    with ProcessCluster(model, 4, threads=1, dead_after=2.0, rejoin_within=PATIENCE,
-                        observer=striker) as cluster:
+    with ProcessCluster(ClusterSpec(model, 4, threads=1, dead_after=2.0, rejoin_within=PATIENCE,
+                                    observer=striker)) as cluster:
         pids = strike_often(cluster, striker, own_text, PIPELINED, 2, seed=1)
         descriptors = len(os.listdir("/proc/self/fd"))
         pids |= strike_often(cluster, striker, own_text, PIPELINED, losses - 2, seed=2)
@@ -88,7 +89,8 @@ def test_random_losses(model: Path, own_text: Callable[[Request], list[int]]) ->
 def test_a_request_that_costs_a_stage_every_time_ends_alone(
         model: Path, own_text: Callable[[Request], list[int]]) -> None:
     striker = Striker()
-    with ProcessCluster(model, 2, threads=1, rejoin_within=PATIENCE, observer=striker) as cluster:
+    with ProcessCluster(ClusterSpec(model, 2, threads=1, rejoin_within=PATIENCE,
+                                    observer=striker)) as cluster:
         bad = Request(LONG, "flowspec", 8)
 
         def opened(coordinator: Coordinator) -> None:
@@ -109,7 +111,7 @@ def test_a_stage_that_ends_again_and_again_is_given_up_before_the_time_is_over(m
                                                                                ) -> None:
     copy = tmp_path / "model"
     shutil.copytree(model, copy)
-    with ProcessCluster(copy, 2, threads=1, rejoin_within=10 * PATIENCE) as cluster:
+    with ProcessCluster(ClusterSpec(copy, 2, threads=1, rejoin_within=10 * PATIENCE)) as cluster:
         (copy / "target" / "model.safetensors").unlink()
         os.kill(cluster.pids[0], signal.SIGKILL)
         with pytest.raises(PeerLost, match=r"no model at .*; restarted 5 times without success"):

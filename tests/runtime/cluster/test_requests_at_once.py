@@ -15,6 +15,7 @@ from requestkit import own_text, prompt, some, text
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.messages import Cancel, Prune, Segment
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
 from flowspec_edge.runtime.observe.observer import Observer
 from flowspec_edge.runtime.request import Request
@@ -23,7 +24,7 @@ from flowspec_edge.sampling.rule import Sampling
 
 @pytest.fixture(scope="module")
 def processes(tiny_model: Path) -> Iterator[ProcessCluster]:
-    with ProcessCluster(tiny_model, 2, threads=1) as made:
+    with ProcessCluster(ClusterSpec(tiny_model, 2, threads=1)) as made:
         yield made
 
 
@@ -58,7 +59,8 @@ def test_processes_in_order_of_arrival(tiny_model: Path) -> None:
     """But for the priority, which comes first."""
     requests = [replace(request, priority=-i) for i, request in enumerate(some(3, ["flowspec"]))]
     observer = FirstSent()
-    with ProcessCluster(tiny_model, 2, threads=1, observer=observer, scheduling_policy="fcfs") as cluster:
+    with ProcessCluster(ClusterSpec(tiny_model, 2, threads=1, observer=observer,
+                                    scheduling_policy="fcfs")) as cluster:
         results = cluster.generate_many(requests)
     assert [result.tokens for result in results] == [own_text(tiny_model, request) for request in requests]
     assert observer.first == -2
@@ -116,7 +118,7 @@ def test_what_is_cancelled_while_it_waits_is_not_begun(processes: ProcessCluster
 
 
 def test_a_lost_stage_ends_every_request(tiny_model: Path) -> None:
-    with ProcessCluster(tiny_model, 2, threads=1) as cluster:
+    with ProcessCluster(ClusterSpec(tiny_model, 2, threads=1)) as cluster:
         other = cluster.submit(Request(prompt(2), "flowspec", 500))
         with pytest.raises(FlowspecError, match="V2 was killed by SIGKILL"):
             cluster.generate(Request(prompt(1), "flowspec", 500),
@@ -127,7 +129,7 @@ def test_a_lost_stage_ends_every_request(tiny_model: Path) -> None:
 
 @pytest.mark.soak
 def test_real_tensor_parallel_ranks_take_several(tiny_model: Path) -> None:
-    with ProcessCluster(tiny_model, 2, threads=1, parallelism="megatron") as cluster:
+    with ProcessCluster(ClusterSpec(tiny_model, 2, threads=1), parallelism="megatron") as cluster:
         requests = some(2, ["megatron"])
         results = cluster.generate_many(requests)
         assert [r.tokens for r in results] == [own_text(tiny_model, request) for request in requests]

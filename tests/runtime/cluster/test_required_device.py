@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,9 +10,8 @@ from gpukit import needs_cuda
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory
-from flowspec_edge.fleet.remote_cluster import SshClusters
-from flowspec_edge.runtime.cluster import clusters
-from flowspec_edge.runtime.cluster.clusters import DeployedCluster
+from flowspec_edge.fleet.ssh_stages import SshBoards
+from flowspec_edge.runtime.cluster.clusters import Services
 from flowspec_edge.runtime.draft_device.config import DraftConfig
 from flowspec_edge.runtime.worker.sd_notify import Notifier
 from flowspec_edge.util import torchdevice
@@ -41,21 +38,17 @@ def test_what_is_not_there_is_one_line(name: str, says: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
-def test_the_configurations_device_is_that_of_the_models(device: str, monkeypatch: pytest.MonkeyPatch
-                                                         ) -> None:
+def test_the_configurations_device_is_that_of_the_models(device: str) -> None:
     """What a cluster of services is made with; it would need a GPU to be made."""
-    made: dict[str, Any] = {}
-    monkeypatch.setattr(clusters, "ProcessCluster", lambda *arguments, **named: made.update(named))
     config = DraftConfig(cluster="lab", model="m", name="m", control="tcp://127.0.0.1:1", device=device,
                          output="tcp://127.0.0.1:2", first="tcp://127.0.0.1:3", instances=["v1"],
                          unencrypted=True)
-    DeployedCluster(config, Notifier(os.environ))._start("pipeline")
-    assert made["device"] == device
+    assert Services(config, Notifier(os.environ)).spec.device == device
 
 
-def test_boards_over_ssh_take_the_draft_devices_own(tmp_path: Path) -> None:
+def test_boards_over_ssh_take_the_draft_devices_own() -> None:
     boards = [DeviceEntry(name="a", address="127.0.0.1", role="draft", torch_device="cuda:99"),
               DeviceEntry(name="b", address="127.0.0.2", role="verify")]
     inventory = Inventory(cluster=ClusterSettings(name="lab"), device=boards)
     with pytest.raises(UsageError, match="no cuda:99 here"):
-        SshClusters(inventory, tmp_path, "m")
+        SshBoards(inventory, "m")

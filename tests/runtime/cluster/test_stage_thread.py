@@ -15,6 +15,7 @@ from tiny_dir import tiny_model_dir
 from flowspec_edge.errors import PeerLost
 from flowspec_edge.runtime.cluster import stage_thread, subprocesses
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.worker.config import WorkerConfig
@@ -53,7 +54,7 @@ def test_only_a_single_stage_on_a_gpu_shares_d0s_process() -> None:
 
 @pytest.mark.parametrize("strategy", ["autoregressive", "speculative", "flowspec"])
 def test_tokens_are_those_of_plain_decoding(model: Path, strategy: str) -> None:
-    with ProcessCluster(model, 1) as cluster:
+    with ProcessCluster(ClusterSpec(model, 1)) as cluster:
         assert cluster.pids == [os.getpid()]
         assert [thread.name for thread in stages()] == ["V1"]
         for sampling in (Sampling(), Sampling(1.0, seed=5)):
@@ -63,7 +64,7 @@ def test_tokens_are_those_of_plain_decoding(model: Path, strategy: str) -> None:
 
 def test_a_stage_that_ends_is_started_again(model: Path) -> None:
     expected = PlainDecoder(model).generate(PROMPT, NEW, Sampling())[0]
-    with ProcessCluster(model, 1, rejoin_within=60) as cluster:
+    with ProcessCluster(ClusterSpec(model, 1, rejoin_within=60)) as cluster:
         [first] = stages()
         [worker] = cluster._workers._workers
         assert cluster.generate(Request(PROMPT, "flowspec", NEW), on_third(worker.kill)).tokens == expected
@@ -73,7 +74,7 @@ def test_a_stage_that_ends_is_started_again(model: Path) -> None:
 
 
 def test_without_a_restart_the_loss_is_said(model: Path) -> None:
-    with ProcessCluster(model, 1) as cluster:
+    with ProcessCluster(ClusterSpec(model, 1)) as cluster:
         [worker] = cluster._workers._workers
         with pytest.raises(PeerLost, match="V1 ended with exit code 0"):
             cluster.generate(Request(PROMPT, "flowspec", NEW), on_third(worker.kill))
@@ -86,5 +87,5 @@ def test_a_damaged_shard_is_one_line(model: Path, tmp_path: Path) -> None:
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(PeerLost, match=r"has no tensor model\.layers\.1\.mlp\.up_proj\.weight") as caught:
-        ProcessCluster(broken, 1)
+        ProcessCluster(ClusterSpec(broken, 1))
     assert "\n" not in str(caught.value)

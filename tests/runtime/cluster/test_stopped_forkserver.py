@@ -14,6 +14,7 @@ from tiny_dir import tiny_model_dir
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.runtime.cluster import forkserver
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request
 
@@ -27,7 +28,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_is_replaced_and_the_answer_goes_on(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forkserver, "_EXIT_CODE_S", 0.5)
     striker = Striker()
-    with ProcessCluster(model, 2, threads=1, rejoin_within=2 * PATIENCE, observer=striker) as cluster:
+    with ProcessCluster(ClusterSpec(model, 2, threads=1, rejoin_within=2 * PATIENCE,
+                                    observer=striker)) as cluster:
         def strike() -> None:
             server = forkserver.server_pid()
             assert server is not None
@@ -44,7 +46,7 @@ def test_one_that_never_answers_ends_the_recovery_and_is_named(model: Path, monk
                                                                ) -> None:
     """Every new one is stopped, too; after the recovery's deadline no other one is tried."""
     tried = []
-    with ProcessCluster(model, 1, threads=1, rejoin_within=1.0) as cluster:
+    with ProcessCluster(ClusterSpec(model, 1, threads=1, rejoin_within=1.0)) as cluster:
         preload = forkserver.preload
 
         def stopped() -> None:

@@ -16,11 +16,12 @@ import pytest
 from clusterkit import PATIENCE, PROMPT, alive, on_third
 from tiny_dir import tiny_model_dir
 
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.errors import FlowspecError, PeerLost, ProtocolError, UsageError
 from flowspec_edge.messages import Hello
-from flowspec_edge.runtime.cluster.clusters import LocalCluster
+from flowspec_edge.runtime.cluster.clusters import OnDemandCluster, open_cluster
 from flowspec_edge.runtime.cluster.membership import Membership
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
@@ -46,13 +47,13 @@ def plain(model: Path) -> PlainDecoder:
 
 
 @pytest.fixture(scope="module")
-def clusters(model: Path) -> Iterator[LocalCluster]:
+def clusters(model: Path) -> Iterator[OnDemandCluster]:
     """Three ranks for four query heads and two layers."""
-    with LocalCluster(model, 3, threads=1) as made:
+    with open_cluster(ClusterSpec(model, 3, threads=1)) as made:
         yield made
 
 
-def same_tokens(clusters: LocalCluster, plain: PlainDecoder, strategy: str) -> None:
+def same_tokens(clusters: OnDemandCluster, plain: PlainDecoder, strategy: str) -> None:
     for sampling in SAMPLINGS:
         streamed: list[int] = []
         request = Request(PROMPT, strategy, 16, sampling, Params(tree_size=22))
@@ -61,7 +62,7 @@ def same_tokens(clusters: LocalCluster, plain: PlainDecoder, strategy: str) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_processes_give_the_tokens_of_plain_decoding(clusters: LocalCluster, plain: PlainDecoder,
+def test_processes_give_the_tokens_of_plain_decoding(clusters: OnDemandCluster, plain: PlainDecoder,
                                                      kind: Parallelism) -> None:
     same_tokens(clusters, plain, kind)
     assert clusters.running is not None
@@ -70,7 +71,8 @@ def test_processes_give_the_tokens_of_plain_decoding(clusters: LocalCluster, pla
         clusters.running.generate(Request(PROMPT, "chunk_pp"))
 
 
-def test_an_interrupted_request_leaves_the_ranks_agreed(clusters: LocalCluster, plain: PlainDecoder) -> None:
+def test_an_interrupted_request_leaves_the_ranks_agreed(clusters: OnDemandCluster,
+                                                        plain: PlainDecoder) -> None:
     """All ranks compute what was on its way; the next request is not affected."""
 
     def interrupt() -> None:
@@ -84,7 +86,7 @@ def test_an_interrupted_request_leaves_the_ranks_agreed(clusters: LocalCluster, 
     assert clusters.running is running
 
 
-def test_every_rank_reports_the_same_work(clusters: LocalCluster) -> None:
+def test_every_rank_reports_the_same_work(clusters: OnDemandCluster) -> None:
     stats = clusters.generate(Request(PROMPT, "galaxy", 6)).stats
     assert len(stats.stages) == 3
     for counted in ("rows", "segments", "collective_bytes", "pruned_rows"):
@@ -97,7 +99,7 @@ def test_every_rank_reports_the_same_work(clusters: LocalCluster) -> None:
 
 @pytest.mark.soak
 def test_the_cluster_before_is_closed_when_the_kind_changes(model: Path, plain: PlainDecoder) -> None:
-    with LocalCluster(model, 2, threads=1) as clusters:
+    with open_cluster(ClusterSpec(model, 2, threads=1)) as clusters:
         same_tokens(clusters, plain, "megatron")
         first = clusters.running
         assert first is not None
@@ -127,7 +129,7 @@ def test_a_lost_rank_is_named_and_the_others_are_reaped(
         model: Path, plain: PlainDecoder, kind: Parallelism, victim: int, number: signal.Signals,
         dead_after: float, text: str) -> None:
     """A rank that waits for a stopped one in a collective still answers, so the right one is named."""
-    with LocalCluster(model, 2, threads=1, dead_after=dead_after) as clusters:
+    with open_cluster(ClusterSpec(model, 2, threads=1, dead_after=dead_after)) as clusters:
         clusters.generate(Request(PROMPT, kind, 1))
         running = clusters.running
         assert running is not None

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.messages import Batch, Credit, Output, Payload, Segment, parts_of
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator, DraftPass, Verify
 from flowspec_edge.runtime.draft_device.models import DraftModels

@@ -15,9 +15,10 @@ from losskit import Striker
 from tiny_dir import tiny_model_dir
 
 from benchmarks.curve import CURVES, with_curve
-from flowspec_edge.config import Profile, load_profile
+from flowspec_edge.device_profile import Profile, load_profile
 from flowspec_edge.messages import Cancel, Computed, Credit, Output, Prune, Segment, Tap
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
 from flowspec_edge.runtime.draft_device.scheduling.slot_curve import SlotCurve
 from flowspec_edge.runtime.observe.observer import Observer, Observers
@@ -208,8 +209,8 @@ def striker() -> Striker:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, watch: Watch, striker: Striker) -> Iterator[ProcessCluster]:
-    with ProcessCluster(model, 3, threads=1, rejoin_within=PATIENCE, observer=Observers([watch, striker])
-                        ) as made:
+    with ProcessCluster(ClusterSpec(model, 3, threads=1, rejoin_within=PATIENCE,
+                                    observer=Observers([watch, striker]))) as made:
         yield made
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from propertykit import examples
 from requestkit import SAMPLINGS, SMALL, own_text, prompt, some, text
 
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Batch, Credit, Segment, parts_of
 from flowspec_edge.runtime.draft_device.models import DraftModels

@@ -12,10 +12,11 @@ import pytest
 import torch
 from stagekit import Book, engines
 
-from flowspec_edge.config import CollectiveCost, Profile, load_profile
+from flowspec_edge.device_profile import CollectiveCost, Profile, load_profile
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Cancel, Close, Credit, Open, Output, Payload, Prune, Segment
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec, Here
 from flowspec_edge.runtime.emulation.collectives import EmulatedGroup, GroupCharge
 from flowspec_edge.runtime.emulation.durations import Emulation, Links
 from flowspec_edge.runtime.emulation.links import EmulatedTransport
@@ -224,7 +225,8 @@ def test_every_strategy_gives_the_text_and_at_least_the_time_of_virtual_time(
     virtual, plain = VirtualCluster(tiny_model, 2, devices), PlainDecoder(tiny_model)
     prompt = [1, 2, 3, 4, 5]
     expected = plain.generate(prompt, 12, Request(prompt).sampling)[0]
-    with ProcessCluster(tiny_model, 2, threads=1, emulation=Emulation(devices, links)) as cluster:
+    with ProcessCluster(ClusterSpec(tiny_model, 2, threads=1),
+                        Here(emulation=Emulation(devices, links))) as cluster:
         for strategy in ("autoregressive", "chunk_pp", "flowspec", "pipedec", "pipeinfer", "spd"):
             request = Request(prompt, strategy, 12)
             result = cluster.generate(request)
@@ -257,8 +259,8 @@ def test_tensor_parallel_ranks_take_the_groups_time(tiny_model: Path, kind: Para
     data["collective"]["step_ms"] = 0.2
     devices = Devices.even(Profile.model_validate(data), 2)
     request = Request([1, 2, 3, 4, 5, 6], kind, 4, params=Params(draft="eagle2"))
-    with ProcessCluster(tiny_model, 2, threads=1, parallelism=kind,
-                        emulation=Emulation(devices, links)) as cluster:
+    with ProcessCluster(ClusterSpec(tiny_model, 2, threads=1), Here(emulation=Emulation(devices, links)),
+                        parallelism=kind) as cluster:
         result = cluster.generate(request)
     made_up = VirtualCluster(tiny_model, 2, devices).generate(request)
     assert result.tokens == made_up.tokens

@@ -16,9 +16,10 @@ from clusterkit import PATIENCE, PROMPT, on_third
 from tiny_dir import tiny_model_dir
 from tracekit import check_format, check_trace, tracks
 
-from flowspec_edge.config import Profile, load_profile
+from flowspec_edge.device_profile import Profile, load_profile
 from flowspec_edge.messages import Computed
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.observe.chrome_trace import chrome_trace
 from flowspec_edge.runtime.observe.timeline import RequestTimeline, SessionOpened
 from flowspec_edge.runtime.plain import PlainDecoder
@@ -162,7 +163,7 @@ def test_a_request_that_lost_a_stage_is_one_trace(tmp_path: Path) -> None:
     model = tiny_model_dir(tmp_path, layers=2)
     request = Request(PROMPT, "flowspec", 24)
     trace = RequestTimeline(request)
-    with ProcessCluster(model, 2, threads=1, rejoin_within=PATIENCE, observer=trace) as cluster:
+    with ProcessCluster(ClusterSpec(model, 2, threads=1, rejoin_within=PATIENCE, observer=trace)) as cluster:
         result = cluster.generate(request, on_third(lambda: os.kill(cluster.pids[1], signal.SIGKILL)))
     assert result.tokens == PlainDecoder(model).generate(PROMPT, 24, Sampling())[0]
     assert len(openings(trace)) == 2

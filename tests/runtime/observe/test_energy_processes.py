@@ -20,7 +20,8 @@ from powerkit import CHIP, board, rail
 from prometheus_client.parser import text_string_to_metric_families
 
 from flowspec_edge.runtime.cluster.addresses import Loopback
-from flowspec_edge.runtime.cluster.clusters import LocalCluster
+from flowspec_edge.runtime.cluster.clusters import OnDemandCluster, open_cluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec, Here
 from flowspec_edge.runtime.observe.observer import Observers
 from flowspec_edge.runtime.observe.power import PowerMeter, board_meter
 from flowspec_edge.runtime.observe.system_stats import SystemStats
@@ -48,7 +49,7 @@ class Boards(Loopback):
 
 @dataclass
 class Running:
-    clusters: LocalCluster
+    clusters: OnDemandCluster
     roots: Sequence[Path]
     metrics: Metrics
     feed: Feed
@@ -81,9 +82,10 @@ def running(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         meter = ends.enter_context(board_meter())
         assert meter is not None
         metrics, feed = Metrics(STAGES, SystemStats(meter=meter).read, {}), Feed()
-        clusters = ends.enter_context(LocalCluster(
-            tiny_model, STAGES, threads=1, placement=Boards(roots), observer=Observers([metrics, feed]),
-            meter=meter, idle_s=1.3, rejoin_within=60))
+        clusters = ends.enter_context(open_cluster(ClusterSpec(tiny_model, STAGES, threads=1,
+                                                               observer=Observers([metrics, feed]),
+                                                               meter=meter, idle_s=1.3, rejoin_within=60),
+                                                   Here(Boards(roots))))
         clusters.generate(REQUEST)
         yield Running(clusters, roots, metrics, feed, meter)
 

@@ -12,6 +12,7 @@ from tracekit import check_trace
 
 from flowspec_edge.messages import Cancel, Computed, Credit, Heartbeat, Output, Prune, Segment, Tap
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator
 from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
 from flowspec_edge.runtime.observe.chrome_trace import chrome_trace
@@ -64,7 +65,7 @@ def test_segments_times_add_up_to_the_stages_counters(model: Path) -> None:
     watch = Watch()
     request = Request(PROMPT, "flowspec", max_new_tokens=16)
     trace = RequestTimeline(request)
-    with ProcessCluster(model, STAGES, threads=1, observer=Observers([trace, watch])) as cluster:
+    with ProcessCluster(ClusterSpec(model, STAGES, threads=1, observer=Observers([trace, watch]))) as cluster:
         silent = cluster.generate(replace(request))
         assert watch.times == []
         watch.timed = True
@@ -112,7 +113,7 @@ def test_one_that_raises_ends_nothing_and_is_told_on(
         model: Path, caplog: pytest.LogCaptureFixture, moment: str) -> None:
     requests = [Request(PROMPT, "flowspec", max_new_tokens=n) for n in (4, 16)]
     answer = PlainDecoder(model).generate(PROMPT, 16, Sampling())[0]
-    with ProcessCluster(model, STAGES, threads=1, observer=Broken(moment)) as cluster:
+    with ProcessCluster(ClusterSpec(model, STAGES, threads=1, observer=Broken(moment))) as cluster:
         results = cluster.generate_many(requests)
     assert [result.tokens for result in results] == [answer[:4], answer]
     assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster

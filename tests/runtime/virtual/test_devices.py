@@ -2,7 +2,7 @@
 
 import pytest
 
-from flowspec_edge.config import Profile, load_profile
+from flowspec_edge.device_profile import Profile, load_profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster

@@ -18,11 +18,12 @@ from tiny import tiny_llama
 from tiny_dir import tiny_eagle3
 from transformers import AutoModelForCausalLM
 
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drafting.eagle.eagle3 import Eagle3Drafter
 from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Cancel, Close, Credit, Output, Payload, Segment, Tap
-from flowspec_edge.runtime.cluster.clusters import LocalCluster
+from flowspec_edge.runtime.cluster.clusters import open_cluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator, DraftPass, Task, Verify
 from flowspec_edge.runtime.draft_device.models import DraftModels
 from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
@@ -281,7 +282,7 @@ def test_an_output_without_rows_waits_for_nothing(model: Path) -> None:
 
 
 def test_processes_give_the_same_tokens(model: Path) -> None:
-    with LocalCluster(model, 2, threads=1) as clusters:
+    with open_cluster(ClusterSpec(model, 2, threads=1)) as clusters:
         for name, sampling in (("flowspec", SAMPLED), ("pipeinfer", GREEDY)):
             result = clusters.generate(Request(PROMPT, name, 12, sampling, Params(draft="eagle3")))
             assert result.tokens == plain(model, tuple(PROMPT), 12, sampling)

@@ -10,7 +10,7 @@ import torch
 from familykit import FAMILIES, family_dir
 from transformers import AutoModelForCausalLM
 
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.strategies.params import Params

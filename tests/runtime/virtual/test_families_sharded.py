@@ -11,7 +11,7 @@ import torch
 from familykit import family_dir
 from stagekit import Book, engines, through
 
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster

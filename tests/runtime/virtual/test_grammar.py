@@ -14,7 +14,7 @@ import torch
 from referencekit import reference_text, target_of
 from transformers import AutoTokenizer, LogitsProcessor
 
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.grammar import Grammar
 from flowspec_edge.model.modeldir import ModelDir

@@ -15,7 +15,7 @@ from tiny_dir import tiny_model_dir
 from transformers import AutoModelForCausalLM
 
 from flowspec_edge.bench.run.weight_loss import weight_losses
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.manifest import HeadBits
 from flowspec_edge.model.modeldir import ModelDir

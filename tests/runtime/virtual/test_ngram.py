@@ -14,9 +14,10 @@ from tiny import tiny_llama
 from tiny_dir import tiny_model_dir
 
 from flowspec_edge.cli.main import main
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.errors import UsageError
-from flowspec_edge.runtime.cluster.clusters import LocalCluster
+from flowspec_edge.runtime.cluster.clusters import open_cluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.draft_device.models import DraftModels
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request, Result
@@ -122,7 +123,7 @@ def test_what_is_merged_is_charged_as_the_model_alone(tiny_model: Path) -> None:
 
 def test_over_processes(no_head: Path) -> None:
     expected = turns(no_head, "autoregressive", Params()).tokens
-    with LocalCluster(no_head, 2, threads=1) as processes:
+    with open_cluster(ClusterSpec(no_head, 2, threads=1)) as processes:
         result = processes.generate(Request([3, 1, 4], "flowspec", 24, params=Params(draft="ngram")))
     assert result.tokens == expected
     assert result.stats.accepted >= 5

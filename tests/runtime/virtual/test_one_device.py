@@ -9,7 +9,7 @@ import pytest
 from metakit import MetaDevice
 from tiny_dir import tiny_eagle3, tiny_model_dir
 
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.sampling.rule import Sampling

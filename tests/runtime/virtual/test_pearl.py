@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flowspec_edge.config import Profile, load_profile
+from flowspec_edge.device_profile import Profile, load_profile
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.strategies.params import Params

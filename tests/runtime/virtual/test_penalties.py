@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from referencekit import reference_text
 from transformers import LogitsProcessor
 
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.text import Tokenizer

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.messages import Cancel, Credit, Open, Output
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.request import Request, Result
 from flowspec_edge.runtime.virtual.clock import EventClock, Span
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
@@ -93,7 +94,7 @@ def test_a_cancel_costs_the_layer_it_comes_in_and_a_waiting_run_nothing(tiny_mod
 def test_real_stages_skip_cancelled_runs(demo_model: Path, demo_prompts: list[list[int]]) -> None:
     """A stage may be through with a run before its cancel comes; of a dozen texts' cancels one is in time."""
     virtual, skipped = VirtualCluster(demo_model, 2, PROFILE), 0.0
-    with ProcessCluster(demo_model, 2) as cluster:
+    with ProcessCluster(ClusterSpec(demo_model, 2)) as cluster:
         for prompt in demo_prompts[:12]:
             request = Request(prompt, "pipeinfer", 32)
             result = cluster.generate(request)

@@ -13,7 +13,7 @@ from shardkit import cut
 from tiny_dir import tiny_eagle3, tiny_model_dir
 from transformers import AutoModelForCausalLM
 
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowspec_edge.config import DraftCost, Profile, load_profile
+from flowspec_edge.device_profile import DraftCost, Profile, load_profile
 from flowspec_edge.messages import Credit, Output, Payload, Segment, Tap
 from flowspec_edge.runtime.draft_device.coordinator import Coordinator, DraftPass, Task, Verify
 from flowspec_edge.runtime.draft_device.lm_head import LmHead

@@ -9,7 +9,7 @@ import torch
 from shardkit import cut
 from tiny_dir import tiny_model_dir
 
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import StageWeights, VirtualCluster

@@ -12,11 +12,12 @@ import pytest
 import torch
 from gpukit import needs_cuda
 
-from flowspec_edge.config import load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.runtime.cluster import process_cluster as processes
-from flowspec_edge.runtime.cluster.clusters import LocalCluster
+from flowspec_edge.runtime.cluster.clusters import open_cluster
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec, Here
 from flowspec_edge.runtime.draft_device import models
 from flowspec_edge.runtime.draft_device.models import DraftModels
 from flowspec_edge.runtime.emulation.durations import Emulation
@@ -50,7 +51,8 @@ def test_no_stage_is_forked_and_the_text_is_the_same(tiny_model: Path, device: s
     monkeypatch.setattr(processes, "DraftModels", Told)
     torch.empty(1, device=device)  # a context, if it is a GPU's: the stages must not inherit it
     emulation = Emulation(Devices.even(load_profile("paper-7b"), 2)) if emulated else None
-    with LocalCluster(tiny_model, 2, device=device, threads=1, emulation=emulation) as clusters:
+    with open_cluster(ClusterSpec(tiny_model, 2, device=device, threads=1),
+                      Here(emulation=emulation)) as clusters:
         result = clusters.generate(Request(PROMPT, "flowspec", 10))
         assert clusters.running is not None
         pids = clusters.running.pids
@@ -63,7 +65,7 @@ def test_no_stage_is_forked_and_the_text_is_the_same(tiny_model: Path, device: s
 
 
 def test_on_the_cpu_stages_are_forked_as_before(tiny_model: Path) -> None:
-    with ProcessCluster(tiny_model, 2, threads=1) as cluster:
+    with ProcessCluster(ClusterSpec(tiny_model, 2, threads=1)) as cluster:
         assert os.getpid() not in [parent_of(pid) for pid in cluster.pids]
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from flowspec_edge.config import load_toml
 from flowspec_edge.errors import UsageError
 from flowspec_edge.runtime.worker.config import WorkerConfig
+from flowspec_edge.util.tomlfile import load_toml
 
 
 @pytest.mark.parametrize(("text", "fault"), [

@@ -12,7 +12,7 @@ import pytest
 from servekit import NAME, Running, ask, running, served
 
 from flowspec_edge.model.modeldir import ModelDir
-from flowspec_edge.runtime.cluster.clusters import LocalCluster
+from flowspec_edge.runtime.cluster.clusters import OnDemandCluster
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
 
@@ -21,7 +21,7 @@ HOW: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 10, "temperature": 1, "se
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, processes: LocalCluster) -> Iterator[Running]:
+def server(model: Path, processes: OnDemandCluster) -> Iterator[Running]:
     with running(served(model), processes, capacity=4) as it:
         yield it
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from servekit import NAME, Running, ask, running, served
 
-from flowspec_edge.runtime.cluster.clusters import LocalCluster
+from flowspec_edge.runtime.cluster.clusters import OnDemandCluster
 
 WANTED = {"flowspec": {"tokens": True}}
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, processes: LocalCluster) -> Iterator[Running]:
+def server(model: Path, processes: OnDemandCluster) -> Iterator[Running]:
     with running(served(model), processes) as it:
         yield it
 

@@ -17,7 +17,7 @@ from clusterkit import until
 from servekit import NAME, Running, running, served
 from servicekit import free_port
 
-from flowspec_edge.runtime.cluster.clusters import LocalCluster
+from flowspec_edge.runtime.cluster.clusters import OnDemandCluster
 
 pytest.importorskip("llguidance")
 pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("default")]
@@ -34,7 +34,7 @@ QUESTION = "Weather in Rome?"
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, processes: LocalCluster, tmp_path_factory: pytest.TempPathFactory
+def server(model: Path, processes: OnDemandCluster, tmp_path_factory: pytest.TempPathFactory
            ) -> Iterator[Running]:
     template = tmp_path_factory.mktemp("template") / "tools.jinja"
     template.write_text(TEMPLATE)

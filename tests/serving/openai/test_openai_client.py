@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from flowspec_edge.model.chat import Message
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.text import Tokenizer
-from flowspec_edge.runtime.cluster.clusters import LocalCluster
+from flowspec_edge.runtime.cluster.clusters import OnDemandCluster
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling.settings import Penalties, Sampling
 from flowspec_edge.serving.intake import MAX_BODY_BYTES
@@ -25,7 +25,7 @@ HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, processes: LocalCluster) -> Iterator[Running]:
+def server(model: Path, processes: OnDemandCluster) -> Iterator[Running]:
     with running(served(model), processes) as it:
         yield it
 

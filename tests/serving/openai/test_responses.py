@@ -17,7 +17,7 @@ from flowspec_edge.errors import RequestFailed
 from flowspec_edge.model.chat import Message
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.text import Tokenizer
-from flowspec_edge.runtime.cluster.clusters import LocalCluster
+from flowspec_edge.runtime.cluster.clusters import OnDemandCluster
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling.settings import Sampling
 
@@ -34,7 +34,7 @@ ORDER = ["response.created", "response.in_progress", "response.output_item.added
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, processes: LocalCluster) -> Iterator[Running]:
+def server(model: Path, processes: OnDemandCluster) -> Iterator[Running]:
     with running(served(model), processes) as it:
         yield it
 

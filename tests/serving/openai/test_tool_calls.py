@@ -13,7 +13,7 @@ import pytest
 from servekit import NAME, Running, running, served
 
 from flowspec_edge.model.tool_format import recognise_tool_format
-from flowspec_edge.runtime.cluster.clusters import LocalCluster
+from flowspec_edge.runtime.cluster.clusters import OnDemandCluster
 from flowspec_edge.serving.openai.errors import ApiError
 from flowspec_edge.serving.openai.schemas import ChatBody, read_body
 from flowspec_edge.serving.openai.tool_calls import CallPiece, ToolCallParser
@@ -92,7 +92,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, processes: LocalCluster, template: Path) -> Iterator[Running]:
+def server(model: Path, processes: OnDemandCluster, template: Path) -> Iterator[Running]:
     pytest.importorskip("llguidance")
     with running(served(model, str(template)), processes) as it:
         yield it

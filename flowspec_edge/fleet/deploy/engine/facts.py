@@ -11,12 +11,11 @@ from typing import Any
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet import paths
+from flowspec_edge.fleet.commands import as_root, runner_for
 from flowspec_edge.fleet.deploy.engine import board_facts
 from flowspec_edge.fleet.deploy.engine.desired_state import BoardState
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 from flowspec_edge.fleet.probe.facts import program
-from flowspec_edge.fleet.remote.runner import as_root
-from flowspec_edge.fleet.remote.ssh import runner_for
 from flowspec_edge.fleet.transfer import store
 
 SCOPE = "deploy-flowspec"  # prefix of the transient scopes in which a board runs a deployment's commands

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import IO
 
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.fleet.commands import as_root, runner_for
 from flowspec_edge.fleet.deploy.engine.desired_state import Action, BoardOutcome, Step
 from flowspec_edge.fleet.deploy.engine.facts import SCOPE
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
-from flowspec_edge.fleet.remote.runner import as_root
-from flowspec_edge.fleet.remote.ssh import runner_for
 
 # umask: root's may differ, and the services' user has to read the files.  LC_ALL: error messages are
 # reported, in English.

@@ -1,0 +1,295 @@
+"""Device and testbed profiles: times as TOML data, and the arithmetic of their curves."""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from flowspec_edge.errors import UsageError
+from flowspec_edge.util.resources import resource_dir
+from flowspec_edge.util.suggest import did_you_mean
+from flowspec_edge.util.tomlfile import Count, NotNegative, Positive, StrictModel, load_toml
+
+
+class ModelShape(StrictModel):
+    """The model that the times belong to."""
+
+    layers: Count
+    hidden_width: Count
+    bytes_per_value: Count  # of a hidden state on the wire
+    layer_mb: Positive | None = None  # 10^6 bytes of weights of one layer, as the device stores them
+    quantised: bool = False  # whether those weights have 4 bits
+
+
+class StageCurve(StrictModel):
+    """The time of a stage for a segment, by its rows and the cached context that each row sees.
+
+    ``rows`` and ``ms`` are the corners of a piecewise linear curve for ``layers`` layers and an empty cache:
+    flat below the first corner, extrapolated beyond the last.  ``context_ms``: what 1000 cached tokens add at
+    each corner; ``overhead_ms``: added to every segment, whatever the layers.
+    """
+
+    layers: Positive
+    rows: Annotated[list[Positive], Field(min_length=1)]
+    ms: Annotated[list[Positive], Field(min_length=1)]
+    context_ms: list[NotNegative] = Field(default_factory=list)
+    overhead_ms: NotNegative = 0.0
+
+    @model_validator(mode="after")
+    def _is_a_curve(self) -> StageCurve:
+        if len(self.rows) != len(self.ms):
+            raise ValueError(f"rows and ms must be equally long, not {len(self.rows)} and {len(self.ms)}")
+        if self.context_ms and len(self.context_ms) != len(self.rows):
+            raise ValueError("rows and context_ms must be equally long, "
+                             f"not {len(self.rows)} and {len(self.context_ms)}")
+        if any(b <= a for a, b in pairwise(self.rows)):
+            raise ValueError("rows must increase")
+        for name in ("ms", "context_ms"):
+            values = getattr(self, name)
+            if any(b < a for a, b in pairwise(values)):
+                raise ValueError(f"{name} must not fall as rows grow")
+        return self
+
+    def milliseconds(self, rows: float, context: int = 0) -> float:
+        """Without the overhead; 0 for no rows."""
+        if rows <= 0:
+            return 0.0
+        seen = self._at(self.context_ms, rows) * context / 1e3 if self.context_ms else 0.0
+        return self._at(self.ms, rows) + seen
+
+    def _at(self, values: list[float], rows: float) -> float:
+        if rows <= self.rows[0] or len(self.rows) == 1:
+            return values[0]
+        right = min(bisect_right(self.rows, rows), len(self.rows) - 1)
+        x0, x1 = self.rows[right - 1], self.rows[right]
+        y0, y1 = values[right - 1], values[right]
+        return y0 + (y1 - y0) * (rows - x0) / (x1 - x0)
+
+
+class Int4Cost(StrictModel):
+    """A matrix product of ``rows`` with int4 weights, beside the same product with the profile's own weights.
+
+    Both are piecewise linear, as in :class:`StageCurve`.
+    """
+
+    rows: Annotated[list[Positive], Field(min_length=1)]
+    ms: Annotated[list[Positive], Field(min_length=1)]
+    full_ms: Annotated[list[Positive], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _are_curves(self) -> Int4Cost:
+        for times in (self.ms, self.full_ms):
+            StageCurve(layers=1, rows=self.rows, ms=times)
+        return self
+
+    def ratio(self, rows: float) -> float:
+        """The time with int4 weights over that with the profile's own."""
+        int4, full = (StageCurve(layers=1, rows=self.rows, ms=times) for times in (self.ms, self.full_ms))
+        return int4.milliseconds(rows) / full.milliseconds(rows)
+
+
+class DraftCost(StrictModel):
+    """One forward pass of a draft model on D0, by kind; ``row_ms``: what each expanded node adds."""
+
+    pass_ms: NotNegative
+    lm_pass_ms: NotNegative
+    spd_pass_ms: NotNegative
+    row_ms: NotNegative = 0.0
+
+
+class LmHeadCost(StrictModel):
+    """lm_head on a segment's rows on D0; ``row_ms``: what each row adds to D0's work."""
+
+    ms: NotNegative
+    row_ms: NotNegative = 0.0
+
+
+class LinkCost(StrictModel):
+    """One way, between neighbours."""
+
+    mbps: Positive  # 10^6 bits a second
+    latency_ms: NotNegative
+
+
+class CollectiveCost(StrictModel):
+    """Costs of tensor parallelism besides the bytes."""
+
+    step_ms: NotNegative = 0.0  # per ring step: every device sends to the next and waits
+
+
+class HostCost(StrictModel):
+    """D0's own work for one output: accept, prune, merge, build a segment, encode."""
+
+    bookkeeping_ms: NotNegative = 0.0
+
+
+class Memory(StrictModel):
+    """In MB (10^6 bytes)."""
+
+    total_mb: Positive
+    usable_mb: Positive  # free for a stage's or D0's process, with the system running
+    process_mb: NotNegative  # of such a process without weights and cache: interpreter, kernels
+    gb_per_s: Positive | None = None  # 10^9 bytes a second that a decoder, or a large copy, reads
+    gb_per_s_range: Annotated[list[Positive], Field(min_length=2, max_length=2)] | None = None  # if not known
+
+    @model_validator(mode="after")
+    def _fits(self) -> Memory:
+        if self.usable_mb > self.total_mb:
+            raise ValueError(f"usable_mb {self.usable_mb:g} is more than total_mb {self.total_mb:g}")
+        if self.gb_per_s_range and not (self.gb_per_s and self.gb_per_s_range[0] <= self.gb_per_s
+                                        <= self.gb_per_s_range[1]):
+            raise ValueError(f"gb_per_s {self.gb_per_s} is not within gb_per_s_range {self.gb_per_s_range}")
+        return self
+
+
+class Conditions(StrictModel):
+    """How a profile was measured; for information only."""
+
+    date: str = ""
+    machine: str = ""
+    model: str = ""
+    dtype: str = ""
+    device: str = ""
+    threads: Annotated[int, Field(ge=0)] = 0
+    power_mode: str = ""
+    temperature_c: float | None = None  # the hottest zone, at the end
+    clocks_mhz: dict[str, float] = Field(default_factory=dict)
+    peer: str = ""  # at the other end of the measured link
+
+
+class Profile(StrictModel):
+    name: str
+    summary: str
+    kind: Literal["testbed", "device"]
+    provenance: Literal["measured", "published", "estimated"]
+    source: str
+    model: ModelShape
+    stage: StageCurve
+    draft: DraftCost
+    lm_head: LmHeadCost
+    link: LinkCost
+    host: HostCost = HostCost()
+    collective: CollectiveCost = CollectiveCost()
+    int4: Int4Cost | None = None
+    memory: Memory | None = None
+    conditions: Conditions | None = None
+    boards: Count | None = None  # of a testbed with this many, D0 included; None: any number
+
+    def stage_seconds(self, rows: int, layers: float, context: int = 0) -> float:
+        """``layers`` may be a fraction; ``context``: tokens in the cache."""
+        if rows <= 0:
+            return 0.0
+        share = layers / self.stage.layers
+        return (self.stage.overhead_ms + self.stage.milliseconds(rows, context) * share) * 1e-3
+
+    def draft_seconds(self, kind: str, nodes: int = 1) -> float:
+        """One pass that expands ``nodes``; ``kind``: of ``modeldir.DRAFT_PARTS``, or "ngram", which is
+        free."""
+        eagle = self.draft.pass_ms
+        costs = {"eagle2": eagle, "eagle2-deep": eagle, "eagle3": eagle, "lm": self.draft.lm_pass_ms,
+                 "spd": self.draft.spd_pass_ms, "ngram": 0.0}
+        return (costs[kind] + self.draft.row_ms * nodes) * 1e-3
+
+    def verify_seconds(self, rows: int, outputs: int = 1) -> float:
+        """D0's time for ``outputs`` that came together: bookkeeping for each, and lm_head once for all
+        ``rows``, if there are any."""
+        head = self.lm_head.ms + self.lm_head.row_ms * rows if rows else 0.0
+        return (self.host.bookkeeping_ms * outputs + head) * 1e-3
+
+    def link_seconds(self, size: int) -> tuple[float, float]:
+        """(time that ``size`` bytes occupy the link, latency after that)."""
+        return size * 8 / (self.link.mbps * 1e6), self.link.latency_ms * 1e-3
+
+
+def profile_names() -> list[str]:
+    return sorted(path.stem for path in resource_dir("profiles").glob("*.toml"))
+
+
+def load_profile(name_or_path: str) -> Profile:
+    """A bundled profile by name, or a TOML file by path."""
+    if name_or_path in profile_names():
+        path = resource_dir("profiles") / f"{name_or_path}.toml"
+    elif name_or_path.endswith(".toml") or "/" in name_or_path:
+        path = Path(name_or_path)
+    else:
+        raise UsageError(f"no profile {name_or_path!r}; {did_you_mean(name_or_path, profile_names())}"
+                         f"there are {', '.join(profile_names())}, "
+                         "or give the path of a .toml file")
+    return load_toml(path, Profile)
+
+
+_WIDTH = 110
+_COMMENTS = {
+    "layers": {"stage": "of the curve"},
+    "bytes_per_value": {"model": "of a hidden state on the wire"},
+    "layer_mb": {"model": "weights of one layer"},
+    "quantised": {"model": "to 4 bits"},
+    "full_ms": {"int4": "the same product with the profile's own weights"},
+    "rows": {"stage": "of a segment; one ms and one context_ms for each"},
+    "context_ms": {"stage": "added by 1000 cached tokens"},
+    "overhead_ms": {"stage": "of every segment, for any number of layers"},
+    "pass_ms": {"draft": "EAGLE head"},
+    "lm_pass_ms": {"draft": "small draft model"},
+    "spd_pass_ms": {"draft": "SPD's module"},
+    "ms": {"lm_head": "for an output", "int4": "a product with int4 weights"},
+    "row_ms": {"draft": "added by each node", "lm_head": "added by each row, bookkeeping included"},
+    "mbps": {"link": "10^6 bits a second"},
+    "bookkeeping_ms": {"host": "D0's own work for one output"},
+    "step_ms": {"collective": "a step of a ring, without its bytes"},
+    "usable_mb": {"memory": "free for the process of a stage or of D0"},
+    "process_mb": {"memory": "of such a process beside weights and cache"},
+    "gb_per_s": {"memory": "10^9 bytes read a second"},
+    "temperature_c": {"conditions": "the hottest zone at the end of the measurement"},
+    "peer": {"conditions": "the other end of the measured link"},
+}
+_LEFT_OUT: tuple[Any, ...] = (None, "", [], {})
+
+
+def render(profile: Profile) -> str:
+    """The text of a TOML file with comments."""
+    data = profile.model_dump()
+    lines = [f"{key} = {_long(value) if key == 'source' else _value(value)}" for key, value in data.items()
+             if not isinstance(value, Mapping) and value is not None]
+    for table, values in data.items():
+        if isinstance(values, Mapping):
+            lines += ["", f"[{table}]"]
+            lines += [_line(table, key, value) for key, value in values.items() if value not in _LEFT_OUT]
+    return "\n".join(lines) + "\n"
+
+
+def _line(table: str, key: str, value: Any) -> str:
+    comment = _COMMENTS.get(key, {}).get(table)
+    return f"{key} = {_value(value)}" + (f"  # {comment}" if comment else "")
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        pairs = ", ".join(f"{_text(str(key))} = {_value(inner)}" for key, inner in value.items())
+        return f"{{ {pairs} }}" if pairs else "{}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return _text(value) if isinstance(value, str) else json.dumps(value)
+
+
+def _text(value: str) -> str:
+    """A JSON string is valid TOML, except for DEL."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _long(value: str) -> str:
+    """Each line of the multi-line string ends with a backslash, which joins it to the next."""
+    lines = [""]
+    for word in re.findall(r"^ +|[^ ]+ *", _text(value)[1:-1]):
+        if lines[-1] and len(lines[-1]) + len(word) > _WIDTH - 1:
+            lines.append("")
+        lines[-1] += word
+    return '"""\n' + "\\\n".join(lines) + '"""'

@@ -1,0 +1,1 @@
+"""Links between boards: addresses, measurement, traffic shaping, namespaces.  Begin with ``linktest``."""

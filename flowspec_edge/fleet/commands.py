@@ -1,0 +1,177 @@
+"""Runs commands on a board, here or over ssh; a failure becomes one line.
+
+ssh is the system's OpenSSH client, with the user's configuration, keys and jump hosts.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from typing import IO, Protocol
+
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.fleet.inventory import DeviceEntry, Inventory, resolve
+
+TIMEOUT_S = 60.0
+_CONNECT_S = 10
+_ALIVE_S = 5  # between keep-alives; three may be missed
+_SSH_PORT = 22
+SBIN = "/usr/sbin:/sbin"  # ip and tc; may be missing in an ordinary user's PATH
+# tar's last line has no cause; the line before has.
+_NO_CAUSE = ("tar: Exiting with failure status", "tar: Error is not recoverable")
+
+
+class Unreached(FlowspecError):
+    """No answer: ssh failed, or the command exceeded its deadline."""
+
+
+class Runner(Protocol):
+    where: str  # the device's name in error messages
+
+    def command(self, argv: Sequence[str]) -> list[str]:
+        """The local command that runs ``argv`` on the device, with stdin and stdout connected."""
+
+    def run(self, argv: Sequence[str], stdin: str | IO[bytes] | None = None) -> str:
+        """The stdout of ``argv``; ``stdin``: a text or an open file.
+
+        FlowspecError, with the last line of stderr, if it cannot be started or fails; Unreached if ssh fails
+        or the command exceeds the deadline.
+        """
+
+
+class LocalRunner:
+    """``prefix`` goes before each command, such as nsenter with its options."""
+
+    def __init__(self, where: str = "this machine", prefix: Sequence[str] = (),
+                 timeout_s: float = 60.0) -> None:
+        self.where = where
+        self._prefix = list(prefix)
+        self._timeout_s = timeout_s
+
+    def command(self, argv: Sequence[str]) -> list[str]:
+        return [*self._prefix, *argv]
+
+    def run(self, argv: Sequence[str], stdin: str | IO[bytes] | None = None) -> str:
+        return finish(self.where, argv[0], self.command(argv), stdin, self._timeout_s)
+
+
+def finish(where: str, name: str, argv: Sequence[str], stdin: str | IO[bytes] | None, timeout_s: float
+           ) -> str:
+    """Run ``argv`` locally; its stdout.  Errors begin with ``where`` and ``name``, or with ssh if ssh
+    failed."""
+    env = {**os.environ, "PATH": search_path()}
+    try:
+        if stdin is None or isinstance(stdin, str):
+            done = subprocess.run(argv, input=(stdin or "").encode(), capture_output=True, timeout=timeout_s,
+                                  check=False, env=env)
+        else:
+            done = subprocess.run(argv, stdin=stdin, capture_output=True, timeout=timeout_s, check=False,
+                                  env=env)
+    except OSError as error:
+        raise FlowspecError(f"{where}: cannot run {argv[0]}: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        raise Unreached(f"{where}: {name} did not finish within {timeout_s:g} s: see whether the board hangs "
+                        "(uptime, dmesg), then run this again") from error
+    if done.returncode:
+        kind = Unreached if _by_ssh(argv, done.returncode) else FlowspecError
+        raise kind(f"{where}: " + failure(name, argv, done.returncode, done.stderr.decode(errors="replace")))
+    return done.stdout.decode(errors="replace")
+
+
+def failure(name: str, argv: Sequence[str], code: int, stderr: str) -> str:
+    """How a command failed, as the end of a sentence; parameters as for ``finish``."""
+    if _by_ssh(argv, code):
+        name = "ssh"
+    prefix = "" if name == "sh" else f"{name}: "  # a script's commands name themselves
+    return prefix + (last_line(stderr).removeprefix(prefix) or f"exit code {code}")
+
+
+def _by_ssh(argv: Sequence[str], code: int) -> bool:
+    return code == 255 and argv[0] == "ssh"
+
+
+def last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines())
+                 if line.strip() and not line.startswith(_NO_CAUSE)), "")
+
+
+def search_path() -> str:
+    return f"{os.environ.get('PATH', os.defpath)}:{SBIN}"
+
+
+def as_root(argv: Sequence[str]) -> list[str]:
+    """``argv`` as root: by sudo without a password, unless the user is root."""
+    return ["sh", "-c", '[ "$(id -u)" = 0 ] || set -- sudo -n -- "$@"; exec "$@"', "sh", *argv]
+
+
+def missing_tools(packages: Iterable[tuple[str, str]]) -> list[str]:
+    """Of (tool, Debian package), the tools that this machine lacks, each with its package."""
+    return [f"{tool} (Debian package {package})" for tool, package in packages
+            if shutil.which(tool, path=search_path()) is None]
+
+
+class SshRunner:
+    """Never prompts: a password or an unknown host key is an error."""
+
+    def __init__(self, inventory: Inventory, device: DeviceEntry, timeout_s: float = TIMEOUT_S,
+                 own_connection: bool = False) -> None:
+        """``own_connection``: no ControlMaster sharing, so that the remote sshd ends with this command."""
+        self.where = f"{device.name} ({device.address})"
+        self._timeout_s = timeout_s
+        options: dict[str, str | int] = {
+            "BatchMode": "yes", "ConnectTimeout": _CONNECT_S, "ServerAliveInterval": _ALIVE_S,
+            "ServerAliveCountMax": 3, "LogLevel": "ERROR", "Port": device.ssh_port}
+        if own_connection:
+            options["ControlPath"] = "none"
+        if device.ssh_user:
+            options["User"] = device.ssh_user
+        if device.ssh_key:
+            options |= {"IdentityFile": device.ssh_key, "IdentitiesOnly": "yes"}
+        file = ["-F", inventory.cluster.ssh_config] if inventory.cluster.ssh_config else []
+        self._ssh = ["ssh", "-T", *file, *(part for key, value in options.items()
+                                           for part in ("-o", f"{key}={value}")), "--", device.address]
+
+    def command(self, argv: Sequence[str]) -> list[str]:
+        # exec makes the program a child of sshd, so that it ends with the connection.
+        return [*self._ssh, f"exec {shlex.join(argv)}"]
+
+    def connecting(self, host: str, port: int) -> list[str]:
+        """The local command whose stdin and stdout are a TCP connection from the board to ``host``."""
+        *options, end, address = self._ssh
+        return [*options, "-W", f"{host}:{port}", end, address]
+
+    def run(self, argv: Sequence[str], stdin: str | IO[bytes] | None = None) -> str:
+        return finish(self.where, argv[0], self.command(argv), stdin, self._timeout_s)
+
+
+def runner_for(inventory: Inventory, device: DeviceEntry, timeout_s: float = TIMEOUT_S,
+               own_connection: bool = False) -> Runner:
+    if is_here(device):
+        return LocalRunner(device.name, timeout_s=timeout_s)
+    return SshRunner(inventory, device, timeout_s, own_connection)
+
+
+def python_for(inventory: Inventory, device: DeviceEntry) -> str:
+    """The interpreter for ``runner_for``: ``sys.executable`` if ``device`` is this machine."""
+    return sys.executable if is_here(device) else inventory.python(device)
+
+
+def is_here(device: DeviceEntry) -> bool:
+    """Whether ``device`` is this machine, which needs no ssh.
+
+    False for another ``ssh_port`` than 22, which may be forwarded from an address of this machine to another
+    one.  FlowspecError if the device's name does not resolve.
+    """
+    if device.ssh_port != _SSH_PORT:
+        return False
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((resolve(device), 0))
+        except OSError:
+            return False
+    return True

@@ -1,1 +1,0 @@
-"""Link measurement, traffic shaping and network namespaces.  Begin with ``linktest`` or ``tc``."""

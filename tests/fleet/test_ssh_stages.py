@@ -1,0 +1,97 @@
+"""Stages over a real ssh: they answer, and they end with the connection."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import fleetkit
+import pytest
+import sshkit
+from clusterkit import PROMPT
+from tiny_dir import tiny_model_dir
+
+from flowspec_edge.fleet.ssh_stages import RemoteStages
+from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec, Connected
+from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.runtime.request import Request
+from flowspec_edge.strategies.base import Parallelism
+
+WORKER = f"{sys.executable} -m flowspec_edge.runtime.worker"
+pytestmark = sshkit.needs_boards
+PATIENCE_S = 60.0  # only a failing test waits so long
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2)
+
+
+@pytest.fixture(scope="module")
+def boards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sshkit.Boards]:
+    with sshkit.boards(2, tmp_path_factory.mktemp("boards")) as boards, boards.bed.entered(0):
+        yield boards
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("strategy", "parallelism"), [("flowspec", "pipeline"), ("megatron", "megatron")])
+def test_a_request_over_boards(boards: sshkit.Boards, model: Path, strategy: str, parallelism: Parallelism
+                               ) -> None:
+    request = Request(PROMPT, strategy, max_new_tokens=8)
+    expected, _ = PlainDecoder(model).generate(PROMPT, 8, request.sampling)
+    with RemoteStages(boards.inventory, str(model), "fp32", parallelism=parallelism, threads=1) as stages:
+        assert stages.addresses.key_file is not None
+        with ProcessCluster(ClusterSpec(model, 2), Connected(stages.addresses),
+                            parallelism=parallelism) as cluster:
+            assert cluster.generate(request).tokens == expected
+        assert stages.exited() is None
+        workers = [pid for place in (1, 2) for pid in boards.running(place, WORKER)]
+        assert len(workers) == 2
+        for pid in workers:  # no secret can be read from the process list, and there is no file
+            line = Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+            assert line.split("\0")[1:5] == ["-m", "flowspec_edge.runtime.worker", "--config", "/dev/fd/3"]
+    assert all(fleetkit.ended(pid, PATIENCE_S) for pid in workers)
+    stages.close()
+
+
+_CONTROLLER = """
+import sys
+from pathlib import Path
+from flowspec_edge.fleet.inventory import load_inventory
+from flowspec_edge.fleet.ssh_stages import RemoteStages
+with RemoteStages(load_inventory(Path(sys.argv[1])), sys.argv[2], "fp32", threads=1):
+    print("started", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_stages_end_when_the_controller_is_killed(boards: sshkit.Boards, model: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", _CONTROLLER, str(boards.file), str(model)],
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as controller:
+        assert controller.stdout is not None
+        assert controller.stdout.readline() == "started\n"
+        workers: list[int] = []
+        deadline = time.monotonic() + PATIENCE_S
+        while len(workers) < 2 and time.monotonic() < deadline:
+            workers = [pid for place in (1, 2) for pid in boards.running(place, WORKER)]
+        assert len(workers) == 2
+        controller.send_signal(signal.SIGKILL)
+    assert all(fleetkit.ended(pid, PATIENCE_S) for pid in workers)
+
+
+def test_a_stage_that_cannot_start_says_why(boards: sshkit.Boards) -> None:
+    cluster = boards.inventory.cluster.model_copy(update={"python": "/nowhere/python"})
+    inventory = boards.inventory.model_copy(update={"cluster": cluster})
+    with RemoteStages(inventory, "/model", "fp32") as stages:
+        for stage in stages._stages:
+            stage.client.wait(PATIENCE_S)
+        cause = stages.exited()
+    assert cause is not None
+    assert cause.startswith("board-1: ")
+    assert "/nowhere/python" in cause

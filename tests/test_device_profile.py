@@ -1,0 +1,145 @@
+"""Profiles: the curves against numpy and by hand, what a faulty file says, and round trips as TOML."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowspec_edge.device_profile import Conditions, Profile, StageCurve, load_profile, profile_names, render
+from flowspec_edge.errors import UsageError
+from flowspec_edge.util.resources import resource_dir
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+TEXT = st.text(st.characters(exclude_categories=["Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"]), max_size=300)
+WORDS = st.lists(st.sampled_from(["layers", 'say "so"', "back\\slash", "a" * 130, "é", "", "\t", '"""']),
+                 max_size=60).map(" ".join)
+
+
+def test_paper_7b_is_the_testbed_of_the_paper() -> None:
+    profile = load_profile("paper-7b")
+    per_stage = profile.model.layers / 4
+    assert (profile.kind, per_stage) == ("testbed", 8)
+    for rows, ms in [(0, 0), (1, 80), (16, 80), (17, 80.65), (32, 90.4), (80, 121.6), (216, 210)]:
+        assert profile.stage_seconds(rows, per_stage) == pytest.approx(ms / 1e3)
+    assert profile.stage_seconds(16, 4) == pytest.approx(0.040)  # eight stages: half the layers each
+    assert profile.stage_seconds(16, 32 / 14) == pytest.approx(0.080 * 4 / 14)
+    assert (profile.draft.pass_ms, profile.lm_head.ms, profile.model.hidden_width) == (15, 5, 4096)
+
+
+def test_a_link_is_occupied_by_bits_and_late_by_its_latency() -> None:
+    occupied, latency = load_profile("paper-7b").link_seconds(16 * 4096 * 2)
+    assert occupied == pytest.approx(16 * 4096 * 2 * 8 / 1e9)
+    assert latency == pytest.approx(0.0002)
+
+
+def test_each_node_of_a_pass_may_cost() -> None:
+    profile = load_profile("paper-7b")
+    assert profile.draft_seconds("eagle2", 10) == profile.draft_seconds("eagle2") == 0.015
+    dearer = profile.model_copy(update={"draft": profile.draft.model_copy(update={"row_ms": 0.5})})
+    assert dearer.draft_seconds("eagle2", 10) == pytest.approx(0.020)
+    assert dearer.draft_seconds("eagle2") == pytest.approx(0.0155)
+    assert dearer.draft_seconds("eagle2-deep", 10) == dearer.draft_seconds("eagle2", 10)
+
+
+STEPS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 30)), min_size=2, max_size=6)
+
+
+@given(STEPS, st.integers(1, 600))
+def test_curve_is_numpys_interpolation_and_goes_on_with_the_last_slope(steps: list[tuple[int, int]],
+                                                                       rows: int) -> None:
+    x = np.cumsum([dx for dx, _ in steps]).astype(float)
+    y = 1.0 + np.cumsum([dy for _, dy in steps])
+    curve = StageCurve(layers=1, rows=x.tolist(), ms=y.tolist())
+    slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
+    expected = np.interp(rows, x, y) if rows <= x[-1] else y[-1] + slope * (rows - x[-1])
+    assert curve.milliseconds(rows) == pytest.approx(float(expected))
+
+
+def test_a_curve_of_one_corner_is_flat() -> None:
+    assert StageCurve(layers=1, rows=[16], ms=[7.0]).milliseconds(500) == 7.0
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_every_shipped_profile_says_where_it_comes_from(name: str) -> None:
+    profile = load_profile(name)
+    assert profile.name == name
+    assert profile.source.strip()
+    assert "\n" not in profile.summary
+
+
+def faulty(tmp_path: Path, old: str, new: str) -> Path:
+    text = (resource_dir("profiles") / "paper-7b.toml").read_text(encoding="utf-8")
+    assert old in text
+    path = tmp_path / "mine.toml"
+    path.write_text(text.replace(old, new), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(("old", "new", "says"), [
+    ("[link]", "[link]\nlatency = 3", "unknown key 'link.latency': did you mean 'latency_ms'?"),
+    ("pass_ms = 15.0", "", "missing key 'draft.pass_ms'"),
+    ("[lm_head]", "[head]", "missing key 'lm_head'; line 28: unknown key 'head': did you mean 'lm_head'?"),
+    ("mbps = 1000", "mbps = 0", "link.mbps: input should be greater than 0"),
+    ("mbps = 1000", 'mbps = "1000"', "link.mbps: input should be a valid number"),
+    ("rows = [16, 116]", "rows = [116, 16]", "stage: rows must increase"),
+    ("rows = [16, 116]", "rows = [16]", "stage: rows and ms must be equally long, not 1 and 2"),
+    ('kind = "testbed"', 'kind = "cloud"', "kind: input should be 'testbed' or 'device'"),
+    ("[model]", "[model", "is not valid TOML"),
+])
+def test_a_faulty_profile_is_one_line_with_file_and_key(tmp_path: Path, old: str, new: str,
+                                                        says: str) -> None:
+    path = faulty(tmp_path, old, new)
+    with pytest.raises(UsageError, match=re.escape(says)) as caught:
+        load_profile(str(path))
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_profile_of_ones_own(tmp_path: Path) -> None:
+    path = faulty(tmp_path, "[draft]\npass_ms = 15.0", "[host]\nbookkeeping_ms = 0.5\n[draft]\npass_ms = 1.5")
+    profile = load_profile(str(path))
+    assert (profile.draft.pass_ms, profile.host.bookkeeping_ms) == (1.5, 0.5)
+
+
+def test_unknown_names_and_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no profile 'nano'; there are agx-orin-64gb, cpu-2core, orin-"):
+        load_profile("nano")
+    with pytest.raises(UsageError, match=r"cannot read .*absent\.toml: No such file"):
+        load_profile(str(tmp_path / "absent.toml"))
+
+
+def test_profiles_cannot_be_changed() -> None:
+    profile: Profile = load_profile("paper-7b")
+    with pytest.raises(ValueError, match="frozen"):
+        profile.name = "other"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_every_shipped_profile_comes_back(name: str, tmp_path: Path) -> None:
+    profile = load_profile(name)
+    text = render(profile)
+    path = tmp_path / "again.toml"
+    path.write_text(text, encoding="utf-8")
+    assert load_profile(str(path)) == profile
+    assert max(map(len, text.splitlines()[:-1])) <= 200
+
+
+@settings(max_examples=50)
+@given(source=TEXT | WORDS, machine=TEXT, clocks=st.dictionaries(TEXT, st.floats(0, 1e6), max_size=3))
+def test_any_text_comes_back(source: str, machine: str, clocks: dict[str, float]) -> None:
+    conditions = Conditions(machine=machine, clocks_mhz=clocks, temperature_c=41.5, threads=2)
+    profile = load_profile("paper-7b").model_copy(update={"source": source, "conditions": conditions})
+    data = tomllib.loads(render(profile))
+    assert data["source"] == source
+    assert data["conditions"].get("machine", "") == machine
+    assert data["conditions"].get("clocks_mhz", {}) == clocks
