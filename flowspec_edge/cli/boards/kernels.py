@@ -93,8 +93,8 @@ def _show(report: KernelReport) -> None:
         table.add_row(kind, *cells)
     console.print(table)
     for kind, found in report.kinds.items():
-        if not found.check.works:
-            console.print(f"{kind} does not work: {found.check.why}", markup=False, highlight=False)
+        if not found.check.ok:
+            console.print(f"{kind} does not work: {found.check.found}", markup=False, highlight=False)
     if report.unadvised:
         console.print(f"{' and '.join(report.unadvised)}: not for this GPU, on which bitsandbytes expands "
                       "the whole matrix for every product of more than 4 rows", highlight=False)

@@ -24,7 +24,8 @@ from flowspec_edge.fleet.deploy.resolve import Deployment, needs_of
 from flowspec_edge.fleet.deploy.rollback import go_back
 from flowspec_edge.fleet.deploy.rollout_log import RolloutLog
 from flowspec_edge.fleet.deploy.wheels import WheelTarget
-from flowspec_edge.fleet.probe.preflight import environment_problems, preflight, unreachable
+from flowspec_edge.fleet.probe.findings import unreachable
+from flowspec_edge.fleet.probe.preflight import environment_problems, preflight
 from flowspec_edge.fleet.services import keys
 from flowspec_edge.fleet.services.status import look
 from flowspec_edge.fleet.transfer.push import push
@@ -124,8 +125,8 @@ class Rollout:
         self._watch.phase("looking at the boards")
         needs = needs_of(self._deployment, manifest, self._status)
         found = preflight(self._inventory, needs)
-        self._log.notes = [str(problem) for problem in found.problems if problem.note]
-        problems = [problem for problem in found.problems if not problem.note]
+        self._log.notes = [str(problem) for problem in found.problems if problem.state == "warning"]
+        problems = [problem for problem in found.problems if problem.state == "failed"]
         # The previous release must be known: a failed rollout goes back to it.
         silent = [board.error for board in self._status.boards
                   if board.error and board.name not in {problem.board for problem in problems}]

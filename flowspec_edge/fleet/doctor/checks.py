@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import pwd
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 from flowspec_edge.fleet.paths import USER
 from flowspec_edge.fleet.probe.board import BoardInfo, board_of, l4t_of, mode_numbers
+from flowspec_edge.fleet.probe.findings import Finding, merged
 from flowspec_edge.fleet.probe.preflight import Needs, judge
 from flowspec_edge.fleet.probe.script import GPU_GROUPS
-from flowspec_edge.fleet.probe.software import BoardProblem, judge_jetpack
+from flowspec_edge.fleet.probe.software import judge_jetpack
 from flowspec_edge.util.jetson import jetpack_of, system
-
-State = Literal["ok", "warning", "failed", "unknown"]
 
 _GIGA = 1e9
 _MIN_DISK_GB = 10.0  # two environments take 1, a shard of a 13B model in 4 bits 3
@@ -27,27 +25,6 @@ _TIME_SERVER = ("timedatectl timesync-status shows which one is asked; without i
                 "this network that serves time (chrony does): printf '[Time]\\nNTP=ADDRESS\\n' | sudo "
                 "install -D -m 644 /dev/stdin /etc/systemd/timesyncd.conf.d/lan.conf && sudo systemctl "
                 "restart systemd-timesyncd")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """``found`` in words, with figures; ``advice``: the next step.
-
-    remedy  harmless commands of that step, for root
-    fixed   whether the remedy was run and helped; None without --fix
-    """
-
-    check: str
-    state: State
-    found: str
-    advice: str = ""
-    remedy: tuple[tuple[str, ...], ...] = ()
-    fixed: bool | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """The fields that ``doctor --json`` promises."""
-        told = {"check": self.check, "state": self.state, "found": self.found, "advice": self.advice}
-        return told if self.fixed is None else {**told, "fixed": self.fixed}
 
 
 def check_system(facts: Mapping[str, Any], storage: str = "", power_mode: str = "", own: bool = False
@@ -83,17 +60,7 @@ def check_bare_board(inventory: Inventory, device: DeviceEntry, facts: dict[str,
     # The doctor has a stricter check for the clock.
     problems = [problem for problem in judge(device.name, Needs(), facts, python, torch_device)
                 if problem.check != "clock"]
-    return with_problems(findings, problems)
-
-
-def with_problems(findings: Sequence[Finding], problems: Sequence[BoardProblem]) -> list[Finding]:
-    by_check = {finding.check: finding for finding in findings}
-    for check in dict.fromkeys(problem.check for problem in problems):
-        own = [problem for problem in problems if problem.check == check]
-        by_check[check] = Finding(check, "warning" if all(problem.note for problem in own) else "failed",
-                                  "; ".join(problem.found for problem in own),
-                                  "; ".join(problem.advice for problem in own))
-    return list(by_check.values())
+    return merged([*findings, *problems])
 
 
 def check_time(timedatectl: str) -> Finding:
@@ -160,7 +127,7 @@ def _release(board: BoardInfo) -> Finding:
     name = f" (JetPack {jetpack.name})" if jetpack else ""
     found = Finding("board", "ok", f"{board.machine or 'a Jetson'}, L4T {board.l4t}{name}")
     problem = judge_jetpack(board.l4t)
-    return with_problems([found], [problem])[0] if problem else found
+    return problem or found
 
 
 def _memory(board: BoardInfo) -> Finding:

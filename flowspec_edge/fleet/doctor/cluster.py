@@ -14,12 +14,10 @@ from typing import Any
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.doctor.checks import (
-    Finding,
     check_bare_board,
     check_l4t,
     check_network,
     check_system,
-    with_problems,
     wrong_address,
 )
 from flowspec_edge.fleet.doctor.run import apply_remedies
@@ -29,7 +27,8 @@ from flowspec_edge.fleet.network.addresses import address_problem
 from flowspec_edge.fleet.network.remote_shaping import LinkRate, measure_between
 from flowspec_edge.fleet.paths import HOME, PYTHON, STATE
 from flowspec_edge.fleet.probe.facts import board_facts
-from flowspec_edge.fleet.probe.preflight import shared_machine_ids, unreachable
+from flowspec_edge.fleet.probe.findings import Finding, unreachable
+from flowspec_edge.fleet.probe.preflight import shared_machine_ids
 from flowspec_edge.fleet.remote.runner import LocalRunner, Runner, as_root
 from flowspec_edge.fleet.remote.ssh import SshRunner, is_here, python_for
 
@@ -75,7 +74,7 @@ def check_cluster(inventory: Inventory, storage: str | None = None,
     probed = {board.name: board.facts for board in boards if board.facts.get("files")}
     for problem in shared_machine_ids(probed):
         findings = reached[problem.board].findings
-        findings[:] = with_problems(findings, [problem])
+        findings.append(problem)
     if path is not None and inventory.cluster.model:
         from flowspec_edge.fleet.doctor.model import check_model  # imports torch
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flowspec_edge.fleet.doctor.checks import Finding, with_problems
 from flowspec_edge.fleet.probe.facts import torch_check_program
+from flowspec_edge.fleet.probe.findings import Finding, merged
 from flowspec_edge.fleet.probe.script import run_torch_check
 from flowspec_edge.fleet.probe.software import judge_torch
-
-if TYPE_CHECKING:
-    from flowspec_edge.fleet.gpu_check.kernel_check import CheckResult
 
 _SHAPE = (1024, 1024)
 _ROWS = (1, 16)
@@ -37,10 +34,10 @@ def judge_libraries(torch: dict[str, Any], l4t: str) -> list[Finding]:
     elif not l4t and not torch["why"]:
         found.append(Finding("gpu", "ok", "none: this machine computes on its CPU"))
     device = "cuda" if l4t or torch["cuda"] else "cpu"
-    return with_problems(found, list(judge_torch(torch, sys.executable, l4t, device)))
+    return merged([*found, *judge_torch(torch, sys.executable, l4t, device)])
 
 
-def _products(on_gpu: bool) -> list[CheckResult]:
+def _products(on_gpu: bool) -> list[Finding]:
     """A product in full precision, then one in 4 bits, each compared with float64."""
     from flowspec_edge.fleet.gpu_check.kernel_check import ProductCheck, check_products
 
@@ -48,17 +45,17 @@ def _products(on_gpu: bool) -> list[CheckResult]:
     return check_products(ProductCheck((full, *_4_BIT), device, _SHAPE, _ROWS, full))
 
 
-def judge_products(products: Sequence[CheckResult], capability: tuple[int, int] | None) -> list[Finding]:
+def judge_products(products: Sequence[Finding], capability: tuple[int, int] | None) -> list[Finding]:
     """``products``: full precision first; ``capability``: of the GPU, None for a CPU."""
     from flowspec_edge.fleet.gpu_check.kernel_check import advisable
 
     full, device = products[0], "cpu" if capability is None else "cuda"
-    findings = [Finding("product", "ok", f"{full.kind} on {device}, right to {full.error:.0e}")
-                if full.works else
-                Finding("product", "failed", f"{full.kind} on {device}: {full.why}",
+    findings = [Finding("product", "ok", f"{full.check} on {device}, right to {full.error:.0e}")
+                if full.ok else
+                Finding("product", "failed", f"{full.check} on {device}: {full.found}",
                         "this torch does not fit this device: install another")]
-    works = [product.kind for product in products[1:] if product.works]
-    broken = [f"{product.kind} does not: {product.why}" for product in products[1:] if not product.works]
+    works = [product.check for product in products[1:] if product.ok]
+    broken = [f"{product.check} does not: {product.found}" for product in products[1:] if not product.ok]
     advised = next((kind for kind in works if advisable(kind, capability)), "fp16")
     if not broken:
         return [*findings, Finding("4 bits", "ok", f"{' and '.join(works)} work on {device}")]

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.fleet.doctor.checks import Finding, check_l4t, check_system
+from flowspec_edge.fleet.doctor.checks import check_l4t, check_system
 from flowspec_edge.fleet.doctor.compute import check_compute
 from flowspec_edge.fleet.probe.board import l4t_of, read_board
+from flowspec_edge.fleet.probe.findings import Finding
 from flowspec_edge.fleet.probe.system import system_facts
 from flowspec_edge.fleet.remote.runner import LocalRunner, Runner, as_root
 

@@ -14,7 +14,8 @@ from flowspec_edge.fleet.network.addresses import address_problem
 from flowspec_edge.fleet.paths import HOME, STATE
 from flowspec_edge.fleet.probe.board import l4t_of
 from flowspec_edge.fleet.probe.facts import board_facts
-from flowspec_edge.fleet.probe.software import BoardProblem, judge_jetpack, judge_software
+from flowspec_edge.fleet.probe.findings import Finding, unreachable, wrong_address
+from flowspec_edge.fleet.probe.software import judge_jetpack, judge_software
 
 _MIN_SYSTEMD = 247  # LoadCredential=
 MAX_CLOCK_SKEW_S = 30.0
@@ -22,22 +23,6 @@ _MACHINE_ID = re.compile("[0-9a-f]{32}")  # during the first boot it may be "uni
 # systemd-machine-id-setup takes D-Bus's number, where there is one.
 _NEW_MACHINE_ID = ("sudo rm -f /etc/machine-id /var/lib/dbus/machine-id; sudo systemd-machine-id-setup; sudo "
                    "reboot")
-
-# (ssh's error, its meaning, the next step).  {address} and {port} are the board's.
-_SSH = (
-    ("Host key verification failed",
-     "its host key is unknown here, or not the one that was known",
-     "compare ssh-keyscan -p {port} {address} with the board's own; then ssh there once by hand, or after "
-     "flashing it, ssh-keygen -R {address} first"),
-    ("Permission denied", "it does not let this user in with this key",
-     "see ssh_user and ssh_key in the cluster file; ssh-copy-id -p {port} puts a key there"),
-    ("Connection refused", "nothing answers at port {port}",
-     "start sshd there (sudo systemctl enable --now ssh), or see ssh_port in the cluster file"),
-    ("timed out|No route to host|Network is unreachable", "{address} does not answer",
-     "see whether the board is up, its cable, and the address in the cluster file"),
-    ("Could not resolve|is unknown here", "the name {address} is unknown here",
-     "give the board's address in the cluster file, or make the name known"),
-)
 
 
 @dataclass(frozen=True)
@@ -60,7 +45,7 @@ class Needs:
 class PreflightReport:
     """``facts`` by board; a board that cannot be reached is in ``problems`` only."""
 
-    problems: list[BoardProblem]
+    problems: list[Finding]
     facts: dict[str, dict[str, Any]]
 
 
@@ -68,11 +53,9 @@ def preflight(inventory: Inventory, needs: Mapping[str, Needs]) -> PreflightRepo
     """Probe the boards in ``needs`` concurrently; problems are in the inventory's order."""
     devices = [device for device in inventory.device if device.name in needs]
 
-    def one(device: DeviceEntry) -> tuple[dict[str, Any], list[BoardProblem]]:
+    def one(device: DeviceEntry) -> tuple[dict[str, Any], list[Finding]]:
         if problem := address_problem(inventory, device):
-            found, advice = problem
-            return {"python": None}, [BoardProblem("address", found, f"{advice} in the cluster file",
-                                                   board=device.name)]
+            return {"python": None}, [wrong_address(device, problem)]
         try:
             facts = board_facts(inventory, device, needs[device.name].ports)
         except FlowspecError as error:
@@ -88,33 +71,24 @@ def preflight(inventory: Inventory, needs: Mapping[str, Needs]) -> PreflightRepo
                             *unlike], told)
 
 
-def unreachable(device: DeviceEntry, error: str) -> BoardProblem:
-    values = {"address": device.address, "port": device.ssh_port}
-    for pattern, found, advice in _SSH:
-        if re.search(pattern, error):
-            return BoardProblem("ssh", f"{found.format(**values)} ({error})", advice.format(**values),
-                                board=device.name)
-    return BoardProblem("ssh", error, "ssh there by hand, and see what it says", board=device.name)
-
-
 def judge(board: str, needs: Needs, facts: dict[str, Any], python: str, torch_device: str = "cpu"
-          ) -> list[BoardProblem]:
+          ) -> list[Finding]:
     """The obstacles on one board; ``python`` is its interpreter's name in the cluster file."""
     return [replace(problem, board=board) for problem in _problems(needs, facts, python, torch_device)]
 
 
-def _problems(needs: Needs, facts: dict[str, Any], python: str, torch_device: str) -> Iterator[BoardProblem]:
+def _problems(needs: Needs, facts: dict[str, Any], python: str, torch_device: str) -> Iterator[Finding]:
     if facts["python"] is None:
-        yield BoardProblem("python", f"there is no {python}",
+        yield Finding("python", "failed", f"there is no {python}",
                            "sudo apt-get install python3, or see board_python in the cluster file")
         return
     yield from judge_software(facts, python, torch_device, needs.dtype)
-    if (jetpack := judge_jetpack(l4t_of(facts))) and not jetpack.note:
+    if (jetpack := judge_jetpack(l4t_of(facts))) and jetpack.state == "failed":
         return
     if not facts["systemd"]["runs"]:
-        yield BoardProblem("systemd", "the board was not started by systemd", "services need it")
+        yield Finding("systemd", "failed", "the board was not started by systemd", "services need it")
     elif facts["systemd"]["version"] < _MIN_SYSTEMD:
-        yield BoardProblem("systemd", f"version {facts['systemd']['version']}",
+        yield Finding("systemd", "failed", f"version {facts['systemd']['version']}",
                            f"{_MIN_SYSTEMD} or newer is needed: upgrade the board's system")
     if abs(facts["ahead"]) - facts["within"] > MAX_CLOCK_SKEW_S:
         yield _clock(facts["ahead"], facts["ntp"])
@@ -124,25 +98,25 @@ def _problems(needs: Needs, facts: dict[str, Any], python: str, torch_device: st
     yield from _memory(needs, facts["memory"])
     for port, (pid, name) in sorted(facts["ports"].items(), key=lambda item: int(item[0])):
         holder = f"{name or 'something'} (process {pid})" if pid else "another program"
-        yield BoardProblem("port", f"{port} is taken by {holder}",
+        yield Finding("port", "failed", f"{port} is taken by {holder}",
                            "end it, or give another port in the cluster file")
 
 
-def differences(machines: Mapping[str, str]) -> list[BoardProblem]:
+def differences(machines: Mapping[str, str]) -> list[Finding]:
     """A note for each board whose processor differs from the most common; "" is an unknown processor."""
     known = [machine for machine in machines.values() if machine]
     usual = max(known, key=known.count, default="")
-    return [BoardProblem("machine", f"{machine}, and others are {usual}",
-                         "the wheelhouse needs wheels for both", note=True, board=board)
+    return [Finding("machine", "warning", f"{machine}, and others are {usual}",
+                         "the wheelhouse needs wheels for both", board=board)
             for board, machine in machines.items() if machine not in ("", usual)]
 
 
-def shared_machine_ids(facts: Mapping[str, Mapping[str, Any]]) -> list[BoardProblem]:
+def shared_machine_ids(facts: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
     """A problem for each board that has the machine-id of a board before it.
 
     If the running kernel is the same, too, both are one machine; if not, one system is a copy of the other.
     """
-    found: list[BoardProblem] = []
+    found: list[Finding] = []
     known: dict[str, tuple[str, str]] = {}  # machine-id → board, its kernel's boot id
     for board, own in facts.items():
         machine = own["files"].get("etc/machine-id", "").strip()
@@ -151,54 +125,55 @@ def shared_machine_ids(facts: Mapping[str, Mapping[str, Any]]) -> list[BoardProb
             continue
         other, other_boot = known.setdefault(machine, (board, boot))
         if other != board and boot == other_boot:
-            found.append(BoardProblem("machine-id", f"it is the same machine as {other}",
+            found.append(Finding("machine-id", "failed", f"it is the same machine as {other}",
                                       "give each board once, with its own address and port; containers need "
                                       "an /etc/machine-id each", board=board))
         elif other != board:
-            found.append(BoardProblem("machine-id", f"it has the machine-id of {other}, as a copied SD card "
-                                      "has, so DHCP may give both one address and logs mix them up",
-                                      f"run on one of them: {_NEW_MACHINE_ID}", board=board))
+            found.append(Finding("machine-id", "failed",
+                                 f"it has the machine-id of {other}, as a copied SD card has, so DHCP may "
+                                 "give both one address and logs mix them up",
+                                 f"run on one of them: {_NEW_MACHINE_ID}", board=board))
     return found
 
 
 def environment_problems(found: PreflightReport, needs: Mapping[str, Needs], digests: Mapping[str, str]
-                         ) -> list[BoardProblem]:
+                         ) -> list[Finding]:
     """Disk problems of boards that have environments, but not the one with this digest."""
     return [replace(problem, board=board) for board, digest in digests.items()
             if (facts := found.facts[board])["environments"] and digest not in facts["environments"]
             for problem in _disks(needs[board].home_bytes, needs[board].state_bytes, facts["disks"])]
 
 
-def _clock(ahead: float, ntp: str) -> BoardProblem:
+def _clock(ahead: float, ntp: str) -> Finding:
     """`deploy up` sets a clock that NTP does not keep; if NTP keeps both, one of the two is wrong."""
     if ntp != "yes":
-        return BoardProblem("clock", f"{ahead:+.0f} s against this machine's, and NTP has not set it",
-                            "flowspec deploy up sets it", note=True)
-    return BoardProblem("clock", f"{ahead:+.0f} s against this machine's, although NTP keeps it",
+        return Finding("clock", "warning", f"{ahead:+.0f} s against this machine's, and NTP has not set it",
+                            "flowspec deploy up sets it")
+    return Finding("clock", "failed", f"{ahead:+.0f} s against this machine's, although NTP keeps it",
                         "one of the two is wrong: see date and timedatectl, there and here")
 
 
-def _disks(home_bytes: int, state_bytes: int, disks: dict[str, Any]) -> Iterator[BoardProblem]:
+def _disks(home_bytes: int, state_bytes: int, disks: dict[str, Any]) -> Iterator[Finding]:
     on: dict[int, list[str]] = {}
     for path, disk in disks.items():
         on.setdefault(disk["device"], []).append(path)
         if not disk["writable"]:
-            yield BoardProblem("disk", f"{path} is on a file system that is mounted read-only",
+            yield Finding("disk", "failed", f"{path} is on a file system that is mounted read-only",
                                "see dmesg; sudo mount -o remount,rw, once the disk is sound")
     wanted = {HOME: home_bytes, STATE: state_bytes}
     for paths in on.values():
         needed, free = sum(wanted.get(path, 0) for path in paths), disks[paths[0]]["free"]
         if needed > free:
             where = f"{' and '.join(paths)} need{'s' if len(paths) == 1 else ''}"
-            yield BoardProblem("disk", f"{where} {_gb(needed)}, {_gb(free)} are free",
+            yield Finding("disk", "failed", f"{where} {_gb(needed)}, {_gb(free)} are free",
                                "make room, or mount a larger disk there")
 
 
-def _memory(needs: Needs, memory: dict[str, int]) -> Iterator[BoardProblem]:
+def _memory(needs: Needs, memory: dict[str, int]) -> Iterator[Finding]:
     free = memory["available"] + memory["held"]
     if needs.memory_bytes > free:
         own = f", with the {_gb(memory['held'])} of the service that runs" if memory["held"] else ""
-        yield BoardProblem("memory", f"{_gb(needs.memory_bytes)} are needed, {_gb(free)} of "
+        yield Finding("memory", "failed", f"{_gb(needs.memory_bytes)} are needed, {_gb(free)} of "
                                      f"{_gb(memory['total'])} are available{own}",
                            "give it fewer layers, or all a shorter context or int4, or end what else runs "
                            "there (a desktop: sudo systemctl set-default multi-user.target)")

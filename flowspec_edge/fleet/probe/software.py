@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import PurePosixPath
@@ -15,31 +14,12 @@ from packaging.version import InvalidVersion, Version
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.probe.board import l4t_of
+from flowspec_edge.fleet.probe.findings import Finding
 from flowspec_edge.util.jetson import jetpack_of, shared_library_of
 
 _PYTHON = (3, 10)
 _ORIN = [8, 7]  # its GPU's compute capability
 _DEVICES = "/dev/nvhost* /dev/nvmap /dev/nvidia*"
-
-
-@dataclass(frozen=True)
-class BoardProblem:
-    """What keeps flowspec from running on a board; ``note``: only worth knowing.
-
-    check   address, ssh, sudo, board, python, torch, numpy, gpu, systemd, disk, memory, port, clock, machine,
-            machine-id
-    found   in words, with figures
-    advice  the next step
-    """
-
-    check: str
-    found: str
-    advice: str
-    note: bool = False
-    board: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.board and f'{self.board}: '}{self.check}: {self.found}; {self.advice}"
 
 
 @cache
@@ -80,31 +60,32 @@ def install(l4t: str, python: str) -> str:
     return f"sudo {pip} install '{required()}' numpy"
 
 
-def judge_jetpack(l4t: str) -> BoardProblem | None:
+def judge_jetpack(l4t: str) -> Finding | None:
     """The fault of a release of L4T; None if it is supported, or "" (no Jetson)."""
     known = jetpack_of(l4t)
     if known is None:
-        return BoardProblem("board", f"L4T {l4t} is a release that this flowspec does not know",
-                     "go on if nothing else is in the way", note=True) if l4t else None
+        return Finding("board", "warning", f"L4T {l4t} is a release that this flowspec does not know",
+                     "go on if nothing else is in the way") if l4t else None
     if known.supported:
         return None
-    return BoardProblem("board", f"L4T {l4t} (JetPack {known.name}): {known.reason}", known.advice)
+    return Finding("board", "failed", f"L4T {l4t} (JetPack {known.name}): {known.reason}", known.advice)
 
 
 def judge_software(facts: dict[str, Any], python: str, torch_device: str, dtype: str = ""
-                   ) -> list[BoardProblem]:
+                   ) -> list[Finding]:
     l4t = l4t_of(facts)
     jetpack = judge_jetpack(l4t)
-    if jetpack and not jetpack.note:
+    if jetpack and jetpack.state == "failed":
         return [jetpack]
     found = [jetpack] if jetpack else []
     if facts["sudo"]:
         user = facts["user"]
-        found.append(BoardProblem("sudo", f"{user} cannot become root without a password ({facts['sudo']})",
-                                  f"on the board: echo '{user} ALL=(ALL) NOPASSWD: ALL' | "
+        found.append(Finding("sudo", "failed",
+                             f"{user} cannot become root without a password ({facts['sudo']})",
+                             f"on the board: echo '{user} ALL=(ALL) NOPASSWD: ALL' | "
                                   "sudo tee /etc/sudoers.d/flowspec"))
     if tuple(facts["python"]) < _PYTHON:
-        found.append(BoardProblem("python", f"{python} is {'.'.join(map(str, facts['python']))}",
+        found.append(Finding("python", "failed", f"{python} is {'.'.join(map(str, facts['python']))}",
                            "name one that is 3.10 or newer, board_python in the cluster file"))
         return found
     busy = facts["memory"]["held"] > 0
@@ -112,7 +93,7 @@ def judge_software(facts: dict[str, Any], python: str, torch_device: str, dtype:
 
 
 def judge_torch(torch: dict[str, Any], python: str, l4t: str, torch_device: str, dtype: str = "",
-                busy: bool = False) -> Iterator[BoardProblem]:
+                busy: bool = False) -> Iterator[Finding]:
     """Causes before their consequences.
 
     dtype   of the weights that a stage multiplies
@@ -120,8 +101,8 @@ def judge_torch(torch: dict[str, Any], python: str, l4t: str, torch_device: str,
     """
     how, outside = install(l4t, python), torch.get("outside")
     if _fault(torch, torch_device) and outside and not _fault(outside, torch_device):
-        yield BoardProblem(
-            "torch", f"{outside['version']} works as root, but not with the service's protections "
+        yield Finding(
+            "torch", "failed", f"{outside['version']} works as root, but not with the service's protections "
                      f"({torch['unit']}): {_fault(torch, torch_device)}",
             f"let every user read {outside['file']}, and those groups use the GPU: ls -l {_DEVICES}")
         return
@@ -129,10 +110,11 @@ def judge_torch(torch: dict[str, Any], python: str, l4t: str, torch_device: str,
     if torch["why"]:
         yield _not_imported(torch, python, l4t, how)
     elif why := unfit(torch["version"]):
-        yield BoardProblem("torch", why, how)
+        yield Finding("torch", "failed", why, how)
     elif torch.get("numpy_fault"):
-        yield BoardProblem(
-            "numpy", f"torch {torch['version']} cannot use numpy {torch['numpy']}: {torch['numpy_fault']}",
+        yield Finding(
+            "numpy", "failed",
+            f"torch {torch['version']} cannot use numpy {torch['numpy']}: {torch['numpy_fault']}",
             f"install a numpy that it was built against: {how}")
     else:
         yield from _gpu(torch, l4t, torch_device, dtype, how, busy)
@@ -146,35 +128,36 @@ def _fault(torch: dict[str, Any], torch_device: str) -> str:
     return str(torch.get("gpu_fault") or ("" if torch["cuda"] else "it sees no GPU"))
 
 
-def _not_imported(torch: dict[str, Any], python: str, l4t: str, how: str) -> BoardProblem:
+def _not_imported(torch: dict[str, Any], python: str, l4t: str, how: str) -> Finding:
     missing = re.fullmatch(r"ModuleNotFoundError: No module named '(torch|numpy)'", torch["why"])
     if missing and (file := torch.get("own", {}).get(missing[1])):
-        return BoardProblem(missing[1],
+        return Finding(missing[1], "failed",
                             f"only in {PurePosixPath(file).parent.parent}, which services do not see",
                             f"install it for all users: {how}")
     if missing:
-        return BoardProblem("torch",
+        return Finding("torch", "failed",
                             f"{python} has no {missing[1]} that every user can import ({torch['why']})",
                             f"install it: {how}")
     if torch["why"].startswith("MemoryError"):
-        return BoardProblem("torch", f"there is not enough memory to import it ({torch['why']})",
+        return Finding("torch", "failed", f"there is not enough memory to import it ({torch['why']})",
                             "end what else runs there; a service of flowspec's: flowspec deploy stop")
     file = re.search(r"(lib\S+\.so\S*): cannot open shared object file", torch["why"])
     library = shared_library_of(l4t, file[1]) if file and l4t else None
-    return BoardProblem("torch", f"{python} cannot import torch and numpy: {torch['why']}",
+    return Finding("torch", "failed", f"{python} cannot import torch and numpy: {torch['why']}",
                         f"install that library: {library.install}" if library else
                         f"install what is missing, or torch again: {how}")
 
 
 def _gpu(torch: dict[str, Any], l4t: str, torch_device: str, dtype: str, how: str, busy: bool
-         ) -> Iterator[BoardProblem]:
+         ) -> Iterator[Finding]:
     """A service for CUDA does not start without a GPU; a Jetson on its CPU is merely many times slower."""
     version, on_gpu = torch["version"], torch_device.startswith("cuda")
     if on_gpu and not torch["cuda"]:
         cuda, why = torch.get("built_for"), torch.get("gpu_fault", "")
         build = f"built for CUDA {cuda}, " if cuda else "built without CUDA, " if "built_for" in torch else ""
-        yield BoardProblem(
-            "torch", f"{version}, {build}sees no CUDA GPU{why and f' ({why})'}, and torch_device is "
+        yield Finding(
+            "torch", "failed",
+            f"{version}, {build}sees no CUDA GPU{why and f' ({why})'}, and torch_device is "
                      f"{torch_device!r}",
             f'install the torch that was made for this board: {how}; or set torch_device = "cpu" for it in '
             "the cluster file")
@@ -183,16 +166,16 @@ def _gpu(torch: dict[str, Any], l4t: str, torch_device: str, dtype: str, how: st
         found = (f"{version}: a product on {torch['gpu'] or 'the GPU'} (compute capability {capability}) "
                  f"fails: {torch['gpu_fault']}")
         if busy:
-            yield BoardProblem("gpu", found, "the service that runs there may hold the memory: flowspec "
-                                             "deploy stop, and try again", note=True)
+            yield Finding("gpu", "warning", found, "the service that runs there may hold the memory: "
+                                                   "flowspec deploy stop, and try again")
         else:
-            yield BoardProblem("gpu", found, f"install a torch with kernels for this GPU: {how}")
+            yield Finding("gpu", "failed", found, f"install a torch with kernels for this GPU: {how}")
     elif l4t and torch_device == "cpu":
-        yield BoardProblem("torch", 'torch_device is "cpu", so this Jetson computes on its CPU',
-                           'set torch_device = "cuda" in the cluster file', note=True)
+        yield Finding("torch", "warning", 'torch_device is "cpu", so this Jetson computes on its CPU',
+                           'set torch_device = "cuda" in the cluster file')
     elif dtype in ("nf4", "fp4") and torch["cuda"] == _ORIN and torch_device != "cpu":
-        yield BoardProblem(
-            "torch", f"the weights are in {dtype}, whose matrices bitsandbytes expands on this GPU for every "
-                     "product of more than 4 rows",
-            "use int4, which has a kernel for them: dtype in the cluster file, or shard the model again",
-            note=True)
+        yield Finding(
+            "torch", "warning",
+            f"the weights are in {dtype}, whose matrices bitsandbytes expands on this GPU for every product "
+            "of more than 4 rows",
+            "use int4, which has a kernel for them: dtype in the cluster file, or shard the model again")

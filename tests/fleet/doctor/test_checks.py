@@ -11,7 +11,6 @@ import pytest
 from orinkit import ORIN
 
 from flowspec_edge.fleet.doctor.checks import (
-    Finding,
     check_bare_board,
     check_l4t,
     check_network,
@@ -21,6 +20,7 @@ from flowspec_edge.fleet.doctor.checks import (
 from flowspec_edge.fleet.doctor.cluster import check_shaping
 from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory
 from flowspec_edge.fleet.network import tc
+from flowspec_edge.fleet.probe.findings import Finding
 from flowspec_edge.fleet.remote.runner import LocalRunner
 
 GROUPS = "root:x:0:\nvideo:x:44:me\nrender:x:104:me\n"

@@ -17,6 +17,7 @@ from flowspec_edge.fleet.inventory import Inventory
 from flowspec_edge.fleet.network import interfaces
 from flowspec_edge.fleet.probe import script, system, torch_check
 from flowspec_edge.fleet.probe.facts import board_facts
+from flowspec_edge.fleet.probe.findings import Finding, unreachable
 from flowspec_edge.fleet.probe.preflight import (
     Needs,
     PreflightReport,
@@ -24,9 +25,7 @@ from flowspec_edge.fleet.probe.preflight import (
     environment_problems,
     judge,
     preflight,
-    unreachable,
 )
-from flowspec_edge.fleet.probe.software import BoardProblem
 from flowspec_edge.fleet.remote.ssh import SshRunner
 
 HUGE = 10**15
@@ -48,7 +47,7 @@ def changed(boards: sshkit.Boards, python: str, **devices: dict[str, object]) ->
                    for device in inventory.device]})
 
 
-def checks(problems: list[BoardProblem], board: str) -> dict[str, BoardProblem]:
+def checks(problems: list[Finding], board: str) -> dict[str, Finding]:
     return {problem.check: problem for problem in problems if problem.board == board}
 
 
@@ -190,7 +189,7 @@ def test_the_torch_device_is_there(l4t: str, capability: list[int] | None, torch
                                    note: bool) -> None:
     facts = plain_facts(l4t=l4t, torch=with_gpu(capability))
     problems = judge("b", Needs(), facts, BARE, torch_device)
-    assert [(p.check, found in p.found, p.note) for p in problems] == (
+    assert [(p.check, found in p.found, p.state == "warning") for p in problems] == (
         [("torch", True, note)] if found else [])
     assert all("torch_device = " in problem.advice for problem in problems)
 
@@ -199,7 +198,7 @@ def test_nf4_is_noted_for_an_orin() -> None:
     """There bitsandbytes' product of a segment's rows is slower than one with fp16 weights."""
     orin, thor = (plain_facts(l4t=R36, torch=with_gpu(capability)) for capability in ([8, 7], [11, 0]))
     (note,) = judge("b", Needs(dtype="nf4"), orin, BARE, "cuda")
-    assert (note.check, note.note, "int4" in note.advice) == ("torch", True, True)
+    assert (note.check, note.state == "warning", "int4" in note.advice) == ("torch", True, True)
     assert judge("b", Needs(dtype="int4"), orin, BARE, "cuda") == []
     assert judge("b", Needs(dtype="nf4"), thor, BARE, "cuda") == []
 
@@ -232,7 +231,7 @@ def test_an_upgrades_environment_needs_room() -> None:
 @pytest.mark.parametrize(("ntp", "note"), [("no", True), ("unknown", True), ("yes", False)])
 def test_a_clock_that_nothing_keeps_is_no_obstacle(ntp: str, note: bool) -> None:
     (clock,) = judge("b", Needs(), plain_facts(ahead=-90_000_000.0, ntp=ntp), BARE)
-    assert (clock.check, clock.note) == ("clock", note)
+    assert (clock.check, clock.state == "warning") == ("clock", note)
     assert clock.found.startswith("-90000000 s against this machine's")
     assert ("`up`" in clock.advice or "deploy up" in clock.advice) == note
 
@@ -240,12 +239,13 @@ def test_a_clock_that_nothing_keeps_is_no_obstacle(ntp: str, note: bool) -> None
 def test_a_release_that_is_unknown_is_noted() -> None:
     (note,) = judge("b", Needs(), plain_facts(l4t="# R99 (release), REVISION: 1.0", torch=with_gpu([8, 7])),
                     BARE, "cuda")
-    assert (note.check, note.found.startswith("L4T 99.1.0 is a release"), note.note) == ("board", True, True)
+    assert (note.check, note.found.startswith("L4T 99.1.0 is a release"), note.state) == (
+        "board", True, "warning")
 
 
 def test_processors_that_differ_are_noted() -> None:
     (note,) = differences({"a": "aarch64", "b": "x86_64", "c": "aarch64", "d": ""})
-    assert (note.board, note.note) == ("b", True)
+    assert (note.board, note.state) == ("b", "warning")
     assert differences({"a": "aarch64", "b": "aarch64"}) == differences({"a": ""}) == []
 
 

@@ -129,13 +129,14 @@ def test_libraries_that_a_jetson_may_lack() -> None:
 def test_each_fault_has_its_own_message(facts: dict[str, Any], check: str, found: str, advice: str) -> None:
     faults = [*judge_torch({**GOOD, **facts}, "python3", "36.4.3", "cuda")]
     assert [fault.check for fault in faults] == ([check] if check else [])
-    assert all(found in fault.found and advice in fault.advice and not fault.note for fault in faults)
+    assert all(found in fault.found and advice in fault.advice and fault.state == "failed"
+               for fault in faults)
 
 
 def test_a_product_that_fails_beside_our_own_service_is_noted() -> None:
     facts = {**GOOD, "gpu_fault": "OutOfMemoryError: CUDA out of memory"}
     (fault,) = judge_torch(facts, "python3", "36.4.3", "cuda", busy=True)
-    assert (fault.check, fault.note, "deploy stop" in fault.advice) == ("gpu", True, True)
+    assert (fault.check, fault.state == "warning", "deploy stop" in fault.advice) == ("gpu", True, True)
 
 
 def trial(program: str, **environment: str) -> dict[str, Any]:
