@@ -110,7 +110,7 @@ case $1 in
     *) now=$(/usr/bin/date +%s.%N); echo $((${{now%.*}} + $(cat /run/off))).${{now#*.}}
 esac
 END
-printf '%s\\n' '#!/bin/sh' 'echo {ntp}' > /usr/local/sbin/timedatectl
+printf '%s\\n' '#!/bin/sh' 'echo NTPSynchronized={ntp}' > /usr/local/sbin/timedatectl
 chmod +x /usr/local/sbin/*
 """
 

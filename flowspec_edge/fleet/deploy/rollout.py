@@ -17,13 +17,14 @@ from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.deploy import wheels
 from flowspec_edge.fleet.deploy.diff import Diff, make_diff, part_name, part_wanted, state_of
 from flowspec_edge.fleet.deploy.engine.desired_state import Environment, Step
-from flowspec_edge.fleet.deploy.engine.facts import BoardFacts, ask_boards
+from flowspec_edge.fleet.deploy.engine.run import ask_boards
 from flowspec_edge.fleet.deploy.release import digests_of, sharded_model
 from flowspec_edge.fleet.deploy.report import DeployReport, Watch
 from flowspec_edge.fleet.deploy.resolve import Deployment, needs_of
 from flowspec_edge.fleet.deploy.rollback import go_back
 from flowspec_edge.fleet.deploy.rollout_log import RolloutLog
 from flowspec_edge.fleet.deploy.wheels import WheelTarget
+from flowspec_edge.fleet.probe.facts import BoardFacts
 from flowspec_edge.fleet.probe.findings import unreachable
 from flowspec_edge.fleet.probe.preflight import environment_problems, preflight
 from flowspec_edge.fleet.services import keys
@@ -133,7 +134,7 @@ class Rollout:
         self._log.problems = [*map(str, problems), *silent]
         if self._log.problems:
             return None
-        made = self._gather_wheels({name: WheelTarget.of(facts, needs[name].dtype)
+        made = self._gather_wheels({name: WheelTarget.of(facts.system, needs[name].dtype)
                                     for name, facts in found.facts.items()})
         digests = {name: environment.digest for name, environment in made.items()}
         self._log.problems = [str(problem) for problem in environment_problems(found, needs, digests)]

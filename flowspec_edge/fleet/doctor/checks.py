@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import pwd
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 from flowspec_edge.fleet.paths import USER
 from flowspec_edge.fleet.probe.board import BoardInfo, board_of, l4t_of, mode_numbers
+from flowspec_edge.fleet.probe.facts import BoardFacts, DiskFacts, SystemFacts, TorchFacts
 from flowspec_edge.fleet.probe.findings import Finding, merged
+from flowspec_edge.fleet.probe.onboard.system import GPU_GROUPS
 from flowspec_edge.fleet.probe.preflight import Needs, judge
-from flowspec_edge.fleet.probe.script import GPU_GROUPS
 from flowspec_edge.fleet.probe.software import judge_jetpack
 from flowspec_edge.util.jetson import jetpack_of, system
 
@@ -27,36 +27,35 @@ _TIME_SERVER = ("timedatectl timesync-status shows which one is asked; without i
                 "restart systemd-timesyncd")
 
 
-def check_system(facts: Mapping[str, Any], storage: str = "", power_mode: str = "", own: bool = False
+def check_system(facts: SystemFacts, storage: str = "", power_mode: str = "", own: bool = False
                  ) -> list[Finding]:
     """The checks of one machine's system.
 
-    storage     where releases and shards will lie; "": the fullest of ``facts["disks"]``
+    storage     where releases and shards will lie; "": the fullest of ``facts.disks``
     power_mode  that the cluster file asks for, by name; "": any
     own         whether to check the groups of this process instead of those of the services' user
     """
     board = board_of(facts)
-    findings = [_release(board), Finding("python", "ok", ".".join(map(str, facts["python"]))), _memory(board),
-                _swap(facts["files"].get("proc/swaps", "")), _temperature(board)]
+    findings = [_release(board), Finding("python", "ok", ".".join(map(str, facts.python))), _memory(board),
+                _swap(facts.files.get("proc/swaps", "")), _temperature(board)]
     if board.l4t or power_mode:
-        modes = mode_numbers(facts["files"].get("etc/nvpmodel.conf", ""))
+        modes = mode_numbers(facts.files.get("etc/nvpmodel.conf", ""))
         findings.append(_power_mode(board.power_mode, modes, power_mode))
-    findings += [_disk(facts["disks"], storage), check_time(facts["timedatectl"])]
+    findings += [_disk(facts.disks, storage), check_time(facts.timedatectl)]
     if board.l4t:
-        groups = facts["files"].get("etc/group", "")
+        groups = facts.files.get("etc/group", "")
         findings.append(_own_groups(groups) if own else _service_groups(groups))
     return findings
 
 
-def check_bare_board(inventory: Inventory, device: DeviceEntry, facts: dict[str, Any], storage: str = ""
+def check_bare_board(inventory: Inventory, device: DeviceEntry, facts: BoardFacts, storage: str = ""
                      ) -> list[Finding]:
     """A board without a release; a board that passes here passes the preflight of `deploy up`."""
     python, torch_device = inventory.cluster.board_python, inventory.torch_device(device)
-    findings: list[Finding] = []
-    if facts["python"] is not None:
-        board, version, *others = check_system(facts, storage, inventory.power_mode(device))
-        findings = [board, version, _torch(facts["torch"]), Finding("sudo", "ok", "without a password"),
-                    Finding("systemd", "ok", f"{facts['systemd']['version']}"), *others]
+    system = facts.system
+    board, version, *others = check_system(system, storage, inventory.power_mode(device))
+    findings = [board, version, _torch(system.torch), Finding("sudo", "ok", "without a password"),
+                Finding("systemd", "ok", f"{system.systemd.version}"), *others]
     # The doctor has a stricter check for the clock.
     problems = [problem for problem in judge(device.name, Needs(), facts, python, torch_device)
                 if problem.check != "clock"]
@@ -79,31 +78,26 @@ def check_time(timedatectl: str) -> Finding:
     return Finding("time", "ok", "synchronised by NTP")
 
 
-def wrong_address(problem: tuple[str, str]) -> Finding:
-    """``problem``: from ``addresses.address_problem``."""
-    found, advice = problem
-    return Finding("network", "failed", found, f"{advice} in the cluster file")
-
-
-def check_network(facts: Mapping[str, Any], address: str, interface: str) -> Finding:
+def check_network(facts: SystemFacts, address: str, interface: str) -> Finding:
     """``address``: the board's IPv4, as seen from this machine; ``interface``: the cluster file's."""
-    name = facts["network"]["interface"]
+    name = facts.interface
     if name.startswith(system().usb_network.interfaces):
-        return wrong_address((
+        return Finding(
+            "network", "failed",
             f"{address} is at {name}, the USB device port, where every Jetson has the same address",
-            "connect the boards by Ethernet, and give the address there"))
-    if name not in facts["links"]:
+            "connect the boards by Ethernet, and give the address there in the cluster file")
+    if name not in facts.links:
         return Finding("network", "unknown", f"no interface of the board has the address {address}",
                        "see ip -4 -o addr there, and the address in the cluster file")
-    link = facts["links"][name]
+    link = facts.links[name]
     found, advice = [], []
-    if link["wireless"]:
+    if link.wireless:
         found.append(f"{name} is WiFi, whose latency and bandwidth vary")
         advice.append("connect the boards by cable")
-    elif link["mbps"] is not None and link["mbps"] < _MIN_MBPS:
-        found.append(f"{name} runs at {link['mbps']} Mbps")
+    elif link.mbps is not None and link.mbps < _MIN_MBPS:
+        found.append(f"{name} runs at {link.mbps} Mbps")
         advice.append(f"see whether cable and switch are made for {_MIN_MBPS} Mbps")
-    if link["dynamic"]:
+    if link.dynamic:
         found.append(f"{address} is leased (DHCP), and the cluster file holds addresses")
         advice.append("reserve it for this board in the DHCP server, unless it is, or set it by hand")
     if name not in (interface, "lo"):
@@ -111,13 +105,13 @@ def check_network(facts: Mapping[str, Any], address: str, interface: str) -> Fin
         advice.append(f'interface = "{name}" for this board in the cluster file')
     if found:
         return Finding("network", "warning", "; ".join(found), "; ".join(advice))
-    speed = f", {link['mbps']} Mbps" if link["mbps"] else ""
+    speed = f", {link.mbps} Mbps" if link.mbps else ""
     return Finding("network", "ok", f"{address} at {name}{speed}")
 
 
-def check_l4t(facts: Mapping[str, Any]) -> list[Finding]:
+def check_l4t(facts: SystemFacts) -> list[Finding]:
     """Whether a Jetson starts no desktop and apt holds its L4T packages; [] for other machines."""
-    return [_desktop(facts["desktop"]), _apt_hold(facts["packages"])] if l4t_of(facts) else []
+    return [_desktop(facts.desktop), _apt_hold(facts.packages)] if l4t_of(facts) else []
 
 
 def _release(board: BoardInfo) -> Finding:
@@ -186,13 +180,13 @@ def _power_mode(current: str, numbers: dict[str, str], wanted: str) -> Finding:
                    remedy=(("nvpmodel", "-m", numbers[best]), ("sh", "-c", clocks)) if wanted else ())
 
 
-def _disk(disks: Mapping[str, Any], storage: str) -> Finding:
+def _disk(disks: Mapping[str, DiskFacts], storage: str) -> Finding:
     """The fullest file system that will be written to."""
     used = {storage: disks[storage]} if storage else disks
-    fullest = min(used.values(), key=lambda disk: disk["free"])
-    where = " and ".join(path for path, disk in used.items() if disk["device"] == fullest["device"])
-    found = f"{fullest['free'] / _GIGA:.0f} GB free at {where}"
-    if fullest["free"] / _GIGA < _MIN_DISK_GB:
+    fullest = min(used.values(), key=lambda disk: disk.free)
+    where = " and ".join(path for path, disk in used.items() if disk.device == fullest.device)
+    found = f"{fullest.free / _GIGA:.0f} GB free at {where}"
+    if fullest.free / _GIGA < _MIN_DISK_GB:
         return Finding("disk", "warning", found,
                        f"a release and a shard want {_MIN_DISK_GB:.0f} GB: make room")
     return Finding("disk", "ok", found)
@@ -252,9 +246,9 @@ def _apt_hold(packages: Mapping[str, bool]) -> Finding:
                    "sudo apt-mark hold 'nvidia-l4t-*'; unhold them for an upgrade of JetPack")
 
 
-def _torch(torch: Mapping[str, Any]) -> Finding:
-    if not torch["version"]:
-        return Finding("torch", "failed", torch["why"], "install the torch that was made for this board")
-    capability = ".".join(map(str, torch["cuda"])) if torch["cuda"] else ""
+def _torch(torch: TorchFacts) -> Finding:
+    if not torch.version:
+        return Finding("torch", "failed", torch.why, "install the torch that was made for this board")
+    capability = ".".join(map(str, torch.cuda)) if torch.cuda else ""
     sees = f"sees the GPU (compute capability {capability})" if capability else "sees no GPU"
-    return Finding("torch", "ok", f"{torch['version']}, which {sees}, {torch['file']}")
+    return Finding("torch", "ok", f"{torch.version}, which {sees}, {torch.file}")

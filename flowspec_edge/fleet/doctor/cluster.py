@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.doctor.checks import (
@@ -18,7 +17,6 @@ from flowspec_edge.fleet.doctor.checks import (
     check_l4t,
     check_network,
     check_system,
-    wrong_address,
 )
 from flowspec_edge.fleet.doctor.run import apply_remedies
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory, resolve
@@ -26,26 +24,27 @@ from flowspec_edge.fleet.network import tc
 from flowspec_edge.fleet.network.addresses import address_problem
 from flowspec_edge.fleet.network.remote_shaping import LinkRate, measure_between
 from flowspec_edge.fleet.paths import HOME, PYTHON, STATE
-from flowspec_edge.fleet.probe.facts import board_facts
-from flowspec_edge.fleet.probe.findings import Finding, unreachable
+from flowspec_edge.fleet.probe.facts import BoardFacts, NoAnswer, ask_system
+from flowspec_edge.fleet.probe.findings import Finding, no_facts, unreachable
 from flowspec_edge.fleet.probe.preflight import shared_machine_ids
-from flowspec_edge.fleet.remote.runner import LocalRunner, Runner, as_root
-from flowspec_edge.fleet.remote.ssh import SshRunner, is_here, python_for
+from flowspec_edge.fleet.remote.runner import Runner, as_root
+from flowspec_edge.fleet.remote.ssh import python_for, runner_for
 
 _TIMEOUT_S = 600.0  # a board reads torch from its SD card several times
 _MAX_SKEW_S = 1.0  # beyond it, the logs of two boards cannot be correlated
 _SLOW_MBPS = 100.0  # Fast Ethernet; what the FlowSpec paper calls a slow network
 _LINK_S = 0.5
+_FINDINGS = TypeAdapter(list[Finding])
 _RUN_IF_INSTALLED = 'if [ -e "$0" ]; then exec "$0" "$@"; fi'
 
 
 @dataclass(frozen=True)
 class BoardFindings:
-    """``facts``: of the probe, empty if the board cannot be reached."""
+    """``facts``: None if the board cannot be reached, or its Python does not answer."""
 
     name: str
     findings: list[Finding]
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: BoardFacts | None = None
 
     @property
     def reached(self) -> bool:
@@ -71,7 +70,7 @@ def check_cluster(inventory: Inventory, storage: str | None = None,
     with ThreadPoolExecutor(len(inventory.device)) as pool:
         boards = list(pool.map(check, inventory.device))
     reached = {board.name: board for board in boards if board.reached}
-    probed = {board.name: board.facts for board in boards if board.facts.get("files")}
+    probed = {board.name: board.facts for board in boards if board.facts}
     for problem in shared_machine_ids(probed):
         findings = reached[problem.board].findings
         findings.append(problem)
@@ -79,8 +78,8 @@ def check_cluster(inventory: Inventory, storage: str | None = None,
         from flowspec_edge.fleet.doctor.model import check_model  # imports torch
 
         # flowspec's own service releases its memory before the model is loaded.
-        available = {name: memory["available"] + memory["held"] for name, board in reached.items()
-                     if (memory := board.facts.get("memory"))}
+        available = {name: memory.available + memory.held for name, board in reached.items()
+                     if board.facts and (memory := board.facts.system.memory)}
         for name, findings in check_model(inventory, path, available).items():
             if name in reached:
                 reached[name].findings.extend(findings)
@@ -131,40 +130,36 @@ def check_shaping(runner: Runner) -> Finding:
 
 def _check_board(inventory: Inventory, device: DeviceEntry, storage: str | None, fix: bool) -> BoardFindings:
     problem = address_problem(inventory, device)
-    try:
-        runner: Runner = (LocalRunner(device.name, timeout_s=_TIMEOUT_S) if is_here(device) else
-                          SshRunner(inventory, device, timeout_s=_TIMEOUT_S))
-        clock = _clock(runner)
-    except FlowspecError as error:
-        why = unreachable(device, str(error))
-        return BoardFindings(device.name, [Finding("reached", "failed", why.found, why.advice),
-                                           *([wrong_address(problem)] if problem else ())])
-    release = _by_release(inventory, device, runner)
-    installed = len(release) > 1
+    wrong = [Finding("network", "failed", problem[0], f"{problem[1]} in the cluster file")] if problem else []
+    release: list[Finding] = []
 
-    def ask() -> dict[str, Any]:
-        return board_facts(inventory, device, paths=[HOME, STATE, *([storage] if storage else [])])
+    def ask() -> BoardFacts:
+        return ask_system(inventory, device, places=[HOME, STATE, *([storage] if storage else [])])
 
-    def judge(facts: dict[str, Any]) -> list[Finding]:
-        if installed and facts["python"]:
-            return check_system(facts, storage or "", inventory.power_mode(device))
+    def judge(facts: BoardFacts) -> list[Finding]:
+        if len(release) > 1:
+            return check_system(facts.system, storage or "", inventory.power_mode(device))
         return check_bare_board(inventory, device, facts, storage or "")
 
     try:
+        runner = runner_for(inventory, device, _TIMEOUT_S)
         facts = ask()
+        release = _by_release(inventory, device, runner)
         found = judge(facts)
         if fix:
             found = apply_remedies(found, lambda: judge(ask()), runner)
+    except NoAnswer as error:
+        return BoardFindings(device.name, [*_by_release(inventory, device, runner), no_facts(device, error)])
     except FlowspecError as error:
-        return BoardFindings(device.name, [clock, *release, Finding(
-            "python", "failed", str(error), "see board_python in the cluster file")])
-    if facts["python"]:
-        found += [wrong_address(problem) if problem else
-                  check_network(facts, resolve(device), inventory.interface(device)), *check_l4t(facts),
-                  *(() if facts["sudo"] else (check_shaping(runner),))]
+        why = unreachable(device, str(error))
+        return BoardFindings(device.name, [Finding("reached", "failed", why.found, why.advice), *wrong])
+    system = facts.system
+    found += [*(wrong or [check_network(system, resolve(device), inventory.interface(device))]),
+              *check_l4t(system), *(() if system.sudo else (check_shaping(runner),))]
     # The release's findings replace those of the board's own Python.
     flowspec, *computed = release
-    return BoardFindings(device.name, [clock, flowspec, *found, *computed], facts)
+    return BoardFindings(device.name, [check_skew(facts.ahead, facts.within), flowspec, *found, *computed],
+                         facts)
 
 
 def _by_release(inventory: Inventory, device: DeviceEntry, runner: Runner) -> list[Finding]:
@@ -175,17 +170,10 @@ def _by_release(inventory: Inventory, device: DeviceEntry, runner: Runner) -> li
         told = runner.run(["sh", "-c", _RUN_IF_INSTALLED, *command])
         if not told and python == PYTHON:
             return [Finding("flowspec", "ok", "not installed yet; flowspec deploy up installs it")]
-        return [_compare(Finding(**finding)) for finding in json.loads(told.splitlines()[-1])]
+        return [_compare(finding) for finding in _FINDINGS.validate_json(told.splitlines()[-1])]
     except (FlowspecError, ValueError, TypeError, IndexError) as error:
         why = str(error) if isinstance(error, FlowspecError) else f"{python} is not there, or not a release's"
         return [Finding("flowspec", "failed", why, f"install this release there, so that {python} has it")]
-
-
-def _clock(runner: Runner) -> Finding:
-    before = time.time()
-    theirs = float(runner.run(["date", "+%s.%N"]))
-    after = time.time()
-    return check_skew(theirs - (before + after) / 2, (after - before) / 2)
 
 
 def _compare(finding: Finding) -> Finding:

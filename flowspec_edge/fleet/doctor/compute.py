@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Any
 
-from flowspec_edge.fleet.probe.facts import torch_check_program
+from flowspec_edge.fleet.probe.facts import TorchFacts, system_facts, torch_check_program
 from flowspec_edge.fleet.probe.findings import Finding, merged
-from flowspec_edge.fleet.probe.script import run_torch_check
+from flowspec_edge.fleet.probe.onboard.system import run_torch_check
 from flowspec_edge.fleet.probe.software import judge_torch
 
 _SHAPE = (1024, 1024)
@@ -19,21 +18,21 @@ _4_BIT = ("int4", "nf4")
 
 def check_compute(l4t: str) -> list[Finding]:
     """Takes as long as several imports of torch; ``l4t`` is "" for a machine that may lack a GPU."""
-    torch = run_torch_check([sys.executable, "-c", torch_check_program("cuda")["program"]])
+    told = run_torch_check([sys.executable, "-c", torch_check_program("cuda")["program"]])
+    torch = system_facts({"torch": told}).torch
     findings = judge_libraries(torch, l4t)
-    if not torch["why"]:
-        capability = tuple(torch["cuda"]) if torch["cuda"] else None
-        findings += judge_products(_products(bool(torch["cuda"])), capability)
+    if not torch.why:
+        findings += judge_products(_products(bool(torch.cuda)), torch.cuda)
     return [*findings, _encryption()]
 
 
-def judge_libraries(torch: dict[str, Any], l4t: str) -> list[Finding]:
-    found = [Finding("torch", "ok", f"{torch['version']}, transformers {version('transformers')}")]
-    if torch["cuda"]:
-        found.append(Finding("gpu", "ok", f"{torch['gpu']}, CUDA {torch['built_for']}"))
-    elif not l4t and not torch["why"]:
+def judge_libraries(torch: TorchFacts, l4t: str) -> list[Finding]:
+    found = [Finding("torch", "ok", f"{torch.version}, transformers {version('transformers')}")]
+    if torch.cuda:
+        found.append(Finding("gpu", "ok", f"{torch.gpu}, CUDA {torch.built_for}"))
+    elif not l4t and not torch.why:
         found.append(Finding("gpu", "ok", "none: this machine computes on its CPU"))
-    device = "cuda" if l4t or torch["cuda"] else "cpu"
+    device = "cuda" if l4t or torch.cuda else "cpu"
     return merged([*found, *judge_torch(torch, sys.executable, l4t, device)])
 
 

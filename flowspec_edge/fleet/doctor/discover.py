@@ -16,7 +16,7 @@ from flowspec_edge.fleet import paths as places
 from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory, resolve
 from flowspec_edge.fleet.network.addresses import address_problem, on_network
 from flowspec_edge.fleet.probe.board import BoardInfo, board_of, mode_numbers
-from flowspec_edge.fleet.probe.facts import board_facts
+from flowspec_edge.fleet.probe.facts import BoardFacts, SystemFacts, ask_system
 from flowspec_edge.fleet.probe.preflight import shared_machine_ids
 from flowspec_edge.fleet.probe.software import judge_software
 
@@ -116,15 +116,15 @@ def discover(inventory: Inventory, done: Callable[[str], None] = lambda name: No
     if unreachable:
         raise UsageError("; ".join(unreachable))
 
-    facts: dict[str, dict[str, Any]] = {}
+    facts: dict[str, BoardFacts] = {}
 
     def ask(device: DeviceEntry) -> DiscoveredBoard | str:
         try:
-            found, facts[device.name] = _probe(inventory, device)
+            facts[device.name] = _probe(inventory, device)
         except FlowspecError as error:
             return str(error)
         done(device.name)
-        return found
+        return of_facts(device, facts[device.name].system)
 
     with ThreadPoolExecutor(len(inventory.device)) as pool:
         answers = list(pool.map(ask, inventory.device))
@@ -138,32 +138,24 @@ def discover(inventory: Inventory, done: Callable[[str], None] = lambda name: No
     return with_host_names([answer for answer in answers if isinstance(answer, DiscoveredBoard)])
 
 
-def _probe(inventory: Inventory, device: DeviceEntry) -> tuple[DiscoveredBoard, dict[str, Any]]:
+def _probe(inventory: Inventory, device: DeviceEntry) -> BoardFacts:
     try:
         resolve(device)
     except FlowspecError as error:
         raise FlowspecError(f"{error}: ssh's own configuration may know it, but boards do not: give an IPv4 "
                             "address, or a name that /etc/hosts or DNS knows") from error
-    facts, python = board_facts(inventory, device), inventory.cluster.board_python
-    if facts["python"] is None:
-        raise FlowspecError(f"{device.name} ({device.address}): there is no {python}")
-    try:
-        return of_facts(device, facts), facts
-    except (KeyError, TypeError) as error:
-        raise FlowspecError(f"{device.name} ({device.address}): {python} gave no answer that can be read"
-                            ) from error
+    return ask_system(inventory, device)
 
 
-def of_facts(device: DeviceEntry, facts: dict[str, Any]) -> DiscoveredBoard:
-    """KeyError or TypeError if facts are missing."""
-    board, torch = board_of(facts), facts["torch"]
-    absent = torch["why"].startswith("ModuleNotFoundError")
+def of_facts(device: DeviceEntry, facts: SystemFacts) -> DiscoveredBoard:
+    board, torch = board_of(facts), facts.torch
+    absent = torch.why.startswith("ModuleNotFoundError")
     found = DiscoveredBoard(
-        device=device, hostname=facts["hostname"], arch=facts["machine"], board=board,
-        interface=facts["network"]["interface"], python=".".join(map(str, facts["python"])),
-        torch=torch["version"] or None, cuda=bool(torch["cuda"]), problem="" if absent else torch["why"],
-        gpu=facts["gpu"] or bool(board.l4t), modes=tuple(mode_numbers(facts["files"]["etc/nvpmodel.conf"])),
-        disk_mb=facts["disks"][places.HOME]["free"] / 1e6, profile=profile_of(board))
+        device=device, hostname=facts.hostname, arch=facts.machine, board=board,
+        interface=facts.interface, python=".".join(map(str, facts.python)),
+        torch=torch.version or None, cuda=bool(torch.cuda), problem="" if absent else torch.why,
+        gpu=facts.gpu or bool(board.l4t), modes=tuple(mode_numbers(facts.files.get("etc/nvpmodel.conf", ""))),
+        disk_mb=facts.disks[places.HOME].free / 1e6, profile=profile_of(board))
     return replace(found, faults=tuple(map(str, judge_software(facts, "python3", found.torch_device))))
 
 

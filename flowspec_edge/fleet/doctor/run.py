@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.doctor.checks import check_l4t, check_system
 from flowspec_edge.fleet.doctor.compute import check_compute
 from flowspec_edge.fleet.probe.board import l4t_of, read_board
+from flowspec_edge.fleet.probe.facts import SystemFacts, system_facts
 from flowspec_edge.fleet.probe.findings import Finding
-from flowspec_edge.fleet.probe.system import system_facts
+from flowspec_edge.fleet.probe.onboard.system import machine_facts
 from flowspec_edge.fleet.remote.runner import LocalRunner, Runner, as_root
 
 _EFFECTIVE_LATER = {"groups": "log in again, or restart the service: new groups count from then on"}
@@ -30,10 +29,13 @@ def check_machine(storage: Path | None = None, fix: bool = False) -> list[Findin
     """``storage``: where shards will lie; None for the home directory."""
     where = storage or Path.home()
 
-    facts = system_facts([str(where)])
+    def ask() -> SystemFacts:
+        return system_facts(machine_facts([str(where)]))
+
+    facts = ask()
     system = _check_system(facts, where)
     if fix:
-        system = apply_remedies(system, lambda: _check_system(system_facts([str(where)]), where))
+        system = apply_remedies(system, lambda: _check_system(ask(), where))
     found = [_installed(), *system, *check_l4t(facts), *check_compute(l4t_of(facts))]
     return [replace(finding, fixed=bool(finding.fixed)) for finding in found] if fix else found
 
@@ -47,8 +49,8 @@ def apply_remedies(findings: Sequence[Finding], check: Callable[[], Sequence[Fin
     return [_after(finding, errors.get(finding.check), now.get(finding.check)) for finding in findings]
 
 
-def _check_system(facts: dict[str, Any], where: Path) -> list[Finding]:
-    findings = check_system(facts | {"python": sys.version_info[:3]}, own=True)
+def _check_system(facts: SystemFacts, where: Path) -> list[Finding]:
+    findings = check_system(facts, own=True)
     missing = Finding("disk", "failed", f"{where}: No such directory", "name a directory that exists")
     return [missing if finding.check == "disk" and not where.is_dir() else finding for finding in findings]
 

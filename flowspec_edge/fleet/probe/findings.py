@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.inventory import DeviceEntry
+from flowspec_edge.fleet.probe.facts import NoAnswer
 from flowspec_edge.util.terminal import printable
 
 # failed: it keeps flowspec from working there; warning: only worth knowing.
@@ -94,6 +96,13 @@ def unreachable(device: DeviceEntry, error: str) -> Finding:
             return Finding("ssh", "failed", f"{found.format(**values)} ({error})", advice.format(**values),
                            board=device.name)
     return Finding("ssh", "failed", error, "ssh there by hand, and see what it says", board=device.name)
+
+
+def no_facts(device: DeviceEntry, error: FlowspecError) -> Finding:
+    """``error``: of asking the board."""
+    if isinstance(error, NoAnswer):
+        return Finding("python", "failed", error.found, error.advice, board=device.name)
+    return unreachable(device, str(error))
 
 
 def wrong_address(device: DeviceEntry, problem: tuple[str, str]) -> Finding:

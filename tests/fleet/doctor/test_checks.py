@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from copy import deepcopy
 from typing import Any
 
 import fleetkit
@@ -20,6 +19,7 @@ from flowspec_edge.fleet.doctor.checks import (
 from flowspec_edge.fleet.doctor.cluster import check_shaping
 from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory
 from flowspec_edge.fleet.network import tc
+from flowspec_edge.fleet.probe.facts import BoardFacts, SystemFacts, system_facts
 from flowspec_edge.fleet.probe.findings import Finding
 from flowspec_edge.fleet.remote.runner import LocalRunner
 
@@ -30,26 +30,27 @@ FACTS: dict[str, Any] = {
     "torch": {"version": "2.8.0", "file": "/usr/lib/torch/__init__.py", "cuda": [8, 7], "why": ""},
     "disks": {"/opt/flowspec": {"device": 1, "free": 50 * 10**9, "writable": True},
               "/var/lib/flowspec": {"device": 1, "free": 50 * 10**9, "writable": True}},
-    "memory": {"total": 8 * 10**9, "available": 7 * 10**9, "held": 0}, "ports": {}, "ahead": 0.0,
-    "within": 0.1, "ntp": "yes", "environments": [],
+    "memory": {"total": 8 * 10**9, "available": 7 * 10**9, "held": 0}, "ports": {}, "ntp": "yes",
+    "environments": [],
     "timedatectl": "CanNTP=yes\nNTP=yes\nNTPSynchronized=yes\n",
-    "network": {"interface": "eth0", "addresses": {"eth0": "10.0.0.11"}},
+    "interface": "eth0",
     "links": {"eth0": {"wireless": False, "mbps": 1000, "dynamic": False}},
     "desktop": False, "packages": {"nvidia-l4t-core": True}}
 
 
-def facts(**changes: Any) -> dict[str, Any]:
-    return {**deepcopy(FACTS), **changes}
+def facts(**changes: Any) -> SystemFacts:
+    return system_facts({**FACTS, **changes})
 
 
-def checked(given: dict[str, Any], storage: str = "", power_mode: str = "") -> dict[str, Finding]:
+def checked(given: SystemFacts, storage: str = "", power_mode: str = "") -> dict[str, Finding]:
     cluster = ClusterSettings(name="lab", torch_device="cuda", power_mode=power_mode)
     devices = [DeviceEntry(name=f"orin-{place}", address=f"10.0.0.1{place}") for place in (0, 1)]
-    found = check_bare_board(Inventory(cluster=cluster, device=devices), devices[1], given, storage)
+    found = check_bare_board(Inventory(cluster=cluster, device=devices), devices[1],
+                             BoardFacts(system=given), storage)
     return {finding.check: finding for finding in found}
 
 
-def network(given: dict[str, Any]) -> Finding:
+def network(given: SystemFacts) -> Finding:
     return check_network(given, "10.0.0.11", "eth0")
 
 
@@ -106,10 +107,6 @@ def test_another_place_for_shards() -> None:
     assert (found.state, found.found) == ("warning", "3 GB free at /data")
 
 
-def test_a_board_without_a_python_says_so_alone() -> None:
-    assert list(checked({"python": None})) == ["python"]
-
-
 def test_a_member_and_a_power_mode_that_is_asked_for() -> None:
     member = GROUPS.replace("me", "me,flowspec") + "flowspec:x:999:\n"
     assert checked(facts(files={**ORIN, "etc/group": member}))["groups"] == Finding("groups", "ok",
@@ -135,9 +132,9 @@ def test_the_interface_that_has_the_address() -> None:
     other = check_network(facts(), "10.0.0.11", "enP8p1s0")
     assert (other.state, other.found) == (
         "warning", "10.0.0.11 is at eth0, and the cluster file says enP8p1s0")
-    usb = network(facts(network={"interface": "l4tbr0", "addresses": {}}))
+    usb = network(facts(interface="l4tbr0"))
     assert (usb.state, "USB device port" in usb.found) == ("failed", True)
-    assert network(facts(network={"interface": "", "addresses": {}})).state == "unknown"
+    assert network(facts(interface="")).state == "unknown"
 
 
 def test_the_desktop_and_packages_of_a_jetson() -> None:

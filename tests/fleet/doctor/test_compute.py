@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from flowspec_edge.fleet.doctor.compute import check_compute, judge_libraries, judge_products
+from flowspec_edge.fleet.probe.facts import system_facts
 from flowspec_edge.fleet.probe.findings import Finding
 
 
@@ -54,7 +55,8 @@ NO_GPU = {"cuda": None, "gpu": ""}
 ])
 def test_what_torch_says_of_a_gpu(changes: dict[str, Any], l4t: str, check: str, state: str, says: str
                                   ) -> None:
-    found = {finding.check: finding for finding in judge_libraries({**TORCH, **changes}, l4t)}
+    torch = system_facts({"torch": {**TORCH, **changes}}).torch
+    found = {finding.check: finding for finding in judge_libraries(torch, l4t)}
     assert (found[check].state, says in found[check].found) == (state, True), found
     assert bool(found[check].advice) == (state == "failed")
     assert [name for name, finding in found.items() if finding.state == "failed"] == (

@@ -19,10 +19,11 @@ import shipkit
 import sshkit
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.fleet.deploy.engine.desired_state import BoardState
-from flowspec_edge.fleet.deploy.engine.facts import BoardFacts, PartWanted, ask_boards
+from flowspec_edge.fleet.deploy.engine.desired_state import BoardState, PartWanted
+from flowspec_edge.fleet.deploy.engine.run import ask_boards
 from flowspec_edge.fleet.inventory import DeviceEntry
 from flowspec_edge.fleet.paths import MODELS
+from flowspec_edge.fleet.probe.facts import BoardFacts
 from flowspec_edge.fleet.remote.runner import as_root
 from flowspec_edge.fleet.remote.ssh import SshRunner
 from flowspec_edge.fleet.transfer.push import TransferResult, push

@@ -47,6 +47,13 @@ class BoardState:
 
 
 @dataclass(frozen=True)
+class PartWanted:
+    name: str  # the model's directory name
+    files: tuple[tuple[str, int, str], ...]  # path, size, sha256
+    manifest_sha256: str
+
+
+@dataclass(frozen=True)
 class Action:
     """One step of a phase; ``files`` maps paths in the tar to texts or local files."""
 

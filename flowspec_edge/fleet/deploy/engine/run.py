@@ -1,4 +1,4 @@
-"""Runs actions on all boards in parallel, over ssh; a failure on one board does not stop the others."""
+"""Asks boards and runs actions on them, in parallel, over ssh; a failure on one does not stop the others."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import IO
 
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.fleet.deploy.engine.desired_state import Action, BoardOutcome, Step
-from flowspec_edge.fleet.deploy.engine.facts import SCOPE
+from flowspec_edge.fleet.deploy.engine.desired_state import Action, BoardOutcome, BoardState, PartWanted, Step
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
+from flowspec_edge.fleet.probe.facts import BoardFacts, ask_deployment
 from flowspec_edge.fleet.remote.runner import as_root
 from flowspec_edge.fleet.remote.ssh import runner_for
 
+SCOPE = "deploy-flowspec"  # prefix of the transient scopes in which a board runs a deployment's commands
 # umask: root's may differ, and the services' user has to read the files.  LC_ALL: error messages are
 # reported, in English.
 _PREAMBLE = "umask 022; export LC_ALL=C.UTF-8\n"
@@ -30,6 +31,27 @@ _IN_SCOPE = f"""limit=$1; step=$2; shift 2
     -- "$@"
 exec "$@"
 """
+
+
+def ask_boards(inventory: Inventory, boards: Sequence[tuple[DeviceEntry, BoardState, PartWanted | None]],
+               end_others: bool = False) -> list[BoardFacts | FlowspecError]:
+    """The facts of each board, or an error that names the board.
+
+    ``end_others``: first end what an interrupted run left, which would change the board after it was read.
+    """
+    others = f"{SCOPE}-*.scope" if end_others else ""
+
+    def one(board: tuple[DeviceEntry, BoardState, PartWanted | None]) -> BoardFacts | FlowspecError:
+        device, state, part = board
+        wanted = [part.name, [list(file) for file in part.files], part.manifest_sha256] if part else None
+        try:
+            return ask_deployment(inventory, device, state.environment.digest if state.environment else "",
+                                  wanted, others)
+        except FlowspecError as error:
+            return error
+
+    with ThreadPoolExecutor(max(1, len(boards))) as pool:
+        return list(pool.map(one, boards))
 
 
 def run(inventory: Inventory, boards: Sequence[tuple[DeviceEntry, Sequence[Action]]], dry_run: bool = False,

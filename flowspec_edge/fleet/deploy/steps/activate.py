@@ -16,11 +16,11 @@ from collections.abc import Iterator
 
 from flowspec_edge.fleet import paths
 from flowspec_edge.fleet.deploy.engine.desired_state import Action, BoardState
-from flowspec_edge.fleet.deploy.engine.facts import BoardFacts, ServiceFacts
 from flowspec_edge.fleet.deploy.engine.run import quote
 from flowspec_edge.fleet.deploy.steps.power import power_at_boot
 from flowspec_edge.fleet.deploy.steps.release import file_digests
 from flowspec_edge.fleet.deploy.steps.remove import stop_and_forget
+from flowspec_edge.fleet.probe.facts import BoardFacts, ServiceFacts
 
 _KEPT = 3  # releases kept besides current and previous
 _START_S = 960.0  # longer than any TimeoutStartSec, so that systemd reports the failure

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from flowspec_edge.fleet import paths
 from flowspec_edge.fleet.deploy.engine.desired_state import Action, BoardState, Environment
-from flowspec_edge.fleet.deploy.engine.facts import BoardFacts
 from flowspec_edge.fleet.deploy.engine.run import quote
+from flowspec_edge.fleet.probe.facts import BoardFacts
 
 _CHECK = Path(__file__).with_name("environment_check.py")
 _TIMEOUT_S = 1800.0  # unpacking and compiling on an SD card is slow

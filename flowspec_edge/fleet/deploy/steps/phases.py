@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from flowspec_edge.fleet.deploy.engine.desired_state import Action, BoardOutcome, BoardState, Phase, Step
-from flowspec_edge.fleet.deploy.engine.facts import BoardFacts, ask_boards
-from flowspec_edge.fleet.deploy.engine.run import run
+from flowspec_edge.fleet.deploy.engine.run import ask_boards, run
 from flowspec_edge.fleet.deploy.steps.activate import activate, settle, switch
 from flowspec_edge.fleet.deploy.steps.release import release
 from flowspec_edge.fleet.deploy.steps.remove import down, purge
 from flowspec_edge.fleet.deploy.steps.software import software
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
+from flowspec_edge.fleet.probe.facts import BoardFacts
 
 _PHASES: Mapping[Phase, Callable[[BoardState, BoardFacts], Iterator[Action]]] = {
     "software": software, "release": release, "switch": switch, "activate": activate, "settle": settle,

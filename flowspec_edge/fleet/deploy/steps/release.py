@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from flowspec_edge.fleet import paths
 from flowspec_edge.fleet.deploy.engine.desired_state import Action, BoardState
-from flowspec_edge.fleet.deploy.engine.facts import BoardFacts, ReleaseFacts
 from flowspec_edge.fleet.deploy.engine.run import quote
+from flowspec_edge.fleet.probe.facts import BoardFacts, ReleaseFacts
 
 
 def release(state: BoardState, facts: BoardFacts) -> Iterator[Action]:

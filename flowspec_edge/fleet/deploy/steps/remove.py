@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from flowspec_edge.fleet import paths
 from flowspec_edge.fleet.deploy.engine.desired_state import Action, BoardState
-from flowspec_edge.fleet.deploy.engine.facts import BoardFacts
 from flowspec_edge.fleet.deploy.engine.run import quote
 from flowspec_edge.fleet.deploy.steps.power import not_at_boot, power_restored
+from flowspec_edge.fleet.probe.facts import BoardFacts
 
 
 def down(state: BoardState, facts: BoardFacts) -> Iterator[Action]:

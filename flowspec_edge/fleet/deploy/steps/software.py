@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from flowspec_edge.fleet import paths
 from flowspec_edge.fleet.deploy.engine.desired_state import Action, BoardState
-from flowspec_edge.fleet.deploy.engine.facts import BoardFacts
 from flowspec_edge.fleet.deploy.engine.run import quote
 from flowspec_edge.fleet.deploy.steps.environment import environment
 from flowspec_edge.fleet.deploy.steps.power import power
+from flowspec_edge.fleet.probe.facts import BoardFacts
+from flowspec_edge.fleet.probe.onboard.system import GPU_GROUPS
 from flowspec_edge.fleet.probe.preflight import MAX_CLOCK_SKEW_S
-from flowspec_edge.fleet.probe.script import GPU_GROUPS
 
 _SHELL = "/usr/sbin/nologin"
 # Only root may write programs, models and keys, or read keys.
@@ -47,7 +47,7 @@ def clock(facts: BoardFacts) -> Action:
     A Jetson developer kit's clock has no battery: after a power failure without internet it is years behind,
     which breaks TLS, package signatures and journal times.
     """
-    if facts.ntp or abs(facts.ahead) - facts.within <= MAX_CLOCK_SKEW_S:
+    if facts.ntp == "yes" or abs(facts.ahead) - facts.within <= MAX_CLOCK_SKEW_S:
         return Action("clock")
     off = f"{abs(facts.ahead):.0f} s {'ahead' if facts.ahead > 0 else 'behind'}"
     now = f"""$(date +%s.%N | awk '{{ printf "%.3f", $1 - ({facts.ahead:.3f}) }}')"""
