@@ -97,7 +97,7 @@ def _show(boards: list[BoardFindings]) -> None:
         for finding in board.findings:
             advice = f"\n[bold]→[/bold] {escape(finding.advice)}" if finding.advice else ""
             mark = "[green]fixed[/green]" if finding.fixed else _MARKS[finding.state]
-            table.add_row(finding.check, mark, escape(finding.found) + advice)
+            table.add_row(escape(finding.check), mark, escape(finding.found) + advice)
         console.print(table)
 
 

@@ -24,9 +24,9 @@ from flowspec_edge.fleet.deploy.resolve import Deployment, needs_of
 from flowspec_edge.fleet.deploy.rollback import go_back
 from flowspec_edge.fleet.deploy.rollout_log import RolloutLog
 from flowspec_edge.fleet.deploy.wheels import WheelTarget
+from flowspec_edge.fleet.probe.checks import environment_problems, preflight
 from flowspec_edge.fleet.probe.facts import BoardFacts
 from flowspec_edge.fleet.probe.findings import unreachable
-from flowspec_edge.fleet.probe.preflight import environment_problems, preflight
 from flowspec_edge.fleet.services import keys
 from flowspec_edge.fleet.services.status import look
 from flowspec_edge.fleet.transfer.push import push

@@ -12,26 +12,19 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.fleet.doctor.checks import (
-    check_bare_board,
-    check_l4t,
-    check_network,
-    check_system,
-)
 from flowspec_edge.fleet.doctor.run import apply_remedies
-from flowspec_edge.fleet.inventory import DeviceEntry, Inventory, resolve
+from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 from flowspec_edge.fleet.network import tc
 from flowspec_edge.fleet.network.addresses import address_problem
 from flowspec_edge.fleet.network.remote_shaping import LinkRate, measure_between
 from flowspec_edge.fleet.paths import HOME, PYTHON, STATE
+from flowspec_edge.fleet.probe.checks import Place, Subject, judge, judge_together
 from flowspec_edge.fleet.probe.facts import BoardFacts, NoAnswer, ask_system
-from flowspec_edge.fleet.probe.findings import Finding, no_facts, unreachable
-from flowspec_edge.fleet.probe.preflight import shared_machine_ids
+from flowspec_edge.fleet.probe.findings import Finding, merged, no_facts, unreachable, wrong_address
 from flowspec_edge.fleet.remote.runner import Runner, as_root
 from flowspec_edge.fleet.remote.ssh import python_for, runner_for
 
 _TIMEOUT_S = 600.0  # a board reads torch from its SD card several times
-_MAX_SKEW_S = 1.0  # beyond it, the logs of two boards cannot be correlated
 _SLOW_MBPS = 100.0  # Fast Ethernet; what the FlowSpec paper calls a slow network
 _LINK_S = 0.5
 _FINDINGS = TypeAdapter(list[Finding])
@@ -71,9 +64,8 @@ def check_cluster(inventory: Inventory, storage: str | None = None,
         boards = list(pool.map(check, inventory.device))
     reached = {board.name: board for board in boards if board.reached}
     probed = {board.name: board.facts for board in boards if board.facts}
-    for problem in shared_machine_ids(probed):
-        findings = reached[problem.board].findings
-        findings.append(problem)
+    for finding in judge_together("bare", probed):
+        reached[finding.board].findings.append(finding)
     if path is not None and inventory.cluster.model:
         from flowspec_edge.fleet.doctor.model import check_model  # imports torch
 
@@ -107,15 +99,6 @@ def check_link(rate: LinkRate) -> Finding:
     return Finding(name, "ok", found)
 
 
-def check_skew(offset_s: float, uncertainty_s: float) -> Finding:
-    """``offset_s``: how far the board's clock is ahead of this machine's, ± ``uncertainty_s``."""
-    found = f"{offset_s:+.2f} s against this machine's, ± {uncertainty_s:.2f}"
-    if abs(offset_s) - uncertainty_s > _MAX_SKEW_S:
-        return Finding("clock", "warning", found,
-                       "sudo timedatectl set-ntp true, on both; without internet see the check of the time")
-    return Finding("clock", "ok", found)
-
-
 def check_shaping(runner: Runner) -> Finding:
     """Whether `flowspec sweep bandwidth --cluster` can throttle the board's link; ok in any case."""
     try:
@@ -129,37 +112,33 @@ def check_shaping(runner: Runner) -> Finding:
 
 
 def _check_board(inventory: Inventory, device: DeviceEntry, storage: str | None, fix: bool) -> BoardFindings:
-    problem = address_problem(inventory, device)
-    wrong = [Finding("network", "failed", problem[0], f"{problem[1]} in the cluster file")] if problem else []
     release: list[Finding] = []
 
     def ask() -> BoardFacts:
         return ask_system(inventory, device, places=[HOME, STATE, *([storage] if storage else [])])
 
-    def judge(facts: BoardFacts) -> list[Finding]:
-        if len(release) > 1:
-            return check_system(facts.system, storage or "", inventory.power_mode(device))
-        return check_bare_board(inventory, device, facts, storage or "")
+    def judged(facts: BoardFacts) -> list[Finding]:
+        place: Place = "installed" if len(release) > 1 else "bare"
+        return merged(judge(place, Subject.of(inventory, device, facts, storage=storage or "")))
 
     try:
         runner = runner_for(inventory, device, _TIMEOUT_S)
         facts = ask()
         release = _by_release(inventory, device, runner)
-        found = judge(facts)
+        found = judged(facts)
         if fix:
-            found = apply_remedies(found, lambda: judge(ask()), runner)
+            found = apply_remedies(found, lambda: judged(ask()), runner)
     except NoAnswer as error:
         return BoardFindings(device.name, [*_by_release(inventory, device, runner), no_facts(device, error)])
     except FlowspecError as error:
-        why = unreachable(device, str(error))
-        return BoardFindings(device.name, [Finding("reached", "failed", why.found, why.advice), *wrong])
-    system = facts.system
-    found += [*(wrong or [check_network(system, resolve(device), inventory.interface(device))]),
-              *check_l4t(system), *(() if system.sudo else (check_shaping(runner),))]
+        why, wrong = unreachable(device, str(error)), address_problem(inventory, device)
+        return BoardFindings(device.name, [
+            Finding("reached", "failed", why.found, why.advice),
+            *([replace(wrong_address(device, wrong), check="network")] if wrong else [])])
     # The release's findings replace those of the board's own Python.
     flowspec, *computed = release
-    return BoardFindings(device.name, [check_skew(facts.ahead, facts.within), flowspec, *found, *computed],
-                         facts)
+    shaping = [] if facts.system.sudo else [check_shaping(runner)]
+    return BoardFindings(device.name, [flowspec, *found, *shaping, *computed], facts)
 
 
 def _by_release(inventory: Inventory, device: DeviceEntry, runner: Runner) -> list[Finding]:
@@ -170,7 +149,8 @@ def _by_release(inventory: Inventory, device: DeviceEntry, runner: Runner) -> li
         told = runner.run(["sh", "-c", _RUN_IF_INSTALLED, *command])
         if not told and python == PYTHON:
             return [Finding("flowspec", "ok", "not installed yet; flowspec deploy up installs it")]
-        return [_compare(finding) for finding in _FINDINGS.validate_json(told.splitlines()[-1])]
+        findings = _FINDINGS.validate_json(told.splitlines()[-1])
+        return [_compare(replace(finding, remedy=())) for finding in findings]
     except (FlowspecError, ValueError, TypeError, IndexError) as error:
         why = str(error) if isinstance(error, FlowspecError) else f"{python} is not there, or not a release's"
         return [Finding("flowspec", "failed", why, f"install this release there, so that {python} has it")]

@@ -16,9 +16,8 @@ from flowspec_edge.fleet import paths as places
 from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory, resolve
 from flowspec_edge.fleet.network.addresses import address_problem, on_network
 from flowspec_edge.fleet.probe.board import BoardInfo, board_of, mode_numbers
+from flowspec_edge.fleet.probe.checks import Subject, faults, judge_together
 from flowspec_edge.fleet.probe.facts import BoardFacts, SystemFacts, ask_system
-from flowspec_edge.fleet.probe.preflight import shared_machine_ids
-from flowspec_edge.fleet.probe.software import judge_software
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,59}")
 _TARGET = re.compile(r"(?:(?P<user>[^@]+)@)?(?P<host>[^:@]+)(?::(?P<port>\d{1,5}))?")
@@ -132,7 +131,7 @@ def discover(inventory: Inventory, done: Callable[[str], None] = lambda name: No
     if wrong:
         raise FlowspecError(f"{'; '.join(wrong)}: ssh there by hand; the board must be up, its host key "
                             "known, and your key let in without a password")
-    if same := shared_machine_ids({device.name: facts[device.name] for device in inventory.device}):
+    if same := judge_together("init", {device.name: facts[device.name] for device in inventory.device}):
         raise FlowspecError("; ".join(f"{problem.board}: {problem.found}" for problem in same)
                             + f": {'; '.join(dict.fromkeys(problem.advice for problem in same))}")
     return with_host_names([answer for answer in answers if isinstance(answer, DiscoveredBoard)])
@@ -156,7 +155,8 @@ def of_facts(device: DeviceEntry, facts: SystemFacts) -> DiscoveredBoard:
         torch=torch.version or None, cuda=bool(torch.cuda), problem="" if absent else torch.why,
         gpu=facts.gpu or bool(board.l4t), modes=tuple(mode_numbers(facts.files.get("etc/nvpmodel.conf", ""))),
         disk_mb=facts.disks[places.HOME].free / 1e6, profile=profile_of(board))
-    return replace(found, faults=tuple(map(str, judge_software(facts, "python3", found.torch_device))))
+    subject = Subject(BoardFacts(system=facts), torch_device=found.torch_device)
+    return replace(found, faults=tuple(map(str, faults("init", subject))))
 
 
 def profile_of(board: BoardInfo) -> str:

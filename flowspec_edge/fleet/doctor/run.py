@@ -14,11 +14,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.fleet.doctor.checks import check_l4t, check_system
 from flowspec_edge.fleet.doctor.compute import check_compute
 from flowspec_edge.fleet.probe.board import l4t_of, read_board
-from flowspec_edge.fleet.probe.facts import SystemFacts, system_facts
-from flowspec_edge.fleet.probe.findings import Finding
+from flowspec_edge.fleet.probe.checks import Subject, judge
+from flowspec_edge.fleet.probe.facts import BoardFacts, SystemFacts, system_facts
+from flowspec_edge.fleet.probe.findings import Finding, merged
 from flowspec_edge.fleet.probe.onboard.system import machine_facts
 from flowspec_edge.fleet.remote.runner import LocalRunner, Runner, as_root
 
@@ -32,11 +32,16 @@ def check_machine(storage: Path | None = None, fix: bool = False) -> list[Findin
     def ask() -> SystemFacts:
         return system_facts(machine_facts([str(where)]))
 
+    def judged(facts: SystemFacts) -> list[Finding]:
+        missing = Finding("disk", "failed", f"{where}: No such directory", "name a directory that exists")
+        return [missing if finding.check == "disk" and not where.is_dir() else finding
+                for finding in merged(judge("here", Subject(BoardFacts(system=facts))))]
+
     facts = ask()
-    system = _check_system(facts, where)
+    found = judged(facts)
     if fix:
-        system = apply_remedies(system, lambda: _check_system(ask(), where))
-    found = [_installed(), *system, *check_l4t(facts), *check_compute(l4t_of(facts))]
+        found = apply_remedies(found, lambda: judged(ask()))
+    found = [_installed(), *found, *check_compute(l4t_of(facts))]
     return [replace(finding, fixed=bool(finding.fixed)) for finding in found] if fix else found
 
 
@@ -47,12 +52,6 @@ def apply_remedies(findings: Sequence[Finding], check: Callable[[], Sequence[Fin
     errors = {finding.check: _run(finding, where) for finding in findings if finding.remedy}
     now = {finding.check: finding for finding in check()} if "" in errors.values() else {}
     return [_after(finding, errors.get(finding.check), now.get(finding.check)) for finding in findings]
-
-
-def _check_system(facts: SystemFacts, where: Path) -> list[Finding]:
-    findings = check_system(facts, own=True)
-    missing = Finding("disk", "failed", f"{where}: No such directory", "name a directory that exists")
-    return [missing if finding.check == "disk" and not where.is_dir() else finding for finding in findings]
 
 
 def _run(finding: Finding, runner: Runner) -> str:

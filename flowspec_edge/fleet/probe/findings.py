@@ -14,7 +14,7 @@ from flowspec_edge.util.terminal import printable
 
 # failed: it keeps flowspec from working there; warning: only worth knowing.
 State = Literal["ok", "warning", "failed", "unknown", "skipped"]
-_WORST = ("failed", "warning", "unknown", "skipped", "ok")
+WORST = ("failed", "warning", "unknown", "skipped", "ok")
 
 # (ssh's error, its meaning, the next step).  {address} and {port} are the board's.
 _SSH = (
@@ -55,8 +55,8 @@ class Finding:
     error: float | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "found", printable(self.found))
-        object.__setattr__(self, "advice", printable(self.advice))
+        for name in ("check", "found", "advice"):
+            object.__setattr__(self, name, printable(getattr(self, name)))
 
     @property
     def ok(self) -> bool:
@@ -80,7 +80,7 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def _joined(check: str, group: list[Finding]) -> Finding:
-    state = min((finding.state for finding in group), key=_WORST.index)
+    state = min((finding.state for finding in group), key=WORST.index)
     worst = [finding for finding in group if finding.state == state]
     if len(worst) == 1:
         return worst[0]

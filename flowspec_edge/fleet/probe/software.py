@@ -1,4 +1,4 @@
-"""The rules on a board's JetPack, Python and torch, for `deploy init`, the preflight and the doctor."""
+"""The rules on a board's JetPack, Python and torch (``checks.CHECKS``), and what to install."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.fleet.probe.board import l4t_of
 from flowspec_edge.fleet.probe.facts import SystemFacts, TorchFacts
 from flowspec_edge.fleet.probe.findings import Finding
 from flowspec_edge.util.jetson import jetpack_of, shared_library_of
@@ -72,25 +71,12 @@ def judge_jetpack(l4t: str) -> Finding | None:
     return Finding("board", "failed", f"L4T {l4t} (JetPack {known.name}): {known.reason}", known.advice)
 
 
-def judge_software(facts: SystemFacts, python: str, torch_device: str, dtype: str = ""
-                   ) -> list[Finding]:
-    l4t = l4t_of(facts)
-    jetpack = judge_jetpack(l4t)
-    if jetpack and jetpack.state == "failed":
-        return [jetpack]
-    found = [jetpack] if jetpack else []
-    if facts.sudo:
-        user = facts.user
-        found.append(Finding("sudo", "failed",
-                             f"{user} cannot become root without a password ({facts.sudo})",
-                             f"on the board: echo '{user} ALL=(ALL) NOPASSWD: ALL' | "
-                                  "sudo tee /etc/sudoers.d/flowspec"))
-    if facts.python < _PYTHON:
-        found.append(Finding("python", "failed", f"{python} is {'.'.join(map(str, facts.python))}",
-                           "name one that is 3.10 or newer, board_python in the cluster file"))
-        return found
-    busy = facts.memory.held > 0
-    return [*found, *judge_torch(facts.torch, python, l4t, torch_device, dtype, busy)]
+def python_fault(facts: SystemFacts, python: str) -> Finding | None:
+    """``python``: its name in the cluster file."""
+    if facts.python >= _PYTHON:
+        return None
+    return Finding("python", "failed", f"{python} is {'.'.join(map(str, facts.python))}",
+                   "name one that is 3.10 or newer, board_python in the cluster file")
 
 
 def judge_torch(torch: TorchFacts, python: str, l4t: str, torch_device: str, dtype: str = "",

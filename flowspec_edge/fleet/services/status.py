@@ -11,6 +11,7 @@ from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 from flowspec_edge.fleet.paths import GOING_BACK
 from flowspec_edge.fleet.probe.facts import Installed, Ready, UnitState, ask_service
+from flowspec_edge.fleet.probe.findings import Finding
 from flowspec_edge.fleet.remote.runner import Unreached, as_root
 from flowspec_edge.fleet.remote.ssh import runner_for
 
@@ -68,29 +69,38 @@ class FleetStatus:
         return any(board.ready for board in self.boards)
 
     @property
+    def findings(self) -> list[Finding]:
+        """What is wrong: "service" of a board, "release" and "ready" of the cluster."""
+        found = [Finding("service", "failed", f"{board.name} was not reached" if board.current is None else
+                         f"{board.current.unit} on {board.name} is {board.state}", board=board.name)
+                 for board in self.boards if board.error or (board.current and board.state != "active")]
+        deployed = any(board.current for board in self.boards)
+        if deployed and self.release is None:
+            found.append(Finding("release", "failed", _DIFFERENT))
+        elif not deployed and not found:
+            found.append(Finding("release", "failed", "nothing is deployed: flowspec deploy up"))
+        if not self.ready:
+            reasons = (board.reason for board in self.boards if board.reason)
+            found.append(Finding("ready", "failed", next(reasons, "")))
+        return found
+
+    @property
     def ok(self) -> bool:
         """Whether every board answers, all releases are the same, and the pipeline is ready."""
-        runs = all(board.state == "active" for board in self.boards if board.current)
-        return self.release is not None and self.ready and runs and not any(b.error for b in self.boards)
+        return not self.findings
 
     @property
     def reason(self) -> str:
         """Why the cluster is not ready; "" if it is, or the reason is unknown."""
-        said = next((board.reason for board in self.boards if board.reason), "")
-        if self.release is None and any(board.current for board in self.boards):
-            return "; ".join(filter(None, (_DIFFERENT, said)))
-        if said or self.release is not None or any(board.error for board in self.boards):
-            return said
-        return "nothing is deployed: flowspec deploy up"
+        return "; ".join(finding.found for finding in self.findings
+                         if finding.check != "service" and finding.found)
 
     @property
     def disorder(self) -> str:
-        """Faults on the boards of a ready cluster; "" without any."""
-        if self.ready and self.release is None:
-            return _DIFFERENT
-        wrong = [board for board in self.boards if board.error or (board.current and board.state != "active")]
-        return ", ".join(f"{board.name} was not reached" if board.current is None else
-                         f"{board.current.unit} on {board.name} is {board.state}" for board in wrong)
+        """Faults of a ready cluster; "" without any."""
+        by_check = {finding.check: finding.found for finding in self.findings}
+        return by_check.get("release") or ", ".join(finding.found for finding in self.findings
+                                                    if finding.check == "service")
 
     def as_json(self) -> dict[str, Any]:
         return {"ok": self.ok, "release": self.release, "ready": self.ready, "reason": self.reason,

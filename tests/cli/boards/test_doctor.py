@@ -54,7 +54,7 @@ def test_fixes_are_reported_only_with_fix(quick: list[Finding], monkeypatch: pyt
                                                    capsys: pytest.CaptureFixture[str]) -> None:
     """The machine's own findings are left alone here: what is done with remedies, tests/fleet shows."""
     found = [Finding("memory", "ok", "enough")]
-    monkeypatch.setattr(run, "check_system", lambda facts, own: found)
+    monkeypatch.setattr(run, "judge", lambda place, subject: found)
     assert main(["doctor", "--json", "--fix"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert [finding["fixed"] for finding in document["boards"][0]["findings"]] == [False, False, False]

@@ -13,7 +13,7 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory, load_inventory
 from flowspec_edge.fleet.network.addresses import address_problem, network_address, on_network, route_to
 from flowspec_edge.fleet.network.namespaces import NetnsTestbed
-from flowspec_edge.fleet.probe.preflight import Needs, preflight
+from flowspec_edge.fleet.probe.checks import Needs, preflight
 from flowspec_edge.fleet.remote.ssh import is_here
 
 

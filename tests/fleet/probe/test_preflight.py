@@ -13,16 +13,17 @@ import pytest
 import sshkit
 
 from flowspec_edge.fleet.inventory import Inventory
-from flowspec_edge.fleet.probe.facts import BoardFacts, ask_system, system_facts
-from flowspec_edge.fleet.probe.findings import Finding, unreachable
-from flowspec_edge.fleet.probe.preflight import (
+from flowspec_edge.fleet.probe.checks import (
     Needs,
     PreflightReport,
-    differences,
+    Subject,
+    different_processors,
     environment_problems,
-    judge,
+    faults,
     preflight,
 )
+from flowspec_edge.fleet.probe.facts import BoardFacts, ask_system, system_facts
+from flowspec_edge.fleet.probe.findings import Finding, unreachable
 from flowspec_edge.fleet.remote.ssh import SshRunner
 
 HUGE = 10**15
@@ -156,11 +157,16 @@ def but(facts: BoardFacts, **changes: Any) -> BoardFacts:
 def test_judging(facts: BoardFacts, change: dict[str, Any], check: str, found: str) -> None:
     assert abs(facts.ahead) < 5
     assert facts.within < 30
-    problems = judge("b", Needs(memory_bytes=int(2.5e9)), but(facts, **change), BARE)
+    problems = judged(Needs(memory_bytes=int(2.5e9)), but(facts, **change), BARE)
     if "memory" not in change:
-        problems = judge("b", Needs(), but(facts, **change), BARE)
+        problems = judged(Needs(), but(facts, **change), BARE)
     assert [problem.check for problem in problems] == ([check] if check else [])
     assert all(found in problem.found and problem.advice for problem in problems)
+
+
+def judged(needs: Needs, facts: BoardFacts, python: str, torch_device: str = "cpu") -> list[Finding]:
+    """What `deploy up` says of a board."""
+    return faults("up", Subject(facts, python, torch_device, needs))
 
 
 R36 = "# R36 (release), REVISION: 4.3, GCID: 1"
@@ -189,7 +195,7 @@ def with_gpu(capability: list[int] | None) -> dict[str, Any]:
 def test_the_torch_device_is_there(l4t: str, capability: list[int] | None, torch_device: str, found: str,
                                    note: bool) -> None:
     facts = plain_facts(l4t=l4t, torch=with_gpu(capability))
-    problems = judge("b", Needs(), facts, BARE, torch_device)
+    problems = judged(Needs(), facts, BARE, torch_device)
     assert [(p.check, found in p.found, p.state == "warning") for p in problems] == (
         [("torch", True, note)] if found else [])
     assert all("torch_device = " in problem.advice for problem in problems)
@@ -198,29 +204,29 @@ def test_the_torch_device_is_there(l4t: str, capability: list[int] | None, torch
 def test_nf4_is_noted_for_an_orin() -> None:
     """There bitsandbytes' product of a segment's rows is slower than one with fp16 weights."""
     orin, thor = (plain_facts(l4t=R36, torch=with_gpu(capability)) for capability in ([8, 7], [11, 0]))
-    (note,) = judge("b", Needs(dtype="nf4"), orin, BARE, "cuda")
+    (note,) = judged(Needs(dtype="nf4"), orin, BARE, "cuda")
     assert (note.check, note.state == "warning", "int4" in note.advice) == ("torch", True, True)
-    assert judge("b", Needs(dtype="int4"), orin, BARE, "cuda") == []
-    assert judge("b", Needs(dtype="nf4"), thor, BARE, "cuda") == []
+    assert judged(Needs(dtype="int4"), orin, BARE, "cuda") == []
+    assert judged(Needs(dtype="nf4"), thor, BARE, "cuda") == []
 
 
 def test_directories_on_one_disk_share_its_space() -> None:
     facts = plain_facts()
     one = asdict(facts.system.disks["/opt/flowspec"])
-    assert judge("b", Needs(2, 3), facts, BARE) == []
-    (full,) = judge("b", Needs(3, 3), facts, BARE)
+    assert judged(Needs(2, 3), facts, BARE) == []
+    (full,) = judged(Needs(3, 3), facts, BARE)
     assert full.found.startswith("/opt/flowspec and /var/lib/flowspec need ")
     two = but(facts, disks={"/opt/flowspec": one, "/var/lib/flowspec": {**one, "device": 2}})
-    assert judge("b", Needs(3, 3), two, BARE) == []
+    assert judged(Needs(3, 3), two, BARE) == []
     read_only = but(facts, disks={"/opt/flowspec": {**one, "writable": False}, "/var/lib/flowspec": one})
-    assert [problem.check for problem in judge("b", Needs(), read_only, BARE)] == ["disk"]
+    assert [problem.check for problem in judged(Needs(), read_only, BARE)] == ["disk"]
 
 
 def test_an_upgrades_environment_needs_room() -> None:
     """Free are 5 bytes.  A board that has environments is judged when the new one's digest is known."""
     facts, needs = plain_facts(environments=["old", "older"]), {"b": Needs(6)}
-    assert [problem.check for problem in judge("b", Needs(6), plain_facts(), BARE)] == ["disk"]
-    assert judge("b", Needs(6), facts, BARE) == []
+    assert [problem.check for problem in judged(Needs(6), plain_facts(), BARE)] == ["disk"]
+    assert judged(Needs(6), facts, BARE) == []
     found = PreflightReport([], {"b": facts})
     (full,) = environment_problems(found, needs, {"b": "new"})
     assert (full.board, full.check, full.found) == (
@@ -231,23 +237,26 @@ def test_an_upgrades_environment_needs_room() -> None:
 
 @pytest.mark.parametrize(("ntp", "note"), [("no", True), ("unknown", True), ("yes", False)])
 def test_a_clock_that_nothing_keeps_is_no_obstacle(ntp: str, note: bool) -> None:
-    (clock,) = judge("b", Needs(), plain_facts(ahead=-90_000_000.0, ntp=ntp), BARE)
+    (clock,) = judged(Needs(), plain_facts(ahead=-90_000_000.0, ntp=ntp), BARE)
     assert (clock.check, clock.state == "warning") == ("clock", note)
     assert clock.found.startswith("-90000000 s against this machine's")
     assert ("`up`" in clock.advice or "deploy up" in clock.advice) == note
 
 
 def test_a_release_that_is_unknown_is_noted() -> None:
-    (note,) = judge("b", Needs(), plain_facts(l4t="# R99 (release), REVISION: 1.0", torch=with_gpu([8, 7])),
+    (note,) = judged(Needs(), plain_facts(l4t="# R99 (release), REVISION: 1.0", torch=with_gpu([8, 7])),
                     BARE, "cuda")
     assert (note.check, note.found.startswith("L4T 99.1.0 is a release"), note.state) == (
         "board", True, "warning")
 
 
 def test_processors_that_differ_are_noted() -> None:
-    (note,) = differences({"a": "aarch64", "b": "x86_64", "c": "aarch64", "d": ""})
+    def found(**machines: str) -> list[Finding]:
+        return different_processors({name: but(BoardFacts(), machine=it) for name, it in machines.items()})
+
+    (note,) = found(a="aarch64", b="x86_64", c="aarch64", d="")
     assert (note.board, note.state) == ("b", "warning")
-    assert differences({"a": "aarch64", "b": "aarch64"}) == differences({"a": ""}) == []
+    assert found(a="aarch64", b="aarch64") == found(a="") == []
 
 
 @sshkit.needs_boards

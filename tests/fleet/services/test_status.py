@@ -126,6 +126,22 @@ def test_nothing_is_done_to_boards_that_answer_junk(junk: str, command: str,
     assert command == "logs" or said.endswith("no board was touched")
 
 
+def test_what_a_board_says_does_nothing_to_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]
+                                                      ) -> None:
+    bad = "\x1b[2J[/red]\x9b1m\u202e"
+    told = {"time": 0.0, "seconds": 0.0, "service": {
+        "current": {"id": bad, "role": "draft", "stage": 0}, "ready": {"ready": False, "reason": bad},
+        "unit": {"state": bad, "since": bad, "said": bad, "restarts": 10**40}}}
+    (tmp_path / "answer").write_text(json.dumps(told))
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\ncat > /dev/null\ncat {tmp_path}/answer\n")
+    python.chmod(0o755)
+    assert main(["deploy", "status", "--cluster", str(write(tmp_path, f'board_python = "{python}"'))]) == 1
+    out, err = capsys.readouterr()
+    assert (out + err).replace("\n", "").isprintable()
+    assert out.count(r"\x1b[2J[/red]") == 3  # of each board, and of the cluster; cells are shortened
+
+
 def test_status_tells_the_watts_of_boards_that_measure_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                             capsys: pytest.CaptureFixture[str]) -> None:
     """By the system's own Python, without anything of ours."""

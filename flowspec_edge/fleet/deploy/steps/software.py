@@ -9,9 +9,9 @@ from flowspec_edge.fleet.deploy.engine.desired_state import Action, BoardState
 from flowspec_edge.fleet.deploy.engine.run import quote
 from flowspec_edge.fleet.deploy.steps.environment import environment
 from flowspec_edge.fleet.deploy.steps.power import power
+from flowspec_edge.fleet.probe.checks import MAX_CLOCK_SKEW_S
 from flowspec_edge.fleet.probe.facts import BoardFacts
 from flowspec_edge.fleet.probe.onboard.system import GPU_GROUPS
-from flowspec_edge.fleet.probe.preflight import MAX_CLOCK_SKEW_S
 
 _SHELL = "/usr/sbin/nologin"
 # Only root may write programs, models and keys, or read keys.
