@@ -15,7 +15,7 @@ from enginekit import PLACES, Bench
 from nspawnkit import Fleet
 
 from flowspec_edge.fleet import paths
-from flowspec_edge.fleet.deploy.engine.desired_state import BoardState
+from flowspec_edge.fleet.deploy.actions import BoardState
 from flowspec_edge.fleet.deploy.steps.power import power_script
 from flowspec_edge.util.resources import resource_dir
 

@@ -15,8 +15,7 @@ import pytest
 
 from flowspec_edge.cli.deploy.report import show_roles
 from flowspec_edge.fleet.deploy.resolve import resolve_deployment
-from flowspec_edge.fleet.doctor.cluster_toml import render_cluster_toml
-from flowspec_edge.fleet.doctor.discover import of_facts
+from flowspec_edge.fleet.doctor.discover import of_facts, render_cluster_toml
 from flowspec_edge.fleet.inventory import DeviceEntry, load_inventory
 from flowspec_edge.fleet.probe.facts import system_facts
 from flowspec_edge.fleet.probe.onboard.system import FILES

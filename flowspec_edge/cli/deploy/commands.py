@@ -46,8 +46,7 @@ def init(
     from rich.console import Console
 
     from flowspec_edge.bench.results.atomic_write import check_writable, write
-    from flowspec_edge.fleet.doctor.cluster_toml import describe_torch, render_cluster_toml
-    from flowspec_edge.fleet.doctor.discover import discover, parse_hosts
+    from flowspec_edge.fleet.doctor.discover import describe_torch, discover, parse_hosts, render_cluster_toml
 
     if out.exists() and not force:
         raise UsageError(f"{out} is there already: give another name as --out, or --force to replace it")

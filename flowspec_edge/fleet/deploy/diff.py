@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flowspec_edge.fleet.deploy.engine.desired_state import Action, BoardState, Environment, PartWanted, Step
+from flowspec_edge.fleet.deploy.actions import Action, BoardState, Environment, PartWanted, Step
 from flowspec_edge.fleet.deploy.release import render
 from flowspec_edge.fleet.deploy.resolve import Deployment
 from flowspec_edge.fleet.deploy.rollback import releases_before

@@ -30,7 +30,7 @@ from packaging.version import Version
 
 import flowspec_edge
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.fleet.deploy.engine.desired_state import Environment
+from flowspec_edge.fleet.deploy.actions import Environment
 from flowspec_edge.fleet.probe.board import l4t_of
 from flowspec_edge.fleet.probe.facts import SystemFacts
 from flowspec_edge.fleet.remote.runner import last_line

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowspec_edge.fleet.deploy.actions import Environment
 from flowspec_edge.fleet.deploy.diff import Diff, make_diff
-from flowspec_edge.fleet.deploy.engine.desired_state import Environment
 from flowspec_edge.fleet.deploy.resolve import Deployment
 from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory
 from flowspec_edge.fleet.probe.facts import BoardFacts, Installed, ReleaseFacts, ServiceFacts

@@ -10,8 +10,15 @@ import pytest
 import sshkit
 
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.fleet.deploy.engine.desired_state import Action, BoardState, Environment, PartWanted, Step
-from flowspec_edge.fleet.deploy.engine.run import ask_boards, run
+from flowspec_edge.fleet.deploy.actions import (
+    Action,
+    BoardState,
+    Environment,
+    PartWanted,
+    Step,
+    ask_boards,
+    run,
+)
 from flowspec_edge.fleet.deploy.steps.phases import bring_about
 from flowspec_edge.fleet.inventory import DeviceEntry
 from flowspec_edge.fleet.probe.facts import BoardFacts

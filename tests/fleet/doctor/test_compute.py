@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flowspec_edge.fleet.doctor.compute import check_compute, judge_libraries, judge_products
+from flowspec_edge.fleet.doctor.run import check_compute, judge_libraries, judge_products
 from flowspec_edge.fleet.probe.facts import system_facts
 from flowspec_edge.fleet.probe.findings import Finding
 

@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.fleet.doctor.cluster_toml import render_cluster_toml
 from flowspec_edge.fleet.doctor.discover import (
     DiscoveredBoard,
     of_facts,
     parse_hosts,
     profile_of,
+    render_cluster_toml,
     with_host_names,
 )
 from flowspec_edge.fleet.inventory import DeviceEntry, load_inventory

@@ -19,8 +19,7 @@ import shipkit
 import sshkit
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.fleet.deploy.engine.desired_state import BoardState, PartWanted
-from flowspec_edge.fleet.deploy.engine.run import ask_boards
+from flowspec_edge.fleet.deploy.actions import BoardState, PartWanted, ask_boards
 from flowspec_edge.fleet.inventory import DeviceEntry
 from flowspec_edge.fleet.paths import MODELS
 from flowspec_edge.fleet.probe.facts import BoardFacts
