@@ -11,7 +11,7 @@ from pathlib import Path
 from nspawnkit import Fleet
 
 from flowspec_edge.fleet import paths
-from flowspec_edge.fleet.deploy.engine.desired_state import (
+from flowspec_edge.fleet.deploy.actions import (
     BoardOutcome,
     BoardState,
     Environment,
@@ -25,7 +25,7 @@ PATIENCE = 600.0  # two environments on a machine that does much else
 _RUN = """
 import dataclasses, json, sys
 from pathlib import Path
-from flowspec_edge.fleet.deploy.engine.desired_state import BoardState, Environment
+from flowspec_edge.fleet.deploy.actions import BoardState, Environment
 from flowspec_edge.fleet.deploy.steps.phases import bring_about
 from flowspec_edge.fleet.inventory import load_inventory
 phase, dry_run, file, boards = json.loads(sys.argv[1])

@@ -38,6 +38,10 @@ def verify_unit(stage: int) -> str:
     return f"flowspec-verify@{stage}.service"
 
 
+def unit_of(role: str, stage: int) -> str:
+    return DRAFT_UNIT if role == "draft" else verify_unit(stage)
+
+
 def release_dir(release: str) -> str:
     return f"{RELEASES}/{release}"
 

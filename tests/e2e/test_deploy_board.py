@@ -15,7 +15,7 @@ from enginekit import PLACES, Bench
 from nspawnkit import Fleet
 
 from flowspec_edge.fleet import paths
-from flowspec_edge.fleet.deploy.engine.desired_state import BoardState
+from flowspec_edge.fleet.deploy.actions import BoardState
 from flowspec_edge.fleet.deploy.steps.power import power_script
 from flowspec_edge.util.resources import resource_dir
 
@@ -110,7 +110,7 @@ case $1 in
     *) now=$(/usr/bin/date +%s.%N); echo $((${{now%.*}} + $(cat /run/off))).${{now#*.}}
 esac
 END
-printf '%s\\n' '#!/bin/sh' 'echo {ntp}' > /usr/local/sbin/timedatectl
+printf '%s\\n' '#!/bin/sh' 'echo NTPSynchronized={ntp}' > /usr/local/sbin/timedatectl
 chmod +x /usr/local/sbin/*
 """
 

@@ -23,8 +23,8 @@ pytestmark = [pytest.mark.fleet, nspawnkit.needs_fleet]
 _ENDLESS = """
 import sys
 from pathlib import Path
-from flowspec_edge.fleet.deploy.engine.desired_state import Action
-from flowspec_edge.fleet.deploy.engine.run import run
+from flowspec_edge.fleet.deploy.actions import Action
+from flowspec_edge.fleet.deploy.actions import run
 from flowspec_edge.fleet.inventory import load_inventory
 inventory = load_inventory(Path(sys.argv[1]))
 [outcome] = run(inventory, [(inventory.device[int(sys.argv[2])], [

@@ -21,9 +21,10 @@ _ASK = """
 import dataclasses, json, sys
 from pathlib import Path
 from flowspec_edge.fleet.inventory import load_inventory
-from flowspec_edge.fleet.probe.preflight import Needs, preflight
+from flowspec_edge.fleet.probe.checks import Needs, preflight
 found = preflight(load_inventory(Path(sys.argv[1])), {sys.argv[2]: Needs()})
-print(json.dumps([found.facts[sys.argv[2]]["torch"], [str(problem) for problem in found.problems]]))
+torch = dataclasses.asdict(found.facts[sys.argv[2]].system.torch)
+print(json.dumps([torch, [str(problem) for problem in found.problems]]))
 """
 TORCH = "/usr/local/lib/python3.11/dist-packages/torch"
 

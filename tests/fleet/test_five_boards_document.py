@@ -15,10 +15,10 @@ import pytest
 
 from flowspec_edge.cli.deploy.report import show_roles
 from flowspec_edge.fleet.deploy.resolve import resolve_deployment
-from flowspec_edge.fleet.doctor.cluster_toml import render_cluster_toml
-from flowspec_edge.fleet.doctor.discover import of_facts
+from flowspec_edge.fleet.doctor.discover import of_facts, render_cluster_toml
 from flowspec_edge.fleet.inventory import DeviceEntry, load_inventory
-from flowspec_edge.fleet.probe.system import FILES
+from flowspec_edge.fleet.probe.facts import system_facts
+from flowspec_edge.fleet.probe.onboard.system import FILES
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "five-boards.md"
 MODEL = "NVIDIA Jetson Orin NX Engineering Reference Developer Kit Super"
@@ -29,11 +29,12 @@ def described() -> str:
     files = {name: path.read_text() if (path := jetsonkit.FILES / name).is_file() else "" for name in FILES}
     files |= {"sys/firmware/devicetree/base/model": MODEL, "proc/meminfo": "MemTotal: 16032000 kB\n"
               "MemAvailable: 15332000 kB\n"}
-    boards = [of_facts(DeviceEntry(name=f"orin-{place}", address=f"10.0.0.{10 + place}", ssh_user="me"), {
+    boards = [of_facts(DeviceEntry(name=f"orin-{place}", address=f"10.0.0.{10 + place}", ssh_user="me"),
+                       system_facts({
         "hostname": f"orin-{place}", "machine": "aarch64", "python": [3, 10, 12], "files": files,
-        "network": {"interface": "eth0"}, "disks": {"/opt/flowspec": {"free": 69_000_000_000}}, "gpu": True,
+        "interface": "eth0", "disks": {"/opt/flowspec": {"free": 69_000_000_000}}, "gpu": True,
         "torch": {"version": "2.8.0", "cuda": [8, 7], "why": ""}, "sudo": "", "user": "me",
-        "memory": {"held": 0}}) for place in range(5)]
+        "memory": {"held": 0}})) for place in range(5)]
     return render_cluster_toml(boards, "cluster", "cluster.toml")
 
 

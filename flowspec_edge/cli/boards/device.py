@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
-from flowspec_edge.cli.boards.kernels import kernels
-from flowspec_edge.cli.common.options import MOST_SECONDS, Dtype, ModelOption, ThreadsOption, not_nan
+from flowspec_edge.cli.common.options import (
+    MOST_SECONDS,
+    Dtype,
+    ModelOption,
+    ThreadsOption,
+    not_nan,
+    parse_counts,
+)
 from flowspec_edge.cli.common.progress import done_of, plain_lines
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import DEMO
+from flowspec_edge.util.terminal import plain
 
 if TYPE_CHECKING:
     from flowspec_edge.device_profile import Profile
+    from flowspec_edge.fleet.measurement.kernels import KernelReport
 
 Device = Literal["cpu", "cuda"]
 
 PEER_PORT = 7779
+_CONTEXT = 1000  # cached tokens, in a profile's table
 _PHASES = {"link": 0.02, "memory": 0.03, "loopback": 0.1, "stages": 0.55, "draft device": 0.3}  # of the time
 
 app = typer.Typer(help="A board: measure it, show its profile.", no_args_is_help=True)
-
-
-
-app.command()(kernels)
 
 
 @app.command()
@@ -140,6 +148,59 @@ def show(
         _show(found)
 
 
+@app.command()
+def kernels(
+    device: Annotated[Literal["cpu", "cuda"], typer.Option("--device", help="cpu or cuda.")] = "cpu",
+    rows: Annotated[str, typer.Option(
+        "--rows", help="Rows of activations; a segment has 16 by default.", metavar="N,N,…")] = "1,4,16,32",
+    shape: Annotated[str, typer.Option(
+        "--shape", help="Outputs and inputs of the matrix.", metavar="NxK")] = "4096x4096",
+    dtype: Annotated[Dtype, typer.Option(
+        "--dtype", help="Element type of activations for 4-bit weights.")] = "bf16",
+    threads: ThreadsOption = 0,
+    out: Annotated[Path | None, typer.Option(
+        "--out", help="Write the results to this file, as JSON.", metavar="FILE")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+) -> None:
+    """Test and time products with full weights, bitsandbytes' nf4 and fp4, and grouped int4.
+
+    Every kernel computes a product that is compared with float64, in its own process: a library built for
+    another GPU may crash.  Kernels that work are timed, in turn.  The fastest 4-bit kernel at 16 rows is the
+    one for shards on this device.
+
+    Examples:
+
+      flowspec device kernels
+      flowspec device kernels --device cuda --dtype fp16 --out kernels.json
+      flowspec device kernels --shape 11008x4096 --rows 16,64 --json
+    """
+    from flowspec_edge.bench.results.atomic_write import check_writable, write
+
+    counts = parse_counts(rows, "--rows")
+    sides = parse_counts(shape, "--shape", "x")
+    if len(sides) != 2:
+        raise UsageError(f"--shape {shape!r}: give outputs and inputs, such as 4096x4096")
+    if out is not None:
+        check_writable(out)
+
+    import torch
+
+    from flowspec_edge.fleet.measurement.kernels import measure_kernels
+
+    if threads:
+        torch.set_num_threads(threads)
+    report = measure_kernels(device, (sides[0], sides[1]), counts, dtype)
+    text = json.dumps(report.as_json(), indent=2) + "\n"
+    if out is not None:
+        write(out, text)
+    if as_json:
+        print(text, end="")
+        return
+    _show_kernels(report)
+    if out is not None:
+        print(f"Written to {out}")
+
+
 def parse_peer(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     if not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
@@ -148,18 +209,120 @@ def parse_peer(text: str) -> tuple[str, int]:
 
 
 def _show(profile: Profile) -> None:
-    from rich.console import Console
+    console = Console()
+    console.print(f"[bold]{plain(profile.name)}[/bold]  {profile.kind}, {profile.provenance}",
+                  highlight=False)
+    console.print(profile.summary, markup=False, highlight=False)
+    console.print()
+    console.print(_curve(profile))
+    console.print()
+    console.print(_facts(profile))
+    console.print()
+    console.print(profile.source.strip(), markup=False, highlight=False)
 
-    from flowspec_edge.cli.boards.profile_table import show_profile
 
-    show_profile(Console(), profile)
+def _curve(profile: Profile) -> Table:
+    curve = profile.stage
+    table = Table(title=f"A segment through {curve.layers:g} layer{'s' if curve.layers != 1 else ''}",
+                  title_justify="left", box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for name in ("rows", "ms", f"ms over {_CONTEXT} cached tokens"):
+        table.add_column(name, justify="right")
+    for rows in curve.rows:
+        shown = [profile.stage_seconds(max(1, round(rows)), curve.layers, context) * 1e3
+                 for context in (0, _CONTEXT)]
+        table.add_row(f"{rows:g}", *(f"{ms:.4g}" for ms in shown))
+    return table
+
+
+def _facts(profile: Profile) -> Table:
+    table = Table.grid(padding=(0, 3, 0, 0))
+    for name, value in _rows(profile):
+        table.add_row(name, plain(value))
+    return table
+
+
+def _rows(profile: Profile) -> list[tuple[str, str]]:
+    p = profile
+    lines = [
+        ("model", f"{p.model.layers} layers, width {p.model.hidden_width}, {p.model.bytes_per_value} bytes a "
+                  "value" + (f", {p.model.layer_mb:g} MB a layer" if p.model.layer_mb else "")),
+        ("in every segment", f"{p.stage.overhead_ms:g} ms, whatever the layers"),
+        ("draft pass", f"EAGLE head {p.draft.pass_ms:g} ms, small model {p.draft.lm_pass_ms:g} ms, "
+                       f"SPD's module {p.draft.spd_pass_ms:g} ms" + _more(p.draft.row_ms, "node")),
+        ("lm_head", f"{p.lm_head.ms:g} ms" + _more(p.lm_head.row_ms, "row")),
+        ("D0's bookkeeping", f"{p.host.bookkeeping_ms:g} ms an output"),
+        ("link", f"{p.link.mbps:g} Mbps, {p.link.latency_ms:g} ms"),
+    ]
+    if p.collective.step_ms:
+        lines.append(("collectives", f"{p.collective.step_ms:g} ms a step of a ring, beside its bytes"))
+    if p.memory:
+        rate = f"; read at {p.memory.gb_per_s:g} GB/s" if p.memory.gb_per_s else ""
+        lines.append(("memory", f"{p.memory.usable_mb:.0f} of {p.memory.total_mb:.0f} MB usable, "
+                                f"{p.memory.process_mb:.0f} MB a process{rate}"))
+    if p.conditions:
+        c = p.conditions
+        clocks = ", ".join(f"{name} {mhz:g} MHz" for name, mhz in c.clocks_mhz.items())
+        lines += [(name, value) for name, value in (
+            ("measured", c.date), ("machine", c.machine), ("with", ", ".join(filter(None, (
+                c.model, c.dtype, c.device, f"{c.threads} threads" if c.threads else "")))),
+            ("power mode", c.power_mode), ("clocks", clocks),
+            ("temperature", "" if c.temperature_c is None else f"{c.temperature_c:g} °C"),
+            ("link measured with", c.peer)) if value]
+    return lines
+
+
+def _more(ms: float, unit: str) -> str:
+    return f"; {ms:g} ms more for each {unit}" if ms else ""
+
+
+def _show_kernels(report: KernelReport) -> None:
+    console = Console()
+    outputs, inputs = report.shape
+    console.print(f"A product with {outputs} x {inputs} weights on {plain(report.name)}", highlight=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column("weights")
+    for rows in report.rows:
+        table.add_column(f"{rows} row{'s' if rows > 1 else ''}, ms", justify="right")
+    table.add_column("error", justify="right")
+    on_gpu = report.device == "cuda"
+    if on_gpu:
+        table.add_column(f"of a copy's bytes/s, {report.rows[0]}", justify="right")
+    for kind, found in report.kinds.items():
+        cells = [f"{found.ms[rows]:.3g}" if found.ms else "-" for rows in report.rows]
+        cells.append("-" if found.check.error is None else f"{found.check.error:.0e}")
+        if on_gpu:
+            share = report.share(kind, report.rows[0])
+            cells.append("-" if share is None else f"{share:.0%}")
+        table.add_row(kind, *cells)
+    console.print(table)
+    for kind, found in report.kinds.items():
+        if not found.check.ok:
+            console.print(f"{kind} does not work: {found.check.found}", markup=False, highlight=False)
+    if report.unadvised:
+        console.print(f"{' and '.join(report.unadvised)}: not for this GPU, on which bitsandbytes expands "
+                      "the whole matrix for every product of more than 4 rows", highlight=False)
+    if report.fastest is None:
+        console.print("\nNo 4-bit kind is to be advised here: shard models in fp16.", highlight=False)
+        return
+    console.print(f"\nFastest in 4 bits at {report.compared_rows} rows: {report.fastest}"
+                  f"{_comparison(report)}; activations in {report.dtype}", highlight=False)
+
+
+def _comparison(report: KernelReport) -> str:
+    at, fastest = report.compared_rows, report.fastest
+    assert fastest is not None
+    others = {kind: found.ms[at] for kind, found in report.kinds.items()
+              if kind in ("int4", "nf4", "fp4") and kind != fastest and found.ms}
+    if not others:
+        return ""
+    second = min(others, key=lambda kind: others[kind])
+    return f", {others[second] / report.kinds[fastest].ms[at]:.1f} times as fast as {second}"
 
 
 class _Bar:
     """A progress bar over the phases of a measurement, if stderr is a terminal."""
 
     def __init__(self) -> None:
-        from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
         console = Console(stderr=True)

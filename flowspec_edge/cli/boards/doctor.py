@@ -97,7 +97,7 @@ def _show(boards: list[BoardFindings]) -> None:
         for finding in board.findings:
             advice = f"\n[bold]→[/bold] {escape(finding.advice)}" if finding.advice else ""
             mark = "[green]fixed[/green]" if finding.fixed else _MARKS[finding.state]
-            table.add_row(finding.check, mark, escape(finding.found) + advice)
+            table.add_row(escape(finding.check), mark, escape(finding.found) + advice)
         console.print(table)
 
 
@@ -131,14 +131,13 @@ def _show_gpu(report: GpuReport) -> None:
                   title=f"[bold]{escape(report.name)}[/bold]{capability}; torch {torch.__version__}{built}")
     for heading in ("", "check", "", "error", ""):
         table.add_column(heading, no_wrap=heading == "check")
-    group = ""
-    for check in report.checks:
-        error = "" if check.error is None else f"{check.error:.0e}" if check.error else "0"
-        table.add_row("" if check.group == group else check.group, check.name, _MARKS[check.state], error,
-                      escape(check.found))
-        group = check.group
+    for group, checks in report.checks.items():
+        for place, check in enumerate(checks):
+            error = "" if check.error is None else f"{check.error:.0e}" if check.error else "0"
+            table.add_row("" if place else group, check.check, _MARKS[check.state], error,
+                          escape(check.found))
     console.print(table)
-    failed = sum(check.state == "failed" for check in report.checks)
+    count = sum(map(len, report.checks.values()))
     console.print(
-        f"\n{failed} of {len(report.checks)} checks failed on {report.device}: models would be computed "
-        "wrongly, or not at all." if failed else f"\nAll checks passed on {report.device}.")
+        f"\n{report.failed} of {count} checks failed on {report.device}: models would be computed wrongly, "
+        "or not at all." if report.failed else f"\nAll checks passed on {report.device}.")

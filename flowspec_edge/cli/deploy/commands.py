@@ -12,6 +12,7 @@ import typer
 from flowspec_edge.cli.deploy import services
 from flowspec_edge.cli.deploy.services import CLUSTER, ClusterOption, JsonOption
 from flowspec_edge.errors import UsageError
+from flowspec_edge.util.terminal import printable
 
 app = typer.Typer(help="A cluster of boards: from bare to running, and back.", no_args_is_help=True)
 
@@ -45,8 +46,7 @@ def init(
     from rich.console import Console
 
     from flowspec_edge.bench.results.atomic_write import check_writable, write
-    from flowspec_edge.fleet.doctor.cluster_toml import describe_torch, render_cluster_toml
-    from flowspec_edge.fleet.doctor.discover import discover, parse_hosts
+    from flowspec_edge.fleet.doctor.discover import describe_torch, discover, parse_hosts, render_cluster_toml
 
     if out.exists() and not force:
         raise UsageError(f"{out} is there already: give another name as --out, or --force to replace it")
@@ -64,7 +64,7 @@ def init(
         print(json.dumps({"out": str(out), "boards": [board.as_json() for board in found]}, indent=2))
         return
     for board in found:
-        print(f"{board.device.name}: {board.board.title or board.arch}; {describe_torch(board)}")
+        print(printable(f"{board.device.name}: {board.board.title or board.arch}; {describe_torch(board)}"))
         for fault in board.faults:
             print(f"  → {fault}")
     print(f"{out} is written: look through it, then: flowspec doctor --cluster {out}")

@@ -17,7 +17,7 @@ from flowspec_edge.fleet.deploy.report import Watch
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from flowspec_edge.fleet.deploy.engine.desired_state import Step
+    from flowspec_edge.fleet.deploy.actions import Step
     from flowspec_edge.fleet.deploy.report import DeployReport
     from flowspec_edge.fleet.deploy.resolve import Deployment
 

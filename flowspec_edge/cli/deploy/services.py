@@ -11,6 +11,7 @@ import typer
 
 from flowspec_edge.cli.common.options import MOST_REPEATS
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.util.terminal import plain
 
 if TYPE_CHECKING:
     from flowspec_edge.fleet.services.status import BoardStatus, FleetStatus, Verb
@@ -147,7 +148,6 @@ def _control(cluster: Path, verb: Verb, names: list[str], as_json: bool) -> None
 
 def _show(name: str, found: FleetStatus) -> None:
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
     console = Console(highlight=False)
@@ -160,21 +160,22 @@ def _show(name: str, found: FleetStatus) -> None:
         here = board.current
         power = "–" if board.watts is None else f"{board.watts:.1f} W"
         role = "" if here is None else "D0" if here.role == "draft" else f"V{here.stage}"
-        table.add_row(escape(board.name), role, here.id if here else "", _state(board), _moment(board.since),
+        table.add_row(plain(board.name), role, plain(here.id) if here else "", _state(board),
+                      plain(_moment(board.since)),
                       str(board.restarts) if here else "",
                       *([power] if powered else []))
     console.print(table)
     for board in found.boards:
         if why := board.error or board.said:
-            console.print(f"[red]{escape(board.name)}[/red]: {escape(why)}", soft_wrap=True)
+            console.print(f"[red]{plain(board.name)}[/red]: {plain(why)}", soft_wrap=True)
     came_through = "a token came through the pipeline lately"
     if found.ok:
-        console.print(f"{escape(name)} is ready: {came_through}")
+        console.print(f"{plain(name)} is ready: {came_through}")
     elif found.ready:
-        console.print(f"{escape(name)}: {came_through}, but {escape(found.disorder)}", soft_wrap=True)
+        console.print(f"{plain(name)}: {came_through}, but {plain(found.disorder)}", soft_wrap=True)
     else:
-        why = f": {escape(found.reason)}" if found.reason else ""
-        console.print(f"{escape(name)} is not ready{why}", soft_wrap=True)
+        why = f": {plain(found.reason)}" if found.reason else ""
+        console.print(f"{plain(name)} is not ready{why}", soft_wrap=True)
 
 
 def _moment(since: str) -> str:
@@ -187,4 +188,4 @@ def _state(board: BoardStatus) -> str:
     if board.error:
         return "[red]not reached[/red]"
     colour = _COLOURS.get(board.state, "yellow")
-    return f"[{colour}]{board.state}[/{colour}]"
+    return f"[{colour}]{plain(board.state)}[/{colour}]"

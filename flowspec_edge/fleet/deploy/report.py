@@ -1,11 +1,15 @@
-"""A rollout's progress and result, as plain data."""
+"""A rollout's progress and result: runs phases and records what happened on each board."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowspec_edge.fleet.deploy.engine.desired_state import BoardOutcome, Step
+from flowspec_edge.fleet.deploy.actions import Action, BoardOutcome, BoardState, Phase, Step, run
+from flowspec_edge.fleet.deploy.steps.phases import bring_about
+from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 
 
 class Watch:
@@ -53,3 +57,60 @@ class DeployReport:
         return {"ok": self.ok, "release": self.release, "changed": self.changed, "boards": boards,
                 "rolled_back": self.rolled_back, "problems": self.problems,
                 "notes": self.notes, "seconds": round(self.seconds, 2)}
+
+
+class RolloutLog:
+    def __init__(self, inventory: Inventory, boards: Iterable[str], watch: Watch) -> None:
+        """``boards``: names, in the order of the report."""
+        self._inventory = inventory
+        self._outcomes = {name: BoardOutcome(name) for name in boards}
+        self._began = time.monotonic()
+        self.watch = watch
+        self.problems: list[str] = []  # as DeployReport's
+        self.notes: list[str] = []
+        self.unreached: list[str] = []
+
+    @property
+    def failed(self) -> bool:
+        return any(outcome.error for outcome in self._outcomes.values())
+
+    def error(self, board: str) -> str:
+        """The board's first failure; "" without one."""
+        return self._outcomes[board].error
+
+    def add_step(self, step: Step, error: str = "") -> None:
+        """``error``: one line that names the board, if the step failed."""
+        outcome = self._outcomes[step.board]
+        if error:
+            outcome.error = outcome.error or error
+            return
+        outcome.steps.append(step)
+        self.watch.step(step)
+
+    def carry_out(self, boards: Sequence[tuple[DeviceEntry, Sequence[Action]]], says: str) -> bool:
+        """Run actions on all boards; whether no board has failed so far.  ``says``: the phase's title."""
+        self.watch.phase(says)
+        run(self._inventory, boards, on_step=self.add_step, on_error=self._fail)
+        return not self.failed
+
+    def run(self, phase: Phase, boards: Sequence[tuple[DeviceEntry, BoardState]], says: str) -> bool:
+        """Like ``carry_out``, with the actions decided from the boards' present state."""
+        self.watch.phase(says)
+        bring_about(self._inventory, phase, boards, on_step=self.add_step, on_error=self._fail)
+        return not self.failed
+
+    def add(self, other: RolloutLog, says: str) -> None:
+        """Append ``other``, whose failures are reported as those of the phase ``says``."""
+        for name, outcome in other._outcomes.items():
+            own = self._outcomes[name]
+            own.steps += outcome.steps
+            if outcome.error:
+                own.error = "; ".join(filter(None, (own.error, f"{says}: {outcome.error}")))
+
+    def report(self, release: str | None = None, rolled_back: str | None = None, left: str = ""
+               ) -> DeployReport:
+        return DeployReport([*self._outcomes.values()], release, rolled_back, left,
+                            time.monotonic() - self._began, self.problems, self.notes, self.unreached)
+
+    def _fail(self, board: str, error: str) -> None:
+        self._outcomes[board].error = self._outcomes[board].error or f"{board}: {error}"

@@ -18,7 +18,7 @@ from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventor
 from flowspec_edge.fleet.planning.draft_turn import Drafter, DraftTurn, device_mismatch, draft_turn
 from flowspec_edge.fleet.planning.layer_split import Ranges, split_evenly
 from flowspec_edge.fleet.planning.scaling import at_context
-from flowspec_edge.fleet.probe.preflight import Needs
+from flowspec_edge.fleet.probe.checks import Needs
 from flowspec_edge.fleet.services.status import BoardStatus, FleetStatus
 from flowspec_edge.model.catalogue import find_known
 from flowspec_edge.model.manifest import DRAFT, HeadBits, Manifest, ShardDtype, stage_part

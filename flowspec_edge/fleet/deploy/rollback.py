@@ -8,13 +8,13 @@ from pathlib import Path
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.commands import as_root, python_for, runner_for
-from flowspec_edge.fleet.deploy.engine.desired_state import BoardState, Phase
-from flowspec_edge.fleet.deploy.report import DeployReport, Watch
-from flowspec_edge.fleet.deploy.rollout_log import RolloutLog
+from flowspec_edge.fleet.deploy.actions import BoardState, Phase
+from flowspec_edge.fleet.deploy.report import DeployReport, RolloutLog, Watch
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 from flowspec_edge.fleet.paths import CURRENT, PREVIOUS, release_dir
+from flowspec_edge.fleet.probe.facts import Installed
 from flowspec_edge.fleet.services.keys import forget, is_half_rotated
-from flowspec_edge.fleet.services.status import BoardStatus, FleetStatus, Installed, look
+from flowspec_edge.fleet.services.status import BoardStatus, FleetStatus, look
 
 _MIXED = ("boards may have different releases, or none; stages that reach the draft device follow its "
           "release: see flowspec deploy status; flowspec deploy up brings all to one")

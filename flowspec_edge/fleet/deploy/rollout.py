@@ -15,16 +15,16 @@ from dataclasses import replace
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.deploy import wheels
+from flowspec_edge.fleet.deploy.actions import Environment, Step, ask_boards
 from flowspec_edge.fleet.deploy.diff import Diff, make_diff, part_name, part_wanted, state_of
-from flowspec_edge.fleet.deploy.engine.desired_state import Environment, Step
-from flowspec_edge.fleet.deploy.engine.facts import BoardFacts, ask_boards
 from flowspec_edge.fleet.deploy.release import digests_of, sharded_model
-from flowspec_edge.fleet.deploy.report import DeployReport, Watch
+from flowspec_edge.fleet.deploy.report import DeployReport, RolloutLog, Watch
 from flowspec_edge.fleet.deploy.resolve import Deployment, needs_of
 from flowspec_edge.fleet.deploy.rollback import go_back
-from flowspec_edge.fleet.deploy.rollout_log import RolloutLog
 from flowspec_edge.fleet.deploy.wheels import WheelTarget
-from flowspec_edge.fleet.probe.preflight import environment_problems, preflight, unreachable
+from flowspec_edge.fleet.probe.checks import environment_problems, preflight
+from flowspec_edge.fleet.probe.facts import BoardFacts
+from flowspec_edge.fleet.probe.findings import unreachable
 from flowspec_edge.fleet.services import keys
 from flowspec_edge.fleet.services.status import look
 from flowspec_edge.fleet.transfer.push import push
@@ -124,15 +124,15 @@ class Rollout:
         self._watch.phase("looking at the boards")
         needs = needs_of(self._deployment, manifest, self._status)
         found = preflight(self._inventory, needs)
-        self._log.notes = [str(problem) for problem in found.problems if problem.note]
-        problems = [problem for problem in found.problems if not problem.note]
+        self._log.notes = [str(problem) for problem in found.problems if problem.state == "warning"]
+        problems = [problem for problem in found.problems if problem.state == "failed"]
         # The previous release must be known: a failed rollout goes back to it.
         silent = [board.error for board in self._status.boards
                   if board.error and board.name not in {problem.board for problem in problems}]
         self._log.problems = [*map(str, problems), *silent]
         if self._log.problems:
             return None
-        made = self._gather_wheels({name: WheelTarget.of(facts, needs[name].dtype)
+        made = self._gather_wheels({name: WheelTarget.of(facts.system, needs[name].dtype)
                                     for name, facts in found.facts.items()})
         digests = {name: environment.digest for name, environment in made.items()}
         self._log.problems = [str(problem) for problem in environment_problems(found, needs, digests)]

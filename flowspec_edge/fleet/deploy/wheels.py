@@ -15,14 +15,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from email import message_from_bytes
 from email.message import Message
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.tags import Tag, compatible_tags, cpython_tags
@@ -32,8 +31,9 @@ from packaging.version import Version
 import flowspec_edge
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.commands import last_line
-from flowspec_edge.fleet.deploy.engine.desired_state import Environment
-from flowspec_edge.fleet.probe.board import l4t_release
+from flowspec_edge.fleet.deploy.actions import Environment
+from flowspec_edge.fleet.probe.board import l4t_of
+from flowspec_edge.fleet.probe.facts import SystemFacts
 from flowspec_edge.util.resources import resource_dir
 
 _OWN = "flowspec-edge"
@@ -61,10 +61,10 @@ class WheelTarget:
     four_bit: bool = False  # nf4 or fp4 weights, which need bitsandbytes
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any], dtype: str) -> WheelTarget:
-        """``facts``: of ``board_facts``; ``dtype``: of the board's weights."""
-        return cls(".".join(map(str, facts["python"][:2])), facts["machine"], facts["torch"]["version"],
-                   facts["torch"]["build"], l4t=bool(l4t_release(facts["files"]["etc/nv_tegra_release"])),
+    def of(cls, facts: SystemFacts, dtype: str) -> WheelTarget:
+        """``dtype``: of the board's weights."""
+        return cls(".".join(map(str, facts.python[:2])), facts.machine, facts.torch.version,
+                   facts.torch.build, l4t=bool(l4t_of(facts)),
                    four_bit=dtype in ("nf4", "fp4"))
 
     def __str__(self) -> str:

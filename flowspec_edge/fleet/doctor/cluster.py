@@ -2,50 +2,41 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.board_links import tc
 from flowspec_edge.fleet.board_links.addresses import address_problem
 from flowspec_edge.fleet.board_links.shaping import LinkRate, measure_between
-from flowspec_edge.fleet.commands import LocalRunner, Runner, SshRunner, as_root, is_here, python_for
-from flowspec_edge.fleet.doctor.checks import (
-    Finding,
-    check_bare_board,
-    check_l4t,
-    check_network,
-    check_system,
-    with_problems,
-    wrong_address,
-)
+from flowspec_edge.fleet.commands import Runner, as_root, python_for, runner_for
 from flowspec_edge.fleet.doctor.run import apply_remedies
-from flowspec_edge.fleet.inventory import DeviceEntry, Inventory, resolve
+from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 from flowspec_edge.fleet.paths import HOME, PYTHON, STATE
-from flowspec_edge.fleet.probe.facts import board_facts
-from flowspec_edge.fleet.probe.preflight import shared_machine_ids, unreachable
+from flowspec_edge.fleet.probe.checks import Place, Subject, judge, judge_together
+from flowspec_edge.fleet.probe.facts import BoardFacts, NoAnswer, ask_system
+from flowspec_edge.fleet.probe.findings import Finding, merged, no_facts, unreachable, wrong_address
 
 _TIMEOUT_S = 600.0  # a board reads torch from its SD card several times
-_MAX_SKEW_S = 1.0  # beyond it, the logs of two boards cannot be correlated
 _SLOW_MBPS = 100.0  # Fast Ethernet; what the FlowSpec paper calls a slow network
 _LINK_S = 0.5
+_FINDINGS = TypeAdapter(list[Finding])
 _RUN_IF_INSTALLED = 'if [ -e "$0" ]; then exec "$0" "$@"; fi'
 
 
 @dataclass(frozen=True)
 class BoardFindings:
-    """``facts``: of the probe, empty if the board cannot be reached."""
+    """``facts``: None if the board cannot be reached, or its Python does not answer."""
 
     name: str
     findings: list[Finding]
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: BoardFacts | None = None
 
     @property
     def reached(self) -> bool:
@@ -71,16 +62,15 @@ def check_cluster(inventory: Inventory, storage: str | None = None,
     with ThreadPoolExecutor(len(inventory.device)) as pool:
         boards = list(pool.map(check, inventory.device))
     reached = {board.name: board for board in boards if board.reached}
-    probed = {board.name: board.facts for board in boards if board.facts.get("files")}
-    for problem in shared_machine_ids(probed):
-        findings = reached[problem.board].findings
-        findings[:] = with_problems(findings, [problem])
+    probed = {board.name: board.facts for board in boards if board.facts}
+    for finding in judge_together("bare", probed):
+        reached[finding.board].findings.append(finding)
     if path is not None and inventory.cluster.model:
         from flowspec_edge.fleet.doctor.model import check_model  # imports torch
 
         # flowspec's own service releases its memory before the model is loaded.
-        available = {name: memory["available"] + memory["held"] for name, board in reached.items()
-                     if (memory := board.facts.get("memory"))}
+        available = {name: memory.available + memory.held for name, board in reached.items()
+                     if board.facts and (memory := board.facts.system.memory)}
         for name, findings in check_model(inventory, path, available).items():
             if name in reached:
                 reached[name].findings.extend(findings)
@@ -108,15 +98,6 @@ def check_link(rate: LinkRate) -> Finding:
     return Finding(name, "ok", found)
 
 
-def check_skew(offset_s: float, uncertainty_s: float) -> Finding:
-    """``offset_s``: how far the board's clock is ahead of this machine's, ± ``uncertainty_s``."""
-    found = f"{offset_s:+.2f} s against this machine's, ± {uncertainty_s:.2f}"
-    if abs(offset_s) - uncertainty_s > _MAX_SKEW_S:
-        return Finding("clock", "warning", found,
-                       "sudo timedatectl set-ntp true, on both; without internet see the check of the time")
-    return Finding("clock", "ok", found)
-
-
 def check_shaping(runner: Runner) -> Finding:
     """Whether `flowspec sweep bandwidth --cluster` can throttle the board's link; ok in any case."""
     try:
@@ -130,41 +111,33 @@ def check_shaping(runner: Runner) -> Finding:
 
 
 def _check_board(inventory: Inventory, device: DeviceEntry, storage: str | None, fix: bool) -> BoardFindings:
-    problem = address_problem(inventory, device)
-    try:
-        runner: Runner = (LocalRunner(device.name, timeout_s=_TIMEOUT_S) if is_here(device) else
-                          SshRunner(inventory, device, timeout_s=_TIMEOUT_S))
-        clock = _clock(runner)
-    except FlowspecError as error:
-        why = unreachable(device, str(error))
-        return BoardFindings(device.name, [Finding("reached", "failed", why.found, why.advice),
-                                           *([wrong_address(problem)] if problem else ())])
-    release = _by_release(inventory, device, runner)
-    installed = len(release) > 1
+    release: list[Finding] = []
 
-    def ask() -> dict[str, Any]:
-        return board_facts(inventory, device, paths=[HOME, STATE, *([storage] if storage else [])])
+    def ask() -> BoardFacts:
+        return ask_system(inventory, device, places=[HOME, STATE, *([storage] if storage else [])])
 
-    def judge(facts: dict[str, Any]) -> list[Finding]:
-        if installed and facts["python"]:
-            return check_system(facts, storage or "", inventory.power_mode(device))
-        return check_bare_board(inventory, device, facts, storage or "")
+    def judged(facts: BoardFacts) -> list[Finding]:
+        place: Place = "installed" if len(release) > 1 else "bare"
+        return merged(judge(place, Subject.of(inventory, device, facts, storage=storage or "")))
 
     try:
+        runner = runner_for(inventory, device, _TIMEOUT_S)
         facts = ask()
-        found = judge(facts)
+        release = _by_release(inventory, device, runner)
+        found = judged(facts)
         if fix:
-            found = apply_remedies(found, lambda: judge(ask()), runner)
+            found = apply_remedies(found, lambda: judged(ask()), runner)
+    except NoAnswer as error:
+        return BoardFindings(device.name, [*_by_release(inventory, device, runner), no_facts(device, error)])
     except FlowspecError as error:
-        return BoardFindings(device.name, [clock, *release, Finding(
-            "python", "failed", str(error), "see board_python in the cluster file")])
-    if facts["python"]:
-        found += [wrong_address(problem) if problem else
-                  check_network(facts, resolve(device), inventory.interface(device)), *check_l4t(facts),
-                  *(() if facts["sudo"] else (check_shaping(runner),))]
+        why, wrong = unreachable(device, str(error)), address_problem(inventory, device)
+        return BoardFindings(device.name, [
+            Finding("reached", "failed", why.found, why.advice),
+            *([replace(wrong_address(device, wrong), check="network")] if wrong else [])])
     # The release's findings replace those of the board's own Python.
     flowspec, *computed = release
-    return BoardFindings(device.name, [clock, flowspec, *found, *computed], facts)
+    shaping = [] if facts.system.sudo else [check_shaping(runner)]
+    return BoardFindings(device.name, [flowspec, *found, *shaping, *computed], facts)
 
 
 def _by_release(inventory: Inventory, device: DeviceEntry, runner: Runner) -> list[Finding]:
@@ -175,17 +148,11 @@ def _by_release(inventory: Inventory, device: DeviceEntry, runner: Runner) -> li
         told = runner.run(["sh", "-c", _RUN_IF_INSTALLED, *command])
         if not told and python == PYTHON:
             return [Finding("flowspec", "ok", "not installed yet; flowspec deploy up installs it")]
-        return [_compare(Finding(**finding)) for finding in json.loads(told.splitlines()[-1])]
+        findings = _FINDINGS.validate_json(told.splitlines()[-1])
+        return [_compare(replace(finding, remedy=())) for finding in findings]
     except (FlowspecError, ValueError, TypeError, IndexError) as error:
         why = str(error) if isinstance(error, FlowspecError) else f"{python} is not there, or not a release's"
         return [Finding("flowspec", "failed", why, f"install this release there, so that {python} has it")]
-
-
-def _clock(runner: Runner) -> Finding:
-    before = time.time()
-    theirs = float(runner.run(["date", "+%s.%N"]))
-    after = time.time()
-    return check_skew(theirs - (before + after) / 2, (after - before) / 2)
 
 
 def _compare(finding: Finding) -> Finding:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.deploy.resolve import PLAN_DTYPES, Deployment, process_bytes, resolve_deployment
-from flowspec_edge.fleet.doctor.checks import Finding
 from flowspec_edge.fleet.inventory import Inventory
 from flowspec_edge.fleet.planning.memory_check import MemoryCheck
+from flowspec_edge.fleet.probe.findings import Finding
 from flowspec_edge.model.manifest import DRAFT, Manifest, stage_part
 from flowspec_edge.runtime.draft_device.capacity import cache_rows
 from flowspec_edge.strategies.params import Params

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.fleet.probe.findings import Finding
 from flowspec_edge.stage.quant.base import KINDS as QUANTISED
 from flowspec_edge.stage.quant.bnb import EXPANDING
 from flowspec_edge.stage.quant.grouped import kernel as int4_kernel
@@ -41,16 +42,6 @@ _QUANTISED_WITHIN = 0.2  # of the weights' norm; 4 bits lose about 0.1
 
 
 @dataclass(frozen=True)
-class CheckResult:
-    """``error``: against float64, relative to the largest result; ``why``: failure, or remark on success."""
-
-    kind: str
-    works: bool
-    why: str = ""
-    error: float | None = None
-
-
-@dataclass(frozen=True)
 class ProductCheck:
     """``rows`` rows times a matrix of ``shape`` (outputs, inputs); ``dtype``: activations of 4-bit kinds."""
 
@@ -61,25 +52,25 @@ class ProductCheck:
     dtype: str
 
 
-def check_products(wanted: ProductCheck) -> list[CheckResult]:
+def check_products(wanted: ProductCheck) -> list[Finding]:
     return run_in_children(__name__, wanted.kinds,
                            lambda left: json.dumps(asdict(replace(wanted, kinds=left))))
 
 
 def run_in_children(module: str, kinds: Sequence[str], argument: Callable[[tuple[str, ...]], str]
-                    ) -> list[CheckResult]:
+                    ) -> list[Finding]:
     """The results of ``kinds``, in their order, although each may kill its process.
 
-    ``module`` prints a ``CheckResult`` as a line of JSON for each kind that ``argument`` gets.
+    ``module`` prints a ``Finding`` as a line of JSON for each kind that ``argument`` gets.
     """
-    results: list[CheckResult] = []
+    results: list[Finding] = []
     while len(results) < len(kinds):
         left = tuple(kinds[len(results):])
         results += _child(module, left, argument(left))
     return results
 
 
-def _child(module: str, kinds: tuple[str, ...], argument: str) -> list[CheckResult]:
+def _child(module: str, kinds: tuple[str, ...], argument: str) -> list[Finding]:
     """If the process died, the last result is the kind that killed it."""
     command = [sys.executable, "-m", module, argument]
     try:
@@ -93,50 +84,50 @@ def _child(module: str, kinds: tuple[str, ...], argument: str) -> list[CheckResu
         raw = error.stdout or b""
         code, out = 0, raw.decode(errors="replace") if isinstance(raw, bytes) else raw
         end = f"no answer in {_TIMEOUT_S:.0f} s"
-    lines = [line for line in out.splitlines() if line.startswith('{"kind"')]
-    results = [CheckResult(**json.loads(line)) for line in lines]
+    lines = [line for line in out.splitlines() if line.startswith('{"check"')]
+    results = [Finding(**json.loads(line)) for line in lines]
     if len(results) < len(kinds) and not (results and code == _CONTEXT_LOST):
-        results.append(CheckResult(kinds[len(results)], False, end))
+        results.append(Finding(kinds[len(results)], "failed", end))
     return results
 
 
-def report(results: Iterable[CheckResult]) -> None:
+def report(results: Iterable[Finding]) -> None:
     """In a child process: print a line of JSON for each result; exit once the CUDA context is unusable."""
     for result in results:
         print(json.dumps(asdict(result)), flush=True)
-        if not result.works and torch.cuda.is_initialized():
+        if not result.ok and torch.cuda.is_initialized():
             try:
                 torch.cuda.synchronize()
             except RuntimeError:
                 os._exit(_CONTEXT_LOST)  # at once: CUDA's own cleanup would fail, too
 
 
-def attempt(kind: str, wanted: ProductCheck) -> CheckResult:
+def attempt(kind: str, wanted: ProductCheck) -> Finding:
     return result_of(kind, lambda: _error(kind, wanted),
                      TOLERANCE[computed_in(kind, wanted.dtype, torch.device(wanted.device))])
 
 
-def result_of(kind: str, error_of: Callable[[], float], limit: float) -> CheckResult:
+def result_of(kind: str, error_of: Callable[[], float], limit: float) -> Finding:
     """The result of a check with the relative error ``error_of()``, which may raise anything."""
-    def compare() -> CheckResult:
+    def compare() -> Finding:
         error = error_of()
         if error <= limit:
-            return CheckResult(kind, True, "", error)
-        return CheckResult(kind, False, f"results are wrong by {error:.2g} of the largest",
-                           error if math.isfinite(error) else None)
+            return Finding(kind, "ok", error=error)
+        return Finding(kind, "failed", f"results are wrong by {error:.2g} of the largest",
+                       error=error if math.isfinite(error) else None)
 
     return guarded(kind, compare)
 
 
-def guarded(kind: str, check: Callable[[], CheckResult]) -> CheckResult:
+def guarded(kind: str, check: Callable[[], Finding]) -> Finding:
     """The result of ``check``; any exception is a failure, as kernels and libraries may raise anything."""
     try:
         return check()
     except FlowspecError as failure:
-        return CheckResult(kind, False, str(failure))
+        return Finding(kind, "failed", str(failure))
     except Exception as failure:
         text = str(failure).strip().splitlines() or [type(failure).__name__]
-        return CheckResult(kind, False, text[0])
+        return Finding(kind, "failed", text[0])
 
 
 def activations(kind: str, dtype: str) -> torch.dtype:

@@ -21,11 +21,11 @@ from torch import Tensor
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.gpu_check.kernel_check import (
     TOLERANCE,
-    CheckResult,
     report,
     result_of,
     run_in_children,
 )
+from flowspec_edge.fleet.probe.findings import Finding
 from flowspec_edge.sampling import device_noise, sampler
 from flowspec_edge.sampling.rule import Sampling, choose, keys, splitmix64
 from flowspec_edge.util.tensors import DTYPES
@@ -48,12 +48,12 @@ def operations(device: str) -> tuple[str, ...]:
     return (*cast, "log_softmax", "topk", "noise", "sampling", "index_copy", "embedding", *own)
 
 
-def check_operations(device: str) -> list[CheckResult]:
+def check_operations(device: str) -> list[Finding]:
     return run_in_children(__name__, operations(device),
                        lambda left: json.dumps({"kinds": left, "device": device}))
 
 
-def attempt(name: str, device: torch.device) -> CheckResult:
+def attempt(name: str, device: torch.device) -> Finding:
     operation, _, dtype = name.partition(" ")
     cast = operation in _CAST
     found = DTYPES[dtype] if cast else torch.float32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,11 +13,11 @@ import torch
 from flowspec_edge.fleet.gpu_check import operation_check, token_check
 from flowspec_edge.fleet.gpu_check.kernel_check import (
     BNB,
-    CheckResult,
     ProductCheck,
     advisable,
     check_products,
 )
+from flowspec_edge.fleet.probe.findings import Finding
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.util import torchdevice
@@ -32,34 +32,32 @@ NEW_TOKENS = 48
 
 
 @dataclass(frozen=True)
-class GpuCheck:
-    """``error``: against float64, relative to the largest result; ``found``: why it failed or was skipped."""
-
-    group: Group
-    name: str
-    state: Literal["ok", "failed", "skipped"]
-    found: str = ""
-    error: float | None = None
-
-
-@dataclass(frozen=True)
 class GpuReport:
-    """``device``: torch's, such as "cuda:1"; ``capability``: (8, 7) for Orin, None for a CPU."""
+    """``device``: torch's, such as "cuda:1"; ``capability``: (8, 7) for Orin, None for a CPU.
+
+    A finding that failed or was skipped says why; ``error`` is against float64.
+    """
 
     device: str
     name: str
     capability: tuple[int, int] | None
-    checks: list[GpuCheck]
+    checks: dict[Group, list[Finding]]
 
     @property
     def ok(self) -> bool:
-        return all(check.state != "failed" for check in self.checks)
+        return not self.failed
+
+    @property
+    def failed(self) -> int:
+        return sum(check.state == "failed" for checks in self.checks.values() for check in checks)
 
     def as_json(self) -> dict[str, Any]:
         return {"ok": self.ok, "device": self.device, "name": self.name,
                 "compute_capability": list(self.capability) if self.capability else None,
                 "torch": torch.__version__, "cuda": torch.version.cuda,
-                "checks": [asdict(check) for check in self.checks]}
+                "checks": [{"group": group, "name": check.check, "state": check.state,
+                            "found": check.found, "error": check.error}
+                           for group, checks in self.checks.items() for check in checks]}
 
 
 def check_gpu(model: ModelDir, device: str = "cuda", dtypes: Sequence[str] = token_check.DTYPES,
@@ -74,36 +72,31 @@ def check_gpu(model: ModelDir, device: str = "cuda", dtypes: Sequence[str] = tok
     on_gpu = found.type == "cuda"
     capability = torch.cuda.get_device_capability(found) if on_gpu else None
     report("products")
-    checks = _products(device, capability)
+    checks: dict[Group, list[Finding]] = {"products": _products(device, capability)}
     report("operations")
-    checks += [_check("operations", result.kind, result)
-               for result in operation_check.check_operations(device)]
+    checks["operations"] = operation_check.check_operations(device)
     report("tokens")
     prompts = [Tokenizer(model).encode(text) for text in PROMPTS]
-    checks += [_check("tokens", result.kind, result) for result in token_check.check_tokens(
-        Path(model.path), device, prompts, new_tokens, token_check.token_kinds(dtypes))]
+    checks["tokens"] = token_check.check_tokens(Path(model.path), device, prompts, new_tokens,
+                                                token_check.token_kinds(dtypes))
     return GpuReport(device, torch.cuda.get_device_name(found) if on_gpu else "CPU", capability, checks)
 
 
-def _products(device: str, capability: tuple[int, int] | None) -> list[GpuCheck]:
+def _products(device: str, capability: tuple[int, int] | None) -> list[Finding]:
     four: tuple[str, ...] = ("int4",)
-    skipped: list[GpuCheck] = []
+    skipped: list[Finding] = []
     if importlib.util.find_spec("bitsandbytes"):
         four += BNB
     else:
-        skipped = [GpuCheck("products", kind, "skipped", "bitsandbytes is not installed: only models that "
-                            f"were sharded in {kind} need it") for kind in BNB]
-    checks: list[GpuCheck] = []
+        skipped = [Finding(kind, "skipped", "bitsandbytes is not installed: only models that were sharded in "
+                                            f"{kind} need it") for kind in BNB]
+    checks: list[Finding] = []
     for dtype, kinds in (("fp16", (*_FULL, *four)), ("bf16", four)):
         for result in check_products(ProductCheck(kinds, device, _SHAPE, ROWS, dtype)):
-            name = result.kind if result.kind in _FULL else f"{result.kind}, {dtype} activations"
-            check = _check("products", name, result)
-            if result.works and not advisable(result.kind, capability):
-                check = GpuCheck("products", name, "ok", "right, but above 4 rows the whole matrix is "
-                                 "expanded for every product: shard in int4", result.error)
-            checks.append(check)
+            name = result.check if result.check in _FULL else f"{result.check}, {dtype} activations"
+            found = result.found
+            if result.ok and not advisable(result.check, capability):
+                found = ("right, but above 4 rows the whole matrix is expanded for every product: shard in "
+                         "int4")
+            checks.append(replace(result, check=name, found=found))
     return checks + skipped
-
-
-def _check(group: Group, name: str, result: CheckResult) -> GpuCheck:
-    return GpuCheck(group, name, "ok" if result.works else "failed", result.why, result.error)

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from flowspec_edge.device_profile import load_profile
-from flowspec_edge.fleet.gpu_check.kernel_check import CheckResult, guarded, report, run_in_children
+from flowspec_edge.fleet.gpu_check.kernel_check import guarded, report, run_in_children
+from flowspec_edge.fleet.probe.findings import Finding
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
@@ -46,7 +47,7 @@ def token_kinds(dtypes: Sequence[str] = DTYPES) -> tuple[str, ...]:
 
 
 def check_tokens(model: Path, device: str, prompts: Sequence[Sequence[int]], new_tokens: int,
-                 kinds: Sequence[str]) -> list[CheckResult]:
+                 kinds: Sequence[str]) -> list[Finding]:
     """Generate ``new_tokens`` after each of ``prompts`` (token ids), for each of ``kinds``."""
     return run_in_children(__name__, kinds, lambda left: json.dumps(
         {"kinds": left, "model": str(model), "device": device, "prompts": [list(p) for p in prompts],
@@ -54,28 +55,28 @@ def check_tokens(model: Path, device: str, prompts: Sequence[Sequence[int]], new
 
 
 def attempt(kind: str, model: Path, device: str, prompts: Sequence[Sequence[int]], new_tokens: int
-            ) -> CheckResult:
+            ) -> Finding:
     return guarded(kind, lambda: _compare(kind, model, device, prompts, new_tokens))
 
 
 def _compare(kind: str, model: Path, device: str, prompts: Sequence[Sequence[int]], new_tokens: int
-             ) -> CheckResult:
+             ) -> Finding:
     dtype, strategy, name = kind.split(" ", 2)
     total = ties = 0
     for prompt in prompts:
         request = Request(list(prompt), strategy, new_tokens, SAMPLINGS[name])
         tokens = _cluster(model, device, dtype).generate(request).tokens
         if len(tokens) != new_tokens:
-            return CheckResult(kind, False, f"{len(tokens)} tokens, and {new_tokens} were asked for")
+            return Finding(kind, "failed", f"{len(tokens)} tokens, and {new_tokens} were asked for")
         logits = _logits(model, dtype, [*prompt, *tokens])[len(prompt) - 1 : -1]
         firsts, wrong = judge(logits, len(prompt) - 1, tokens, SAMPLINGS[name], NEAR_TIE[dtype])
         if wrong is not None:
-            return CheckResult(kind, False, f"token {wrong + 1} after a prompt of {len(prompt)} is "
+            return Finding(kind, "failed", f"token {wrong + 1} after a prompt of {len(prompt)} is "
                                f"{tokens[wrong]}, and on the CPU {firsts[wrong]}, which is no near tie")
         total += len(tokens)
         ties += sum(first != token for first, token in zip(firsts, tokens, strict=True))
     near = f", {ties} of them near tie{'s' if ties > 1 else ''}" if ties else ", the same"
-    return CheckResult(kind, True, f"{total} tokens{near}")
+    return Finding(kind, "ok", f"{total} tokens{near}")
 
 
 def judge(logits: NDArray[np.float32], position: int, tokens: Sequence[int], sampling: Sampling,

@@ -21,13 +21,13 @@ from flowspec_edge.device_profile import Int4Cost
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.gpu_check.kernel_check import (
     KINDS,
-    CheckResult,
     ProductCheck,
     activations,
     advisable,
     check_products,
 )
 from flowspec_edge.fleet.measurement.fit import rounded
+from flowspec_edge.fleet.probe.findings import Finding
 from flowspec_edge.stage.quant.base import KINDS as QUANTISED
 from flowspec_edge.stage.quant.base import LayerKind
 from flowspec_edge.stage.quant.schemes import scheme
@@ -48,7 +48,7 @@ Product = Callable[[Tensor], Tensor]
 class KindResult:
     """``ms``: milliseconds by rows, empty if the kind does not work; ``nbytes``: weights with scales."""
 
-    check: CheckResult
+    check: Finding
     ms: dict[int, float]
     nbytes: int
 
@@ -77,14 +77,14 @@ class KernelReport:
     @property
     def fastest(self) -> LayerKind | None:
         """The fastest working 4-bit kind that is advisable for this GPU; None if there is none."""
-        works = [kind for kind in QUANTISED if kind in self.kinds and self.kinds[kind].check.works
+        works = [kind for kind in QUANTISED if kind in self.kinds and self.kinds[kind].check.ok
                  and advisable(kind, self.capability)]
         return min(works, key=lambda kind: self.kinds[kind].ms[self.compared_rows], default=None)
 
     @property
     def unadvised(self) -> list[str]:
         return [kind for kind, found in self.kinds.items()
-                if found.check.works and not advisable(kind, self.capability)]
+                if found.check.ok and not advisable(kind, self.capability)]
 
     def share(self, kind: str, rows: int) -> float | None:
         """The kind's read rate over the copy rate; None if not timed; on a CPU, caches distort it."""
@@ -101,7 +101,7 @@ class KernelReport:
             "shape": list(self.shape), "rows": list(self.rows),
             "copy_gb_per_s": round(self.copy_rate / 1e9, 2),
             "kinds": {kind: {
-                "works": found.check.works, "why": found.check.why, "error": found.check.error,
+                "works": found.check.ok, "why": found.check.found, "error": found.check.error,
                 "bytes": found.nbytes, "ms": {str(rows): round(ms, 4) for rows, ms in found.ms.items()},
                 **({"bandwidth_share": {str(rows): round(self.share(kind, rows) or 0.0, 3)
                                         for rows in found.ms}} if on_gpu else {}),
@@ -123,7 +123,7 @@ def measure_kernels(device: str = "cpu", shape: tuple[int, int] = SHAPE, rows: S
     if not rows or rows[0] < 1 or outputs % 16 or inputs % 64 or min(shape) < 1:
         raise UsageError("give rows from 1 on, and a matrix of a multiple of 16 outputs by one of 64 inputs")
     checks = check_products(ProductCheck(tuple(kinds), device, (outputs, inputs), rows, dtype))
-    products = {check.kind: _product(check.kind, shape, dtype, device) for check in checks if check.works}
+    products = {check.check: _product(check.check, shape, dtype, device) for check in checks if check.ok}
     clock = _Clock(device)
     times: dict[tuple[str, int], list[float]] = {(kind, n): [] for kind in products for n in rows}
     with torch.inference_mode():
@@ -134,9 +134,9 @@ def measure_kernels(device: str = "cpu", shape: tuple[int, int] = SHAPE, rows: S
                     seconds = clock.time(partial(product, x))
                     if again:
                         times[kind, n].append(seconds)
-    found = {check.kind: KindResult(
-        check, {n: 1e3 * statistics.median(times[check.kind, n]) for n in rows} if check.works else {},
-        products[check.kind][1] if check.works else 0) for check in checks}
+    found = {check.check: KindResult(
+        check, {n: 1e3 * statistics.median(times[check.check, n]) for n in rows} if check.ok else {},
+        products[check.check][1] if check.ok else 0) for check in checks}
     return KernelReport(device, _name(device), (outputs, inputs), rows, dtype, found, clock.copy_rate,
                         torch.cuda.get_device_capability() if device == "cuda" else None)
 

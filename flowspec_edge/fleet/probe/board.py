@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
+from flowspec_edge.fleet.probe.facts import SystemFacts
 from flowspec_edge.runtime.observe.system_stats import hottest
 from flowspec_edge.util import procfs
 
@@ -61,14 +60,14 @@ def read_board(root: Path = _ROOT, nvpmodel: str | None = None) -> BoardInfo:
     )
 
 
-def board_of(facts: Mapping[str, Any]) -> BoardInfo:
+def board_of(facts: SystemFacts) -> BoardInfo:
     with TemporaryDirectory(prefix="flowspec-") as directory:
-        for name, content in facts["files"].items():
+        for name, content in facts.files.items():
             if content:
                 path = Path(directory, name)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(content, encoding="utf-8")
-        return read_board(Path(directory), facts.get("nvpmodel", ""))
+        return read_board(Path(directory), facts.nvpmodel)
 
 
 def resident_mb(pid: int, root: Path = _ROOT) -> float | None:
@@ -87,9 +86,9 @@ def l4t_release(text: str) -> str:
     return f"{found[1]}.{found[2]}" if found else ""
 
 
-def l4t_of(facts: Mapping[str, Any]) -> str:
+def l4t_of(facts: SystemFacts) -> str:
     """The board's release of L4T; "" if it is no Jetson."""
-    return l4t_release(facts["files"]["etc/nv_tegra_release"])
+    return l4t_release(facts.files.get("etc/nv_tegra_release", ""))
 
 
 def processor(root: Path = _ROOT) -> str:

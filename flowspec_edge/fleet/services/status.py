@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,12 +10,9 @@ from typing import Any, Literal
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.commands import Unreached, as_root, runner_for
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
-from flowspec_edge.fleet.paths import API_KEY, GOING_BACK, HOME
-from flowspec_edge.fleet.probe.facts import program
-from flowspec_edge.fleet.services import board_status
-from flowspec_edge.fleet.services.board_status import unit_of
-from flowspec_edge.runtime.observe import power_rails as rails
-from flowspec_edge.util.jetson import power_rails
+from flowspec_edge.fleet.paths import GOING_BACK
+from flowspec_edge.fleet.probe.facts import Installed, Ready, UnitState, ask_service
+from flowspec_edge.fleet.probe.findings import Finding
 
 _START_S = 960.0  # longer than any unit's TimeoutStartSec, so that systemd reports the failure
 # reset-failed: a manual start ignores systemd's start limit.
@@ -24,26 +20,6 @@ _ACT = 'verb=$1; shift; [ "$verb" = stop ] || systemctl reset-failed "$1" 2>/dev
        'exec systemctl "$verb" "$@"'
 _DIFFERENT = "the boards have different releases: flowspec deploy up brings all to one"
 Verb = Literal["start", "stop", "restart"]
-
-
-@dataclass(frozen=True)
-class Installed:
-    """A release on a board: its release.json."""
-
-    id: str
-    role: str  # "draft" or "verify"
-    stage: int  # 0 for the draft device
-    unit: str
-    model: str = ""  # its manifest's request
-    environment: str = ""
-    public_key: str = ""  # of the pair that it needs; "" if an older flowspec deployed it
-
-    @classmethod
-    def of(cls, told: dict[str, Any] | None) -> Installed | None:
-        if told is None:
-            return None
-        return cls(told["id"], told["role"], told["stage"], unit_of(told), told.get("model", ""),
-                   told.get("environment", ""), told.get("public_key", ""))
 
 
 @dataclass(frozen=True)
@@ -92,29 +68,38 @@ class FleetStatus:
         return any(board.ready for board in self.boards)
 
     @property
+    def findings(self) -> list[Finding]:
+        """What is wrong: "service" of a board, "release" and "ready" of the cluster."""
+        found = [Finding("service", "failed", f"{board.name} was not reached" if board.current is None else
+                         f"{board.current.unit} on {board.name} is {board.state}", board=board.name)
+                 for board in self.boards if board.error or (board.current and board.state != "active")]
+        deployed = any(board.current for board in self.boards)
+        if deployed and self.release is None:
+            found.append(Finding("release", "failed", _DIFFERENT))
+        elif not deployed and not found:
+            found.append(Finding("release", "failed", "nothing is deployed: flowspec deploy up"))
+        if not self.ready:
+            reasons = (board.reason for board in self.boards if board.reason)
+            found.append(Finding("ready", "failed", next(reasons, "")))
+        return found
+
+    @property
     def ok(self) -> bool:
         """Whether every board answers, all releases are the same, and the pipeline is ready."""
-        runs = all(board.state == "active" for board in self.boards if board.current)
-        return self.release is not None and self.ready and runs and not any(b.error for b in self.boards)
+        return not self.findings
 
     @property
     def reason(self) -> str:
         """Why the cluster is not ready; "" if it is, or the reason is unknown."""
-        said = next((board.reason for board in self.boards if board.reason), "")
-        if self.release is None and any(board.current for board in self.boards):
-            return "; ".join(filter(None, (_DIFFERENT, said)))
-        if said or self.release is not None or any(board.error for board in self.boards):
-            return said
-        return "nothing is deployed: flowspec deploy up"
+        return "; ".join(finding.found for finding in self.findings
+                         if finding.check != "service" and finding.found)
 
     @property
     def disorder(self) -> str:
-        """Faults on the boards of a ready cluster; "" without any."""
-        if self.ready and self.release is None:
-            return _DIFFERENT
-        wrong = [board for board in self.boards if board.error or (board.current and board.state != "active")]
-        return ", ".join(f"{board.name} was not reached" if board.current is None else
-                         f"{board.current.unit} on {board.name} is {board.state}" for board in wrong)
+        """Faults of a ready cluster; "" without any."""
+        by_check = {finding.check: finding.found for finding in self.findings}
+        return by_check.get("release") or ", ".join(finding.found for finding in self.findings
+                                                    if finding.check == "service")
 
     def as_json(self) -> dict[str, Any]:
         return {"ok": self.ok, "release": self.release, "ready": self.ready, "reason": self.reason,
@@ -129,25 +114,15 @@ def look(inventory: Inventory) -> FleetStatus:
 
 def look_at(inventory: Inventory, device: DeviceEntry) -> BoardStatus:
     """Never raises FlowspecError: an error is in the status."""
-    cluster = inventory.cluster
-    call = (f"watts = read_watts(total_rails(system_root(), {power_rails()!r}))\n"
-            f"told = describe({HOME!r}, {cluster.serve_address!r}, {cluster.serve_port}, {API_KEY!r})\n"
-            "print(json.dumps({**told, 'watts': watts}))\n")
     try:
-        told = json.loads(runner_for(inventory, device).run(
-            [cluster.board_python, "-"], program(call, rails, board_status)).splitlines()[-1])
-        unit, ready = told["unit"] or {}, told["ready"] or {}
-        return BoardStatus(
-            device.name, Installed.of(told["current"]), Installed.of(told["previous"]),
-            state=unit.get("state", "absent"), since=unit.get("since", ""), restarts=unit.get("restarts", 0),
-            status=unit.get("status", ""), said=unit.get("said", ""), ready=ready.get("ready"),
-            reason=ready.get("reason") or "", going_back=told["unsettled"] == GOING_BACK,
-            watts=told["watts"])
+        told = ask_service(inventory, device).running
     except FlowspecError as error:
         return BoardStatus(device.name, error=str(error), unreached=isinstance(error, Unreached))
-    except (ValueError, LookupError, TypeError):
-        return BoardStatus(device.name, error=f"{device.name}: {cluster.board_python} gave no answer: see "
-                                              "whether board_python in the cluster file is a Python")
+    unit, ready = told.unit or UnitState("absent"), told.ready or Ready()
+    return BoardStatus(
+        device.name, told.current, told.previous, unit.state, unit.since, unit.restarts, unit.status,
+        unit.said, ready.ready, ready.reason or "", going_back=told.unsettled == GOING_BACK,
+        watts=told.watts)
 
 
 def control(inventory: Inventory, verb: Verb, names: Sequence[str] = (),

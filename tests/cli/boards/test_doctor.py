@@ -10,9 +10,9 @@ import torch
 
 from flowspec_edge.cli.main import main
 from flowspec_edge.fleet.doctor import run
-from flowspec_edge.fleet.doctor.checks import Finding
 from flowspec_edge.fleet.gpu_check import report as gpu_report
-from flowspec_edge.fleet.gpu_check.report import GpuCheck, GpuReport
+from flowspec_edge.fleet.gpu_check.report import GpuReport, Group
+from flowspec_edge.fleet.probe.findings import Finding
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_fixes_are_reported_only_with_fix(quick: list[Finding], monkeypatch: pyt
                                                    capsys: pytest.CaptureFixture[str]) -> None:
     """The machine's own findings are left alone here: what is done with remedies, tests/fleet shows."""
     found = [Finding("memory", "ok", "enough")]
-    monkeypatch.setattr(run, "check_system", lambda facts, own: found)
+    monkeypatch.setattr(run, "judge", lambda place, subject: found)
     assert main(["doctor", "--json", "--fix"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert [finding["fixed"] for finding in document["boards"][0]["findings"]] == [False, False, False]
@@ -70,9 +70,9 @@ def test_the_report_on_a_gpu(state: str, monkeypatch: pytest.MonkeyPatch, capsys
                              ) -> None:
     """As a table and as JSON; tests/fleet makes a real one."""
     tokens: Literal["ok", "failed"] = "failed" if state == "failed" else "ok"
-    checks = [GpuCheck("products", "fp16", "ok", "", 4e-4),
-              GpuCheck("products", "nf4", "skipped", "not [here]"),
-              GpuCheck("tokens", "fp16 flowspec_plus T=1", tokens, "96 tokens")]
+    checks: dict[Group, list[Finding]] = {
+        "products": [Finding("fp16", "ok", error=4e-4), Finding("nf4", "skipped", "not [here]")],
+        "tokens": [Finding("fp16 flowspec_plus T=1", tokens, "96 tokens")]}
     monkeypatch.setattr(gpu_report, "check_gpu",
                         lambda model, device, report: GpuReport(device, "Orin", (8, 7), checks))
     code = int(state == "failed")

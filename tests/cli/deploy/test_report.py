@@ -11,7 +11,7 @@ from rich.progress import Progress, TextColumn
 
 from flowspec_edge.cli.deploy.report import RolloutProgress, print_report
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.fleet.deploy.engine.desired_state import BoardOutcome, Step
+from flowspec_edge.fleet.deploy.actions import BoardOutcome, Step
 from flowspec_edge.fleet.deploy.report import DeployReport
 
 

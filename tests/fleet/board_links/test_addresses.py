@@ -14,7 +14,7 @@ from flowspec_edge.fleet.board_links.addresses import address_problem, network_a
 from flowspec_edge.fleet.board_links.namespaces import NetnsTestbed
 from flowspec_edge.fleet.commands import is_here
 from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory, load_inventory
-from flowspec_edge.fleet.probe.preflight import Needs, preflight
+from flowspec_edge.fleet.probe.checks import Needs, preflight
 
 
 def cluster(*addresses: str) -> Inventory:

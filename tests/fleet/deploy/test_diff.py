@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowspec_edge.fleet.deploy.actions import Environment
 from flowspec_edge.fleet.deploy.diff import Diff, make_diff
-from flowspec_edge.fleet.deploy.engine.desired_state import Environment
-from flowspec_edge.fleet.deploy.engine.facts import BoardFacts, ReleaseFacts, ServiceFacts
 from flowspec_edge.fleet.deploy.resolve import Deployment
 from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory
-from flowspec_edge.fleet.services.status import BoardStatus, FleetStatus, Installed
+from flowspec_edge.fleet.probe.facts import BoardFacts, Installed, ReleaseFacts, ServiceFacts
+from flowspec_edge.fleet.services.status import BoardStatus, FleetStatus
 from flowspec_edge.model.manifest import DRAFT, Manifest
 from flowspec_edge.model.modeldir import ModelDir
 
@@ -48,7 +48,7 @@ def deployment(**settings: object) -> Deployment:
 def status(previous: str = REQUEST) -> FleetStatus:
     """What ran before: this model, and before that another."""
     return FleetStatus([
-        BoardStatus(name, Installed("r2", "verify", place, "", REQUEST), Installed("r1", "verify", place, "",
+        BoardStatus(name, Installed("r2", "verify", place, REQUEST), Installed("r1", "verify", place,
                                                                                     previous))
         for place, name in enumerate(("draft", "stage"))])
 
@@ -72,7 +72,7 @@ def settled() -> dict[str, BoardFacts]:
              "/var/lib/flowspec/models"), "755 root")
         assert wanted.release is not None
         found[board.device.name] = BoardFacts(
-            ntp=True, groups=("render", "video"), modes={
+            ntp="yes", groups=("render", "video"), modes={
                 **modes, "/var/lib/flowspec": "755 flowspec", "/etc/flowspec": "700 root"},
             user={"home": "/var/lib/flowspec", "shell": "/usr/sbin/nologin", "groups": ["video", "render"]},
             venvs={ENVIRONMENT.digest: True},
@@ -125,7 +125,7 @@ def service(**changes: object) -> Callable[[BoardFacts], BoardFacts]:
 
 
 CASES: dict[str, tuple[Callable[[BoardFacts], BoardFacts], set[str]]] = {
-    "the clock is behind": (stage(ntp=False, ahead=-90.4), {"clock set: it was 90 s behind"}),
+    "the clock is behind": (stage(ntp="no", ahead=-90.4), {"clock set: it was 90 s behind"}),
     "a group was added to the system": (
         lambda facts: replace(facts, user={**(facts.user or {}), "groups": ["video"]}), {"user flowspec"}),
     "a directory is too open": (
@@ -191,14 +191,14 @@ def test_up_again_changes_nothing_although_the_releases_were_of_three_models() -
     parts = tuple(f"{model * 16}/stage-1" for model in "abc")
     release = diff(SETTLED).release
     assert release is not None
-    now, before = (Installed(name, "verify", 1, "", model * 64) for name, model in (("r2", "b"), ("r1", "c")))
+    now, before = (Installed(name, "verify", 1, model * 64) for name, model in (("r2", "b"), ("r1", "c")))
     ahead, after = ({**SETTLED, "stage": replace(STAGE, parts=parts)}, FleetStatus([
         BoardStatus("draft", replace(now, role="draft", stage=0)), BoardStatus("stage", now, before)]))
     [shards] = [action for action in diff(ahead, before=after).boards[1].activate if action.changes]
     assert shards.step == "old shards"
     assert [part for part in parts if part.partition("/")[0] in " ".join(shards.commands)] == [parts[2]]
-    running = FleetStatus([BoardStatus("draft", Installed(release, "draft", 0, "", REQUEST)),
-                           BoardStatus("stage", Installed(release, "verify", 1, "", REQUEST), now)])
+    running = FleetStatus([BoardStatus("draft", Installed(release, "draft", 0, REQUEST)),
+                           BoardStatus("stage", Installed(release, "verify", 1, REQUEST), now)])
     again = {**SETTLED, "stage": replace(STAGE, parts=parts[:2])}
     assert changed(diff(again, before=running)) == []
 
@@ -206,8 +206,8 @@ def test_up_again_changes_nothing_although_the_releases_were_of_three_models() -
 def test_after_an_interrupted_rollout_a_stage_can_still_return_to_the_draft_devices_release(tmp_path: Path
                                                                                             ) -> None:
     """The draft device runs r1, the stage has been switched to r2, and now another release is deployed."""
-    boards = [BoardStatus("draft", Installed("r1", "draft", 0, "")),
-              BoardStatus("stage", Installed("r2", "verify", 1, ""), Installed("r1", "verify", 1, ""))]
+    boards = [BoardStatus("draft", Installed("r1", "draft", 0)),
+              BoardStatus("stage", Installed("r2", "verify", 1), Installed("r1", "verify", 1))]
     releases = {**STAGE.releases, **{name: ReleaseFacts({}) for name in ("r5", "r4", "r3", "r2", "r1")}}
     facts = replace(STAGE, current="/opt/flowspec/releases/r2", previous="/opt/flowspec/releases/r1",
                     releases=releases)

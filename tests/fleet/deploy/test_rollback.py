@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 
 from flowspec_edge.fleet.deploy.rollback import interrupted, releases_before
-from flowspec_edge.fleet.services.status import BoardStatus, FleetStatus, Installed
+from flowspec_edge.fleet.probe.facts import Installed
+from flowspec_edge.fleet.services.status import BoardStatus, FleetStatus
 
 
 def fleet(*boards: tuple[str, str]) -> FleetStatus:
     """(current, previous) of the draft device and the stages; "" without one."""
     def installed(place: int, release: str) -> Installed | None:
-        return Installed(release, "verify" if place else "draft", place, f"unit-{place}") if release else None
+        return Installed(release, "verify" if place else "draft", place) if release else None
 
     return FleetStatus([BoardStatus(f"board-{place}", installed(place, current), installed(place, previous))
                         for place, (current, previous) in enumerate(boards)])

@@ -9,6 +9,7 @@ import pytest
 
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.deploy.wheels import WheelTarget, build_wheel, environment, fill
+from flowspec_edge.fleet.probe.facts import system_facts
 from flowspec_edge.util.resources import resource_dir
 
 BOARD = WheelTarget("3.10", "aarch64", "2.7.0")
@@ -86,12 +87,13 @@ def test_the_digest_is_of_the_wheels_contents_and_of_the_torch_below(house: Path
 
 
 def test_the_kind_of_a_board_by_its_facts() -> None:
-    facts = {"python": [3, 10, 12], "machine": "aarch64", "torch": {"version": "2.8.0", "build": "b"},
-             "files": {"etc/nv_tegra_release": "# R36 (release), REVISION: 4.3, GCID: 1"}}
+    told = {"python": [3, 10, 12], "machine": "aarch64", "torch": {"version": "2.8.0", "build": "b"},
+            "files": {"etc/nv_tegra_release": "# R36 (release), REVISION: 4.3, GCID: 1"}}
+    facts = system_facts(told)
     assert WheelTarget.of(facts, "nf4") == WheelTarget("3.10", "aarch64", "2.8.0", "b", l4t=True,
                                                        four_bit=True)
     assert WheelTarget.of(facts, "fp4").four_bit
-    plain = facts | {"files": {"etc/nv_tegra_release": ""}}
+    plain = system_facts({**told, "files": {}})
     assert WheelTarget.of(plain, "int4") == WheelTarget("3.10", "aarch64", "2.8.0", "b")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from copy import deepcopy
 from typing import Any
 
 import fleetkit
@@ -12,16 +11,11 @@ from orinkit import ORIN
 
 from flowspec_edge.fleet.board_links import tc
 from flowspec_edge.fleet.commands import LocalRunner
-from flowspec_edge.fleet.doctor.checks import (
-    Finding,
-    check_bare_board,
-    check_l4t,
-    check_network,
-    check_system,
-    check_time,
-)
 from flowspec_edge.fleet.doctor.cluster import check_shaping
-from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory
+from flowspec_edge.fleet.probe import setup
+from flowspec_edge.fleet.probe.checks import CHECKS, Place, Subject
+from flowspec_edge.fleet.probe.facts import BoardFacts, SystemFacts, system_facts
+from flowspec_edge.fleet.probe.findings import WORST, Finding, merged
 
 GROUPS = "root:x:0:\nvideo:x:44:me\nrender:x:104:me\n"
 FACTS: dict[str, Any] = {
@@ -30,47 +24,57 @@ FACTS: dict[str, Any] = {
     "torch": {"version": "2.8.0", "file": "/usr/lib/torch/__init__.py", "cuda": [8, 7], "why": ""},
     "disks": {"/opt/flowspec": {"device": 1, "free": 50 * 10**9, "writable": True},
               "/var/lib/flowspec": {"device": 1, "free": 50 * 10**9, "writable": True}},
-    "memory": {"total": 8 * 10**9, "available": 7 * 10**9, "held": 0}, "ports": {}, "ahead": 0.0,
-    "within": 0.1, "ntp": "yes", "environments": [],
+    "memory": {"total": 8 * 10**9, "available": 7 * 10**9, "held": 0}, "ports": {}, "ntp": "yes",
+    "environments": [],
     "timedatectl": "CanNTP=yes\nNTP=yes\nNTPSynchronized=yes\n",
-    "network": {"interface": "eth0", "addresses": {"eth0": "10.0.0.11"}},
+    "interface": "eth0",
     "links": {"eth0": {"wireless": False, "mbps": 1000, "dynamic": False}},
     "desktop": False, "packages": {"nvidia-l4t-core": True}}
 
 
-def facts(**changes: Any) -> dict[str, Any]:
-    return {**deepcopy(FACTS), **changes}
+def facts(**changes: Any) -> SystemFacts:
+    return system_facts({**FACTS, **changes})
 
 
-def checked(given: dict[str, Any], storage: str = "", power_mode: str = "") -> dict[str, Finding]:
-    cluster = ClusterSettings(name="lab", torch_device="cuda", power_mode=power_mode)
-    devices = [DeviceEntry(name=f"orin-{place}", address=f"10.0.0.1{place}") for place in (0, 1)]
-    found = check_bare_board(Inventory(cluster=cluster, device=devices), devices[1], given, storage)
-    return {finding.check: finding for finding in found}
+def judged(place: Place, subject: Subject) -> dict[str, Finding]:
+    """What the doctor finds; no check says worse than its severity."""
+    found: list[Finding] = []
+    for check in CHECKS:
+        if place in check.places:
+            own = list(check.rule(subject))
+            assert all(WORST.index(finding.state) >= WORST.index(check.severity) for finding in own)
+            found += own
+    return {finding.check: finding for finding in merged(found)}
 
 
-def network(given: dict[str, Any]) -> Finding:
-    return check_network(given, "10.0.0.11", "eth0")
+def checked(given: SystemFacts, storage: str = "", power_mode: str = "") -> dict[str, Finding]:
+    """Of a board before the first `deploy up`."""
+    return judged("bare", Subject(BoardFacts(system=given), "python3", "cuda", storage=storage,
+                                  power_mode=power_mode, address="10.0.0.11", interface="eth0"))
+
+
+def network(given: SystemFacts, interface: str = "eth0") -> Finding:
+    return setup.network(given, "10.0.0.11", interface, None)
 
 
 def system(changes: dict[str, str] | None = None, power_mode: str = "", **others: Any) -> dict[str, Finding]:
-    """What the doctor finds on this machine, by an Orin's files and ``changes`` to them."""
+    """Of this machine, by an Orin's files and ``changes`` to them."""
     given = facts(files={**ORIN, **(changes or {})}, **others)
-    return {finding.check: finding for finding in check_system(given, "", power_mode, own=True)}
+    return judged("here", Subject(BoardFacts(system=given), power_mode=power_mode))
 
 
 def test_a_board_as_it_should_be() -> None:
     found = checked(facts())
     assert {name: finding for name, finding in found.items() if finding.state != "ok" or finding.advice} == {}
-    assert set(found) == {"board", "python", "torch", "sudo", "systemd", "memory", "swap", "temperature",
-                          "power mode", "disk", "time", "groups"}
+    assert set(found) == {"clock", "board", "python", "torch", "sudo", "systemd", "memory", "swap",
+                          "temperature", "power mode", "disk", "time", "groups", "network", "desktop",
+                          "apt hold"}
     assert found["torch"].found == ("2.8.0, which sees the GPU (compute capability 8.7), "
                                     "/usr/lib/torch/__init__.py")
     assert found["disk"].found == "50 GB free at /opt/flowspec and /var/lib/flowspec"
     assert found["temperature"].found == "51 °C in the hottest zone"
     assert found["groups"].found == "video, render; flowspec deploy up makes its user flowspec a member"
-    assert network(facts()) == Finding("network", "ok", "10.0.0.11 at eth0, 1000 Mbps")
-    assert [finding.state for finding in check_l4t(facts())] == ["ok", "ok"]
+    assert found["network"] == Finding("network", "ok", "10.0.0.11 at eth0, 1000 Mbps")
 
 
 READ_ONLY = {"/opt/flowspec": {"device": 1, "free": 5 * 10**9, "writable": False},
@@ -106,10 +110,6 @@ def test_another_place_for_shards() -> None:
     assert (found.state, found.found) == ("warning", "3 GB free at /data")
 
 
-def test_a_board_without_a_python_says_so_alone() -> None:
-    assert list(checked({"python": None})) == ["python"]
-
-
 def test_a_member_and_a_power_mode_that_is_asked_for() -> None:
     member = GROUPS.replace("me", "me,flowspec") + "flowspec:x:999:\n"
     assert checked(facts(files={**ORIN, "etc/group": member}))["groups"] == Finding("groups", "ok",
@@ -132,23 +132,24 @@ def test_networks_that_are_worse_than_they_could_be(link: dict[str, Any], says: 
 
 
 def test_the_interface_that_has_the_address() -> None:
-    other = check_network(facts(), "10.0.0.11", "enP8p1s0")
+    other = network(facts(), "enP8p1s0")
     assert (other.state, other.found) == (
         "warning", "10.0.0.11 is at eth0, and the cluster file says enP8p1s0")
-    usb = network(facts(network={"interface": "l4tbr0", "addresses": {}}))
+    usb = network(facts(interface="l4tbr0"))
     assert (usb.state, "USB device port" in usb.found) == ("failed", True)
-    assert network(facts(network={"interface": "", "addresses": {}})).state == "unknown"
+    assert network(facts(interface="")).state == "unknown"
 
 
 def test_the_desktop_and_packages_of_a_jetson() -> None:
     packages = {"nvidia-l4t-core": True, "nvidia-l4t-cuda": False}
-    desktop, hold = check_l4t(facts(desktop=True, packages=packages))
+    found = checked(facts(desktop=True, packages=packages))
+    desktop, hold = found["desktop"], found["apt hold"]
     assert (desktop.state, "0.8 GB" in desktop.found, "multi-user.target" in desktop.advice) == (
         "warning", True, True)
     assert (hold.state, hold.found.startswith("an apt upgrade would replace 1 of 2 ")) == ("warning", True)
     assert hold.advice.startswith("sudo apt-mark hold 'nvidia-l4t-*'")
     assert not hold.remedy
-    assert check_l4t(facts(packages={}))[1].state == "unknown"
+    assert checked(facts(packages={}))["apt hold"].state == "unknown"
 
 
 def test_a_system_as_it_should_be() -> None:
@@ -219,15 +220,14 @@ def test_a_machine_without_power_modes_cannot_have_one() -> None:
     ("", "unknown", "does not say"),
 ])
 def test_ntp_states(told: str, state: str, says: str) -> None:
-    finding = check_time(told)
+    finding = setup.time_service(facts(timedatectl=told))
     assert (finding.state, says in finding.found) == (state, True)
     assert finding.remedy == ((("timedatectl", "set-ntp", "true"),) if "off" in says else ())
 
 
 def test_only_a_jetson_is_asked_what_only_a_jetson_has() -> None:
     bare = {**ORIN, "etc/nv_tegra_release": ""}
-    assert not set(system(bare)) & {"power mode", "groups"}
-    assert check_l4t(facts(files=bare)) == []
+    assert not set(system(bare)) & {"power mode", "groups", "desktop", "apt hold"}
 
 
 @fleetkit.needs_netns
@@ -238,3 +238,10 @@ def test_a_kernel_that_cannot_shape_links_is_ok(monkeypatch: pytest.MonkeyPatch)
     finding = check_shaping(LocalRunner())
     assert (finding.state, "qdisc kind is unknown" in finding.found) == ("ok", True)
     assert "CONFIG_NET_SCH_HTB=m and CONFIG_NET_CLS_U32=m" in finding.advice
+
+
+@pytest.mark.parametrize(("offset", "uncertain", "state"), [
+    (0.2, 0.1, "ok"), (-1.5, 0.6, "ok"), (1.7, 0.6, "warning"), (-3600.0, 2.0, "warning")])
+def test_clocks(offset: float, uncertain: float, state: str) -> None:
+    clock = judged("bare", Subject(BoardFacts(offset, uncertain, facts())))["clock"]
+    assert clock.state == state

@@ -15,7 +15,7 @@ import sshkit
 from flowspec_edge.cli.main import main
 from flowspec_edge.fleet.board_links.linktest import LinkMeasure
 from flowspec_edge.fleet.board_links.shaping import LinkRate
-from flowspec_edge.fleet.doctor.cluster import check_link, check_skew
+from flowspec_edge.fleet.doctor.cluster import check_link
 
 
 @pytest.fixture(scope="module")
@@ -137,12 +137,6 @@ def test_an_unknown_name_is_one_boards_finding(tmp_path: Path, capsys: pytest.Ca
     out = " ".join(capsys.readouterr().out.split())
     assert "the address a.invalid is unknown here" in out
     assert "the address b.invalid is unknown here" in out
-
-
-@pytest.mark.parametrize(("offset", "uncertain", "state"), [
-    (0.2, 0.1, "ok"), (-1.5, 0.6, "ok"), (1.7, 0.6, "warning"), (-3600.0, 2.0, "warning")])
-def test_clocks(offset: float, uncertain: float, state: str) -> None:
-    assert check_skew(offset, uncertain).state == state
 
 
 def test_links() -> None:

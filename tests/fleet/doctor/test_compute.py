@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from flowspec_edge.fleet.doctor.compute import check_compute, judge_libraries, judge_products
-from flowspec_edge.fleet.gpu_check.kernel_check import CheckResult
+from flowspec_edge.fleet.doctor.run import check_compute, judge_libraries, judge_products
+from flowspec_edge.fleet.probe.facts import system_facts
+from flowspec_edge.fleet.probe.findings import Finding
 
 
 @pytest.mark.slow
@@ -54,7 +55,8 @@ NO_GPU = {"cuda": None, "gpu": ""}
 ])
 def test_what_torch_says_of_a_gpu(changes: dict[str, Any], l4t: str, check: str, state: str, says: str
                                   ) -> None:
-    found = {finding.check: finding for finding in judge_libraries({**TORCH, **changes}, l4t)}
+    torch = system_facts({"torch": {**TORCH, **changes}}).torch
+    found = {finding.check: finding for finding in judge_libraries(torch, l4t)}
     assert (found[check].state, says in found[check].found) == (state, True), found
     assert bool(found[check].advice) == (state == "failed")
     assert [name for name, finding in found.items() if finding.state == "failed"] == (
@@ -77,8 +79,8 @@ ORIN_GPU, THOR_GPU = (8, 7), (11, 0)
 def test_the_4_bit_kind_that_is_advised(works: tuple[str, ...], capability: tuple[int, int] | None,
                                         state: str, advice: str) -> None:
     """Never nf4 for an Orin."""
-    results = [CheckResult("fp16", True, "", 1e-4),
-              *(CheckResult(kind, kind in works, "" if kind in works else "no kernel image")
+    results = [Finding("fp16", "ok", error=1e-4),
+              *(Finding(kind, "ok") if kind in works else Finding(kind, "failed", "no kernel image")
                 for kind in ("int4", "nf4"))]
     product, four = judge_products(results, capability)
     assert (product.state, four.state) == ("ok", state)

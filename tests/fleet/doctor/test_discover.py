@@ -18,19 +18,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.fleet.board_links import interfaces
-from flowspec_edge.fleet.doctor.cluster_toml import render_cluster_toml
 from flowspec_edge.fleet.doctor.discover import (
     DiscoveredBoard,
     of_facts,
     parse_hosts,
     profile_of,
+    render_cluster_toml,
     with_host_names,
 )
 from flowspec_edge.fleet.inventory import DeviceEntry, load_inventory
-from flowspec_edge.fleet.probe import script, system
 from flowspec_edge.fleet.probe.board import BoardInfo
-from flowspec_edge.fleet.probe.facts import program, torch_check_program
+from flowspec_edge.fleet.probe.facts import program, system_facts, torch_check_program
+from flowspec_edge.fleet.probe.onboard import system
 from flowspec_edge.util import procfs
 
 MODEL = "sys/firmware/devicetree/base/model"
@@ -44,11 +43,11 @@ JETSON = {
 
 def told(hostname: str = "orin", interface: str = "eth0", **changes: Any) -> DiscoveredBoard:
     """A Jetson's answer."""
-    return of_facts(DeviceEntry(name="10.0.0.1", address="10.0.0.1"), {
+    return of_facts(DeviceEntry(name="10.0.0.1", address="10.0.0.1"), system_facts({
         "hostname": hostname, "machine": "aarch64", "python": [3, 10, 12], "files": JETSON,
-        "network": {"interface": interface}, "disks": {"/opt/flowspec": {"free": 50_000_000_000}},
+        "interface": interface, "disks": {"/opt/flowspec": {"free": 50_000_000_000}},
         "gpu": True, "torch": {"version": "2.7.0", "cuda": [8, 7], "why": ""}, "sudo": "", "user": "me",
-        "memory": {"held": 0}, **changes})
+        "memory": {"held": 0}, **changes}))
 
 
 def test_a_jetsons_answer() -> None:
@@ -84,12 +83,11 @@ def test_the_torch_device_of_a_board() -> None:
 
 def said(python: list[str], **environment: str) -> dict[str, Any]:
     """The probe's facts of this machine, by a Python that gets its text on standard input."""
-    call = ("main('127.0.0.1', ['/opt/nothing/here', '/opt/flowspec'], [], time.time(), "
-            f"{torch_check_program('cpu')!r})")
-    run = subprocess.run([*python, "-"], capture_output=True, text=True, check=True,
-                         input=program(call, interfaces, system, script),
+    text = program("system", address="127.0.0.1", paths=["/opt/nothing/here", "/opt/flowspec"], ports=[],
+                   torch_check=torch_check_program("cpu"))
+    run = subprocess.run([*python, "-"], capture_output=True, text=True, check=True, input=text,
                          env={"PATH": os.defpath, **environment})
-    facts: dict[str, Any] = json.loads(run.stdout)
+    facts: dict[str, Any] = json.loads(run.stdout)["system"]
     return facts
 
 
@@ -98,9 +96,9 @@ def test_the_probe_reads_this_machine() -> None:
     facts = said([shutil.which("python3", path=os.defpath) or sys.executable])
     assert facts["hostname"] == socket.gethostname()
     assert facts["machine"] == os.uname().machine
-    assert facts["network"]["interface"] == "lo"
+    assert facts["interface"] == "lo"
     assert facts["disks"]["/opt/nothing/here"]["free"] > 0
-    found = of_facts(DeviceEntry(name="here", address="127.0.0.1"), facts)
+    found = of_facts(DeviceEntry(name="here", address="127.0.0.1"), system_facts(facts))
     assert found.board.total_mb == procfs.sizes(Path("/proc/meminfo"))["MemTotal"] / 1e6
 
 

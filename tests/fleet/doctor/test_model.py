@@ -10,9 +10,9 @@ import shardkit
 import sshkit
 
 from flowspec_edge.fleet.deploy.resolve import resolve_deployment
-from flowspec_edge.fleet.doctor.checks import Finding
 from flowspec_edge.fleet.doctor.model import check_model, judge_model, needed
 from flowspec_edge.fleet.inventory import Inventory
+from flowspec_edge.fleet.probe.findings import Finding
 from flowspec_edge.model.manifest import Manifest
 from flowspec_edge.model.modeldir import resolve_model
 

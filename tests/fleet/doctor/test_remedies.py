@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from flowspec_edge.fleet.doctor.checks import Finding
 from flowspec_edge.fleet.doctor.run import apply_remedies
+from flowspec_edge.fleet.probe.findings import Finding
 
 
 def test_remedies_that_help_and_remedies_that_fail(tmp_path: Path) -> None:

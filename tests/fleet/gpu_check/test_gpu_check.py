@@ -17,10 +17,10 @@ from tiny_dir import tiny_model_dir
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.gpu_check import kernel_check, operation_check, token_check
-from flowspec_edge.fleet.gpu_check.kernel_check import CheckResult
 from flowspec_edge.fleet.gpu_check.operation_check import operations
-from flowspec_edge.fleet.gpu_check.report import ROWS, GpuCheck, GpuReport, _products, check_gpu
+from flowspec_edge.fleet.gpu_check.report import ROWS, GpuReport, _products, check_gpu
 from flowspec_edge.fleet.gpu_check.token_check import judge, token_kinds
+from flowspec_edge.fleet.probe.findings import Finding
 from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request, Result
@@ -39,10 +39,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_all_is_right_here(model: Path, device: str) -> None:
     """In real processes; fp32 alone, since a random model's logits nearly tie all the time."""
     found = check_gpu(resolve_model(model), device, ["fp32"], new_tokens=6)
-    assert {check.name: check.found for check in found.checks if check.state == "failed"} == {}
+    assert {check.check: check.found for checks in found.checks.values() for check in checks
+            if check.state == "failed"} == {}
     assert found.ok
-    assert [check.name for check in found.checks if check.group == "operations"] == list(operations(device))
-    assert {check.found for check in found.checks if check.group == "tokens"} == {"12 tokens, the same"}
+    assert [check.check for check in found.checks["operations"]] == list(operations(device))
+    assert {check.found for check in found.checks["tokens"]} == {"12 tokens, the same"}
     told = found.as_json()
     assert told["ok"] is True
     assert [check["name"] for check in told["checks"] if check["group"] == "tokens"] == list(
@@ -64,11 +65,11 @@ def test_the_demonstration_model_in_every_type(device: str) -> None:
 def test_a_wrong_result_is_found(name: str, function: str, wrong: object, monkeypatch: pytest.MonkeyPatch
                                  ) -> None:
     device = torch.device("cpu")
-    assert operation_check.attempt(name, device).works
+    assert operation_check.attempt(name, device).ok
     monkeypatch.setattr(operation_check.F, function, wrong)
     found = operation_check.attempt(name, device)
-    assert not found.works
-    assert "wrong" in found.why
+    assert not found.ok
+    assert "wrong" in found.found
 
 
 @pytest.mark.parametrize(("name", "function"), [("noise", "device_words"), ("sampling", "choose")])
@@ -76,7 +77,7 @@ def test_noise_and_tokens_of_another_seed_are_found(name: str, function: str, mo
                                                     ) -> None:
     module = device_noise if name == "noise" else sampler
     device, ordinary = torch.device("cpu"), getattr(module, function)
-    assert operation_check.attempt(name, device) == CheckResult(name, True, "", 0.0)
+    assert operation_check.attempt(name, device) == Finding(name, "ok", error=0.0)
 
     def other(first: object, positions: object, last: object, *device: object) -> object:
         if name == "noise":
@@ -86,16 +87,16 @@ def test_noise_and_tokens_of_another_seed_are_found(name: str, function: str, mo
 
     monkeypatch.setattr(module, function, other)
     found = operation_check.attempt(name, device)
-    assert not found.works
-    assert "values are wrong" in found.why
+    assert not found.ok
+    assert "values are wrong" in found.found
 
 
 def test_what_a_kernel_raises_is_found() -> None:
     """On a build without CUDA, its own machinery does not work."""
     found = operation_check.attempt("index_copy", torch.device("meta"))
-    assert (found.works, bool(found.why)) == (False, True)
+    assert (found.ok, bool(found.found)) == (False, True)
     if not torch.cuda.is_available():
-        assert not operation_check.attempt("pinned copies", torch.device("cuda")).works
+        assert not operation_check.attempt("pinned copies", torch.device("cuda")).ok
 
 
 def plain(model: Path, prompt: list[int], sampling: Sampling) -> list[int]:
@@ -134,16 +135,16 @@ def test_a_cluster_that_writes_one_other_token_fails(model: Path, dtype: str, mo
             return replace(found, tokens=[*found.tokens[:-1], other])
 
     kind, prompts = f"{dtype} autoregressive greedy", [[5, 17, 42]]
-    assert token_check.attempt(kind, model, "cpu", prompts, 4).works
+    assert token_check.attempt(kind, model, "cpu", prompts, 4).ok
     monkeypatch.setattr(token_check, "_cluster", lambda *arguments: Altering(ordinary(*arguments)))
     found = token_check.attempt(kind, model, "cpu", prompts, 4)
-    assert not found.works
-    assert found.why.startswith("token 4 after a prompt of 3 is ")
-    assert found.why.endswith(", which is no near tie")
+    assert not found.ok
+    assert found.found.startswith("token 4 after a prompt of 3 is ")
+    assert found.found.endswith(", which is no near tie")
 
 
 def test_a_check_computes_on_its_device(model: Path) -> None:
-    assert not token_check.attempt("fp32 autoregressive greedy", model, "cuda:99", [[5]], 2).works
+    assert not token_check.attempt("fp32 autoregressive greedy", model, "cuda:99", [[5]], 2).ok
 
 
 @settings(max_examples=60)
@@ -169,15 +170,15 @@ def test_near_ties(seed: int, near: float, sampling: Sampling) -> None:
 
 def test_a_missing_model_fails_the_check(tmp_path: Path) -> None:
     found = token_check.attempt("fp32 autoregressive greedy", tmp_path / "none", "cpu", [[1]], 2)
-    assert (found.works, bool(found.why)) == (False, True)
+    assert (found.ok, bool(found.found)) == (False, True)
 
 
 def test_nf4_on_an_orin_is_not_advised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results as on a board: the products work, and still models should not be sharded so for it."""
     monkeypatch.setattr("flowspec_edge.fleet.gpu_check.report.check_products",
-                        lambda wanted: [CheckResult(kind, wanted.rows == ROWS, "", 1e-3)
+                        lambda wanted: [Finding(kind, "ok" if wanted.rows == ROWS else "failed", error=1e-3)
                                         for kind in wanted.kinds])
-    checks = {check.name: check for check in _products("cuda", (8, 7))}
+    checks = {check.check: check for check in _products("cuda", (8, 7))}
     assert {check.state for check in checks.values()} <= {"ok", "skipped"}
     nf4 = next(check for name, check in checks.items() if name.startswith("nf4"))
     assert "shard in int4" in nf4.found or nf4.state == "skipped"
@@ -189,9 +190,9 @@ def test_every_check_runs_on_the_given_device(model: Path, monkeypatch: pytest.M
     asked: list[dict[str, object]] = []
 
     def told(module: str, kinds: Sequence[str], argument: Callable[[tuple[str, ...]], str]
-             ) -> list[CheckResult]:
+             ) -> list[Finding]:
         asked.append(json.loads(argument(tuple(kinds))))
-        return [CheckResult(kind, True) for kind in kinds]
+        return [Finding(kind, "ok") for kind in kinds]
 
     for module in (kernel_check, operation_check, token_check):
         monkeypatch.setattr(module, "run_in_children", told)
@@ -203,9 +204,9 @@ def test_every_check_runs_on_the_given_device(model: Path, monkeypatch: pytest.M
 
 
 def test_one_failure_fails_the_report() -> None:
-    right, wrong, none = (GpuCheck("operations", "x", state) for state in ("ok", "failed", "skipped"))
-    assert GpuReport("cuda", "Orin", (8, 7), [right, none]).ok
-    assert not GpuReport("cuda", "Orin", (8, 7), [right, wrong]).ok
+    right, wrong, none = (Finding("x", state) for state in ("ok", "failed", "skipped"))
+    assert GpuReport("cuda", "Orin", (8, 7), {"operations": [right], "tokens": [none]}).ok
+    assert not GpuReport("cuda", "Orin", (8, 7), {"operations": [right], "tokens": [wrong]}).ok
 
 
 def test_a_device_that_does_not_exist() -> None:

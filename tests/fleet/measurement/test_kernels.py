@@ -17,7 +17,6 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.gpu_check import kernel_check
 from flowspec_edge.fleet.gpu_check.kernel_check import (
     KINDS,
-    CheckResult,
     ProductCheck,
     advisable,
     attempt,
@@ -33,6 +32,7 @@ from flowspec_edge.fleet.measurement.kernels import (
     measure_int4,
     measure_kernels,
 )
+from flowspec_edge.fleet.probe.findings import Finding
 from flowspec_edge.stage.quant import grouped
 from flowspec_edge.stage.quant.base import KINDS as QUANTISED
 
@@ -51,11 +51,12 @@ class functional:
 # After an illegal access, as of a wrong index, every call of CUDA fails until the process ends.
 LOSES_ITS_CONTEXT = """
 import sys, torch
-from flowspec_edge.fleet.gpu_check.kernel_check import CheckResult, report
+from flowspec_edge.fleet.gpu_check.kernel_check import report
+from flowspec_edge.fleet.probe.findings import Finding
 def synchronize():
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, synchronize
-report(CheckResult(kind, kind != "b") for kind in sys.argv[1])
+report(Finding(kind, "failed" if kind == "b" else "ok") for kind in sys.argv[1])
 """
 
 
@@ -71,7 +72,7 @@ def test_every_kind_is_tried_and_timed(device: str) -> None:
     assert list(report.kinds) == list(kinds)
     assert report.rows == (1, 4)
     for kind, found in report.kinds.items():
-        assert found.check.works, f"{kind}: {found.check.why}"
+        assert found.check.ok, f"{kind}: {found.check.found}"
         assert found.check.error is not None
         assert 0 < found.check.error < 2**-6
         assert set(found.ms) == {1, 4}
@@ -95,7 +96,7 @@ def test_a_profile_gets_int4_beside_its_own_weights() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_trial_in_every_type(kind: str, dtype: str, device: str) -> None:
     found = attempt(kind, wish(kind, device=device, dtype=dtype))
-    assert found.works, found.why
+    assert found.ok, found.found
     exact = kind == "fp32" or (kind in QUANTISED and dtype == "fp32")
     assert found.error is not None
     assert found.error < (1e-5 if exact else 2**-6)
@@ -106,11 +107,11 @@ def test_a_library_that_ends_the_process_is_a_finding(tmp_path: Path,
     (tmp_path / "bitsandbytes.py").write_text(ENDS_THE_PROCESS, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     before, died, lived = check_products(wish("fp32", "nf4", "int4"))
-    assert (before.kind, before.works) == ("fp32", True)
-    assert (died.kind, died.works, died.error) == ("nf4", False, None)
-    assert died.why == ("its kernel ended the process with code 1: "
+    assert (before.check, before.ok) == ("fp32", True)
+    assert (died.check, died.ok, died.error) == ("nf4", False, None)
+    assert died.found == ("its kernel ended the process with code 1: "
                         "Error no kernel image is available for execution on the device at line 62")
-    assert (lived.kind, lived.works) == ("int4", True)
+    assert (lived.check, lived.ok) == ("int4", True)
 
 
 def test_what_follows_an_unusable_context_has_a_process_of_its_own(
@@ -118,7 +119,7 @@ def test_what_follows_an_unusable_context_has_a_process_of_its_own(
     (tmp_path / "losing_context.py").write_text(LOSES_ITS_CONTEXT, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
     found = run_in_children("losing_context", "abc", "".join)
-    assert [(trial.kind, trial.works) for trial in found] == [("a", True), ("b", False), ("c", True)]
+    assert [(trial.check, trial.ok) for trial in found] == [("a", True), ("b", False), ("c", True)]
 
 
 def test_a_wrong_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,31 +128,31 @@ def test_a_wrong_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped.torch.ops.aten, "_convert_weight_to_int4pack_for_cpu",
                         lambda codes, tiles: pack(codes.flip(0).contiguous(), tiles))
     found = attempt("int4", wish("int4"))
-    assert not found.works
-    assert found.why.startswith("results are wrong by")
+    assert not found.ok
+    assert found.found.startswith("results are wrong by")
 
 
 @pytest.mark.parametrize("error", [float("nan"), float("inf"), 0.2])
 def test_an_error_that_is_no_small_number_is_a_finding(error: float) -> None:
-    assert result_of("x", lambda: 0.1, 0.1) == CheckResult("x", True, "", 0.1)
+    assert result_of("x", lambda: 0.1, 0.1) == Finding("x", "ok", error=0.1)
     found = result_of("x", lambda: error, 0.1)
-    assert (found.works, found.error) == (False, error if error == 0.2 else None)
+    assert (found.ok, found.error) == (False, error if error == 0.2 else None)
 
 
 def test_every_number_of_rows_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel may be wrong beyond the rows of one tile."""
     monkeypatch.setattr(kernel_check.functional, "linear",
                         lambda x, weight: torch.cat([x[:16] @ weight.mT, 0 * x[16:] @ weight.mT]))
-    assert attempt("fp32", replace(wish("fp32"), rows=(1, 16))).works
-    assert not attempt("fp32", replace(wish("fp32"), rows=(1, 16, 17))).works
+    assert attempt("fp32", replace(wish("fp32"), rows=(1, 16))).ok
+    assert not attempt("fp32", replace(wish("fp32"), rows=(1, 16, 17))).ok
 
 
 def test_what_a_kernel_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     found = attempt("bf16", wish("bf16", device="meta"))  # there is no result to copy from it
-    assert not found.works
-    assert "meta" in found.why
+    assert not found.ok
+    assert "meta" in found.found
     monkeypatch.setattr(kernel_check, "_TIMEOUT_S", 0.01)
-    assert check_products(wish("fp32")) == [CheckResult("fp32", False, "no answer in 0 s")]
+    assert check_products(wish("fp32")) == [Finding("fp32", "failed", "no answer in 0 s")]
 
 
 @pytest.mark.parametrize(("kind", "dtype", "device", "rounds_to"), [
@@ -192,8 +193,8 @@ def test_on_a_gpu_int4_is_allowed_the_rounding_of_bf16(monkeypatch: pytest.Monke
 
 
 def report(device: str = "cpu", **ms: dict[int, float]) -> KernelReport:
-    kinds = {kind: KindResult(CheckResult(kind, True, "", 1e-3), times, 1000) if times
-             else KindResult(CheckResult(kind, False, "broken"), {}, 0) for kind, times in ms.items()}
+    kinds = {kind: KindResult(Finding(kind, "ok", error=1e-3), times, 1000) if times
+             else KindResult(Finding(kind, "failed", "broken"), {}, 0) for kind, times in ms.items()}
     return KernelReport(device, "a board", (64, 128), tuple(next(t for t in ms.values() if t)), "bf16", kinds,
                         copy_rate=4e6)
 

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sshkit
 
-from flowspec_edge.fleet.board_links import interfaces
 from flowspec_edge.fleet.commands import SshRunner
 from flowspec_edge.fleet.inventory import Inventory
-from flowspec_edge.fleet.probe import script, system, torch_check
-from flowspec_edge.fleet.probe.facts import board_facts
-from flowspec_edge.fleet.probe.preflight import (
+from flowspec_edge.fleet.probe.checks import (
     Needs,
     PreflightReport,
-    differences,
+    Subject,
+    different_processors,
     environment_problems,
-    judge,
+    faults,
     preflight,
-    unreachable,
 )
-from flowspec_edge.fleet.probe.software import BoardProblem
+from flowspec_edge.fleet.probe.facts import BoardFacts, ask_system, system_facts
+from flowspec_edge.fleet.probe.findings import Finding, unreachable
 
 HUGE = 10**15
 BARE = "/usr/bin/python3"  # a board's own Python, which has no torch here
@@ -48,7 +45,7 @@ def changed(boards: sshkit.Boards, python: str, **devices: dict[str, object]) ->
                    for device in inventory.device]})
 
 
-def checks(problems: list[BoardProblem], board: str) -> dict[str, BoardProblem]:
+def checks(problems: list[Finding], board: str) -> dict[str, Finding]:
     return {problem.check: problem for problem in problems if problem.board == board}
 
 
@@ -123,15 +120,19 @@ def test_a_board_python_that_is_no_python(boards: sshkit.Boards) -> None:
     assert missing.check == "python"
     assert missing.found == "there is no python4"
     (strange,) = preflight(changed(boards, "echo"), {"board-2": Needs()}).problems
-    assert "see whether it is a Python" in strange.found
+    assert (strange.check, strange.found) == ("python", "echo gave no answer")
 
 
 @pytest.fixture(scope="module")
-def facts(boards: sshkit.Boards) -> dict[str, Any]:
+def facts(boards: sshkit.Boards) -> BoardFacts:
     """What a board says, as if systemd had started it and its Python had torch."""
-    found = board_facts(changed(boards, BARE), boards.inventory.device[1], [7702])
-    return found | {"systemd": {"version": 252, "runs": True},
-                    "torch": {"version": "2.6.0+cpu", "cuda": None, "why": ""}}
+    found = ask_system(changed(boards, BARE), boards.inventory.device[1], [7702])
+    return but(found, systemd={"version": 252, "runs": True}, torch={"version": "2.6.0+cpu"})
+
+
+def but(facts: BoardFacts, **changes: Any) -> BoardFacts:
+    clock = {name: changes[name] for name in ("ahead", "within") if name in changes}
+    return replace(facts, system=system_facts({**asdict(facts.system), **changes}), **clock)
 
 
 @sshkit.needs_boards
@@ -153,27 +154,32 @@ def facts(boards: sshkit.Boards) -> dict[str, Any]:
      "2.50 GB are needed, 2.00 GB of 8.00 GB are available, with the 1.00 GB of the service that runs"),
     ({"ports": {"7702": [None, ""]}}, "port", "7702 is taken by another program"),
 ])
-def test_judging(facts: dict[str, Any], change: dict[str, Any], check: str, found: str) -> None:
-    assert abs(facts["ahead"]) < 5
-    assert facts["within"] < 30
-    problems = judge("b", Needs(memory_bytes=int(2.5e9)), facts | change, BARE)
+def test_judging(facts: BoardFacts, change: dict[str, Any], check: str, found: str) -> None:
+    assert abs(facts.ahead) < 5
+    assert facts.within < 30
+    problems = judged(Needs(memory_bytes=int(2.5e9)), but(facts, **change), BARE)
     if "memory" not in change:
-        problems = judge("b", Needs(), facts | change, BARE)
+        problems = judged(Needs(), but(facts, **change), BARE)
     assert [problem.check for problem in problems] == ([check] if check else [])
     assert all(found in problem.found and problem.advice for problem in problems)
+
+
+def judged(needs: Needs, facts: BoardFacts, python: str, torch_device: str = "cpu") -> list[Finding]:
+    """What `deploy up` says of a board."""
+    return faults("up", Subject(facts, python, torch_device, needs))
 
 
 R36 = "# R36 (release), REVISION: 4.3, GCID: 1"
 
 
-def plain_facts(l4t: str = "", **changes: Any) -> dict[str, Any]:
+def plain_facts(l4t: str = "", **changes: Any) -> BoardFacts:
     """A board with nothing in the way."""
     one = {"device": 1, "free": 5, "writable": True}
-    return {"python": [3, 10, 1], "files": {"etc/nv_tegra_release": l4t}, "sudo": "", "ahead": 0.0,
-            "within": 0.0, "ports": {}, "ntp": "unknown", "environments": [], "user": "me",
-            "torch": {"version": "2.6.0", "cuda": None, "why": ""}, "systemd": {"version": 250, "runs": True},
-            "memory": {"total": 9, "available": 9, "held": 0},
-            "disks": {"/opt/flowspec": one, "/var/lib/flowspec": one}, **changes}
+    return but(BoardFacts(), **{
+        "python": [3, 10, 1], "files": {"etc/nv_tegra_release": l4t}, "user": "me",
+        "torch": {"version": "2.6.0"}, "systemd": {"version": 250, "runs": True},
+        "memory": {"total": 9, "available": 9}, "disks": {"/opt/flowspec": one, "/var/lib/flowspec": one},
+        **changes})
 
 
 def with_gpu(capability: list[int] | None) -> dict[str, Any]:
@@ -189,8 +195,8 @@ def with_gpu(capability: list[int] | None) -> dict[str, Any]:
 def test_the_torch_device_is_there(l4t: str, capability: list[int] | None, torch_device: str, found: str,
                                    note: bool) -> None:
     facts = plain_facts(l4t=l4t, torch=with_gpu(capability))
-    problems = judge("b", Needs(), facts, BARE, torch_device)
-    assert [(p.check, found in p.found, p.note) for p in problems] == (
+    problems = judged(Needs(), facts, BARE, torch_device)
+    assert [(p.check, found in p.found, p.state == "warning") for p in problems] == (
         [("torch", True, note)] if found else [])
     assert all("torch_device = " in problem.advice for problem in problems)
 
@@ -198,29 +204,29 @@ def test_the_torch_device_is_there(l4t: str, capability: list[int] | None, torch
 def test_nf4_is_noted_for_an_orin() -> None:
     """There bitsandbytes' product of a segment's rows is slower than one with fp16 weights."""
     orin, thor = (plain_facts(l4t=R36, torch=with_gpu(capability)) for capability in ([8, 7], [11, 0]))
-    (note,) = judge("b", Needs(dtype="nf4"), orin, BARE, "cuda")
-    assert (note.check, note.note, "int4" in note.advice) == ("torch", True, True)
-    assert judge("b", Needs(dtype="int4"), orin, BARE, "cuda") == []
-    assert judge("b", Needs(dtype="nf4"), thor, BARE, "cuda") == []
+    (note,) = judged(Needs(dtype="nf4"), orin, BARE, "cuda")
+    assert (note.check, note.state == "warning", "int4" in note.advice) == ("torch", True, True)
+    assert judged(Needs(dtype="int4"), orin, BARE, "cuda") == []
+    assert judged(Needs(dtype="nf4"), thor, BARE, "cuda") == []
 
 
 def test_directories_on_one_disk_share_its_space() -> None:
     facts = plain_facts()
-    one = facts["disks"]["/opt/flowspec"]
-    assert judge("b", Needs(2, 3), facts, BARE) == []
-    (full,) = judge("b", Needs(3, 3), facts, BARE)
+    one = asdict(facts.system.disks["/opt/flowspec"])
+    assert judged(Needs(2, 3), facts, BARE) == []
+    (full,) = judged(Needs(3, 3), facts, BARE)
     assert full.found.startswith("/opt/flowspec and /var/lib/flowspec need ")
-    two = {**facts, "disks": {"/opt/flowspec": one, "/var/lib/flowspec": {**one, "device": 2}}}
-    assert judge("b", Needs(3, 3), two, BARE) == []
-    read_only = {**facts, "disks": {"/opt/flowspec": {**one, "writable": False}, "/var/lib/flowspec": one}}
-    assert [problem.check for problem in judge("b", Needs(), read_only, BARE)] == ["disk"]
+    two = but(facts, disks={"/opt/flowspec": one, "/var/lib/flowspec": {**one, "device": 2}})
+    assert judged(Needs(3, 3), two, BARE) == []
+    read_only = but(facts, disks={"/opt/flowspec": {**one, "writable": False}, "/var/lib/flowspec": one})
+    assert [problem.check for problem in judged(Needs(), read_only, BARE)] == ["disk"]
 
 
 def test_an_upgrades_environment_needs_room() -> None:
     """Free are 5 bytes.  A board that has environments is judged when the new one's digest is known."""
     facts, needs = plain_facts(environments=["old", "older"]), {"b": Needs(6)}
-    assert [problem.check for problem in judge("b", Needs(6), plain_facts(), BARE)] == ["disk"]
-    assert judge("b", Needs(6), facts, BARE) == []
+    assert [problem.check for problem in judged(Needs(6), plain_facts(), BARE)] == ["disk"]
+    assert judged(Needs(6), facts, BARE) == []
     found = PreflightReport([], {"b": facts})
     (full,) = environment_problems(found, needs, {"b": "new"})
     assert (full.board, full.check, full.found) == (
@@ -231,31 +237,29 @@ def test_an_upgrades_environment_needs_room() -> None:
 
 @pytest.mark.parametrize(("ntp", "note"), [("no", True), ("unknown", True), ("yes", False)])
 def test_a_clock_that_nothing_keeps_is_no_obstacle(ntp: str, note: bool) -> None:
-    (clock,) = judge("b", Needs(), plain_facts(ahead=-90_000_000.0, ntp=ntp), BARE)
-    assert (clock.check, clock.note) == ("clock", note)
+    (clock,) = judged(Needs(), plain_facts(ahead=-90_000_000.0, ntp=ntp), BARE)
+    assert (clock.check, clock.state == "warning") == ("clock", note)
     assert clock.found.startswith("-90000000 s against this machine's")
     assert ("`up`" in clock.advice or "deploy up" in clock.advice) == note
 
 
 def test_a_release_that_is_unknown_is_noted() -> None:
-    (note,) = judge("b", Needs(), plain_facts(l4t="# R99 (release), REVISION: 1.0", torch=with_gpu([8, 7])),
+    (note,) = judged(Needs(), plain_facts(l4t="# R99 (release), REVISION: 1.0", torch=with_gpu([8, 7])),
                     BARE, "cuda")
-    assert (note.check, note.found.startswith("L4T 99.1.0 is a release"), note.note) == ("board", True, True)
+    assert (note.check, note.found.startswith("L4T 99.1.0 is a release"), note.state) == (
+        "board", True, "warning")
 
 
 def test_processors_that_differ_are_noted() -> None:
-    (note,) = differences({"a": "aarch64", "b": "x86_64", "c": "aarch64", "d": ""})
-    assert (note.board, note.note) == ("b", True)
-    assert differences({"a": "aarch64", "b": "aarch64"}) == differences({"a": ""}) == []
+    def found(**machines: str) -> list[Finding]:
+        return different_processors({name: but(BoardFacts(), machine=it) for name, it in machines.items()})
+
+    (note,) = found(a="aarch64", b="x86_64", c="aarch64", d="")
+    assert (note.board, note.state) == ("b", "warning")
+    assert found(a="aarch64", b="aarch64") == found(a="") == []
 
 
 @sshkit.needs_boards
 def test_an_unknown_ssh_error(boards: sshkit.Boards) -> None:
     told = unreachable(boards.inventory.device[1], "board-1: ssh: a new kind of failure")
     assert (told.check, told.found) == ("ssh", "board-1: ssh: a new kind of failure")
-
-
-def test_an_old_python_can_read_the_probe() -> None:
-    """JetPack 5's, so that such a board can be refused for what it is."""
-    for module in (interfaces, script, system, torch_check):
-        ast.parse(inspect.getsource(module), feature_version=(3, 8))

@@ -15,8 +15,8 @@ import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from flowspec_edge.fleet.probe import script, torch_check
-from flowspec_edge.fleet.probe.facts import protections, torch_check_program
+from flowspec_edge.fleet.probe.facts import TorchFacts, protections, system_facts, torch_check_program
+from flowspec_edge.fleet.probe.onboard import system, torch_check
 from flowspec_edge.fleet.probe.software import install, judge_torch, required, unfit
 from flowspec_edge.util import jetson
 
@@ -26,6 +26,10 @@ JP6 = ("sudo pip3 install --index-url https://pypi.jetson-ai-lab.io/jp6/cu126 't
 GOOD = {"version": "2.8.0", "file": "/usr/local/lib/torch/__init__.py", "build": "b", "numpy": "1.26.4",
         "cuda": [8, 7], "built_for": "12.6", "gpu": "Orin", "why": "", "numpy_fault": "", "gpu_fault": "",
         "unit": "user nobody, groups video, render", "outside": None, "own": {}}
+
+
+def told(**changes: Any) -> TorchFacts:
+    return system_facts({"torch": {**GOOD, **changes}}).torch
 
 
 @pytest.mark.parametrize("version", [
@@ -127,15 +131,16 @@ def test_libraries_that_a_jetson_may_lack() -> None:
     ({"version": "", "why": "PermissionError: x", "outside": {**GOOD, "numpy_fault": "f"}}, "numpy",
      "torch 2.8.0 cannot use numpy 1.26.4: f", JP6)])
 def test_each_fault_has_its_own_message(facts: dict[str, Any], check: str, found: str, advice: str) -> None:
-    faults = [*judge_torch({**GOOD, **facts}, "python3", "36.4.3", "cuda")]
+    faults = [*judge_torch(told(**facts), "python3", "36.4.3", "cuda")]
     assert [fault.check for fault in faults] == ([check] if check else [])
-    assert all(found in fault.found and advice in fault.advice and not fault.note for fault in faults)
+    assert all(found in fault.found and advice in fault.advice and fault.state == "failed"
+               for fault in faults)
 
 
 def test_a_product_that_fails_beside_our_own_service_is_noted() -> None:
-    facts = {**GOOD, "gpu_fault": "OutOfMemoryError: CUDA out of memory"}
-    (fault,) = judge_torch(facts, "python3", "36.4.3", "cuda", busy=True)
-    assert (fault.check, fault.note, "deploy stop" in fault.advice) == ("gpu", True, True)
+    facts = {"gpu_fault": "OutOfMemoryError: CUDA out of memory"}
+    (fault,) = judge_torch(told(**facts), "python3", "36.4.3", "cuda", busy=True)
+    assert (fault.check, fault.state == "warning", "deploy stop" in fault.advice) == ("gpu", True, True)
 
 
 def trial(program: str, **environment: str) -> dict[str, Any]:
@@ -162,7 +167,7 @@ def test_where_memory_runs_out_the_check_is_killed_and_not_the_service() -> None
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-2].strip() == "1000"
     killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    assert script.run_torch_check([sys.executable, "-c", killed])["why"].startswith("MemoryError: ")
+    assert system.run_torch_check([sys.executable, "-c", killed])["why"].startswith("MemoryError: ")
 
 
 def test_the_product_is_compared() -> None:

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import os
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import fleetkit
 import pytest
 
-from flowspec_edge.fleet.board_links import interfaces
 from flowspec_edge.fleet.board_links.namespaces import NetnsTestbed
-from flowspec_edge.fleet.probe import script, system
-from flowspec_edge.fleet.probe.facts import program, torch_check_program
+from flowspec_edge.fleet.probe.facts import (
+    _SENT,
+    BoardFacts,
+    RunningFacts,
+    SystemFacts,
+    parse,
+    program,
+    torch_check_program,
+)
+from flowspec_edge.fleet.probe.onboard import system, torch_check
 
-LINKS = program("import json; print(json.dumps(links()))", interfaces, system)
+LINKS = program("system", address="", paths=[], ports=[], torch_check={
+    "program": "", "device": "cpu", "protections": []})
 
 
 @fleetkit.needs_netns
@@ -32,7 +43,7 @@ def test_an_address_that_is_leased() -> None:
                                                "valid_lft", "3600", "preferred_lft", "3600"]), check=True)
             done = subprocess.run(bed.command(place, [sys.executable, "-s", "-"]), input=LINKS, check=True,
                                   capture_output=True, text=True)
-            link = json.loads(done.stdout)[bed.interface(place)]
+            link = json.loads(done.stdout)["system"]["links"][bed.interface(place)]
             assert (link["dynamic"], link["wireless"]) == (leased, False)
             show = bed.command(place, ["cat", f"/sys/class/net/{bed.interface(place)}/speed"])
             speed = subprocess.run(show, capture_output=True, text=True, check=False).stdout.strip()
@@ -62,24 +73,42 @@ def test_packages_that_apt_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert system.l4t_packages() == {"nvidia-l4t-core": True, "nvidia-l4t-cuda": False}
 
 
-def test_the_probe_is_one_program_for_an_older_python() -> None:
-    """Its modules share one namespace, and a board has none of flowspec's."""
-    call = f"main('127.0.0.1', ['/opt'], [], time.time(), {torch_check_program('cpu')!r})"
-    text = program(call, interfaces, system, script)
-    tree = ast.parse(text, feature_version=(3, 8))
-    imported = {name for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))
-                for name in ([node.module] if isinstance(node, ast.ImportFrom) else
-                             [alias.name for alias in node.names])}
-    assert imported <= set(sys.stdlib_module_names)
-    defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-    defined += [target.id for node in tree.body if isinstance(node, ast.Assign) for target in node.targets
-                if isinstance(target, ast.Name)]
-    assert len(defined) == len(set(defined))
+ASKED: dict[str, dict[str, Any]] = {
+    "service": {"host": "127.0.0.1", "port": 1, "rails": []},
+    "system": {"address": "127.0.0.1", "paths": ["/opt"], "ports": [],
+               "torch_check": torch_check_program("cpu")},
+    "deployment": {"environment": "", "part": None, "others": ""}}
+
+
+@pytest.mark.parametrize("section", ASKED)
+def test_the_probe_is_a_program_for_an_older_python(section: str, tmp_path: Path) -> None:
+    """JetPack 5's has to read it.  A board has none of flowspec's modules but those that are sent."""
+    sent = [*_SENT[section], *([torch_check] if section == "system" else [])]
+    for module in sent:
+        tree = ast.parse(inspect.getsource(module), feature_version=(3, 8))
+        imported = {name for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)
+                    for name in ([str(node.module)] if isinstance(node, ast.ImportFrom) else
+                                 [alias.name for alias in node.names])}
+        if module is not torch_check:
+            assert not {name for name in imported - {module.__name__ for module in sent}
+                        if name.partition(".")[0] not in sys.stdlib_module_names}
     python = shutil.which("python3", path=os.defpath) or sys.executable
-    done = subprocess.run([python, "-s", "-"], input=text, capture_output=True, text=True, check=True)
-    facts = json.loads(done.stdout)
-    assert facts.keys() > {*system.system_facts(["/opt"]), "torch", "ports", "seconds"}
-    assert facts["ntp"] in facts["timedatectl"] or facts["ntp"] == "unknown"
+    done = subprocess.run([python, "-s", "-"], input=program(section, **ASKED[section]), capture_output=True,
+                          cwd=tmp_path, env={"PATH": os.defpath}, text=True, check=True)
+    told = json.loads(done.stdout)
+    begun = told["time"]
+    assert parse(told, begun, begun + told["seconds"] + 1).ahead == pytest.approx(-0.5, abs=0.01)
+    wanted = {"service": RunningFacts, "system": SystemFacts, "deployment": BoardFacts}[section]
+    assert told[section].keys() <= {field.name for field in fields(wanted)}
+
+
+@pytest.mark.parametrize("answer", [
+    {}, {"time": "now", "seconds": 0}, {"time": 0, "seconds": 0, "service": {"current": {"id": 1}}},
+    {"time": 0, "seconds": 0, "system": {"disks": []}}, {"time": 0, "seconds": 0, "deployment": {"units": 3}},
+    {"time": 0, "seconds": 0, "system": {"torch": {"cuda": [8]}}}])
+def test_an_answer_that_is_none_is_refused(answer: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, LookupError, TypeError)):
+        parse(answer, 0.0, 1.0)
 
 
 def test_files_by_pattern(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import http.server
-import inspect
 import json
 import threading
 from pathlib import Path
-from types import ModuleType
 
 import powerkit
 import pytest
@@ -16,10 +13,10 @@ import pytest
 from flowspec_edge.cli.main import main
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.inventory import load_inventory
-from flowspec_edge.fleet.services.board_status import ask_ready, read_release
+from flowspec_edge.fleet.probe.facts import Installed, parse
+from flowspec_edge.fleet.probe.onboard.service import ask_ready, read_release
 from flowspec_edge.fleet.services.client import DraftClient
-from flowspec_edge.fleet.services.status import BoardStatus, FleetStatus, Installed, board_status
-from flowspec_edge.runtime.observe import power_rails
+from flowspec_edge.fleet.services.status import BoardStatus, FleetStatus
 
 WHOLE = {"id": "a1", "role": "verify", "stage": 2, "model": "m"}
 
@@ -27,9 +24,8 @@ WHOLE = {"id": "a1", "role": "verify", "stage": 2, "model": "m"}
 def board(place: int, release: str | None = "a1", state: str = "active", **more: object) -> BoardStatus:
     """D0 at 0, Vi at i."""
     role = "verify" if place else "draft"
-    told = None if release is None else {"id": release, "role": role, "stage": place}
     ready = {} if place or release is None else {"ready": True}
-    return BoardStatus(f"board-{place}", Installed.of(told), **{  # type: ignore[arg-type]
+    return BoardStatus(f"board-{place}", None if release is None else Installed(release, role, place), **{  # type: ignore[arg-type]
         "state": "absent" if release is None else state, **ready, **more})
 
 
@@ -64,7 +60,9 @@ def test_a_release_that_is_not_whole_is_none(tmp_path: Path, text: str | None) -
     assert read_release(str(tmp_path)) is None
     (tmp_path / "release.json").write_text(json.dumps(WHOLE))
     assert read_release(str(tmp_path)) == WHOLE
-    assert Installed.of(WHOLE) == Installed("a1", "verify", 2, "flowspec-verify@2.service", "m")
+    told = parse({"time": 0, "seconds": 0, "service": {"current": WHOLE}}, 0.0, 0.0).running.current
+    assert told == Installed("a1", "verify", 2, "m")
+    assert told.unit == "flowspec-verify@2.service"
 
 
 def test_another_program_on_the_port_is_no_draft_service(tmp_path: Path,
@@ -128,9 +126,20 @@ def test_nothing_is_done_to_boards_that_answer_junk(junk: str, command: str,
     assert command == "logs" or said.endswith("no board was touched")
 
 
-@pytest.mark.parametrize("module", [board_status, power_rails], ids=["status", "rails"])
-def test_what_boards_are_sent_is_python_3_8(module: ModuleType) -> None:
-    ast.parse(inspect.getsource(module), feature_version=(3, 8))
+def test_what_a_board_says_does_nothing_to_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]
+                                                      ) -> None:
+    bad = "\x1b[2J[/red]\x9b1m\u202e"
+    told = {"time": 0.0, "seconds": 0.0, "service": {
+        "current": {"id": bad, "role": "draft", "stage": 0}, "ready": {"ready": False, "reason": bad},
+        "unit": {"state": bad, "since": bad, "said": bad, "restarts": 10**40}}}
+    (tmp_path / "answer").write_text(json.dumps(told))
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\ncat > /dev/null\ncat {tmp_path}/answer\n")
+    python.chmod(0o755)
+    assert main(["deploy", "status", "--cluster", str(write(tmp_path, f'board_python = "{python}"'))]) == 1
+    out, err = capsys.readouterr()
+    assert (out + err).replace("\n", "").isprintable()
+    assert out.count(r"\x1b[2J[/red]") == 3  # of each board, and of the cluster; cells are shortened
 
 
 def test_status_tells_the_watts_of_boards_that_measure_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

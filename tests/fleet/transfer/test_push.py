@@ -20,10 +20,10 @@ import sshkit
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.commands import SshRunner, as_root
-from flowspec_edge.fleet.deploy.engine.desired_state import BoardState
-from flowspec_edge.fleet.deploy.engine.facts import BoardFacts, PartWanted, ask_boards
+from flowspec_edge.fleet.deploy.actions import BoardState, PartWanted, ask_boards
 from flowspec_edge.fleet.inventory import DeviceEntry
 from flowspec_edge.fleet.paths import MODELS
+from flowspec_edge.fleet.probe.facts import BoardFacts
 from flowspec_edge.fleet.transfer.push import TransferResult, push
 from flowspec_edge.model.manifest import Manifest
 from flowspec_edge.util.storage.uncached import sha256_of

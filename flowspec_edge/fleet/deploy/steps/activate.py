@@ -1,5 +1,6 @@
-"""switch, activate, settle: make a release the running one.
+"""release, switch, activate, settle: install a release, and make it the running one.
 
+0. A release's files are installed in /opt/flowspec/releases/ID/, renamed from ID.partial after a sync.
 1. ``current`` is switched on all stages, then on the draft device, whose release decides which one runs.
 2. The draft device restarts; without a stage of its release it waits.
 3. The stages restart.  While ``UNSETTLED`` is there, a stage that does not start, or that the draft device
@@ -12,15 +13,13 @@ Links are replaced atomically.  The next run completes an interrupted one, as it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Sequence
 
 from flowspec_edge.fleet import paths
-from flowspec_edge.fleet.deploy.engine.desired_state import Action, BoardState
-from flowspec_edge.fleet.deploy.engine.facts import BoardFacts, ServiceFacts
-from flowspec_edge.fleet.deploy.engine.run import quote
+from flowspec_edge.fleet.deploy.actions import Action, BoardState, quote
 from flowspec_edge.fleet.deploy.steps.power import power_at_boot
-from flowspec_edge.fleet.deploy.steps.release import file_digests
-from flowspec_edge.fleet.deploy.steps.remove import stop_and_forget
+from flowspec_edge.fleet.probe.facts import BoardFacts, ReleaseFacts, ServiceFacts
 
 _KEPT = 3  # releases kept besides current and previous
 _START_S = 960.0  # longer than any TimeoutStartSec, so that systemd reports the failure
@@ -49,6 +48,26 @@ for i in $(seq 100); do
     [ "$(systemctl show --property=MainPID --value {unit})" = "$before" ] || exit 0
     sleep 0.2
 done"""
+
+
+def release(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
+    link = f"../../venvs/{state.environment.digest}" if state.environment else ""
+    if facts.releases.get(state.release) == ReleaseFacts(file_digests(state), link):
+        yield Action("release")
+        return
+    place = paths.release_dir(state.release)
+    target, partial, old = quote(place), quote(f"{place}.partial"), quote(f"{place}.old")
+    yield Action("release", (
+        f"rm -rf {partial} {old} && mkdir {partial}", f"tar -xf - --no-same-owner -C {partial}",
+        f"chmod -R u=rwX,go=rX {partial}", *([f"ln -s {quote(link)} {partial}/venv"] if link else []),
+        f"sync -f {partial}",  # a power failure could otherwise leave empty files
+        f"if [ -e {target} ]; then mv -T {target} {old}; fi", f"mv -T {partial} {target}",
+        f"rm -rf {old}"), state.files)
+
+
+def file_digests(state: BoardState) -> dict[str, str]:
+    """The sha256 of the release's files, by path."""
+    return {path: hashlib.sha256(text.encode()).hexdigest() for path, text in state.files.items()}
 
 
 def switch(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
@@ -185,3 +204,10 @@ def _link(target: str, path: str) -> str:
 
 def _name(target: str) -> str:
     return target.rpartition("/")[2]
+
+
+def stop_and_forget(step: str, units: Sequence[str]) -> Action:
+    """Stop and disable units, and clear their failed state."""
+    return Action(step, (f"systemctl disable --quiet --now {quote(*units)}",
+                         f"systemctl reset-failed {quote(*units)} 2>/dev/null || true") if units else (),
+                  timeout_s=120.0)

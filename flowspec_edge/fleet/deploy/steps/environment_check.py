@@ -4,7 +4,7 @@ import importlib
 import sys
 from pathlib import Path
 
-from flowspec_edge.fleet.probe.torch_check import check_torch, innermost
+from flowspec_edge.fleet.probe.onboard.torch_check import check_torch, innermost
 
 MODULES = ("transformers", "zmq", "msgpack", "flowspec_edge.cli.main", "flowspec_edge.cli.serve.daemons",
            "flowspec_edge.runtime.worker.process", "flowspec_edge.runtime.cluster.clusters",

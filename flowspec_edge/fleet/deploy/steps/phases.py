@@ -1,17 +1,42 @@
-"""The steps of each phase, and how to run a phase."""
+"""The steps of each phase, and how to run a phase; down and purge, which remove what the others bring."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from flowspec_edge.fleet.deploy.engine.desired_state import Action, BoardOutcome, BoardState, Phase, Step
-from flowspec_edge.fleet.deploy.engine.facts import BoardFacts, ask_boards
-from flowspec_edge.fleet.deploy.engine.run import run
-from flowspec_edge.fleet.deploy.steps.activate import activate, settle, switch
-from flowspec_edge.fleet.deploy.steps.release import release
-from flowspec_edge.fleet.deploy.steps.remove import down, purge
+from flowspec_edge.fleet import paths
+from flowspec_edge.fleet.deploy.actions import (
+    Action,
+    BoardOutcome,
+    BoardState,
+    Phase,
+    Step,
+    ask_boards,
+    quote,
+    run,
+)
+from flowspec_edge.fleet.deploy.steps.activate import activate, release, settle, stop_and_forget, switch
+from flowspec_edge.fleet.deploy.steps.power import not_at_boot, power_restored
 from flowspec_edge.fleet.deploy.steps.software import software
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
+from flowspec_edge.fleet.probe.facts import BoardFacts
+
+
+def down(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
+    yield stop_and_forget("services stopped", [*facts.services])
+    yield not_at_boot(facts)
+    there = [f"{paths.UNITS}/{unit}" for unit in (paths.DRAFT_UNIT, paths.VERIFY_UNIT) if unit in facts.units]
+    yield Action("units removed", (quote("rm", "-f", *there), "systemctl daemon-reload",
+                                   f"sync -f {paths.UNITS}") if there else ())
+    yield from power_restored(facts)  # last: fails if the mode needs a reboot
+
+
+def purge(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
+    yield from down(state, facts)
+    for path in (paths.HOME, paths.STATE, paths.CACHE, paths.ETC):
+        yield Action(f"{path} removed", (quote("rm", "-rf", "--", path),) if facts.modes.get(path) else ())
+    yield Action(f"user {paths.USER} removed", (quote("userdel", paths.USER),) if facts.user else ())
+
 
 _PHASES: Mapping[Phase, Callable[[BoardState, BoardFacts], Iterator[Action]]] = {
     "software": software, "release": release, "switch": switch, "activate": activate, "settle": settle,

@@ -12,10 +12,9 @@ import shlex
 from collections.abc import Iterator
 
 from flowspec_edge.fleet import paths
-from flowspec_edge.fleet.deploy.engine.desired_state import Action, BoardState
-from flowspec_edge.fleet.deploy.engine.facts import BoardFacts
-from flowspec_edge.fleet.deploy.engine.run import quote
+from flowspec_edge.fleet.deploy.actions import Action, BoardState, quote
 from flowspec_edge.fleet.probe.board import mode_numbers
+from flowspec_edge.fleet.probe.facts import BoardFacts
 from flowspec_edge.util.resources import resource_dir
 
 _MODES = "/etc/nvpmodel.conf"

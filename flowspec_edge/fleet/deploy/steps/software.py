@@ -1,19 +1,26 @@
-"""software: prepares a board for a release, without disturbing what runs."""
+"""software: prepares a board for a release, without disturbing what runs.
+
+The environment is a venv on the board's system Python and torch, filled from wheels without a network:
+
+    /opt/flowspec/wheels/           the newest environment's wheels, so that only new ones are sent
+    /opt/flowspec/venvs/DIGEST/     complete if it has .complete, written after a sync; else made anew
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from flowspec_edge.fleet import paths
-from flowspec_edge.fleet.deploy.engine.desired_state import Action, BoardState
-from flowspec_edge.fleet.deploy.engine.facts import BoardFacts
-from flowspec_edge.fleet.deploy.engine.run import quote
-from flowspec_edge.fleet.deploy.steps.environment import environment
+from flowspec_edge.fleet.deploy.actions import Action, BoardState, Environment, quote
 from flowspec_edge.fleet.deploy.steps.power import power
-from flowspec_edge.fleet.probe.preflight import MAX_CLOCK_SKEW_S
-from flowspec_edge.fleet.probe.script import GPU_GROUPS
+from flowspec_edge.fleet.probe.checks import MAX_CLOCK_SKEW_S
+from flowspec_edge.fleet.probe.facts import BoardFacts
+from flowspec_edge.fleet.probe.onboard.system import GPU_GROUPS
 
 _SHELL = "/usr/sbin/nologin"
+_CHECK = Path(__file__).with_name("environment_check.py")
+_TIMEOUT_S = 1800.0  # unpacking and compiling on an SD card is slow
 # Only root may write programs, models and keys, or read keys.
 _DIRECTORIES = (
     (paths.HOME, "root", "755"), (paths.RELEASES, "root", "755"), (paths.VENVS, "root", "755"),
@@ -47,7 +54,7 @@ def clock(facts: BoardFacts) -> Action:
     A Jetson developer kit's clock has no battery: after a power failure without internet it is years behind,
     which breaks TLS, package signatures and journal times.
     """
-    if facts.ntp or abs(facts.ahead) - facts.within <= MAX_CLOCK_SKEW_S:
+    if facts.ntp == "yes" or abs(facts.ahead) - facts.within <= MAX_CLOCK_SKEW_S:
         return Action("clock")
     off = f"{abs(facts.ahead):.0f} s {'ahead' if facts.ahead > 0 else 'behind'}"
     now = f"""$(date +%s.%N | awk '{{ printf "%.3f", $1 - ({facts.ahead:.3f}) }}')"""
@@ -67,3 +74,45 @@ def account(facts: BoardFacts) -> Action:
     if missing := [group for group in groups if group not in facts.user["groups"]]:
         change += ["--append", "--groups", ",".join(missing)]
     return Action(step, (quote("usermod", *change, paths.USER),) if change else ())
+
+
+def environment(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
+    """Build and check the environment."""
+    wanted = state.environment
+    if wanted is None:
+        return
+    if facts.venvs.get(wanted.digest):
+        yield Action("environment")
+        return
+    yield wheels(wanted, facts)
+    venv = f"{paths.VENVS}/{wanted.digest}"
+    pip, *others = sorted(wanted.wheels, key=lambda name: not name.startswith("pip-"))
+    install = quote(
+        f"{venv}/bin/python", f"{paths.WHEELS}/{pip}/pip", "install", "--quiet", "--no-index", "--no-deps",
+        "--no-compile", "--no-cache-dir", "--ignore-installed", "--disable-pip-version-check",
+        "--root-user-action=ignore", *(f"{paths.WHEELS}/{name}" for name in others))
+    # The check imports what the services import, and so compiles just what they need.
+    yield Action("environment", (
+        quote("rm", "-rf", venv),
+        quote(wanted.python, "-m", "venv", "--system-site-packages", "--without-pip", venv),
+        install,
+        quote(f"{venv}/bin/python", "-c", _CHECK.read_text()),
+        # The mark must not survive a power failure without the files.  One syncfs per environment: some
+        # 300 MB, mostly written by now; the rest takes seconds on an SD card.
+        quote("sync", "-f", venv),
+        f"{quote('echo', wanted.digest)} > {quote(f'{venv}/.complete')}",
+    ), timeout_s=_TIMEOUT_S)
+
+
+def wheels(wanted: Environment, facts: BoardFacts) -> Action:
+    """Bring exactly the environment's wheels into the board's cache."""
+    missing = [name for name, sha256 in sorted(wanted.wheels.items()) if facts.wheels.get(name) != sha256]
+    stale = sorted(set(facts.wheels) - set(wanted.wheels))
+    step = f"wheels ({len(missing)} of {len(wanted.wheels)})"
+    remove = [quote("rm", "-f", "--", *stale)] if stale else []
+    listed = "".join(f"{wanted.wheels[name]}  {name}\n" for name in missing)
+    receive = ["tar -xf - --no-same-owner",
+               f"{quote('printf', '%s', listed)} | sha256sum --check --quiet --strict -"] if missing else []
+    commands = [f"cd {paths.WHEELS} && {' && '.join([*remove, *receive])}"] if remove or receive else []
+    return Action(step, tuple(commands), {name: Path(wanted.wheelhouse, name) for name in missing},
+                  timeout_s=_TIMEOUT_S)

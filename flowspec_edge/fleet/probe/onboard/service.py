@@ -1,23 +1,34 @@
-"""Reads a board's release and the state of its service.
-
-``status`` pipes this source into the board's system Python, which works without a release: standard library
-only, Python 3.8.
-"""
+"""The section "service": a board's release, the state of its service, and its power."""
 
 from __future__ import annotations
 
 import http.client
 import json
 import os
-import subprocess
 import urllib.error
 import urllib.request
 from typing import Any
 
-_PROPERTIES = ("Id", "LoadState", "ActiveState", "SubState", "Result", "NRestarts", "StatusText",
-               "ActiveEnterTimestamp", "UnitFileState")
+from flowspec_edge.fleet.paths import API_KEY, CURRENT, PREVIOUS, UNSETTLED, unit_of
+from flowspec_edge.fleet.probe.onboard.tools import assignments, output, text
+from flowspec_edge.runtime.observe.power_rails import read_watts, system_root, total_rails
+
+_PROPERTIES = ("ActiveState", "NRestarts", "StatusText", "ActiveEnterTimestamp")
 _ASK_S = 5
-_COMMAND_S = 20
+
+
+def facts(host: str, port: int, rails: list[Any]) -> dict[str, Any]:
+    """``current`` and ``previous`` are release.json, ``ready`` is /ready; any value may be None.
+
+    host, port  where the draft service answers
+    rails       for ``total_rails``
+    """
+    current = read_release(CURRENT)
+    drafts = current is not None and current["role"] == "draft"
+    return {"current": current, "previous": read_release(PREVIOUS), "unsettled": text(UNSETTLED).strip(),
+            "unit": None if current is None else show(unit_of(current["role"], current["stage"])),
+            "ready": ask_ready(host, port, API_KEY) if drafts else None,
+            "watts": read_watts(total_rails(system_root(), rails))}
 
 
 def read_release(link: str) -> Any:
@@ -32,31 +43,12 @@ def read_release(link: str) -> Any:
     return told if whole else None
 
 
-def unit_of(release: dict[str, Any]) -> str:
-    return ("flowspec-draft.service" if release["role"] == "draft" else
-            f"flowspec-verify@{release['stage']}.service")
-
-
-def output(*command: str) -> str:
-    """A command's stdout, whatever its exit code; "" if it is missing or hangs."""
-    try:
-        return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                              stderr=subprocess.DEVNULL, text=True, check=False, timeout=_COMMAND_S).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-
-
 def show(unit: str) -> dict[str, Any]:
-    shown = output("systemctl", "show", unit, "--property=" + ",".join(_PROPERTIES))
-    found = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
-    said = ""
-    if found.get("ActiveState") in ("failed", "activating"):
-        said = last_words(unit)
-    return {"unit": unit, "load": found.get("LoadState", ""), "state": found.get("ActiveState", "unknown"),
-            "sub": found.get("SubState", ""), "result": found.get("Result", ""),
-            "restarts": int(found.get("NRestarts") or 0), "status": found.get("StatusText", ""),
-            "since": found.get("ActiveEnterTimestamp", ""), "enabled": found.get("UnitFileState", ""),
-            "said": said}
+    shown = assignments(output("systemctl", "show", unit, "--property=" + ",".join(_PROPERTIES)))
+    state = shown.get("ActiveState", "unknown")
+    return {"state": state, "restarts": int(shown.get("NRestarts") or 0),
+            "status": shown.get("StatusText", ""), "since": shown.get("ActiveEnterTimestamp", ""),
+            "said": last_words(unit) if state in ("failed", "activating") else ""}
 
 
 def last_words(unit: str) -> str:
@@ -108,25 +100,3 @@ def ask_ready(host: str, port: int, api_key: str, key: str = "") -> Any:
     if isinstance(state, dict) and isinstance(state.get("ready"), bool):
         return state
     return {"ready": False, "reason": f"what answers on port {port} is no draft service"}
-
-
-def read_text(path: str) -> str:
-    """"" for a file that cannot be read."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read().strip()
-    except (OSError, ValueError):
-        return ""
-
-
-def describe(home: str, host: str, port: int, api_key: str) -> dict[str, Any]:
-    """For JSON: ``current`` and ``previous`` are release.json, ``ready`` is /ready; any value may be None."""
-    current = read_release(os.path.join(home, "current"))
-    told: dict[str, Any] = {
-        "current": current, "previous": read_release(os.path.join(home, "previous")),
-        "unsettled": read_text(os.path.join(home, "unsettled")), "unit": None, "ready": None}
-    if current is not None:
-        told["unit"] = show(unit_of(current))
-        if current["role"] == "draft":
-            told["ready"] = ask_ready(host, port, api_key)
-    return told

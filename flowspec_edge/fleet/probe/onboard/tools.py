@@ -1,0 +1,72 @@
+"""The probe's entry, and what its sections have in common."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+_MAX_FILE_BYTES = 1 << 18
+_TIMEOUT_S = 20
+
+
+def answer(asked: dict[str, dict[str, Any]]) -> None:
+    """Print one line of JSON: the facts of each section in ``asked``, which has its arguments.
+
+    time     the board's clock when the program began, seconds since the epoch
+    seconds  that the program took
+    """
+    begun, now = time.monotonic(), output("date", "+%s.%N")
+    package = __name__.rpartition(".")[0]
+    facts = {name: sys.modules[f"{package}.{name}"].facts(**arguments) for name, arguments in asked.items()}
+    print(json.dumps({"time": float(now or time.time()), "seconds": time.monotonic() - begun, **facts}))
+
+
+def run(argv: list[str], seconds: float = _TIMEOUT_S) -> Any:
+    """The completed process; None if it does not start or exceeds ``seconds``."""
+    try:
+        return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                              errors="replace", timeout=seconds, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+
+
+def output(*command: str, seconds: float = _TIMEOUT_S) -> str:
+    """A command's stdout, whatever its exit code; "" if it is missing or hangs."""
+    done = run(list(command), seconds)
+    return "" if done is None else str(done.stdout)
+
+
+def assignments(shown: str) -> dict[str, str]:
+    """The lines "NAME=value" of what systemctl and timedatectl show."""
+    return dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
+
+
+def ntp(timedatectl: str) -> str:
+    """Whether NTP keeps the clock, by `timedatectl show`: "yes", "no", or "unknown"."""
+    state = assignments(timedatectl).get("NTPSynchronized", "")
+    return state if state in ("yes", "no") else "unknown"
+
+
+def text(path: str) -> str:
+    """The beginning of a file; "" if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(_MAX_FILE_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def link(path: str) -> str:
+    """A symbolic link's target; "" if there is none."""
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+def last_line(said: str) -> str:
+    return ([line.strip() for line in said.splitlines() if line.strip()] or [""])[-1]
