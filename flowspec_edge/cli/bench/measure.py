@@ -159,6 +159,6 @@ def settings_for(options: BenchOptions, tasks: Sequence[Task], model: ModelDir, 
         "repeats": options.repeats, "warmup": options.warmup,
         **{key: value for key, value in shared.items() if value is not None},
         **drawn, "seeds": [sampling.seed + repeat for repeat in range(options.repeats)],
-        **asdict(params), "versions": versions(), "commit": commit(),
+        **params.flat(), "versions": versions(), "commit": commit(),
         "acceptance": options.right_children, "profile": profile.model_dump() if profile else None,
     }
