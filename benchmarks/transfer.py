@@ -29,7 +29,7 @@ from flowspec_edge.fleet.remote.runner import search_path
 from flowspec_edge.fleet.remote.ssh import SshRunner
 from flowspec_edge.fleet.transfer.push import push
 from flowspec_edge.model.manifest import Manifest, ModelOrigin, PartFile, ShardPart
-from flowspec_edge.util.storage.uncached import sha256_of
+from flowspec_edge.util.bounded_read import sha256_of
 
 _SSHD = """
 ListenAddress {address}

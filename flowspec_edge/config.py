@@ -12,8 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.util.resources import resource_dir
-from flowspec_edge.util.suggest import did_you_mean
-from flowspec_edge.util.terminal import no_control_characters
+from flowspec_edge.util.terminal import did_you_mean, no_control_characters
 from flowspec_edge.util.tomlfile import load_toml as load_toml
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -23,7 +23,7 @@ from flowspec_edge.sampling.rule import Sampling, scores_from_probabilities
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.parameters import LONGEST_BLOCK, Parameters
 from flowspec_edge.strategies.tree_strategy import TreeStrategy
-from flowspec_edge.tree.acceptance_estimator import AcceptanceEstimator
+from flowspec_edge.tree.acceptance import AcceptanceEstimator
 from flowspec_edge.tree.best_first_tree import BestFirstTree
 from flowspec_edge.tree.draft_api import Commit, DraftOutput, DraftRequest
 from flowspec_edge.tree.draft_tree import Node

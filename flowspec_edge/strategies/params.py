@@ -9,7 +9,7 @@ from typing import Any
 from flowspec_edge.errors import UsageError
 from flowspec_edge.strategies.parameters import Declared, Parameter, Parameters, parameters
 from flowspec_edge.strategies.registry import declared_by_strategies
-from flowspec_edge.util.suggest import did_you_mean
+from flowspec_edge.util.terminal import did_you_mean
 
 DEFAULT_STRATEGY = "flowspec_plus"  # of requests without one
 

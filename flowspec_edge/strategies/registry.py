@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from flowspec_edge.errors import FlowspecError, RequestFailed, UsageError
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.strategies.parameters import COMMON, DRAFTED, Parameter, Parameters, parameters
-from flowspec_edge.util.suggest import did_you_mean
+from flowspec_edge.util.terminal import did_you_mean
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

@@ -14,9 +14,8 @@ from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.parameters import Parameters
 from flowspec_edge.strategies.tree_strategy import TreeStrategy
 from flowspec_edge.tree.draft_api import Commit
-from flowspec_edge.tree.draft_tree import DraftTree, Node
+from flowspec_edge.tree.draft_tree import DraftTree, Node, TreeExpansion
 from flowspec_edge.tree.segment_builder import SegmentBuilder
-from flowspec_edge.tree.tree_expansion import TreeExpansion
 
 
 class ChunkPP(TreeStrategy):

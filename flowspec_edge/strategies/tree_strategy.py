@@ -12,9 +12,8 @@ from flowspec_edge.strategies.base import Pipeline, Strategy
 from flowspec_edge.strategies.parameters import Parameters
 from flowspec_edge.tree.acceptance import accepted_path
 from flowspec_edge.tree.draft_api import Commit, DraftOutput, DraftRequest
-from flowspec_edge.tree.draft_tree import DraftTree, Node, Order
+from flowspec_edge.tree.draft_tree import DraftTree, Node, Order, TreeExpansion
 from flowspec_edge.tree.segment_builder import SegmentBuilder
-from flowspec_edge.tree.tree_expansion import TreeExpansion
 
 
 @dataclass(frozen=True)

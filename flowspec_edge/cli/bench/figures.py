@@ -84,7 +84,7 @@ def timeline(
     from flowspec_edge.bench.render.table import title
     from flowspec_edge.bench.render.timeline import draw, window
     from flowspec_edge.bench.run.tasks import Prompt, load_prompts
-    from flowspec_edge.cli.common.defaults import device_of, dtype_of, stages_of
+    from flowspec_edge.cli.common.options import device_of, dtype_of, stages_of
     from flowspec_edge.cli.common.workload import demo_prompts, requests_for, require_runnable
     from flowspec_edge.fleet.planning.testbed import profile_or_testbed
     from flowspec_edge.model.modeldir import resolve_model
@@ -104,7 +104,7 @@ def timeline(
     from dataclasses import replace
 
     from flowspec_edge.runtime.virtual.cluster import VirtualCluster
-    from flowspec_edge.util.device_memory import memory_errors
+    from flowspec_edge.util.torchdevice import memory_errors
 
     with memory_errors(device):
         cluster = VirtualCluster(found.path, stages, charged, dtype_of(found, dtype), device=device)

@@ -15,7 +15,7 @@ from flowspec_edge.bench.run.tasks import Task, load_tasks
 from flowspec_edge.bench.sweeps.sweep import Sweep
 from flowspec_edge.cli.bench.options import BenchOptions, parse_strategies, parse_temperatures
 from flowspec_edge.cli.common.clusters import choose_clock, open_cluster
-from flowspec_edge.cli.common.defaults import device_of, dtype_of, plain_device_of, stages_of
+from flowspec_edge.cli.common.options import device_of, dtype_of, plain_device_of, stages_of
 from flowspec_edge.cli.common.workload import (
     demo_prompts,
     near_tie_judge,

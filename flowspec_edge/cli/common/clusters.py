@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, cast
 
-from flowspec_edge.cli.common.defaults import dtype_of
-from flowspec_edge.cli.common.options import Clock, DtypeChoice
+from flowspec_edge.cli.common.options import Clock, DtypeChoice, dtype_of
 from flowspec_edge.model.modeldir import ModelDir
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ def open_cluster(clock_settings: ClockSettings, model: ModelDir, stages: int, dt
             yield processes
         return
     from flowspec_edge.runtime.virtual.cluster import VirtualCluster
-    from flowspec_edge.util.device_memory import memory_errors
+    from flowspec_edge.util.torchdevice import memory_errors
 
     assert clock_settings.profile is not None
     with memory_errors(device):
@@ -153,7 +152,7 @@ def open_processes(clock_settings: ClockSettings, model: ModelDir, stages: int, 
     from flowspec_edge.runtime.cluster.clusters import LocalCluster
     from flowspec_edge.runtime.emulation.engine import Emulation
     from flowspec_edge.runtime.virtual.devices import Devices
-    from flowspec_edge.util.device_memory import memory_errors
+    from flowspec_edge.util.torchdevice import memory_errors
 
     emulation = None
     if clock_settings.profile is not None:

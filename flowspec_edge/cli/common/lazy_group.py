@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.util.suggest import did_you_mean
+from flowspec_edge.util.terminal import did_you_mean
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from contextlib import suppress
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from memorykit import MemoryLink, MemoryTransport
 from workerkit import PATIENCE, HeldEngine, Stage, Start, segment
 
 from flowspec_edge.errors import PeerFault
@@ -15,7 +16,6 @@ from flowspec_edge.messages import Cancel, Credit, Failed, Heartbeat, Open, Segm
 from flowspec_edge.runtime.worker.segment_queue import _ROOM, SegmentQueue
 from flowspec_edge.runtime.worker.stats import WorkerStats
 from flowspec_edge.stage.engine import StageEngine
-from flowspec_edge.transport.memory import MemoryLink, MemoryTransport
 
 
 class Reader:
