@@ -41,7 +41,7 @@ from flowspec_edge.stage.families import load_config, skeleton
 from flowspec_edge.stage.quant.grouped import GroupedScheme, pack
 from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.stage.weights import tensor_names
-from flowspec_edge.util.storage.weight_file import TensorInfo
+from flowspec_edge.util.weight_file import TensorInfo
 
 CONTEXT = 4096  # rows of the cache
 ROWS = 16  # of the segment that a loaded stage computes

@@ -28,7 +28,7 @@ from flowspec_edge.fleet.commands import SshRunner, search_path
 from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory
 from flowspec_edge.fleet.transfer.push import push
 from flowspec_edge.model.manifest import Manifest, ModelOrigin, PartFile, ShardPart
-from flowspec_edge.util.storage.uncached import sha256_of
+from flowspec_edge.util.bounded_read import sha256_of
 
 _SSHD = """
 ListenAddress {address}

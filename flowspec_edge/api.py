@@ -32,17 +32,18 @@ from flowspec_edge.runtime.virtual.clock import Span
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.sampling.settings import Penalties, Sampling
 from flowspec_edge.strategies.base import Pipeline, Strategy
+from flowspec_edge.strategies.parameters import Parameters
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 from flowspec_edge.strategies.registry import strategy_class, strategy_names
-from flowspec_edge.strategies.tree_strategy import TreeStrategy
+from flowspec_edge.strategies.tree_strategy import TreeParameters, TreeStrategy
 from flowspec_edge.tree.draft_api import Commit, DraftOutput, DraftRequest
 from flowspec_edge.tree.draft_tree import DraftTree, Node
 from flowspec_edge.tree.segment_builder import SegmentBuilder
 
 __all__ = ["Cluster", "Commit", "Completion", "DraftOutput", "DraftRequest", "DraftTree", "FlowspecError",
-           "Node", "Params", "PeerLost", "Penalties", "Pipeline", "Profile", "Request", "RequestFailed",
-           "Sampling", "Segment", "SegmentBuilder", "Span", "Stats", "Strategy", "TreeStrategy",
-           "UsageError", "load_profile", "strategy_class", "strategy_names"]
+           "Node", "Parameters", "Params", "PeerLost", "Penalties", "Pipeline", "Profile", "Request",
+           "RequestFailed", "Sampling", "Segment", "SegmentBuilder", "Span", "Stats", "Strategy",
+           "TreeParameters", "TreeStrategy", "UsageError", "load_profile", "strategy_class", "strategy_names"]
 
 _STAGES = 4  # the paper's
 

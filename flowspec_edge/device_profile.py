@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.util.resources import resource_dir
-from flowspec_edge.util.suggest import did_you_mean
+from flowspec_edge.util.terminal import did_you_mean
 from flowspec_edge.util.tomlfile import Count, NotNegative, Positive, StrictModel, load_toml
 
 

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import flowspec_edge
 from flowspec_edge import (
     Cluster,
+    Parameters,
     Params,
     RequestFailed,
     Sampling,
@@ -25,6 +27,8 @@ from flowspec_edge import (
     strategy_class,
     strategy_names,
 )
+from flowspec_edge.strategies.params import set_parameters
+from flowspec_edge.strategies.registry import parameters_of
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "two_chains"
@@ -86,12 +90,23 @@ def two_chains(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_strategy_from_outside_is_lossless(cluster: Cluster, two_chains: str, sampling: Sampling) -> None:
     assert two_chains in strategy_names()
     request = cluster.request("def add(a, b):", strategy=two_chains, max_new_tokens=24, sampling=sampling,
-                              params=Params(speculative_gamma=3))
+                              params=Params(two_chains_levels=3))
     answer = cluster.generate(request)
     assert answer.tokens == cluster.plain(request)
     assert answer.stats.accepted > 0
     assert answer.text == cluster.tokenizer.decode(answer.tokens)
     assert cluster.spans
+
+
+def test_a_strategy_from_outside_has_parameters(two_chains: str) -> None:
+    known = parameters_of(strategy_class(two_chains))
+    assert next(iter(known)) == "two_chains_levels"
+    given = set_parameters(Params(), ["two_chains_levels=3", "segment=8"], known, two_chains)
+    assert (given.segment, given.flat()["two_chains_levels"]) == (8, 3)
+    assert given == Params(segment=8, two_chains_levels=3)
+    for setting in ("two_chains_levels=0", "two-chains-levels=x", "two_chains_level=2"):
+        with pytest.raises(UsageError, match=r"two[-_]chains[-_]levels"):
+            set_parameters(Params(), [setting], known, two_chains)
 
 
 def test_requests_together_and_in_pieces(cluster: Cluster) -> None:
@@ -111,10 +126,12 @@ def test_an_installed_strategy_has_a_name_in_every_command(tmp_path: Path) -> No
     assert made.returncode == 0, made.stderr
     assert "two_chains" in run("-m", "flowspec_edge", "strategies", path=site).stdout
     done = run("-m", "flowspec_edge", "bench", "run", "--strategies", "two_chains,autoregressive", "--limit",
-               "1", "--max-new-tokens", "12", "--json", str(figures), path=site)
+               "1", "--max-new-tokens", "12", "--json", str(figures), "--set", "two_chains_levels=2",
+               path=site)
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(figures.read_text(encoding="utf-8"))
     assert {row["strategy"] for row in report["rows"]} == {"two_chains", "autoregressive"}
+    assert report["settings"]["two_chains_levels"] == 2
 
 
 class Abstract(TreeStrategy):
@@ -132,11 +149,29 @@ class Impostor(Nameless):
     summary = "another strategy's name"
 
 
+@dataclass(frozen=True)
+class Bare(Parameters):
+    levels: int = 3
+
+
+class Undescribed(Nameless):
+    name = "undescribed"
+    summary = "a parameter without a meaning"
+    parameters = Bare
+
+
+class Listing(Undescribed):
+    name = "listing"
+    parameters = ("width",)  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize(("name", "reason"), [
     ("no_module_of_this_name:X", "cannot load .* ModuleNotFoundError"),
     (f"{__name__}:Missing", "cannot load .* AttributeError"),
     (f"{__name__}:ROOT", "is not a strategy"), (f"{__name__}:Abstract", "is not a strategy"),
     (f"{__name__}:Nameless", "needs two class attributes"), (f"{__name__}:Impostor", "another strategy, f"),
+    (f"{__name__}:Undescribed", "does not describe its parameter levels"),
+    (f"{__name__}:Listing", "must declare its parameters as a dataclass"),
     ("unknown", "no strategy 'unknown'; there are autoregressive,"),
 ])
 def test_what_is_no_strategy_is_refused(name: str, reason: str) -> None:
@@ -164,7 +199,7 @@ def test_what_a_strategy_from_outside_raises_names_its_line(cluster: Cluster) ->
 
 def test_arguments_that_are_nearly_right(cluster: Cluster) -> None:
     with pytest.raises(UsageError, match="'deepth'; did you mean depth"):
-        Params(deepth=3)  # type: ignore[call-arg]
+        Params(deepth=3)
     for make in (Cluster.virtual, Cluster.local):
         with pytest.raises(UsageError, match="99 stages"):
             make("demo", stages=99).generate("import os", max_new_tokens=1)

@@ -46,13 +46,12 @@ MAY_IMPORT: dict[str, set[str]] = {
 # The sub-packages and modules of a package, lowest first: each may import those before it.  Every child of a
 # package that is listed here must be listed; the others are checked for circles alone.
 ORDER: dict[str, list[str]] = {
-    "stage": ["base", "rows", "quant", "weights", "layers", "families", "output_head", "shard", "forward",
-              "session", "engine", "counters", "core", "warmup", "reference_model", "tensor_parallel"],
+    "stage": ["base", "quant", "weights", "layers", "rows", "families", "output_head", "shard", "forward",
+              "engine", "counters", "core", "reference_model", "tensor_parallel"],
     "runtime": ["request", "plain", "draft_device", "observe", "draft_core", "virtual", "emulation", "worker",
                 "cluster"],
     "serving": ["sse", "access_log", "fair_queue", "admission", "metrics", "openai", "conversation",
-                "dashboard", "access_control", "intake", "app",
-                "connections", "server"],
+                "dashboard", "access_control", "intake", "app", "server"],
     "fleet": ["paths", "inventory", "commands", "board_links", "ssh_stages", "transfer", "probe", "gpu_check",
               "planning", "measurement", "services", "deploy", "doctor"],
     "bench": ["results", "run", "render", "sweeps", "reproduce"],

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
+from memorykit import MemoryTransport
 
 from flowspec_edge.errors import PeerLost
 from flowspec_edge.messages import (
@@ -28,7 +29,6 @@ from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.runtime.worker.sd_notify import Notifier
 from flowspec_edge.runtime.worker.worker import Worker, connect
 from flowspec_edge.stage.base import Engine, Results
-from flowspec_edge.transport.memory import MemoryTransport
 
 PATIENCE = 30.0  # seconds; only a failing test waits so long
 T = TypeVar("T", bound=Message)

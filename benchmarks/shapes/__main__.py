@@ -29,8 +29,7 @@ from flowspec_edge.bench.render.table import show
 from flowspec_edge.bench.results.atomic_write import check_writable, write
 from flowspec_edge.bench.results.host_info import host_info, versions
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.util.device_memory import memory_errors
-from flowspec_edge.util.torchdevice import architectures, gpus, pick
+from flowspec_edge.util.torchdevice import architectures, gpus, memory_errors, pick
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -30,9 +30,8 @@ from flowspec_edge.model.catalogue import known_models
 from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.sharding.writer import TensorFile
 from flowspec_edge.stage.weights.tensor_names import EMBEDDING
-from flowspec_edge.util.embedding_table import EmbeddingTable
-from flowspec_edge.util.storage.uncached import UncachedFile
-from flowspec_edge.util.storage.weight_file import SafetensorsFile
+from flowspec_edge.util.bounded_read import UncachedFile
+from flowspec_edge.util.weight_file import EmbeddingTable, SafetensorsFile
 
 MODEL = "qwen3-32b"
 _PIECE = 1024  # rows that are written at a time

@@ -7,22 +7,33 @@ draft tree, the acceptance rule and the restart after a miss, so two decisions r
 
 from __future__ import annotations
 
-from flowspec_edge import Segment, TreeStrategy
+from dataclasses import dataclass
+from typing import Annotated
+
+from flowspec_edge import Parameters, Segment, TreeStrategy
+
+
+@dataclass(frozen=True)
+class TwoChainsParameters(Parameters):
+    """``--set two_chains_levels=3``; ``segment`` and others, which all strategies have, are inherited."""
+
+    two_chains_levels: Annotated[int, "levels of the two chains"] = 4
 
 
 class TwoChains(TreeStrategy):
     name = "two_chains"
     summary = "two chains of EAGLE-2's draft tokens, verified whole, by turns (an example)"
-    parameters = ("speculative_gamma",)  # the names that --set takes
+    parameters = TwoChainsParameters  # the names that --set takes
+    params: TwoChainsParameters
 
     @property
     def max_in_flight(self) -> int:
         return 1  # segments: the next one waits for the verdict on this one
 
     def begin_round(self) -> None:
-        """Draft ``speculative_gamma`` levels of two nodes each below the root, the newest token."""
-        gamma = self.params.speculative_gamma
-        self.expand([self.tree.root], levels=gamma, width=2, keep=2 * gamma)
+        """Draft levels of two nodes each below the root, the newest token."""
+        levels = self.params.two_chains_levels
+        self.expand([self.tree.root], levels=levels, width=2, keep=2 * levels)
 
     def next_segment(self) -> Segment | None:
         if self.drafting or self.tree.root.number >= 0:  # not drafted yet, or sent already

@@ -19,11 +19,10 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.model.config_check import check_config
+from flowspec_edge.model.modeldir import check_config
 from flowspec_edge.util.bounded_read import read_json, read_json_object
-from flowspec_edge.util.embedding_table import Embedding, EmbeddingTable
-from flowspec_edge.util.storage.weight_file import SAFETENSORS, SafetensorsFile
 from flowspec_edge.util.tensors import check_finite
+from flowspec_edge.util.weight_file import SAFETENSORS, Embedding, EmbeddingTable, SafetensorsFile
 
 _Module = TypeVar("_Module", bound=nn.Module)
 

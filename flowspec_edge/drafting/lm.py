@@ -17,15 +17,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.checkpoint import first_line
-from flowspec_edge.drafting.joint_cache import JointCache
-from flowspec_edge.drafting.tree_cache import CacheShape, TreeCache
+from flowspec_edge.drafting.tree_cache import CacheShape, JointCache, TreeCache
 from flowspec_edge.drafting.tree_drafter import Rows, TreeDrafter
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
-from flowspec_edge.util.storage.uncached import UncachedFile
-from flowspec_edge.util.storage.weight_file import SAFETENSORS
+from flowspec_edge.util.bounded_read import UncachedFile
 from flowspec_edge.util.tensors import indices, no_loading_bars
+from flowspec_edge.util.weight_file import SAFETENSORS
 
 
 class LMDrafter(TreeDrafter):

@@ -17,8 +17,8 @@ from flowspec_edge.drafting.spd.module import load_module
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.modeldir import DRAFT_PARTS
 from flowspec_edge.model.output_head import OutputHead, as_output_head
-from flowspec_edge.util.embedding_table import Embedding, as_embedding
 from flowspec_edge.util.tensors import parse_dtype
+from flowspec_edge.util.weight_file import Embedding, as_embedding
 
 
 def load_drafters(kind: str, model_dir: Path, lm_head: Tensor | OutputHead,

@@ -17,8 +17,7 @@ from pydantic import (
 
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.modeldir import MANIFEST
-from flowspec_edge.util.bounded_read import parse_json, read_bytes
-from flowspec_edge.util.storage.uncached import Progress, sha256_of
+from flowspec_edge.util.bounded_read import Progress, parse_json, read_bytes, sha256_of
 from flowspec_edge.util.terminal import no_control_characters
 
 FORMAT = 1

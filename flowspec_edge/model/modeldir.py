@@ -3,21 +3,26 @@
 Layouts: flowspec's own (``DIR/target`` and draft parts such as ``DIR/eagle2``), a plain Hugging Face
 checkpoint, and a sharded model (``DIR/manifest.json``, ``DIR/stage-1`` …, and ``DIR/draft`` for D0, which has
 flowspec's own layout).
+
+Also here: the values of config.json that decide the family and shapes, checked before a library computes with
+them, and the sampling settings of generation_config.json.  A new family is a name in ``ARCHITECTURES`` once
+tests/stage/test_families.py compares it with transformers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.config_check import check_config, check_stop_ids
+from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.util.bounded_read import read_json_object
 from flowspec_edge.util.resources import resource_dir
-from flowspec_edge.util.suggest import did_you_mean
+from flowspec_edge.util.terminal import did_you_mean
 
 DEMO = "demo"
 MANIFEST = "manifest.json"
@@ -211,3 +216,140 @@ def sliding_window(config: Mapping[str, Any]) -> int | None:
     else:
         window = None
     return None if window is None else int(window)
+
+
+# Families whose forward pass is exactly: embeddings, layers with one full-attention mask, norm.
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+
+_SIZES = {  # field -> the most of any model, with room
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "num_hidden_layers": 1_000,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "vocab_size": 1 << 26,
+    "draft_vocab_size": 1 << 26,
+    "target_hidden_size": 1 << 20,
+    "max_position_embeddings": 1 << 31,
+    "sliding_window": 1 << 31,
+}
+_MAY_BE_NULL = {"num_key_value_heads", "head_dim", "sliding_window", "draft_vocab_size", "target_hidden_size"}
+_POSITIVE = ("rms_norm_eps", "rope_theta")
+
+
+def check_config(config: Mapping[str, Any], path: Path, required: Collection[str] = ()) -> None:
+    """UsageError that names the first field of ``path`` which is missing or has an impossible value."""
+    for name in required:
+        if name not in config:
+            raise UsageError(f"{path} has no {name}")
+    for name, most in _SIZES.items():
+        value = config.get(name, 1)
+        if value is None and name in _MAY_BE_NULL:
+            continue
+        if type(value) is not int or not 1 <= value <= most:
+            raise UsageError(f"{path}: {name} must be a whole number from 1 to {most}, not {_shown(value)}")
+    for name in _POSITIVE:
+        value = config.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise UsageError(f"{path}: {name} must be a number above 0, not {_shown(value)}")
+    layers = config.get("max_window_layers", 0)
+    if type(layers) is not int or layers < 0:
+        raise UsageError(f"{path}: max_window_layers must be a whole number, not {_shown(layers)}")
+    kinds = config.get("layer_types")
+    if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
+        raise UsageError(f"{path}: layer_types must be a list of names, not {_shown(kinds)}")
+    check_stop_ids(config, path)
+
+
+def require_family(model_type: object, path: Path | str) -> None:
+    """UsageError if stages cannot run models of this type."""
+    if model_type not in ARCHITECTURES:
+        raise UsageError(f"{path}: stages cannot run {model_type!r} models, only {', '.join(ARCHITECTURES)}")
+
+
+def check_stop_ids(config: Mapping[str, Any], path: Path) -> None:
+    ids = config.get("eos_token_id")
+    for one in ids if isinstance(ids, list) else [] if ids is None else [ids]:
+        if type(one) is not int:
+            raise UsageError(f"{path}: eos_token_id must be a whole number or a list of them, "
+                             f"not {_shown(one)}")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+_FILE = "generation_config.json"
+Origin = Literal["command line", "generation_config.json", "default"]
+
+# Setting -> its neutral values.
+_NOT_APPLIED: dict[str, tuple[Any, ...]] = {
+    "repetition_penalty": (1, None),
+    "presence_penalty": (0, None),
+    "frequency_penalty": (0, None),
+    "no_repeat_ngram_size": (0, None),
+    "min_new_tokens": (0, None),
+    "min_length": (0, None),
+    "num_beams": (1, None),
+    "penalty_alpha": (0, None),
+    "guidance_scale": (1, None),
+    "bad_words_ids": ([], None),
+    "suppress_tokens": ([], None),
+    "begin_suppress_tokens": ([], None),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "sequence_bias": ({}, [], None),
+    "exponential_decay_length_penalty": (None,),
+    "stop_strings": ([], None),
+}
+# The same for settings without effect on greedy decoding.
+_NOT_APPLIED_DRAWING: dict[str, tuple[Any, ...]] = {
+    "min_p": (0, None),
+    "typical_p": (1, None),
+    "epsilon_cutoff": (0, None),
+    "eta_cutoff": (0, None),
+    "top_h": (None,),
+}
+
+
+def choose_sampling(requested: Sampling, set_by_user: Collection[str], model: ModelDir
+                    ) -> tuple[Sampling, dict[str, Origin]]:
+    """``requested``, completed by generation_config.json, and the origin of each value.
+
+    ``set_by_user`` names the user's options, which take precedence.  Only with ``do_sample`` does the file
+    recommend temperature (1 if absent), top_k and top_p; transformers' defaults are no recommendation.
+    """
+    origins: dict[str, Origin] = {
+        name: "command line" if name in set_by_user else "default" for name in asdict(requested)}
+    if model.generation_config.get("do_sample"):
+        taken = {name: value for name, value in _recommended(model).items() if name not in set_by_user}
+        try:
+            requested = replace(requested, **taken)
+        except UsageError as error:
+            raise UsageError(f"{model.target / _FILE}: {error}") from error
+        origins |= dict.fromkeys(taken, "generation_config.json")
+    return requested, origins
+
+
+def _recommended(model: ModelDir) -> dict[str, Any]:
+    advice: dict[str, Any] = {"temperature": 1.0}
+    for name in ("temperature", "top_k", "top_p"):
+        value = model.generation_config.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise UsageError(f"{model.target / _FILE}: {name} must be a number, not {value!r}")
+        advice[name] = max(0, int(value)) if name == "top_k" else float(value)  # -1 means off too
+    return advice
+
+
+def not_applied(model: ModelDir, sampling: Sampling) -> list[str]:
+    """Settings in generation_config.json that are ignored but would change the text, as "name value"."""
+    config = model.generation_config
+    settings = _NOT_APPLIED if sampling.greedy else _NOT_APPLIED | _NOT_APPLIED_DRAWING
+    return [f"{name} {config[name]}" for name, neutral in settings.items()
+            if name in config and config[name] not in neutral]

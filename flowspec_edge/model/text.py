@@ -8,10 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.chat import BUILT_IN, TURN_ENDS, Message, no_template, read_template, recognise
+from flowspec_edge.model.chat import (
+    BUILT_IN,
+    TURN_ENDS,
+    Message,
+    Tool,
+    ToolFormat,
+    no_template,
+    read_template,
+    recognise,
+    recognise_tool_format,
+)
 from flowspec_edge.model.grammar import GrammarCompiler
 from flowspec_edge.model.modeldir import ModelDir
-from flowspec_edge.model.tool_format import Tool, ToolFormat, recognise_tool_format
 from flowspec_edge.model.untrusted.processes import TemplateRenderer
 
 _UNFINISHED = "\ufffd"  # what decoders write for bytes that are not (yet) a character

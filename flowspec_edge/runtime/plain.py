@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.runtime.request import FinishReason
-from flowspec_edge.sampling.penalties import AnswerPenalties
 from flowspec_edge.sampling.rule import Sampling
-from flowspec_edge.sampling.sampler import choose
+from flowspec_edge.sampling.sampler import AnswerPenalties, choose
 from flowspec_edge.sampling.settings import Penalties
 from flowspec_edge.stage.reference_model import load_reference_model
 from flowspec_edge.util.tensors import no_loading_bars, parse_dtype

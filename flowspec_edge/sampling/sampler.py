@@ -5,10 +5,20 @@ row is fetched, so :func:`choose` returns the tokens of ``sampling.rule`` on eve
 
 Top-p needs no sort.  A token is excluded if the tokens ahead of it hold top_p of the mass; if the token with
 the best noisy score is excluded, so is every token that is not ahead of it.
+
+The noise is that of ``sampling.rule`` on any device, from the same words, bit for bit, in a model's dtype.
+The words stay whole until they are floats, so float32 suffices for their logarithms. The largest values of
+a long row take two short searches instead of a long one.
+
+Penalties use the counts of the answer up to a row, which the row's own path in the draft tree determines, so
+every strategy chooses the same tokens.  A change depends on a count alone, never on how the count came to be:
+rounding is the same, too.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -18,10 +28,148 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flowspec_edge.sampling import rule as definition
-from flowspec_edge.sampling.device_noise import SESSIONS, noise_rows
-from flowspec_edge.sampling.rule import DraftVocabulary, Rank, Sampling, gumbel_at
-from flowspec_edge.sampling.top_values import chunks, fetched, first_largest, largest, packed, wide
+from flowspec_edge.sampling.rule import GAMMA, DraftVocabulary, Rank, Sampling, gumbel_at, keys, mixed
+from flowspec_edge.sampling.settings import Penalties
 from flowspec_edge.util.tensors import indices
+
+SESSIONS = 8  # concurrent sessions whose tables are kept
+_BLOCK = 8  # positions, computed together on an accelerator: saves launches, delays no draft pass by much
+
+
+def noise_rows(seed: int, positions: NDArray[np.integer], vocabulary: int, like: Tensor) -> list[Tensor]:
+    """[vocabulary] for each position, of the dtype (float32 or float64) and on the device of ``like``."""
+    held, count = (_rows, 1) if like.device.type == "cpu" else (_blocks, _BLOCK)
+    return [held(position // count, count, seed, vocabulary, like.device, like.dtype)[position % count]
+            for position in positions.tolist()]
+
+
+def _noise(block: int, count: int, seed: int, vocabulary: int, device: torch.device, dtype: torch.dtype
+           ) -> Tensor:
+    """[count, vocabulary], for the consecutive positions of a block."""
+    positions = np.arange(count) + block * count
+    return gumbel_from(device_words(seed, positions, vocabulary, device), dtype)
+
+
+_rows = lru_cache(maxsize=8 * SESSIONS)(_noise)
+_blocks = lru_cache(maxsize=2 * SESSIONS)(_noise)  # a tree may reach into the next block
+
+
+def gumbel_from(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """``rule.gumbel_from`` in ``dtype``; without comparisons, which on a CPU take longer than logarithms."""
+    t = torch.add(torch.tensor(2.0**-65, dtype=dtype), words, alpha=2.0**-64)
+    log_u = F.threshold(t, 0.0, 1.0).log_().add_(t.clamp_(max=0.0).log1p_())
+    return log_u.neg_().log_().neg_()
+
+
+def device_words(seed: int, positions: NDArray[np.integer], vocabulary: int, device: torch.device) -> Tensor:
+    """The words of the first ``vocabulary`` tokens at ``positions`` [p]: int64 [p, vocabulary]."""
+    counted = torch.arange(1, vocabulary + 1, device=device).mul_(GAMMA)
+    words = torch.empty(len(positions), vocabulary, dtype=torch.int64, device=device)
+    for row, key in zip(words, keys(seed, positions).tolist(), strict=True):
+        torch.add(counted, key, out=row)  # an upload of all keys would wait for the device
+    mixed(words)
+    return words
+
+
+_BITS = 6
+_SPAN = 1 << _BITS  # of a row
+_CPU_VALUES = 200_000  # of a chunk of rows that stays in a core's cache
+
+
+def chunks(logits: Tensor) -> list[slice]:
+    """Rows to process together: on a CPU as many as stay in its cache."""
+    n, vocabulary = logits.shape
+    parts = -(-n * vocabulary // _CPU_VALUES) if logits.device.type == "cpu" else 1
+    step = max(1, -(-n // max(parts, 1)))
+    return [slice(lo, lo + step) for lo in range(0, n, step)]
+
+
+def first_largest(x: Tensor) -> Tensor:
+    """First index of each maximum: int64 [n]; in blocks, since torch's argmax is slow for long CPU rows."""
+    n, width = x.shape
+    whole = width // _SPAN * _SPAN
+    if whole < 4 * _SPAN:
+        return x.argmax(-1)
+    blocks = x[:, :whole].view(n, -1, _SPAN)
+    block = blocks.amax(-1).argmax(-1)
+    rows = torch.arange(n, device=x.device)
+    best = blocks[rows, block].argmax(-1) + block * _SPAN
+    if whole < width:
+        rest = x[:, whole:].argmax(-1) + whole
+        best = torch.where(x[rows, rest] > x[rows, best], rest, best)
+    return best
+
+
+def largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest values of each row, falling, and their indices: [n, k] and int64 [n, k]."""
+    n, width = x.shape
+    whole = width // _SPAN * _SPAN
+    if whole < 4 * k * _SPAN:
+        top = x.topk(k)
+        return top.values, top.indices
+    blocks = x[:, :whole].view(n, -1, _SPAN)
+    chosen = blocks.amax(-1).topk(k, sorted=False).indices
+    values = blocks.gather(1, chosen[..., None].expand(-1, -1, _SPAN)).flatten(1)
+    if whole < width:
+        values = torch.cat((values, x[:, whole:]), 1)
+    top = values.topk(k)
+    at = top.indices  # in the chosen blocks, one after the other; then in the rest of the row
+    if whole == width:
+        return top.values, chosen.gather(1, at >> _BITS).mul_(_SPAN).add_(at & (_SPAN - 1))
+    inside = at.clamp(max=k * _SPAN - 1)
+    places = chosen.gather(1, inside >> _BITS).mul_(_SPAN).add_(inside & (_SPAN - 1))
+    return top.values, torch.where(at < k * _SPAN, places, at + (whole - k * _SPAN))
+
+
+def wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+
+
+def packed(ids: Tensor, *values: Tensor) -> Tensor:
+    """One tensor for one transfer; float32 holds ids up to 2^24 exactly."""
+    return torch.cat((ids.to(values[0].dtype), *values), 1)
+
+
+def fetched(parts: list[Tensor]) -> NDArray[np.float64]:
+    return np.concatenate([part.cpu().numpy() for part in parts]).astype(np.float64)
+
+
+class AnswerPenalties:
+    """The penalties of one answer, which grows."""
+
+    def __init__(self, penalties: Penalties) -> None:
+        self._penalties = penalties
+        self._counts = Counter[int]()
+        self._changes: Tensor | None = None  # [V], of the logits after the answer
+        self._outdated = {*penalties.logit_bias}  # tokens
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """The answer continues with ``tokens``."""
+        for token in tokens:
+            self._counts[token] += 1
+            self._outdated.add(token)
+
+    @torch.inference_mode()
+    def applied(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        """``logits`` [n, V] with the changes, at least float32. ``paths``: of each row, the tokens between
+        the answer and the row's successor."""
+        logits = wide(logits)
+        if self._changes is None:
+            self._changes = logits.new_zeros(logits.shape[-1])
+        if self._outdated:
+            tokens = sorted(self._outdated)
+            self._changes[torch.tensor(tokens, device=logits.device)] = logits.new_tensor(
+                [self._penalties.change(token, self._counts[token]) for token in tokens])
+            self._outdated.clear()
+        changed = logits + self._changes
+        places = [(row, token, self._penalties.change(token, self._counts[token] + more))
+                  for row, path in enumerate(paths) for token, more in Counter(path).items()]
+        if places:
+            rows, columns, values = zip(*places, strict=True)
+            at = torch.tensor(rows, device=logits.device), torch.tensor(columns, device=logits.device)
+            changed[at] = logits[at] + logits.new_tensor(values)
+        return changed
+
 
 _MOST_TOP_K = 256  # beyond that the definition is as fast
 _CLOSE_MASS = 1e-4  # sums in float32 are better than that,

@@ -19,7 +19,7 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import DRAFT_PARTS, ModelDir, cache_values
 from flowspec_edge.stage.quant.base import Scheme
 from flowspec_edge.stage.weights.checkpoint import Checkpoint
-from flowspec_edge.util.storage.weight_file import TensorInfo
+from flowspec_edge.util.weight_file import TensorInfo
 
 _DEEP_EAGLE2 = "eagle2-deep"  # recognised by its directory alone: its files are those of any EAGLE-2 head
 _PREFIX = re.compile(r"^(module\.)?(model\.)?")  # prefixes of a training wrapper, and of a whole model

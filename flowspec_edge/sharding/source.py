@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.model.hub import download, is_repository_name
+from flowspec_edge.model.catalogue import download, is_repository_name
 from flowspec_edge.model.modeldir import ModelDir, is_here, resolve_model
 from flowspec_edge.sharding.drafts import DraftFiles, check_fit, drafts_of
 from flowspec_edge.stage.families import load_config, skeleton
@@ -21,7 +21,7 @@ from flowspec_edge.stage.quant.awq_gptq import Importer, importer
 from flowspec_edge.stage.weights import tensor_names
 from flowspec_edge.stage.weights.checkpoint import Checkpoint, check_shape
 from flowspec_edge.util.bounded_read import read_bytes
-from flowspec_edge.util.storage.weight_file import TensorInfo
+from flowspec_edge.util.weight_file import TensorInfo
 
 # Files besides the weights that D0 may need; config.json is rewritten.
 _EXTRA_FILES = (

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.util.bounded_read import Progress
 from flowspec_edge.util.files import PARTIAL, publish
-from flowspec_edge.util.storage.uncached import Progress
-from flowspec_edge.util.storage.weight_file import DTYPES
+from flowspec_edge.util.weight_file import DTYPES
 
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 

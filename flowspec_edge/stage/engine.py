@@ -7,6 +7,9 @@ Segments of several sessions may be computed in one pass: the weights are read o
 attends to its own session's cache.  It knows no sockets, clocks, trees or other stages.  Prune, Cancel, Open
 and Close may arrive at any time, also from ``compute``'s ``poll``; a pass does not touch the cache of a
 session that has ended meanwhile.
+
+:func:`warm_up` comes before the first segment: on CUDA the first passes pay for the context, cuBLAS and
+lazily loaded kernels: seconds, in which a peer would consider the stage dead.
 """
 
 from __future__ import annotations
@@ -32,12 +35,13 @@ from flowspec_edge.messages import (
 )
 from flowspec_edge.stage import forward, rows
 from flowspec_edge.stage.base import Poll, Results
-from flowspec_edge.stage.layers.batch import Part
+from flowspec_edge.stage.layers.attention import Part
 from flowspec_edge.stage.layers.kv_cache import Int8KVCache, KVCache, row_bytes
-from flowspec_edge.stage.session import COUNTERS, Session
+from flowspec_edge.stage.rows import COUNTERS, Session
 from flowspec_edge.stage.shard import Shard
-from flowspec_edge.util import device_memory
+from flowspec_edge.util import torchdevice
 from flowspec_edge.util.tensors import from_torch, wire_name
+from flowspec_edge.util.torchdevice import release
 
 # Capacities on CUDA are multiples of this, so that sessions of similar length can share a cache size.
 _CAPACITY_STEP = 256
@@ -183,7 +187,7 @@ class StageEngine:
         computed = None
         try:
             n, held = sum(map(len, running)), sum(len(part.cache) for part in running)
-            with device_memory.allocation(f"computing {n} rows with {held} in the cache", 0, _NEED_LESS):
+            with torchdevice.allocation(f"computing {n} rows with {held} in the cache", 0, _NEED_LESS):
                 computed = self._run(running, poll)
             for part in running if computed else ():
                 if not part.ended:
@@ -310,12 +314,12 @@ class StageEngine:
                 cache.clear()
                 return cache
         ended.clear()  # frees memory before the next allocation
-        device_memory.release(shard.device)
+        torchdevice.release(shard.device)
         lo, hi = shard.layers
         nbytes = (hi - lo) * capacity * row_bytes(
             shard.kv_heads, shard.head_dim, shard.dtype.itemsize, shard.kv_cache)
-        available = device_memory.available_bytes(shard.device)
-        with device_memory.allocation(f"a KV cache of {capacity} rows", nbytes, _NEED_LESS, available):
+        available = torchdevice.available_bytes(shard.device)
+        with torchdevice.allocation(f"a KV cache of {capacity} rows", nbytes, _NEED_LESS, available):
             if inherited is not None:
                 inherited.move(capacity, np.arange(rows))
                 return inherited
@@ -326,3 +330,32 @@ class StageEngine:
 def _payload(hidden: Tensor, dead: rows.Bool) -> Payload:
     payload = from_torch(hidden)
     return rows.select_payload(payload, ~dead) if dead.any() else payload
+
+
+ROWS = (1, 16, 64)  # plain decoding, a tree segment, a prompt chunk
+
+
+def warm_up(shard: Shard) -> None:
+    """Run segments of ``ROWS`` rows in a temporary engine; FlowspecError if the memory does not suffice."""
+    engine = StageEngine(shard)
+    engine.open(Open(session=0, epoch=0, capacity=sum(ROWS)))
+    first = 0
+    for run, count in enumerate(ROWS):
+        admitted = engine.admit(_chain(shard, run, first, count))
+        assert admitted is not None
+        engine.compute([admitted])
+        first += count
+    del engine
+    release(shard.device)
+
+
+def _chain(shard: Shard, run: int, first: int, rows: int) -> Segment:
+    """A chain of uncommitted rows, with token 0 or zero hidden states."""
+    numbers = np.arange(first, first + rows, dtype=np.int32)
+    embeds = shard.embed is not None
+    return Segment(
+        session=0, epoch=0, run=run, first=first, stop=first + rows, numbers=numbers, positions=numbers,
+        base=first, bits=np.packbits(np.tri(rows, dtype=np.uint8), axis=1, bitorder="little"),
+        tokens=np.zeros(rows, dtype=np.int32) if embeds else None,
+        hidden=None if embeds else from_torch(torch.zeros(rows, shard.hidden_size, dtype=shard.dtype)),
+        committed=np.arange(max(0, first - (ROWS[run - 1] if run else 0)), first, dtype=np.int32))

@@ -12,9 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.config_check import check_config, require_family
 from flowspec_edge.model.manifest import DRAFT_TARGET, Manifest, stage_part
-from flowspec_edge.model.modeldir import is_sharded, refuse_gguf
+from flowspec_edge.model.modeldir import check_config, is_sharded, refuse_gguf, require_family
 from flowspec_edge.stage.layers import attention
 from flowspec_edge.util.bounded_read import read_json_object
 

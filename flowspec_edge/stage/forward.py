@@ -16,13 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flowspec_edge.stage.layers.attention import folded_mask
-from flowspec_edge.stage.layers.batch import BatchCache, BatchMask, Part
+from flowspec_edge.stage.layers.attention import BatchCache, BatchMask, Part, folded_mask
 from flowspec_edge.stage.layers.fused import ROW_STEP, FusedLayer, rotation
 from flowspec_edge.stage.layers.kv_cache import KVCache
 from flowspec_edge.stage.shard import Shard
-from flowspec_edge.util.embedding_table import tokens_device
 from flowspec_edge.util.tensors import indices, to_device, to_torch
+from flowspec_edge.util.weight_file import tokens_device
 
 AHEAD = 2  # pending layers: the running one, and the next so that the device does not idle
 Taps = list[tuple[int, Tensor]]  # layers passed, hidden states [n, H]

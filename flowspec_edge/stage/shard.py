@@ -20,10 +20,9 @@ from flowspec_edge.stage.weights import tensor_names
 from flowspec_edge.stage.weights.checkpoint import Checkpoint, check_shape
 from flowspec_edge.stage.weights.files import WeightFiles
 from flowspec_edge.stage.weights.load import load_modules, load_tensor, opened_part, part_dir, scheme_of
-from flowspec_edge.util.device_memory import allocation, release
-from flowspec_edge.util.embedding_table import Embedding, EmbeddingTable, as_embedding
-from flowspec_edge.util.storage.weight_file import SafetensorsFile
 from flowspec_edge.util.tensors import parse_dtype
+from flowspec_edge.util.torchdevice import allocation, release
+from flowspec_edge.util.weight_file import Embedding, EmbeddingTable, SafetensorsFile, as_embedding
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from flowspec_edge.messages import Segment
 from flowspec_edge.strategies.base import Pipeline, Strategy
-from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.parameters import Parameters
 from flowspec_edge.tree.draft_api import Commit
 from flowspec_edge.tree.segment_builder import SegmentBuilder
 
@@ -16,7 +16,7 @@ class Autoregressive(Strategy):
     summary = "plain pipeline decoding: one token at a time, no draft"
     drafter = None
 
-    def __init__(self, params: Params, builder: SegmentBuilder, pipeline: Pipeline) -> None:
+    def __init__(self, params: Parameters, builder: SegmentBuilder, pipeline: Pipeline) -> None:
         super().__init__(params, builder, pipeline)
         self._unsent: int | None = None  # the newest token, until it is sent
         self._position = 0

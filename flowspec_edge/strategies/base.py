@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 from flowspec_edge.messages import Cancel, Prune, Segment
 from flowspec_edge.sampling.rule import Sampling
-from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.parameters import Parameters
 from flowspec_edge.tree.draft_api import Commit, DraftOutput, DraftRequest
 from flowspec_edge.tree.segment_builder import SegmentBuilder
 
@@ -51,9 +51,9 @@ class Strategy(ABC):
     name         by which commands and requests know it
     summary      a line for lists
     drafter      draft model: a key of ``modeldir.DRAFT_PARTS``, "ngram", or None
-    parameters   the fields of ``Params`` that it reads itself: the names of ``--set``
+    parameters   the dataclass that declares its parameters: the names of ``--set``
     parallelism  "pipeline": every stage has some layers; "megatron", "galaxy": a slice of all
-    params       the user's parameters
+    params       the user's values of them
     builder      numbers rows and builds segments and prunes
     pipeline     what is known of the devices
     counters     to be counted by the strategy
@@ -62,24 +62,24 @@ class Strategy(ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
     drafter: ClassVar[str | None] = "eagle2"  # the kind of draft model it wants, if any
-    parameters: ClassVar[tuple[str, ...]] = ()
+    parameters: ClassVar[type[Parameters]] = Parameters
     parallelism: ClassVar[Parallelism] = "pipeline"  # how the target's devices share a segment
 
-    def __init__(self, params: Params, builder: SegmentBuilder, pipeline: Pipeline) -> None:
-        self.params = params
+    def __init__(self, params: Parameters, builder: SegmentBuilder, pipeline: Pipeline) -> None:
+        self.params = params.of(self.parameters)
         self.builder = builder
         self.pipeline = pipeline
         self.counters = TokenCounters()
 
     @classmethod
-    def drafts_with(cls, params: Params) -> str | None:
+    def drafts_with(cls, params: Parameters) -> str | None:
         """The kind of draft model: the strategy's own unless ``params`` name another."""
         if cls.drafter is None or params.draft == "own":
             return cls.drafter
         return params.draft
 
     @classmethod
-    def looks_up(cls, params: Params) -> bool:
+    def looks_up(cls, params: Parameters) -> bool:
         """Whether it also follows continuations from earlier in the text."""
         return params.ngram and cls.drafter is not None
 

@@ -7,16 +7,30 @@ built from the best nodes, even during an expansion.  A merged expansion re-rank
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
 from flowspec_edge.messages import Segment
-from flowspec_edge.strategies.tree_strategy import TreeStrategy
+from flowspec_edge.strategies.tree_strategy import TreeParameters, TreeStrategy
 from flowspec_edge.tree.draft_api import Commit
+
+
+@dataclass(frozen=True)
+class FlowSpecParameters(TreeParameters):
+    expand_depth: Annotated[int, "d_exp: levels of a context-aware expansion"] = 5
+    expand_size: Annotated[int, "L_exp: nodes of a context-aware expansion"] = 64
+    extend_depth: Annotated[int, "levels of a score-aware expansion"] = 2
+    extend_size: Annotated[int, "nodes of a score-aware expansion"] = 48
+
+    def largest_tree(self) -> int:
+        return self.tree_size + self.expand_size + self.extend_size
 
 
 class FlowSpec(TreeStrategy):
     name = "flowspec"
     summary = "FlowSpec, the paper's: a tree of fixed depth, score-ordered, pruned and expanded in flight"
-    parameters = (*TreeStrategy.parameters, "expand_depth", "expand_size", "extend_depth", "extend_size")
+    parameters = FlowSpecParameters
+    params: FlowSpecParameters
 
     def next_segment(self, rows: int | None = None) -> Segment | None:
         return self.send_best(self.params.segment if rows is None else rows)

@@ -12,15 +12,18 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
+from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Segment
 from flowspec_edge.sampling.rule import Sampling, scores_from_probabilities
 from flowspec_edge.strategies.base import Pipeline
-from flowspec_edge.strategies.params import LONGEST_BLOCK, Params
+from flowspec_edge.strategies.parameters import LONGEST_BLOCK, Parameters
 from flowspec_edge.strategies.tree_strategy import TreeStrategy
-from flowspec_edge.tree.acceptance_estimator import AcceptanceEstimator
+from flowspec_edge.tree.acceptance import AcceptanceEstimator
 from flowspec_edge.tree.best_first_tree import BestFirstTree
 from flowspec_edge.tree.draft_api import Commit, DraftOutput, DraftRequest
 from flowspec_edge.tree.draft_tree import Node
@@ -34,17 +37,41 @@ _CHILDREN_PER_LOOKUP = 4
 _LOOK_UPS = 24  # most nodes of one look-up
 _WORTH_EXPANDING = 0.5  # of the least likely row sent: a node so likely may have children worth sending
 _WORTH_LOOKING = math.log(0.02)  # less likely children are not looked up
+IDEAS = ("ahead", "curve", "learn", "lookup")
+
+
+@dataclass(frozen=True)
+class FlowSpecPlusParameters(Parameters):
+    plus_width: Annotated[int, "nodes that a draft pass of FlowSpec+ expands"] = 10
+    plus_rows: Annotated[int, "the longest segment of FlowSpec+; 0: by the stages' curve, else segment",
+                         0] = 0
+    plus_without: Annotated[str, "ideas of FlowSpec+ to switch off, separated by commas: "
+                                 "ahead, curve, learn, lookup"] = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.disabled_ideas()
+
+    def disabled_ideas(self) -> frozenset[str]:
+        names = frozenset(part.strip() for part in self.plus_without.split(",") if part.strip())
+        if unknown := sorted(names - set(IDEAS)):
+            raise UsageError(f"plus-without knows {', '.join(IDEAS)}, not {unknown[0]!r}")
+        return names
+
+    def largest_segment(self) -> int:
+        return max(super().largest_segment(), 1 + self.plus_rows)
 
 
 class FlowSpecPlus(TreeStrategy):
     name = "flowspec_plus"
     summary = "FlowSpec+, this project's: one lasting tree, likeliest nodes first, at any depth (default)"
-    parameters = ("plus_width", "plus_rows", "plus_without")
+    parameters = FlowSpecPlusParameters
+    params: FlowSpecPlusParameters
     tree: BestFirstTree
 
-    def __init__(self, params: Params, builder: SegmentBuilder, pipeline: Pipeline) -> None:
+    def __init__(self, params: Parameters, builder: SegmentBuilder, pipeline: Pipeline) -> None:
         super().__init__(params, builder, pipeline)
-        self._disabled = params.disabled_ideas()
+        self._disabled = self.params.disabled_ideas()
         self._sampling = Sampling()
         self._estimator = AcceptanceEstimator(greedy=True)
         self.tree = BestFirstTree(-1, -1, 0, self._estimator)  # until ``start``
@@ -64,8 +91,9 @@ class FlowSpecPlus(TreeStrategy):
         return "curve" not in self._disabled
 
     @classmethod
-    def looks_up(cls, params: Params) -> bool:
-        return super().looks_up(params) or "lookup" not in params.disabled_ideas()
+    def looks_up(cls, params: Parameters) -> bool:
+        disabled = params.of(FlowSpecPlusParameters).disabled_ideas()
+        return super().looks_up(params) or "lookup" not in disabled
 
     def begin(self, text: Sequence[int], sampling: Sampling) -> None:
         self._sampling = sampling

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
 from flowspec_edge.messages import Segment
 from flowspec_edge.strategies.base import Pipeline
-from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.parameters import Parameters
 from flowspec_edge.strategies.tree_strategy import TreeStrategy
 from flowspec_edge.tree.draft_api import DraftOutput, DraftRequest
 from flowspec_edge.tree.draft_tree import Node
@@ -29,7 +31,7 @@ class LayeredStrategy(TreeStrategy):
 
     order = "layer"
 
-    def __init__(self, params: Params, builder: SegmentBuilder, pipeline: Pipeline) -> None:
+    def __init__(self, params: Parameters, builder: SegmentBuilder, pipeline: Pipeline) -> None:
         super().__init__(params, builder, pipeline)
         self._newest: list[Node] = []
         self._candidates: list[Candidate] | None = None  # for the next layer; None: not drafted yet
@@ -98,6 +100,15 @@ class LayeredStrategy(TreeStrategy):
             self.tree.add(parent, token, score)
 
 
+@dataclass(frozen=True)
+class PipeDecParameters(Parameters):
+    pipedec_width: Annotated[int, "w: nodes of a layer (FlowSpec's comparison takes 16)"] = 32
+    pipedec_children: Annotated[int, "c: children per node"] = 16
+
+    def largest_segment(self) -> int:
+        return max(super().largest_segment(), 1 + self.pipedec_width)
+
+
 class PipeDec(LayeredStrategy):
     """An ordinary draft model's dynamic tree, one layer in every stage (PipeDec, section 3).
 
@@ -107,7 +118,8 @@ class PipeDec(LayeredStrategy):
 
     name = "pipedec"
     summary = "one layer of a draft model's tree in every stage, hit or miss a timestep (PipeDec)"
-    parameters = ("pipedec_width", "pipedec_children")
+    parameters = PipeDecParameters
+    params: PipeDecParameters
     drafter = "lm"
 
     @property
@@ -117,6 +129,14 @@ class PipeDec(LayeredStrategy):
     @property
     def children(self) -> int:
         return self.params.pipedec_children
+
+
+@dataclass(frozen=True)
+class SPDParameters(Parameters):
+    spd_width: Annotated[int, "W: branches kept"] = 1
+
+    def largest_segment(self) -> int:
+        return max(super().largest_segment(), 1 + self.spd_width)
 
 
 class SPD(LayeredStrategy):
@@ -136,10 +156,11 @@ class SPD(LayeredStrategy):
 
     name = "spd"
     summary = "one token a stage, foreseen from the states in the pipeline (SPD)"
-    parameters = ("spd_width",)
+    parameters = SPDParameters
+    params: SPDParameters
     drafter = "spd"
 
-    def __init__(self, params: Params, builder: SegmentBuilder, pipeline: Pipeline) -> None:
+    def __init__(self, params: Parameters, builder: SegmentBuilder, pipeline: Pipeline) -> None:
         super().__init__(params, builder, pipeline)
         self._first = self.pipeline.depths[0] if self.pipeline.depths else 0  # layers of the first stage
         self._sent = self._before = -1  # runs of the newest layer and of the one before it; -1: none
@@ -159,7 +180,7 @@ class SPD(LayeredStrategy):
         return super().next_draft() if self._before <= self._tapped else None
 
     @classmethod
-    def drafts_with(cls, params: Params) -> str:
+    def drafts_with(cls, params: Parameters) -> str:
         """Always its own module: no other draft model reads the pipeline's states."""
         return "spd"
 

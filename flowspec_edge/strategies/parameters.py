@@ -1,14 +1,23 @@
-"""One parameter of a strategy, described for lists, and the reading of ``name=value``."""
+"""How a strategy declares its parameters, and the parameters that all strategies have.
+
+Defaults are the papers' (FlowSpec: section IV-A).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, fields, replace
-from typing import Any, get_args, get_type_hints
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.strategies.params import LONGEST_LOOK_UP, MAY_BE_ZERO, MOST, Params
-from flowspec_edge.util.suggest import did_you_mean
+from flowspec_edge.sampling.settings import Rank
+
+LONGEST_BLOCK = 64  # PEARL's, when a draft pass costs next to nothing
+LONGEST_LOOK_UP = 32  # steps and index entries a token
+MOST = 65_536  # of any number
+_MOST_ROWS = 8192  # of a segment: beyond, a stage's attention mask alone would need gigabytes
+Draft = Literal["own", "eagle2", "eagle2-deep", "eagle3", "lm", "ngram"]
+Declared = TypeVar("Declared", bound="Parameters")
 
 COMMON = ("prefill_chunk", "segment")  # of all strategies
 DRAFTED = ("draft", "rank", "tau", "ngram", "ngram_max", "ngram_min")  # of all that draft
@@ -20,12 +29,13 @@ _SWITCH = {"true": True, "yes": True, "on": True, "1": True,
 
 @dataclass(frozen=True)
 class Parameter:
-    """``kind``: its type; a Literal has its values as arguments."""
+    """``kind``: its type; a Literal has its values as arguments.  ``least``: the smallest number."""
 
     name: str
     kind: Any
     default: Any
     meaning: str
+    least: int
 
     @property
     def range(self) -> str:
@@ -35,13 +45,10 @@ class Parameter:
             return ", ".join(choices)
         if self.kind is bool:
             return "true, false"
-        if self.kind is str:
-            return "text"
-        least = "1" if self.kind is int and self.name not in MAY_BE_ZERO else "0"
-        return f"{least} to {MOST}"
+        return "text" if self.kind is str else f"{self.least} to {MOST}"
 
     def read(self, text: str) -> Any:
-        """UsageError for a text that is not of the type; ``Params`` checks the range."""
+        """UsageError for a text that is not of the type; :meth:`check` is for the range."""
         try:
             if self.kind is bool:
                 return _SWITCH[text.lower()]
@@ -51,30 +58,81 @@ class Parameter:
             shown = text if len(text) <= 40 else f"{text[:40]}…"
             raise UsageError(f"{self.name} must be {what} ({self.range}), not {shown!r}") from None
 
+    def check(self, value: Any) -> None:
+        name, choices = self.name.replace("_", "-"), get_args(self.kind)
+        if choices and value not in choices:
+            raise UsageError(f"{name} must be {' or '.join(choices)}, not {value!r}")
+        if self.kind is int and value < self.least:
+            raise UsageError(f"{name} must be at least {self.least}, not {value}")
+        if self.kind is int and value > MOST:
+            raise UsageError(f"{name} must be at most {MOST}, not {value}")
+        if self.kind is float and value < 0:
+            raise UsageError(f"{name} must not be negative, not {value}")
+        if self.kind is float and not value <= MOST:
+            raise UsageError(f"{name} must be a number up to {MOST}, not {value}")
 
-def all_parameters() -> dict[str, Parameter]:
-    hints = get_type_hints(Params, include_extras=True)
-    return {f.name: Parameter(f.name, hints[f.name].__origin__, f.default, hints[f.name].__metadata__[0])
-            for f in fields(Params)}
+
+def parameters(declared: type[Parameters]) -> dict[str, Parameter]:
+    """The parameters that a class declares, inherited ones first."""
+    return _described(declared)  # type: ignore[arg-type]  # mypy takes the hash of its instances
 
 
-def set_parameters(params: Params, settings: Iterable[str], known: Collection[str], whose: str) -> Params:
-    """``params`` with every "name=value" of ``settings``; a dash counts as an underscore.
+@cache
+def _described(declared: type[Parameters]) -> dict[str, Parameter]:
+    described = {}
+    for name, hint in get_type_hints(declared, include_extras=True).items():
+        if get_origin(hint) is Annotated:
+            kind, (meaning, *least) = hint.__origin__, hint.__metadata__
+            smallest = least[0] if least else int(kind is int)
+            described[name] = Parameter(name, kind, getattr(declared, name), meaning, smallest)
+    return {name: described[name] for name in declared.__dataclass_fields__ if name in described}
 
-    UsageError for a name that is not in ``known``, the parameters of ``whose``, or for a value out of range.
+
+@dataclass(frozen=True)
+class Parameters:
+    """The parameters that all strategies have.  A strategy with more derives a frozen dataclass and names it
+    as ``Strategy.parameters``.
+
+    Lengths count tokens, depths count tree levels below the root.  A field is
+    ``name: Annotated[kind, meaning, least] = default`` with a kind of int, float, bool, str, or a Literal of
+    texts.  ``least``, 1 unless given, is an int's smallest value; floats begin at 0.  A derived
+    ``__post_init__`` calls this one, and may raise UsageError.
     """
-    changes = {}
-    every = all_parameters()
-    for setting in settings:
-        given, equals, text = setting.partition("=")
-        name = given.strip().replace("-", "_")
-        if not equals or not name:
-            raise UsageError(f"--set takes name=value, not {setting!r}, such as --set {next(iter(known))}="
-                             f"{every[next(iter(known))].default}")
-        if name not in known:
-            raise UsageError(f"{whose} has no parameter {name!r}: {did_you_mean(name, known)}"
-                             f"there are {', '.join(known)}")
-        if name in changes:
-            raise UsageError(f"--set gives {name} twice")
-        changes[name] = every[name].read(text.strip())
-    return replace(params, **changes)
+
+    prefill_chunk: Annotated[int, "prompt tokens a segment"] = 64
+    segment: Annotated[int, "l: the longest segment; a turn is the time of a full one"] = 16
+    draft: Annotated[Draft, "the draft model: each strategy's own kind, or this one for all but SPD; ngram "
+                            "looks up in the text and needs no model"] = "own"
+    rank: Annotated[Rank, "how children are ranked when sampling: by the draft's confidence alone, or with "
+                          "the noise that the target will be sampled with"] = "noise"
+    tau: Annotated[float, "softness of the noise ranking"] = 0.6
+    ngram: Annotated[bool, "merge look-up in the text into the draft model's children"] = False
+    ngram_max: Annotated[int, "the longest run of tokens that is looked up in the text"] = 4
+    ngram_min: Annotated[int, "the shortest run of tokens that is looked up"] = 2
+
+    def __post_init__(self) -> None:
+        for name, parameter in parameters(type(self)).items():
+            parameter.check(getattr(self, name))
+        if not self.tau > 0:
+            raise UsageError(f"tau must be positive, not {self.tau}")
+        if not self.ngram_min <= self.ngram_max <= LONGEST_LOOK_UP:
+            raise UsageError(f"ngram-max must be ngram-min ({self.ngram_min}) to {LONGEST_LOOK_UP}, "
+                             f"not {self.ngram_max}")
+        if (rows := self.largest_segment()) > _MOST_ROWS:
+            raise UsageError(f"a segment of {rows} rows is more than {_MOST_ROWS}: lower the tree, width, "
+                             "gamma or branching that asks for it")
+
+    def of(self, declared: type[Declared]) -> Declared:
+        """The values of the parameters that ``declared`` has; defaults for those not given."""
+        if isinstance(self, declared):
+            return self
+        given = {name: getattr(self, name) for name in parameters(declared) if hasattr(self, name)}
+        return declared(**given)
+
+    def largest_segment(self) -> int:
+        """Rows of the longest segment that a strategy with these parameters may send."""
+        return 1 + max(self.segment, LONGEST_BLOCK)
+
+    def largest_tree(self) -> int:
+        """Nodes that such a strategy may draft before any of them is verified; 0: few."""
+        return 0

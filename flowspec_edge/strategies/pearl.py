@@ -9,21 +9,33 @@ target run at a time.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Annotated
+
 from flowspec_edge.messages import Segment
 from flowspec_edge.strategies.base import Pipeline
-from flowspec_edge.strategies.params import LONGEST_BLOCK, Params
+from flowspec_edge.strategies.parameters import LONGEST_BLOCK, Parameters
 from flowspec_edge.strategies.tree_strategy import TreeStrategy
 from flowspec_edge.tree.draft_tree import Node
 from flowspec_edge.tree.segment_builder import SegmentBuilder
 
 
+@dataclass(frozen=True)
+class PearlParameters(Parameters):
+    pearl_gamma: Annotated[int, "draft tokens a block; 0: as many as fit into one verification", 0] = 0
+
+    def largest_segment(self) -> int:
+        return max(super().largest_segment(), 1 + self.pearl_gamma)
+
+
 class Pearl(TreeStrategy):
     name = "pearl"
     summary = "the draft makes the next block while the target verifies this one (PEARL)"
-    parameters = ("pearl_gamma",)
+    parameters = PearlParameters
+    params: PearlParameters
     drafter = "lm"
 
-    def __init__(self, params: Params, builder: SegmentBuilder, pipeline: Pipeline) -> None:
+    def __init__(self, params: Parameters, builder: SegmentBuilder, pipeline: Pipeline) -> None:
         super().__init__(params, builder, pipeline)
         self._pre_verify = True
 

@@ -15,26 +15,43 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import numpy as np
 
 from flowspec_edge.messages import Cancel, Prune, Segment
 from flowspec_edge.strategies.base import Pipeline
-from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.parameters import Parameters
 from flowspec_edge.strategies.tree_strategy import TreeStrategy
 from flowspec_edge.tree.draft_api import Commit, DraftOutput, DraftRequest
 from flowspec_edge.tree.draft_tree import Node
 from flowspec_edge.tree.segment_builder import SegmentBuilder
 
 
+@dataclass(frozen=True)
+class PipeInferParameters(Parameters):
+    pipeinfer_tokens: Annotated[int, "the longest micro-batch, in tokens of one sequence"] = 4
+    pipeinfer_sequences: Annotated[int, "branches of a micro-batch"] = 3
+    pipeinfer_accept: Annotated[float, "confidence cutoff at the start"] = 0.01
+    pipeinfer_split: Annotated[float, "confidence from which a second child starts a branch"] = 0.8
+    pipeinfer_recovery: Annotated[float, "added to the cutoff by every micro-batch until a run returns"] = 0.4
+    pipeinfer_decay: Annotated[float, "taken off the cutoff by every attempt that it stopped"] = 0.01
+    pipeinfer_canonical: Annotated[Literal["all", "needed"], "accepted tokens that get a one-token run: all, "
+                                                             "or only those in no run yet"] = "all"
+
+    def largest_segment(self) -> int:
+        return max(super().largest_segment(), 1 + self.pipeinfer_tokens * self.pipeinfer_sequences)
+
+
 class PipeInfer(TreeStrategy):
     name = "pipeinfer"
     summary = "continuous micro-batches of a draft model, cancelled when refuted (PipeInfer)"
-    parameters = ("pipeinfer_tokens", "pipeinfer_sequences", "pipeinfer_accept", "pipeinfer_split",
-                  "pipeinfer_recovery", "pipeinfer_decay", "pipeinfer_canonical")
+    parameters = PipeInferParameters
+    params: PipeInferParameters
     drafter = "lm"
 
-    def __init__(self, params: Params, builder: SegmentBuilder, pipeline: Pipeline) -> None:
+    def __init__(self, params: Parameters, builder: SegmentBuilder, pipeline: Pipeline) -> None:
         super().__init__(params, builder, pipeline)
         self._cancels: list[int] = []
         self._runs: dict[int, list[Node]] = {}  # speculative runs in flight, oldest first

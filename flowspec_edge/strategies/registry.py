@@ -5,15 +5,15 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from flowspec_edge.errors import FlowspecError, RequestFailed, UsageError
 from flowspec_edge.model.modeldir import ModelDir
-from flowspec_edge.strategies.parameters import COMMON, DRAFTED, all_parameters
-from flowspec_edge.strategies.params import Params
-from flowspec_edge.util.suggest import did_you_mean
+from flowspec_edge.strategies.parameters import COMMON, DRAFTED, Parameter, Parameters, parameters
+from flowspec_edge.util.terminal import did_you_mean
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -97,10 +97,22 @@ def one_parallelism(names: Iterable[str]) -> Parallelism:
     return kinds.pop()
 
 
-def parameters_of(chosen: type[Strategy]) -> tuple[str, ...]:
-    """The names of the ``Params`` that ``chosen`` reads, its own first."""
-    drafted = DRAFTED if chosen.drafter else ()
-    return tuple(dict.fromkeys([*chosen.parameters, *drafted, *COMMON]))
+def parameters_of(chosen: type[Strategy]) -> dict[str, Parameter]:
+    """The parameters that ``chosen`` reads by name, its own first."""
+    every, shared = parameters(chosen.parameters), parameters(Parameters)
+    own = [name for name in every if name not in shared]
+    return {name: every[name] for name in (*own, *(DRAFTED if chosen.drafter else ()), *COMMON)}
+
+
+def declared_by_strategies(wanted: Iterable[str] = ()) -> list[type[Parameters]]:
+    """What this package's strategies and those loaded from elsewhere declare; if ``wanted`` has a parameter
+    that is not among it, all strategies of entry points are loaded first."""
+    found = [strategy.parameters for strategy in (*STRATEGIES.values(), *_loaded.values())]
+    if set(wanted) - {name for declared in found for name in parameters(declared)}:
+        for entry in _entry_points().values():
+            with suppress(UsageError):
+                found.append(_load(entry).parameters)
+    return list(dict.fromkeys(found))
 
 
 def _entry_points() -> dict[str, EntryPoint]:
@@ -123,9 +135,13 @@ def _load(found: EntryPoint) -> type[Strategy]:
     name, summary = (getattr(chosen, key, None) for key in ("name", "summary"))
     if not (isinstance(name, str) and name.isidentifier() and isinstance(summary, str)):
         raise UsageError(f"{found.value} needs two class attributes: name, an identifier, and summary")
-    if unknown := sorted(set(chosen.parameters) - set(all_parameters())):
-        raise UsageError(f"{found.value} lists parameters that do not exist: {', '.join(unknown)}; it can "
-                         "read the fields of flowspec_edge.Params")
+    declared = chosen.parameters
+    if not (inspect.isclass(declared) and issubclass(declared, Parameters)):
+        raise UsageError(f"{found.value} must declare its parameters as a dataclass that is derived from "
+                         f"flowspec_edge.Parameters, not {declared!r}")
+    if bare := [name for name in declared.__dataclass_fields__ if name not in parameters(declared)]:
+        raise UsageError(f"{found.value} does not describe its parameter {bare[0]}: it needs "
+                         'Annotated[int, "meaning"] or the like, and a default')
     known = STRATEGIES.get(name) or _loaded.get(name) or _loaded.setdefault(name, _located(chosen))
     if chosen not in (known, *known.__bases__):
         raise UsageError(f"{found.value} has the name of another strategy, {name}: give it its own")
@@ -158,7 +174,7 @@ def _located(chosen: type[Strategy]) -> type[Strategy]:
     return type(chosen.__name__, (chosen,), {**methods, **same})
 
 
-def draft_kind(chosen: type[Strategy], params: Params, model: ModelDir) -> str | None:
+def draft_kind(chosen: type[Strategy], params: Parameters, model: ModelDir) -> str | None:
     """The kind of draft model that ``chosen`` uses on ``model``, which may lack it; None: it drafts nothing.
 
     An EAGLE-3 head replaces a missing EAGLE-1/2 head.  UsageError for an unusable kind.
@@ -173,7 +189,7 @@ def draft_kind(chosen: type[Strategy], params: Params, model: ModelDir) -> str |
     return kind
 
 
-def draft_label(chosen: type[Strategy], params: Params, kind: str | None) -> str:
+def draft_label(chosen: type[Strategy], params: Parameters, kind: str | None) -> str:
     """Name what a request drafts with, for a table: ``kind``, "+ngram" if it also looks up in the text, or
     "none"."""
     looked_up = "+ngram" if kind not in (None, "ngram") and chosen.looks_up(params) else ""

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
+from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Segment
 from flowspec_edge.strategies.base import Pipeline
-from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.parameters import Parameters
 from flowspec_edge.strategies.tree_strategy import TreeStrategy
 from flowspec_edge.tree.draft_api import Commit
-from flowspec_edge.tree.draft_tree import DraftTree, Node
+from flowspec_edge.tree.draft_tree import DraftTree, Node, TreeExpansion
 from flowspec_edge.tree.segment_builder import SegmentBuilder
-from flowspec_edge.tree.tree_expansion import TreeExpansion
 
 
 class ChunkPP(TreeStrategy):
@@ -23,7 +25,7 @@ class ChunkPP(TreeStrategy):
     summary = "the tree in N+1 equal chunks, accepted when all are back (FlowSpec's baseline)"
     order = "layer"
 
-    def __init__(self, params: Params, builder: SegmentBuilder, pipeline: Pipeline) -> None:
+    def __init__(self, params: Parameters, builder: SegmentBuilder, pipeline: Pipeline) -> None:
         super().__init__(params, builder, pipeline)
         self._chunks: deque[list[Node]] | None = None  # unsent ones; None until the tree is complete
         self._outstanding = 0
@@ -72,12 +74,21 @@ class WholeTree(TreeStrategy):
         return self.send(self.tree.pop_unsent(self.tree.size), root=True)
 
 
+@dataclass(frozen=True)
+class SpeculativeParameters(Parameters):
+    speculative_gamma: Annotated[int, "draft tokens a verification"] = 4
+
+    def largest_segment(self) -> int:
+        return max(super().largest_segment(), 1 + self.speculative_gamma)
+
+
 class Speculative(WholeTree):
     """Plain speculative decoding (Leviathan et al.): one chain of gamma tokens per round."""
 
     name = "speculative"
     summary = "a draft model's chain, verified in one go, by turns (PEARL's and PipeInfer's baseline)"
-    parameters = ("speculative_gamma",)
+    parameters = SpeculativeParameters
+    params: SpeculativeParameters
     drafter = "lm"
 
     def begin_round(self) -> None:
@@ -97,16 +108,37 @@ class StaticExpansion(TreeExpansion):
         return self._branching[-self._levels]
 
 
+@dataclass(frozen=True)
+class STPPParameters(Parameters):
+    stpp_branching: Annotated[str, "children per node, level by level (SpecInfer's)"] = "1,1,3,1,1,1,1,1"
+
+    def levels(self) -> tuple[int, ...]:
+        try:
+            levels = tuple(int(part) for part in self.stpp_branching.split(","))
+        except ValueError:
+            levels = ()
+        if not levels or min(levels) < 1:
+            raise UsageError("stpp-branching must be positive numbers separated by commas, "
+                             f"not {self.stpp_branching!r}")
+        return levels
+
+    def largest_segment(self) -> int:
+        levels = self.levels()
+        nodes = sum(math.prod(levels[: i + 1]) for i in range(len(levels)))
+        return max(super().largest_segment(), 1 + nodes)
+
+
 class STPP(WholeTree):
     """A fixed tree shape, whatever the scores; by default SpecInfer's."""
 
     name = "stpp"
     summary = "a static token tree, verified whole through the pipeline (PipeDec's baseline)"
-    parameters = ("stpp_branching",)
+    parameters = STPPParameters
+    params: STPPParameters
     drafter = "lm"
 
     def begin_round(self) -> None:
-        self.expansion = StaticExpansion(self.tree, self.params.stpp_levels())
+        self.expansion = StaticExpansion(self.tree, self.params.levels())
 
 
 class Megatron(WholeTree):

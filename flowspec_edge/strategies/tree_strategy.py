@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 from flowspec_edge.messages import Cancel, Prune, Segment
 from flowspec_edge.strategies.base import Pipeline, Strategy
-from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.parameters import Parameters
 from flowspec_edge.tree.acceptance import accepted_path
 from flowspec_edge.tree.draft_api import Commit, DraftOutput, DraftRequest
-from flowspec_edge.tree.draft_tree import DraftTree, Node, Order
+from flowspec_edge.tree.draft_tree import DraftTree, Node, Order, TreeExpansion
 from flowspec_edge.tree.segment_builder import SegmentBuilder
-from flowspec_edge.tree.tree_expansion import TreeExpansion
+
+
+@dataclass(frozen=True)
+class TreeParameters(Parameters):
+    tree_size: Annotated[int, "L: nodes of the initial tree, root not counted"] = 80
+    width: Annotated[int, "k: children per expanded node, and nodes expanded per level"] = 10
+    depth: Annotated[int, "d0: levels of the initial tree; EAGLE's depth 5 is 6 here"] = 5
+
+    def largest_segment(self) -> int:
+        return max(super().largest_segment(), 1 + self.tree_size)
+
+    def largest_tree(self) -> int:
+        return self.tree_size
 
 
 class TreeStrategy(Strategy):
@@ -25,10 +38,10 @@ class TreeStrategy(Strategy):
     Accepting, committing, pruning, and a new round after a miss are done here.
     """
 
-    parameters: ClassVar[tuple[str, ...]] = ("tree_size", "width", "depth")  # of the initial tree
+    parameters: ClassVar[type[Parameters]] = TreeParameters  # of the initial tree
     order: Order = "score"
 
-    def __init__(self, params: Params, builder: SegmentBuilder, pipeline: Pipeline) -> None:
+    def __init__(self, params: Parameters, builder: SegmentBuilder, pipeline: Pipeline) -> None:
         super().__init__(params, builder, pipeline)
         self.tree = DraftTree(-1, -1)  # until ``start``
         self.expansion: TreeExpansion | None = None
@@ -52,7 +65,7 @@ class TreeStrategy(Strategy):
 
     def begin_round(self) -> None:
         """Draft the initial tree; the tree holds only its root (FlowSpec, III-B)."""
-        p = self.params
+        p = self.params.of(TreeParameters)
         self.expand([self.tree.root], p.depth, p.width, p.tree_size)
 
     @property

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from flowspec_edge.drafting.eagle.head_drafter import KeyValueCache
-from flowspec_edge.training.loop import LoopOptions, Run, backpropagate, compiled, train, windows
-from flowspec_edge.training.optim import Optimiser
+from flowspec_edge.training.loop import LoopOptions, Optimiser, Run, backpropagate, compiled, train, windows
 
 DEPTHS = 6  # that agreement is measured for
 _ADAM_WIDTH = 192

@@ -20,11 +20,11 @@ from torch import Tensor
 from flowspec_edge.drafting.spd.module import SpdModule, load_module, save_module
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.stage.shard import split_layers
-from flowspec_edge.training.directories import bind, claim_part, make_directory, make_part
 from flowspec_edge.training.heads import greedy_text
 from flowspec_edge.training.loop import (
     QUICK,
     LoopOptions,
+    Optimiser,
     Run,
     backpropagate,
     compiled,
@@ -32,7 +32,6 @@ from flowspec_edge.training.loop import (
     train,
     windows,
 )
-from flowspec_edge.training.optim import Optimiser
 from flowspec_edge.training.python_source import QUICK_CHARACTERS, TokenizedCorpus, prepare_for
 from flowspec_edge.training.target import (
     check_target,
@@ -41,6 +40,7 @@ from flowspec_edge.training.target import (
     load_fast_tokenizer,
     load_target,
 )
+from flowspec_edge.training.text_files import bind, claim_part, make_directory, make_part
 from flowspec_edge.util.tomlfile import toml_table
 
 STAGES = (1, 2, 4, 8)  # the stage counts that agreement is measured for

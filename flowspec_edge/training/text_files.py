@@ -1,23 +1,27 @@
-"""Training text from a user's files: plain text, and JSON lines in the usual formats."""
+"""A training's files: text from the user's, plain or JSON lines in the usual formats, and output
+directories, in which a part gets its final name only when it is complete.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.untrusted.processes import TemplateRenderer
-from flowspec_edge.util.bounded_read import read_bytes, read_json_object
+from flowspec_edge.util.bounded_read import read_bytes, read_json, read_json_object
 
 HELD_OUT_ONE_IN = 50  # tokens
 _SUFFIXES = (".txt", ".py", ".md", ".jsonl")  # files read from a directory
@@ -212,3 +216,49 @@ def _conversation(messages: list[dict[str, str]], tokenizer: Any) -> Document:
     except (UsageError, ValueError) as error:  # several templates, none of them the default
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise _UnusableLine(f"the tokenizer's chat template refuses it ({reason})") from error
+
+
+def make_directory(path: Path) -> None:
+    """UsageError if ``path`` cannot be created."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = "a file is in the way" if isinstance(error, FileExistsError) else error.strerror
+        raise UsageError(f"cannot make the directory {path}: {reason}; give another one") from error
+
+
+def bind(path: Path, wanted: dict[str, Any], what: str) -> None:
+    """Bind a work directory to ``wanted``; UsageError if the file ``path`` in it says otherwise."""
+    wanted = json.loads(json.dumps(wanted))  # as a reader gets it: tuples become lists
+    if not path.exists():
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(wanted, indent=1))
+        os.replace(partial, path)
+    elif read_json(path) != wanted:
+        raise UsageError(f"{path.parent} holds the work of {what}; give another --work, or delete it")
+
+
+def claim_part(path: Path) -> None:
+    """UsageError, before hours of work, if ``make_part`` cannot write ``path``."""
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"cannot make the directory {path}: a file is in the way; give another one")
+    make_directory(_partial(path))
+    shutil.rmtree(_partial(path))
+
+
+def make_part(console: Console, path: Path, part: Callable[[Path], None]) -> None:
+    """``part`` writes into a temporary directory, which is renamed to ``path``; keeps an existing one."""
+    if path.is_dir():
+        console.print(f"{path} is finished already; going on", markup=False)
+        return
+    partial = _partial(path)
+    shutil.rmtree(partial, ignore_errors=True)
+    part(partial)
+    for file in partial.rglob("*"):
+        file.chmod(0o644)  # safetensors makes files that only their owner can read
+    os.replace(partial, path)
+    console.print(f"{path} is finished", markup=False)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".partial-{path.name}")

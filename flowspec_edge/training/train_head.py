@@ -17,7 +17,6 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import DRAFT_PARTS, ModelDir
 from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.weights.checkpoint import digest as tensors_digest
-from flowspec_edge.training.directories import bind, claim_part, make_directory, make_part
 from flowspec_edge.training.eagle import (
     DRAFT_VOCABULARY,
     Eagle2,
@@ -47,7 +46,16 @@ from flowspec_edge.training.target import (
     load_target,
     load_tokenizer,
 )
-from flowspec_edge.training.text_files import TrainingText, data_files, digest, prepare_files
+from flowspec_edge.training.text_files import (
+    TrainingText,
+    bind,
+    claim_part,
+    data_files,
+    digest,
+    make_directory,
+    make_part,
+    prepare_files,
+)
 from flowspec_edge.util.tomlfile import toml_table
 
 _SEED = 0

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from flowspec_edge.tree.acceptance_estimator import AcceptanceEstimator, Evidence
+from flowspec_edge.tree.acceptance import AcceptanceEstimator, Evidence
 from flowspec_edge.tree.draft_tree import DraftTree, Node
 
 HOPELESS = math.log(1e-4)  # less likely nodes are neither added nor sent

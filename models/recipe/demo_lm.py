@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from flowspec_edge.training.loop import LoopOptions, Run, backpropagate, compiled, device, train, windows
-from flowspec_edge.training.optim import Optimiser
+from flowspec_edge.training.loop import Optimiser
 from flowspec_edge.training.python_source import TokenizedCorpus, prepare
 
 EOS = "<|endoftext|>"

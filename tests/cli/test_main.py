@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
-from dataclasses import asdict
 from functools import cache
 from io import StringIO
 from typing import Any
@@ -98,7 +97,7 @@ def test_help_is_short_and_help_all_complete(command: tuple[str, ...]) -> None:
 def test_every_parameter_is_listed_by_a_strategy_that_reads_it() -> None:
     listed = {row["name"]: row["default"] for name in STRATEGIES
               for row in json.loads(printed("strategies", name, "--json"))["parameters"]}
-    assert listed == asdict(Params())
+    assert listed == Params().flat()
 
 
 def test_lists_have_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:

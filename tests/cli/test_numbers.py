@@ -13,8 +13,7 @@ from optionkit import all_commands, options, refusal
 from flowspec_edge.cli.common.options import not_nan
 from flowspec_edge.cli.main import app, main
 from flowspec_edge.errors import UsageError
-from flowspec_edge.strategies.parameters import all_parameters, set_parameters
-from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.params import Params, all_parameters, set_parameters
 
 # Each option once: commands share their definitions.
 NUMBERS = {(name, info.min, info.max, str(info.callback)): (path, name) for path, function in all_commands()

@@ -15,9 +15,8 @@ from safetensors.torch import save
 from flowspec_edge.device_profile import Profile
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.inventory import Inventory
-from flowspec_edge.model.config_check import check_config
 from flowspec_edge.model.manifest import Manifest
-from flowspec_edge.model.modeldir import position_limit
+from flowspec_edge.model.modeldir import check_config, position_limit
 from flowspec_edge.runtime.draft_device.config import DraftConfig
 from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.stage.families import load_config, skeleton

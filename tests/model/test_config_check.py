@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.config_check import check_config
-from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.model.modeldir import check_config, resolve_model
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size",
          "max_position_embeddings")

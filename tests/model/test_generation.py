@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.generation import choose_sampling, not_applied
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.modeldir import ModelDir, choose_sampling, not_applied
 from flowspec_edge.sampling.rule import Sampling
 
 # As it comes with Llama-3.1-8B-Instruct, and with Qwen2-7B-Instruct.

@@ -9,8 +9,8 @@ import pytest
 from tiny import tiny_tokenizer
 from tokenizers import AddedToken
 
+from flowspec_edge.model.chat import Tool, ToolFormat, recognise_tool_format
 from flowspec_edge.model.grammar import GrammarCompiler, json_value
-from flowspec_edge.model.tool_format import Tool, ToolFormat, recognise_tool_format
 
 pytest.importorskip("llguidance")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from memorykit import MemoryTransport
 from tiny import tiny_llama
 from tiny_dir import tiny_spd
 from transformers import AutoTokenizer, LlamaConfig
@@ -22,7 +23,6 @@ from flowspec_edge.runtime.worker.sd_notify import Notifier
 from flowspec_edge.stage.base import Engine
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.shard import load_shard
-from flowspec_edge.transport.memory import MemoryTransport
 
 
 def tiny_head(path: Path, vocab: int, hidden: int = 64, seed: int = 1) -> None:

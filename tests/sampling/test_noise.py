@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.shapes.launches import launches
-from flowspec_edge.sampling import device_noise
-from flowspec_edge.sampling.device_noise import _noise, device_words, noise_rows
+from flowspec_edge.sampling import sampler
 from flowspec_edge.sampling.rule import gumbel, gumbel_at, gumbel_from, keys, splitmix64
+from flowspec_edge.sampling.sampler import _noise, device_words, noise_rows
 
 MASK = 2**64 - 1
 LONG = 1 << 17  # words of a stream whose distribution is tested
@@ -85,7 +85,7 @@ def test_the_noise_of_a_word_is_exact_to_the_last_digits(device: str, word: int)
         expected = float(-(-u.ln()).ln())
     assert gumbel_from(np.array([word]))[0] == pytest.approx(expected, rel=1e-14, abs=1e-15)
     for dtype, error in ((torch.float32, 1e-6), (torch.float64, 1e-14)):
-        found = device_noise.gumbel_from(torch.tensor([word], device=device), dtype)
+        found = sampler.gumbel_from(torch.tensor([word], device=device), dtype)
         assert found.dtype == dtype
         assert found.item() == pytest.approx(expected, rel=error, abs=error)
 
@@ -189,7 +189,7 @@ def test_words_are_uniform_and_their_neighbours_tell_nothing(along: str) -> None
 def test_noise_follows_gumbels_distribution(along: str, dtype: object) -> None:
     words = stream(along).view(np.int64)
     if isinstance(dtype, torch.dtype):
-        noise = device_noise.gumbel_from(torch.from_numpy(words), dtype).double().numpy()
+        noise = sampler.gumbel_from(torch.from_numpy(words), dtype).double().numpy()
     else:
         noise = gumbel_from(words)
     noise = np.sort(noise)

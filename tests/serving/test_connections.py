@@ -18,8 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from flowspec_edge.serving.admission import AdmissionQueue
 from flowspec_edge.serving.app import make_app
-from flowspec_edge.serving.connections import ConnectionLimits
-from flowspec_edge.serving.server import listen, listening, url_of
+from flowspec_edge.serving.server import ConnectionLimits, listen, listening, url_of
 
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -112,7 +111,7 @@ def test_a_client_that_does_not_read_is_disconnected(held: Held, model: Path) ->
 
 def test_half_of_the_descriptors_are_the_clusters() -> None:
     """In a process of its own: the limit cannot be raised again."""
-    code = ("import resource as r; from flowspec_edge.serving.connections import usual_limits as u;"
+    code = ("import resource as r; from flowspec_edge.serving.server import usual_limits as u;"
             "r.setrlimit(r.RLIMIT_NOFILE, (64, 200)); print(u().connections, r.getrlimit(r.RLIMIT_NOFILE))")
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] >= 200
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -15,7 +15,7 @@ from flowspec_edge.errors import FlowspecError
 from flowspec_edge.messages import Open
 from flowspec_edge.stage import forward
 from flowspec_edge.stage.engine import StageEngine
-from flowspec_edge.util.device_memory import allocation, available_bytes
+from flowspec_edge.util.torchdevice import allocation, available_bytes
 
 # The message of PyTorch 2.5 on a Jetson that is out of memory.
 TEGRA = ('NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/opt/pytorch/c10/cuda/CUDACachingAllocator.cpp":838, '

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from flowspec_edge.messages import Prune, Segment, pack_bits
-from flowspec_edge.stage.rows import member, visible
-from flowspec_edge.stage.session import PendingPrunes, dead
+from flowspec_edge.stage.rows import PendingPrunes, dead, member, visible
 
 
 def numbers_of(values: set[int]) -> NDArray[np.int32]:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.shard import find_embedding, load_lm_head, load_shard, split_layers
-from flowspec_edge.util.embedding_table import EmbeddingTable
+from flowspec_edge.util.weight_file import EmbeddingTable
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,9 @@ from quantkit import DEVICES
 from stagekit import Book, engines, random_tokens, through
 from tiny import tiny_llama
 
-from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.engine import ROWS, StageEngine, warm_up
 from flowspec_edge.stage.layers.kv_cache import KVCache
 from flowspec_edge.stage.shard import load_shard
-from flowspec_edge.stage.warmup import ROWS, warm_up
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -54,7 +53,7 @@ _NEW_LIBRARIES = """
 import sys
 from pathlib import Path
 from stagekit import Book, engines, random_tokens, through
-from flowspec_edge.stage.warmup import warm_up
+from flowspec_edge.stage.engine import warm_up
 
 def libraries():
     lines = Path("/proc/self/maps").read_text().splitlines()

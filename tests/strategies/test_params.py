@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from flowspec_edge.errors import UsageError
+from flowspec_edge.strategies.flowspec_plus import FlowSpecPlusParameters
 from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.pearl import PearlParameters
 
 
 @pytest.mark.parametrize(("given", "message"), [
@@ -33,12 +35,12 @@ def test_what_cannot_be_is_refused(given: dict[str, object], message: str) -> No
 
 
 def test_zero_is_a_block_of_the_profiles_choice() -> None:
-    assert Params(pearl_gamma=0).pearl_gamma == 0
+    assert Params(pearl_gamma=0).of(PearlParameters).pearl_gamma == 0
 
 
 def test_ideas_are_left_out_by_name() -> None:
-    assert Params().disabled_ideas() == frozenset()
-    assert Params(plus_without=" learn,,lookup, ").disabled_ideas() == {"learn", "lookup"}
+    assert FlowSpecPlusParameters().disabled_ideas() == frozenset()
+    assert FlowSpecPlusParameters(plus_without=" learn,,lookup, ").disabled_ideas() == {"learn", "lookup"}
 
 
 def test_the_longest_segment_is_that_of_the_widest_strategy() -> None:

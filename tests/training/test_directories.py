@@ -6,8 +6,8 @@ from train_demo import train_demo
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import resolve_model
-from flowspec_edge.training.directories import claim_part, make_directory
 from flowspec_edge.training.spd import train_spd
+from flowspec_edge.training.text_files import claim_part, make_directory
 
 
 @pytest.mark.parametrize("check", [make_directory, claim_part])

@@ -6,8 +6,7 @@ from torch import nn
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.training import loop
-from flowspec_edge.training.loop import Run, backpropagate, compiled, train, windows
-from flowspec_edge.training.optim import Optimiser, orthogonalise
+from flowspec_edge.training.loop import Optimiser, Run, backpropagate, compiled, orthogonalise, train, windows
 
 
 def test_an_epoch_shows_every_window_once():

@@ -7,8 +7,7 @@ import pytest
 from flowspec_edge.errors import UsageError
 from flowspec_edge.transport import keys
 from flowspec_edge.transport.bind_check import beyond_loopback
-from flowspec_edge.transport.zmq_endpoint import Tuning
-from flowspec_edge.transport.zmq_links import ZmqTransport
+from flowspec_edge.transport.zmq_links import Tuning, ZmqTransport
 
 
 @pytest.mark.parametrize(("endpoint", "beyond"), [

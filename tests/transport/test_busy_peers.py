@@ -22,8 +22,7 @@ from flowspec_edge.fleet.board_links.namespaces import NetnsTestbed
 from flowspec_edge.messages import Cancel, Close
 from flowspec_edge.transport import keys
 from flowspec_edge.transport.keys import KeyPair
-from flowspec_edge.transport.zmq_endpoint import Tuning
-from flowspec_edge.transport.zmq_links import ZmqClientLink, ZmqTransport
+from flowspec_edge.transport.zmq_links import Tuning, ZmqClientLink, ZmqTransport
 
 PATIENCE = 60.0  # seconds; only a failing test waits so long
 LIMIT_S = 0.4  # of the short tests' connections
@@ -37,7 +36,7 @@ BUSY_END = """
 import sys, time
 from pathlib import Path
 from flowspec_edge.transport import keys
-from flowspec_edge.transport.zmq_endpoint import Tuning
+from flowspec_edge.transport.zmq_links import Tuning
 from flowspec_edge.transport.zmq_links import ZmqTransport
 endpoint, own, peer, limit, life, *busy = sys.argv[1:]
 pair = keys.load(Path(own)) if own else None

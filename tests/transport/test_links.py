@@ -15,14 +15,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import zmq
+from memorykit import MemoryTransport
 
 from flowspec_edge.errors import FlowspecError, PeerFault, PeerLost
 from flowspec_edge.messages import Cancel, Close, Credit, Failed, Hello, Message, Output, Payload
 from flowspec_edge.transport import keys
 from flowspec_edge.transport.base import ClientLink, Hub, Link, Transport
-from flowspec_edge.transport.memory import MemoryTransport
-from flowspec_edge.transport.zmq_endpoint import Tuning
-from flowspec_edge.transport.zmq_links import ZmqClientLink, ZmqTransport
+from flowspec_edge.transport.zmq_links import Tuning, ZmqClientLink, ZmqTransport
 
 PATIENCE = 20.0  # seconds; only a failing test waits so long
 SERVER, CLIENT, STRANGER = keys.generate(), keys.generate(), keys.generate()

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowspec_edge.tree.acceptance_estimator import _GREEDY, _SAMPLED, AcceptanceEstimator, Evidence
+from flowspec_edge.tree.acceptance import _GREEDY, _SAMPLED, AcceptanceEstimator, Evidence
 
 NO = -math.inf
 log_p = st.floats(-7.5, -0.001)

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from propertykit import examples
 
-from flowspec_edge.tree.acceptance import accepted_path
-from flowspec_edge.tree.acceptance_estimator import AcceptanceEstimator, Evidence
+from flowspec_edge.tree.acceptance import AcceptanceEstimator, Evidence, accepted_path
 from flowspec_edge.tree.best_first_tree import BestFirstTree
 from flowspec_edge.tree.draft_tree import Node
 

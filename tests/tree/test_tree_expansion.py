@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowspec_edge.tree.draft_api import DraftOutput
-from flowspec_edge.tree.draft_tree import DraftTree, Node
-from flowspec_edge.tree.tree_expansion import TreeExpansion
+from flowspec_edge.tree.draft_tree import DraftTree, Node, TreeExpansion
 
 Path = tuple[int, ...]
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from flowspec_edge.errors import FlowspecError, ProtocolError
-from flowspec_edge.util.embedding_table import EmbeddingTable
-from flowspec_edge.util.storage.weight_file import SafetensorsFile
+from flowspec_edge.util.weight_file import EmbeddingTable, SafetensorsFile
 
 V, H = 37, 12
 NAME = "model.embed_tokens.weight"

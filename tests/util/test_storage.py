@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.util.storage import uncached, weight_file
-from flowspec_edge.util.storage.uncached import UncachedFile, sha256_of
-from flowspec_edge.util.storage.weight_file import DTYPES, SafetensorsFile
+from flowspec_edge.util import bounded_read, weight_file
+from flowspec_edge.util.bounded_read import UncachedFile, sha256_of
+from flowspec_edge.util.weight_file import DTYPES, SafetensorsFile
 
 
 def test_sha256_is_hashlibs(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_sha256_is_hashlibs(tmp_path: Path) -> None:
 def test_the_hash_is_that_of_the_file_in_whatever_order_it_is_read(data: bytes, piece: int,
                                                                    reads: list[tuple[int, int]]) -> None:
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(uncached, "PIECE", piece)
+        patch.setattr(bounded_read, "PIECE", piece)
         path = Path(directory, "x")
         path.write_bytes(data)
         file = UncachedFile(path, hashed=True)

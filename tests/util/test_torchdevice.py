@@ -10,8 +10,15 @@ from gpukit import needs_cuda, without_cuda
 
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.util import procfs
-from flowspec_edge.util.device_memory import memory_errors
-from flowspec_edge.util.torchdevice import TorchGpu, architectures, gpus, pick, require, runs_on
+from flowspec_edge.util.torchdevice import (
+    TorchGpu,
+    architectures,
+    gpus,
+    memory_errors,
+    pick,
+    require,
+    runs_on,
+)
 
 GB = 10**9
 ORIN = TorchGpu("Orin", (8, 7), 6 * GB, 8 * GB)

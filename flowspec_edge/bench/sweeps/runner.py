@@ -29,9 +29,9 @@ def params_at(params: Params, axis: Axis, value: Value) -> Params:
     """UsageError if the parameters are invalid at this value."""
     if axis == "depth":
         assert isinstance(value, tuple)
-        return replace(params, depth=value[0], expand_depth=value[1])
+        return params.changed(depth=value[0], expand_depth=value[1])
     if axis == "segment":
-        return replace(params, segment=_whole(value), plus_rows=_whole(value))
+        return params.changed(segment=_whole(value), plus_rows=_whole(value))
     return params
 
 

@@ -87,7 +87,7 @@ def timeline(
     from flowspec_edge.bench.render.table import title
     from flowspec_edge.bench.render.timeline import draw, window
     from flowspec_edge.bench.run.tasks import Prompt, load_prompts
-    from flowspec_edge.cli.common.defaults import device_of, dtype_of, stages_of
+    from flowspec_edge.cli.common.options import device_of, dtype_of, stages_of
     from flowspec_edge.cli.common.workload import demo_prompts, requests_for, require_runnable
     from flowspec_edge.fleet.planning.testbed import profile_or_testbed
     from flowspec_edge.model.modeldir import resolve_model

@@ -15,7 +15,7 @@ from flowspec_edge.bench.run.tasks import Task, load_tasks
 from flowspec_edge.bench.sweeps.sweep import Sweep
 from flowspec_edge.cli.bench.options import BenchOptions, parse_strategies, parse_temperatures
 from flowspec_edge.cli.common.clusters import choose_clock, opened
-from flowspec_edge.cli.common.defaults import device_of, dtype_of, plain_device_of, stages_of
+from flowspec_edge.cli.common.options import device_of, dtype_of, plain_device_of, stages_of
 from flowspec_edge.cli.common.workload import (
     demo_prompts,
     near_tie_judge,
@@ -161,6 +161,6 @@ def settings_for(options: BenchOptions, tasks: Sequence[Task], model: ModelDir, 
         "repeats": options.repeats, "warmup": options.warmup,
         **{key: value for key, value in shared.items() if value is not None},
         **drawn, "seeds": [sampling.seed + repeat for repeat in range(options.repeats)],
-        **asdict(params), "versions": versions(), "commit": commit(),
+        **params.flat(), "versions": versions(), "commit": commit(),
         "acceptance": options.right_children, "profile": profile.model_dump() if profile else None,
     }

@@ -135,7 +135,8 @@ def prediction_requests(source: ModelDir, draft: Literal["head", "ngram"]) -> li
     from flowspec_edge.cli.common.workload import demo_prompts, requests_for
     from flowspec_edge.model.text import Tokenizer
     from flowspec_edge.sampling.settings import Sampling
-    from flowspec_edge.strategies.params import Draft, Params
+    from flowspec_edge.strategies.parameters import Draft
+    from flowspec_edge.strategies.params import Params
 
     prompts = load_prompts(demo_prompts(), _PROMPTS)
     head: Draft = "eagle2" if source.draft("eagle2") else "eagle3"

@@ -85,7 +85,7 @@ def opened(spec: ClusterSpec, place: Place) -> Iterator[Any]:
     board's power meter, unless the spec has one."""
     from flowspec_edge.runtime.cluster.clusters import open_cluster
     from flowspec_edge.runtime.observe.power import board_meter
-    from flowspec_edge.util.device_memory import memory_errors
+    from flowspec_edge.util.torchdevice import memory_errors
 
     profiled = isinstance(place, Virtual) or (isinstance(place, Here) and place.emulation is not None)
     with (memory_errors(spec.device), board_meter(spec.meter is None and not profiled) as meter,

@@ -44,11 +44,9 @@ def strategies(
 
 
 def _describe(chosen: type[Strategy], as_json: bool) -> None:
-    from flowspec_edge.strategies.parameters import all_parameters
     from flowspec_edge.strategies.registry import parameters_of
 
-    every = all_parameters()
-    found = [every[parameter] for parameter in parameters_of(chosen)]
+    found = list(parameters_of(chosen).values())
     if as_json:
         rows = [{"name": p.name, "default": p.default, "range": p.range, "meaning": p.meaning} for p in found]
         print(json.dumps({"name": chosen.name, "summary": chosen.summary, "parameters": rows}, indent=2))

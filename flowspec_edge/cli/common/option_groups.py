@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import fields, replace
-from functools import wraps
+from dataclasses import Field, fields, replace
+from functools import partial, wraps
 from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
@@ -33,28 +33,31 @@ def with_dataclasses(without: Collection[str] = (), strategies: StrategiesOf | N
                      rare: Collection[str] = ("top_k",), **groups: Any,
                      ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Replace each named parameter of a command by one option per dataclass field not in ``without``; a group
-    is a dataclass, or an instance with other defaults.
+    is a dataclass, an instance with other defaults, or a ``partial`` that makes one when the command runs.
 
     ``rare`` fields are shown by ``--help-all`` alone.  ``Params`` become ``--set``, which takes the
-    parameters of ``strategies`` alone, and a hidden option for each field.
+    parameters of ``strategies`` alone, and a hidden option for each that all strategies have; ``QuickGroup``
+    reads options of the others.
     """
-    defaults = {name: group() if isinstance(group, type) else group for name, group in groups.items()}
+    shapes = {name: group.func() if isinstance(group, partial) else group() if callable(group) else group
+              for name, group in groups.items()}
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         given_own = inspect.signature(command, eval_str=True).parameters.values()
         own = [parameter for parameter in given_own if parameter.name not in groups]
-        options = [option for group in defaults.values() for option in _options(group, without, rare)]
+        options = [option for group in shapes.values() for option in _options(group, without, rare)]
 
         @wraps(command)
         def run(**given: Any) -> Any:
             built = {}
-            for name, group in defaults.items():
-                values = {f.name: given.pop(f.name) for f in fields(group) if f.name not in without}
+            for name, group in shapes.items():
+                values = {f.name: given.pop(f.name) for f in _fields(group, without)}
                 if isinstance(group, Params):
                     values = {field: value for field, value in values.items() if value is not None}
                     settings = given.pop(_SET) or []
-                built[name] = replace(group, **values)
-            for name, group in defaults.items():
+                default = groups[name]() if callable(groups[name]) else group
+                built[name] = replace(default, **values)
+            for name, group in shapes.items():
                 if isinstance(group, Params) and settings:
                     named = strategies({**given, **built}) if strategies else None
                     built[name] = _set(built[name], settings, named, without)
@@ -74,13 +77,18 @@ def of_strategy(given: Mapping[str, Any]) -> Sequence[str]:
 
 def _set(params: Params, settings: Sequence[str], names: Sequence[str] | None, without: Collection[str],
          ) -> Params:
-    from flowspec_edge.strategies.parameters import all_parameters, set_parameters
+    from flowspec_edge.strategies.params import all_parameters, set_parameters
     from flowspec_edge.strategies.registry import parameters_of, strategy_class
 
-    read = [parameters_of(strategy_class(name)) for name in names] if names else [tuple(all_parameters())]
-    known = [name for name in dict.fromkeys(name for names in read for name in names) if name not in without]
+    read = [parameters_of(strategy_class(name)) for name in names] if names else [all_parameters()]
+    known = {name: one for described in read for name, one in described.items() if name not in without}
     whose = ", ".join(names) if names else "any strategy"
     return set_parameters(params, settings, known, whose)
+
+
+def _fields(group: Any, without: Collection[str]) -> list[Field[Any]]:
+    """Those that become options; ``Params.own`` has names of its own."""
+    return [field for field in fields(group) if field.name not in (*without, "own")]
 
 
 def _options(group: Any, without: Collection[str], rare: Collection[str]) -> list[inspect.Parameter]:
@@ -90,7 +98,7 @@ def _options(group: Any, without: Collection[str], rare: Collection[str]) -> lis
             field.name, inspect.Parameter.KEYWORD_ONLY,
             default=None if isinstance(group, Params) else getattr(group, field.name),
             annotation=_annotated(hints[field.name], group, field.name, field.name in rare))
-        for field in fields(group) if field.name not in without
+        for field in _fields(group, without)
     ]
     if isinstance(group, Params):
         found.append(inspect.Parameter(_SET, inspect.Parameter.KEYWORD_ONLY, default=None,

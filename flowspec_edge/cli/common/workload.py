@@ -9,12 +9,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowspec_edge.cli.common.defaults import dtype_of, require_unsharded
-from flowspec_edge.cli.common.options import Clock, DtypeChoice
+from flowspec_edge.cli.common.options import Clock, DtypeChoice, dtype_of, require_unsharded
 from flowspec_edge.cli.common.progress import progress as progress
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.model.config_check import require_family
-from flowspec_edge.model.modeldir import DEMO, DRAFT_PARTS, ModelDir
+from flowspec_edge.model.modeldir import DEMO, DRAFT_PARTS, ModelDir, require_family
 from flowspec_edge.util.resources import resource_dir
 
 if TYPE_CHECKING:

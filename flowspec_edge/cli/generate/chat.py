@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flowspec_edge.cli.common.clusters import choose_clock, first_interrupt, local_processes, opened
-from flowspec_edge.cli.common.defaults import device_of, dtype_of, stages_of
 from flowspec_edge.cli.common.option_groups import of_strategy, with_dataclasses
 from flowspec_edge.cli.common.options import (
     OUTPUT,
@@ -28,13 +27,15 @@ from flowspec_edge.cli.common.options import (
     ModelOption,
     StagesOption,
     StrategyOption,
+    device_of,
+    dtype_of,
+    stages_of,
 )
 from flowspec_edge.cli.common.workload import require_runnable, with_a_draft
 from flowspec_edge.cli.generate.command import explicit_options
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.chat import require_template
-from flowspec_edge.model.generation import choose_sampling
-from flowspec_edge.model.modeldir import DEMO, resolve_model
+from flowspec_edge.model.modeldir import DEMO, choose_sampling, resolve_model
 from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params

@@ -15,7 +15,6 @@ import typer
 
 from flowspec_edge.bench.results.atomic_write import check_writable, write
 from flowspec_edge.cli.common.clusters import INTERRUPTED, answer, choose_clock, opened
-from flowspec_edge.cli.common.defaults import device_of, dtype_of, stages_of
 from flowspec_edge.cli.common.option_groups import of_strategy, with_dataclasses
 from flowspec_edge.cli.common.options import (
     OUTPUT,
@@ -31,13 +30,15 @@ from flowspec_edge.cli.common.options import (
     ProfileOption,
     StagesOption,
     StrategyOption,
+    device_of,
+    dtype_of,
+    stages_of,
 )
 from flowspec_edge.cli.common.workload import require_fitting, require_runnable, with_a_draft
 from flowspec_edge.cli.generate.remote import RemoteRequest, figures_line, generate_remotely, refuse_local
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.chat import Message, require_template
-from flowspec_edge.model.generation import Origin, choose_sampling, not_applied
-from flowspec_edge.model.modeldir import DEMO, resolve_model
+from flowspec_edge.model.modeldir import DEMO, Origin, choose_sampling, not_applied, resolve_model
 from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params

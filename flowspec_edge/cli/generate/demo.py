@@ -71,7 +71,7 @@ def demo(
     from flowspec_edge.bench.render.table import show, table, title
     from flowspec_edge.bench.results.report import BenchReport
     from flowspec_edge.bench.run.tasks import load_prompts
-    from flowspec_edge.cli.common.defaults import device_of, dtype_of, plain_device_of, stages_of
+    from flowspec_edge.cli.common.options import device_of, dtype_of, plain_device_of, stages_of
     from flowspec_edge.cli.common.progress import progress
     from flowspec_edge.cli.common.workload import (
         demo_prompts,

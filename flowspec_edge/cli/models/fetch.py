@@ -73,7 +73,7 @@ def fetch(
     record = directory / FETCHED
     done = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
     os.environ.pop("TQDM_DISABLE", None)  # the client's own progress bars, on a terminal
-    from flowspec_edge.model.hub import download_to
+    from flowspec_edge.model.catalogue import download_to
     from flowspec_edge.util.files import write_atomically
 
     for part, repository in wanted.items():

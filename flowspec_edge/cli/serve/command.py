@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flowspec_edge.cli.common.clusters import choose_clock, local_processes
-from flowspec_edge.cli.common.defaults import device_of, dtype_of, require_room, stages_of
 from flowspec_edge.cli.common.option_groups import with_dataclasses
 from flowspec_edge.cli.common.options import (
     MODEL,
@@ -28,7 +27,11 @@ from flowspec_edge.cli.common.options import (
     LogJsonOption,
     ModelOption,
     StagesOption,
+    device_of,
+    dtype_of,
     not_nan,
+    require_room,
+    stages_of,
 )
 from flowspec_edge.cli.common.workload import require_runnable, with_a_draft
 from flowspec_edge.cli.serve.service import Service

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowspec_edge.cli.common.defaults import stages_of
-from flowspec_edge.cli.common.options import LogJsonOption
+from flowspec_edge.cli.common.options import LogJsonOption, stages_of
 from flowspec_edge.cli.common.workload import require_runnable
 from flowspec_edge.cli.serve.service import Service
 from flowspec_edge.errors import OtherRelease, UsageError

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from flowspec_edge.bench.sweeps.runner import OpenPoint, PointCluster, profile_at, stages_at
 from flowspec_edge.bench.sweeps.sweep import Axis, Links, Value
 from flowspec_edge.cli.common.clusters import opened
-from flowspec_edge.cli.common.defaults import dtype_of
-from flowspec_edge.cli.common.options import Dtype, DtypeChoice
+from flowspec_edge.cli.common.options import Dtype, DtypeChoice, dtype_of
 from flowspec_edge.device_profile import Profile
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.runtime.cluster.spec import ClusterSpec, Here, Virtual
@@ -58,7 +57,7 @@ def open_points(link_kind: Links, setup: SweepSetup) -> AbstractContextManager[O
 def _virtual(setup: SweepSetup) -> Iterator[OpenPoint]:
     """Points share the weights."""
     from flowspec_edge.runtime.cluster.clusters import open_cluster
-    from flowspec_edge.util.device_memory import memory_errors
+    from flowspec_edge.util.torchdevice import memory_errors
 
     loaded: list[VirtualCluster] = []
 

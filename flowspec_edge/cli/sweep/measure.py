@@ -31,8 +31,7 @@ from flowspec_edge.cli.bench.measure import (
     workloads_for,
 )
 from flowspec_edge.cli.bench.options import BenchOptions, parse_strategies
-from flowspec_edge.cli.common.defaults import device_of, dtype_of, plain_device_of, stages_of
-from flowspec_edge.cli.common.options import parse_counts
+from flowspec_edge.cli.common.options import device_of, dtype_of, parse_counts, plain_device_of, stages_of
 from flowspec_edge.cli.common.workload import (
     fail_if_different,
     near_tie_judge,

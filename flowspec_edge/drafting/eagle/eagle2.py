@@ -22,11 +22,15 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from flowspec_edge.drafting import checkpoint
-from flowspec_edge.drafting.eagle import batch
-from flowspec_edge.drafting.eagle.head_drafter import HeadDrafter, KeyValueCache
+from flowspec_edge.drafting.eagle.head_drafter import (
+    ATTENTION,
+    HeadDrafter,
+    KeyValueCache,
+    register_attention,
+)
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.output_head import OutputHead, as_output_head
-from flowspec_edge.util.embedding_table import Embedding, as_embedding
+from flowspec_edge.util.weight_file import Embedding, as_embedding
 
 
 class EagleLayer(nn.Module):
@@ -49,8 +53,8 @@ class EagleHead(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        batch.register()
-        config._attn_implementation = batch.NAME
+        register_attention()
+        config._attn_implementation = ATTENTION
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
         self.layers = nn.ModuleList([EagleLayer(config)])

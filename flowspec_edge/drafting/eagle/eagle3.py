@@ -27,14 +27,18 @@ from transformers.models.llama.modeling_llama import (
 
 from flowspec_edge.drafting import checkpoint
 from flowspec_edge.drafting.checkpoint import EMBEDDING, StoredTensor
-from flowspec_edge.drafting.eagle import batch
 from flowspec_edge.drafting.eagle.eagle2 import PUBLISHED, require_fit, write_head
-from flowspec_edge.drafting.eagle.head_drafter import HeadDrafter, KeyValueCache
+from flowspec_edge.drafting.eagle.head_drafter import (
+    ATTENTION,
+    HeadDrafter,
+    KeyValueCache,
+    register_attention,
+)
 from flowspec_edge.errors import FlowspecError, ProtocolError
 from flowspec_edge.messages import Tap
 from flowspec_edge.sampling.rule import DraftVocabulary, Rank, Sampling
-from flowspec_edge.util.embedding_table import Embedding, as_embedding
 from flowspec_edge.util.tensors import to_device, to_torch
+from flowspec_edge.util.weight_file import Embedding, as_embedding
 
 CAPTURED = 3  # inner states of the target per row
 
@@ -76,8 +80,8 @@ class Eagle3Head(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        batch.register()
-        config._attn_implementation = batch.NAME
+        register_attention()
+        config._attn_implementation = ATTENTION
         width, vocabulary, draft_tokens = config.hidden_size, config.vocab_size, config.draft_vocab_size
         self.embed_tokens = nn.Embedding(vocabulary, width)
         self.fc = nn.Linear(CAPTURED * config.target_hidden_size, width, bias=False)

@@ -1,24 +1,98 @@
-"""The common part of drafting with EAGLE-1/2 and EAGLE-3 heads."""
+"""The common part of drafting with EAGLE-1/2 and EAGLE-3 heads.
+
+Draft passes of several requests are one: their rows go through a head's linear layers and lm_head together.
+A pass takes about the time of reading the head's weights, so one for four requests takes hardly longer than
+one for one. Attention runs request by request, each over its own cache.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import AttentionInterface, LlamaConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from flowspec_edge.drafting.base import Drafter
-from flowspec_edge.drafting.eagle import batch
-from flowspec_edge.drafting.tree_cache import CacheShape
+from flowspec_edge.drafting.tree_cache import CacheShape, TreeCache
 from flowspec_edge.drafting.tree_drafter import Rows, TreeDrafter
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.sampling.rule import DraftVocabulary, Rank, Sampling
 from flowspec_edge.tree.draft_api import DraftNode
-from flowspec_edge.util.embedding_table import tokens_device
 from flowspec_edge.util.tensors import indices
+from flowspec_edge.util.weight_file import tokens_device
+
+ATTENTION = "flowspec_draft"
+
+
+@dataclass(frozen=True, eq=False)
+class HeadRows:
+    """A request's rows of a pass.
+
+    states     [n, H]     the head's inputs
+    tokens     [n]        int64, where the head's embeddings want them
+    positions  [n]        int64
+    mask       [1, 1, n, m] additive, over the cache's m rows
+    """
+
+    states: Tensor
+    tokens: Tensor
+    positions: Tensor
+    mask: Tensor
+    cache: TreeCache
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+
+class _Batch:
+    """Masks and caches of all requests, in place of a request's own."""
+
+    def __init__(self, rows: Sequence[HeadRows]) -> None:
+        self._rows = rows
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object
+               ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        pairs = [rows.cache.update(keys[:, :, at], values[:, :, at], layer) for rows, at in self.slices()]
+        return tuple(key for key, _ in pairs), tuple(value for _, value in pairs)
+
+    def slices(self) -> Iterator[tuple[HeadRows, slice]]:
+        start = 0
+        for rows in self._rows:
+            yield rows, slice(start, start + len(rows))
+            start += len(rows)
+
+
+def register_attention() -> None:
+    """Register ``attn_implementation=ATTENTION`` with transformers: its "sdpa", also for batches."""
+    AttentionInterface.register(ATTENTION, _attend)
+
+
+def _attend(module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Any, **options: Any
+            ) -> tuple[Tensor, None]:
+    attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    if not isinstance(attention_mask, _Batch):
+        attended: tuple[Tensor, None] = attend(module, query, key, value, attention_mask, **options)
+        return attended
+    parts = [attend(module, query[:, :, at], own_key, own_value, rows.mask, **options)[0]
+             for (rows, at), own_key, own_value in zip(attention_mask.slices(), key, value, strict=True)]
+    return torch.cat(parts, dim=1), None
+
+
+def run_together(head: nn.Module, rows: Sequence[HeadRows]) -> list[Tensor]:
+    """One pass of ``head``; outputs [n, H] of each request's rows."""
+    if len(rows) == 1:
+        [own] = rows
+        return [head(own.states[None], own.tokens[None], own.positions[None], own.mask, own.cache)[0]]
+    batch = _Batch(rows)
+    states, tokens, positions = (torch.cat([getattr(own, name) for own in rows])[None]
+                                 for name in ("states", "tokens", "positions"))
+    out = head(states, tokens, positions, batch, batch)[0]
+    return list(out.split([len(own) for own in rows]))
 
 
 class KeyValueCache(Protocol):
@@ -83,9 +157,9 @@ class HeadDrafter(TreeDrafter):
         self._text_length += len(tokens)
 
     def _rows(self, text: list[int], nodes: list[DraftNode], mask: Tensor) -> Tensor:
-        return batch.run(self._head, [self._head_rows(text, nodes, mask)])[0]
+        return run_together(self._head, [self._head_rows(text, nodes, mask)])[0]
 
-    def _head_rows(self, text: list[int], nodes: list[DraftNode], mask: Tensor) -> batch.HeadRows:
+    def _head_rows(self, text: list[int], nodes: list[DraftNode], mask: Tensor) -> HeadRows:
         entering = [self._to_head_input(torch.cat(self._states))] if text else []
         entering += [torch.stack([self._outputs[node.parent] for node in nodes])] if nodes else []
         self._states.clear()
@@ -94,11 +168,11 @@ class HeadDrafter(TreeDrafter):
         tokens = indices([*text, *(node.token for node in nodes)], self._tokens_device)
         positions = indices([*range(start, start + len(text)), *(node.position - 1 for node in nodes)],
                             self._device)
-        return batch.HeadRows(torch.cat(entering), tokens, positions, mask, self._cache)
+        return HeadRows(torch.cat(entering), tokens, positions, mask, self._cache)
 
     def shares_passes_with(self, other: Drafter) -> bool:
         return isinstance(other, HeadDrafter) and other._head is self._head
 
     def _rows_together(self, begun: Sequence[tuple[TreeDrafter, Rows]]) -> list[Tensor]:
-        return batch.run(self._head, [drafter._head_rows(*rows) for drafter, rows in begun
+        return run_together(self._head, [drafter._head_rows(*rows) for drafter, rows in begun
                                       if isinstance(drafter, HeadDrafter)])

@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 from flowspec_edge.drafting.base import NO_ROOT, Drafter, parent_missing_error, root_misplaced_error
-from flowspec_edge.drafting.spd.module import KeyValues, SpdModule
-from flowspec_edge.drafting.spd.rows import RowStore, SpdRow
+from flowspec_edge.drafting.spd.module import KeyValues, RowStore, SpdModule, SpdRow
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Tap
 from flowspec_edge.sampling.rule import Rank, Sampling
 from flowspec_edge.sampling.sampler import rank_children
 from flowspec_edge.tree.draft_api import DraftNode, DraftOutput, DraftRequest
-from flowspec_edge.util.embedding_table import Embedding, as_embedding, tokens_device
 from flowspec_edge.util.tensors import indices, to_device
+from flowspec_edge.util.weight_file import Embedding, as_embedding, tokens_device
 
 _FIRST_CAPACITY = 256
 

@@ -26,7 +26,7 @@ from flowspec_edge.fleet.gpu_check.kernel_check import (
     run_in_children,
 )
 from flowspec_edge.fleet.probe.findings import Finding
-from flowspec_edge.sampling import device_noise, sampler
+from flowspec_edge.sampling import sampler
 from flowspec_edge.sampling.rule import Sampling, choose, keys, splitmix64
 from flowspec_edge.util.tensors import DTYPES
 from flowspec_edge.util.torchdevice import use_exact_kernels
@@ -126,7 +126,7 @@ def _topk(device: torch.device, dtype: torch.dtype) -> float:
 def _noise(device: torch.device, dtype: torch.dtype) -> float:
     positions = np.array([0, 1, 4095, 2**31 + 7])
     expected = splitmix64(keys(_SEED, positions)[:, None], np.arange(_VOCABULARY))
-    found = device_noise.device_words(_SEED, positions, _VOCABULARY, device)
+    found = sampler.device_words(_SEED, positions, _VOCABULARY, device)
     return _same(found, torch.from_numpy(expected))
 
 

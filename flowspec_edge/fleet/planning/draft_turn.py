@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from flowspec_edge.device_profile import Profile
-from flowspec_edge.strategies.params import Params
 
 Drafter = Literal["head", "ngram"]  # a pass of the EAGLE head, or look-up in the text, which takes no time
 
@@ -64,8 +63,10 @@ def draft_turn(d0: Profile, slot: float, rows: int, draft: Drafter = "head",
 
     ``d0`` is scaled to the model and at the planned context; ``torch_device`` "" is the profile's.
     """
+    from flowspec_edge.strategies.tree_strategy import TreeParameters
+
     measured = d0.conditions.device if d0.conditions else ""
-    one_pass = d0.draft_seconds("eagle2", Params().width) if draft == "head" else 0.0
+    one_pass = d0.draft_seconds("eagle2", TreeParameters().width) if draft == "head" else 0.0
     return DraftTurn(d0.verify_seconds(rows), one_pass, slot, (torch_device or measured).startswith("cpu"))
 
 

@@ -19,8 +19,7 @@ from flowspec_edge.drafting.checkpoint import on_meta
 from flowspec_edge.drafting.eagle.eagle2 import EagleHead, head_config
 from flowspec_edge.drafting.eagle.eagle3 import Eagle3Head, head3_config
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.catalogue import find_known
-from flowspec_edge.model.hub import download_config, is_repository_name
+from flowspec_edge.model.catalogue import download_config, find_known, is_repository_name
 from flowspec_edge.model.manifest import CacheBits, HeadBits
 from flowspec_edge.model.modeldir import (
     DRAFT_PARTS,

@@ -24,7 +24,7 @@ from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 from flowspec_edge.fleet.paths import MODELS, model_dir
 from flowspec_edge.model.manifest import Manifest, PartFile
 from flowspec_edge.model.modeldir import MANIFEST
-from flowspec_edge.util.storage.uncached import sha256_of
+from flowspec_edge.util.bounded_read import sha256_of
 
 OnBytes = Callable[[str, int, int], None]
 """Called with a board's name, how many bytes it has got in this call, and how many it is to get in all;

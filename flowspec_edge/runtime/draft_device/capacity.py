@@ -8,8 +8,7 @@ from flowspec_edge.strategies.params import Params
 
 def tentative_rows(params: Params, stages: int) -> int:
     """Rows for draft nodes: two whole trees and all rows in flight, doubled because prunes may be late."""
-    tree = params.tree_size + params.expand_size + params.extend_size
-    return max(1024, 2 * (2 * tree + (stages + 2) * params.largest_segment()))
+    return max(1024, 2 * (2 * params.largest_tree() + (stages + 2) * params.largest_segment()))
 
 
 def session_rows(request: Request, stages: int) -> int:

@@ -25,7 +25,7 @@ from flowspec_edge.runtime.draft_device.lm_head import LmHead
 from flowspec_edge.runtime.draft_device.token_rules import TokenRules
 from flowspec_edge.runtime.request import FinishReason, Likelihood, Request, Result
 from flowspec_edge.strategies.base import Strategy
-from flowspec_edge.strategies.params import MOST
+from flowspec_edge.strategies.parameters import MOST
 from flowspec_edge.tree.draft_api import Commit, DraftOutput, DraftRequest
 from flowspec_edge.tree.segment_builder import SegmentBuilder
 from flowspec_edge.util.tensors import first_row_not_finite

@@ -8,7 +8,7 @@ from dataclasses import fields
 import numpy as np
 
 from flowspec_edge.runtime.request import FinishReason, Likelihood, Request, Result, Stats
-from flowspec_edge.sampling.penalties import AnswerPenalties
+from flowspec_edge.sampling.sampler import AnswerPenalties
 from flowspec_edge.strategies.base import TokenCounters
 from flowspec_edge.tree.draft_api import Commit
 

@@ -32,9 +32,8 @@ from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import draft_kind, draft_label, strategy_class
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
-from flowspec_edge.util.device_memory import allocation
 from flowspec_edge.util.tensors import from_torch
-from flowspec_edge.util.torchdevice import use_exact_kernels
+from flowspec_edge.util.torchdevice import allocation, use_exact_kernels
 
 _TIMED_PASSES = 6
 _MEMORY_ADVICE = "end other programs, take a smaller draft model, or let D0 compute on the CPU (torch_device)"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flowspec_edge.messages import Output, Segment, unpack_bits
 from flowspec_edge.model.grammar import GrammarState
-from flowspec_edge.sampling.penalties import AnswerPenalties
+from flowspec_edge.sampling.sampler import AnswerPenalties
 
 Choices = tuple[Tensor, "NDArray[np.bool_] | None"]  # logits [n, V]; the tokens to choose from, None: all
 

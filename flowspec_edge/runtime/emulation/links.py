@@ -22,8 +22,7 @@ from flowspec_edge.runtime.virtual.links import added_bytes
 from flowspec_edge.transport.base import NO_PEERS, Hub, Link
 from flowspec_edge.transport.fields import Buffer
 from flowspec_edge.transport.keys import KeyPair
-from flowspec_edge.transport.zmq_endpoint import Endpoint
-from flowspec_edge.transport.zmq_links import ZmqClientLink, ZmqHub, ZmqLink, ZmqTransport
+from flowspec_edge.transport.zmq_links import Endpoint, ZmqClientLink, ZmqHub, ZmqLink, ZmqTransport
 
 # The last frame of every message begins with the time.monotonic from which it may be received.
 _STAMP = struct.Struct("<d")

@@ -11,7 +11,6 @@ from typing import Any
 
 from flowspec_edge.messages import Computed
 from flowspec_edge.model.text import TextStream
-from flowspec_edge.runtime.observe.clock_sync import StageClocks
 from flowspec_edge.runtime.observe.timeline import (
     Cancelled,
     DraftDeviceWork,
@@ -20,6 +19,7 @@ from flowspec_edge.runtime.observe.timeline import (
     RequestTimeline,
     SegmentSent,
     SessionOpened,
+    StageClocks,
     StagesLost,
     StageTimes,
 )

@@ -7,7 +7,9 @@ error, and the requests go on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partialmethod
+from inspect import isfunction
 from typing import Literal
 
 from flowspec_edge.messages import Cancel, Computed, Credit, Heartbeat, Output, Prune, Segment, Tap
@@ -64,7 +66,10 @@ class Observer:
 
 
 class Observers(Observer):
-    """Several observers as one; an error affects nothing else, and is logged once per kind of event."""
+    """Several observers as one; an error affects nothing else, and is logged once per kind of event.
+
+    Every method of :class:`Observer` is defined below as a call of the same method of each observer.
+    """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = tuple(observers)
@@ -74,45 +79,16 @@ class Observers(Observer):
     def wants_times(self) -> bool:
         return any(observer.wants_times for observer in self._observers)
 
-    def opened(self, coordinator: Coordinator, at: float) -> None:
-        self._notify("opened", lambda observer: observer.opened(coordinator, at))
-
-    def sent(self, message: Segment | Prune | Cancel, at: float) -> None:
-        self._notify("sent", lambda observer: observer.sent(message, at))
-
-    def arrived(self, message: Output | Credit | Tap | Computed, at: float) -> None:
-        self._notify("arrived", lambda observer: observer.arrived(message, at))
-
-    def dropped(self, reason: DropReason, count: int) -> None:
-        self._notify("dropped", lambda observer: observer.dropped(reason, count))
-
-    def worked(self, job: Job, start: float, end: float) -> None:
-        self._notify("worked", lambda observer: observer.worked(job, start, end))
-
-    def settled(self, coordinator: Coordinator, result: Result, at: float) -> None:
-        self._notify("settled", lambda observer: observer.settled(coordinator, result, at))
-
-    def failed(self, coordinator: Coordinator, at: float) -> None:
-        self._notify("failed", lambda observer: observer.failed(coordinator, at))
-
-    def heartbeat(self, beat: Heartbeat, at: float) -> None:
-        self._notify("heartbeat", lambda observer: observer.heartbeat(beat, at))
-
-    def lost(self, reason: str, at: float) -> None:
-        self._notify("lost", lambda observer: observer.lost(reason, at))
-
-    def missing(self, stages: Sequence[int], at: float) -> None:
-        self._notify("missing", lambda observer: observer.missing(stages, at))
-
-    def recovered(self, at: float) -> None:
-        self._notify("recovered", lambda observer: observer.recovered(at))
-
-    def _notify(self, event: str, call: Callable[[Observer], None]) -> None:
+    def _notify(self, event: str, *details: object) -> None:
         for observer in self._observers:
             try:
-                call(observer)
+                getattr(observer, event)(*details)
             except Exception:
                 if (observer, event) not in self._failed:
                     self._failed.add((observer, event))
                     log.exception("a fault of this program: what is shown of the requests may be wrong (%s)",
                                   type(observer).__name__)
+
+
+for _event in [name for name, method in vars(Observer).items() if isfunction(method)]:
+    setattr(Observers, _event, partialmethod(Observers._notify, _event))

@@ -12,13 +12,12 @@ from flowspec_edge.runtime.emulation.collectives import EmulatedGroup, GroupChar
 from flowspec_edge.runtime.emulation.durations import Charge, Emulation, stage_charge
 from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.stage.base import Engine
-from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.engine import StageEngine, warm_up
 from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.shard import Shard, load_shard
 from flowspec_edge.stage.tensor_parallel.engine import TensorEngine
 from flowspec_edge.stage.tensor_parallel.process_group import GlooGroup, ProcessGroup
 from flowspec_edge.stage.tensor_parallel.shard import load_tensor_shard
-from flowspec_edge.stage.warmup import warm_up
 
 
 def load_engine(config: WorkerConfig, emulation: Emulation | None) -> tuple[Engine, Hello, Charge | None]:

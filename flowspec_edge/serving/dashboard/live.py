@@ -20,8 +20,7 @@ from starlette.types import Receive, Scope, Send
 from flowspec_edge.runtime.observe.counters import HeartbeatCounters
 from flowspec_edge.serving import sse
 from flowspec_edge.serving.admission import AdmissionQueue
-from flowspec_edge.serving.dashboard.feed import Feed, FlowEvents
-from flowspec_edge.serving.dashboard.snapshots import TreeEvents
+from flowspec_edge.serving.dashboard.feed import Feed, FlowEvents, TreeEvents
 
 log = logging.getLogger(__name__)
 

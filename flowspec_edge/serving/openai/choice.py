@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from flowspec_edge.runtime.request import Request, Result
 from flowspec_edge.serving.admission import Event, PendingRequest
+from flowspec_edge.serving.openai.detokenize import CallPiece, ToolCallParser
 from flowspec_edge.serving.openai.errors import api_error
 from flowspec_edge.serving.openai.prepare import PreparedRequest
 from flowspec_edge.serving.openai.responses import Finish, TokenDecoder, TokenLogprob
-from flowspec_edge.serving.openai.tool_calls import CallPiece, ToolCallParser
 
 
 class Choice:

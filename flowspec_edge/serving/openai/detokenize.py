@@ -1,9 +1,14 @@
-"""Incremental detokenization: characters of several tokens, and stop strings."""
+"""An answer's text as it arrives: characters of several tokens, stop strings, tool calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from flowspec_edge.model.chat import ToolFormat
 from flowspec_edge.model.text import TextStream
 
 
@@ -82,3 +87,121 @@ class Detokenizer:
         piece = "".join(self._pieces)
         self._pieces.clear()
         return self._stops.push(piece)
+
+
+@dataclass(frozen=True)
+class CallPiece:
+    """A part of a tool call; the first part of a call has its ``id`` and ``name``."""
+
+    index: int
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
+
+    def as_delta(self) -> dict[str, Any]:
+        """As an entry of a chunk's ``tool_calls``."""
+        if self.name is None:
+            return {"index": self.index, "function": {"arguments": self.arguments}}
+        return {"index": self.index, "id": self.id, "type": "function",
+                "function": {"name": self.name, "arguments": self.arguments}}
+
+
+class ToolCallParser:
+    """Splits a text into content and calls, which are as the format's grammar writes them; of an incomplete
+    call at the end, what there is."""
+
+    def __init__(self, form: ToolFormat) -> None:
+        self._form = form
+        self._call = re.compile(rf'\s*\{{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"{form.key}"\s*:\s*(?=\{{)')
+        self._buffer = ""
+        self._step = self._content if form.open else self._first
+        self._arguments = _ObjectScanner()
+        self.calls = 0  # found so far
+
+    def push(self, text: str) -> list[str | CallPiece]:
+        """Return what is certain now: content, and parts of calls; none is empty."""
+        self._buffer += text
+        pieces: list[str | CallPiece] = []
+        step = None
+        while step != self._step:  # until a step needs more text
+            step = self._step
+            pieces += filter(None, step())
+        return pieces
+
+    def close(self) -> list[str | CallPiece]:
+        """Return the rest: the text has ended."""
+        rest, self._buffer = self._buffer, ""
+        in_call = self.calls or (self._form.open and self._step == self._head)
+        return [rest] if rest and not in_call else []
+
+    # Each step yields what it reads from the buffer, and sets the next step when it has read everything.
+
+    def _first(self) -> Iterator[str | CallPiece]:
+        """Of a format whose call is the whole answer."""
+        if text := self._buffer.lstrip():
+            self._step = self._head if text.startswith("{") else self._plain
+        return iter(())
+
+    def _plain(self) -> Iterator[str | CallPiece]:
+        yield self._take(len(self._buffer))
+
+    def _content(self) -> Iterator[str | CallPiece]:
+        """Text before a call, without the whitespace before that."""
+        word = self._form.open
+        at = self._buffer.find(word)
+        if at >= 0:
+            text = self._take(at).rstrip()
+            self._take(len(word))
+            self._step = self._head
+        else:
+            held = next((n for n in range(len(word) - 1, 0, -1) if self._buffer.endswith(word[:n])), 0)
+            text = self._take(len(self._buffer[:len(self._buffer) - held].rstrip()))
+        yield "" if self.calls else text
+
+    def _head(self) -> Iterator[str | CallPiece]:
+        found = self._call.match(self._buffer)
+        if found:
+            self._take(found.end())
+            self.calls += 1
+            self._arguments = _ObjectScanner()
+            self._step = self._object
+            yield CallPiece(self.calls - 1, "", f"call_{uuid.uuid4().hex[:24]}", found[1])
+
+    def _object(self) -> Iterator[str | CallPiece]:
+        if text := self._take(self._arguments.scan(self._buffer)):
+            yield CallPiece(self.calls - 1, text)
+        if self._arguments.ended:
+            self._step = self._content if self._form.open else self._end
+
+    def _end(self) -> Iterator[str | CallPiece]:
+        return iter(())
+
+    def _take(self, count: int) -> str:
+        text, self._buffer = self._buffer[:count], self._buffer[count:]
+        return text
+
+
+class _ObjectScanner:
+    """Finds the end of a JSON object."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = self._escaped = False
+        self.ended = False
+
+    def scan(self, text: str) -> int:
+        """Return how many characters of ``text`` belong to the object."""
+        for at, letter in enumerate(text):
+            if self._in_string:
+                self._in_string = self._escaped or letter != '"'
+                self._escaped = letter == "\\" and not self._escaped
+            elif letter == '"':
+                self._in_string = True
+            elif letter in "{[":
+                self._depth += 1
+            elif letter in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    self.ended = True
+                    return at + 1
+        return len(text)

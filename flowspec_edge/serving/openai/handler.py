@@ -15,10 +15,10 @@ from flowspec_edge.serving import sse
 from flowspec_edge.serving.admission import AdmissionQueue, Event
 from flowspec_edge.serving.fair_queue import Caller
 from flowspec_edge.serving.openai.choice import Choice
+from flowspec_edge.serving.openai.detokenize import CallPiece
 from flowspec_edge.serving.openai.errors import ApiError
 from flowspec_edge.serving.openai.prepare import PreparedRequest
 from flowspec_edge.serving.openai.responses import Answer
-from flowspec_edge.serving.openai.tool_calls import CallPiece
 
 _Arrival = tuple[int, Event]  # a choice's index and what came for it
 KEEP_ALIVE_S = 10.0  # proxies and clients give up on connections that are silent for 30 s and more

@@ -10,12 +10,10 @@ from functools import partial
 from typing import Any
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.chat import Message, ToolCall
-from flowspec_edge.model.generation import choose_sampling
+from flowspec_edge.model.chat import Message, Tool, ToolCall, ToolFormat
 from flowspec_edge.model.grammar import GrammarText, json_value
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.modeldir import ModelDir, choose_sampling
 from flowspec_edge.model.text import Tokenizer
-from flowspec_edge.model.tool_format import Tool, ToolFormat
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.sampling.settings import Penalties, Sampling
 from flowspec_edge.serving.openai.detokenize import Detokenizer

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from flowspec_edge.runtime.request import Likelihood, Result
+from flowspec_edge.serving.openai.detokenize import CallPiece
 from flowspec_edge.serving.openai.errors import ApiError
 from flowspec_edge.serving.openai.prepare import PreparedRequest
 from flowspec_edge.serving.openai.schemas import Body, ChatBody
-from flowspec_edge.serving.openai.tool_calls import CallPiece
 
 Finish = Literal["stop", "length", "tool_calls"]
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from flowspec_edge.runtime.request import Result
+from flowspec_edge.serving.openai.detokenize import CallPiece
 from flowspec_edge.serving.openai.errors import ApiError
 from flowspec_edge.serving.openai.prepare import PreparedRequest
 from flowspec_edge.serving.openai.responses import Answer, Finish, TokenLogprob
@@ -24,7 +25,6 @@ from flowspec_edge.serving.openai.schemas import (
     JsonSchema,
     ResponseFormat,
 )
-from flowspec_edge.serving.openai.tool_calls import CallPiece
 
 _STORES_NOTHING = "it stores nothing; send the earlier turns in input"
 

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flowspec_edge.stage.layers.attention import attend
-from flowspec_edge.stage.layers.batch import BatchCache, BatchMask
+from flowspec_edge.stage.layers.attention import BatchCache, BatchMask, attend
 from flowspec_edge.stage.layers.kv_cache import KVCache
 from flowspec_edge.stage.quant.base import QuantLinear
 from flowspec_edge.stage.weights.load import fast_layout

@@ -10,8 +10,8 @@ from torch import Tensor
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.messages import Int32
 from flowspec_edge.model.manifest import CacheBits
-from flowspec_edge.util.device_memory import release
 from flowspec_edge.util.tensors import to_device
+from flowspec_edge.util.torchdevice import release
 
 
 class KVCache:

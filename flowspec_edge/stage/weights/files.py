@@ -16,8 +16,8 @@ from torch import Tensor
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.manifest import altered
-from flowspec_edge.util.storage.uncached import sha256_of
-from flowspec_edge.util.storage.weight_file import SAFETENSORS, SafetensorsFile, TensorInfo, WeightFile
+from flowspec_edge.util.bounded_read import sha256_of
+from flowspec_edge.util.weight_file import SAFETENSORS, SafetensorsFile, TensorInfo, WeightFile
 
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
 INDEX = ".index.json"  # appended to either name: the file of each tensor

@@ -162,8 +162,7 @@ def test_what_an_axis_changes() -> None:
     with pytest.raises(ValidationError):
         profile_at(PAPER, "bandwidth", -1)
     assert (stages_at(4, "stages", 14), stages_at(4, "segment", 14)) == (14, 4)
-    deep = params_at(Params(width=7), "depth", (3, 8))
-    assert (deep.depth, deep.expand_depth, deep.width) == (3, 8, 7)
+    assert params_at(Params(width=7), "depth", (3, 8)) == Params(depth=3, expand_depth=8, width=7)
     assert params_at(Params(), "segment", 64) == Params(segment=64, plus_rows=64)
     assert params_at(Params(), "bandwidth", 64) == Params()
     with pytest.raises(UsageError, match="segment must be at least 1, not 0"):

@@ -11,7 +11,7 @@ from gpukit import needs_cuda, without_cuda
 from shardkit import cut
 from tiny_dir import tiny_model_dir
 
-from flowspec_edge.cli.common.defaults import device_of, loaded_bytes, plain_device_of
+from flowspec_edge.cli.common.options import device_of, loaded_bytes, plain_device_of
 from flowspec_edge.cli.main import main
 from flowspec_edge.drafting.eagle.eagle2 import load_head
 from flowspec_edge.errors import UsageError
@@ -96,7 +96,7 @@ def test_what_must_fit_is_the_model_its_caches_and_every_process(
         with pytest.raises(UsageError, match=rf"--device cuda:1: {model.name} takes about .* use --dtype"):
             device_of("cuda:1", found, "fp16", processes=processes, rows=rows)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr("flowspec_edge.cli.common.defaults._DRIVERS", ("null",))  # there is always that one
+    monkeypatch.setattr("flowspec_edge.cli.common.options._DRIVERS", ("null",))  # there is always that one
     assert device_of("auto", found, "fp16", rows=9000) == "cpu"
     err = capsys.readouterr().err
     assert err.startswith(f"flowspec: note: computing on the CPU: {model.name} takes about ")

@@ -152,7 +152,7 @@ def test_sampled_text_depends_on_the_seed_and_not_on_the_method(model: Path,
 
     one = sampled(1)
     assert one == sampled(1, "--strategy", "autoregressive")
-    assert one == sampled(1, "--rank", "draft", "--tree-size", "7")
+    assert one == sampled(1, "--rank", "draft", "--plus-width", "7")
     assert one != sampled(2)
 
 
@@ -175,7 +175,8 @@ def test_parameters_of_the_tree_reach_the_strategy(model: Path, capsys: pytest.C
     (["x", "--stages", "0"], "Invalid value for '--stages'"),
     (["x", "--dtype", "fp8"], "Invalid value for '--dtype'"),
     (["x", "--temperature", "-1"], "temperature must be 0 (greedy)"),
-    (["x", "--tree-size", "0"], "tree-size must be at least 1"),
+    (["x", "--plus-width", "0"], "plus-width must be at least 1"),
+    (["x", "--tree-size", "7"], "flowspec_plus has no parameter 'tree_size': there are plus_width"),
     (["x", "--colour"], "No such option: --colour"),
     (["x" * 2100], "the model stops at 2048"),
 ])

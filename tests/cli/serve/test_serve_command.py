@@ -25,7 +25,7 @@ from shardkit import cut
 from tiny_dir import tiny_model_dir
 from transformers import AutoTokenizer
 
-from flowspec_edge.cli.common.defaults import require_room
+from flowspec_edge.cli.common.options import require_room
 from flowspec_edge.cli.main import main
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.runtime.plain import PlainDecoder

@@ -25,7 +25,7 @@ from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request, Result
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
-from flowspec_edge.sampling import device_noise, sampler
+from flowspec_edge.sampling import sampler
 from flowspec_edge.sampling.rule import Sampling, gumbel, log_probs
 
 
@@ -75,7 +75,7 @@ def test_a_wrong_result_is_found(name: str, function: str, wrong: object, monkey
 @pytest.mark.parametrize(("name", "function"), [("noise", "device_words"), ("sampling", "choose")])
 def test_noise_and_tokens_of_another_seed_are_found(name: str, function: str, monkeypatch: pytest.MonkeyPatch
                                                     ) -> None:
-    module = device_noise if name == "noise" else sampler
+    module = sampler
     device, ordinary = torch.device("cpu"), getattr(module, function)
     assert operation_check.attempt(name, device) == Finding(name, "ok", error=0.0)
 

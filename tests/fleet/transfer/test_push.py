@@ -26,7 +26,7 @@ from flowspec_edge.fleet.paths import MODELS
 from flowspec_edge.fleet.probe.facts import BoardFacts
 from flowspec_edge.fleet.transfer.push import TransferResult, push
 from flowspec_edge.model.manifest import Manifest
-from flowspec_edge.util.storage.uncached import sha256_of
+from flowspec_edge.util.bounded_read import sha256_of
 
 pytestmark = sshkit.needs_boards
 BOARD = f"{sys.executable} -m flowspec_edge.fleet.transfer.receive"

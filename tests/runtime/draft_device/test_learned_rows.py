@@ -27,7 +27,8 @@ from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.runtime.virtual.devices import Devices
 from flowspec_edge.sampling.rule import Sampling
-from flowspec_edge.strategies.params import LONGEST_BLOCK, Params
+from flowspec_edge.strategies.parameters import LONGEST_BLOCK
+from flowspec_edge.strategies.params import Params
 from flowspec_edge.transport.codec import encode
 
 SIZES = range(1, LONGEST_BLOCK + 1)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowspec_edge.runtime.draft_device.scheduling.slot_curve import SlotCurve
-from flowspec_edge.strategies.params import LONGEST_BLOCK
+from flowspec_edge.strategies.parameters import LONGEST_BLOCK
 
 REPORTS = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 300), st.floats(0, 10)), max_size=60)
 

@@ -23,7 +23,8 @@ from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request, Result
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.sampling.rule import Sampling
-from flowspec_edge.strategies.params import LONGEST_BLOCK, Params
+from flowspec_edge.strategies.parameters import LONGEST_BLOCK
+from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES
 
 DRAFTING = [name for name, chosen in STRATEGIES.items() if chosen.drafter]

@@ -26,7 +26,7 @@ from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
-from flowspec_edge.sampling.penalties import AnswerPenalties
+from flowspec_edge.sampling.sampler import AnswerPenalties
 from flowspec_edge.sampling.settings import Penalties, Sampling
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES

@@ -11,9 +11,8 @@ from clusterkit import PATIENCE
 
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.serving.admission import AdmissionQueue
-from flowspec_edge.serving.dashboard.feed import Feed
+from flowspec_edge.serving.dashboard.feed import Feed, Snapshot
 from flowspec_edge.serving.dashboard.live import Description, Live, Viewer, encoded
-from flowspec_edge.serving.dashboard.snapshots import Snapshot
 
 
 def test_a_viewer_that_takes_nothing_keeps_the_newest_and_no_more() -> None:

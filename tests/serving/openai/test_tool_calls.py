@@ -12,11 +12,11 @@ import openai
 import pytest
 from servekit import NAME, Running, running, served
 
-from flowspec_edge.model.tool_format import recognise_tool_format
+from flowspec_edge.model.chat import recognise_tool_format
 from flowspec_edge.runtime.cluster.clusters import OnDemandCluster
+from flowspec_edge.serving.openai.detokenize import CallPiece, ToolCallParser
 from flowspec_edge.serving.openai.errors import ApiError
 from flowspec_edge.serving.openai.schemas import ChatBody, read_body
-from flowspec_edge.serving.openai.tool_calls import CallPiece, ToolCallParser
 
 HERMES = recognise_tool_format("tools <tool_call>")
 LLAMA = recognise_tool_format('tools "parameters": dictionary of argument name')

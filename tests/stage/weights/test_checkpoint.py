@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.stage.weights.checkpoint import Checkpoint, digest
-from flowspec_edge.util.storage import weight_file
+from flowspec_edge.util import weight_file
 
 
 @pytest.fixture(scope="module")

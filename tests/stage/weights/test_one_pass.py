@@ -32,7 +32,7 @@ from flowspec_edge.model.modeldir import is_sharded
 from flowspec_edge.stage.shard import load_lm_head, load_shard
 from flowspec_edge.stage.weights.checkpoint import Checkpoint
 from flowspec_edge.stage.weights.load import opened_part
-from flowspec_edge.util.storage.uncached import UncachedFile
+from flowspec_edge.util.bounded_read import UncachedFile
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 

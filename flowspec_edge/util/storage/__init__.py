@@ -1,1 +1,0 @@
-"""Reading large files past the page cache; files of weights."""
