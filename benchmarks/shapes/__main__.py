@@ -26,10 +26,10 @@ from benchmarks.shapes.models import SHAPES
 from benchmarks.shapes.stage import SegmentTime, segment_times
 from benchmarks.shapes.stopwatch import copy_rate
 from flowspec_edge.bench.render.table import show
-from flowspec_edge.bench.results.atomic_write import check_writable, write
 from flowspec_edge.bench.results.host_info import host_info, versions
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.util.device_memory import memory_errors
+from flowspec_edge.util.files import check_writable, write_output
 from flowspec_edge.util.torchdevice import architectures, gpus, pick
 
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with memory_errors(device):
             figures = _measured(given, device)
         if given.json is not None:
-            write(given.json, json.dumps(figures, indent=1) + "\n")
+            write_output(given.json, json.dumps(figures, indent=1) + "\n")
     except FlowspecError as error:
         print(f"benchmarks.shapes: error: {error}", file=sys.stderr)
         return error.exit_code

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.console import Console
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.util.bounded_read import read_json
+from flowspec_edge.util.files import publish, write_atomically
 
 
 def make_directory(path: Path) -> None:
@@ -28,9 +28,7 @@ def bind(path: Path, wanted: dict[str, Any], what: str) -> None:
     """Bind a work directory to ``wanted``; UsageError if the file ``path`` in it says otherwise."""
     wanted = json.loads(json.dumps(wanted))  # as a reader gets it: tuples become lists
     if not path.exists():
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(wanted, indent=1))
-        os.replace(partial, path)
+        write_atomically(path, json.dumps(wanted, indent=1))
     elif read_json(path) != wanted:
         raise UsageError(f"{path.parent} holds the work of {what}; give another --work, or delete it")
 
@@ -53,7 +51,7 @@ def make_part(console: Console, path: Path, part: Callable[[Path], None]) -> Non
     part(partial)
     for file in partial.rglob("*"):
         file.chmod(0o644)  # safetensors makes files that only their owner can read
-    os.replace(partial, path)
+    publish(partial, path)
     console.print(f"{path} is finished", markup=False)
 
 

@@ -6,7 +6,6 @@ A resumed run sees the same batches as an undisturbed one, and ends with the sam
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.training.optim import Optimiser
+from flowspec_edge.util.files import replacing
 
 _PLAIN_EVERY = 25  # steps between log lines without a terminal
 
@@ -87,10 +87,9 @@ def _resume(run: Run) -> int:
 
 
 def _save(run: Run, step: int) -> None:
-    partial = run.checkpoint.with_suffix(".partial")
     state = {"model": run.model.state_dict(), "optimiser": run.optimiser.state_dict(), "step": step}
-    torch.save(state, partial)
-    os.replace(partial, run.checkpoint)
+    with replacing(run.checkpoint) as file:
+        torch.save(state, file)
 
 
 def device() -> torch.device:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from flowspec_edge.bench.render.styles import style_of
 from flowspec_edge.bench.render.table import timing
 from flowspec_edge.bench.render.timeline import Window
-from flowspec_edge.bench.results.atomic_write import check_writable, write
 from flowspec_edge.bench.results.report import BenchReport
 from flowspec_edge.bench.results.rows import ReportRow
 from flowspec_edge.errors import UsageError
 from flowspec_edge.runtime.virtual.clock import Span
+from flowspec_edge.util.files import check_writable, write_output
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -171,7 +171,7 @@ def new_figure(panels: int, width: float, height: float = 3.2) -> tuple[Figure, 
 
 def save_figure(figure: Figure, path: Path) -> None:
     """Write the figure atomically, in the format of ``path``'s suffix."""
-    write(path, figure_bytes(figure, path.suffix.lower()[1:]))
+    write_output(path, figure_bytes(figure, path.suffix.lower()[1:]))
 
 
 def figure_bytes(figure: Figure, kind: str, about: str = "") -> bytes:

@@ -12,8 +12,8 @@ from flowspec_edge.bench.reproduce.figures import figure_of
 from flowspec_edge.bench.reproduce.provenance import about, notes
 from flowspec_edge.bench.reproduce.records import Measured, records_of
 from flowspec_edge.bench.reproduce.tables import panels_of
-from flowspec_edge.bench.results.atomic_write import write
 from flowspec_edge.bench.results.paper_results import load_paper_results
+from flowspec_edge.util.files import write_output
 
 
 def document_of(artefact: Artefact, found: Sequence[Measured], command: str) -> PaperDocument:
@@ -36,5 +36,5 @@ def write_all(artefact: Artefact, found: Sequence[Measured], document: PaperDocu
     paths = []
     for suffix, data in made.items():
         paths.append(folder / f"{artefact.name}.{suffix}")
-        write(paths[-1], data)
+        write_output(paths[-1], data)
     return paths

@@ -11,11 +11,11 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from flowspec_edge.bench.results.atomic_write import write
 from flowspec_edge.bench.results.rows import ReportRow, rows_of, task_means
 from flowspec_edge.bench.results.samples import Cell, Sample
 from flowspec_edge.errors import UsageError
 from flowspec_edge.util.bounded_read import read_json
+from flowspec_edge.util.files import write_output
 
 File = TypeVar("File")
 ENERGY = "measured by the boards' INA3221, without carrier boards"  # what a report's joules include
@@ -49,7 +49,7 @@ class JsonResults(ABC):
 
     def save(self, path: Path) -> None:
         """Replace ``path`` atomically; UsageError if that fails."""
-        write(path, json.dumps(self.as_json(), indent=1) + "\n")
+        write_output(path, json.dumps(self.as_json(), indent=1) + "\n")
 
 
 @dataclass

@@ -90,12 +90,12 @@ def tables(
       flowspec bench tables --from seven.json --from thirteen.json --published
     """
     from flowspec_edge.bench.render.paper_tables import ABLATION, COMPARED, paper_tables
-    from flowspec_edge.bench.results.atomic_write import check_writable, write
     from flowspec_edge.bench.results.paper_results import load_paper_results
     from flowspec_edge.bench.results.report import load_report
     from flowspec_edge.cli.bench.measure import measure
     from flowspec_edge.cli.common.workload import fail_if_different
     from flowspec_edge.strategies.registry import STRATEGIES
+    from flowspec_edge.util.files import check_writable, write_output
 
     if files and options.out:
         raise UsageError("--from only reads files; it cannot be combined with --json")
@@ -109,7 +109,7 @@ def tables(
         reports = [measure(options, sampling, params, ",".join(default), "0,1")]
     text = paper_tables(reports, only, load_paper_results() if published else None)
     if markdown is not None:
-        write(markdown, text)
+        write_output(markdown, text)
     else:
         print(text, end="")
     if not files:

@@ -41,8 +41,8 @@ def measure(options: BenchOptions, sampling: Sampling, params: Params, strategie
             temperatures: str | None = None, label: str = "bench") -> BenchReport:
     """Run everything and save it to ``options.out`` step by step; all options are checked before that.
     ``label``: before the progress."""
-    from flowspec_edge.bench.results.atomic_write import check_writable
     from flowspec_edge.bench.run.runner import measure as measure_plan
+    from flowspec_edge.util.files import check_writable
 
     names = parse_strategies(options.strategies or strategies)
     model = resolve_model(options.model)

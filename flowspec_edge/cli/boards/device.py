@@ -58,8 +58,8 @@ def profile(
     """
     from datetime import date
 
-    from flowspec_edge.bench.results.atomic_write import check_writable, write
     from flowspec_edge.model.modeldir import resolve_model
+    from flowspec_edge.util.files import check_writable, write_output
 
     if out is not None:
         if out.suffix != ".toml":
@@ -79,7 +79,7 @@ def profile(
     with _Bar() as bar:
         measured = measure_profile(wish, QUICK if quick else Effort(), bar.report)
     if out is not None:
-        write(out, render(measured.profile))
+        write_output(out, render(measured.profile))
     if as_json:
         print(measured.profile.model_dump_json(indent=2))
         return

@@ -42,7 +42,7 @@ def kernels(
     """
     import json
 
-    from flowspec_edge.bench.results.atomic_write import check_writable, write
+    from flowspec_edge.util.files import check_writable, write_output
 
     counts = parse_counts(rows, "--rows")
     sides = parse_counts(shape, "--shape", "x")
@@ -60,7 +60,7 @@ def kernels(
     report = measure_kernels(device, (sides[0], sides[1]), counts, dtype)
     text = json.dumps(report.as_json(), indent=2) + "\n"
     if out is not None:
-        write(out, text)
+        write_output(out, text)
     if as_json:
         print(text, end="")
         return

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowspec_edge.bench.results.atomic_write import check_writable, write
 from flowspec_edge.cli.common.clusters import INTERRUPTED, answer, choose_clock, open_cluster
 from flowspec_edge.cli.common.defaults import device_of, dtype_of, stages_of
 from flowspec_edge.cli.common.option_groups import of_strategy, with_dataclasses
@@ -42,6 +41,7 @@ from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 from flowspec_edge.strategies.registry import require_strategy, strategy_class
 from flowspec_edge.util.bounded_read import as_text, bounded, read_bytes, read_json_object
+from flowspec_edge.util.files import check_writable, write_output
 
 if TYPE_CHECKING:
     from flowspec_edge.model.grammar import Grammar
@@ -271,7 +271,8 @@ def write_trace(path: Path | None, request: Request, stages: int, about: dict[st
         yield trace
     finally:
         if trace.events:
-            write(path, json.dumps(chrome_trace(trace, stages, about, decode, before), ensure_ascii=False))
+            document = chrome_trace(trace, stages, about, decode, before)
+            write_output(path, json.dumps(document, ensure_ascii=False))
         note = ("the request had not begun, so there is no trace" if not trace.events else
                 f"its trace is in {path}" if trace.result else
                 f"the trace up to here is in {path}")

@@ -124,9 +124,9 @@ def measured(request: SweepRequest, options: BenchOptions, sampling: Sampling, p
              figure: Path | None = None, label: str = "sweep") -> Sweep:
     """Run everything and save it to ``options.out`` step by step; ``label``: before the progress."""
     from flowspec_edge.bench.render.plots import check_figure
-    from flowspec_edge.bench.results.atomic_write import check_writable
     from flowspec_edge.bench.results.host_info import host_info
     from flowspec_edge.cli.sweep.links import SweepSetup, open_points, parallel_points
+    from flowspec_edge.util.files import check_writable
 
     names = parse_strategies(options.strategies or request.strategies)
     model, profile = resolve_model(options.model), profile_or_testbed(options.profile)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import sshkit
 
+from flowspec_edge import errors
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.deploy.engine import board_facts
 from flowspec_edge.fleet.deploy.engine.desired_state import Action, BoardState, Environment, Step
@@ -20,6 +21,7 @@ from flowspec_edge.fleet.deploy.engine.run import run
 from flowspec_edge.fleet.deploy.steps.phases import bring_about
 from flowspec_edge.fleet.inventory import DeviceEntry
 from flowspec_edge.fleet.transfer import store
+from flowspec_edge.util import files
 
 STATE = BoardState("any", release="never-there", files={"release.json": "{}\n"})
 
@@ -151,10 +153,11 @@ def test_facts_of_a_board_with_something_on_it(boards: sshkit.Boards) -> None:
 
 def test_what_boards_run_is_plain_python_3_8() -> None:
     """A board's own Python runs it before any release is there."""
-    for module in (store, board_facts):
+    for module in (errors, files, store, board_facts):
         tree = ast.parse(inspect.getsource(module), feature_version=(3, 8))
         names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import)
                  for alias in node.names}
         names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         outside = {name for name in names if name.split(".")[0] not in sys.stdlib_module_names}
-        assert outside <= {"flowspec_edge.fleet.transfer.store"}
+        assert outside <= {"flowspec_edge.errors", "flowspec_edge.util.files",
+                           "flowspec_edge.fleet.transfer.store"}

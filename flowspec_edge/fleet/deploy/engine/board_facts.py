@@ -1,7 +1,7 @@
 """Reads a board's state for a deployment and prints one line of JSON.
 
-``facts`` pipes this source, after that of ``transfer/store.py``, into the board's system Python as root:
-standard library only, Python 3.8.
+``facts`` pipes this source, after ``transfer/store.py`` and what that imports, into the board's system Python
+as root: standard library only, Python 3.8.
 """
 
 from __future__ import annotations

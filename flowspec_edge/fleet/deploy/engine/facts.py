@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from flowspec_edge import errors
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet import paths
 from flowspec_edge.fleet.deploy.engine import board_facts
@@ -18,6 +19,7 @@ from flowspec_edge.fleet.probe.facts import program
 from flowspec_edge.fleet.remote.runner import as_root
 from flowspec_edge.fleet.remote.ssh import runner_for
 from flowspec_edge.fleet.transfer import store
+from flowspec_edge.util import files
 
 SCOPE = "deploy-flowspec"  # prefix of the transient scopes in which a board runs a deployment's commands
 _TIMEOUT_S = 300.0  # hashing wheels from an SD card is slow
@@ -105,7 +107,7 @@ def ask_boards(inventory: Inventory, boards: Sequence[tuple[DeviceEntry, BoardSt
         wanted = [part.name, [list(file) for file in part.files], part.manifest_sha256] if part else None
         environment = state.environment.digest if state.environment else ""
         text = program(f"main({ {name: getattr(paths, name) for name in _PATHS}!r}, "
-                       f"{environment!r}, {wanted!r}, {others!r})", store, board_facts)
+                       f"{environment!r}, {wanted!r}, {others!r})", errors, files, store, board_facts)
         before = time.time()
         try:
             said = runner_for(inventory, device, _TIMEOUT_S).run(

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from flowspec_edge.bench.results.atomic_write import check_writable, write
 from flowspec_edge.errors import UsageError
+from flowspec_edge.util.files import check_writable, write_output
 
 
 def test_writing_replaces_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     check_writable(path)
     assert not path.exists()
-    write(path, "old and much longer")
+    write_output(path, "old and much longer")
     before = path.open(encoding="utf-8")  # a reader keeps the file it opened
     check_writable(path)
-    write(path, "é")
+    write_output(path, "é")
     with before:
         assert before.read() == "old and much longer"
     assert path.read_bytes() == "é".encode()
@@ -28,7 +28,7 @@ def test_writing_replaces_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
     link = tmp_path / "link.json"
     link.symlink_to("real.json")
-    write(link, b"1")
+    write_output(link, b"1")
     assert link.is_symlink()
     assert (tmp_path / "real.json").read_bytes() == b"1"
 
