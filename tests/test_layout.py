@@ -274,7 +274,7 @@ def test_top_level_of_the_repository() -> None:
     if listed.returncode:
         pytest.skip("not a git checkout")
     top = {line.split("/")[0] for line in listed.stdout.splitlines()}
-    assert top == {"flowspec_edge", "benchmarks", "deploy", "profiles", "models", "tests", "docs", "examples",
+    assert top == {"flowspec_edge", "microbench", "deploy", "profiles", "models", "tests", "docs", "examples",
                    "pyproject.toml", "Dockerfile.jetson", "README.md", "CONTRIBUTING.md", "LICENSE",
                    "SECURITY.md", "CHANGELOG.md", "CITATION.cff", "Makefile", ".ci", ".github", ".gitignore"}
 

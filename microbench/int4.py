@@ -19,11 +19,11 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from benchmarks._common import Row, print_rows
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.stage.quant.base import KINDS, Kind
 from flowspec_edge.stage.quant.schemes import scheme
+from microbench._common import Row, print_rows
 
 WANTED = 4.0  # times as fast as bitsandbytes on a CPU, at 16 rows
 _HELD_OUT = (ast, glob, importlib.util)  # of the standard library: see held_out_groups in the model's card

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from statistics import fmean
 
-from benchmarks._common import demo_prompts, options
 from flowspec_edge.config import Profile, load_profile
 from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.runtime.draft_device.scheduling.slot_curve import SlotCurve
@@ -16,6 +15,7 @@ from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.params import Params
+from microbench._common import demo_prompts, options
 
 CURVES: dict[str, tuple[list[float], list[float]] | None] = {  # (rows, ms) instead of the profile's
     "own": None,

@@ -21,7 +21,6 @@ from pathlib import Path
 import numpy as np
 from openai import OpenAI
 
-from benchmarks._common import demo_prompts
 from flowspec_edge.config import load_profile
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.probe.board import resident_mb
@@ -29,6 +28,7 @@ from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.sampling.rule import Sampling
+from microbench._common import demo_prompts
 
 CLIENTS = (1, 2, 4, 8)
 _STAGES = 4

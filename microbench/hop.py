@@ -16,12 +16,12 @@ from multiprocessing.connection import Connection
 import numpy as np
 import zmq
 
-from benchmarks._common import options
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.profiling.link import segment, spin
 from flowspec_edge.transport import keys
 from flowspec_edge.transport.codec import encode
 from flowspec_edge.transport.zmq_links import ZmqTransport
+from microbench._common import options
 
 _LOOPBACK = "tcp://127.0.0.1:*"
 _BUSY_S = 0.5e-3

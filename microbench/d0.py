@@ -1,4 +1,4 @@
-"""D0's work in a turn without its matrix products: ``python -m benchmarks.d0 [cpu|cuda]``.
+"""D0's work in a turn without its matrix products: ``python -m microbench.d0 [cpu|cuda]``.
 
 Runs requests through a scheduler over a pipeline that is always full, at the paper's tree size.  Precomputed
 logits replace the products: a random text whose tokens the draft predicts as often as claimed.

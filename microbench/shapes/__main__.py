@@ -1,7 +1,7 @@
 """A stage's segments and D0's turn at the shapes of real models, with random weights.
 
-    python -m benchmarks.shapes stage --shape llama-2-7b --device cuda --dtype fp16
-    python -m benchmarks.shapes d0 --shape qwen3-8b --json figures.json
+    python -m microbench.shapes stage --shape llama-2-7b --device cuda --dtype fp16
+    python -m microbench.shapes d0 --shape qwen3-8b --json figures.json
 
 Without "stage" or "d0" it runs both.  Figures scaled from a few layers to all are labelled so.
 """
@@ -21,16 +21,16 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.shapes.d0 import CONTEXT, PartTime, part_times
-from benchmarks.shapes.models import SHAPES
-from benchmarks.shapes.stage import SegmentTime, segment_times
-from benchmarks.shapes.stopwatch import copy_rate
 from flowspec_edge.bench.render.table import show
 from flowspec_edge.bench.results.host_info import host_info, versions
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.util.device_memory import memory_errors
 from flowspec_edge.util.files import check_writable, write_output
 from flowspec_edge.util.torchdevice import architectures, gpus, pick
+from microbench.shapes.d0 import CONTEXT, PartTime, part_times
+from microbench.shapes.models import SHAPES
+from microbench.shapes.stage import SegmentTime, segment_times
+from microbench.shapes.stopwatch import copy_rate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.json is not None:
             write_output(given.json, json.dumps(figures, indent=1) + "\n")
     except FlowspecError as error:
-        print(f"benchmarks.shapes: error: {error}", file=sys.stderr)
+        print(f"microbench.shapes: error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 
@@ -111,7 +111,7 @@ def _counts(text: str) -> list[int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.shapes",
+    parser = argparse.ArgumentParser(prog="python -m microbench.shapes",
                                      description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("what", nargs="?", choices=["stage", "d0"])
     parser.add_argument("--shape", choices=SHAPES, default="llama-2-7b")

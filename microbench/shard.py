@@ -1,7 +1,7 @@
 """Peak memory of sharding and of loading a stage, each in a fresh process.
 
-    python -m benchmarks.shard [--dtype fp16,int4,nf4]
-    python -m benchmarks.shard --shape 13b
+    python -m microbench.shard [--dtype fp16,int4,nf4]
+    python -m microbench.shard --shape 13b
 
 Peaks exclude the interpreter with torch and transformers imported.  The unit for sharding is the model's
 largest layer as stored, for loading the stage's bytes.  ``--shape 13b`` shards a Llama of 13 billion random
@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from benchmarks._common import Row, print_rows
 from flowspec_edge.messages import Open, Segment, pack_bits
 from flowspec_edge.model.manifest import Manifest, ShardDtype
 from flowspec_edge.model.modeldir import ModelDir
@@ -42,6 +41,7 @@ from flowspec_edge.stage.quant.grouped import GroupedScheme, pack
 from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.stage.weights import tensor_names
 from flowspec_edge.util.storage.weight_file import TensorInfo
+from microbench._common import Row, print_rows
 
 CONTEXT = 4096  # rows of the cache
 ROWS = 16  # of the segment that a loaded stage computes

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from benchmarks.shapes.launches import cuda_launches, launches
-from benchmarks.shapes.models import SHAPES, random_stage
-from benchmarks.shapes.stopwatch import median_seconds
 from flowspec_edge.messages import Open, Segment, pack_bits
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.util.tensors import from_torch
+from microbench.shapes.launches import cuda_launches, launches
+from microbench.shapes.models import SHAPES, random_stage
+from microbench.shapes.stopwatch import median_seconds
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The time of looking up a segment's rows in an embedding table that stays in its file.
 
-    python -m benchmarks.shapes.embeddings [--rows 16] [--lookups 200] [--directory DIR]
+    python -m microbench.shapes.embeddings [--rows 16] [--lookups 200] [--directory DIR]
 
 The table is that of qwen3-32b: 151,936 rows of 10 KB, 1.6 GB of disk.  A look-up blocks the stage's loop, and
 so its heartbeats, for as long as it takes.
@@ -25,7 +25,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks._common import Row, print_rows
 from flowspec_edge.model.catalogue import known_models
 from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.sharding.writer import TensorFile
@@ -33,6 +32,7 @@ from flowspec_edge.stage.weights.tensor_names import EMBEDDING
 from flowspec_edge.util.embedding_table import EmbeddingTable
 from flowspec_edge.util.storage.uncached import UncachedFile
 from flowspec_edge.util.storage.weight_file import SafetensorsFile
+from microbench._common import Row, print_rows
 
 MODEL = "qwen3-32b"
 _PIECE = 1024  # rows that are written at a time

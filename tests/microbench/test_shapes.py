@@ -12,12 +12,12 @@ from gpukit import DEVICES, needs_cuda, without_cuda
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from benchmarks.shapes.__main__ import main
-from benchmarks.shapes.d0 import part_times
-from benchmarks.shapes.launches import cuda_launches, launches
-from benchmarks.shapes.models import SHAPES, Shape, random_stage
-from benchmarks.shapes.stage import segment_times
 from flowspec_edge.stage.shard import load_shard
+from microbench.shapes.__main__ import main
+from microbench.shapes.d0 import part_times
+from microbench.shapes.launches import cuda_launches, launches
+from microbench.shapes.models import SHAPES, Shape, random_stage
+from microbench.shapes.stage import segment_times
 
 TINY = Shape("llama", 128, 4, 4, 2, 32, 256, 300)
 TINY_QWEN = Shape("qwen3", 128, 4, 4, 2, 64, 256, 300)
@@ -119,4 +119,4 @@ def test_without_a_gpu_the_error_is_one_line(capsys: pytest.CaptureFixture[str])
     assert main(["--device", "cuda"]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith("benchmarks.shapes: error: --device cuda: ")
+    assert err.startswith("microbench.shapes: error: --device cuda: ")

@@ -1,8 +1,8 @@
 """The memory that ``flowspec plan`` counts, against real parts of those shapes in a fresh process.
 
-    python -m benchmarks.shapes.memory qwen3-32b --boards 5 --part stage-1
-    python -m benchmarks.shapes.memory qwen3-32b --boards 5 --part draft
-    python -m benchmarks.shapes.memory llama-3.1-8b --kv-cache int8
+    python -m microbench.shapes.memory qwen3-32b --boards 5 --part stage-1
+    python -m microbench.shapes.memory qwen3-32b --boards 5 --part draft
+    python -m microbench.shapes.memory llama-3.1-8b --kv-cache int8
 
 With one board both parts are loaded in one process, as ``flowspec serve`` does.  The parts are in int4, with
 random bits in place of quantised weights; they take up to 10 GB of disk while it runs.
@@ -27,9 +27,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks._common import print_rows
-from benchmarks.shapes.models import fill_random
-from benchmarks.shard import RandomWeights, in_fresh_process, warm_up
 from flowspec_edge.drafting.eagle.eagle2 import EagleHead, head_config, save_head
 from flowspec_edge.drafting.eagle.eagle3 import save_head3
 from flowspec_edge.drafting.tree_cache import CacheShape, TreeCache
@@ -50,6 +47,9 @@ from flowspec_edge.stage.quant.grouped import GroupedScheme
 from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.util.procfs import sizes
 from flowspec_edge.util.tensors import parse_dtype
+from microbench._common import print_rows
+from microbench.shapes.models import fill_random
+from microbench.shard import RandomWeights, in_fresh_process, warm_up
 
 FIRST = stage_part(0)
 _SEGMENT = 16  # rows
@@ -229,7 +229,7 @@ def _compute(engine: StageEngine, rows: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.shapes.memory",
+    parser = argparse.ArgumentParser(prog="python -m microbench.shapes.memory",
                                      description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model", choices=sorted(known_models()))
     parser.add_argument("--boards", type=int, default=1)
@@ -245,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = footprint(given.model, parts, Path(directory), given.boards, given.context,
                               given.kv_cache, given.layers)
     except FlowspecError as error:
-        print(f"benchmarks.shapes.memory: error: {error}", file=sys.stderr)
+        print(f"microbench.shapes.memory: error: {error}", file=sys.stderr)
         return error.exit_code
     named = f"{given.model}, {' and '.join(parts)}: "
     print_rows([

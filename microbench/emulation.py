@@ -9,7 +9,6 @@ from __future__ import annotations
 from contextlib import closing
 from statistics import fmean
 
-from benchmarks._common import demo_prompts, options
 from flowspec_edge.config import load_profile
 from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.runtime.cluster.clusters import LocalCluster
@@ -17,6 +16,7 @@ from flowspec_edge.runtime.emulation.engine import Emulation
 from flowspec_edge.runtime.request import ClusterBackend, Request, Result, Stats
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.runtime.virtual.devices import Devices
+from microbench._common import demo_prompts, options
 
 STRATEGIES = ("chunk_pp", "flowspec", "flowspec_plus")
 

@@ -17,12 +17,12 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from benchmarks._common import Row, print_rows
 from flowspec_edge.fleet.profiling.stage import binary_tree
 from flowspec_edge.messages import Open, Output, Segment, pack_bits
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.util.tensors import to_torch
+from microbench._common import Row, print_rows
 
 ROWS = 16
 CACHED = 200

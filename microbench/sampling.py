@@ -1,6 +1,6 @@
 """Sampling and ranking at real vocabularies, against PyTorch's own kernels on the same array.
 
-    python -m benchmarks.sampling [cpu|cuda]
+    python -m microbench.sampling [cpu|cuda]
 
 Ratios of the time of ``sampler`` to that of ``torch.log_softmax`` (for ranking with ``topk``), both at their
 fastest of many runs; on a CPU with one thread.  By default the noise of the positions is cached, as in

@@ -5,7 +5,7 @@ processors, and what a board does beside receiving counts in full.  In turn, ssh
 ``cat > /dev/null`` there, and a part of as many random bytes is pushed into an empty directory: hashed,
 written to the disk, synced, renamed.  Then once more, when all is there.  It needs root.
 
-    python -m benchmarks.transfer [--mb 512] [--runs 3]
+    python -m microbench.transfer [--mb 512] [--runs 3]
 """
 
 from __future__ import annotations

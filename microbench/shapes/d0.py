@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig
 
-from benchmarks.d0 import SAMPLINGS, STRATEGIES, turns
-from benchmarks.shapes.launches import launches
-from benchmarks.shapes.models import SHAPES, compute_dtype, random_head, random_matrix
-from benchmarks.shapes.stopwatch import median_seconds
 from flowspec_edge.model.manifest import HeadBits
 from flowspec_edge.sampling.rule import Rank, Sampling
 from flowspec_edge.sampling.sampler import choose, rank_children
 from flowspec_edge.stage.quant.schemes import head_scheme
 from flowspec_edge.util.tensors import from_torch, to_device, to_torch
+from microbench.d0 import SAMPLINGS, STRATEGIES, turns
+from microbench.shapes.launches import launches
+from microbench.shapes.models import SHAPES, compute_dtype, random_head, random_matrix
+from microbench.shapes.stopwatch import median_seconds
 
 NODES = 10  # of a draft pass
 CHILDREN = 10

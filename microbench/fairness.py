@@ -24,8 +24,8 @@ from typing import Any
 
 import httpx2
 
-from benchmarks._common import demo_prompts
 from flowspec_edge.errors import FlowspecError
+from microbench._common import demo_prompts
 
 _CALLERS = 2
 _CONTEXT = 2048  # tokens that the caches hold, and a request of the demonstration's model may have
