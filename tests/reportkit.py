@@ -31,4 +31,4 @@ def report(strategies: list[str], tasks: list[str], temperatures: list[float], p
     facts = [{"name": task, "prompts": prompts, "sha256": "0"} for task in tasks]
     settings = {**SETTINGS, "stages": stages, "tasks": facts}
     return BenchReport(profile, "virtual" if profile else "wall", settings, {"cpu": "none"}, "2026-01-02",
-                       samples, complete=True)
+                       samples=samples, complete=True)

@@ -11,9 +11,9 @@ from flowspec_edge.bench.render.plots import new_figure
 from flowspec_edge.bench.render.styles import style_of
 from flowspec_edge.bench.reproduce.catalogue import Kind
 from flowspec_edge.bench.reproduce.records import MEASURED, Measured, Quantity, Record, law
+from flowspec_edge.bench.results.report import Sweep
 from flowspec_edge.bench.results.rows import MEAN
 from flowspec_edge.bench.sweeps.plots import depth_figure
-from flowspec_edge.bench.sweeps.sweep import Sweep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

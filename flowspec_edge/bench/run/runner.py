@@ -1,20 +1,35 @@
-"""Runs methods × tasks × temperatures on any cluster and checks each token against plain decoding."""
+"""Runs methods × tasks × temperatures on any cluster, or on one for each value of an axis, and checks each
+token against plain decoding."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from flowspec_edge.bench.results.report import BenchReport, Difference
+from flowspec_edge.bench.results.axes import Axis, Value
+from flowspec_edge.bench.results.report import BenchReport, Difference, Results
 from flowspec_edge.bench.results.rows import ReportRow
 from flowspec_edge.bench.results.samples import Sample
 from flowspec_edge.bench.run.concurrent import ArrivalGroup, ArrivalPattern, MeasuredAnswer, run_groups
 from flowspec_edge.bench.run.repetition import repeats_itself
 from flowspec_edge.runtime.request import ClusterBackend, Request, Result
+from flowspec_edge.sampling.settings import Sampling
 
 PlainDecoding = Callable[[Request], tuple[list[int], str]]  # plain decoding: (tokens, finish reason)
 NearTieJudge = Callable[[Request, list[int], str], bool]  # whether near ties explain a text that differs
 Advance = Callable[[str], None]  # called before each request with its description
+
+
+class PointCluster(NamedTuple):
+    """A cluster and the measured bandwidth of each device's link in 10^6 bits a second, or None."""
+
+    cluster: ClusterBackend
+    measured_mbps: list[float] | None
+
+
+OpenPoint = Callable[[Value | None], AbstractContextManager[PointCluster]]  # None: without an axis
 
 
 @dataclass(frozen=True)
@@ -40,6 +55,12 @@ class BenchPlan:
     repeats: int = 1
     warmup: int = 0
     pattern: ArrivalPattern | None = None
+
+    def at(self, axis: Axis, value: Value) -> BenchPlan:
+        """The plan with this value's parameters; UsageError if they are invalid."""
+        return replace(self, workloads=[
+            Workload(work.task, [replace(request, params=axis.params(request.params, value))
+                                 for request in work.requests]) for work in self.workloads])
 
     def steps(self, report: BenchReport) -> int:
         total, warm, references = 0, set(), {}
@@ -80,6 +101,9 @@ class BenchPlan:
         return 1 if temperature == 0 and clock == "virtual" else self.repeats
 
 
+Plans = Mapping[Value, BenchPlan] | Mapping[None, BenchPlan]
+
+
 def measure(cluster: ClusterBackend, plain: PlainDecoding, plan: BenchPlan, report: BenchReport,
             advance: Advance = lambda _: None, save: Callable[[], None] = lambda: None,
             explains: NearTieJudge | None = None) -> None:
@@ -117,6 +141,47 @@ def measure(cluster: ClusterBackend, plain: PlainDecoding, plan: BenchPlan, repo
         save()
     report.complete = True
     save()
+
+
+def steps(results: Results, plans: Plans) -> int:
+    return sum(plan.steps(results.point(value).report) for value, plan in plans.items())
+
+
+def measure_points(results: Results, plans: Plans, open_point: OpenPoint, plain: PlainDecoding,
+                   advance: Advance = lambda _: None, save: Callable[[], None] = lambda: None,
+                   explains: NearTieJudge | None = None) -> None:
+    """Add to ``results`` what they lack of ``plans``, value by value in their order.
+
+    Complete values are not opened.  ``advance`` is called ``steps`` times; ``save`` and ``explains`` as in
+    :func:`measure`.
+    """
+    results.complete = False
+    expected = cached(plain)
+    for value, plan in plans.items():
+        point, where = results.point(value), results.where(value)
+        if not plan.missing(point.report):
+            continue
+
+        def advance_here(what: str, where: str = f"{where}: " if where else "") -> None:
+            advance(f"{where}{what}")
+
+        with open_point(value) as (cluster, point.measured_mbps):
+            measure(cluster, expected, plan, point.report, advance_here, save, explains)
+    results.complete = True
+    save()
+
+
+def cached(plain: PlainDecoding) -> PlainDecoding:
+    """Plain decoding that runs each request once: no axis changes the text."""
+    known: dict[tuple[tuple[int, ...], int, Sampling, frozenset[int]], tuple[list[int], str]] = {}
+
+    def answer(request: Request) -> tuple[list[int], str]:
+        key = tuple(request.prompt), request.max_new_tokens, request.sampling, request.stop_ids
+        if key not in known:
+            known[key] = plain(request)
+        return known[key]
+
+    return answer
 
 
 def run(cluster: ClusterBackend, plain: PlainDecoding, requests: Sequence[Request], strategies: Sequence[str],

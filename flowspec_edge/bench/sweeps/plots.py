@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from flowspec_edge.bench.render.plots import check_figure, new_figure, save_figure
 from flowspec_edge.bench.render.styles import style_of
+from flowspec_edge.bench.results.axes import Value
 from flowspec_edge.bench.results.paper_results import BandwidthCurves, DepthCells
+from flowspec_edge.bench.results.report import Sweep
 from flowspec_edge.bench.results.rows import ReportRow
-from flowspec_edge.bench.sweeps.sweep import Sweep, Value
 from flowspec_edge.bench.sweeps.table import best_and_worst, grid_axes, measured_as, published_depths, title
 from flowspec_edge.errors import UsageError
 
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_LABELS = {"bandwidth": "link bandwidth (Mbps)", "stages": "stages", "segment": "longest segment (rows)",
-           "latency": "link latency, one way (ms)"}
 _LETTERS_AN_INCH = 15  # of text at 8 points
 _OURS: dict[str, Any] = {"markersize": 4.5}
 _THEIRS: dict[str, Any] = {"markersize": 4, "markerfacecolor": "white", "linestyle": "--",
@@ -32,7 +31,7 @@ def plot_sweep(sweep: Sweep, path: Path) -> None:
     speeds = sweep.speeds()
     if not speeds:
         raise UsageError("the sweep holds no rows yet: nothing to plot")
-    save_figure(depth_figure(sweep) if sweep.axis == "depth" else _lines(sweep, speeds), path)
+    save_figure(depth_figure(sweep) if sweep.axis.name == "depth" else _lines(sweep, speeds), path)
 
 
 def _lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) -> Figure:
@@ -60,7 +59,7 @@ def _lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) -> Fig
                             marker="o", **_THEIRS))
     _ticks(axis, sorted(shown))
     axis.set_ylim(bottom=0)
-    axis.set_xlabel(_LABELS[sweep.axis])
+    axis.set_xlabel(sweep.axis.label)
     axis.set_ylabel("tokens/s")
     axis.grid(axis="y", color="#e4e4e4", linewidth=0.6)
     axis.set_axisbelow(True)

@@ -8,18 +8,17 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from flowspec_edge.bench.render.table import timing
+from flowspec_edge.bench.results.axes import Value, label
 from flowspec_edge.bench.results.estimates import METHOD
 from flowspec_edge.bench.results.paper_results import BandwidthCurves, DepthCells
+from flowspec_edge.bench.results.report import Sweep
 from flowspec_edge.bench.results.rows import ReportRow
 from flowspec_edge.bench.run.repetition import DEFINITION
-from flowspec_edge.bench.sweeps.sweep import UNITS, Sweep, Value, label, retained_share
 from flowspec_edge.util.terminal import plain
 
 PUBLISHED = "  published"  # a row of the paper's below one of ours
 _NOTHING = "–"
 _BEST, _WORST = "▲", "▼"
-_AXES = {"bandwidth": "link bandwidth", "depth": "tree depths", "stages": "stages",
-         "segment": "segment length", "latency": "link latency"}
 
 
 def measured_as(sweep: Sweep) -> str:
@@ -34,8 +33,8 @@ def measured_as(sweep: Sweep) -> str:
 
 
 def title(sweep: Sweep, strategy: str = "") -> str:
-    stages = [] if sweep.axis == "stages" else [f"{sweep.settings['stages']} stages"]
-    parts = [strategy, f"tokens/s by {_AXES[sweep.axis]}", measured_as(sweep), *stages,
+    stages = [f"{sweep.settings['stages']} stages"] if sweep.axis.name != "stages" else []
+    parts = [strategy, f"tokens/s by {sweep.axis.title}", measured_as(sweep), *stages,
              f"T = {sweep.settings['temperature']:g}"]
     return ", ".join(part for part in parts if part)
 
@@ -43,7 +42,7 @@ def title(sweep: Sweep, strategy: str = "") -> str:
 def tables(sweep: Sweep) -> list[tuple[str, Table]]:
     """(caption, table): one table of all strategies, or on the axis "depth" a grid for each strategy."""
     speeds = sweep.speeds()
-    if sweep.axis == "depth":
+    if sweep.axis.name == "depth":
         return [(title(sweep, name), _grid(found)) for name, found in speeds.items()]
     return [(title(sweep), _lines(sweep, speeds))] if speeds else []
 
@@ -55,13 +54,13 @@ def notes(sweep: Sweep) -> list[str]:
     if any(row.tokens_per_second_se is not None for rows in sweep.speeds().values() for row in rows.values()):
         found.append(f"{METHOD}.")
     found += _loops(sweep)
-    if sweep.axis == "depth":
+    if sweep.axis.name == "depth":
         found += [_extremes(name, rows) for name, rows in sweep.speeds().items()]
     elif len(sweep.points) > 1:
-        first, last = (label(sweep.points[at].value, UNITS[sweep.axis]) for at in (0, -1))
-        found.append(f"{_share_name(sweep)}: tokens/s at {last} as a share of those at {first}.")
-    if sweep.axis == "stages":
-        found.append("The profile's model keeps its number of layers: more stages hold fewer layers each.")
+        first, last = (sweep.where(sweep.points[at].value) for at in (0, -1))
+        found.append(f"{sweep.axis.share}: tokens/s at {last} as a share of those at {first}.")
+    if sweep.axis.note:
+        found.append(sweep.axis.note)
     match sweep.published:
         case BandwidthCurves() as theirs:
             found.append(f"published: {theirs.source}; {theirs.model}, not measured here.")
@@ -95,9 +94,9 @@ def best_and_worst(rows: Mapping[Value, ReportRow]) -> tuple[Value, Value]:
 
 
 def _lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) -> Table:
-    values = [point.value for point in sweep.points]
-    made = _table("strategy", [label(value, UNITS[sweep.axis]) for value in values], "draft")
-    made.add_column(_share_name(sweep), justify="right", no_wrap=True)
+    values = [point.value for point in sweep.points if point.value is not None]
+    made = _table("strategy", [sweep.axis.text(value) for value in values], "draft")
+    made.add_column(sweep.axis.share, justify="right", no_wrap=True)
     for name, rows in speeds.items():
         ours = [rows.get(value) for value in values]
         figures = [row.tokens_per_second if row else None for row in ours]
@@ -113,11 +112,6 @@ def _lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) -> Tab
         made.add_section()
         made.add_row("measured Mbps, slowest device", "", *map(_figure, slowest), "")
     return made
-
-
-def _share_name(sweep: Sweep) -> str:
-    """The last column's name; only on the link axes is the last value always the worst."""
-    return "kept" if sweep.axis in ("bandwidth", "latency") else "last/first"
 
 
 def _grid(rows: Mapping[Value, ReportRow]) -> Table:
@@ -164,5 +158,7 @@ def _figure(speed: float | None) -> str:
 
 
 def _retained(speeds: Sequence[float | None]) -> str:
-    share = retained_share(speeds)
-    return _NOTHING if share is None else f"{share:.1%}"
+    """The last value's tokens/s over the first one's."""
+    if len(speeds) < 2 or not speeds[0] or speeds[-1] is None:
+        return _NOTHING
+    return f"{speeds[-1] / speeds[0]:.1%}"

@@ -51,16 +51,18 @@ def run(*, options: BenchOptions, sampling: Sampling, params: Params) -> None:
 
     from flowspec_edge.bench.render.concurrency_table import concurrency_table, rows_to_show
     from flowspec_edge.bench.render.table import show, table, title
-    from flowspec_edge.cli.bench.measure import measure
+    from flowspec_edge.bench.results.report import BenchReport
+    from flowspec_edge.cli.bench.measure import Asked, measure
     from flowspec_edge.cli.common.workload import fail_if_different
 
-    report = measure(options, sampling, params, FLOWSPEC_AND_ABLATIONS)
+    report = measure(Asked(FLOWSPEC_AND_ABLATIONS), options, sampling, params)
+    assert isinstance(report, BenchReport)
     console = Console()
     for temperature in dict.fromkeys(row.temperature for row in report.rows):
         how = title(report.clock, report.profile, report.settings["stages"], temperature)
         show(console, (concurrency_table if report.concurrent else table)(
             rows_to_show(report, temperature), how))
-    fail_if_different(report.differences)
+    fail_if_different(report.different_texts())
 
 
 @with_dataclasses(without=("temperature",), rare=("top_k", "top_p", "jobs", "acceptance"),
@@ -91,8 +93,8 @@ def tables(
     """
     from flowspec_edge.bench.render.paper_tables import ABLATION, COMPARED, paper_tables
     from flowspec_edge.bench.results.paper_results import load_paper_results
-    from flowspec_edge.bench.results.report import load_report
-    from flowspec_edge.cli.bench.measure import measure
+    from flowspec_edge.bench.results.report import BenchReport, load_report
+    from flowspec_edge.cli.bench.measure import Asked, measure
     from flowspec_edge.cli.common.workload import fail_if_different
     from flowspec_edge.strategies.registry import STRATEGIES
     from flowspec_edge.util.files import check_writable, write_output
@@ -106,14 +108,16 @@ def tables(
         reports = [load_report(path) for path in files]
     else:
         default = [name for name in STRATEGIES if name in (*COMPARED, *ABLATION)]
-        reports = [measure(options, sampling, params, ",".join(default), "0,1")]
+        report = measure(Asked(",".join(default), "0,1"), options, sampling, params)
+        assert isinstance(report, BenchReport)
+        reports = [report]
     text = paper_tables(reports, only, load_paper_results() if published else None)
     if markdown is not None:
         write_output(markdown, text)
     else:
         print(text, end="")
     if not files:
-        fail_if_different(reports[0].differences)
+        fail_if_different(reports[0].different_texts())
 
 
 app.command("run")(run)

@@ -99,7 +99,7 @@ def reproduce(
     measurements = Measurements(options, sampling, out / "measured", resume)
     measurements.check(measurement for artefact in wanted for measurement in artefact.measurements)
     make_folders(out)
-    differences: list[object] = []
+    differences: list[str] = []
     objects = []
     for artefact in wanted:
         found = [measurements.of(measurement) for measurement in artefact.measurements]
@@ -109,8 +109,7 @@ def reproduce(
             objects.append(_as_json(artefact, document, paths))
         else:
             _show(document, paths)
-        differences += [d for measured in found for _, _, report in measured.points()
-                        for d in report.differences]
+        differences += [text for measured in found for text in measured.results.different_texts()]
     if as_json:
         print(json.dumps({"reproduced": objects}))
     fail_if_different(differences)

@@ -9,12 +9,11 @@ from pathlib import Path
 from flowspec_edge.bench.render.plots import check_figure
 from flowspec_edge.bench.reproduce.catalogue import Measurement
 from flowspec_edge.bench.reproduce.records import Measured
-from flowspec_edge.bench.results.report import BenchReport
-from flowspec_edge.bench.sweeps.sweep import Sweep
-from flowspec_edge.cli.bench.measure import measure
+from flowspec_edge.bench.results.axes import AXES
+from flowspec_edge.bench.results.report import Results
+from flowspec_edge.cli.bench.measure import Asked, measure
 from flowspec_edge.cli.bench.options import BenchOptions
 from flowspec_edge.cli.common.workload import require_runnable
-from flowspec_edge.cli.sweep.measure import SweepRequest, measured
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.planning.testbed import profile_or_testbed
 from flowspec_edge.model.modeldir import resolve_model
@@ -48,14 +47,13 @@ class Measurements:
             self._done[wanted.name] = Measured(wanted, self._run(wanted))
         return self._done[wanted.name]
 
-    def _run(self, wanted: Measurement) -> BenchReport | Sweep:
+    def _run(self, wanted: Measurement) -> Results:
         path = self._folder / f"{wanted.name}.json"
         options = replace(self._options, profile=wanted.profile, out=path, resume=self._resume,
                           acceptance=wanted.acceptance)
-        names = ",".join(wanted.strategies)
-        label = f"{wanted.name}, virtual time under {profile_or_testbed(wanted.profile).name}"
-        if wanted.axis is None:
-            temperatures = ",".join(f"{t:g}" for t in wanted.temperatures)
-            return measure(options, self._sampling, wanted.params, names, temperatures, label)
-        request = SweepRequest(wanted.axis, wanted.values, names)
-        return measured(request, options, self._sampling, wanted.params, label=label)
+        asked = Asked(
+            ",".join(wanted.strategies), axis=AXES[wanted.axis] if wanted.axis else None,
+            values=wanted.values,
+            temperatures=None if wanted.axis else ",".join(f"{t:g}" for t in wanted.temperatures),
+            label=f"{wanted.name}, virtual time under {profile_or_testbed(wanted.profile).name}")
+        return measure(asked, options, self._sampling, wanted.params)

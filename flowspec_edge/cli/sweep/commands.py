@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import partial, wraps
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
 from flowspec_edge.cli.bench.options import PAPER, BenchOptions, measured_by_default
 from flowspec_edge.cli.common.option_groups import with_dataclasses
-from flowspec_edge.cli.common.options import MOST_STAGES, OUTPUT, TIME, BoardModelOption, FigureOption
+from flowspec_edge.cli.common.options import (
+    MOST_STAGES,
+    OUTPUT,
+    TIME,
+    BoardModelOption,
+    FigureOption,
+    parse_counts,
+)
 from flowspec_edge.errors import UsageError
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import Params
 
 if TYPE_CHECKING:
-    from flowspec_edge.bench.sweeps.sweep import Links
+    from flowspec_edge.bench.results.axes import AxisName
+    from flowspec_edge.cli.bench.measure import Asked
 
 app = typer.Typer(help="How tokens/s change with the links, the stages, the segment, the tree.",
                   no_args_is_help=True)
@@ -25,8 +36,9 @@ _FIGURE_5 = "megatron,galaxy,chunk_pp,pipedec,flowspec,flowspec_plus"
 _SEGMENTED = "chunk_pp,pruned_pp,flowspec,flowspec_plus"  # PipeDec's layers have a width of their own
 # One temperature; --links decides the clock; requests run one by one.
 _HIDDEN_OPTIONS = ("temperatures", "clock", "emulate", "clients", "arrival_rate")
-_VIRTUAL = (*_HIDDEN_OPTIONS, "idle_seconds")
 _RARE = ("top_k", "top_p", "repeats")
+_Number = TypeVar("_Number", int, "int | float")
+_MOST = 1e9  # Mbit/s or ms: more than any link
 
 LinksOption = Annotated[Literal["virtual", "namespaces"], typer.Option(
     "--links", help="virtual: time simulated by the profile.  namespaces: real processes over real, shaped "
@@ -39,22 +51,47 @@ PublishedOption = Annotated[bool, typer.Option(
     hidden=True, rich_help_panel=OUTPUT)]
 
 
+Ask = Callable[..., dict[str, Any]]  # from an axis' own options to fields of ``Asked``
 
-@with_dataclasses(without=_HIDDEN_OPTIONS, strategies=measured_by_default(_FIGURE_5), rare=_RARE,
-                  options=BenchOptions, sampling=Sampling, params=PAPER)
+
+def _sweep(axis: AxisName, strategies: str, *without: str) -> Callable[[Ask], Ask]:
+    """Make the axis' command: its own options, --out, and a benchmark's but ``without``.
+
+    ``strategies``: those without --strategies.
+    """
+    def decorate(ask: Ask) -> Ask:
+        @wraps(ask)
+        def command(*, figure: Path | None, options: BenchOptions, sampling: Sampling, params: Params,
+                    **own: object) -> None:
+            from flowspec_edge.bench.results.axes import AXES
+            from flowspec_edge.cli.bench.measure import Asked
+
+            asked = Asked(strategies, axis=AXES[axis], label="sweep", **ask(**own))
+            _run(asked, options, sampling, params, figure)
+
+        kind = inspect.Parameter.KEYWORD_ONLY
+        shared = [inspect.Parameter("figure", kind, default=None, annotation=FigureOption),
+                  *(inspect.Parameter(name, kind) for name in ("options", "sampling", "params"))]
+        own = inspect.signature(ask, eval_str=True).parameters.values()
+        command.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
+        with_options = with_dataclasses((*_HIDDEN_OPTIONS, *without), measured_by_default(strategies), _RARE,
+                                        options=BenchOptions, sampling=Sampling, params=PAPER)
+        app.command(axis)(with_options(command))
+        return ask
+
+    return decorate
+
+
+@_sweep("bandwidth", _FIGURE_5)
 def bandwidth(
+    *,
     mbps: Annotated[str, typer.Option("--mbps", help="Bandwidths of every link, in 10^6 bits a second.",
                                       metavar="N,N")] = "1000,500,250,125",
     links: LinksOption = "virtual",
     cluster: ClusterOption = None,
     board_model: BoardModelOption = None,
-    figure: FigureOption = None,
     published: PublishedOption = True,
-    *,
-    options: BenchOptions,
-    sampling: Sampling,
-    params: Params,
-) -> None:
+) -> dict[str, Any]:
     """Measure tokens/s against the bandwidth of the links: Figure 5 of the FlowSpec paper.
 
     By default its five methods (megatron, galaxy, chunk_pp, pipedec, flowspec) and flowspec_plus, all
@@ -74,32 +111,22 @@ def bandwidth(
       sudo flowspec sweep bandwidth --links namespaces --limit 2 --max-new-tokens 48
       flowspec sweep bandwidth --cluster cluster.toml --model llama-2-7b --json real.json
     """
-    from flowspec_edge.cli.sweep.measure import SweepRequest, parse_numbers, run_sweep
-
     if cluster is not None and links == "namespaces":
         raise UsageError("give --cluster or --links namespaces, not both: a cluster has its own links")
-    link_kind: Links = "cluster" if cluster is not None else links
-    request = SweepRequest("bandwidth", parse_numbers(mbps, "--mbps"), _FIGURE_5, link_kind,
-                           emulated=link_kind == "namespaces", published=published, cluster=cluster,
-                           board_model=board_model)
-    run_sweep(request, options, sampling, params, figure)
+    return {"values": _numbers(mbps, "--mbps"), "published": published, "cluster": cluster,
+            "links": links if cluster is None else "cluster", "board_model": board_model}
 
 
-@with_dataclasses(without=(*_VIRTUAL, "depth", "expand_depth"), strategies=measured_by_default("flowspec"),
-                  rare=_RARE, options=BenchOptions, sampling=Sampling, params=PAPER)
+@_sweep("depth", "flowspec", "idle_seconds", "depth", "expand_depth")
 def depth(
+    *,
     depths: Annotated[str, typer.Option("--depths", help="Levels of the initial tree (d0).",
                                         metavar="N,N")] = "3,4,5,6,7,8",
     expand_depths: Annotated[str, typer.Option(
         "--expand-depths", help="Levels of a context-aware expansion (d_exp).", metavar="N,N",
     )] = "3,4,5,6,7,8",
-    figure: FigureOption = None,
     published: PublishedOption = True,
-    *,
-    options: BenchOptions,
-    sampling: Sampling,
-    params: Params,
-) -> None:
+) -> dict[str, Any]:
     """Measure tokens/s for every pair of tree depths: Figure 6 of the FlowSpec paper.
 
     The default strategy is flowspec.
@@ -109,25 +136,16 @@ def depth(
       flowspec sweep depth --limit 2 --out depth.png
       flowspec sweep depth --depths 3,5,8 --expand-depths 3,5 --json depth.json
     """
-    from flowspec_edge.cli.sweep.measure import SweepRequest, distinct_counts, run_sweep
-
-    pairs = list(product(distinct_counts(depths, "--depths"),
-                         distinct_counts(expand_depths, "--expand-depths")))
-    request = SweepRequest("depth", pairs, "flowspec", published=published)
-    run_sweep(request, options, sampling, params, figure)
+    pairs = product(_counts(depths, "--depths"), _counts(expand_depths, "--expand-depths"))
+    return {"values": list(pairs), "published": published}
 
 
-@with_dataclasses(without=(*_VIRTUAL, "stages"), strategies=measured_by_default(_FIGURE_5), rare=_RARE,
-                  options=BenchOptions, sampling=Sampling, params=PAPER)
+@_sweep("stages", _FIGURE_5, "idle_seconds", "stages")
 def stages(
+    *,
     counts: Annotated[str, typer.Option("--stages", help="Verification devices V1…VN.",
                                         metavar="N,N")] = "2,4,8,14,32",
-    figure: FigureOption = None,
-    *,
-    options: BenchOptions,
-    sampling: Sampling,
-    params: Params,
-) -> None:
+) -> dict[str, Any]:
     """Measure tokens/s against the number of stages.
 
     More stages have fewer layers each.  The default methods are those of sweep bandwidth.
@@ -137,26 +155,18 @@ def stages(
       flowspec sweep stages --limit 2 --max-new-tokens 64
       flowspec sweep stages --stages 4,8 --strategies all --set draft=own --out stages.svg
     """
-    from flowspec_edge.cli.sweep.measure import SweepRequest, distinct_counts, run_sweep
-
-    numbers = distinct_counts(counts, "--stages")
+    numbers = _counts(counts, "--stages")
     if max(numbers) > MOST_STAGES:
         raise UsageError(f"--stages must be at most {MOST_STAGES}, not {max(numbers)}")
-    request = SweepRequest("stages", numbers, _FIGURE_5)
-    run_sweep(request, options, sampling, params, figure)
+    return {"values": numbers}
 
 
-@with_dataclasses(without=(*_VIRTUAL, "segment"), strategies=measured_by_default(_SEGMENTED), rare=_RARE,
-                  options=BenchOptions, sampling=Sampling, params=PAPER)
+@_sweep("segment", _SEGMENTED, "idle_seconds", "segment")
 def segment(
+    *,
     rows: Annotated[str, typer.Option("--rows", help="Longest segments (l), in rows.",
                                       metavar="N,N")] = "4,8,16,32,64",
-    figure: FigureOption = None,
-    *,
-    options: BenchOptions,
-    sampling: Sampling,
-    params: Params,
-) -> None:
+) -> dict[str, Any]:
     """Measure tokens/s against the longest segment.
 
     By default of pruned_pp and flowspec, and of chunk_pp, which always cuts its tree into one chunk more than
@@ -167,23 +177,15 @@ def segment(
       flowspec sweep segment --limit 2 --max-new-tokens 64
       flowspec sweep segment --rows 16,32,48 --profile orin-nano-8gb
     """
-    from flowspec_edge.cli.sweep.measure import SweepRequest, distinct_counts, run_sweep
-
-    request = SweepRequest("segment", distinct_counts(rows, "--rows"), _SEGMENTED)
-    run_sweep(request, options, sampling, params, figure)
+    return {"values": _counts(rows, "--rows")}
 
 
-@with_dataclasses(without=_VIRTUAL, strategies=measured_by_default(_FIGURE_5), rare=_RARE,
-                  options=BenchOptions, sampling=Sampling, params=PAPER)
+@_sweep("latency", _FIGURE_5, "idle_seconds")
 def latency(
+    *,
     ms: Annotated[str, typer.Option("--ms", help="Latencies of every link, one way, in milliseconds.",
                                     metavar="T,T")] = "0.1,0.5,1,2,5,10",
-    figure: FigureOption = None,
-    *,
-    options: BenchOptions,
-    sampling: Sampling,
-    params: Params,
-) -> None:
+) -> dict[str, Any]:
     """Measure tokens/s against the latency of the links.
 
     The default methods are those of sweep bandwidth.
@@ -193,11 +195,54 @@ def latency(
       flowspec sweep latency --limit 2 --max-new-tokens 64
       flowspec sweep latency --ms 0,1,20 --strategies flowspec,megatron
     """
-    from flowspec_edge.cli.sweep.measure import SweepRequest, parse_numbers, run_sweep
-
-    request = SweepRequest("latency", parse_numbers(ms, "--ms", zero=True), _FIGURE_5)
-    run_sweep(request, options, sampling, params, figure)
+    return {"values": _numbers(ms, "--ms", zero=True)}
 
 
-for _command in (bandwidth, depth, stages, segment, latency):
-    app.command(_command.__name__)(_command)
+def _numbers(text: str, option: str, zero: bool = False) -> list[int | float]:
+    """Distinct numbers separated by commas; ``zero``: 0 is allowed."""
+    kind = "numbers of at least 0" if zero else "positive numbers"
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 <= n <= _MOST and (n or zero) for n in found):
+        raise UsageError(f"{option} must be {kind} separated by commas, not {text!r}")
+    return _require_distinct([int(n) if n.is_integer() else n for n in found], option)
+
+
+def _counts(text: str, option: str) -> list[int]:
+    return _require_distinct(parse_counts(text, option), option)
+
+
+def _require_distinct(values: list[_Number], option: str) -> list[_Number]:
+    twice = next((value for index, value in enumerate(values) if value in values[:index]), None)
+    if twice is not None:
+        raise UsageError(f"{option} names {twice:g} twice")
+    return values
+
+
+def _run(asked: Asked, options: BenchOptions, sampling: Sampling, params: Params, figure: Path | None
+         ) -> None:
+    """Measure, save, print and draw; an error at the end if a text differs from plain decoding's."""
+    from rich.console import Console
+
+    from flowspec_edge.bench.render.table import show
+    from flowspec_edge.bench.results.report import Sweep
+    from flowspec_edge.bench.sweeps.plots import plot_sweep
+    from flowspec_edge.bench.sweeps.table import notes, tables
+    from flowspec_edge.cli.bench.measure import measure
+    from flowspec_edge.cli.common.workload import fail_if_different
+    from flowspec_edge.util.terminal import printable
+
+    sweep = measure(asked, options, sampling, params, figure)
+    assert isinstance(sweep, Sweep)
+    console = Console()
+    say = partial(console.print, soft_wrap=True, highlight=False, markup=False)
+    for caption, made in tables(sweep):
+        say(printable(caption))
+        show(console, made)
+    for line in notes(sweep):
+        say(printable(line))
+    if figure is not None:
+        plot_sweep(sweep, figure)
+    fail_if_different(sweep.different_texts())

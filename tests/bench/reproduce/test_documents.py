@@ -15,8 +15,8 @@ from flowspec_edge.bench.render.styles import STYLES, style_of
 from flowspec_edge.bench.reproduce.catalogue import ARTEFACTS, Measurement
 from flowspec_edge.bench.reproduce.records import Measured, law
 from flowspec_edge.bench.reproduce.write import document_of, write_all
-from flowspec_edge.bench.results.report import BenchReport
-from flowspec_edge.bench.sweeps.sweep import Sweep
+from flowspec_edge.bench.results.axes import AXES
+from flowspec_edge.bench.results.report import BenchReport, Sweep
 from flowspec_edge.config import load_profile
 from flowspec_edge.strategies.registry import STRATEGIES
 
@@ -36,8 +36,8 @@ def measured(m: Measurement) -> Measured:
     made = random_report(m)
     if m.axis is None:
         return Measured(m, made)
-    sweep = Sweep(m.axis, "virtual", False, made.profile, "virtual", {**made.settings, "temperature": 0.0},
-                  complete=True)
+    sweep = Sweep(made.profile, "virtual", {**made.settings, "temperature": 0.0}, complete=True,
+                  axis=AXES[m.axis])
     for seed, value in enumerate(m.values):
         sweep.point(value).report.samples = random_report(m, seed).samples
     return Measured(m, sweep)

@@ -14,20 +14,10 @@ from pydantic import ValidationError
 from reportkit import report
 from tiny_dir import tiny_model_dir
 
+from flowspec_edge.bench.results.axes import AXES, Value, label
 from flowspec_edge.bench.results.paper_results import BandwidthCurves, load_paper_results
-from flowspec_edge.bench.results.report import ENERGY, BenchReport
-from flowspec_edge.bench.run.runner import BenchPlan, Workload
-from flowspec_edge.bench.sweeps.runner import (
-    PointCluster,
-    cached,
-    measure_sweep,
-    params_at,
-    plan_at,
-    profile_at,
-    stages_at,
-    steps,
-)
-from flowspec_edge.bench.sweeps.sweep import Sweep, Value, label, load_sweep, retained_share
+from flowspec_edge.bench.results.report import ENERGY, BenchReport, Sweep, load_sweep
+from flowspec_edge.bench.run.runner import BenchPlan, PointCluster, Workload, cached, measure_points, steps
 from flowspec_edge.config import load_profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.runtime.plain import PlainDecoder
@@ -65,16 +55,16 @@ class Opener:
         self.opened: list[Value] = []
 
     @contextmanager
-    def __call__(self, value: Value) -> Iterator[PointCluster]:
+    def __call__(self, value: Value | None) -> Iterator[PointCluster]:
+        assert value is not None
         self.opened.append(value)
-        cluster = VirtualCluster(self.model, 2, profile_at(PAPER, "bandwidth", value))
+        cluster = VirtualCluster(self.model, 2, AXES["bandwidth"].profile(PAPER, value))
         yield PointCluster(cluster, [float(value) - 1.5, float(value)])  # type: ignore[arg-type]
         cluster.close()
 
 
 def bandwidth(values: list[Value]) -> Sweep:
-    sweep = Sweep("bandwidth", "virtual", False, "paper-7b", "virtual", {"stages": 2, "temperature": 0.0},
-                  {"cpu": "none"}, "2026-01-02",
+    sweep = Sweep("paper-7b", "virtual", {"stages": 2, "temperature": 0.0}, {"cpu": "none"}, "2026-01-02",
                   published=load_paper_results().bandwidths("paper-7b", 4, 0.0))
     for value in values:
         point = sweep.point(value)
@@ -88,7 +78,7 @@ def test_a_sweep_is_the_same_as_single_requests_at_each_value(model: Path) -> No
     told: list[str] = []
     saved: list[bool] = []
     expected_steps = steps(sweep, plans)
-    measure_sweep(sweep, plans, opener, plain, told.append, lambda: saved.append(sweep.complete))
+    measure_points(sweep, plans, opener, plain, told.append, lambda: saved.append(sweep.complete))
     assert opener.opened == [200, 1000]  # as asked
     assert [point.value for point in sweep.points] == [1000, 200]  # from wide to narrow
     assert len(told) == expected_steps
@@ -100,7 +90,7 @@ def test_a_sweep_is_the_same_as_single_requests_at_each_value(model: Path) -> No
     for point in sweep.points:
         assert point.measured_mbps == [point.value - 1.5, point.value]  # type: ignore[operator]
         assert [row.identical for row in point.report.rows] == [True, True]
-        cluster = VirtualCluster(model, 2, profile_at(PAPER, "bandwidth", point.value))
+        cluster = VirtualCluster(model, 2, AXES["bandwidth"].profile(PAPER, point.value))
         for row in point.report.rows:
             alone = [cluster.generate(replace(request, strategy=row.strategy)).stats for request in REQUESTS]
             assert row.tokens_per_second == fmean(stats.tokens_per_second for stats in alone)
@@ -111,11 +101,11 @@ def test_a_sweep_is_the_same_as_single_requests_at_each_value(model: Path) -> No
 def test_measured_points_are_not_repeated(model: Path) -> None:
     sweep, opener, plain = bandwidth([]), Opener(model), Plain(model)
     first = replace(PLAN, strategies=["chunk_pp"])
-    measure_sweep(sweep, {1000: first}, opener, plain)
+    measure_points(sweep, {1000: first}, opener, plain)
     known = list(sweep.points[0].report.samples)
-    measure_sweep(sweep, {1000: first, 500: PLAN}, opener, plain)
+    measure_points(sweep, {1000: first, 500: PLAN}, opener, plain)
     assert opener.opened == [1000, 500]
-    measure_sweep(sweep, {1000: PLAN}, opener, plain)
+    measure_points(sweep, {1000: PLAN}, opener, plain)
     assert opener.opened == [1000, 500, 1000]
     samples = sweep.points[0].report.samples
     assert samples[:2] == known
@@ -124,7 +114,7 @@ def test_measured_points_are_not_repeated(model: Path) -> None:
 
 def test_points_are_saved_if_a_later_value_fails(model: Path, tmp_path: Path) -> None:
     class Failing(Opener):
-        def __call__(self, value: Value) -> AbstractContextManager[PointCluster]:
+        def __call__(self, value: Value | None) -> AbstractContextManager[PointCluster]:
             if value == 250:
                 raise UsageError("the link is gone")
             return super().__call__(value)
@@ -132,13 +122,13 @@ def test_points_are_saved_if_a_later_value_fails(model: Path, tmp_path: Path) ->
     sweep, path = bandwidth([]), tmp_path / "a.json"
     few = replace(PLAN, strategies=["chunk_pp"])
     with pytest.raises(UsageError, match="the link is gone"):
-        measure_sweep(sweep, dict.fromkeys((500, 250, 125), few), Failing(model), Plain(model),
+        measure_points(sweep, dict.fromkeys((500, 250, 125), few), Failing(model), Plain(model),
                       save=lambda: sweep.save(path))
     found = load_sweep(path)
     assert not found.complete
     assert [point.value for point in found.points] == [500]
     assert found.points[0].report.rows == sweep.point(500).report.rows
-    measure_sweep(found, dict.fromkeys((500, 250, 125), few), Opener(model), Plain(model))
+    measure_points(found, dict.fromkeys((500, 250, 125), few), Opener(model), Plain(model))
     assert found.complete
     assert [len(point.report.samples) for point in found.points] == [2, 2, 2]
 
@@ -146,29 +136,30 @@ def test_points_are_saved_if_a_later_value_fails(model: Path, tmp_path: Path) ->
 def test_a_wrong_text_is_reported_at_its_value(model: Path) -> None:
     plain = Plain(model)
     sweep = bandwidth([])
-    measure_sweep(sweep, {500: PLAN}, Opener(model), lambda request: (plain(request)[0][:-1], "length"))
-    found = sweep.differences()
-    assert [(value, d.strategy, d.prompt) for value, d in found] == [
-        (500, name, prompt) for name in PLAN.strategies for prompt in (0, 1)]
-    assert all(d.expected is None for _, d in found)
+    measure_points(sweep, {500: PLAN}, Opener(model), lambda request: (plain(request)[0][:-1], "length"))
+    found = sweep.different_texts()
+    assert len(found) == 4
+    for text, (name, prompt) in zip(found, [(n, i) for n in PLAN.strategies for i in (0, 1)], strict=True):
+        assert text.startswith(f"at 500 Mbps: {name}, t at T = 0, repeat 0, prompt {prompt}: token ")
+        assert text.endswith("plain decoding gives the end")
 
 
 def test_what_an_axis_changes() -> None:
-    assert profile_at(PAPER, "bandwidth", 125).link.mbps == 125.0
-    assert profile_at(PAPER, "bandwidth", 125).link.latency_ms == PAPER.link.latency_ms
-    assert profile_at(PAPER, "latency", 0).link.latency_ms == 0.0
-    assert profile_at(PAPER, "stages", 8) is PAPER
+    assert AXES["bandwidth"].profile(PAPER, 125).link.mbps == 125.0
+    assert AXES["bandwidth"].profile(PAPER, 125).link.latency_ms == PAPER.link.latency_ms
+    assert AXES["latency"].profile(PAPER, 0).link.latency_ms == 0.0
+    assert AXES["stages"].profile(PAPER, 8) is PAPER
     assert PAPER.link.mbps == 1000
     with pytest.raises(ValidationError):
-        profile_at(PAPER, "bandwidth", -1)
-    assert (stages_at(4, "stages", 14), stages_at(4, "segment", 14)) == (14, 4)
-    deep = params_at(Params(width=7), "depth", (3, 8))
+        AXES["bandwidth"].profile(PAPER, -1)
+    assert (AXES["stages"].stages(4, 14), AXES["segment"].stages(4, 14)) == (14, 4)
+    deep = AXES["depth"].params(Params(width=7), (3, 8))
     assert (deep.depth, deep.expand_depth, deep.width) == (3, 8, 7)
-    assert params_at(Params(), "segment", 64) == Params(segment=64, plus_rows=64)
-    assert params_at(Params(), "bandwidth", 64) == Params()
+    assert AXES["segment"].params(Params(), 64) == Params(segment=64, plus_rows=64)
+    assert AXES["bandwidth"].params(Params(), 64) == Params()
     with pytest.raises(UsageError, match="segment must be at least 1, not 0"):
-        params_at(Params(), "segment", 0)
-    changed = plan_at(PLAN, "segment", 4)
+        AXES["segment"].params(Params(), 0)
+    changed = PLAN.at(AXES["segment"], 4)
     assert [r.params.segment for w in changed.workloads for r in w.requests] == [4, 4]
     assert PLAN.workloads[0].requests[0].params.segment == 16
 
@@ -214,7 +205,7 @@ def test_file_round_trip(tmp_path: Path) -> None:
 
 
 def test_grid_round_trip(tmp_path: Path) -> None:
-    sweep = Sweep("depth", "virtual", False, "paper-7b", "virtual",
+    sweep = Sweep("paper-7b", "virtual", axis=AXES["depth"],
                   published=load_paper_results().depths("paper-7b", 4))
     for pair in ((5, 3), (3, 8), (3, 5)):
         sweep.point(pair).report = report(["flowspec"], ["qa"], [0.0], seed=pair[1])
@@ -246,16 +237,10 @@ def test_files_that_are_no_sweep(tmp_path: Path, change: dict[str, object], says
         load_sweep(path)
 
 
-def test_the_retained_share_is_the_last_speed_over_the_first() -> None:
-    assert retained_share([8.0, 11.0, 9.0]) == 9.0 / 8.0
-    for speeds in ([8.0], [8.0, None], [None, 8.0], [0.0, 8.0]):
-        assert retained_share(speeds) is None
-
-
 def test_labels_of_values() -> None:
-    assert label(62.5, "Mbps") == "62.5 Mbps"
+    assert AXES["bandwidth"].text(62.5) == "62.5 Mbps"
     assert label(1000) == "1000"
-    assert label((5, 3), "levels") == "(5, 3) levels"
+    assert AXES["depth"].text((5, 3)) == "(5, 3) levels"
 
 
 def test_published_figures_belong_to_one_testbed() -> None:

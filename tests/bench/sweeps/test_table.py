@@ -17,9 +17,10 @@ from rich.console import Console
 
 from flowspec_edge.bench.render.styles import style_of
 from flowspec_edge.bench.render.table import show
+from flowspec_edge.bench.results.axes import AXES, AxisName, Value
 from flowspec_edge.bench.results.paper_results import load_paper_results
+from flowspec_edge.bench.results.report import Sweep
 from flowspec_edge.bench.sweeps.plots import plot_sweep
-from flowspec_edge.bench.sweeps.sweep import Axis, Sweep, Value
 from flowspec_edge.bench.sweeps.table import measured_as, notes, tables, title
 from flowspec_edge.errors import UsageError
 
@@ -27,11 +28,11 @@ SVG = "{http://www.w3.org/2000/svg}"
 NAMES = ["megatron", "flowspec"]
 
 
-def made(axis: Axis, values: list[Value], names: list[str] = NAMES, tasks: tuple[str, ...] = ("qa",),
+def made(axis: AxisName, values: list[Value], names: list[str] = NAMES, tasks: tuple[str, ...] = ("qa",),
          published: bool = True) -> Sweep:
     facts = [{"name": task, "prompts": 3} for task in tasks]
-    sweep = Sweep(axis, "virtual", False, "paper-7b", "virtual",
-                  {**SETTINGS, "temperature": 0.0, "tasks": facts}, complete=True)
+    sweep = Sweep("paper-7b", "virtual", {**SETTINGS, "temperature": 0.0, "tasks": facts}, complete=True,
+                  axis=AXES[axis])
     if published:
         theirs = load_paper_results()
         sweep.published = (theirs.bandwidths("paper-7b", 4, 0.0) if axis == "bandwidth" else
@@ -125,7 +126,7 @@ def test_a_grid_marks_its_best_and_worst_cell() -> None:
 def test_captions_name_the_clock() -> None:
     sweep = made("bandwidth", [125])
     assert title(sweep) == "tokens/s by link bandwidth, VIRTUAL TIME under paper-7b, 4 stages, T = 0"
-    real = replace(sweep, links="namespaces", clock="wall", emulated=True)
+    real = replace(sweep, links="namespaces", clock="wall")
     assert measured_as(real) == ("EMULATED: wall clock, shaped links of this machine, real processes that "
                                  "compute as long as paper-7b says")
     fleet = replace(sweep, links="cluster", clock="wall", profile=None)
@@ -154,7 +155,8 @@ def test_the_figure_of_a_bandwidth_sweep(tmp_path: Path) -> None:
     ("stages", [2, 32], "stages"),
     ("segment", [16], "longest segment (rows)"),
 ])
-def test_the_figures_of_the_other_axes(tmp_path: Path, axis: Axis, values: list[Value], says: str) -> None:
+def test_the_figures_of_the_other_axes(tmp_path: Path, axis: AxisName, values: list[Value], says: str
+                                       ) -> None:
     plot_sweep(made(axis, values), tmp_path / "f.svg")
     found = texts(tmp_path / "f.svg")
     assert says in found

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 from tiny_dir import tiny_model_dir
 
-from flowspec_edge.bench.sweeps.sweep import load_sweep
+from flowspec_edge.bench.results.report import load_sweep
 from flowspec_edge.cli.main import main
 from flowspec_edge.cli.sweep.commands import app
 
