@@ -72,7 +72,7 @@ bench: $(READY)
 
 # Renews the timelines in the documents from real runs.
 timelines: $(READY)
-	$(BIN)/python -m flowspec_edge.bench.render.timeline_document docs/strategies.md docs/benchmarks.md
+	$(BIN)/python -m flowspec_edge.bench.timeline docs/strategies.md docs/benchmarks.md
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
-from flowspec_edge.bench.run.tasks import load_prompts
+from flowspec_edge.bench.tasks import load_prompts
 from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.util.resources import resource_dir

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "flowspec_edge"
-MAX_MODULES, MAX_LINES = 12, 400
+MAX_MODULES, MAX_LINES = 20, 400
 
 # What each part of the package may import beside itself.
 FOUNDATION = {"errors", "messages", "util", "config", "sampling", "model"}
@@ -54,8 +54,10 @@ ORDER: dict[str, list[str]] = {
                 "connections", "server"],
     "fleet": ["paths", "inventory", "remote", "network", "remote_cluster", "probe", "gpu_check", "planning",
               "profiling", "services", "transfer", "deploy", "doctor"],
-    "bench": ["results", "run", "render", "sweeps", "reproduce"],
-    "cli": ["common", "bench", "sweep", "reproduce", "generate", "serve", "boards", "deploy", "models",
+    "bench": ["samples", "estimates", "rows", "paper_results", "axes", "report", "host_info", "tasks",
+              "runner", "near_ties", "parallel", "weight_loss", "styles", "tables", "paper_tables",
+              "timeline", "plots", "reproduce"],
+    "cli": ["common", "bench", "generate", "serve", "boards", "deploy", "models",
             "main"],
 }
 PURE = ("tree", "strategies")  # they decide and do not act: no clock, no socket, no tensor library

@@ -21,8 +21,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from flowspec_edge.bench.render.table import show
-from flowspec_edge.bench.results.host_info import host_info, versions
+from flowspec_edge.bench.host_info import host_info, versions
+from flowspec_edge.bench.tables import show
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.util.device_memory import memory_errors
 from flowspec_edge.util.files import check_writable, write_output

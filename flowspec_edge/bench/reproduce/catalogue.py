@@ -12,7 +12,7 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.strategies.params import Params
 
 if TYPE_CHECKING:
-    from flowspec_edge.bench.results.axes import AxisName, Value
+    from flowspec_edge.bench.axes import AxisName, Value
 
 PAPER = Params(draft="eagle2", pipedec_width=16)  # the FlowSpec paper's comparison, section V-A
 STAGES_ALONE = str(Path(__file__).with_name("stages_alone.toml"))

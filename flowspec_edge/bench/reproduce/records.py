@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from flowspec_edge.bench.reproduce.catalogue import Artefact, Kind, Measurement
-from flowspec_edge.bench.results.axes import AxisName, Value
-from flowspec_edge.bench.results.estimates import (
+from flowspec_edge.bench.axes import AxisName, Value
+from flowspec_edge.bench.estimates import (
     Estimate,
     average,
     by_prompt,
@@ -18,10 +17,11 @@ from flowspec_edge.bench.results.estimates import (
     speed,
     speedup,
 )
-from flowspec_edge.bench.results.paper_results import PaperResults
-from flowspec_edge.bench.results.report import BenchReport, Results
-from flowspec_edge.bench.results.rows import BASELINE, MEAN
-from flowspec_edge.bench.results.samples import Sample
+from flowspec_edge.bench.paper_results import PaperResults
+from flowspec_edge.bench.report import BenchReport, Results
+from flowspec_edge.bench.reproduce.catalogue import Artefact, Kind, Measurement
+from flowspec_edge.bench.rows import BASELINE, MEAN
+from flowspec_edge.bench.samples import Sample
 
 MEASURED = "measured"
 OF_THE_HEAD = "the head's acceptance"

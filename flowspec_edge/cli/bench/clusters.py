@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from flowspec_edge.bench.results.axes import Axis, Value
-from flowspec_edge.bench.results.report import Links
-from flowspec_edge.bench.run.runner import OpenPoint, PointCluster
+from flowspec_edge.bench.axes import Axis, Value
+from flowspec_edge.bench.report import Links
+from flowspec_edge.bench.runner import OpenPoint, PointCluster
 from flowspec_edge.cli.bench.options import BenchOptions
 from flowspec_edge.cli.common.clusters import ClockSettings, open_cluster
 from flowspec_edge.cli.common.defaults import dtype_of
@@ -19,7 +19,7 @@ from flowspec_edge.config import Profile
 from flowspec_edge.model.modeldir import ModelDir
 
 if TYPE_CHECKING:
-    from flowspec_edge.bench.run.parallel import ParallelRun
+    from flowspec_edge.bench.parallel import ParallelRun
     from flowspec_edge.fleet.inventory import Inventory
     from flowspec_edge.runtime.cluster.addresses import Placement
     from flowspec_edge.runtime.request import ClusterBackend
@@ -151,7 +151,7 @@ def _cluster(setup: MeasuredSetup) -> Iterator[OpenPoint]:
 
 def parallel_points(setup: MeasuredSetup, names: Sequence[str]) -> tuple[ParallelRun, OpenPoint]:
     """Processes of --jobs, or Dask's, and points in virtual time whose requests they compute."""
-    from flowspec_edge.bench.run.parallel import ParallelRun, Workplace, plugins_of, threads_of
+    from flowspec_edge.bench.parallel import ParallelRun, Workplace, plugins_of, threads_of
 
     o = setup.options
     threads = None if o.dask else threads_of(o.jobs)

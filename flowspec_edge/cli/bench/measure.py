@@ -10,10 +10,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flowspec_edge.bench.results.axes import Axis, Value
-from flowspec_edge.bench.results.report import BenchReport, Links, Results, Sweep, load_report, load_sweep
-from flowspec_edge.bench.run.runner import BenchPlan, Plans, Workload, measure_points, steps
-from flowspec_edge.bench.run.tasks import Task, load_tasks
+from flowspec_edge.bench.axes import Axis, Value
+from flowspec_edge.bench.report import BenchReport, Links, Results, Sweep, load_report, load_sweep
+from flowspec_edge.bench.runner import BenchPlan, Plans, Workload, measure_points, steps
+from flowspec_edge.bench.tasks import Task, load_tasks
 from flowspec_edge.cli.bench.clusters import MeasuredSetup, open_points, parallel_points
 from flowspec_edge.cli.bench.options import BenchOptions, parse_strategies, parse_temperatures
 from flowspec_edge.cli.common.clusters import ClockSettings, choose_clock
@@ -76,7 +76,7 @@ def measure(asked: Asked, options: BenchOptions, sampling: Sampling, params: Par
             figure: Path | None = None) -> Results:
     """Run everything and save it to ``options.out`` step by step: a Sweep along ``asked.axis``, or a
     BenchReport."""
-    from flowspec_edge.bench.render.plots import check_figure
+    from flowspec_edge.bench.plots import check_figure
     from flowspec_edge.util.files import check_writable
 
     names = parse_strategies(options.strategies or asked.strategies)
@@ -142,8 +142,8 @@ def measure(asked: Asked, options: BenchOptions, sampling: Sampling, params: Par
 
 def _results(asked: Asked, options: BenchOptions, clock: ClockSettings, settings: dict[str, Any]) -> Results:
     """Empty ones, or those of the file to resume."""
-    from flowspec_edge.bench.results.host_info import host_info  # numpy, when all options are checked
-    from flowspec_edge.bench.results.paper_results import load_paper_results
+    from flowspec_edge.bench.host_info import host_info  # numpy, when all options are checked
+    from flowspec_edge.bench.paper_results import load_paper_results
 
     shared = clock.profile_name, clock.clock, settings, host_info(options.device), str(date.today())
     if asked.axis is None:
@@ -202,7 +202,7 @@ def workloads_for(options: BenchOptions, tasks: Sequence[Task], model: ModelDir,
 def settings_for(options: BenchOptions, tasks: Sequence[Task], model: ModelDir, profile: Profile | None,
                  sampling: Sampling, params: Params) -> dict[str, Any]:
     """Everything that a row depends on, except the machine."""
-    from flowspec_edge.bench.results.host_info import commit, versions
+    from flowspec_edge.bench.host_info import commit, versions
 
     shared = {"clients": options.clients, "arrival_rate": options.arrival_rate}
     drawn = {key: value for key, value in asdict(sampling).items() if key != "temperature"}

@@ -35,7 +35,7 @@ from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import Params
 
 if TYPE_CHECKING:
-    from flowspec_edge.bench.run.concurrent import ArrivalPattern
+    from flowspec_edge.bench.runner import ArrivalPattern
 
 EQUAL = Params(draft="eagle2")  # strategies are compared with the same head, or the model's EAGLE-3 head
 PAPER = Params(draft="eagle2", pipedec_width=16)  # the FlowSpec paper's comparison, section V-A
@@ -122,7 +122,7 @@ class BenchOptions:
 
     @property
     def pattern(self) -> ArrivalPattern | None:
-        from flowspec_edge.bench.run.concurrent import ArrivalPattern
+        from flowspec_edge.bench.runner import ArrivalPattern
 
         if self.clients is None and self.arrival_rate is None:
             return None

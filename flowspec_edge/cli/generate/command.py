@@ -182,7 +182,7 @@ def generate(
                                for name, value in asdict(sampling).items()}}
         print(json.dumps(result.as_json("".join(pieces)) | labels))
     else:
-        from flowspec_edge.bench.render.table import timing as timing_label
+        from flowspec_edge.bench.tables import timing as timing_label
 
         label = timing_label(clock_settings.clock, clock_settings.profile_name)
         where = "" if device == "cpu" else f"{device}, "
