@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class MeasuredSetup:
+class ClusterSetup:
     """What an axis does not change.
 
     options      with definite stages, dtype and device
@@ -60,7 +60,7 @@ class MeasuredSetup:
                             device=o.device, idle_s=o.idle_seconds, at_once=self.at_once)
 
 
-def open_points(links: Links, setup: MeasuredSetup) -> AbstractContextManager[OpenPoint]:
+def open_points(links: Links, setup: ClusterSetup) -> AbstractContextManager[OpenPoint]:
     """The returned context yields a function that opens the cluster of a value."""
     if links == "virtual" and setup.clock.clock == "wall":
         return _processes(setup)
@@ -68,7 +68,7 @@ def open_points(links: Links, setup: MeasuredSetup) -> AbstractContextManager[Op
 
 
 @contextmanager
-def _processes(setup: MeasuredSetup) -> Iterator[OpenPoint]:
+def _processes(setup: ClusterSetup) -> Iterator[OpenPoint]:
     @contextmanager
     def open_point(value: Value | None) -> Iterator[PointCluster]:
         with setup.processes(setup.clock.profile) as cluster:
@@ -78,7 +78,7 @@ def _processes(setup: MeasuredSetup) -> Iterator[OpenPoint]:
 
 
 @contextmanager
-def _virtual(setup: MeasuredSetup) -> Iterator[OpenPoint]:
+def _virtual(setup: ClusterSetup) -> Iterator[OpenPoint]:
     """Points share the weights."""
     from flowspec_edge.runtime.virtual.cluster import VirtualCluster
     from flowspec_edge.util.device_memory import memory_errors
@@ -102,7 +102,7 @@ def _virtual(setup: MeasuredSetup) -> Iterator[OpenPoint]:
 
 
 @contextmanager
-def _namespaces(setup: MeasuredSetup) -> Iterator[OpenPoint]:
+def _namespaces(setup: ClusterSetup) -> Iterator[OpenPoint]:
     """Real processes that take the profile's time and send its bytes, over links that the kernel shapes."""
     from flowspec_edge.fleet.network.namespaces import NetnsTestbed, measure_links
 
@@ -119,7 +119,7 @@ def _namespaces(setup: MeasuredSetup) -> Iterator[OpenPoint]:
 
 
 @contextmanager
-def _cluster(setup: MeasuredSetup) -> Iterator[OpenPoint]:
+def _cluster(setup: ClusterSetup) -> Iterator[OpenPoint]:
     """Real boards in their own time; their kernels shape what they send."""
     from flowspec_edge.fleet.network.remote_shaping import RemoteShaping
     from flowspec_edge.fleet.remote_cluster import SshClusters
@@ -149,7 +149,7 @@ def _cluster(setup: MeasuredSetup) -> Iterator[OpenPoint]:
         yield open_point
 
 
-def parallel_points(setup: MeasuredSetup, names: Sequence[str]) -> tuple[ParallelRun, OpenPoint]:
+def parallel_points(setup: ClusterSetup, names: Sequence[str]) -> tuple[ParallelRun, OpenPoint]:
     """Processes of --jobs, or Dask's, and points in virtual time whose requests they compute."""
     from flowspec_edge.bench.parallel import ParallelRun, Workplace, plugins_of, threads_of
 
@@ -170,5 +170,5 @@ def _mbps(value: Value | None) -> float:
     return value
 
 
-_OPENERS: dict[Links, Callable[[MeasuredSetup], AbstractContextManager[OpenPoint]]] = {
+_OPENERS: dict[Links, Callable[[ClusterSetup], AbstractContextManager[OpenPoint]]] = {
     "virtual": _virtual, "namespaces": _namespaces, "cluster": _cluster}

@@ -63,10 +63,10 @@ def run(*, options: BenchOptions, sampling: Sampling, params: Params) -> None:
 
     from flowspec_edge.bench.report import BenchReport
     from flowspec_edge.bench.tables import rows_to_show, show, table, title
-    from flowspec_edge.cli.bench.measure import Asked, measure
+    from flowspec_edge.cli.bench.measure import MeasureRequest, measure
     from flowspec_edge.cli.common.workload import fail_if_different
 
-    report = measure(Asked(FLOWSPEC_AND_ABLATIONS), options, sampling, params)
+    report = measure(MeasureRequest(FLOWSPEC_AND_ABLATIONS), options, sampling, params)
     assert isinstance(report, BenchReport)
     console = Console()
     for temperature in dict.fromkeys(row.temperature for row in report.rows):
@@ -104,7 +104,7 @@ def tables(
     from flowspec_edge.bench.paper_results import load_paper_results
     from flowspec_edge.bench.paper_tables import ABLATION, COMPARED, paper_tables
     from flowspec_edge.bench.report import BenchReport, load_report
-    from flowspec_edge.cli.bench.measure import Asked, measure
+    from flowspec_edge.cli.bench.measure import MeasureRequest, measure
     from flowspec_edge.cli.common.workload import fail_if_different
     from flowspec_edge.strategies.registry import STRATEGIES
     from flowspec_edge.util.files import check_writable, write_output
@@ -118,7 +118,7 @@ def tables(
         reports = [load_report(path) for path in files]
     else:
         default = [name for name in STRATEGIES if name in (*COMPARED, *ABLATION)]
-        report = measure(Asked(",".join(default), "0,1"), options, sampling, params)
+        report = measure(MeasureRequest(",".join(default), "0,1"), options, sampling, params)
         assert isinstance(report, BenchReport)
         reports = [report]
     text = paper_tables(reports, only, load_paper_results() if published else None)

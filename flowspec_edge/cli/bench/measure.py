@@ -14,7 +14,7 @@ from flowspec_edge.bench.axes import Axis, Value
 from flowspec_edge.bench.report import BenchReport, Links, Results, Sweep, load_report, load_sweep
 from flowspec_edge.bench.runner import BenchPlan, Plans, Workload, measure_points, steps
 from flowspec_edge.bench.tasks import Task, load_tasks
-from flowspec_edge.cli.bench.clusters import MeasuredSetup, open_points, parallel_points
+from flowspec_edge.cli.bench.clusters import ClusterSetup, open_points, parallel_points
 from flowspec_edge.cli.bench.options import BenchOptions, parse_strategies, parse_temperatures
 from flowspec_edge.cli.common.clusters import ClockSettings, choose_clock
 from flowspec_edge.cli.common.defaults import device_of, dtype_of, plain_device_of, stages_of
@@ -33,12 +33,13 @@ from flowspec_edge.model.modeldir import DEMO, ModelDir, resolve_model
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import Params
+from flowspec_edge.util.files import check_writable
 
 _Results = TypeVar("_Results", BenchReport, Sweep)
 
 
 @dataclass(frozen=True)
-class Asked:
+class MeasureRequest:
     """What a command measures, beside its options.
 
     strategies    without --strategies
@@ -72,48 +73,47 @@ class Asked:
         return [(self.axis.params(params, value), self.axis.stages(stages, value)) for value in self.values]
 
 
-def measure(asked: Asked, options: BenchOptions, sampling: Sampling, params: Params,
+def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, params: Params,
             figure: Path | None = None) -> Results:
-    """Run everything and save it to ``options.out`` step by step: a Sweep along ``asked.axis``, or a
+    """Run everything and save it to ``options.out`` step by step: a Sweep along ``request.axis``, or a
     BenchReport."""
-    from flowspec_edge.bench.plots import check_figure
-    from flowspec_edge.util.files import check_writable
-
-    names = parse_strategies(options.strategies or asked.strategies)
+    names = parse_strategies(options.strategies or request.strategies)
     model = resolve_model(options.model)
     options = replace(options, stages=stages_of(model, options.stages), dtype=dtype_of(model, options.dtype))
-    clock = asked.clock(options)
+    clock = request.clock(options)
     options.require_virtual(clock.clock)
     tasks = tasks_of(options)
-    temperatures = parse_temperatures(options.temperatures or asked.temperatures, sampling)
+    temperatures = parse_temperatures(options.temperatures or request.temperatures, sampling)
     if options.out is not None:
         check_writable(options.out)
     if figure is not None:
+        from flowspec_edge.bench.plots import check_figure
+
         check_figure(figure)
     inventory, reference, dtype = None, "cpu", dtype_of(model, options.dtype)
-    if asked.cluster is not None:
+    if request.cluster is not None:
         from flowspec_edge.fleet.inventory import load_inventory
 
         if options.device != "auto":
             raise UsageError("give --cluster or --device, not both: the cluster file says torch_device")
-        inventory = load_inventory(asked.cluster)
+        inventory = load_inventory(request.cluster)
         options = replace(options, stages=len(inventory.verify), device="cpu")
-    points = asked.points(params, options.stages)
+    points = request.points(params, options.stages)
     for at_value, stages in points:
         require_runnable(names, model, at_value, clock.clock, stages)
     if inventory is None:
         processes = clock.processes(max(stages for _, stages in points))
         options = replace(options, device=device_of(options.device, model, dtype, processes=processes))
     settings = settings_for(options, tasks, model, clock.profile, sampling, params)
-    if asked.axis is not None:
+    if request.axis is not None:
         settings["temperature"] = sampling.temperature
     if inventory is not None:  # D0's first
         settings["device"] = [inventory.torch_device(board) for board in (inventory.draft, *inventory.verify)]
-    results = _results(asked, options, clock, settings)
+    results = _results(request, options, clock, settings)
     plan = BenchPlan(names, workloads_for(options, tasks, model, sampling, params), temperatures,
                      options.repeats, options.warmup, options.pattern)
-    plans: Plans = {None: plan} if asked.axis is None else {
-        value: plan.at(asked.axis, value) for value in asked.values}
+    plans: Plans = {None: plan} if request.axis is None else {
+        value: plan.at(request.axis, value) for value in request.values}
 
     def save() -> None:
         if options.out is not None:
@@ -125,34 +125,37 @@ def measure(asked: Asked, options: BenchOptions, sampling: Sampling, params: Par
         return results
     if inventory is None:
         reference = plain_device_of(options.device, model, dtype, processes)
-    setup = MeasuredSetup(asked.axis, model, options, clock, plan.at_once, inventory,
-                          asked.board_model or str(model.path.resolve()))
+    setup = ClusterSetup(request.axis, model, options, clock, plan.at_once, inventory,
+                         request.board_model or str(model.path.resolve()))
     if options.parallel:
         run, open_point = parallel_points(setup, names)
         measure_points(deepcopy(results), plans, open_point, run.plain)  # lists the requests
-        with run, progress(total, asked.label) as advance:
+        with run, progress(total, request.label) as advance:
             measure_points(results, plans, open_point, run.plain, advance, save,
                            near_tie_judge(model, options.dtype, reference))
         return results
-    with open_points(asked.links, setup) as open_point, progress(total, asked.label) as advance:
+    with open_points(request.links, setup) as open_point, progress(total, request.label) as advance:
         plain, explains = plain_decoding(model, options.dtype, reference)
         measure_points(results, plans, open_point, plain, advance, save, explains)
     return results
 
 
-def _results(asked: Asked, options: BenchOptions, clock: ClockSettings, settings: dict[str, Any]) -> Results:
+def _results(request: MeasureRequest, options: BenchOptions, clock: ClockSettings, settings: dict[str, Any]
+             ) -> Results:
     """Empty ones, or those of the file to resume."""
     from flowspec_edge.bench.host_info import host_info  # numpy, when all options are checked
     from flowspec_edge.bench.paper_results import load_paper_results
 
     shared = clock.profile_name, clock.clock, settings, host_info(options.device), str(date.today())
-    if asked.axis is None:
+    if request.axis is None:
         return _resume(options, load_report, BenchReport(*shared))
-    new = Sweep(*shared, axis=asked.axis, links=asked.links)
-    new.settings = {key: value for key, value in settings.items() if key not in asked.axis.replaces}
+    new = Sweep(*shared, axis=request.axis, links=request.links)
+    new.settings = {key: value for key, value in settings.items() if key not in request.axis.replaces}
     sweep = _resume(options, load_sweep, new)
-    sweep.published = asked.axis.published(load_paper_results(), clock.profile_name, settings["stages"],
-                                           settings["temperature"]) if asked.published else None
+    sweep.published = None  # a resumed file's may differ from what is asked for now
+    if request.published:
+        sweep.published = request.axis.published(load_paper_results(), clock.profile_name, settings["stages"],
+                                                 settings["temperature"])
     return sweep
 
 

@@ -16,7 +16,7 @@ from flowspec_edge.bench.plots import check_figure
 from flowspec_edge.bench.report import Results
 from flowspec_edge.bench.reproduce.catalogue import Measurement
 from flowspec_edge.bench.reproduce.records import Measured
-from flowspec_edge.cli.bench.measure import Asked, measure
+from flowspec_edge.cli.bench.measure import MeasureRequest, measure
 from flowspec_edge.cli.bench.options import BenchOptions
 from flowspec_edge.cli.common.options import (
     MOST_REPEATS,
@@ -194,9 +194,9 @@ class Measurements:
         path = self._folder / f"{wanted.name}.json"
         options = replace(self._options, profile=wanted.profile, out=path, resume=self._resume,
                           acceptance=wanted.acceptance)
-        asked = Asked(
+        request = MeasureRequest(
             ",".join(wanted.strategies), axis=AXES[wanted.axis] if wanted.axis else None,
             values=wanted.values,
             temperatures=None if wanted.axis else ",".join(f"{t:g}" for t in wanted.temperatures),
             label=f"{wanted.name}, virtual time under {profile_or_testbed(wanted.profile).name}")
-        return measure(asked, options, self._sampling, wanted.params)
+        return measure(request, options, self._sampling, wanted.params)

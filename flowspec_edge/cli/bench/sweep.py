@@ -27,7 +27,7 @@ from flowspec_edge.strategies.params import Params
 
 if TYPE_CHECKING:
     from flowspec_edge.bench.axes import AxisName
-    from flowspec_edge.cli.bench.measure import Asked
+    from flowspec_edge.cli.bench.measure import MeasureRequest
 
 app = typer.Typer(help="How tokens/s change with the links, the stages, the segment, the tree.",
                   no_args_is_help=True)
@@ -51,7 +51,7 @@ PublishedOption = Annotated[bool, typer.Option(
     hidden=True, rich_help_panel=OUTPUT)]
 
 
-Ask = Callable[..., dict[str, Any]]  # from an axis' own options to fields of ``Asked``
+Ask = Callable[..., dict[str, Any]]  # from an axis' own options to fields of ``MeasureRequest``
 
 
 def _sweep(axis: AxisName, strategies: str, *without: str) -> Callable[[Ask], Ask]:
@@ -64,10 +64,10 @@ def _sweep(axis: AxisName, strategies: str, *without: str) -> Callable[[Ask], As
         def command(*, figure: Path | None, options: BenchOptions, sampling: Sampling, params: Params,
                     **own: object) -> None:
             from flowspec_edge.bench.axes import AXES
-            from flowspec_edge.cli.bench.measure import Asked
+            from flowspec_edge.cli.bench.measure import MeasureRequest
 
-            asked = Asked(strategies, axis=AXES[axis], label="sweep", **ask(**own))
-            _run(asked, options, sampling, params, figure)
+            request = MeasureRequest(strategies, axis=AXES[axis], label="sweep", **ask(**own))
+            _run(request, options, sampling, params, figure)
 
         kind = inspect.Parameter.KEYWORD_ONLY
         shared = [inspect.Parameter("figure", kind, default=None, annotation=FigureOption),
@@ -221,8 +221,8 @@ def _require_distinct(values: list[_Number], option: str) -> list[_Number]:
     return values
 
 
-def _run(asked: Asked, options: BenchOptions, sampling: Sampling, params: Params, figure: Path | None
-         ) -> None:
+def _run(request: MeasureRequest, options: BenchOptions, sampling: Sampling, params: Params,
+         figure: Path | None) -> None:
     """Measure, save, print and draw; an error at the end if a text differs from plain decoding's."""
     from rich.console import Console
 
@@ -233,7 +233,7 @@ def _run(asked: Asked, options: BenchOptions, sampling: Sampling, params: Params
     from flowspec_edge.cli.common.workload import fail_if_different
     from flowspec_edge.util.terminal import printable
 
-    sweep = measure(asked, options, sampling, params, figure)
+    sweep = measure(request, options, sampling, params, figure)
     assert isinstance(sweep, Sweep)
     console = Console()
     say = partial(console.print, soft_wrap=True, highlight=False, markup=False)
