@@ -64,15 +64,15 @@ test-cuda: $(READY)
 	$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("PyTorch sees no GPU here")'
 	$(BIN)/python -m pytest -m cuda
 	mkdir -p $(dir $(CUDA_FIGURES))
-	$(BIN)/python -m benchmarks.shapes --device cuda --dtype fp16 --json $(CUDA_FIGURES)
+	$(BIN)/python -m microbench.shapes --device cuda --dtype fp16 --json $(CUDA_FIGURES)
 
 bench: $(READY)
-	for file in benchmarks/[!_]*.py; do $(BIN)/python -m benchmarks.$$(basename $$file .py) || exit 1; done
-	$(BIN)/python -m benchmarks.shapes
+	for file in microbench/[!_]*.py; do $(BIN)/python -m microbench.$$(basename $$file .py) || exit 1; done
+	$(BIN)/python -m microbench.shapes
 
 # Renews the timelines in the documents from real runs.
 timelines: $(READY)
-	$(BIN)/python -m flowspec_edge.bench.render.timeline_document docs/strategies.md docs/benchmarks.md
+	$(BIN)/python -m flowspec_edge.bench.timeline docs/strategies.md docs/benchmarks.md
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from flowspec_edge.bench.render.styles import style_of
+from flowspec_edge.bench.styles import style_of
 
 _BASE = "chunk_pp"
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.shapes.launches import FREE, WHOLE
+from microbench.shapes.launches import FREE, WHOLE
 
 aten = torch.ops.aten
 

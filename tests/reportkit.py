@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from flowspec_edge.bench.results.report import BenchReport
-from flowspec_edge.bench.results.samples import Sample
+from flowspec_edge.bench.report import BenchReport
+from flowspec_edge.bench.samples import Sample
 
 SETTINGS = {"model": "tiny", "stages": 4, "draft": "eagle2", "pipedec_width": 16, "max_new_tokens": 64,
             "dtype": "fp32", "seed": 0}
@@ -31,4 +31,4 @@ def report(strategies: list[str], tasks: list[str], temperatures: list[float], p
     facts = [{"name": task, "prompts": prompts, "sha256": "0"} for task in tasks]
     settings = {**SETTINGS, "stages": stages, "tasks": facts}
     return BenchReport(profile, "virtual" if profile else "wall", settings, {"cpu": "none"}, "2026-01-02",
-                       samples, complete=True)
+                       samples=samples, complete=True)

@@ -13,7 +13,7 @@ UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "m
 # processes of its own, or with the workers of a Dask cluster that the user names.
 MAY_NAME = {"stage/weights/files.py": {"pickle.UnpicklingError"},
             "drafting/checkpoint.py": {"pickle.UnpicklingError"},
-            "bench/run/parallel.py": {"joblib.Parallel", "joblib.delayed", "joblib.parallel_config"}}
+            "bench/parallel.py": {"joblib.Parallel", "joblib.delayed", "joblib.parallel_config"}}
 
 
 def faults(text: str, may_name: set[str]) -> list[str]:

@@ -1,1 +1,1 @@
-"""Benchmarks: methods × tasks × temperatures, and sweeps over one parameter; begin with ``run.runner``."""
+"""Benchmarks: methods × tasks × temperatures, and sweeps over one parameter; begin with ``runner``."""

@@ -48,11 +48,11 @@ class Commands(LazyGroup):
             "common.listing:profiles", "List the profiles of devices and testbeds.", _MEASURE),
         "bench": LazyCommand("bench.commands:app", "Benchmarks.", _MEASURE),
         "reproduce": LazyCommand(
-            "reproduce.command:reproduce",
+            "bench.reproduce:reproduce",
             "Reproduce tables and figures of the papers in virtual time: CSV, Markdown, LaTeX, PDF and SVG.",
             _MEASURE),
         "sweep": LazyCommand(
-            "sweep.commands:app", "How tokens/s change with the links, the stages, the segment, the tree.",
+            "bench.sweep:app", "How tokens/s change with the links, the stages, the segment, the tree.",
             _MEASURE),
         "plan": LazyCommand(
             "boards.plan:plan", "Split a model over boards: roles, layers, memory and expected speed.",

@@ -10,7 +10,6 @@ without bfloat16 arithmetic. This one stacks equal shapes and uses float32 on a 
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterable
@@ -22,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.util.files import replacing
 
 # The quintic's coefficients: torch.optim.Muon's (and Jordan et al., "Muon", 2024).
 _A, _B, _C = 3.4445, -4.7750, 2.0315
@@ -165,10 +165,9 @@ def _resume(run: Run) -> int:
 
 
 def _save(run: Run, step: int) -> None:
-    partial = run.checkpoint.with_suffix(".partial")
     state = {"model": run.model.state_dict(), "optimiser": run.optimiser.state_dict(), "step": step}
-    torch.save(state, partial)
-    os.replace(partial, run.checkpoint)
+    with replacing(run.checkpoint) as file:
+        torch.save(state, file)
 
 
 def device() -> torch.device:

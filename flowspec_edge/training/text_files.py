@@ -22,6 +22,7 @@ from torch import Tensor
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.untrusted.processes import TemplateRenderer
 from flowspec_edge.util.bounded_read import read_bytes, read_json, read_json_object
+from flowspec_edge.util.files import write_atomically
 
 HELD_OUT_ONE_IN = 50  # tokens
 _SUFFIXES = (".txt", ".py", ".md", ".jsonl")  # files read from a directory
@@ -106,9 +107,7 @@ def prepare_files(work: Path, files: Sequence[Path], tokenizer: Any, eos: int, w
         size = sum(file.stat().st_size for file in files)
         names = ", ".join(dict.fromkeys(file.name for file in files[:8])) + (", …" if len(files) > 8 else "")
         facts = {"digest": wanted, "described": [f"{len(files)} file(s), {size} bytes: {names}"]}
-        partial = made.with_suffix(".partial")
-        partial.write_text(json.dumps(facts), encoding="utf-8")
-        os.replace(partial, made)
+        write_atomically(made, json.dumps(facts))
     train, held = (torch.from_numpy(np.load(work / f"text-{part}.npy")) for part in ("train", "held-out"))
     return TrainingText(train, held, read_json_object(made)["described"])
 

@@ -6,20 +6,17 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import mkstemp
 from typing import Any
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.util.files import sync_directory
+from flowspec_edge.util.files import write_atomically
 
 _MOST_BYTES = 4096  # of a key file; one has about 110
 _Z85 = frozenset(b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#")
@@ -44,18 +41,7 @@ def save(keys: KeyPair, path: Path, mode: int = 0o600, replace: bool = False) ->
     """Write atomically and durably; UsageError if the file exists and ``replace`` is false."""
     text = json.dumps({"public": keys.public.decode(), "secret": keys.secret.decode()})
     try:
-        fd, made = mkstemp(dir=path.parent, prefix=f".{path.name}-")  # readable by its owner alone
-        try:
-            with os.fdopen(fd, "w", encoding="ascii") as file:
-                file.write(text + "\n")
-                file.flush()
-                os.fchmod(fd, mode)
-                os.fsync(fd)
-            (os.replace if replace else os.link)(made, path)
-        finally:
-            with suppress(FileNotFoundError):
-                os.unlink(made)
-        sync_directory(path.parent)
+        write_atomically(path, f"{text}\n", mode, replace)
     except FileExistsError:
         raise UsageError(f"{path} exists already; a key is not overwritten, remove it first") from None
     except OSError as error:

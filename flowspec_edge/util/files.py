@@ -1,14 +1,18 @@
 """Durable, atomic file writes: readers see the old content or the new, also after a power failure.
 
-Standard library and Python 3.8 syntax only: boards import this before a release is installed.
+Standard library and Python 3.8 syntax only: boards run this before a release is installed.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
+
+from flowspec_edge.errors import UsageError
 
 PARTIAL = ".partial"  # suffix of a file that is being written
 
@@ -28,19 +32,20 @@ def publish(partial: Path, path: Path) -> None:
     sync_directory(path.parent)
 
 
-def write_atomically(path: Path, data: str | bytes, mode: int | None = None, replace: bool = True) -> None:
-    """Write and sync ``data`` (text as UTF-8) in one step; after an OSError ``path`` is unchanged.
+@contextmanager
+def replacing(path: Path, mode: int | None = None, replace: bool = True) -> Iterator[BinaryIO]:
+    """Yield a new file that becomes ``path``, synced, in one step at the end of the block; after an exception
+    ``path`` is unchanged.
 
     mode     permissions, which hold from the file's creation on; None: umask
     replace  False: FileExistsError for an existing file
     """
-    raw = data.encode("utf-8") if isinstance(data, str) else data
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     descriptor = os.open(partial, flags, 0o666 if mode is None else 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(raw)
+            yield file
             file.flush()
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
@@ -50,3 +55,34 @@ def write_atomically(path: Path, data: str | bytes, mode: int | None = None, rep
         with suppress(FileNotFoundError):
             partial.unlink()
     sync_directory(path.parent)
+
+
+def write_atomically(path: Path, data: str | bytes, mode: int | None = None, replace: bool = True
+                     ) -> None:
+    """:func:`replacing` with ``data`` (text as UTF-8)."""
+    with replacing(path, mode, replace) as file:
+        file.write(data.encode("utf-8") if isinstance(data, str) else data)
+
+
+def write_output(path: Path, data: str | bytes) -> None:
+    """Write a file that the user named, or the file that a link of this name points to; UsageError if that
+    fails."""
+    try:
+        write_atomically(path.resolve(), data)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+
+
+def check_writable(path: Path) -> None:
+    """UsageError if :func:`write_output` would fail; does not change ``path``."""
+    target = path.resolve()
+    if target.is_dir() or (target.exists() and not target.is_file()):
+        raise UsageError(f"cannot write {path}: it is not an ordinary file")
+    if not target.parent.is_dir():
+        raise UsageError(f"cannot write {path}: no directory {path.parent}; make it first")
+    probe = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL}")
+    try:
+        probe.touch(exist_ok=False)
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error

@@ -20,7 +20,7 @@ from demo_lm import bits_per_byte
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from flowspec_edge.bench.run.repetition import PERIOD
+from flowspec_edge.bench.samples import PERIOD
 from flowspec_edge.training.heads import greedy_text
 from flowspec_edge.training.loop import LoopOptions, Run, backpropagate, compiled, device, train, windows
 from flowspec_edge.training.loop import Optimiser

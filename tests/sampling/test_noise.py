@@ -14,10 +14,10 @@ from gpukit import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.shapes.launches import launches
 from flowspec_edge.sampling import sampler
 from flowspec_edge.sampling.rule import gumbel, gumbel_at, gumbel_from, keys, splitmix64
 from flowspec_edge.sampling.sampler import _noise, device_words, noise_rows
+from microbench.shapes.launches import launches
 
 MASK = 2**64 - 1
 LONG = 1 << 17  # words of a stream whose distribution is tested

@@ -12,7 +12,7 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.strategies.params import Params
 
 if TYPE_CHECKING:
-    from flowspec_edge.bench.sweeps.sweep import Axis, Value
+    from flowspec_edge.bench.axes import AxisName, Value
 
 PAPER = Params(draft="eagle2", pipedec_width=16)  # the FlowSpec paper's comparison, section V-A
 STAGES_ALONE = str(Path(__file__).with_name("stages_alone.toml"))
@@ -29,7 +29,7 @@ class Measurement:
     strategies: tuple[str, ...]
     temperatures: tuple[float, ...] = (0.0,)
     params: Params = PAPER
-    axis: Axis | None = None
+    axis: AxisName | None = None
     values: tuple[Value, ...] = ()
     acceptance: str = "head"
 

@@ -6,10 +6,17 @@ import csv
 import io
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 
-from flowspec_edge.bench.render.markdown import markdown_table
-from flowspec_edge.bench.reproduce.records import Record
-from flowspec_edge.bench.reproduce.tables import PaperPanel
+from flowspec_edge.bench.paper_results import load_paper_results
+from flowspec_edge.bench.plots import figure_bytes
+from flowspec_edge.bench.reproduce.catalogue import Artefact
+from flowspec_edge.bench.reproduce.figures import figure_of
+from flowspec_edge.bench.reproduce.provenance import about, notes
+from flowspec_edge.bench.reproduce.records import Measured, Record, records_of
+from flowspec_edge.bench.reproduce.tables import PaperPanel, panels_of
+from flowspec_edge.bench.tables import markdown_table
+from flowspec_edge.util.files import write_output
 
 _LATEX = {"\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{",
           "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "×": r"$\times$",
@@ -69,3 +76,27 @@ def _line(cells: Sequence[str]) -> str:
 
 def _escaped(text: str) -> str:
     return "".join(_LATEX.get(letter, letter) for letter in text)
+
+
+def document_of(artefact: Artefact, found: Sequence[Measured], command: str) -> PaperDocument:
+    paper = load_paper_results()
+    records = records_of(artefact, found, paper)
+    return PaperDocument(artefact.name, f"{artefact.paper}, reproduced in virtual time",
+                         about(artefact, found, command), panels_of(artefact.kind, records),
+                         notes(artefact, found, records, paper), records)
+
+
+def write_all(artefact: Artefact, found: Sequence[Measured], document: PaperDocument, folder: Path
+              ) -> list[Path]:
+    """Each file is replaced atomically, after all of them have been made."""
+    head = [f"{document.title}. {document.about[0]}", *document.about[1:]]
+    figure = figure_of(artefact.kind, document.records, found, [*head, *document.notes])
+    description = " ".join(head)
+    made: dict[str, str | bytes] = {
+        "csv": comma_separated(document), "md": markdown(document), "tex": latex(document),
+        "pdf": figure_bytes(figure, "pdf", description), "svg": figure_bytes(figure, "svg", description)}
+    paths = []
+    for suffix, data in made.items():
+        paths.append(folder / f"{artefact.name}.{suffix}")
+        write_output(paths[-1], data)
+    return paths

@@ -5,15 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from flowspec_edge.bench.render.plots import new_figure
-from flowspec_edge.bench.render.styles import style_of
+from flowspec_edge.bench.plots import ERRORS, HOLLOW, depth_figure, draw_curve, finish, new_figure, ticks
+from flowspec_edge.bench.report import Sweep
 from flowspec_edge.bench.reproduce.catalogue import Kind
 from flowspec_edge.bench.reproduce.records import MEASURED, Measured, Quantity, Record, law
-from flowspec_edge.bench.results.rows import MEAN
-from flowspec_edge.bench.sweeps.plots import depth_figure
-from flowspec_edge.bench.sweeps.sweep import Sweep
+from flowspec_edge.bench.rows import MEAN
+from flowspec_edge.bench.styles import style_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,9 +21,7 @@ if TYPE_CHECKING:
 _WIDTH = 7.2  # inches, a paper's two columns
 _LETTERS_AN_INCH = 19  # at 6.5 points
 _LABELS = 92  # letters below an axis, at 7 points
-_HOLLOW: dict[str, Any] = {"markersize": 5, "markerfacecolor": "white", "linestyle": "--", "linewidth": 0.8}
 _SOURCE_MARKERS = ("o", "s", "^")
-_ERRORS: dict[str, Any] = {"elinewidth": 0.8, "capsize": 2, "ecolor": "#333333"}
 
 
 def figure_of(kind: Kind, records: Sequence[Record], found: Sequence[Measured], caption: Sequence[str]
@@ -55,7 +52,7 @@ def _add_published_cells(axis: Axes, records: Sequence[Record]) -> None:
                       bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
     beside = "; in white: the paper's" if theirs else ""
     axis.set_title(f"tokens/s of FlowSpec, VIRTUAL TIME under {_one_title(records)}{beside}", loc="left",
-                   fontsize=9)
+                   fontsize=8)
 
 
 def _bars(records: Sequence[Record]) -> Figure:
@@ -102,7 +99,7 @@ def _grouped(axis: Axes, records: Sequence[Record], unit: str, title: str,
             at = groups.index(group(record)) + (index - (len(methods) - 1) / 2) * width
             ours = record.source == MEASURED
             axis.bar(at, record.figure, width * 0.9, color=style.colour if ours else "none",
-                     edgecolor=style.colour, linewidth=1.0, yerr=record.standard_error, error_kw=_ERRORS)
+                     edgecolor=style.colour, linewidth=1.0, yerr=record.standard_error, error_kw=ERRORS)
         axis.bar(0, 0, color=style.colour, label=style.label)
     axis.set_xticks(range(len(groups)), [_wrapped(name, _LABELS // len(groups)) for name in groups])
     _finish(axis, unit, title)
@@ -117,8 +114,7 @@ def _bandwidth(records: Sequence[Record]) -> Figure:
     figure, (axis,) = new_figure(1, _WIDTH, 3.2)
     _lines(axis, [r for r in records if r.quantity == "tokens_per_second"])
     _finish(axis, "tokens/s", _one_title(records))
-    axis.set_xscale("log")
-    _ticks(axis, records, "link bandwidth (Mbps)")
+    _ticks(axis, records, "link bandwidth (Mbps)", log=True)
     return figure
 
 
@@ -153,11 +149,8 @@ def _law(records: Sequence[Record]) -> Figure:
 def _lines(axis: Axes, records: Sequence[Record]) -> None:
     ours = _of_one_task([r for r in records if r.source == MEASURED])
     for method in dict.fromkeys(r.method for r in ours):
-        style, mine = style_of(method), [r for r in ours if r.method == method]
-        errors = [r.standard_error for r in mine]
-        axis.errorbar([float(r.at) for r in mine], [r.figure for r in mine],
-                      [e or 0.0 for e in errors] if any(errors) else None, color=style.colour,
-                      marker=style.marker, markersize=5, label=style.label, **_ERRORS)
+        points = [(float(r.at), r.figure, r.standard_error) for r in ours if r.method == method]
+        draw_curve(axis, method, points, style_of(method).label)
     _published_lines(axis, [r for r in records if r.source != MEASURED])
 
 
@@ -169,10 +162,10 @@ def _published_lines(axis: Axes, records: Sequence[Record]) -> None:
         style, mine = style_of(method), [r for r in records if (r.source, r.method) == (source, method)]
         marker = style.marker if len(sources) == 1 else _SOURCE_MARKERS[sources.index(source)]
         axis.plot([float(r.at) for r in mine], [r.figure for r in mine], color=style.colour, marker=marker,
-                  **_HOLLOW)
+                  **HOLLOW)
     for source, marker in zip(sources, _SOURCE_MARKERS, strict=False):
         colour = "#444444" if len(sources) == 1 else style_of(records[0].method).colour
-        axis.plot([], [], color=colour, marker=marker, label=f"paper, {source}", **_HOLLOW)
+        axis.plot([], [], color=colour, marker=marker, label=f"paper, {source}", **HOLLOW)
 
 
 def _of_one_task(records: Sequence[Record]) -> list[Record]:
@@ -180,11 +173,8 @@ def _of_one_task(records: Sequence[Record]) -> list[Record]:
     return [r for r in records if r.task == (MEAN if MEAN in tasks else records[0].task)]
 
 
-def _ticks(axis: Axes, records: Sequence[Record], label: str) -> None:
-    values = sorted({float(r.at) for r in records})
-    axis.set_xticks(values, [f"{value:g}" for value in values])
-    axis.set_xticks([], minor=True)
-    axis.set_xlabel(label, fontsize=8)
+def _ticks(axis: Axes, records: Sequence[Record], label: str, log: bool = False) -> None:
+    ticks(axis, sorted({float(r.at) for r in records}), label, log)
 
 
 def _one_title(records: Sequence[Record]) -> str:
@@ -193,20 +183,11 @@ def _one_title(records: Sequence[Record]) -> str:
 
 
 def _finish(axis: Axes, unit: str, title: str) -> None:
-    axis.set_ylim(bottom=0)
-    axis.set_ylabel(unit, fontsize=8)
-    handles, labels = axis.get_legend_handles_labels()
+    _, labels = axis.get_legend_handles_labels()
     published = any(label.startswith("paper, ") for label in labels) or any(
         text.get_text().startswith("paper,") for text in axis.get_xticklabels())
     kinds = "; filled: measured, hollow: the paper's" if published else ""
-    axis.set_title(f"VIRTUAL TIME under {title}{kinds}", loc="left", fontsize=8)
-    axis.tick_params(labelsize=7)
-    axis.grid(axis="y", color="#e4e4e4", linewidth=0.6)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
-    order = sorted(range(len(labels)), key=lambda i: labels[i].startswith("paper, "))  # the paper's last
-    axis.legend([handles[i] for i in order], [labels[i] for i in order], fontsize=7, loc="upper left",
-                bbox_to_anchor=(1.0, 1.0), frameon=False)
+    finish(axis, f"VIRTUAL TIME under {title}{kinds}", unit)
 
 
 _FIGURES: dict[Kind, Callable[[Sequence[Record]], Figure]] = {

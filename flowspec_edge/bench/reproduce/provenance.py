@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flowspec_edge.bench.render.styles import style_of
+from flowspec_edge.bench.estimates import METHOD
+from flowspec_edge.bench.host_info import commit, versions
+from flowspec_edge.bench.paper_results import PaperResults
 from flowspec_edge.bench.reproduce.catalogue import Artefact, Kind
 from flowspec_edge.bench.reproduce.records import MEASURED, OF_THE_HEAD, Measured, Record
-from flowspec_edge.bench.results.estimates import METHOD
-from flowspec_edge.bench.results.host_info import commit, versions
-from flowspec_edge.bench.results.paper_results import PaperResults
-from flowspec_edge.bench.results.rows import MEAN
-from flowspec_edge.bench.run.repetition import DEFINITION
-from flowspec_edge.bench.sweeps.table import published_depths
+from flowspec_edge.bench.rows import MEAN
+from flowspec_edge.bench.samples import LOOP
+from flowspec_edge.bench.styles import style_of
+from flowspec_edge.bench.tables import published_depths
 
 
 def about(artefact: Artefact, found: Sequence[Measured], command: str) -> list[str]:
@@ -87,7 +87,7 @@ def _loops(records: Sequence[Record]) -> list[str]:
     counts = "; ".join(f"T = {temperature:g}: " + ", ".join(
         f"{task} {loops} of {answers}" for (task, t), (loops, answers) in found.items()
         if t == temperature and task != MEAN) for temperature in dict.fromkeys(t for _, t in found))
-    return [f"Answers of a method that repeat themselves ({DEFINITION}): {counts}."]
+    return [f"Answers of a method that repeat themselves ({LOOP}): {counts}."]
 
 
 def _deviations(records: Sequence[Record]) -> list[str]:

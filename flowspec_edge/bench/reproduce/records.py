@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from flowspec_edge.bench.reproduce.catalogue import Artefact, Kind, Measurement
-from flowspec_edge.bench.results.estimates import (
+from flowspec_edge.bench.axes import AxisName, Value
+from flowspec_edge.bench.estimates import (
     Estimate,
     average,
     by_prompt,
@@ -17,11 +17,11 @@ from flowspec_edge.bench.results.estimates import (
     speed,
     speedup,
 )
-from flowspec_edge.bench.results.paper_results import PaperResults
-from flowspec_edge.bench.results.report import BenchReport
-from flowspec_edge.bench.results.rows import BASELINE, MEAN
-from flowspec_edge.bench.results.samples import Sample
-from flowspec_edge.bench.sweeps.sweep import Axis, Sweep, Value
+from flowspec_edge.bench.paper_results import PaperResults
+from flowspec_edge.bench.report import BenchReport, Results
+from flowspec_edge.bench.reproduce.catalogue import Artefact, Kind, Measurement
+from flowspec_edge.bench.rows import BASELINE, MEAN
+from flowspec_edge.bench.samples import Sample
 
 MEASURED = "measured"
 OF_THE_HEAD = "the head's acceptance"
@@ -68,7 +68,7 @@ class Measured:
     """A measurement and its results: one report, or one for each value of its axis."""
 
     measurement: Measurement
-    results: BenchReport | Sweep
+    results: Results
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -81,10 +81,8 @@ class Measured:
 
     def points(self) -> list[tuple[Value | None, int, BenchReport]]:
         """(value, stages, report)"""
-        if isinstance(self.results, BenchReport):
-            return [(None, self.settings["stages"], self.results)]
-        return [(p.value, int(str(p.value)) if self.results.axis == "stages" else self.settings["stages"],
-                 p.report) for p in self.results.points]
+        return [(p.value, int(str(p.value)) if self.measurement.axis == "stages" else self.settings["stages"],
+                 p.report) for p in self.results.measured_points()]
 
 
 Others = Callable[[str], Sequence[Sample]]  # another method's samples of the same task and temperature
@@ -101,7 +99,7 @@ def records_of(artefact: Artefact, found: Sequence[Measured], paper: PaperResult
     return made
 
 
-def position(axis: Axis | None, value: Value | None) -> str:
+def position(axis: AxisName | None, value: Value | None) -> str:
     if axis is None or value is None:
         return ""
     return ",".join(map(str, value)) if isinstance(value, tuple) else f"{value:g}"

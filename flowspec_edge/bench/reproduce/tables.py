@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rich.box import SIMPLE_HEAD
-from rich.markup import escape
 from rich.table import Table
 
-from flowspec_edge.bench.render.styles import style_of
 from flowspec_edge.bench.reproduce.catalogue import Kind
 from flowspec_edge.bench.reproduce.records import MEASURED, Quantity, Record
-from flowspec_edge.bench.results.rows import MEAN
-
-NOTHING = "–"
+from flowspec_edge.bench.rows import MEAN
+from flowspec_edge.bench.styles import style_of
+from flowspec_edge.bench.tables import NOTHING, frame
+from flowspec_edge.util.terminal import plain
 
 
 @dataclass(frozen=True)
@@ -202,10 +200,7 @@ _BUILDERS: dict[Kind, Callable[[Sequence[Record]], list[PaperPanel]]] = {
 
 
 def terminal(panel: PaperPanel) -> Table:
-    made = Table(title=escape(panel.heading), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0),
-                 show_edge=False)
-    for index, name in enumerate(panel.header):
-        made.add_column(escape(name), justify="right" if index else "left", no_wrap=True)
+    made = frame(panel.header[:1], panel.header[1:], panel.heading)
     for row in panel.rows:
-        made.add_row(*map(escape, row))
+        made.add_row(*map(plain, row))
     return made

@@ -1,1 +1,1 @@
-"""``flowspec bench``: strategies on prompt sets, tables, figures; begin at ``commands``."""
+"""``flowspec bench``, ``sweep`` and ``reproduce``: one measurement; begin at ``measure``."""

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from flowspec_edge.cli.bench import figures
 from flowspec_edge.cli.bench.options import (
     EQUAL,
     FLOWSPEC_AND_ABLATIONS,
@@ -16,10 +15,23 @@ from flowspec_edge.cli.bench.options import (
     FromOption,
     measured_by_default,
     parse_strategies,
+    require_files,
 )
-from flowspec_edge.cli.common.option_groups import with_dataclasses
-from flowspec_edge.cli.common.options import OUTPUT
+from flowspec_edge.cli.common.option_groups import of_strategy, with_dataclasses
+from flowspec_edge.cli.common.options import (
+    MOST_REPEATS,
+    OUTPUT,
+    DeviceOption,
+    DtypeOption,
+    FigureOption,
+    MaxNewTokensOption,
+    ModelOption,
+    ProfileOption,
+    StagesOption,
+    StrategyOption,
+)
 from flowspec_edge.errors import UsageError
+from flowspec_edge.model.modeldir import DEMO
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import Params
 
@@ -49,18 +61,18 @@ def run(*, options: BenchOptions, sampling: Sampling, params: Params) -> None:
     """
     from rich.console import Console
 
-    from flowspec_edge.bench.render.concurrency_table import concurrency_table, rows_to_show
-    from flowspec_edge.bench.render.table import show, table, title
-    from flowspec_edge.cli.bench.measure import measure
+    from flowspec_edge.bench.report import BenchReport
+    from flowspec_edge.bench.tables import rows_to_show, show, table, title
+    from flowspec_edge.cli.bench.measure import MeasureRequest, measure
     from flowspec_edge.cli.common.workload import fail_if_different
 
-    report = measure(options, sampling, params, FLOWSPEC_AND_ABLATIONS)
+    report = measure(MeasureRequest(FLOWSPEC_AND_ABLATIONS), options, sampling, params)
+    assert isinstance(report, BenchReport)
     console = Console()
     for temperature in dict.fromkeys(row.temperature for row in report.rows):
         how = title(report.clock, report.profile, report.settings["stages"], temperature)
-        show(console, (concurrency_table if report.concurrent else table)(
-            rows_to_show(report, temperature), how))
-    fail_if_different(report.differences)
+        show(console, table(rows_to_show(report, temperature), how))
+    fail_if_different(report.different_texts())
 
 
 @with_dataclasses(without=("temperature",), rare=("top_k", "top_p", "jobs", "acceptance"),
@@ -89,13 +101,13 @@ def tables(
       flowspec bench tables --prompts mt_bench.jsonl --prompts gsm8k.jsonl --json seven.json --out tables.md
       flowspec bench tables --from seven.json --from thirteen.json --published
     """
-    from flowspec_edge.bench.render.paper_tables import ABLATION, COMPARED, paper_tables
-    from flowspec_edge.bench.results.atomic_write import check_writable, write
-    from flowspec_edge.bench.results.paper_results import load_paper_results
-    from flowspec_edge.bench.results.report import load_report
-    from flowspec_edge.cli.bench.measure import measure
+    from flowspec_edge.bench.paper_results import load_paper_results
+    from flowspec_edge.bench.paper_tables import ABLATION, COMPARED, paper_tables
+    from flowspec_edge.bench.report import BenchReport, load_report
+    from flowspec_edge.cli.bench.measure import MeasureRequest, measure
     from flowspec_edge.cli.common.workload import fail_if_different
     from flowspec_edge.strategies.registry import STRATEGIES
+    from flowspec_edge.util.files import check_writable, write_output
 
     if files and options.out:
         raise UsageError("--from only reads files; it cannot be combined with --json")
@@ -106,17 +118,108 @@ def tables(
         reports = [load_report(path) for path in files]
     else:
         default = [name for name in STRATEGIES if name in (*COMPARED, *ABLATION)]
-        reports = [measure(options, sampling, params, ",".join(default), "0,1")]
+        report = measure(MeasureRequest(",".join(default), "0,1"), options, sampling, params)
+        assert isinstance(report, BenchReport)
+        reports = [report]
     text = paper_tables(reports, only, load_paper_results() if published else None)
     if markdown is not None:
-        write(markdown, text)
+        write_output(markdown, text)
     else:
         print(text, end="")
     if not files:
-        fail_if_different(reports[0].differences)
+        fail_if_different(reports[0].different_texts())
 
 
-app.command("run")(run)
-app.command("tables")(tables)
-app.command("plot")(figures.plot)
-app.command("timeline")(figures.timeline)
+def plot(
+    files: FromOption = None,
+    out: Annotated[Path | None, typer.Option("--out", help="The figure to write.", metavar="F.svg|F.png",
+                                             show_default=False)] = None,
+) -> None:
+    """Draw tokens/s as bars by task or temperature; as lines over stages if these differ between files.
+
+    Examples:
+
+      flowspec bench plot --from out.json --out speed.svg
+      flowspec bench plot --from n4.json --from n8.json --from n14.json --out stages.png
+    """
+    from flowspec_edge.bench.plots import check_figure
+    from flowspec_edge.bench.plots import plot as draw
+    from flowspec_edge.bench.report import load_report
+
+    paths = require_files(files)
+    if out is None:
+        raise UsageError("give --out F.svg or F.png: the figure to write")
+    check_figure(out)
+    draw([load_report(path) for path in paths], out)
+
+
+@with_dataclasses(strategies=of_strategy, sampling=Sampling, params=Params)
+def timeline(
+    strategy: StrategyOption = "flowspec",
+    prompt: Annotated[str | None, typer.Option(
+        "--prompt", help="The text to continue; default: a prompt of the demonstration.", metavar="TEXT",
+        show_default=False)] = None,
+    turns: Annotated[int, typer.Option(
+        "--turns", min=1, max=MOST_REPEATS, help="How many turns to draw.")] = 12,
+    skip_turns: Annotated[int, typer.Option(
+        "--skip-turns", min=0, max=MOST_REPEATS, help="Start so many turns after the first token.")] = 0,
+    model: ModelOption = DEMO,
+    stages: StagesOption = 0,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    max_new_tokens: MaxNewTokensOption = 128,
+    profile: ProfileOption = "paper-7b",
+    out: FigureOption = None,
+    *,
+    sampling: Sampling,
+    params: Params,
+) -> None:
+    """Show when each device is busy: a real run in virtual time, one line per device.
+
+    The timeline starts at the first token; prefill is not shown.
+
+    Examples:
+
+      flowspec bench timeline --strategy flowspec
+      flowspec bench timeline --strategy chunk_pp --turns 10 --skip-turns 20 --out chunk_pp.svg
+      flowspec bench timeline --strategy megatron --turns 40
+    """
+    from flowspec_edge.bench.plots import check_figure, gantt
+    from flowspec_edge.bench.tables import title
+    from flowspec_edge.bench.tasks import Prompt, load_prompts
+    from flowspec_edge.bench.timeline import draw, window
+    from flowspec_edge.cli.common.options import device_of, dtype_of, stages_of
+    from flowspec_edge.cli.common.workload import demo_prompts, requests_for, require_runnable
+    from flowspec_edge.fleet.planning.testbed import profile_or_testbed
+    from flowspec_edge.model.modeldir import resolve_model
+    from flowspec_edge.model.text import Tokenizer
+    from flowspec_edge.strategies.registry import strategy_class
+
+    chosen = strategy_class(strategy)
+    found, charged = resolve_model(model), profile_or_testbed(profile)
+    stages = stages_of(found, stages)
+    require_runnable([chosen.name], found, params, "virtual", stages)
+    device = device_of(device, found, dtype_of(found, dtype))
+    if out is not None:
+        check_figure(out)
+    text = Prompt("", "", prompt) if prompt is not None else load_prompts(demo_prompts(), 1)[0]
+    [request] = requests_for(Tokenizer(found), found, [text], max_new_tokens, sampling, params)
+
+    from dataclasses import replace
+
+    from flowspec_edge.runtime.virtual.cluster import VirtualCluster
+    from flowspec_edge.util.torchdevice import memory_errors
+
+    with memory_errors(device):
+        cluster = VirtualCluster(found.path, stages, charged, dtype_of(found, dtype), device=device)
+        stats = cluster.generate(replace(request, strategy=chosen.name)).stats
+    view = window(stats.ttft_s, stats.ttft_s + stats.decode_s, stats.slot_s, turns, skip_turns)
+    caption = title("virtual", charged.name, stages, sampling.temperature, strategy)
+    drawn = draw(cluster.spans, stages, view, turns)
+    if out is not None:
+        gantt(cluster.spans, stages, view, caption, out)
+    print(f"{caption}\n{drawn}", end="")
+
+
+for _command in (run, tables, plot, timeline):
+    app.command(_command.__name__)(_command)

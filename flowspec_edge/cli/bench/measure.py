@@ -1,20 +1,22 @@
-"""A whole measurement, from its options to a report: checks, requests, resuming, the run."""
+"""A whole measurement, from its options to its results: checks, requests, resuming, the run.  All options are
+checked before anything runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from flowspec_edge.bench.results.report import BenchReport, load_report
-from flowspec_edge.bench.run.runner import BenchPlan, Workload
-from flowspec_edge.bench.run.tasks import Task, load_tasks
-from flowspec_edge.bench.sweeps.sweep import Sweep
+from flowspec_edge.bench.axes import Axis, Value
+from flowspec_edge.bench.report import BenchReport, Links, Results, Sweep, load_report, load_sweep
+from flowspec_edge.bench.runner import BenchPlan, Plans, Workload, measure_points, steps
+from flowspec_edge.bench.tasks import Task, load_tasks
+from flowspec_edge.cli.bench.clusters import ClusterSetup, open_points, parallel_points
 from flowspec_edge.cli.bench.options import BenchOptions, parse_strategies, parse_temperatures
-from flowspec_edge.cli.common.clusters import choose_clock, opened
+from flowspec_edge.cli.common.clusters import ClockSettings, choose_clock
 from flowspec_edge.cli.common.options import device_of, dtype_of, plain_device_of, stages_of
 from flowspec_edge.cli.common.workload import (
     demo_prompts,
@@ -26,82 +28,156 @@ from flowspec_edge.cli.common.workload import (
 )
 from flowspec_edge.device_profile import Profile
 from flowspec_edge.errors import UsageError
+from flowspec_edge.fleet.planning.testbed import profile_or_testbed
 from flowspec_edge.model.modeldir import DEMO, ModelDir, resolve_model
 from flowspec_edge.model.text import Tokenizer
-from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import Params
-
-if TYPE_CHECKING:
-    from flowspec_edge.bench.run.parallel import ParallelRun
+from flowspec_edge.util.files import check_writable
 
 _Results = TypeVar("_Results", BenchReport, Sweep)
 
 
-def measure(options: BenchOptions, sampling: Sampling, params: Params, strategies: str,
-            temperatures: str | None = None, label: str = "bench") -> BenchReport:
-    """Run everything and save it to ``options.out`` step by step; all options are checked before that.
-    ``label``: before the progress."""
-    from flowspec_edge.bench.results.atomic_write import check_writable
-    from flowspec_edge.bench.run.runner import measure as measure_plan
+@dataclass(frozen=True)
+class MeasureRequest:
+    """What a command measures, beside its options.
 
-    names = parse_strategies(options.strategies or strategies)
+    strategies    without --strategies
+    temperatures  without --temperatures, separated by commas; None: that of ``Sampling``
+    axis, values  of a sweep, in the order of measurement
+    links         of a sweep: namespaces emulate the profile, a cluster's boards take their own time
+    label         before the progress
+    """
+
+    strategies: str
+    temperatures: str | None = None
+    axis: Axis | None = None
+    values: Sequence[Value] = ()
+    links: Links = "virtual"
+    published: bool = True
+    cluster: Path | None = None
+    board_model: str | None = None
+    label: str = "bench"
+
+    def clock(self, options: BenchOptions) -> ClockSettings:
+        if self.links == "virtual":
+            chosen = choose_clock(options.clock, options.profile, options.emulate)
+            return replace(chosen, right_children=options.right_children)
+        profile = profile_or_testbed(options.profile)  # a wrong name is an error for boards, too
+        return ClockSettings("wall", profile if self.links == "namespaces" else None)
+
+    def points(self, params: Params, stages: int) -> list[tuple[Params, int]]:
+        """Parameters and stages at each value; UsageError for invalid parameters."""
+        if self.axis is None:
+            return [(params, stages)]
+        return [(self.axis.params(params, value), self.axis.stages(stages, value)) for value in self.values]
+
+
+def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, params: Params,
+            figure: Path | None = None) -> Results:
+    """Run everything and save it to ``options.out`` step by step: a Sweep along ``request.axis``, or a
+    BenchReport."""
+    names = parse_strategies(options.strategies or request.strategies)
     model = resolve_model(options.model)
     options = replace(options, stages=stages_of(model, options.stages), dtype=dtype_of(model, options.dtype))
-    clock_settings = replace(choose_clock(options.clock, options.profile, options.emulate),
-                             right_children=options.right_children)
-    options.require_virtual(clock_settings.clock)
+    clock = request.clock(options)
+    options.require_virtual(clock.clock)
     tasks = tasks_of(options)
-    temperature_values = parse_temperatures(options.temperatures or temperatures, sampling)
+    temperatures = parse_temperatures(options.temperatures or request.temperatures, sampling)
     if options.out is not None:
         check_writable(options.out)
-    require_runnable(names, model, params, clock_settings.clock, options.stages)
-    processes = clock_settings.processes(options.stages)
-    options = replace(options, device=device_of(options.device, model, dtype_of(model, options.dtype),
-                                                processes=processes))
-    from flowspec_edge.bench.results.host_info import host_info  # numpy, when all options are checked
+    if figure is not None:
+        from flowspec_edge.bench.plots import check_figure
 
-    report = resume(options, load_report, BenchReport(
-        clock_settings.profile_name, clock_settings.clock,
-        settings_for(options, tasks, model, clock_settings.profile, sampling, params),
-        host_info(options.device), str(date.today())), "clock")
-    plan = BenchPlan(names, workloads_for(options, tasks, model, sampling, params), temperature_values,
+        check_figure(figure)
+    inventory, reference, dtype = None, "cpu", dtype_of(model, options.dtype)
+    if request.cluster is not None:
+        from flowspec_edge.fleet.inventory import load_inventory
+
+        if options.device != "auto":
+            raise UsageError("give --cluster or --device, not both: the cluster file says torch_device")
+        inventory = load_inventory(request.cluster)
+        options = replace(options, stages=len(inventory.verify), device="cpu")
+    points = request.points(params, options.stages)
+    for at_value, stages in points:
+        require_runnable(names, model, at_value, clock.clock, stages)
+    if inventory is None:
+        processes = clock.processes(max(stages for _, stages in points))
+        options = replace(options, device=device_of(options.device, model, dtype, processes=processes))
+    settings = settings_for(options, tasks, model, clock.profile, sampling, params)
+    if request.axis is not None:
+        settings["temperature"] = sampling.temperature
+    if inventory is not None:  # D0's first
+        settings["device"] = [inventory.torch_device(board) for board in (inventory.draft, *inventory.verify)]
+    results = _results(request, options, clock, settings)
+    plan = BenchPlan(names, workloads_for(options, tasks, model, sampling, params), temperatures,
                      options.repeats, options.warmup, options.pattern)
+    plans: Plans = {None: plan} if request.axis is None else {
+        value: plan.at(request.axis, value) for value in request.values}
 
     def save() -> None:
         if options.out is not None:
-            report.save(options.out)
+            results.save(options.out)
 
-    steps = plan.steps(report)
-    report.complete = not steps
-    if steps:
-        reference = plain_device_of(options.device, model, dtype_of(model, options.dtype), processes)
-        if options.parallel:
-            assert clock_settings.profile is not None
-            run = parallel_run(options, model, names)
-            virtual = run.cluster(options.stages, clock_settings.profile)
-            measure_plan(virtual, run.plain, plan, deepcopy(report))  # lists the requests
-            with run, progress(steps, label) as advance:
-                measure_plan(virtual, run.plain, plan, report, advance, save,
-                             near_tie_judge(model, options.dtype, reference))
-            return report
-        spec = ClusterSpec(model.path, options.stages, dtype_of(model, options.dtype), device=options.device,
-                           at_once=plan.at_once, idle_s=options.idle_seconds)
-        with (opened(spec, clock_settings.place(options.stages, options.device)) as cluster,
-              progress(steps, label) as advance):
-            plain, explains = plain_decoding(model, options.dtype, reference)
-            measure_plan(cluster, plain, plan, report, advance, save, explains)
-    return report
+    total = steps(results, plans)
+    results.complete = results.complete or not total
+    if not total:
+        return results
+    if inventory is None:
+        reference = plain_device_of(options.device, model, dtype, processes)
+    setup = ClusterSetup(request.axis, model, options, clock, plan.at_once, inventory,
+                         request.board_model or str(model.path.resolve()))
+    if options.parallel:
+        run, open_point = parallel_points(setup, names)
+        measure_points(deepcopy(results), plans, open_point, run.plain)  # lists the requests
+        with run, progress(total, request.label) as advance:
+            measure_points(results, plans, open_point, run.plain, advance, save,
+                           near_tie_judge(model, options.dtype, reference))
+        return results
+    with open_points(request.links, setup) as open_point, progress(total, request.label) as advance:
+        plain, explains = plain_decoding(model, options.dtype, reference)
+        measure_points(results, plans, open_point, plain, advance, save, explains)
+    return results
 
 
-def parallel_run(options: BenchOptions, model: ModelDir, names: Sequence[str]) -> ParallelRun:
-    """The processes of --jobs, or Dask's."""
-    from flowspec_edge.bench.run.parallel import ParallelRun, Workplace, plugins_of, threads_of
+def _results(request: MeasureRequest, options: BenchOptions, clock: ClockSettings, settings: dict[str, Any]
+             ) -> Results:
+    """Empty ones, or those of the file to resume."""
+    from flowspec_edge.bench.host_info import host_info  # numpy, when all options are checked
+    from flowspec_edge.bench.paper_results import load_paper_results
 
-    threads = None if options.dask else threads_of(options.jobs)
-    workplace = Workplace(model.path.resolve(), dtype_of(model, options.dtype), options.device,
-                          plugins_of(names), threads, options.right_children)
-    return ParallelRun(workplace, options.jobs, options.dask)
+    shared = clock.profile_name, clock.clock, settings, host_info(options.device), str(date.today())
+    if request.axis is None:
+        return _resume(options, load_report, BenchReport(*shared))
+    new = Sweep(*shared, axis=request.axis, links=request.links)
+    new.settings = {key: value for key, value in settings.items() if key not in request.axis.replaces}
+    sweep = _resume(options, load_sweep, new)
+    sweep.published = None  # a resumed file's may differ from what is asked for now
+    if request.published:
+        sweep.published = request.axis.published(load_paper_results(), clock.profile_name, settings["stages"],
+                                                 settings["temperature"])
+    return sweep
+
+
+def _resume(options: BenchOptions, load: Callable[[Path], _Results], new: _Results) -> _Results:
+    """The file to resume, else ``new``; UsageError if it was measured in another way."""
+    if not options.resume or options.out is None or not options.out.exists():
+        return new
+    try:
+        old = load(options.out)
+    except UsageError as error:
+        raise UsageError(f"cannot resume: {error}; or write to another place") from error
+    pairs = {name: (getattr(old, name), getattr(new, name)) for name in ("axis", "links", "clock")
+             if hasattr(new, name)}
+    pairs |= {key: (old.settings.get(key), new.settings.get(key)) for key in old.settings | new.settings}
+    if new.clock == "wall":
+        pairs["machine"] = old.machine, new.machine
+    for key, (before, now) in pairs.items():
+        if before != now:
+            values = f" ({before} there, {now} here)" if max(len(str(before)), len(str(now))) < 40 else ""
+            raise UsageError(f"{options.out} was measured with other settings: {key} differs{values}; "
+                             "use the same settings, or write to another place")
+    return old
 
 
 def tasks_of(options: BenchOptions) -> list[Task]:
@@ -126,30 +202,10 @@ def workloads_for(options: BenchOptions, tasks: Sequence[Task], model: ModelDir,
     return found
 
 
-def resume(options: BenchOptions, load: Callable[[Path], _Results], new: _Results, *fields: str) -> _Results:
-    """The file to resume, else ``new``; UsageError if its settings or ``fields`` differ."""
-    if not options.resume or options.out is None or not options.out.exists():
-        return new
-    try:
-        old = load(options.out)
-    except UsageError as error:
-        raise UsageError(f"cannot resume: {error}; or write to another place") from error
-    pairs = {name: (getattr(old, name), getattr(new, name)) for name in fields}
-    pairs |= {key: (old.settings.get(key), new.settings.get(key)) for key in old.settings | new.settings}
-    if new.clock == "wall":
-        pairs["machine"] = old.machine, new.machine
-    for key, (before, now) in pairs.items():
-        if before != now:
-            values = f" ({before} there, {now} here)" if max(len(str(before)), len(str(now))) < 40 else ""
-            raise UsageError(f"{options.out} was measured with other settings: {key} differs{values}; "
-                             "use the same settings, or write to another place")
-    return old
-
-
 def settings_for(options: BenchOptions, tasks: Sequence[Task], model: ModelDir, profile: Profile | None,
-              sampling: Sampling, params: Params) -> dict[str, Any]:
+                 sampling: Sampling, params: Params) -> dict[str, Any]:
     """Everything that a row depends on, except the machine."""
-    from flowspec_edge.bench.results.host_info import commit, versions
+    from flowspec_edge.bench.host_info import commit, versions
 
     shared = {"clients": options.clients, "arrival_rate": options.arrival_rate}
     drawn = {key: value for key, value in asdict(sampling).items() if key != "temperature"}

@@ -36,12 +36,12 @@ from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import Params
 
 if TYPE_CHECKING:
-    from flowspec_edge.bench.run.concurrent import ArrivalPattern
+    from flowspec_edge.bench.runner import ArrivalPattern
 
 EQUAL = partial(Params, draft="eagle2")  # the same head for all, or the model's EAGLE-3 head
 PAPER = partial(Params, draft="eagle2", pipedec_width=16)  # the FlowSpec paper's comparison, section V-A
 # Of right children that are not ranked first. With it FlowSpec makes the paper's 8.7 tokens a round (Table
-# II) with the demonstration model: docs/benchmarks.md, "Acceptance".
+# II) with the demonstration model: docs/microbench.md, "Acceptance".
 PUBLISHED_SHARE = 0.65
 FLOWSPEC_AND_ABLATIONS = "autoregressive,chunk_pp,pruned_pp,flowspec_no_sbd,flowspec,flowspec_plus"
 
@@ -123,7 +123,7 @@ class BenchOptions:
 
     @property
     def pattern(self) -> ArrivalPattern | None:
-        from flowspec_edge.bench.run.concurrent import ArrivalPattern
+        from flowspec_edge.bench.runner import ArrivalPattern
 
         if self.clients is None and self.arrival_rate is None:
             return None

@@ -66,8 +66,8 @@ def profile(
     """
     from datetime import date
 
-    from flowspec_edge.bench.results.atomic_write import check_writable, write
     from flowspec_edge.model.modeldir import resolve_model
+    from flowspec_edge.util.files import check_writable, write_output
 
     if out is not None:
         if out.suffix != ".toml":
@@ -87,7 +87,7 @@ def profile(
     with _Bar() as bar:
         measured = measure_profile(wish, QUICK if quick else Effort(), bar.report)
     if out is not None:
-        write(out, render(measured.profile))
+        write_output(out, render(measured.profile))
     if as_json:
         print(measured.profile.model_dump_json(indent=2))
         return
@@ -174,7 +174,7 @@ def kernels(
       flowspec device kernels --device cuda --dtype fp16 --out kernels.json
       flowspec device kernels --shape 11008x4096 --rows 16,64 --json
     """
-    from flowspec_edge.bench.results.atomic_write import check_writable, write
+    from flowspec_edge.util.files import check_writable, write_output
 
     counts = parse_counts(rows, "--rows")
     sides = parse_counts(shape, "--shape", "x")
@@ -192,7 +192,7 @@ def kernels(
     report = measure_kernels(device, (sides[0], sides[1]), counts, dtype)
     text = json.dumps(report.as_json(), indent=2) + "\n"
     if out is not None:
-        write(out, text)
+        write_output(out, text)
     if as_json:
         print(text, end="")
         return

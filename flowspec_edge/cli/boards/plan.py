@@ -131,7 +131,7 @@ def _source(model: str) -> tuple[ModelDir, str]:
 
 def prediction_requests(source: ModelDir, draft: Literal["head", "ngram"]) -> list[Request]:
     """All strategies draft with the EAGLE head, whose memory the plan counts, or all by look-up."""
-    from flowspec_edge.bench.run.tasks import load_prompts
+    from flowspec_edge.bench.tasks import load_prompts
     from flowspec_edge.cli.common.workload import demo_prompts, requests_for
     from flowspec_edge.model.text import Tokenizer
     from flowspec_edge.sampling.settings import Sampling

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from flowspec_edge.bench.render.table import show as show_whole
+from flowspec_edge.bench.tables import show as show_whole
 from flowspec_edge.cli.common.listing import figures_table
 from flowspec_edge.fleet.planning.draft_turn import Drafter, DraftTurn, draft_turn
 from flowspec_edge.fleet.planning.estimate import Prediction

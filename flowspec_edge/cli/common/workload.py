@@ -16,9 +16,9 @@ from flowspec_edge.model.modeldir import DEMO, DRAFT_PARTS, ModelDir, require_fa
 from flowspec_edge.util.resources import resource_dir
 
 if TYPE_CHECKING:
-    from flowspec_edge.bench.run.near_ties import NearTies
-    from flowspec_edge.bench.run.runner import NearTieJudge, PlainDecoding
-    from flowspec_edge.bench.run.tasks import Prompt
+    from flowspec_edge.bench.near_ties import NearTies
+    from flowspec_edge.bench.runner import NearTieJudge, PlainDecoding
+    from flowspec_edge.bench.tasks import Prompt
     from flowspec_edge.model.text import Tokenizer
     from flowspec_edge.runtime.plain import PlainDecoder
     from flowspec_edge.runtime.request import Request
@@ -110,7 +110,7 @@ def near_tie_judge(model: ModelDir, dtype: DtypeChoice, device: str, decoder: Pl
 
     @cache
     def judge() -> NearTies:
-        from flowspec_edge.bench.run.near_ties import NearTies
+        from flowspec_edge.bench.near_ties import NearTies
         from flowspec_edge.runtime.plain import PlainDecoder
 
         return NearTies((decoder or PlainDecoder(model.path, dtype_of(model, dtype), device)).model)

@@ -45,8 +45,8 @@ def init(
     """
     from rich.console import Console
 
-    from flowspec_edge.bench.results.atomic_write import check_writable, write
     from flowspec_edge.fleet.doctor.discover import describe_torch, discover, parse_hosts, render_cluster_toml
+    from flowspec_edge.util.files import check_writable, write_output
 
     if out.exists() and not force:
         raise UsageError(f"{out} is there already: give another name as --out, or --force to replace it")
@@ -59,7 +59,7 @@ def init(
     with Console(stderr=True).status("asking the boards") as status:
         found = discover(boards, lambda name: status.update(f"{name} has answered"))
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", out.stem).strip("-_.")[:63] or "cluster"
-    write(out, render_cluster_toml(found, name, str(out), boards.cluster.ssh_config))
+    write_output(out, render_cluster_toml(found, name, str(out), boards.cluster.ssh_config))
     if as_json:
         print(json.dumps({"out": str(out), "boards": [board.as_json() for board in found]}, indent=2))
         return

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from rich.console import Console
 from rich.table import Table
 
-from flowspec_edge.bench.render.table import show
+from flowspec_edge.bench.tables import show
 from flowspec_edge.cli.common.listing import figures_table
 from flowspec_edge.runtime.request import Result
 

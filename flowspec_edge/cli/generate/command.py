@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowspec_edge.bench.results.atomic_write import check_writable, write
 from flowspec_edge.cli.common.clusters import INTERRUPTED, answer, choose_clock, opened
 from flowspec_edge.cli.common.option_groups import of_strategy, with_dataclasses
 from flowspec_edge.cli.common.options import (
@@ -44,6 +43,7 @@ from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 from flowspec_edge.strategies.registry import require_strategy, strategy_class
 from flowspec_edge.util.bounded_read import as_text, bounded, read_bytes, read_json_object
+from flowspec_edge.util.files import check_writable, write_output
 
 if TYPE_CHECKING:
     from flowspec_edge.model.grammar import Grammar
@@ -185,7 +185,7 @@ def generate(
                                for name, value in asdict(sampling).items()}}
         print(json.dumps(result.as_json("".join(pieces)) | labels))
     else:
-        from flowspec_edge.bench.render.table import timing as timing_label
+        from flowspec_edge.bench.tables import timing as timing_label
 
         label = timing_label(clock_settings.clock, clock_settings.profile_name)
         where = "" if device == "cpu" else f"{device}, "
@@ -274,7 +274,8 @@ def write_trace(path: Path | None, request: Request, stages: int, about: dict[st
         yield trace
     finally:
         if trace.events:
-            write(path, json.dumps(chrome_trace(trace, stages, about, decode, before), ensure_ascii=False))
+            document = chrome_trace(trace, stages, about, decode, before)
+            write_output(path, json.dumps(document, ensure_ascii=False))
         note = ("the request had not begun, so there is no trace" if not trace.events else
                 f"its trace is in {path}" if trace.result else
                 f"the trace up to here is in {path}")

@@ -13,7 +13,7 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.util.bounded_read import read_text
 
 if TYPE_CHECKING:
-    from flowspec_edge.bench.run.weight_loss import WeightLoss
+    from flowspec_edge.bench.weight_loss import WeightLoss
     from flowspec_edge.model.text import Tokenizer
 
 _TEXT_TOKENS = 256  # of one text; the caches hold one at a time
@@ -42,7 +42,7 @@ def loss(
       flowspec models loss llama-13b --against ./Llama-2-13b-chat --text book.txt
       flowspec models loss demo-int4 --against demo --json
     """
-    from flowspec_edge.bench.run.weight_loss import steps, weight_losses
+    from flowspec_edge.bench.weight_loss import steps, weight_losses
     from flowspec_edge.cli.common.workload import progress
     from flowspec_edge.model.modeldir import ModelDir, resolve_model
     from flowspec_edge.model.text import Tokenizer
@@ -63,7 +63,7 @@ def loss(
 
 def _texts(tokenizer: Tokenizer, path: Path | None, tokens: int, longest: int) -> list[list[int]]:
     """About equal pieces of the file, or of the prompts."""
-    from flowspec_edge.bench.run.tasks import load_prompts
+    from flowspec_edge.bench.tasks import load_prompts
     from flowspec_edge.cli.common.workload import demo_prompts
 
     if path is None:

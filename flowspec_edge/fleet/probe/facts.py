@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
+from flowspec_edge import errors
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet import paths
 from flowspec_edge.fleet.board_links import interfaces
@@ -24,6 +25,7 @@ from flowspec_edge.fleet.paths import HOME, STATE, VERIFY_UNIT
 from flowspec_edge.fleet.probe.onboard import deployment, service, system, tools, torch_check
 from flowspec_edge.fleet.transfer import store
 from flowspec_edge.runtime.observe import power_rails as rails
+from flowspec_edge.util import files
 from flowspec_edge.util.jetson import power_rails
 from flowspec_edge.util.resources import resource_dir
 
@@ -33,7 +35,7 @@ User = Literal["any", "root if possible", "root"]
 _SENT: Mapping[str, tuple[ModuleType, ...]] = {
     "service": (paths, rails, tools, service),
     "system": (interfaces, tools, system),
-    "deployment": (paths, store, tools, deployment)}
+    "deployment": (errors, files, paths, store, tools, deployment)}
 _TIMEOUT_S = {"service": 60.0, "system": 600.0, "deployment": 300.0}
 _USERS: Mapping[str, User] = {"service": "any", "system": "root if possible", "deployment": "root"}
 _LOADER = """import sys, types

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.transport import keys
+from flowspec_edge.util.files import publish
 
 _MODE = 0o400
 
@@ -53,7 +54,7 @@ def undo(path: Path) -> bool:
     """Restore the kept pair; whether there was one."""
     if not _old(path).exists():
         return False
-    os.replace(_old(path), path)
+    publish(_old(path), path)
     return True
 
 

@@ -6,12 +6,10 @@ A board whose key differs from the record is an error, as with ssh's known_hosts
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Literal
 
 from flowspec_edge.errors import FlowspecError, UsageError
@@ -19,6 +17,7 @@ from flowspec_edge.fleet.commands import as_root, runner_for
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 from flowspec_edge.fleet.paths import KEY
 from flowspec_edge.transport.keys import parse_public
+from flowspec_edge.util.files import write_atomically
 
 KeyAction = Literal["make", "show", "rotate", "undo", "settle"]
 _SHOWN = 10  # of 40 characters: enough to tell keys apart
@@ -129,12 +128,7 @@ def record(directory: Path, publics: Mapping[str, str]) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name, public in publics.items():
-            with NamedTemporaryFile("w", dir=directory, prefix=".", encoding="ascii", delete=False) as file:
-                file.write(f"{public}\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, _file(directory, name))
+            write_atomically(_file(directory, name), f"{public}\n", 0o644)
     except OSError as error:
         raise FlowspecError(f"cannot record the boards' keys in {directory}: {error.strerror}") from error
 

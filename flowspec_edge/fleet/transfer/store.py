@@ -23,6 +23,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from flowspec_edge.util.files import PARTIAL, publish, write_atomically
+
 MANIFEST = "manifest.json"
 BLOCK = 1 << 20
 _PARTIAL, _VERIFIED, _LOCK = ".partial", ".verified.json", ".lock"
@@ -78,8 +80,7 @@ class Store:
         """Move a verified partial file into place."""
         target = self.home / file.path
         target.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(self.partial(file), target)
-        _sync(target.parent)
+        publish(self.partial(file), target)
         self._remember(file)
 
     def strays(self, files: Collection[File]) -> Iterator[Path]:
@@ -91,7 +92,7 @@ class Store:
 
     def finish(self, manifest: str, files: Collection[File]) -> None:
         """When ``files`` are complete: remove all others from their parts, and write the manifest."""
-        for path in [*self.strays(files)]:
+        for path in [*self.strays(files), *self.home.glob(f".*{PARTIAL}")]:  # an interrupted write's, too
             path.unlink()
         with suppress(FileNotFoundError):
             shutil.rmtree(self.home / _PARTIAL)
@@ -260,24 +261,8 @@ def _read_verified(home: Path) -> dict[str, list[int | str]]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Atomic and durable."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.new")
     try:
-        with new.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        write_atomically(path, text)
     except OSError as error:
-        new.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error  # ENOSPC comes without a file name
-    os.replace(new, path)
-    _sync(path.parent)
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

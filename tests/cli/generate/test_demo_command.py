@@ -9,7 +9,7 @@ import pytest
 from tiny_dir import tiny_model_dir
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from flowspec_edge.bench.run.tasks import load_prompts
+from flowspec_edge.bench.tasks import load_prompts
 from flowspec_edge.cli.common.workload import demo_prompts
 from flowspec_edge.cli.generate.demo import choose_prompts
 from flowspec_edge.cli.main import main

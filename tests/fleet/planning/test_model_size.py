@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny_llama, tiny_model
 from tiny_dir import tiny_eagle3, tiny_model_dir
 
-from benchmarks.shapes.memory import FIRST, footprint
 from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, load_head
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.planning.model_size import PlanDtype, model_bytes
@@ -25,6 +24,7 @@ from flowspec_edge.sharding.source import open_source
 from flowspec_edge.stage.layers.kv_cache import KVCache
 from flowspec_edge.stage.shard import load_lm_head, load_shard
 from flowspec_edge.strategies.params import Params
+from microbench.shapes.memory import FIRST, footprint
 
 LLAMA_2_7B = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
               "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000,

@@ -119,6 +119,7 @@ def test_what_is_new_is_known_before(boards: sshkit.Boards, model: Manifest) -> 
     send(boards, model)
     stage = home(boards, 1)
     (stage / "stage-1/notes.txt").write_text("not of the model")
+    (stage / ".manifest.json.0a.partial").write_text("{")  # of an interrupted write
     (home(boards, 0) / "manifest.json").write_text("{}")
     (home(boards, 2) / "stage-2/config.json").write_bytes(bytes(700))
     assert would_send(boards, model) == [(0, True), (0, True), (700, True)]
@@ -126,6 +127,7 @@ def test_what_is_new_is_known_before(boards: sshkit.Boards, model: Manifest) -> 
     assert would_send(boards, model) == [(0, False)] * 3
     for place in range(3):
         check(boards, model, place)
+    assert not [*stage.glob(".*.partial")]
 
 
 _CONTROLLER = """

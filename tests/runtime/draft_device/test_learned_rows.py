@@ -14,7 +14,6 @@ from clusterkit import PATIENCE, PROMPT
 from losskit import Striker
 from tiny_dir import tiny_model_dir
 
-from benchmarks.curve import CURVES, with_curve
 from flowspec_edge.device_profile import Profile, load_profile
 from flowspec_edge.messages import Cancel, Computed, Credit, Output, Prune, Segment, Tap
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
@@ -30,6 +29,7 @@ from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.parameters import LONGEST_BLOCK
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.transport.codec import encode
+from microbench.curve import CURVES, with_curve
 
 SIZES = range(1, LONGEST_BLOCK + 1)
 FIXED = Params(plus_without="curve")
@@ -60,7 +60,7 @@ class Sizes(Observer):
       for curve in ("flat to 64", "own", "steep") for temperature in (0.0, 1.0))])
 def test_to_learn_is_as_fast_as_to_be_told(demo_model: Path, demo_prompts: list[list[int]], curve: str,
                                            temperature: float, prompts: int) -> None:
-    """``benchmarks.curve`` has a dozen prompts; the text is the same in any case."""
+    """``microbench.curve`` has a dozen prompts; the text is the same in any case."""
     requests = [Request(prompt, "flowspec_plus", 64, Sampling(temperature, seed=1))
                 for prompt in demo_prompts[1:1 + prompts]]  # the first one's answer has no miss
     sizes = Sizes()

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_dir import tiny_model_dir
 from transformers import AutoModelForCausalLM
 
-from flowspec_edge.bench.run.weight_loss import weight_losses
+from flowspec_edge.bench.weight_loss import weight_losses
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.manifest import HeadBits

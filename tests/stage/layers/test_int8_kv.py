@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_dir import tiny_model_dir
 
-from flowspec_edge.bench.run.weight_loss import weight_losses
+from flowspec_edge.bench.weight_loss import weight_losses
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.runtime.plain import PlainDecoder

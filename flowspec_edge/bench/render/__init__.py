@@ -1,1 +1,0 @@
-"""Tables, plots and timelines of benchmark reports; begin with ``table``."""

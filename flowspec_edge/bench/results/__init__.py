@@ -1,1 +1,0 @@
-"""Figures of benchmark runs and their JSON files; begin with ``rows`` and ``report``."""

@@ -1,1 +1,0 @@
-"""Runs methods × tasks × temperatures and checks every text; begin with ``runner``."""

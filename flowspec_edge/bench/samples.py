@@ -1,0 +1,158 @@
+"""Benchmark samples, one a request: all that a benchmark measures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, quantiles
+
+Cell = tuple[str, str, float]  # (strategy, task, temperature), measured together
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One request; times in seconds.
+
+    repeat     what was added to the seed
+    bytes      all that was sent
+    draft     what it drafted with (``Stats.draft``); "" in files from before this field
+    near_ties  whether the text counts as identical in 16 bits although near ties were decided differently
+    repeating  whether the text repeats itself (``repeats_itself``); None in files from before this field
+    energy_j, energy_above_idle_j  as in a request's ``Stats``
+    concurrent  None if the request ran alone
+    """
+
+    strategy: str
+    task: str
+    temperature: float
+    repeat: int
+    prompt: int
+    tokens: int
+    turns: float
+    rounds: int
+    tokens_per_second: float
+    decode_s: float
+    ttft_s: float
+    itl_p50_s: float
+    itl_p95_s: float
+    drafted: int
+    verified: int
+    accepted: int
+    bytes: int
+    identical: bool
+    near_ties: bool = False
+    energy_j: float | None = None
+    energy_above_idle_j: float | None = None
+    repeating: bool | None = None
+    concurrent: ConcurrentTiming | None = None
+    draft: str = ""
+
+    @property
+    def cell(self) -> Cell:
+        return self.strategy, self.task, self.temperature
+
+
+@dataclass(frozen=True)
+class ConcurrentTiming:
+    """When a request arrived and got its tokens beside others; times in seconds.
+
+    clients, arrival_rate    of the measurement; the other one is None
+    group                    number of its group within the strategy, task and temperature
+    arrival_s                since the start of its group
+    token_s                  when each token was accepted, since the request's arrival
+    alone_tokens_per_second  :func:`speed` of the same request alone
+    """
+
+    clients: int | None
+    arrival_rate: float | None
+    group: int
+    arrival_s: float
+    token_s: tuple[float, ...]
+    alone_tokens_per_second: float | None
+
+
+@dataclass(frozen=True)
+class ConcurrencyFigures:
+    """Of a row. A request's speed is :func:`speed`; figures are None without an answer that has one.
+
+    total_tokens_per_second  the groups' tokens over the time from the first arrival to the last token, sums
+                             divided by sums
+    slowest_share            a request's speed over its speed alone, the lowest
+    fairness                 the slowest request's speed over the fastest one's in a group, the lowest
+    pooled_itl_…_s           percentiles of the inter-token latencies of all requests together
+    """
+
+    clients: int | None
+    arrival_rate: float | None
+    total_tokens_per_second: float | None
+    slowest_share: float | None
+    fairness: float | None
+    pooled_itl_p50_s: float | None
+    pooled_itl_p95_s: float | None
+    pooled_itl_p99_s: float | None
+
+
+def speed(token_s: Sequence[float]) -> float | None:
+    """Tokens over the time from the request's arrival to the last of them, prefill and waiting included; None
+    without tokens."""
+    return len(token_s) / token_s[-1] if token_s else None
+
+
+def figures_of(timings: Sequence[ConcurrentTiming]) -> ConcurrencyFigures:
+    groups: dict[int, list[ConcurrentTiming]] = {}
+    for timing in timings:
+        if timing.token_s:
+            groups.setdefault(timing.group, []).append(timing)
+    shares = [own / alone for timing in timings
+              if (own := speed(timing.token_s)) and (alone := timing.alone_tokens_per_second)]
+    seconds = sum(_seconds(group) for group in groups.values())
+    gaps = [after - before for timing in timings for before, after in pairwise(timing.token_s)]
+    # The cut points are percentiles as numpy's: linear between the sorted values.
+    percentiles: Sequence[float | None] = (
+        quantiles(gaps, n=100, method="inclusive") if len(gaps) > 1 else gaps * 99 or [None] * 99)
+    return ConcurrencyFigures(
+        timings[0].clients, timings[0].arrival_rate,
+        total_tokens_per_second=sum(len(timing.token_s) for timing in timings) / seconds if seconds else None,
+        slowest_share=min(shares, default=None),
+        fairness=min(map(_fairness, groups.values()), default=None),
+        pooled_itl_p50_s=percentiles[49], pooled_itl_p95_s=percentiles[94], pooled_itl_p99_s=percentiles[98])
+
+
+def mean_figures(parts: Sequence[ConcurrencyFigures]) -> ConcurrencyFigures:
+    """Over tasks: means; of shares and fairness the lowest."""
+    def over_tasks(combine: Callable[[Iterable[float]], float], name: str) -> float | None:
+        found = [value for part in parts if (value := getattr(part, name)) is not None]
+        return combine(found) if found else None
+
+    return ConcurrencyFigures(
+        parts[0].clients, parts[0].arrival_rate, over_tasks(fmean, "total_tokens_per_second"),
+        over_tasks(min, "slowest_share"), over_tasks(min, "fairness"), over_tasks(fmean, "pooled_itl_p50_s"),
+        over_tasks(fmean, "pooled_itl_p95_s"), over_tasks(fmean, "pooled_itl_p99_s"))
+
+
+def _seconds(group: Sequence[ConcurrentTiming]) -> float:
+    return (max(timing.arrival_s + timing.token_s[-1] for timing in group)
+            - min(timing.arrival_s for timing in group))
+
+
+def _fairness(group: Sequence[ConcurrentTiming]) -> float:
+    speeds = [own for timing in group if (own := speed(timing.token_s))]
+    return min(speeds) / max(speeds)
+
+
+PERIOD, TIMES, SHORTEST = 32, 3, 32
+LOOP = (f"at least {SHORTEST} tokens in a row that repeat with a period of at most {PERIOD} tokens, at "
+              f"least {TIMES} times over")
+
+
+def repeats_itself(tokens: Sequence[int]) -> bool:
+    """Whether ``tokens`` contain a run as in ``LOOP``."""
+    for period in range(1, PERIOD + 1):
+        needed = max(SHORTEST, TIMES * period) - period
+        equal = 0  # tokens in a row that are equal to the one a period before
+        for earlier, later in zip(tokens, tokens[period:], strict=False):
+            equal = equal + 1 if earlier == later else 0
+            if equal == needed:
+                return True
+    return False

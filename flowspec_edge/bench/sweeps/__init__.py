@@ -1,1 +1,0 @@
-"""Runs one benchmark at several values of one parameter; begin with ``sweep``."""

@@ -1,0 +1,174 @@
+"""How a measurement opens its cluster, at each value of an axis.  Torch and the runtime are imported only
+then."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from flowspec_edge.bench.axes import Axis, Value
+from flowspec_edge.bench.report import Links
+from flowspec_edge.bench.runner import OpenPoint, PointCluster
+from flowspec_edge.cli.bench.options import BenchOptions
+from flowspec_edge.cli.common.clusters import ClockSettings, local_processes, opened
+from flowspec_edge.cli.common.options import dtype_of
+from flowspec_edge.device_profile import Profile
+from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.runtime.cluster.spec import ClusterSpec, Here, Virtual
+
+if TYPE_CHECKING:
+    from flowspec_edge.bench.parallel import ParallelRun
+    from flowspec_edge.fleet.inventory import Inventory
+    from flowspec_edge.runtime.virtual.cluster import VirtualCluster
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ClusterSetup:
+    """What an axis does not change.
+
+    options      with definite stages, dtype and device
+    at_once      concurrent requests
+    board_model  the model's directory on the boards of ``inventory``
+    """
+
+    axis: Axis | None
+    model: ModelDir
+    options: BenchOptions
+    clock: ClockSettings
+    at_once: int = 1
+    inventory: Inventory | None = None
+    board_model: str = ""
+
+    def described(self, value: Value | None) -> tuple[int, Profile]:
+        """Stages and devices at a value; for clocks with a profile."""
+        stages, profile = self.options.stages, self.clock.profile
+        assert profile is not None
+        if self.axis is None or value is None:
+            return stages, profile
+        return self.axis.stages(stages, value), self.axis.profile(profile, value)
+
+    @property
+    def spec(self) -> ClusterSpec:
+        o = self.options
+        return ClusterSpec(self.model.path, o.stages, dtype_of(self.model, o.dtype), device=o.device,
+                           at_once=self.at_once, idle_s=o.idle_seconds)
+
+
+def open_points(links: Links, setup: ClusterSetup) -> AbstractContextManager[OpenPoint]:
+    """The returned context yields a function that opens the cluster of a value."""
+    if links == "virtual" and setup.clock.clock == "wall":
+        return _processes(setup)
+    return _OPENERS[links](setup)
+
+
+@contextmanager
+def _processes(setup: ClusterSetup) -> Iterator[OpenPoint]:
+    o = setup.options
+
+    @contextmanager
+    def open_point(value: Value | None) -> Iterator[PointCluster]:
+        with opened(setup.spec, local_processes(o.stages, o.device, setup.clock.profile)) as cluster:
+            yield PointCluster(cluster, None)
+
+    yield open_point
+
+
+@contextmanager
+def _virtual(setup: ClusterSetup) -> Iterator[OpenPoint]:
+    """Points share the weights."""
+    from flowspec_edge.runtime.cluster.clusters import open_cluster
+    from flowspec_edge.util.torchdevice import memory_errors
+
+    loaded: list[VirtualCluster] = []
+
+    @contextmanager
+    def open_point(value: Value | None) -> Iterator[PointCluster]:
+        stages, profile = setup.described(value)
+        if loaded:
+            loaded.append(loaded.pop().under(profile, stages))
+        else:
+            loaded.append(open_cluster(replace(setup.spec, stages=stages),
+                                       Virtual(profile, right_children=setup.clock.right_children)))
+        yield PointCluster(loaded[0], None)
+
+    with memory_errors(setup.options.device):
+        yield open_point
+
+
+@contextmanager
+def _namespaces(setup: ClusterSetup) -> Iterator[OpenPoint]:
+    """Real processes that take the profile's time and send its bytes, over links that the kernel shapes."""
+    from flowspec_edge.fleet.board_links.namespaces import NetnsTestbed, measure_links
+    from flowspec_edge.runtime.emulation.durations import Emulation
+    from flowspec_edge.runtime.virtual.devices import Devices
+
+    with NetnsTestbed(setup.options.stages) as bed:
+
+        @contextmanager
+        def open_point(value: Value | None) -> Iterator[PointCluster]:
+            bed.shape(_mbps(value))
+            given = [link.mbps for link in measure_links(bed)]
+            emulation = Emulation(Devices.even(setup.described(value)[1], setup.options.stages), "real")
+            with opened(setup.spec, Here(bed, emulation)) as cluster:
+                yield PointCluster(cluster, given)
+
+        yield open_point
+
+
+@contextmanager
+def _cluster(setup: ClusterSetup) -> Iterator[OpenPoint]:
+    """Real boards in their own time; their kernels shape what they send."""
+    from flowspec_edge.fleet.board_links.shaping import RemoteShaping
+    from flowspec_edge.fleet.ssh_stages import SshBoards
+    from flowspec_edge.runtime.observe.power import board_meter
+
+    assert setup.inventory is not None
+    inventory = setup.inventory
+    with RemoteShaping(inventory) as shaping, board_meter() as meter:
+
+        @contextmanager
+        def open_point(value: Value | None) -> Iterator[PointCluster]:
+            shaping.apply(_mbps(value))
+            links = shaping.measure()
+            for link in links:
+                if link.measure is None:
+                    log.warning("%s to %s was not measured: %s", link.source, link.target, link.error)
+            shaping.renew()
+            place = SshBoards(inventory, setup.board_model, dtype_of(setup.model, setup.options.dtype),
+                              shaping.renew)
+            spec = replace(setup.spec, device=place.device, meter=meter)
+            with opened(spec, place) as cluster:
+                given = [link.measure.mbps for link in links if link.measure]
+                yield PointCluster(cluster, given if len(given) == len(links) else None)
+
+        yield open_point
+
+
+def parallel_points(setup: ClusterSetup, names: Sequence[str]) -> tuple[ParallelRun, OpenPoint]:
+    """Processes of --jobs, or Dask's, and points in virtual time whose requests they compute."""
+    from flowspec_edge.bench.parallel import ParallelRun, Workplace, plugins_of, threads_of
+
+    o = setup.options
+    threads = None if o.dask else threads_of(o.jobs)
+    run = ParallelRun(Workplace(setup.model.path.resolve(), dtype_of(setup.model, o.dtype), o.device,
+                                plugins_of(names), threads, setup.clock.right_children), o.jobs, o.dask)
+
+    @contextmanager
+    def open_point(value: Value | None) -> Iterator[PointCluster]:
+        yield PointCluster(run.cluster(*setup.described(value)), None)
+
+    return run, open_point
+
+
+def _mbps(value: Value | None) -> float:
+    assert isinstance(value, int | float)
+    return value
+
+
+_OPENERS: dict[Links, Callable[[ClusterSetup], AbstractContextManager[OpenPoint]]] = {
+    "virtual": _virtual, "namespaces": _namespaces, "cluster": _cluster}

@@ -1,0 +1,202 @@
+"""``flowspec reproduce``: one command for each table or figure of the papers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flowspec_edge.bench.axes import AXES
+from flowspec_edge.bench.plots import check_figure
+from flowspec_edge.bench.report import Results
+from flowspec_edge.bench.reproduce.catalogue import Measurement
+from flowspec_edge.bench.reproduce.records import Measured
+from flowspec_edge.cli.bench.measure import MeasureRequest, measure
+from flowspec_edge.cli.bench.options import BenchOptions
+from flowspec_edge.cli.common.options import (
+    MOST_REPEATS,
+    MOST_TOKENS,
+    DeviceOption,
+    DtypeOption,
+    MaxNewTokensOption,
+    ModelOption,
+)
+from flowspec_edge.cli.common.workload import require_runnable
+from flowspec_edge.errors import UsageError
+from flowspec_edge.fleet.planning.testbed import profile_or_testbed
+from flowspec_edge.model.modeldir import DEMO, resolve_model
+from flowspec_edge.sampling.rule import Sampling
+
+if TYPE_CHECKING:
+    from flowspec_edge.bench.reproduce.catalogue import Artefact
+    from flowspec_edge.bench.reproduce.documents import PaperDocument
+
+
+_DEMO_PROMPTS = 16  # of the 64: some minutes
+
+
+def reproduce(
+    names: Annotated[list[str] | None, typer.Argument(
+        metavar="[NAME]...", help="What to reproduce, or all; without a name: list what there is.",
+        show_default=False)] = None,
+    out: Annotated[Path, typer.Option(
+        "--out", metavar="DIR", help="The folder for the files; made if it is missing.",
+    )] = Path("reproduced"),
+    prompts: Annotated[list[Path] | None, typer.Option(
+        "--prompts", help="JSONL as Spec-Bench's; each file is a task, named by its stem.  Default: the "
+                          "demonstration model's own task.", metavar="F.jsonl", show_default=False)] = None,
+    by_category: Annotated[bool, typer.Option(
+        "--by-category", help="Each category of the files is a task, as in Spec-Bench.")] = False,
+    limit: Annotated[int | None, typer.Option(
+        "--limit", min=1, max=MOST_REPEATS, show_default=False,
+        help=f"Only a task's first N prompts.  [default: all; {_DEMO_PROMPTS} of the demonstration's]",
+    )] = None,
+    truncate: Annotated[int | None, typer.Option(
+        "--truncate", min=1, max=MOST_TOKENS, help="Only the last N tokens of a prompt.", metavar="N",
+    )] = None,
+    max_new_tokens: MaxNewTokensOption = 128,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the noise at T = 1.")] = 0,
+    model: ModelOption = DEMO,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    jobs: Annotated[int, typer.Option(
+        "--jobs", min=1, max=1024, help="Processes for requests; figures are those of one.", metavar="N",
+    )] = 1,
+    dask: Annotated[str | None, typer.Option(
+        "--dask", help="Let the workers of this Dask scheduler compute.", metavar="ADDRESS",
+        show_default=False)] = None,
+    resume: Annotated[bool, typer.Option(
+        "--resume", help="Keep what DIR/measured has and measure the missing figures.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object, not tables.")] = False,
+) -> None:
+    """Reproduce tables and figures of the papers in virtual time: CSV, Markdown, LaTeX, PDF and SVG.
+
+    The methods, settings and profiles are the paper's, the model and the prompts are yours.  The paper's
+    published figures stand beside ours.  DIR/measured keeps the measurements, as bench and sweep write them.
+
+    Examples:
+
+      flowspec reproduce
+      flowspec reproduce flowspec-table-1 --out DIR
+      flowspec reproduce flowspec-table-2 --prompts mt_bench.jsonl --prompts gsm8k.jsonl --jobs 4
+      flowspec reproduce all --limit 8 --out DIR --resume
+    """
+    from flowspec_edge.bench.reproduce.catalogue import ARTEFACTS, chosen
+    from flowspec_edge.cli.common.listing import print_columns
+
+    if not names:
+        if as_json:
+            print(json.dumps([{"name": a.name, "paper": a.paper, "what": a.what, "minutes": a.minutes}
+                              for a in ARTEFACTS.values()]))
+        else:
+            print_columns([(a.name, a.paper, a.what, f"{a.minutes} min") for a in ARTEFACTS.values()])
+        return
+    wanted = chosen(names)
+
+    from flowspec_edge.bench.reproduce.documents import document_of, write_all
+    from flowspec_edge.cli.bench.options import BenchOptions
+    from flowspec_edge.cli.bench.reproduce import Measurements, make_folders
+    from flowspec_edge.cli.common.workload import fail_if_different
+    from flowspec_edge.sampling.rule import Sampling
+
+    sampling = Sampling(seed=seed)
+    options = BenchOptions(
+        prompts=prompts, by_category=by_category, limit=limit or (None if prompts else _DEMO_PROMPTS),
+        truncate=truncate, max_new_tokens=max_new_tokens, model=model, dtype=dtype, device=device, jobs=jobs,
+        dask=dask)
+    measurements = Measurements(options, sampling, out / "measured", resume)
+    measurements.check(measurement for artefact in wanted for measurement in artefact.measurements)
+    make_folders(out)
+    differences: list[str] = []
+    objects = []
+    for artefact in wanted:
+        found = [measurements.of(measurement) for measurement in artefact.measurements]
+        document = document_of(artefact, found, _command(artefact, options, seed))
+        paths = write_all(artefact, found, document, out)
+        if as_json:
+            objects.append(_as_json(artefact, document, paths))
+        else:
+            _show(document, paths)
+        differences += [text for measured in found for text in measured.results.different_texts()]
+    if as_json:
+        print(json.dumps({"reproduced": objects}))
+    fail_if_different(differences)
+
+
+def _command(artefact: Artefact, options: object, seed: int) -> str:
+    """What to type for the same figures; files by their names alone."""
+    parts = ["flowspec", "reproduce", artefact.name]
+    for name in ("model", "limit", "truncate", "max_new_tokens"):
+        value = getattr(options, name)
+        if value is not None and (name, value) != ("model", DEMO):
+            parts += [f"--{name.replace('_', '-')}", Path(str(value)).name]
+    for path in getattr(options, "prompts", None) or []:
+        parts += ["--prompts", path.name]
+    if getattr(options, "by_category", False):
+        parts.append("--by-category")
+    return " ".join([*parts, "--seed", str(seed)])
+
+
+def _as_json(artefact: Artefact, document: PaperDocument, paths: list[Path]) -> dict[str, object]:
+    return {"name": artefact.name, "paper": artefact.paper, "about": document.about, "notes": document.notes,
+            "files": [str(path) for path in paths], "records": [asdict(r) for r in document.records]}
+
+
+def _show(document: PaperDocument, paths: list[Path]) -> None:
+    from rich.console import Console
+
+    from flowspec_edge.bench.reproduce.tables import terminal
+    from flowspec_edge.bench.tables import show
+    from flowspec_edge.util.terminal import printable
+
+    console = Console(highlight=False)
+    print(document.title)
+    for panel in document.panels:
+        show(console, terminal(panel))
+    for line in document.notes:
+        print(printable(line))
+    print(f"wrote {', '.join(str(path) for path in paths)}", file=sys.stderr)
+
+
+def make_folders(out: Path) -> None:
+    """UsageError if the files could not be written, or there is no matplotlib."""
+    try:
+        (out / "measured").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot make {out / 'measured'}: {error.strerror}; give another --out") from error
+    check_figure(out / "figure.svg")
+
+
+class Measurements:
+    """Runs each measurement once; tables that share one share its figures."""
+
+    def __init__(self, options: BenchOptions, sampling: Sampling, folder: Path, resume: bool) -> None:
+        self._options, self._sampling, self._folder, self._resume = options, sampling, folder, resume
+        self._done: dict[str, Measured] = {}
+
+    def check(self, wanted: Iterable[Measurement]) -> None:
+        """UsageError if the model lacks a draft model that one of them needs."""
+        model = resolve_model(self._options.model)
+        for measurement in wanted:
+            require_runnable(measurement.strategies, model, measurement.params, "virtual", 1)
+
+    def of(self, wanted: Measurement) -> Measured:
+        if wanted.name not in self._done:
+            self._done[wanted.name] = Measured(wanted, self._run(wanted))
+        return self._done[wanted.name]
+
+    def _run(self, wanted: Measurement) -> Results:
+        path = self._folder / f"{wanted.name}.json"
+        options = replace(self._options, profile=wanted.profile, out=path, resume=self._resume,
+                          acceptance=wanted.acceptance)
+        request = MeasureRequest(
+            ",".join(wanted.strategies), axis=AXES[wanted.axis] if wanted.axis else None,
+            values=wanted.values,
+            temperatures=None if wanted.axis else ",".join(f"{t:g}" for t in wanted.temperatures),
+            label=f"{wanted.name}, virtual time under {profile_or_testbed(wanted.profile).name}")
+        return measure(request, options, self._sampling, wanted.params)

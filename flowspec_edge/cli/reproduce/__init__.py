@@ -1,1 +1,0 @@
-"""``flowspec reproduce``: tables and figures of the papers; begin at ``command``."""

@@ -1,1 +1,0 @@
-"""``flowspec sweep``: one measurement at several values of an axis; begin at ``commands``."""

@@ -1,0 +1,223 @@
+"""How long a second client waits for its first token while another one floods ``flowspec serve``.
+
+The flood comes from 127.0.0.1 and asks again at once, also after a refusal; the second client comes from
+127.0.0.2, asks for one short answer after the other, and asks again a second after a refusal. With two
+callers its share of the pipeline is one half: taking turns, its first token would come after twice the time
+that it takes alone. ``ratio`` is the wait over that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import httpx2
+
+from flowspec_edge.errors import FlowspecError
+from microbench._common import demo_prompts
+
+_CALLERS = 2
+_CONTEXT = 2048  # tokens that the caches hold, and a request of the demonstration's model may have
+_ANSWER = 16  # tokens of the second client's answers
+_RETRY_S = 1.0
+_FLOOD_RETRY_S = 0.05
+_SATURATED_S = 4.0  # of flood before the second client comes
+
+
+@dataclass(frozen=True)
+class Flood:
+    """``fields``: of each request's body; ``users``: whether each names another user."""
+
+    name: str
+    connections: int
+    fields: dict[str, Any]
+    users: bool = False
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Of the second client. A wait that the limit cut short counts as the limit.
+
+    refused   answers of 429 or 503
+    unserved  requests without a token within the limit
+    differ    texts that were not those without a flood
+    """
+
+    flood: str
+    asked: int
+    median_s: float
+    worst_s: float
+    ratio: float  # median
+    worst_ratio: float
+    refused: int
+    unserved: int
+    differ: int
+
+
+def floods(prompt_tokens: int) -> list[Flood]:
+    return [
+        Flood("none", 0, {}),
+        *(Flood(f"{count} connections, 400 tokens", count, {"max_tokens": 400}) for count in (4, 12, 40)),
+        Flood("6 connections, n = 8", 6, {"max_tokens": 100, "n": 8}),
+        Flood("12 connections, extreme priority", 12, {"max_tokens": 400, "priority": -10**9}),
+        Flood("12 connections, a user each", 12, {"max_tokens": 400}, users=True),
+        Flood("4 connections, max_tokens of the whole cache", 4, {"max_tokens": _CONTEXT - prompt_tokens}),
+    ]
+
+
+@contextmanager
+def serving(stages: int, emulate: str) -> Iterator[str]:
+    """The URL of a server."""
+    command = [sys.executable, "-m", "flowspec_edge.cli.main", "serve", "--port", "0"]
+    command += ["--stages", str(stages), "--context", str(_CONTEXT)]
+    command += ["--emulate", emulate] if emulate else []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            found = re.search(r"http://[^\s,]+/v1", process.stdout.readline())
+            if not found:
+                raise FlowspecError("the server did not start; try: flowspec serve")
+            yield found[0]
+        finally:
+            process.send_signal(signal.SIGTERM)
+
+
+def client_at(url: str, address: str) -> httpx2.Client:
+    return httpx2.Client(base_url=url, timeout=600.0, trust_env=False,
+                        transport=httpx2.HTTPTransport(local_address=address))
+
+
+def streamed(client: httpx2.Client, body: dict[str, Any]) -> Iterator[str]:
+    """The texts of an answer's events; httpx2.HTTPStatusError for a refusal."""
+    with client.stream("POST", "/completions", json={"model": "demo", "stream": True, **body}) as answer:
+        answer.raise_for_status()
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    raise FlowspecError(event["error"]["message"])
+                yield event["choices"][0]["text"]
+
+
+@contextmanager
+def flooding(url: str, flood: Flood, prompts: Sequence[list[int]]) -> Iterator[None]:
+    over = threading.Event()
+
+    def one(number: int) -> None:
+        asked = 0
+        while not over.is_set():
+            asked += 1
+            user = {"user": f"user {number} {asked}"} if flood.users else {}
+            fields = {"prompt": prompts[(number + asked) % len(prompts)], **flood.fields, **user}
+            try:
+                with client_at(url, "127.0.0.1") as client:
+                    for _ in streamed(client, fields):
+                        if over.is_set():
+                            break
+            except httpx2.HTTPStatusError as error:
+                if error.response.status_code == 400 and "priority" in fields:  # the range is bounded
+                    flood.fields["priority"] = -10
+                over.wait(_FLOOD_RETRY_S)
+            except (httpx2.HTTPError, FlowspecError):
+                over.wait(_FLOOD_RETRY_S)
+
+    threads = [threading.Thread(target=one, args=(i,), daemon=True) for i in range(flood.connections)]
+    for thread in threads:
+        thread.start()
+    try:
+        over.wait(_SATURATED_S if threads else 0.0)
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(30.0)
+
+
+def first_token(client: httpx2.Client, prompt: list[int], limit_s: float) -> tuple[float | None, int, str]:
+    """Seconds to the first token (None: not within the limit), refusals, the text."""
+    start, refused, first = time.monotonic(), 0, None
+    while time.monotonic() - start < limit_s:
+        try:
+            pieces = []
+            left = limit_s - (time.monotonic() - start)
+            timer = threading.Timer(left, client.close)  # keep-alives would outlast any timeout
+            timer.start()
+            try:
+                for piece in streamed(client, {"prompt": prompt, "max_tokens": _ANSWER}):
+                    timer.cancel()
+                    first = first or time.monotonic() - start
+                    pieces.append(piece)
+            finally:
+                timer.cancel()
+            return first, refused, "".join(pieces)
+        except httpx2.HTTPStatusError:
+            refused += 1
+            time.sleep(_RETRY_S)  # as a refused client does
+        except (httpx2.HTTPError, RuntimeError):
+            break
+    return None, refused, ""
+
+
+def measure(url: str, flood: Flood, prompts: Sequence[list[int]], limit_s: float, alone: Sequence[str],
+            alone_s: float | None) -> tuple[Waits, list[str]]:
+    waits, refused, unserved, texts = [], 0, 0, []
+    over = time.monotonic() + limit_s + _SATURATED_S
+    with flooding(url, flood, prompts):
+        for prompt in prompts:
+            with client_at(url, "127.0.0.2") as client:
+                first, times, text = first_token(client, prompt, limit_s)
+            waits.append(limit_s if first is None else first)
+            refused, unserved = refused + times, unserved + (first is None)
+            texts.append(text)
+            if time.monotonic() > over:
+                break
+    median, worst = statistics.median(waits), max(waits)
+    share = _CALLERS * (alone_s or median)
+    differ = sum(bool(text) and text != other for text, other in zip(texts, alone, strict=False))
+    return Waits(flood.name, len(waits), median, worst, median / share, worst / share, refused, unserved,
+                 differ), texts
+
+
+def table(rows: Sequence[Waits]) -> str:
+    lines = [f"{'flood':<46} {'asked':>5} {'median':>8} {'worst':>8} {'ratio':>6} {'worst':>6} "
+             f"{'refused':>7} {'unserved':>8} {'differ':>6}"]
+    lines += [f"{row.flood:<46} {row.asked:>5} {row.median_s:>6.2f} s {row.worst_s:>6.2f} s "
+              f"{row.ratio:>6.1f} {row.worst_ratio:>6.1f} {row.refused:>7} {row.unserved:>8} {row.differ:>6}"
+              for row in rows]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--requests", type=int, default=10, help="of the second client, for each flood")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds for a request, and for a flood")
+    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--emulate", default="paper-7b", help="a profile; empty: this machine's pace")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    prompts = [prompt[:48] for prompt in demo_prompts(given.requests)]
+    rows: list[Waits] = []
+    alone: list[str] = []
+    with serving(given.stages, given.emulate) as url:
+        for flood in floods(max(map(len, prompts))):
+            row, texts = measure(url, flood, prompts, given.limit, alone, rows[0].median_s if rows else None)
+            alone = alone or texts
+            rows.append(row)
+            print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+            time.sleep(2.0)  # what was cancelled ends within a turn or two, of which no answer tells
+    print(json.dumps([asdict(row) for row in rows], indent=1) if given.json else table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""A segment's hop between two processes, against a bare PUSH/PULL hop of the same bytes.
+
+The bare hops send the same frames (``send_multipart``), and one blob as the lower bound; they are not
+encrypted.  A hop includes encoding and decoding, and is measured with CURVE and without; the receiver falls
+asleep before each hop, as in a pipeline.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import numpy as np
+import zmq
+
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.fleet.measurement.link import segment, spin
+from flowspec_edge.transport import keys
+from flowspec_edge.transport.codec import encode
+from flowspec_edge.transport.zmq_links import ZmqTransport
+from microbench._common import options
+
+_LOOPBACK = "tcp://127.0.0.1:*"
+_BUSY_S = 0.5e-3
+_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class HopRow:
+    """Medians of one kind of segment; times in microseconds, ``size`` in bytes."""
+
+    rows: int
+    width: int
+    size: int
+    blob_us: float
+    bare_us: float
+    hop_us: float
+    curve_us: float  # our hop, encrypted
+
+    @property
+    def ratio(self) -> float:
+        """Over the bare hop of the same frames."""
+        return self.hop_us / self.bare_us
+
+
+def measure(rows: int = 16, width: int = 4096, hops: int = 500) -> HopRow:
+    """Medians of ``hops`` hops by each way of sending, without the first tenth."""
+    message = segment(width, "fp16", rows)
+    frames = [bytes(frame) for frame in encode(message)]
+    blob = b"".join(frames)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    sender, receiver = keys.generate(), keys.generate()
+    child = context.Process(target=_receiver, args=(theirs, hops, receiver, sender.public))
+    child.start()
+    transport, encrypted = ZmqTransport(), ZmqTransport(sender)
+    try:
+        link_address, curve_address, bare_address = ours.recv()
+        with zmq.Context() as bare, bare.socket(zmq.PUSH) as bare_out:
+            bare_out.connect(bare_address)
+            link_out = transport.push(link_address, "hop out")
+            curve_out = encrypted.push(curve_address, "encrypted hop out", [receiver.public])
+            ways: list[Callable[[], object]] = [
+                lambda: bare_out.send(blob), lambda: bare_out.send_multipart(frames),
+                lambda: link_out.send(message, _TIMEOUT_S), lambda: curve_out.send(message, _TIMEOUT_S),
+            ]
+            starts: list[list[float]] = []
+            for _ in range(hops):
+                starts.append([])
+                for send in ways:
+                    spin(_BUSY_S)
+                    starts[-1].append(time.perf_counter())
+                    send()
+                    ours.recv_bytes()
+            ends = ours.recv()
+    finally:
+        transport.close()
+        encrypted.close()
+        child.join()
+    times = np.subtract(ends, starts)[hops // 10:]  # [hops, 4] seconds
+    return HopRow(rows, width, len(blob), *(np.median(times, axis=0) * 1e6).tolist())
+
+
+def _receiver(pipe: Connection, hops: int, pair: keys.KeyPair, sender: bytes) -> None:
+    transport, encrypted = ZmqTransport(), ZmqTransport(pair)
+    with zmq.Context() as bare, bare.socket(zmq.PULL) as bare_in:
+        link_in = transport.pull(_LOOPBACK, "hop in")
+        curve_in = encrypted.pull(_LOOPBACK, "encrypted hop in", [sender])
+        bare_in.bind(_LOOPBACK)
+        pipe.send((link_in.endpoint, curve_in.endpoint, bare_in.last_endpoint))
+        ways: list[Callable[[], object]] = [
+            bare_in.recv, bare_in.recv_multipart, lambda: link_in.receive(_TIMEOUT_S),
+            lambda: curve_in.receive(_TIMEOUT_S),
+        ]
+        ends: list[list[float]] = []
+        for _ in range(hops):
+            ends.append([])
+            for receive in ways:
+                if receive() is None:
+                    raise FlowspecError("the other process does not send")
+                ends[-1].append(time.perf_counter())
+                pipe.send_bytes(b".")
+        pipe.send(ends)
+    transport.close()
+    encrypted.close()
+
+
+def table(rows: list[HopRow]) -> str:
+    lines = [f"{'segment':>10}  {'bytes':>8}  {'bare blob':>9}  {'bare hop':>9}  {'our hop':>9}  ratio  "
+             f"{'encrypted':>9}"]
+    for row in rows:
+        shape = f"{row.rows}x{row.width}"
+        lines.append(f"{shape:>10}  {row.size:>8}  {row.blob_us:>6.0f} us  {row.bare_us:>6.0f} us"
+                     f"  {row.hop_us:>6.0f} us  {row.ratio:>5.2f}  {row.curve_us:>6.0f} us")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    hops = options(__doc__, hops=500).hops
+    print(table([measure(rows, 4096, hops) for rows in (1, 16, 64)]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""``flowspec serve`` under load: lost answers, memory growth, and throughput by number of clients.
+
+Clients are closed-loop: each sends its next request after an answer, which is compared with the text without
+concurrency.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from openai import OpenAI
+
+from flowspec_edge.device_profile import load_profile
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.fleet.probe.board import resident_mb
+from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.runtime.request import Request
+from flowspec_edge.runtime.virtual.cluster import VirtualCluster
+from flowspec_edge.sampling.rule import Sampling
+from microbench._common import demo_prompts
+
+CLIENTS = (1, 2, 4, 8)
+_STAGES = 4
+_AT_ONCE = max(CLIENTS)
+_MEMORY_AT = (20, 100)  # requests after which memory is read
+_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class TimedAnswer:
+    """Seconds to the first and to the last token."""
+
+    text: str
+    tokens: int
+    first_s: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """p50 and p95 are over requests."""
+
+    clients: int
+    tokens_per_second: float  # of all clients together
+    p50_s: float
+    p95_s: float
+    first_p50_s: float
+    first_p95_s: float
+
+
+def prompts_of(count: int) -> list[list[int]]:
+    ids = demo_prompts(count)
+    return [ids[i % len(ids)] for i in range(count)]
+
+
+def load_of(clients: int, firsts: Sequence[float], totals: Sequence[float], tokens: int, wall: float) -> Load:
+    return Load(clients, tokens / wall, *(float(np.percentile(values, q)) for values in (totals, firsts)
+                                          for q in (50, 95)))
+
+
+# ---- over processes --------------------------------------------------------------------------------
+
+
+@contextmanager
+def serving(emulate: str | None) -> Iterator[tuple[str, int]]:
+    """(URL, process id) of a server."""
+    command = [sys.executable, "-m", "flowspec_edge.cli.main", "serve", "--port", "0"]
+    command += ["--stages", str(_STAGES), "--at-once", str(_AT_ONCE)]
+    command += ["--emulate", emulate] if emulate else []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            found = re.search(r"http://[^\s,]+", line)
+            if not found:
+                raise FlowspecError("the server did not start; try: flowspec serve")
+            yield found[0], process.pid
+        finally:
+            process.send_signal(signal.SIGTERM)
+
+
+def ask(client: OpenAI, prompt: list[int], tokens: int, seed: int) -> TimedAnswer:
+    start = time.perf_counter()
+    first, pieces, count = 0.0, [], 0
+    for chunk in client.completions.create(model="demo", prompt=prompt, max_tokens=tokens, seed=seed,
+                                           temperature=seed % 2, stream=True,
+                                           stream_options={"include_usage": True}):
+        if chunk.usage is not None:
+            count = chunk.usage.completion_tokens
+        if chunk.choices:
+            first = first or time.perf_counter() - start
+            pieces.append(chunk.choices[0].text)
+    return TimedAnswer("".join(pieces), count, first, time.perf_counter() - start)
+
+
+def closed_loop(client: OpenAI, prompts: Sequence[list[int]], tokens: int, clients: int) -> list[TimedAnswer]:
+    def one(number: int) -> dict[int, TimedAnswer]:
+        return {i: ask(client, prompts[i], tokens, i) for i in range(number, len(prompts), clients)}
+
+    with ThreadPoolExecutor(clients) as pool:
+        answers = {i: answer for part in pool.map(one, range(clients)) for i, answer in part.items()}
+    return [answers[i] for i in range(len(prompts))]
+
+
+def processes_load(prompts: Sequence[list[int]], tokens: int, emulate: str | None) -> list[Load]:
+    """Closed loops of 1, 2, 4 and 8 clients; FlowspecError if a text differs from one client's."""
+    loads, alone = list[Load](), list[TimedAnswer]()
+    with serving(emulate) as (url, _), OpenAI(base_url=url, api_key="none", timeout=_TIMEOUT_S) as client:
+        for clients in CLIENTS:
+            start = time.perf_counter()
+            answers = closed_loop(client, prompts, tokens, clients)
+            wall = time.perf_counter() - start
+            alone = alone or answers
+            check(answers, alone)
+            loads.append(load_of(clients, [a.first_s for a in answers], [a.seconds for a in answers],
+                                 sum(a.tokens for a in answers), wall))
+    return loads
+
+
+def check(answers: Sequence[TimedAnswer], expected: Sequence[TimedAnswer]) -> None:
+    """FlowspecError for an empty answer, or one that differs from the expected text."""
+    for i, (answer, other) in enumerate(zip(answers, expected, strict=True)):
+        if not answer.tokens or answer.text != other.text:
+            raise FlowspecError(f"answer {i} is {answer.text!r}, but was {other.text!r}")
+
+
+# ---- in virtual time -------------------------------------------------------------------------------
+
+
+def virtual_load(prompts: Sequence[list[int]], tokens: int, profile: str) -> list[Load]:
+    cluster, loads = VirtualCluster(resolve_model().path, _STAGES, load_profile(profile)), []
+    requests = [Request(prompt, max_new_tokens=tokens, sampling=Sampling(i % 2, seed=i))
+                for i, prompt in enumerate(prompts)]
+    for clients in CLIENTS:
+        before = [i - clients if i >= clients else None for i in range(len(requests))]
+        results = cluster.generate_many(requests, follows=before)
+        firsts = [result.stats.ttft_s for result in results]
+        totals = [result.stats.ttft_s + result.stats.decode_s for result in results]
+        loads.append(load_of(clients, firsts, totals, sum(len(result.tokens) for result in results),
+                             max(span.end for span in cluster.spans)))
+    return loads
+
+
+# ---- memory ----------------------------------------------------------------------------------------
+
+
+def process_tree(pid: int) -> list[int]:
+    children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir()
+                for child in (task / "children").read_text().split()]
+    return [pid, *(member for child in children for member in process_tree(child))]
+
+
+def endurance(tokens: int) -> list[str]:
+    """100 requests in sequence, then 8 concurrent, of ten different ones; a line for each memory reading.
+
+    FlowspecError if an answer is lost or differs from the first one to the same prompt and seed.
+    """
+    different = prompts_of(10)
+    lines, asked = [], list[TimedAnswer]()
+    with serving(None) as (url, pid), OpenAI(base_url=url, api_key="none", timeout=_TIMEOUT_S) as client:
+        members = process_tree(pid)
+        for count in range(1, _MEMORY_AT[-1] + 1):
+            i = (count - 1) % len(different)
+            asked.append(ask(client, different[i], tokens, i))
+            if count in _MEMORY_AT:
+                sets = ", ".join(f"{resident_mb(member) or 0:.0f}" for member in members)
+                lines.append(f"after {count:3} requests: resident {sets} MB (D0, then its children)")
+        check(asked, [asked[i % len(different)] for i in range(len(asked))])
+        check(closed_loop(client, different[:8], tokens, 8), asked[:8])
+        sets = ", ".join(f"{resident_mb(member) or 0:.0f}" for member in members)
+        lines.append(f"after 8 at once:     resident {sets} MB; no answer lost, every text as before")
+    return lines
+
+
+def table(title: str, loads: Sequence[Load]) -> str:
+    lines = [title, "clients  tokens/s  answer p50      p95  first p50      p95"]
+    lines += [f"{load.clients:>7}  {load.tokens_per_second:>8.2f}  {load.p50_s:>8.2f} s  "
+              f"{load.p95_s:>5.2f} s  {load.first_p50_s:>7.2f} s  {load.first_p95_s:>5.2f} s"
+              for load in loads]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--requests", type=int, default=16, help="for each number of clients")
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--profile", default="paper-7b")
+    given = parser.parse_args()
+    prompts = prompts_of(given.requests)
+    tokens, profile = given.tokens, given.profile
+    print(table(f"virtual time, {profile}", virtual_load(prompts, tokens, profile)), flush=True)
+    print(table(f"processes, emulating {profile}", processes_load(prompts, tokens, profile)), flush=True)
+    print(table("processes, at this machine's pace", processes_load(prompts, tokens, None)), flush=True)
+    print("\n".join(endurance(given.tokens)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

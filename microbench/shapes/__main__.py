@@ -1,0 +1,128 @@
+"""A stage's segments and D0's turn at the shapes of real models, with random weights.
+
+    python -m microbench.shapes stage --shape llama-2-7b --device cuda --dtype fp16
+    python -m microbench.shapes d0 --shape qwen3-8b --json figures.json
+
+Without "stage" or "d0" it runs both.  Figures scaled from a few layers to all are labelled so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from flowspec_edge.bench.host_info import host_info, versions
+from flowspec_edge.bench.tables import show
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.util.files import check_writable, write_output
+from flowspec_edge.util.torchdevice import architectures, gpus, memory_errors, pick
+from microbench.shapes.d0 import CONTEXT, PartTime, part_times
+from microbench.shapes.models import SHAPES
+from microbench.shapes.stage import SegmentTime, segment_times
+from microbench.shapes.stopwatch import copy_rate
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = _parser().parse_args(arguments)
+    try:
+        device, _ = pick(given.device, gpus(), architectures(), needed=0)
+        if given.json is not None:
+            check_writable(given.json)
+        with memory_errors(device):
+            figures = _measured(given, device)
+        if given.json is not None:
+            write_output(given.json, json.dumps(figures, indent=1) + "\n")
+    except FlowspecError as error:
+        print(f"microbench.shapes: error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _measured(given: argparse.Namespace, device: str) -> dict[str, Any]:
+    """The requested figures; each table is printed when it is complete."""
+    dtype = given.dtype or ("bf16" if device == "cpu" else "fp16")
+    console = Console(highlight=False)
+    rate = copy_rate(device)
+    about = host_info(device)
+    threads = torch.get_num_threads()
+    where = about.get("gpu", f"CPU, {threads} thread{'s'[:threads > 1]}")
+    console.print(f"{given.shape}, random weights in {dtype}, {where}; a large copy reads and writes "
+                  f"{rate / 1e9:.1f} GB/s", soft_wrap=True)
+    figures: dict[str, Any] = {
+        "shape": given.shape, "dtype": dtype, "device": device, "threads": threads, "machine": about,
+        "versions": versions(), "copy_gb_per_s": round(rate / 1e9, 3)}
+    if given.what in (None, "stage"):
+        segments = list(segment_times(given.shape, dtype, device, given.layers, given.rows, given.contexts,
+                                      rate))
+        show(console, _stage_table(segments, given.layers, SHAPES[given.shape].num_hidden_layers))
+        figures |= {"layers": given.layers, "stage": [asdict(segment) for segment in segments]}
+    if given.what in (None, "d0"):
+        parts = list(part_times(given.shape, dtype, device))
+        show(console, _d0_table(parts))
+        figures["d0"] = [asdict(part) for part in parts]
+    return figures
+
+
+def _stage_table(segments: Sequence[SegmentTime], layers: int, all_layers: int) -> Table:
+    made = _table(f"A segment in {layers} layer{'s'[:layers > 1]}")
+    for column in ("context", "rows", "ms", f"ms, {all_layers} layers (scaled)", "MB read",
+                   "share of a copy's bytes/s", "launches"):
+        made.add_column(column, justify="right")
+    for one in segments:
+        counted = one.launches if one.cuda_launches is None else f"{one.launches} (CUDA: {one.cuda_launches})"
+        made.add_row(str(one.context), str(one.rows), f"{one.ms:.2f}", f"{one.whole_ms:.0f}",
+                     f"{one.bytes / 1e6:.0f}", f"{one.copy_share:.0%}", str(counted))
+    return made
+
+
+def _d0_table(parts: Sequence[PartTime]) -> Table:
+    made = _table(f"D0's parts, {CONTEXT} rows in the head's cache")
+    made.add_column("part")
+    for column in ("ms", "launches"):
+        made.add_column(column, justify="right")
+    for one in parts:
+        made.add_row(one.part, f"{one.ms:.2f}", str(one.launches or "–"))
+    return made
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = [0]
+    if min(found) < 1:
+        raise argparse.ArgumentTypeError(f"whole numbers from 1, separated by commas, not {text!r}")
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m microbench.shapes",
+                                     description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("what", nargs="?", choices=["stage", "d0"])
+    parser.add_argument("--shape", choices=SHAPES, default="llama-2-7b")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--dtype", choices=["fp16", "bf16", "fp32", "int4"],
+                        help="default: fp16 on a GPU, bf16 on a CPU; what int4 leaves out is bf16")
+    parser.add_argument("--layers", type=int, default=1, choices=range(1, 81), metavar="N")
+    parser.add_argument("--rows", type=_counts, default=[1, 16, 64, 128], metavar="N,N")
+    parser.add_argument("--contexts", type=_counts, default=[128, 1024, 4096], metavar="N,N")
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

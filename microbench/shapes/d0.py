@@ -1,0 +1,124 @@
+"""D0's time for the parts of a turn at a real model's shape: output, draft pass, turn without products."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import count, product
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+from transformers import LlamaConfig
+
+from flowspec_edge.model.manifest import HeadBits
+from flowspec_edge.sampling.rule import Rank, Sampling
+from flowspec_edge.sampling.sampler import choose, rank_children
+from flowspec_edge.stage.quant.schemes import head_scheme
+from flowspec_edge.util.tensors import from_torch, to_device, to_torch
+from microbench.d0 import SAMPLINGS, STRATEGIES, turns
+from microbench.shapes.launches import launches
+from microbench.shapes.models import SHAPES, compute_dtype, random_head, random_matrix
+from microbench.shapes.stopwatch import median_seconds
+
+NODES = 10  # of a draft pass
+CHILDREN = 10
+ROWS = 16  # of an output
+CONTEXT = 512  # rows in the head's cache
+_TAU = 0.6
+_TURNS = 60
+
+
+@dataclass(frozen=True)
+class PartTime:
+    """``ms``: median; ``launches``: operations that would launch a kernel on a GPU, 0 if not counted."""
+
+    part: str
+    ms: float
+    launches: int
+
+
+class _Cache:
+    def __init__(self, heads: int, head_dim: int, dtype: torch.dtype, device: str) -> None:
+        self._held = [random_matrix((1, heads, CONTEXT + NODES, head_dim), dtype, device) for _ in range(2)]
+
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        for held, new in zip(self._held, (keys, values), strict=True):
+            held[:, :, CONTEXT:] = new
+        return self._held[0], self._held[1]
+
+
+def part_times(name: str, dtype: str, device: str) -> Iterator[PartTime]:
+    shape, computed = SHAPES[name], compute_dtype(dtype)
+    at = torch.device(device)
+    lm_head = random_matrix((shape.vocab_size, shape.hidden_size), computed, device)
+    hidden = random_matrix((ROWS, shape.hidden_size), computed, device) * 50
+    sent = from_torch(hidden)
+    positions = count(CONTEXT, ROWS)  # new ones in every run, so that no noise is cached
+
+    def of_rows(rows: int) -> NDArray[np.int64]:
+        return np.arange(rows) + next(positions)
+
+    # Neighbouring logits a few units apart over the whole vocabulary, as in a trained model.
+    logits = (2.5 * torch.randn(ROWS, shape.vocab_size, device=at)).to(computed)
+    drafts = logits[:NODES]
+
+    def choosing(sampling: Sampling) -> object:
+        return choose(logits, of_rows(ROWS), sampling)
+
+    def ranking(sampling: Sampling) -> object:
+        rank: Rank = "draft" if sampling.greedy else "noise"
+        return rank_children(drafts, of_rows(NODES), CHILDREN, sampling, rank, _TAU)
+
+    all_bits: tuple[HeadBits, ...] = ("int8", "int4")
+    packed = [bits for bits in all_bits if (scheme := head_scheme(bits))
+              and scheme.fits(shape.vocab_size, shape.hidden_size)]
+    parts: dict[str, Callable[[], object]] = {
+        f"head, {NODES} nodes": _head_pass(name, computed, device),
+        f"lm_head, {NODES} rows": lambda: functional.linear(hidden[:NODES], lm_head),
+        f"lm_head, {ROWS} rows": lambda: functional.linear(hidden, lm_head),
+    }
+    for bits in packed:
+        parts[f"lm_head in {bits}, {ROWS} rows"] = partial(_packed_head(shape, bits, computed, at), hidden)
+    for label, sampling in (("greedy", Sampling()), ("T = 1", Sampling(1.0)),
+                            ("T = 1, top-p 0.9", Sampling(1.0, top_p=0.9))):
+        parts[f"choose, {ROWS} rows, {label}"] = partial(choosing, sampling)
+    for label, sampling in (("greedy", Sampling()), ("noise", Sampling(1.0))):
+        parts[f"rank_children, {NODES} rows, {label}"] = partial(ranking, sampling)
+    parts[f"{ROWS} hidden states to the device"] = lambda: to_device(to_torch(sent), at)
+    with torch.inference_mode():
+        for part, work in parts.items():
+            yield PartTime(part, 1e3 * median_seconds(work, device), launches(work))
+    for strategy, (how, sampling) in product(STRATEGIES, SAMPLINGS.items()):
+        costs = turns(strategy, sampling, _TURNS, shape.vocab_size, device)
+        yield PartTime(f"a turn of {strategy}, {how}, without matrix products", statistics.median(costs), 0)
+
+
+def _packed_head(shape: LlamaConfig, bits: HeadBits, dtype: torch.dtype, device: torch.device
+                 ) -> Callable[[Tensor], Tensor]:
+    """With packed weights that nothing was quantised to: only the time counts."""
+    scheme = head_scheme(bits)
+    assert scheme
+    head = scheme.linear(shape.vocab_size, shape.hidden_size, False, dtype, device)
+    for buffer in head.buffers():
+        if buffer.is_floating_point():
+            buffer.fill_(0.01)
+        else:
+            buffer.random_(0, 127)
+    return head
+
+
+def _head_pass(name: str, dtype: torch.dtype, device: str) -> Callable[[], object]:
+    shape = SHAPES[name]
+    head = random_head(shape, dtype, device)
+    cache = _Cache(shape.num_key_value_heads, shape.head_dim, dtype, device)
+    features = random_matrix((1, NODES, shape.hidden_size), dtype, device)
+    tokens = torch.zeros(1, NODES, dtype=torch.int64, device=device)
+    positions = torch.full((1, NODES), CONTEXT, device=device)
+    mask = torch.ones(1, 1, NODES, CONTEXT + NODES, dtype=torch.bool, device=device)
+    mask[..., CONTEXT:] = torch.eye(NODES, dtype=torch.bool, device=device)
+    return lambda: head(features, tokens, positions, mask, cache)

@@ -1,0 +1,263 @@
+"""The memory that ``flowspec plan`` counts, against real parts of those shapes in a fresh process.
+
+    python -m microbench.shapes.memory qwen3-32b --boards 5 --part stage-1
+    python -m microbench.shapes.memory qwen3-32b --boards 5 --part draft
+    python -m microbench.shapes.memory llama-3.1-8b --kv-cache int8
+
+With one board both parts are loaded in one process, as ``flowspec serve`` does.  The parts are in int4, with
+random bits in place of quantised weights; they take up to 10 GB of disk while it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flowspec_edge.drafting.eagle.eagle2 import EagleHead, head_config, save_head
+from flowspec_edge.drafting.eagle.eagle3 import save_head3
+from flowspec_edge.drafting.tree_cache import CacheShape, TreeCache
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.fleet.planning.layer_split import problem_for
+from flowspec_edge.fleet.planning.model_size import assumed_head, model_bytes
+from flowspec_edge.messages import Open, Segment, pack_bits
+from flowspec_edge.model.catalogue import known_models
+from flowspec_edge.model.manifest import DRAFT, CacheBits, Manifest, PartFile, stage_part
+from flowspec_edge.model.modeldir import DRAFT_PARTS, ModelDir
+from flowspec_edge.runtime.draft_device.models import DraftModels
+from flowspec_edge.sharding.job import Journal, run
+from flowspec_edge.sharding.plan import make_plan, ranges_for, recipe_for
+from flowspec_edge.sharding.source import describe
+from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.families import load_config
+from flowspec_edge.stage.quant.grouped import GroupedScheme
+from flowspec_edge.stage.shard import load_shard
+from flowspec_edge.util.procfs import sizes
+from flowspec_edge.util.tensors import parse_dtype
+from microbench._common import print_rows
+from microbench.shapes.models import fill_random
+from microbench.shard import RandomWeights, in_fresh_process, warm_up
+
+FIRST = stage_part(0)
+_SEGMENT = 16  # rows
+_TEXT = 64  # rows that the draft cache takes at a time
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes.
+
+    planned    weights and caches that the plan counts, without the process
+    held       of all tensors, weights and caches
+    anonymous  growth of the process's anonymous memory, after a segment or draft passes
+    free       what of that malloc kept, although it was free
+    peak       growth of its resident memory at its highest, files that it maps included
+    cached     of the parts' files that are left in the page cache
+    """
+
+    planned: int
+    held: int
+    anonymous: int
+    free: int
+    peak: int
+    cached: int
+
+
+class RandomBits(GroupedScheme):
+    """Random codes of any weights, in int4's layout."""
+
+    def quantise(self, weight: Tensor) -> dict[str, Tensor]:
+        return {name: torch.randint(256, size, dtype=dtype) if dtype == torch.uint8
+                else torch.full(size, 0.002, dtype=dtype)
+                for name, (size, dtype) in self.stored(*weight.shape).items()}
+
+
+def footprint(model: str, parts: Sequence[str], directory: Path, boards: int = 1, context: int = 4096,
+              kv_cache: CacheBits = "16bit", layers: int | None = None) -> Footprint:
+    """Of ``parts`` of a catalogue model, all in one process; ``layers``: of a shallower model, if given.
+
+    Writes the parts below ``directory``, an empty one.
+    """
+    source = directory / model
+    _write_source(model, source, layers)
+    problem = problem_for(model_bytes(str(source), "int4", kv_cache=kv_cache), context, 1, boards)
+    out, stages = directory / "sharded", max(1, boards - 1)
+    lo, hi = ranges_for(problem.size.layers, stages, None)[0]
+    planned = (problem.stage(hi - lo) if FIRST in parts else 0) + (problem.d0 if DRAFT in parts else 0)
+    in_fresh_process(_write_parts, source, out, tuple(parts), stages, kv_cache)
+    measured = in_fresh_process(_load, out, tuple(parts), problem.cached)
+    return Footprint(planned, *measured, _in_page_cache(out))
+
+
+def _write_source(model: str, source: Path, layers: int | None) -> None:
+    """A checkpoint's directory without weights, its name that of the catalogue."""
+    config = dict(known_models()[model].config)
+    config["num_hidden_layers"] = layers or config["num_hidden_layers"]
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "tokenizer.json").write_text("{}\n")
+
+
+def _in_page_cache(directory: Path) -> int:
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    said = subprocess.run(["fincore", "--bytes", "--noheadings", "--output", "RES", *files], check=True,
+                          capture_output=True, text=True).stdout
+    return sum(map(int, said.split()))
+
+
+# ---- each of these runs in a process of its own ----------------------------------------------------
+
+
+def _write_parts(source: Path, out: Path, parts: Sequence[str], stages: int, kv_cache: CacheBits) -> None:
+    """A sharded model of which only ``parts`` exist, as on a board."""
+    heads = []
+    if DRAFT in parts:
+        heads.append(source.with_name("head"))
+        _write_head(source, heads[0])
+    model = describe(ModelDir(source), RandomWeights(source), heads, source.name)
+    recipe = recipe_for(model, "int4", kv_cache=kv_cache)
+    recipe = replace(recipe, scheme=RandomBits(recipe.group), lm_head=RandomBits())
+    plan = make_plan(model, recipe, ranges_for(model.layers, stages, None))
+    with Journal(out, plan.request) as journal:  # the other parts count as written
+        for part in plan.parts:
+            for file in part.files if part.name not in parts else ():
+                path = out / file.path
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.touch()
+                path.open("r+b").truncate(plan.size(file))  # takes no space
+                journal.add(PartFile(path=file.path.as_posix(), size=plan.size(file), sha256="0" * 64))
+    run(plan, out)
+    for part in plan.parts:
+        if part.name not in parts:
+            shutil.rmtree(out / part.name)
+
+
+def _write_head(source: Path, directory: Path) -> None:
+    """The draft head that the plan assumes, in 16 bits."""
+    head = assumed_head(load_config(source), list(known_models()[source.name].heads))
+    head.embed_tokens = cast(nn.Embedding, nn.Identity())  # the target's are used
+    fill_random(head, torch.bfloat16, torch.device("cpu"))
+    if isinstance(head, EagleHead):
+        save_head(head, directory, torch.bfloat16, with_embedding=False)
+        return
+    head.d2t = torch.zeros(head.config.draft_vocab_size, dtype=torch.int64)
+    head.t2d = torch.arange(head.config.vocab_size) < head.config.draft_vocab_size
+    save_head3(head, directory, torch.bfloat16)
+
+
+def _load(out: Path, parts: Sequence[str], rows: int) -> tuple[int, int, int, int]:
+    """``held``, ``anonymous``, ``free`` and ``peak`` of a Footprint."""
+    warm_up("int4")
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    before, tensors = sizes(Path("/proc/self/status")), _tensor_bytes()
+    manifest = Manifest.read(out)
+    keep: list[object] = []
+    if FIRST in parts:
+        engine = StageEngine(load_shard(out, 0, manifest.stages, manifest.compute_dtype))
+        keep.append(engine)
+        _fill_cache(engine, rows)
+    if DRAFT in parts:
+        models = DraftModels(out, manifest.compute_dtype)
+        kind = next(kind for kind in ("eagle3", "eagle2") if ModelDir(out).draft(kind))
+        models.pass_seconds(kind)  # loads the head
+        keep += [models, _full_draft_cache(out / DRAFT / DRAFT_PARTS[kind], manifest.compute_dtype, rows)]
+    if FIRST in parts:
+        _compute(engine, rows)
+    gc.collect()
+    after = sizes(Path("/proc/self/status"))
+    ctypes.CDLL(None).malloc_trim(0)
+    trimmed = sizes(Path("/proc/self/status"))
+    return (_tensor_bytes() - tensors, after["RssAnon"] - before["RssAnon"],
+            after["RssAnon"] - trimmed["RssAnon"], after["VmHWM"] - before["VmRSS"])
+
+
+def _tensor_bytes() -> int:
+    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in gc.get_objects()
+            if issubclass(type(tensor), Tensor)  # isinstance would import lazy modules
+            and tensor.device.type == "cpu"}
+    return sum(held.values())
+
+
+def _full_draft_cache(head: Path, dtype: str, rows: int) -> TreeCache:
+    """With ``rows`` of text, as the drafter of the head in ``head`` would have."""
+    config = head_config(head)
+    shape = CacheShape(1, config.num_key_value_heads, config.head_dim, parse_dtype(dtype),
+                       torch.device("cpu"))
+    cache = TreeCache(shape)
+    new = torch.zeros(1, shape.kv_heads, _TEXT, shape.head_dim, dtype=shape.dtype)
+    for _ in range(rows // _TEXT):
+        cache.begin(_TEXT, [])
+        cache.update(new, new, 0)
+    return cache
+
+
+def _fill_cache(engine: StageEngine, rows: int) -> None:
+    """All rows of a session but those of a segment: unwritten memory is not resident."""
+    engine.open(Open(session=0, epoch=0, capacity=rows))
+    cache = engine.cache_of(0)
+    assert cache is not None
+    cache.append(np.arange(rows - _SEGMENT, dtype=np.int32))
+    for layer in cache.rows():
+        layer.zero_()
+
+
+def _compute(engine: StageEngine, rows: int) -> None:
+    """A segment behind the cached rows."""
+    context = rows - _SEGMENT
+    numbers = np.arange(context, rows, dtype=np.int32)
+    admitted = engine.admit(Segment(
+        session=0, epoch=0, run=0, first=context, stop=rows, numbers=numbers, positions=numbers,
+        base=context, bits=pack_bits([(2 << i) - 1 for i in range(_SEGMENT)], _SEGMENT),
+        committed=np.arange(context, dtype=np.int32), tokens=numbers))
+    assert admitted is not None
+    engine.compute([admitted])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m microbench.shapes.memory",
+                                     description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("model", choices=sorted(known_models()))
+    parser.add_argument("--boards", type=int, default=1)
+    parser.add_argument("--part", choices=[FIRST, DRAFT], help="default: both, in one process")
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--kv-cache", choices=["16bit", "int8"], default="16bit")
+    parser.add_argument("--layers", type=int, help="of a shallower model, for less disk")
+    parser.add_argument("--directory", type=Path, help="for the parts; default: where temporary files go")
+    given = parser.parse_args(arguments)
+    parts = [given.part] if given.part else [FIRST, DRAFT]
+    try:
+        with tempfile.TemporaryDirectory(dir=given.directory) as directory:
+            found = footprint(given.model, parts, Path(directory), given.boards, given.context,
+                              given.kv_cache, given.layers)
+    except FlowspecError as error:
+        print(f"microbench.shapes.memory: error: {error}", file=sys.stderr)
+        return error.exit_code
+    named = f"{given.model}, {' and '.join(parts)}: "
+    print_rows([
+        (f"{named}weights and caches, planned", found.planned / 1e6, "MB"),
+        ("  of all tensors", found.held / 1e6, "MB"),
+        ("  growth of anonymous memory", found.anonymous / 1e6, "MB"),
+        ("    of which malloc keeps although it is free", found.free / 1e6, "MB"),
+        ("  growth of resident memory at its peak", found.peak / 1e6, "MB"),
+        ("  of the files, left in the page cache", found.cached / 1e6, "MB"),
+        ("  anonymous / planned", found.anonymous / found.planned, "x")])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
