@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import tempfile
@@ -23,9 +24,20 @@ _most = 65536 if _hard == resource.RLIM_INFINITY else min(_hard, 65536)
 resource.setrlimit(resource.RLIMIT_NOFILE, (max(_soft, _most), _hard))
 
 
+# The collector would look at all that importing and collecting leaves behind again and again; see the end of
+# the collection, below.
+gc.disable()
+
 # An example that takes longer on a loaded machine is no failure.
 hypothesis.settings.register_profile("flowspec", examples(100, quick=40))
 hypothesis.settings.load_profile("flowspec")
+
+
+def pytest_collection_finish() -> None:
+    """Modules, models' classes and tests stay to the end: leave them out of every later collection."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
