@@ -145,7 +145,7 @@ def test_answers_that_give_way_are_those_of_plain_decoding(processes: LocalClust
     """Two long ones of a caller; the newer gives its place to another's short ones, again and again."""
     samplings = [Sampling(), Sampling(1.0, 0, 0.9, 7)]
     with running(served(model), processes, at_once=2) as server, ThreadPoolExecutor(2) as pool:
-        long = [pool.submit(ask, server, f"long {i}", max_tokens=300, temperature=sampling.temperature,
+        long = [pool.submit(ask, server, f"long {i}", max_tokens=150, temperature=sampling.temperature,
                             top_p=0.9, seed=7) for i, sampling in enumerate(samplings)]
         until(lambda: placed(server)[0] == 2)
         with from_address(server, "127.0.0.2") as other:
@@ -155,8 +155,8 @@ def test_answers_that_give_way_are_those_of_plain_decoding(processes: LocalClust
                 assert answer.usage is not None
         found = [answer.result(PATIENCE) for answer in long]
     for i, (answer, sampling) in enumerate(zip(found, samplings, strict=True)):
-        assert answer.choices[0].text == text(f"long {i}", 300, sampling)
-        assert answer.usage.completion_tokens == 300
+        assert answer.choices[0].text == text(f"long {i}", 150, sampling)
+        assert answer.usage.completion_tokens == 150
         assert answer.usage.prompt_tokens_details.cached_tokens < answer.usage.prompt_tokens
 
 

@@ -65,7 +65,8 @@ def card(path):
 
 
 @pytest.mark.parametrize("family", [  # Mistral's layers are Llama's
-    pytest.param(family, marks=pytest.mark.soak) if family == "mistral" else family for family in FAMILIES])
+    pytest.param(family, marks={"llama": [], "mistral": [pytest.mark.soak]}.get(family, [pytest.mark.slow]))
+    for family in FAMILIES])
 def test_a_head_for_every_family_drafts_losslessly(family, tmp_path, data):
     """Text as transformers' own generate makes it, with drafts of a head trained a little."""
     kind, extra = FAMILIES[family]
