@@ -48,6 +48,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("no CUDA GPU here")
 
 
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model directory of two layers with every kind of draft; any text is a prompt.  Only read it: all
+    tests of a process share it that define no ``model`` of their own."""
+    from tiny_dir import tiny_model_dir  # after the settings above
+
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2, hidden=32)
+
+
 @pytest.fixture
 def short_tmp_path() -> Iterator[Path]:
     """For sockets below it: their paths have at most 107 bytes, and pytest's own directories take most of

@@ -24,11 +24,6 @@ from flowspec_edge.sampling.rule import Sampling
 PROMPT = "def f(x):\n    return"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2, hidden=32)
-
-
 def generate(model: Path, *arguments: str, clock: str = "virtual") -> int:
     return main(["generate", "--model", str(model), "--clock", clock, "--stages", "2",
                  "--max-new-tokens", "12", *arguments])

@@ -11,15 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_dir import tiny_model_dir
 from tracekit import check_format, tracks
 
 from flowspec_edge.cli.main import main
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2, hidden=32)
 
 
 def arguments(model: Path, trace: Path, tokens: int = 12) -> list[str]:

@@ -11,18 +11,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from tiny_dir import tiny_model_dir
 
 from flowspec_edge.bench.sweeps.sweep import load_sweep
 from flowspec_edge.cli.main import main
 from flowspec_edge.cli.sweep.commands import app
 
 COMMANDS = ["bandwidth", "depth", "stages", "segment", "latency"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2, hidden=32)
 
 
 @pytest.fixture(scope="module")
