@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_dir import tiny_model_dir
 
 from flowspec_edge.config import load_profile
 from flowspec_edge.drafting.calibrated import CalibratedDrafter
@@ -62,11 +61,6 @@ def test_a_walk_along_the_text(text: list[int], read: int, share: float, seed: i
         if not level:
             break
     assert share not in (0.0, 1.0) or set(missing.values()) <= {share == 0.0}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
