@@ -123,7 +123,7 @@ def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("command", [path for path, is_group in COMMANDS.items() if is_group])
-def test_a_group_without_a_command_is_its_help_and_no_empty_error(command: tuple[str, ...],
+def test_a_group_without_a_command_prints_its_help(command: tuple[str, ...],
                                                                   capsys: pytest.CaptureFixture[str]) -> None:
     assert main(list(command)) == 2
     out, err = capsys.readouterr()

@@ -73,7 +73,7 @@ def test_texts_stay_those_of_plain_decoding(model: Path, temperature: float) -> 
         assert cluster.generate(request).tokens == tokens, name
 
 
-def test_fewer_right_children_make_shorter_rounds_and_the_same_figures_every_time() -> None:
+def test_fewer_right_children_make_shorter_rounds() -> None:
     demo = resolve_model("demo").path
     request = Request(list(range(40, 60)), "flowspec", 32)
     one, half, again, none = (VirtualCluster(demo, 4, load_profile("paper-7b"), right_children=share)

@@ -76,7 +76,7 @@ def test_one_more_than_there_is_room_for_waits_with_its_position(processes: Loca
         endless[0].close()
 
 
-def test_who_leaves_while_it_runs_or_waits_or_is_read_in_leaves_nothing_behind(
+def test_a_client_that_leaves_at_any_stage_leaves_nothing_behind(
         processes: LocalCluster, watch: Watch, model: Path, text: Callable[..., str]) -> None:
     long = "a long prompt " * 60
     with running(served(model), processes, at_once=1) as server:
@@ -160,7 +160,7 @@ def test_answers_that_give_way_are_those_of_plain_decoding(processes: LocalClust
         assert answer.usage.prompt_tokens_details.cached_tokens < answer.usage.prompt_tokens
 
 
-def test_requests_for_the_whole_cache_give_room_to_another_caller(model: Path, text: Callable[..., str]
+def test_requests_for_the_whole_cache_give_way_to_others(model: Path, text: Callable[..., str]
                                                                   ) -> None:
     rows = cache_rows(LONG + 100, 1, Params(), 1)
     with (ProcessCluster(model, 1, threads=1, at_once=2, cache_rows=rows) as cluster,

@@ -36,7 +36,7 @@ def test_a_request_s_trace_has_its_text(model: Path, tmp_path: Path, capsys: pyt
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_path_that_cannot_be_written_is_refused_before_anything_starts(
+def test_a_path_that_cannot_be_written_is_refused_at_once(
         model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in (tmp_path, tmp_path / "no" / "such.json"):
         assert main(arguments(model, path)) == 2
