@@ -27,6 +27,9 @@ check: $(READY)
 	$(BIN)/python -m pytest --quiet tests/test_layout.py
 	$(BIN)/hadolint Dockerfile.jetson
 
+# pytest keeps the test modules that it rewrites; without, each of its processes takes ten seconds for them.
+export PYTHONDONTWRITEBYTECODE :=
+
 # In the order of files: sorted by their number of tests, files with few long tests would come last.  Three
 # processes, because tests that wait for processes leave one of two cores idle.
 PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder

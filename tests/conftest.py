@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import tempfile
@@ -23,9 +24,20 @@ _most = 65536 if _hard == resource.RLIM_INFINITY else min(_hard, 65536)
 resource.setrlimit(resource.RLIMIT_NOFILE, (max(_soft, _most), _hard))
 
 
+# The collector would look at all that importing and collecting leaves behind again and again; see the end of
+# the collection, below.
+gc.disable()
+
 # An example that takes longer on a loaded machine is no failure.
 hypothesis.settings.register_profile("flowspec", examples(100, quick=40))
 hypothesis.settings.load_profile("flowspec")
+
+
+def pytest_collection_finish() -> None:
+    """Modules, models' classes and tests stay to the end: leave them out of every later collection."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -34,6 +46,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("no CUDA GPU here")
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model directory of two layers with every kind of draft; any text is a prompt.  Only read it: all
+    tests of a process share it that define no ``model`` of their own."""
+    from tiny_dir import tiny_model_dir  # after the settings above
+
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2, hidden=32)
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from statistics import mean
 
 import numpy as np
 import pytest
-from tiny_dir import tiny_model_dir
 
 from flowspec_edge.bench.report import BenchReport
 from flowspec_edge.bench.runner import ArrivalPattern, BenchPlan, Workload, measure
@@ -29,11 +28,6 @@ from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 REQUESTS = [Request([5, 9, 20], max_new_tokens=9), Request([7] * 20, max_new_tokens=5),
             Request([31, 4], max_new_tokens=7)]
 LENGTHS = [9, 5, 7]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2, hidden=32)
 
 
 class Notes(Observer):

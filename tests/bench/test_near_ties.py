@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_dir import tiny_model_dir
 
 from flowspec_edge.bench.near_ties import TOLERANCE, NearTies, _nearly_best
 from flowspec_edge.bench.report import BenchReport
@@ -24,11 +23,6 @@ from flowspec_edge.strategies.params import Params
 PROMPT = [5, 9, 20, 7]
 SAMPLINGS = [Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_k=20, top_p=0.8, seed=4),
              Sampling(1.3, top_p=0.5, seed=5)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2, hidden=32)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)

@@ -10,7 +10,6 @@ from statistics import mean, stdev
 
 import pytest
 from rich.console import Console
-from tiny_dir import tiny_model_dir
 
 from flowspec_edge.bench.report import BenchReport, load_report
 from flowspec_edge.bench.runner import BenchPlan, Workload, measure, run
@@ -22,11 +21,6 @@ from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.sampling.rule import Sampling
 
 STRATEGIES = ("autoregressive", "chunk_pp", "flowspec")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2, hidden=32)
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from statistics import fmean
 import pytest
 from pydantic import ValidationError
 from reportkit import report
-from tiny_dir import tiny_model_dir
 
 from flowspec_edge.bench.axes import AXES, Value, label
 from flowspec_edge.bench.paper_results import BandwidthCurves, load_paper_results
@@ -28,11 +27,6 @@ from flowspec_edge.strategies.params import Params
 PAPER = load_profile("paper-7b")
 REQUESTS = [Request([5, 9, 20], max_new_tokens=8), Request([7] * 5, max_new_tokens=5)]
 PLAN = BenchPlan(["chunk_pp", "flowspec"], [Workload("t", REQUESTS)], [0.0])
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2, hidden=32)
 
 
 class Plain:

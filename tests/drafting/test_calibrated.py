@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_dir import tiny_model_dir
 
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drafting.calibrated import CalibratedDrafter
@@ -64,11 +63,6 @@ def test_a_walk_along_the_text(text: list[int], read: int, share: float, seed: i
     assert share not in (0.0, 1.0) or set(missing.values()) <= {share == 0.0}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_texts_stay_those_of_plain_decoding(model: Path, temperature: float) -> None:
     cluster = VirtualCluster(model, 2, load_profile("paper-7b"), right_children=0.4)
@@ -79,14 +73,12 @@ def test_texts_stay_those_of_plain_decoding(model: Path, temperature: float) -> 
         assert cluster.generate(request).tokens == tokens, name
 
 
-def test_fewer_right_children_make_shorter_rounds_and_the_same_figures_every_time() -> None:
+def test_fewer_right_children_make_shorter_rounds() -> None:
     demo = resolve_model("demo").path
-    request = Request(list(range(40, 60)), "flowspec", 48)
-    rounds = []
-    for share in (1.0, 0.5, 0.0):
-        first, again = (VirtualCluster(demo, 4, load_profile("paper-7b"), right_children=share)
-                        .generate(request) for _ in range(2))
-        assert first == again
-        rounds.append(first.stats.rounds)
+    request = Request(list(range(40, 60)), "flowspec", 32)
+    one, half, again, none = (VirtualCluster(demo, 4, load_profile("paper-7b"), right_children=share)
+                              .generate(request) for share in (1.0, 0.5, 0.5, 0.0))
+    assert half == again
+    rounds = [result.stats.rounds for result in (one, half, none)]
     assert rounds == sorted(rounds)
     assert rounds[0] < rounds[2]

@@ -13,7 +13,6 @@ import fleetkit
 import pytest
 import sshkit
 from clusterkit import PROMPT
-from tiny_dir import tiny_model_dir
 
 from flowspec_edge.fleet.ssh_stages import RemoteStages
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
@@ -25,11 +24,6 @@ from flowspec_edge.strategies.base import Parallelism
 WORKER = f"{sys.executable} -m flowspec_edge.runtime.worker"
 pytestmark = sshkit.needs_boards
 PATIENCE_S = 60.0  # only a failing test waits so long
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2)
 
 
 @pytest.fixture(scope="module")

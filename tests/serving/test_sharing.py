@@ -77,7 +77,7 @@ def test_one_more_than_there_is_room_for_waits_with_its_position(processes: OnDe
         endless[0].close()
 
 
-def test_who_leaves_while_it_runs_or_waits_or_is_read_in_leaves_nothing_behind(
+def test_a_client_that_leaves_at_any_stage_leaves_nothing_behind(
         processes: OnDemandCluster, watch: Watch, model: Path, text: Callable[..., str]) -> None:
     long = "a long prompt " * 60
     with running(served(model), processes, at_once=1) as server:
@@ -146,7 +146,7 @@ def test_answers_that_give_way_are_those_of_plain_decoding(processes: OnDemandCl
     """Two long ones of a caller; the newer gives its place to another's short ones, again and again."""
     samplings = [Sampling(), Sampling(1.0, 0, 0.9, 7)]
     with running(served(model), processes, at_once=2) as server, ThreadPoolExecutor(2) as pool:
-        long = [pool.submit(ask, server, f"long {i}", max_tokens=300, temperature=sampling.temperature,
+        long = [pool.submit(ask, server, f"long {i}", max_tokens=150, temperature=sampling.temperature,
                             top_p=0.9, seed=7) for i, sampling in enumerate(samplings)]
         until(lambda: placed(server)[0] == 2)
         with from_address(server, "127.0.0.2") as other:
@@ -156,12 +156,12 @@ def test_answers_that_give_way_are_those_of_plain_decoding(processes: OnDemandCl
                 assert answer.usage is not None
         found = [answer.result(PATIENCE) for answer in long]
     for i, (answer, sampling) in enumerate(zip(found, samplings, strict=True)):
-        assert answer.choices[0].text == text(f"long {i}", 300, sampling)
-        assert answer.usage.completion_tokens == 300
+        assert answer.choices[0].text == text(f"long {i}", 150, sampling)
+        assert answer.usage.completion_tokens == 150
         assert answer.usage.prompt_tokens_details.cached_tokens < answer.usage.prompt_tokens
 
 
-def test_requests_for_the_whole_cache_give_room_to_another_caller(model: Path, text: Callable[..., str]
+def test_requests_for_the_whole_cache_give_way_to_others(model: Path, text: Callable[..., str]
                                                                   ) -> None:
     rows = cache_rows(LONG + 100, 1, Params(), 1)
     with (ProcessCluster(ClusterSpec(model, 1, threads=1, at_once=2, cache_rows=rows)) as cluster,

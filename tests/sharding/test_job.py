@@ -203,13 +203,13 @@ def test_directories_that_cannot_be_used(plain: Path, tmp_path: Path, make: Call
 def test_another_request_is_refused(plain: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run_until(plan_of(plain), out, 40_000)
-    with pytest.raises(UsageError, match="unfinished sharding of another model or with other options"):
+    with pytest.raises(UsageError, match="unfinished"):
         run(plan_of(plain, "nf4"), out)
     run(plan_of(plain), out)
-    with pytest.raises(UsageError, match="already holds a sharded model, of another model"):
+    with pytest.raises(UsageError, match="already holds"):
         finished(plan_of(plain, "nf4"), out)
     assert finished(plan_of(plain), tmp_path / "nowhere") is None
-    with pytest.raises(UsageError, match="is sharded already: give the checkpoint"):
+    with pytest.raises(UsageError, match="sharded already"):
         open_source(str(out))
 
 
@@ -267,7 +267,7 @@ def test_a_full_disk_is_foreseen_or_said(plain: Path, tmp_path: Path) -> None:
 def test_what_fp16_cannot_hold(plain: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(plain, tmp_path / "copy"))
     edit(copy, model__norm__weight=torch.full((64,), 7e4))
-    with pytest.raises(FlowspecError, match=r"model\.norm\.weight has values beyond fp16's 65504: use --dty"):
+    with pytest.raises(FlowspecError, match=r"model\.norm\.weight .*fp16.*--dtype"):
         cut(copy, tmp_path / "out")
     cut(copy, tmp_path / "out-bf16", dtype="bf16")
 
@@ -341,7 +341,7 @@ def test_a_quantised_checkpoint_keeps_its_numbers(plain: Path, tmp_path: Path, m
     with torch.inference_mode():
         found: Any = load_reference_model(tmp_path / "out", "fp32")(text).logits
         torch.testing.assert_close(found, truth(text).logits, atol=1e-4, rtol=1e-4)
-    with pytest.raises(UsageError, match="is quantised already, in groups of 64: it can only become int4"):
+    with pytest.raises(UsageError, match=r"groups of 64.*int4"):
         cut(model, tmp_path / "nf4", dtype="nf4")
 
 

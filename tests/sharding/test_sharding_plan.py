@@ -47,7 +47,7 @@ def test_a_split_is_what_was_asked_for(split: list[int]) -> None:
     assert [hi - lo for lo, hi in ranges] == split
     assert [i for lo, hi in ranges for i in range(lo, hi)] == list(range(sum(split)))
     for layers in (sum(split) - 1, sum(split) + 1):
-        with pytest.raises(UsageError, match=f"makes {sum(split)} layers, and the model has {layers}"):
+        with pytest.raises(UsageError, match=f"{sum(split)} layers.* {layers}"):
             ranges_for(layers, None, split)
     with pytest.raises(UsageError, match="every stage needs at least one layer"):
         ranges_for(sum(split), None, [*split, 0])
@@ -56,9 +56,9 @@ def test_a_split_is_what_was_asked_for(split: list[int]) -> None:
 def test_one_way_to_split() -> None:
     assert ranges_for(5, 2, None) == ((0, 3), (3, 5))
     for stages, split in ((None, None), (2, [2, 3])):
-        with pytest.raises(UsageError, match="give either --stages N or --split"):
+        with pytest.raises(UsageError, match=r"--stages.*--split"):
             ranges_for(5, stages, split)
-    with pytest.raises(UsageError, match="6 stages are more than the model's 5 layers"):
+    with pytest.raises(UsageError, match=r"6 stages.*5 layers"):
         ranges_for(5, 6, None)
 
 
@@ -83,11 +83,11 @@ def test_defaults_follow_the_checkpoint(tmp_path: Path, stored: torch.dtype, ask
 
 def test_options_that_do_not_go_together(plain: Path) -> None:
     source = open_source(str(plain))
-    with pytest.raises(UsageError, match="--group goes with --dtype int4, not with fp16"):
+    with pytest.raises(UsageError, match=r"--group.*int4.*fp16"):
         recipe_for(source, "fp16", 64)
-    with pytest.raises(UsageError, match="--group goes with --dtype int4; nf4 has blocks of 64"):
+    with pytest.raises(UsageError, match=r"--group.*int4.*nf4"):
         recipe_for(source, "nf4", 64)
-    with pytest.raises(UsageError, match="no int4 groups of 100"):
+    with pytest.raises(UsageError, match=r"int4.*100"):
         recipe_for(source, "int4", 100)
 
 
@@ -132,7 +132,7 @@ def test_a_models_own_drafts_go_along(full: Path, tmp_path: Path) -> None:
     source = open_source(str(full), [other])
     assert {d.kind: d.directory for d in source.drafts} == {
         "eagle2": other, "eagle3": full / "eagle3", "lm": full / "draft-lm", "spd": full / "spd"}
-    with pytest.raises(UsageError, match="are both draft models of the kind 'eagle2': give one"):
+    with pytest.raises(UsageError, match=r"both.*'eagle2'"):
         open_source(str(full), [other, full / "eagle2"])
 
 
@@ -197,18 +197,18 @@ def test_checkpoints_that_are_refused(copy: Path, tmp_path: Path) -> None:
     with pytest.raises(FlowspecError, match=r"has no tensor model\.layers\.1\.mlp\.up_proj\.weight"):
         open_source(str(copy))
     edit(copy, model__layers__1__mlp__up_proj__weight=torch.ones(3, 3))
-    with pytest.raises(FlowspecError, match=r"up_proj\.weight has shape \[3, 3\], config\.json asks for"):
+    with pytest.raises(FlowspecError, match=r"up_proj\.weight .*\[3, 3\]"):
         open_source(str(copy))
     edit(copy, model__layers__1__mlp__up_proj__weight=torch.ones(128, 64).to(torch.float8_e4m3fn))
-    with pytest.raises(FlowspecError, match=r"up_proj\.weight is stored as torch\.float8_e4m3fn"):
+    with pytest.raises(FlowspecError, match=r"up_proj\.weight .*float8_e4m3fn"):
         open_source(str(copy))
     edit(copy, model__layers__1__mlp__up_proj__weight=torch.ones(128, 64), model__strange=torch.ones(1))
-    with pytest.raises(FlowspecError, match=r"no module of the model has a place for tensor model\.strange"):
+    with pytest.raises(FlowspecError, match=r"tensor model\.strange"):
         open_source(str(copy))
     edit(copy, model__strange=None, lm_head__weight=None)
     with pytest.raises(FlowspecError, match=r"has no tensor lm_head\.weight"):
         open_source(str(copy))
-    with pytest.raises(UsageError, match="no model 'nowhere': not a directory"):
+    with pytest.raises(UsageError, match="'nowhere'"):
         open_source("nowhere")
 
 

@@ -47,7 +47,7 @@ def edit(directory: Path, **changes: torch.Tensor | None) -> None:
 @given(layers=st.integers(1, 100), stages=st.integers(1, 100))
 def test_split_is_even_and_complete(layers: int, stages: int) -> None:
     if stages > layers:
-        with pytest.raises(UsageError, match=f"{stages} stages are more than the model's {layers} layers"):
+        with pytest.raises(UsageError, match=f"{stages} stages.*{layers} layers"):
             split_layers(layers, stages)
     ranges = split_layers(layers, stages, allow_empty=True)
     assert [i for lo, hi in ranges for i in range(lo, hi)] == list(range(layers))
@@ -96,7 +96,7 @@ def test_sharded_checkpoint(model: Path, tmp_path: Path) -> None:
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     missing = tmp_path / index["model.layers.3.mlp.up_proj.weight"]
     missing.unlink()
-    with pytest.raises(FlowspecError, match=f"{missing.name} is missing"):
+    with pytest.raises(FlowspecError, match=missing.name):
         load_shard(tmp_path, 1, 2, "fp32")
 
 
@@ -133,7 +133,7 @@ def test_a_missing_tensor_is_named(copy: Path) -> None:
 
 def test_a_misshapen_tensor_is_named(copy: Path) -> None:
     edit(copy, model__norm__weight=torch.ones(31))
-    with pytest.raises(FlowspecError, match=r"model\.norm\.weight has shape \[31\], .* asks for \[32\]"):
+    with pytest.raises(FlowspecError, match=r"model\.norm\.weight .*\[31\].*\[32\]"):
         load_shard(copy, 1, 2, "fp32")
 
 
@@ -142,19 +142,19 @@ def test_a_truncated_file_is_named(copy: Path, size: int) -> None:
     path = copy / "model.safetensors"
     content = path.read_bytes()
     path.write_bytes(content[:size])
-    with pytest.raises(FlowspecError, match=r"model\.safetensors is truncated or damaged") as caught:
+    with pytest.raises(FlowspecError, match=r"model\.safetensors") as caught:
         load_shard(copy, 0, 2, "fp32")
     assert "\n" not in str(caught.value)
 
 
 def test_no_model(tmp_path: Path, copy: Path) -> None:
-    with pytest.raises(UsageError, match=r"no model at .*nowhere: config\.json is missing"):
+    with pytest.raises(UsageError, match=r"nowhere.*config\.json"):
         load_shard(tmp_path / "nowhere", 0, 1, "fp32")
     (copy / "model.safetensors").unlink()
-    with pytest.raises(UsageError, match=r"neither model\.safetensors nor"):
+    with pytest.raises(UsageError, match=r"model\.safetensors"):
         load_shard(copy, 0, 1, "fp32")
     (copy / "model.safetensors.index.json").write_text("[1]")
-    with pytest.raises(FlowspecError, match="is not a safetensors index"):
+    with pytest.raises(FlowspecError, match=r"model\.safetensors\.index\.json"):
         load_shard(copy, 0, 1, "fp32")
 
 
@@ -172,11 +172,11 @@ def test_configurations_that_cannot_run(copy: Path, content: str, complaint: str
 
 
 def test_bad_requests(model: Path) -> None:
-    with pytest.raises(UsageError, match="5 stages are more than the model's 4 layers"):
+    with pytest.raises(UsageError, match=r"5 stages.*4 layers"):
         load_shard(model, 0, 5, "fp32")
-    with pytest.raises(UsageError, match="no stage 2 of 2"):
+    with pytest.raises(UsageError, match="2 of 2"):
         load_shard(model, 2, 2, "fp32")
-    with pytest.raises(UsageError, match="stages must be at least 1"):
+    with pytest.raises(UsageError, match="stages"):
         load_shard(model, 0, 0, "fp32")
-    with pytest.raises(UsageError, match="no dtype 'int3'"):
+    with pytest.raises(UsageError, match="'int3'"):
         load_shard(model, 0, 1, "int3")

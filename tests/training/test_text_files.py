@@ -67,7 +67,7 @@ def test_a_line_of_json_is_one_text(tmp_path, tokenizer, chatty, row, plain, tem
 ])
 def test_an_unusable_line_is_named(tmp_path, chatty, row, problem):
     path = write(tmp_path / "data.jsonl", {"text": "fine"}, row)
-    with pytest.raises(UsageError, match=rf"data\.jsonl, line 2: .*{problem}.*; mend the line, or leave"):
+    with pytest.raises(UsageError, match=rf"data\.jsonl, line 2: .*{problem}"):
         texts(path, chatty)
 
 
@@ -82,22 +82,21 @@ def test_directories_are_searched_and_duplicates_dropped(tmp_path, tokenizer):
 
 
 def test_missing_and_unusable_files_are_one_line(tmp_path, tokenizer):
-    with pytest.raises(UsageError, match=r"no training text at .*nothing\.txt: give files or directories"):
+    with pytest.raises(UsageError, match=r"nothing\.txt"):
         data_files([tmp_path / "nothing.txt"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match=r"empty has no \.txt, \.py, \.md or \.jsonl file in it; give"):
+    with pytest.raises(UsageError, match=r"empty .*\.jsonl"):
         data_files([tmp_path / "empty"])
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(UsageError, match=r"latin\.txt is not UTF-8 text \(at byte 3\); convert it"):
+    with pytest.raises(UsageError, match=r"latin\.txt .*byte 3"):
         texts(tmp_path / "latin.txt", tokenizer)
     with (tmp_path / "endless.txt").open("wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(UsageError, match=r"endless\.txt has more than"):
+    with pytest.raises(UsageError, match=r"endless\.txt"):
         texts(tmp_path / "endless.txt", tokenizer)
     for name, text in (("blank.txt", " \n"), ("short.txt", "a few words")):
         (tmp_path / name).write_text(text)
-        with pytest.raises(UsageError, match=rf"too little text .*{name} has \d+ tokens in all, and 65 for a "
-                           "window and 193 to be held out are needed; give more text"):
+        with pytest.raises(UsageError, match=rf"{name} .*\d+ tokens.* 65 .* 193 "):
             prepare_files(tmp_path / "work", [tmp_path / name], tokenizer, 0, 65, 193)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -65,7 +66,8 @@ def card(path):
 
 
 @pytest.mark.parametrize("family", [  # Mistral's layers are Llama's
-    pytest.param(family, marks=pytest.mark.soak) if family == "mistral" else family for family in FAMILIES])
+    pytest.param(family, marks={"llama": [], "mistral": [pytest.mark.soak]}.get(family, [pytest.mark.slow]))
+    for family in FAMILIES])
 def test_a_head_for_every_family_drafts_losslessly(family, tmp_path, data):
     """Text as transformers' own generate makes it, with drafts of a head trained a little."""
     kind, extra = FAMILIES[family]
@@ -149,29 +151,29 @@ def test_what_cannot_be_trained_is_refused_before_it_starts(model, tmp_path, dat
     for other in (options(data, steps=3), options(data, draft_vocab=30), options(changed)):
         with pytest.raises(UsageError, match="work of another model, recipe or data"):
             train_head_part(found, "eagle3", other, DATE, work=tmp_path / "work")
-    with pytest.raises(UsageError, match="--draft-vocab must be 1 to 300, the target's vocabulary, not 301"):
+    with pytest.raises(UsageError, match=r"--draft-vocab .*300.*301"):
         train_head_part(found, "eagle3", options(data, draft_vocab=301), DATE)
-    with pytest.raises(UsageError, match="--draft-vocab is for eagle3"):
+    with pytest.raises(UsageError, match=r"--draft-vocab .*eagle3"):
         train_head_part(found, "eagle2", options(data, draft_vocab=30), DATE)
-    with pytest.raises(UsageError, match=r"is a plain checkpoint, .* --out DIR, .* shard --draft DIR"):
+    with pytest.raises(UsageError, match=r"--out DIR.*--draft DIR"):
         train_head_part(resolve_model(model / "target"), "eagle2", options(data), DATE)
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(UsageError, match="a file is in the way"):
+    with pytest.raises(UsageError, match=re.escape(str(tmp_path / "file"))):
         train_head_part(found, "eagle2", options(data), DATE, out=tmp_path / "file")
     short = tmp_path / "short.txt"
     short.write_text("a few words")
-    with pytest.raises(UsageError, match=r"too little text to train on: .*short\.txt has \d+ tokens"):
+    with pytest.raises(UsageError, match=r"short\.txt .*\d+ tokens"):
         train_head_part(found, "eagle2", options(short), DATE, work=tmp_path / "short-work")
     # The work directory is still free for text that will do.
     train_head_part(found, "eagle2", options(data), DATE, tmp_path / "head2", tmp_path / "short-work")
     assert not list(model.glob("*eagle*"))
     tiny_tokenizer(VOCAB + 40).save_pretrained(model / "target")
-    with pytest.raises(UsageError, match=r"makes token 3\d\d of the text, but .* has 300 tokens"):
+    with pytest.raises(UsageError, match=r"token 3\d\d .*300 tokens"):
         train_head_part(found, "eagle2", options(data), DATE, work=tmp_path / "foreign-work")
     (model / "manifest.json").write_text("{}")
     (model / "draft").mkdir()
     (model / "target").rename(model / "draft" / "target")
-    with pytest.raises(UsageError, match="is cut into shards, and training needs the whole model"):
+    with pytest.raises(UsageError, match=re.escape(str(model))):
         train_head_part(resolve_model(model), "eagle2", options(data), DATE)
 
 
@@ -244,7 +246,7 @@ def test_a_start_and_a_depth_that_cannot_be(model, tmp_path, data):
     tiny_model_dir(tmp_path / "few", layers=1, hidden=32, vocab=VOCAB - 20)
     head = tiny_model_dir(tmp_path / "like", layers=1, hidden=32, vocab=VOCAB) / "eagle2"
     for depth in (0, 65):
-        with pytest.raises(UsageError, match=f"--depth must be 1 to 64, the tokens of a window, not {depth}"):
+        with pytest.raises(UsageError, match=f"--depth .*64.* {depth}"):
             train_head_part(found, "eagle2", options(data, depth=depth), DATE, out)
     for directory, message in (
         (tmp_path / "nothing", "no EAGLE head at .*nothing: config.json is missing"),
@@ -256,7 +258,7 @@ def test_a_start_and_a_depth_that_cannot_be(model, tmp_path, data):
         with pytest.raises(FlowspecError, match=message) as caught:
             train_head_part(found, "eagle2", options(data, start=directory), DATE, out)
         assert "\n" not in str(caught.value)
-    with pytest.raises(UsageError, match="--start is for eagle2: an eagle3 head is trained from nothing"):
+    with pytest.raises(UsageError, match=r"--start .*eagle2"):
         train_head_part(found, "eagle3", options(data, start=head), DATE, out)
     assert not out.exists()
     assert not list(tmp_path.glob("*work"))
@@ -284,13 +286,13 @@ def test_the_command_trains_for_a_plain_checkpoint_with_out(model, tmp_path, dat
     assert (facts["depth"], facts["goes_on_from"]) == ("3", '"head"')
     capsys.readouterr()
     assert main([*further, "--depth", "65"]) == 2
-    assert capsys.readouterr().err == (
-        "flowspec: error: Invalid value for '--depth': Input should be less than or equal to 64\n")
+    err = capsys.readouterr().err
+    assert (err.count("\n"), "'--depth'" in err) == (1, True)
     assert main([*command[:-1], str(tmp_path / "other"), "--data", str(tmp_path / "nothing.txt")]) == 2
-    assert capsys.readouterr().err == (f"flowspec: error: no training text at {tmp_path / 'nothing.txt'}: "
-                                       "give files or directories that are there\n")
+    err = capsys.readouterr().err
+    assert (err.count("\n"), str(tmp_path / "nothing.txt") in err) == (1, True)
     assert main(["models", "train-head", "--model", str(model), "--kind", "eagle4"]) == 2
-    assert "'eagle4' is not one of 'eagle2', 'eagle3'" in capsys.readouterr().err
+    assert "'eagle4'" in capsys.readouterr().err
 
 
 def start(*arguments):
@@ -304,7 +306,7 @@ def start(*arguments):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_process_that_is_killed_and_resumed_gives_the_weights_of_one_left_alone(kind, model, tmp_path):
+def test_a_killed_and_resumed_process_gives_the_same_weights(kind, model, tmp_path):
     """On the interpreter's own source, the text that is taken when none is given."""
     whole, out, work = tmp_path / "whole", tmp_path / "out", tmp_path / "work"
     common = ("--model", model, "--kind", kind, "--work", work)

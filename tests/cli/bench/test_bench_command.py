@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from powerkit import board
-from tiny_dir import tiny_model_dir
 
 from flowspec_edge.cli.bench.options import parse_strategies
 from flowspec_edge.cli.main import main
@@ -30,11 +29,6 @@ PROMPTS = [
 WATTS = 12.0
 ENERGY = ("energy_j", "energy_above_idle_j", "joules_per_token", "joules_per_token_above_idle")
 LOOPS = ("answers", "repeating", "tokens_per_second_repeating", "tokens_per_second_other", "speedup_other")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2, hidden=32)
 
 
 @pytest.fixture

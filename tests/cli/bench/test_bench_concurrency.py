@@ -6,17 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_dir import tiny_model_dir
 
 from flowspec_edge.cli.main import main
 
 FIGURES = {"clients", "arrival_rate", "total_tokens_per_second", "slowest_share", "fairness",
            "pooled_itl_p50_s", "pooled_itl_p95_s", "pooled_itl_p99_s"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2, hidden=32)
 
 
 def bench(model: Path, out: Path, *arguments: str) -> int:

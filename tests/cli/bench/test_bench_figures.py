@@ -7,14 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 from reportkit import report
-from tiny_dir import tiny_model_dir
 
 from flowspec_edge.cli.main import main
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2, hidden=32)
 
 
 def test_a_plot_of_files(tmp_path: Path) -> None:

@@ -9,17 +9,11 @@ from pathlib import Path
 
 import pytest
 import sshkit
-from tiny_dir import tiny_model_dir
 
 from flowspec_edge.cli.main import main
 
 SWEEP = ["sweep", "bandwidth", "--strategies", "autoregressive,chunk_pp", "--limit", "1",
          "--max-new-tokens", "6"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2)
 
 
 @pytest.fixture(scope="module")

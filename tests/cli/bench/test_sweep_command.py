@@ -11,18 +11,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from tiny_dir import tiny_model_dir
 
 from flowspec_edge.bench.report import load_sweep
 from flowspec_edge.cli.bench.sweep import app
 from flowspec_edge.cli.main import main
 
 COMMANDS = ["bandwidth", "depth", "stages", "segment", "latency"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2, hidden=32)
 
 
 @pytest.fixture(scope="module")

@@ -98,14 +98,27 @@ def test_two_boards_with_one_machine_id_are_an_error(boards: sshkit.Boards, tmp_
     boards.inside(2, "mount", "--bind", str(copied), machine)
     try:
         assert "systemd-machine-id-setup" not in refused()
-        assert main(["doctor", "--cluster", str(boards.file), "--json"]) == 1
-        shown = json.loads(capsys.readouterr().out)["boards"]
-        assert [[finding["state"] for finding in board["findings"] if finding["check"] == "machine-id"]
-                for board in shown] == [[], [], ["failed"]]
         boards.inside(2, "mount", "--bind", str(other), boot)
         assert "rm -f /etc/machine-id /var/lib/dbus/machine-id" in refused()
     finally:
         boards.inside(2, "mount", "--bind", "/run/machine-id", machine)  # its own again
+
+
+@pytest.mark.slow
+@sshkit.needs_boards
+def test_doctor_names_the_board_whose_machine_id_is_anothers(boards: sshkit.Boards, tmp_path: Path,
+                                                             capsys: pytest.CaptureFixture[str]) -> None:
+    """Slow because it measures the links, too."""
+    copied, machine = tmp_path / "machine-id", "/etc/machine-id"
+    copied.write_text((boards.root(0) / "run/machine-id").read_text())
+    boards.inside(2, "mount", "--bind", str(copied), machine)
+    try:
+        assert main(["doctor", "--cluster", str(boards.file), "--json"]) == 1
+    finally:
+        boards.inside(2, "mount", "--bind", "/run/machine-id", machine)  # its own again
+    shown = json.loads(capsys.readouterr().out)["boards"]
+    assert [[finding["state"] for finding in board["findings"] if finding["check"] == "machine-id"]
+            for board in shown] == [[], [], ["failed"]]
 
 
 def test_an_own_address_with_another_port_is_asked_over_ssh(tmp_path: Path, capsys: pytest.CaptureFixture[str]

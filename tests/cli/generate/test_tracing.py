@@ -11,15 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_dir import tiny_model_dir
 from tracekit import check_format, tracks
 
 from flowspec_edge.cli.main import main
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2, hidden=32)
 
 
 def arguments(model: Path, trace: Path, tokens: int = 12) -> list[str]:
@@ -42,7 +36,7 @@ def test_a_request_s_trace_has_its_text(model: Path, tmp_path: Path, capsys: pyt
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_path_that_cannot_be_written_is_refused_before_anything_starts(
+def test_a_path_that_cannot_be_written_is_refused_at_once(
         model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in (tmp_path, tmp_path / "no" / "such.json"):
         assert main(arguments(model, path)) == 2

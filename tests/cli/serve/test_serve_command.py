@@ -261,8 +261,9 @@ def test_a_port_in_use_is_one_line(model: Path, capsys: pytest.CaptureFixture[st
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         assert main(["serve", "--model", str(model), "--stages", "2", "--port", str(port)]) == 1
-    assert capsys.readouterr().err == (f"flowspec: error: cannot listen on 127.0.0.1, port {port}: Address "
-                                       "already in use; choose with --host and --port\n")
+    err = capsys.readouterr().err
+    assert err.startswith("flowspec: error: ")
+    assert (err.count("\n"), f"port {port}" in err) == (1, True)
 
 
 def test_no_tokenizer_is_one_line(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from plankit import board, problem, profile, size
-from tiny_dir import tiny_model_dir
 
 from flowspec_edge.device_profile import StageCurve
 from flowspec_edge.errors import UsageError
@@ -23,11 +22,6 @@ from flowspec_edge.fleet.planning.scaling import scaled
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.strategies.params import Params
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2, hidden=32)
 
 
 @pytest.fixture(scope="module")

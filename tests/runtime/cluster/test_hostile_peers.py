@@ -19,7 +19,6 @@ import zmq
 from clusterkit import PATIENCE, PROMPT, until
 from hostilekit import intruder, knock, wrong_frames
 from losskit import Striker
-from tiny_dir import tiny_model_dir
 from workerkit import segment
 
 from flowspec_edge.errors import FlowspecError
@@ -37,11 +36,6 @@ from flowspec_edge.transport.codec import encode
 
 REQUEST = Request(PROMPT, "flowspec", max_new_tokens=24)
 INSTANCES = ["board-1", "board-2"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2)
 
 
 @pytest.fixture(scope="module")

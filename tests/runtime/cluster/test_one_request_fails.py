@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from clusterkit import PATIENCE, PROMPT
-from tiny_dir import tiny_model_dir
 
 from flowspec_edge.errors import PeerLost
 from flowspec_edge.runtime.cluster import subprocesses
@@ -23,11 +22,6 @@ from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request, RequestHandle
 
 REQUESTS = [Request(PROMPT[: 30 + n], "flowspec", max_new_tokens=12) for n in range(3)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from clusterkit import PATIENCE, PROMPT, on_third
 from losskit import Striker, own_texts
-from tiny_dir import tiny_model_dir
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.runtime.cluster import forkserver
@@ -17,11 +16,6 @@ from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2)
 
 
 @pytest.mark.soak  # a new fork server imports for long

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from clusterkit import PATIENCE, PROMPT, alive, on_third
-from tiny_dir import tiny_model_dir
 
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.errors import FlowspecError, PeerLost, ProtocolError, UsageError
@@ -34,11 +33,6 @@ from flowspec_edge.strategies.params import Params
 KINDS: tuple[Parallelism, ...] = ("megatron", "galaxy")
 SAMPLINGS = (Sampling(), Sampling(temperature=1.0, top_p=0.9, seed=5))
 PROFILE = load_profile("paper-7b")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2)
 
 
 @pytest.fixture(scope="module")

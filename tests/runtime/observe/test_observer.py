@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from clusterkit import PROMPT
-from tiny_dir import tiny_model_dir
 from tracekit import check_trace
 
 from flowspec_edge.messages import Cancel, Computed, Credit, Heartbeat, Output, Prune, Segment, Tap
@@ -54,11 +53,6 @@ class Watch(Observer):
 
     def heartbeat(self, beat: Heartbeat, at: float) -> None:
         self.beats.append(beat)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2)
 
 
 def test_segments_times_add_up_to_the_stages_counters(model: Path) -> None:

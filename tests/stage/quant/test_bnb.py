@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
+from types import ModuleType
 
-import bitsandbytes
 import pytest
 import torch
-from bitsandbytes import functional
 from quantkit import DEVICES, random_matrix
 
 from flowspec_edge.errors import FlowspecError, UsageError
@@ -18,10 +17,20 @@ from flowspec_edge.stage.quant.schemes import scheme
 BNB: list[Kind] = ["nf4", "fp4"]
 
 
+@pytest.fixture(scope="module")
+def bitsandbytes() -> ModuleType:
+    """Imported by the one process that needs it: it takes seconds."""
+    import bitsandbytes
+
+    return bitsandbytes
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", BNB)
-def test_what_is_stored_is_what_bitsandbytes_stores(kind: Kind, device: str) -> None:
+def test_what_is_stored_is_what_bitsandbytes_stores(bitsandbytes: ModuleType, kind: Kind, device: str
+                                                    ) -> None:
     weight = random_matrix(80, 192).to(device)
+    functional = bitsandbytes.functional
     packed, state = functional.quantize_4bit(weight, blocksize=64, quant_type=kind, compress_statistics=False)
     stored = scheme(kind).quantise(weight)
     assert torch.equal(stored["qweight"].flatten(), packed.flatten())
@@ -32,7 +41,8 @@ def test_what_is_stored_is_what_bitsandbytes_stores(kind: Kind, device: str) -> 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", BNB)
-def test_a_linear_is_bitsandbytes_own(kind: Kind, dtype: torch.dtype, device: str) -> None:
+def test_a_linear_is_bitsandbytes_own(bitsandbytes: ModuleType, kind: Kind, dtype: torch.dtype, device: str
+                                      ) -> None:
     rows, columns = 96, 128
     weight, bias = random_matrix(rows, columns), torch.linspace(-1, 1, rows)
     theirs = bitsandbytes.nn.Linear4bit(columns, rows, bias=True, compute_dtype=dtype, quant_type=kind,
@@ -48,12 +58,13 @@ def test_a_linear_is_bitsandbytes_own(kind: Kind, dtype: torch.dtype, device: st
         assert torch.allclose(ours(x), theirs(x), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
 
 
-def test_a_version_that_lacks_a_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_that_lacks_a_device_is_named(bitsandbytes: ModuleType, monkeypatch: pytest.MonkeyPatch
+                                                ) -> None:
     def refuse(*arguments: object, **named: object) -> None:
         raise NotImplementedError("Device type not supported for FP4 quantization: cpu")  # 0.45's own words
 
     chosen = scheme("fp4")
-    monkeypatch.setattr(functional, "quantize_4bit", refuse)
+    monkeypatch.setattr(bitsandbytes.functional, "quantize_4bit", refuse)
     with pytest.raises(FlowspecError, match=r"cannot quantise to fp4 on cpu \(Device type not.*use 0.49"):
         chosen.quantise(random_matrix(16, 64))
 

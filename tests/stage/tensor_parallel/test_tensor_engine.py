@@ -74,7 +74,8 @@ def check(ranks: Ranks, book: Book, oracle: Oracle, sizes: tuple[int, ...], atol
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", range(1, 9))
+@pytest.mark.parametrize("size", [pytest.param(size, marks=[pytest.mark.soak] if size in (4, 5, 8) else [])
+                                  for size in range(1, 9)])
 def test_any_number_of_ranks(model: Path, oracle: Oracle, tmp_path: Path, size: int,
                              kind: TensorKind) -> None:
     """More ranks than heads included."""
