@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from flowspec_edge.bench.paper_results import BandwidthCurves, DepthCells, PaperResults
@@ -47,7 +47,7 @@ class Axis:
             return params
         values = value if isinstance(value, tuple) else (value,) * len(self.fields)
         settings: dict[str, Any] = dict(zip(self.fields, values, strict=True))
-        return replace(params, **settings)
+        return params.changed(**settings)
 
     def stages(self, stages: int, value: Value) -> int:
         return value if self.name == "stages" and isinstance(value, int) else stages

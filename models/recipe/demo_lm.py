@@ -16,8 +16,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from flowspec_edge.training.loop import LoopOptions, Run, backpropagate, compiled, device, train, windows
-from flowspec_edge.training.loop import Optimiser
+from flowspec_edge.training.loop import (
+    LoopOptions,
+    Optimiser,
+    Run,
+    backpropagate,
+    compiled,
+    device,
+    train,
+    windows,
+)
 from flowspec_edge.training.python_source import TokenizedCorpus, prepare
 
 EOS = "<|endoftext|>"

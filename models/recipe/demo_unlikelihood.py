@@ -22,8 +22,16 @@ from transformers import LlamaForCausalLM
 
 from flowspec_edge.bench.samples import PERIOD
 from flowspec_edge.training.heads import greedy_text
-from flowspec_edge.training.loop import LoopOptions, Run, backpropagate, compiled, device, train, windows
-from flowspec_edge.training.loop import Optimiser
+from flowspec_edge.training.loop import (
+    LoopOptions,
+    Optimiser,
+    Run,
+    backpropagate,
+    compiled,
+    device,
+    train,
+    windows,
+)
 from flowspec_edge.training.python_source import TokenizedCorpus
 
 _SHORTEST = 12  # equal tokens in a row before the next equal one counts, however short the period
