@@ -32,7 +32,7 @@ User = Literal["any", "root if possible", "root"]
 # What is sent for each section, in the order of their imports; deadlines in seconds, and who runs it.
 _SENT: Mapping[str, tuple[ModuleType, ...]] = {
     "service": (paths, rails, tools, service),
-    "system": (interfaces, tools, system),
+    "system": (paths, interfaces, tools, system),
     "deployment": (paths, store, tools, deployment)}
 _TIMEOUT_S = {"service": 60.0, "system": 600.0, "deployment": 300.0}
 _USERS: Mapping[str, User] = {"service": "any", "system": "root if possible", "deployment": "root"}
@@ -42,14 +42,15 @@ for name, text in {sources!r}:
     exec(compile(text, name, "exec", dont_inherit=True), vars(sys.modules[name]))
 sys.modules[{entry!r}].answer({asked!r})
 """
-_START = """command -v "$2" >/dev/null || { echo '{"python": null}'; exit; }
+_START = """now=$(date +%s.%N)
+command -v "$2" >/dev/null || { echo '{"python": null}'; exit; }
 case $1 in
 any) ;;
 root) [ "$(id -u)" = 0 ] || set -- "$1" sudo -n -- "$2" ;;
 *) if [ "$(id -u)" != 0 ] && sudo -n true 2>/dev/null; then set -- "$1" sudo -n -- "$2"; fi ;;
 esac
 shift
-exec "$@" -s -
+exec "$@" -s - "$now"
 """
 # Prefixes of the unit settings that sandbox a service.
 _PROTECTIONS = ("AmbientCapabilities", "CapabilityBoundingSet", "Device", "Limit", "LockPersonality",
@@ -278,7 +279,7 @@ def program(section: str, **arguments: Any) -> str:
 
 
 def parse(told: dict[str, Any], before: float, after: float) -> BoardFacts:
-    """``before`` and ``after``: times here around the program; ValueError, LookupError or TypeError if the
+    """``before`` and ``after``: times here around the question; ValueError, LookupError or TypeError if the
     answer is none of ``tools.answer``'s."""
     slack = max(0.0, after - before - told["seconds"])
     return _FACTS.validate_python({
