@@ -157,30 +157,33 @@ class Installed:
 
 
 @dataclass(frozen=True)
-class UnitState:
-    state: str = "unknown"  # systemd's: active, failed, …
+class BoardStatus:
+    """The section "service", and why there is none."""
+
+    name: str = ""
+    current: Installed | None = None
+    previous: Installed | None = None
+    state: str = "unknown"  # systemd's: active, failed, …; "absent" without a release
     since: str = ""  # when the unit became active, as systemd prints it
     restarts: int = 0
     status: str = ""
     said: str = ""  # last line of the unit's log, if it failed or is not active yet
-
-
-@dataclass(frozen=True)
-class Ready:
-    """The draft service's answer to /ready."""
-
     ready: bool | None = None
-    reason: str | None = None
-
-
-@dataclass(frozen=True)
-class RunningFacts:
-    current: Installed | None = None
-    previous: Installed | None = None
-    unsettled: str = ""  # content of ``paths.UNSETTLED``
-    unit: UnitState | None = None
-    ready: Ready | None = None
+    reason: str = ""
+    error: str = ""  # why the board could not be asked
+    unreached: bool = False  # the error is that of ssh, or the board hangs
+    going_back: bool = False  # a rollback has switched this stage, and not ended
     watts: float | None = None  # from the board's own sensor; None without one
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields of ``deploy status --json``, which are stable."""
+        here = self.current
+        return {"name": self.name, "role": here.role if here else None, "stage": here.stage if here else None,
+                "reachable": not self.error, "release": here.id if here else None,
+                "previous": self.previous.id if self.previous else None, "unit": here.unit if here else None,
+                "state": self.state, "since": self.since, "restarts": self.restarts, "status": self.status,
+                "watts": self.watts,
+                "error": self.error or self.said}
 
 
 @dataclass(frozen=True)
@@ -204,7 +207,7 @@ class BoardFacts:
     ahead: float = 0.0  # s, the board's clock minus this machine's
     within: float = 0.0  # s, error bound of ahead
     system: SystemFacts = SystemFacts()
-    running: RunningFacts = RunningFacts()
+    running: BoardStatus = BoardStatus()
     # The section "deployment".
     ntp: str = "unknown"  # whether NTP keeps the clock
     groups: Sequence[str] = ()  # all groups on the board
