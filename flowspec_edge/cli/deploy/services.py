@@ -14,7 +14,8 @@ from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.util.terminal import plain
 
 if TYPE_CHECKING:
-    from flowspec_edge.fleet.services.status import BoardStatus, FleetStatus, Verb
+    from flowspec_edge.fleet.probe.facts import BoardStatus
+    from flowspec_edge.fleet.services.status import FleetStatus, Verb
 
 ClusterOption = Annotated[Path, typer.Option("--cluster", help="The cluster's file.", metavar="FILE")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print a JSON object, not a table.")]

@@ -16,9 +16,9 @@ from flowspec_edge.fleet.deploy.rollback import releases_before
 from flowspec_edge.fleet.deploy.steps.phases import decide
 from flowspec_edge.fleet.inventory import DeviceEntry
 from flowspec_edge.fleet.paths import DRAFT_UNIT, VENVS, model_dir, verify_unit
-from flowspec_edge.fleet.probe.facts import BoardFacts, Installed
+from flowspec_edge.fleet.probe.facts import BoardFacts, BoardStatus, Installed
 from flowspec_edge.fleet.services.keys import KeyAction, changed_key
-from flowspec_edge.fleet.services.status import BoardStatus, FleetStatus
+from flowspec_edge.fleet.services.status import FleetStatus
 from flowspec_edge.model.manifest import DRAFT, Manifest, stage_part
 from flowspec_edge.model.modeldir import MANIFEST
 from flowspec_edge.util.bounded_read import sha256_of

@@ -19,7 +19,8 @@ from flowspec_edge.fleet.planning.draft_turn import Drafter, DraftTurn, device_m
 from flowspec_edge.fleet.planning.layer_split import Ranges, split_evenly
 from flowspec_edge.fleet.planning.scaling import at_context
 from flowspec_edge.fleet.probe.checks import Needs
-from flowspec_edge.fleet.services.status import BoardStatus, FleetStatus
+from flowspec_edge.fleet.probe.facts import BoardStatus
+from flowspec_edge.fleet.services.status import FleetStatus
 from flowspec_edge.model.catalogue import find_known
 from flowspec_edge.model.manifest import DRAFT, HeadBits, Manifest, ShardDtype, stage_part
 from flowspec_edge.model.modeldir import DRAFT_PARTS, ModelDir, resolve_model, shipped_models

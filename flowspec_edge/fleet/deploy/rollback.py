@@ -12,9 +12,9 @@ from flowspec_edge.fleet.deploy.actions import BoardState, Phase
 from flowspec_edge.fleet.deploy.report import DeployReport, RolloutLog, Watch
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 from flowspec_edge.fleet.paths import CURRENT, PREVIOUS, release_dir
-from flowspec_edge.fleet.probe.facts import Installed
+from flowspec_edge.fleet.probe.facts import BoardStatus, Installed
 from flowspec_edge.fleet.services.keys import forget, is_half_rotated
-from flowspec_edge.fleet.services.status import BoardStatus, FleetStatus, look
+from flowspec_edge.fleet.services.status import FleetStatus, look
 
 _MIXED = ("boards may have different releases, or none; stages that reach the draft device follow its "
           "release: see flowspec deploy status; flowspec deploy up brings all to one")

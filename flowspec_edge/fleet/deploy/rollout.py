@@ -24,7 +24,7 @@ from flowspec_edge.fleet.deploy.rollback import go_back
 from flowspec_edge.fleet.deploy.wheels import WheelTarget
 from flowspec_edge.fleet.probe.checks import environment_problems, preflight
 from flowspec_edge.fleet.probe.facts import BoardFacts
-from flowspec_edge.fleet.probe.findings import unreachable
+from flowspec_edge.fleet.probe.findings import no_facts, unreachable
 from flowspec_edge.fleet.services import keys
 from flowspec_edge.fleet.services.status import look
 from flowspec_edge.fleet.transfer.push import push
@@ -103,7 +103,9 @@ class Rollout:
         asked = ask_boards(self._inventory, [
             (device, state_of(self._deployment, place, environments[device.name]),
              part_wanted(self._manifest, place)) for place, device in enumerate(self._boards)], end_others)
-        self._log.problems = [str(facts) for facts in asked if isinstance(facts, FlowspecError)]
+        self._log.problems = [str(no_facts(device, facts))
+                              for device, facts in zip(self._boards, asked, strict=True)
+                              if isinstance(facts, FlowspecError)]
         if self._log.problems:
             return None
         self._environments = environments

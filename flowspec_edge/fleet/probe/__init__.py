@@ -1,1 +1,1 @@
-"""One probe of a board over ssh, and the rules on what it finds; begin with ``facts``."""
+"""One question to a board over ssh, and the checks of its answer; begin with ``facts``, ``checks.CHECKS``."""

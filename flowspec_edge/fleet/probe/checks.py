@@ -17,7 +17,7 @@ from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.board_links.addresses import address_problem
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory, resolve
 from flowspec_edge.fleet.paths import HOME, STATE
-from flowspec_edge.fleet.probe import setup
+from flowspec_edge.fleet.probe import system_rules as rules
 from flowspec_edge.fleet.probe.board import BoardInfo, board_of
 from flowspec_edge.fleet.probe.facts import BoardFacts, DiskFacts, SystemFacts, ask_system
 from flowspec_edge.fleet.probe.findings import Finding, State, no_facts, wrong_address
@@ -293,18 +293,18 @@ CHECKS: tuple[Check, ...] = (
     Check("disk", "failed", ("up", "bare"), _room),
     Check("memory", "failed", ("up",), _memory),
     Check("port", "failed", ("up",), _ports),
-    Check("memory", "warning", _DOCTOR, lambda it: [setup.free_memory(it.board)]),
-    Check("swap", "warning", _DOCTOR, lambda it: [setup.swap(it.system)]),
-    Check("temperature", "failed", _DOCTOR, lambda it: [setup.temperature(it.board)]),
-    Check("power mode", "failed", _DOCTOR, lambda it: setup.power_mode(it.system, it.board, it.power_mode)),
-    Check("disk", "warning", _DOCTOR, lambda it: [setup.free_disk(it.system.disks, it.storage)]),
-    Check("time", "warning", _DOCTOR, lambda it: [setup.time_service(it.system)]),
-    Check("groups", "failed", ("here",), lambda it: setup.own_groups(it.system)),
-    Check("groups", "failed", _BOARDS, lambda it: setup.service_groups(it.system)),
+    Check("memory", "warning", _DOCTOR, lambda it: [rules.free_memory(it.board)]),
+    Check("swap", "warning", _DOCTOR, lambda it: [rules.swap(it.system)]),
+    Check("temperature", "failed", _DOCTOR, lambda it: [rules.temperature(it.board)]),
+    Check("power mode", "failed", _DOCTOR, lambda it: rules.power_mode(it.system, it.board, it.power_mode)),
+    Check("disk", "warning", _DOCTOR, lambda it: [rules.free_disk(it.system.disks, it.storage)]),
+    Check("time", "warning", _DOCTOR, lambda it: [rules.time_service(it.system)]),
+    Check("groups", "failed", ("here",), lambda it: rules.own_groups(it.system)),
+    Check("groups", "failed", _BOARDS, lambda it: rules.service_groups(it.system)),
     Check("network", "failed", _BOARDS,
-          lambda it: [setup.network(it.system, it.address, it.interface, it.wrong)]),
-    Check("desktop", "warning", _DOCTOR, lambda it: setup.desktop(it.system)),
-    Check("apt hold", "warning", _DOCTOR, lambda it: setup.apt_hold(it.system)),
+          lambda it: [rules.network(it.system, it.address, it.interface, it.wrong)]),
+    Check("desktop", "warning", _DOCTOR, lambda it: rules.desktop(it.system)),
+    Check("apt hold", "warning", _DOCTOR, lambda it: rules.apt_hold(it.system)),
 )
 # Of all boards together; their rules take the facts by board.
 CHECKS_OF_ALL: tuple[Check, ...] = (

@@ -34,7 +34,7 @@ User = Literal["any", "root if possible", "root"]
 # What is sent for each section, in the order of their imports; deadlines in seconds, and who runs it.
 _SENT: Mapping[str, tuple[ModuleType, ...]] = {
     "service": (paths, rails, tools, service),
-    "system": (interfaces, tools, system),
+    "system": (paths, interfaces, tools, system),
     "deployment": (errors, files, paths, store, tools, deployment)}
 _TIMEOUT_S = {"service": 60.0, "system": 600.0, "deployment": 300.0}
 _USERS: Mapping[str, User] = {"service": "any", "system": "root if possible", "deployment": "root"}
@@ -44,14 +44,15 @@ for name, text in {sources!r}:
     exec(compile(text, name, "exec", dont_inherit=True), vars(sys.modules[name]))
 sys.modules[{entry!r}].answer({asked!r})
 """
-_START = """command -v "$2" >/dev/null || { echo '{"python": null}'; exit; }
+_START = """now=$(date +%s.%N)
+command -v "$2" >/dev/null || { echo '{"python": null}'; exit; }
 case $1 in
 any) ;;
 root) [ "$(id -u)" = 0 ] || set -- "$1" sudo -n -- "$2" ;;
 *) if [ "$(id -u)" != 0 ] && sudo -n true 2>/dev/null; then set -- "$1" sudo -n -- "$2"; fi ;;
 esac
 shift
-exec "$@" -s -
+exec "$@" -s - "$now"
 """
 # Prefixes of the unit settings that sandbox a service.
 _PROTECTIONS = ("AmbientCapabilities", "CapabilityBoundingSet", "Device", "Limit", "LockPersonality",
@@ -158,30 +159,33 @@ class Installed:
 
 
 @dataclass(frozen=True)
-class UnitState:
-    state: str = "unknown"  # systemd's: active, failed, …
+class BoardStatus:
+    """The section "service", and why there is none."""
+
+    name: str = ""
+    current: Installed | None = None
+    previous: Installed | None = None
+    state: str = "unknown"  # systemd's: active, failed, …; "absent" without a release
     since: str = ""  # when the unit became active, as systemd prints it
     restarts: int = 0
     status: str = ""
     said: str = ""  # last line of the unit's log, if it failed or is not active yet
-
-
-@dataclass(frozen=True)
-class Ready:
-    """The draft service's answer to /ready."""
-
     ready: bool | None = None
-    reason: str | None = None
-
-
-@dataclass(frozen=True)
-class RunningFacts:
-    current: Installed | None = None
-    previous: Installed | None = None
-    unsettled: str = ""  # content of ``paths.UNSETTLED``
-    unit: UnitState | None = None
-    ready: Ready | None = None
+    reason: str = ""
+    error: str = ""  # why the board could not be asked
+    unreached: bool = False  # the error is that of ssh, or the board hangs
+    going_back: bool = False  # a rollback has switched this stage, and not ended
     watts: float | None = None  # from the board's own sensor; None without one
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields of ``deploy status --json``, which are stable."""
+        here = self.current
+        return {"name": self.name, "role": here.role if here else None, "stage": here.stage if here else None,
+                "reachable": not self.error, "release": here.id if here else None,
+                "previous": self.previous.id if self.previous else None, "unit": here.unit if here else None,
+                "state": self.state, "since": self.since, "restarts": self.restarts, "status": self.status,
+                "watts": self.watts,
+                "error": self.error or self.said}
 
 
 @dataclass(frozen=True)
@@ -205,7 +209,7 @@ class BoardFacts:
     ahead: float = 0.0  # s, the board's clock minus this machine's
     within: float = 0.0  # s, error bound of ahead
     system: SystemFacts = SystemFacts()
-    running: RunningFacts = RunningFacts()
+    running: BoardStatus = BoardStatus()
     # The section "deployment".
     ntp: str = "unknown"  # whether NTP keeps the clock
     groups: Sequence[str] = ()  # all groups on the board
@@ -280,7 +284,7 @@ def program(section: str, **arguments: Any) -> str:
 
 
 def parse(told: dict[str, Any], before: float, after: float) -> BoardFacts:
-    """``before`` and ``after``: times here around the program; ValueError, LookupError or TypeError if the
+    """``before`` and ``after``: times here around the question; ValueError, LookupError or TypeError if the
     answer is none of ``tools.answer``'s."""
     slack = max(0.0, after - before - told["seconds"])
     return _FACTS.validate_python({

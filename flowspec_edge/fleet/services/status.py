@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.commands import Unreached, as_root, runner_for
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
-from flowspec_edge.fleet.paths import GOING_BACK
-from flowspec_edge.fleet.probe.facts import Installed, Ready, UnitState, ask_service
+from flowspec_edge.fleet.probe.facts import BoardStatus, ask_service
 from flowspec_edge.fleet.probe.findings import Finding
 
 _START_S = 960.0  # longer than any unit's TimeoutStartSec, so that systemd reports the failure
@@ -20,34 +19,6 @@ _ACT = 'verb=$1; shift; [ "$verb" = stop ] || systemctl reset-failed "$1" 2>/dev
        'exec systemctl "$verb" "$@"'
 _DIFFERENT = "the boards have different releases: flowspec deploy up brings all to one"
 Verb = Literal["start", "stop", "restart"]
-
-
-@dataclass(frozen=True)
-class BoardStatus:
-    name: str
-    current: Installed | None = None
-    previous: Installed | None = None
-    state: str = "unknown"  # systemd's: active, failed, …; "absent" without a release
-    since: str = ""  # when the unit became active, as systemd prints it
-    restarts: int = 0
-    status: str = ""
-    said: str = ""  # last line of the unit's log, if it failed or is not active yet
-    ready: bool | None = None
-    reason: str = ""
-    error: str = ""  # why the board could not be asked
-    unreached: bool = False  # the error is that of ssh, or the board hangs
-    going_back: bool = False  # a rollback has switched this stage, and not ended
-    watts: float | None = None  # from the board's own sensor; None without one
-
-    def as_json(self) -> dict[str, Any]:
-        """The fields of ``deploy status --json``, which are stable."""
-        here = self.current
-        return {"name": self.name, "role": here.role if here else None, "stage": here.stage if here else None,
-                "reachable": not self.error, "release": here.id if here else None,
-                "previous": self.previous.id if self.previous else None, "unit": here.unit if here else None,
-                "state": self.state, "since": self.since, "restarts": self.restarts, "status": self.status,
-                "watts": self.watts,
-                "error": self.error or self.said}
 
 
 @dataclass(frozen=True)
@@ -118,11 +89,7 @@ def look_at(inventory: Inventory, device: DeviceEntry) -> BoardStatus:
         told = ask_service(inventory, device).running
     except FlowspecError as error:
         return BoardStatus(device.name, error=str(error), unreached=isinstance(error, Unreached))
-    unit, ready = told.unit or UnitState("absent"), told.ready or Ready()
-    return BoardStatus(
-        device.name, told.current, told.previous, unit.state, unit.since, unit.restarts, unit.status,
-        unit.said, ready.ready, ready.reason or "", going_back=told.unsettled == GOING_BACK,
-        watts=told.watts)
+    return replace(told, name=device.name, error="", unreached=False)
 
 
 def control(inventory: Inventory, verb: Verb, names: Sequence[str] = (),

@@ -18,8 +18,8 @@ from flowspec_edge.fleet.deploy.actions import Environment
 from flowspec_edge.fleet.deploy.diff import Diff, make_diff
 from flowspec_edge.fleet.deploy.resolve import Deployment
 from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory
-from flowspec_edge.fleet.probe.facts import BoardFacts, Installed, ReleaseFacts, ServiceFacts
-from flowspec_edge.fleet.services.status import BoardStatus, FleetStatus
+from flowspec_edge.fleet.probe.facts import BoardFacts, BoardStatus, Installed, ReleaseFacts, ServiceFacts
+from flowspec_edge.fleet.services.status import FleetStatus
 from flowspec_edge.model.manifest import DRAFT, Manifest
 from flowspec_edge.model.modeldir import ModelDir
 

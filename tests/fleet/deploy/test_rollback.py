@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from flowspec_edge.fleet.deploy.rollback import interrupted, releases_before
-from flowspec_edge.fleet.probe.facts import Installed
-from flowspec_edge.fleet.services.status import BoardStatus, FleetStatus
+from flowspec_edge.fleet.probe.facts import BoardStatus, Installed
+from flowspec_edge.fleet.services.status import FleetStatus
 
 
 def fleet(*boards: tuple[str, str]) -> FleetStatus:

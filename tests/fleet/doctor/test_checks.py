@@ -12,7 +12,7 @@ from orinkit import ORIN
 from flowspec_edge.fleet.board_links import tc
 from flowspec_edge.fleet.commands import LocalRunner
 from flowspec_edge.fleet.doctor.cluster import check_shaping
-from flowspec_edge.fleet.probe import setup
+from flowspec_edge.fleet.probe import system_rules as rules
 from flowspec_edge.fleet.probe.checks import CHECKS, Place, Subject
 from flowspec_edge.fleet.probe.facts import BoardFacts, SystemFacts, system_facts
 from flowspec_edge.fleet.probe.findings import WORST, Finding, merged
@@ -54,7 +54,7 @@ def checked(given: SystemFacts, storage: str = "", power_mode: str = "") -> dict
 
 
 def network(given: SystemFacts, interface: str = "eth0") -> Finding:
-    return setup.network(given, "10.0.0.11", interface, None)
+    return rules.network(given, "10.0.0.11", interface, None)
 
 
 def system(changes: dict[str, str] | None = None, power_mode: str = "", **others: Any) -> dict[str, Finding]:
@@ -220,7 +220,7 @@ def test_a_machine_without_power_modes_cannot_have_one() -> None:
     ("", "unknown", "does not say"),
 ])
 def test_ntp_states(told: str, state: str, says: str) -> None:
-    finding = setup.time_service(facts(timedatectl=told))
+    finding = rules.time_service(facts(timedatectl=told))
     assert (finding.state, says in finding.found) == (state, True)
     assert finding.remedy == ((("timedatectl", "set-ntp", "true"),) if "off" in says else ())
 

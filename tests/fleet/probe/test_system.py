@@ -20,7 +20,7 @@ from flowspec_edge.fleet.board_links.namespaces import NetnsTestbed
 from flowspec_edge.fleet.probe.facts import (
     _SENT,
     BoardFacts,
-    RunningFacts,
+    BoardStatus,
     SystemFacts,
     parse,
     program,
@@ -98,7 +98,7 @@ def test_the_probe_is_a_program_for_an_older_python(section: str, tmp_path: Path
     told = json.loads(done.stdout)
     begun = told["time"]
     assert parse(told, begun, begun + told["seconds"] + 1).ahead == pytest.approx(-0.5, abs=0.01)
-    wanted = {"service": RunningFacts, "system": SystemFacts, "deployment": BoardFacts}[section]
+    wanted = {"service": BoardStatus, "system": SystemFacts, "deployment": BoardFacts}[section]
     assert told[section].keys() <= {field.name for field in fields(wanted)}
 
 

@@ -13,10 +13,10 @@ import pytest
 from flowspec_edge.cli.main import main
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.inventory import load_inventory
-from flowspec_edge.fleet.probe.facts import Installed, parse
+from flowspec_edge.fleet.probe.facts import BoardStatus, Installed, parse
 from flowspec_edge.fleet.probe.onboard.service import ask_ready, read_release
 from flowspec_edge.fleet.services.client import DraftClient
-from flowspec_edge.fleet.services.status import BoardStatus, FleetStatus
+from flowspec_edge.fleet.services.status import FleetStatus
 
 WHOLE = {"id": "a1", "role": "verify", "stage": 2, "model": "m"}
 
@@ -130,8 +130,8 @@ def test_what_a_board_says_does_nothing_to_a_terminal(tmp_path: Path, capsys: py
                                                       ) -> None:
     bad = "\x1b[2J[/red]\x9b1m\u202e"
     told = {"time": 0.0, "seconds": 0.0, "service": {
-        "current": {"id": bad, "role": "draft", "stage": 0}, "ready": {"ready": False, "reason": bad},
-        "unit": {"state": bad, "since": bad, "said": bad, "restarts": 10**40}}}
+        "name": bad, "current": {"id": bad, "role": "draft", "stage": 0}, "ready": False, "reason": bad,
+        "state": bad, "since": bad, "said": bad, "restarts": 10**40}}
     (tmp_path / "answer").write_text(json.dumps(told))
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\ncat > /dev/null\ncat {tmp_path}/answer\n")

@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from flowspec_edge.fleet.paths import API_KEY, CURRENT, PREVIOUS, UNSETTLED, unit_of
+from flowspec_edge.fleet.paths import API_KEY, CURRENT, GOING_BACK, PREVIOUS, UNSETTLED, unit_of
 from flowspec_edge.fleet.probe.onboard.tools import assignments, output, text
 from flowspec_edge.runtime.observe.power_rails import read_watts, system_root, total_rails
 
@@ -18,16 +18,18 @@ _ASK_S = 5
 
 
 def facts(host: str, port: int, rails: list[Any]) -> dict[str, Any]:
-    """``current`` and ``previous`` are release.json, ``ready`` is /ready; any value may be None.
+    """Fields of ``probe.facts.BoardStatus``; ``current`` and ``previous`` are release.json or None.
 
     host, port  where the draft service answers
     rails       for ``total_rails``
     """
     current = read_release(CURRENT)
-    drafts = current is not None and current["role"] == "draft"
-    return {"current": current, "previous": read_release(PREVIOUS), "unsettled": text(UNSETTLED).strip(),
-            "unit": None if current is None else show(unit_of(current["role"], current["stage"])),
-            "ready": ask_ready(host, port, API_KEY) if drafts else None,
+    found = {"state": "absent"} if current is None else show(unit_of(current["role"], current["stage"]))
+    if current is not None and current["role"] == "draft":
+        answer = ask_ready(host, port, API_KEY)
+        found.update(ready=answer["ready"], reason=answer.get("reason") or "")
+    return {**found, "current": current, "previous": read_release(PREVIOUS),
+            "going_back": text(UNSETTLED).strip() == GOING_BACK,
             "watts": read_watts(total_rails(system_root(), rails))}
 
 

@@ -17,6 +17,7 @@ import sys
 from typing import Any
 
 from flowspec_edge.fleet.board_links.interfaces import ipv4_addresses
+from flowspec_edge.fleet.paths import USER
 from flowspec_edge.fleet.probe.onboard.tools import last_line, ntp, output, run, text
 
 GPU_GROUPS = ("video", "render")  # whose members may use a Tegra's GPU; not every release has both
@@ -26,7 +27,6 @@ FILES = ("etc/nv_tegra_release", "sys/firmware/devicetree/base/model", "proc/cpu
          "var/lib/nvpmodel/status", "etc/group", "sys/class/thermal/thermal_zone*/temp")
 _GPUS = ("/dev/nvhost-gpu", "/dev/nvgpu", "/dev/nvidia0")  # Tegra's, older and newer, and a discrete GPU's
 _NET_CLASS = "/sys/class/net"
-_USER = "flowspec"  # the services'; the first `deploy up` creates it
 _IMPORT_S = 240  # a small board reads torch from its SD card
 _UNITS = ["flowspec-draft.service", "flowspec-verify@*.service"]
 
@@ -245,7 +245,7 @@ def transient_unit(protections: list[str]) -> tuple[list[str], str]:
         return [], ""
     names = {group.gr_name for group in grp.getgrall()}
     groups = [name for name in GPU_GROUPS if name in names]
-    user = _USER if any(entry.pw_name == _USER for entry in pwd.getpwall()) else "nobody"
+    user = USER if any(entry.pw_name == USER for entry in pwd.getpwall()) else "nobody"
     settings = [f"User={user}", f"SupplementaryGroups={' '.join(groups)}", "Environment=HOME=/tmp",
                 f"RuntimeMaxSec={_IMPORT_S}", *protections]
     described = f"user {user}, groups {', '.join(groups)}" if groups else f"user {user}"
