@@ -54,14 +54,14 @@ def tiny_eagle3(model_dir: Path, drafted: int | None = None, seed: int = 0,
     save_head3(head, model_dir / "eagle3", torch.float32)
 
 
-def never_ends(model_dir: Path) -> Path:
-    """Remove the target's end-of-sequence id, and give token 0 a logit of 0: answers, sampled ones too, reach
-    their limits."""
+def never_ends(model_dir: Path, sampled: bool = False) -> Path:
+    """Give the target's end-of-sequence id a logit of 0: greedy answers reach their limits. ``sampled``:
+    sampled ones, too, because the id ends nothing any more."""
     file = model_dir / "target" / "model.safetensors"
     tensors = load_file(file)
     tensors["lm_head.weight"][0] = 0
     save_file(tensors, file, {"format": "pt"})
-    for name in ("config.json", "generation_config.json"):
+    for name in ("config.json", "generation_config.json") if sampled else ():
         path = model_dir / "target" / name
         path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": None}))
     return model_dir

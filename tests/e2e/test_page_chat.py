@@ -52,7 +52,8 @@ pytestmark = needs_browser
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return never_ends(tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2, hidden=32, vocab=97))
+    path = tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2, hidden=32, vocab=97)
+    return never_ends(path, sampled=True)
 
 
 @pytest.fixture(scope="module")
