@@ -25,9 +25,8 @@ from torch.nn import functional
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.probe.findings import Finding
 from flowspec_edge.stage.quant.base import KINDS as QUANTISED
-from flowspec_edge.stage.quant.bnb import EXPANDING
 from flowspec_edge.stage.quant.grouped import kernel as int4_kernel
-from flowspec_edge.stage.quant.schemes import scheme
+from flowspec_edge.stage.quant.schemes import EXPANDING, scheme
 from flowspec_edge.util.tensors import DTYPES, parse_dtype
 from flowspec_edge.util.torchdevice import use_exact_kernels
 

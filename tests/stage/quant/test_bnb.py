@@ -11,8 +11,7 @@ from quantkit import DEVICES, random_matrix
 
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.stage.quant.base import Kind
-from flowspec_edge.stage.quant.bnb import library
-from flowspec_edge.stage.quant.schemes import scheme
+from flowspec_edge.stage.quant.schemes import library, scheme
 
 BNB: list[Kind] = ["nf4", "fp4"]
 
