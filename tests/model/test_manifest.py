@@ -47,9 +47,9 @@ def test_it_reads_and_checks(model: Path) -> None:
     for part in manifest.parts:
         manifest.check(part, done.append)
     assert sum(done) == sum(map(len, FILES.values()))
-    with pytest.raises(UsageError, match="has no part 'stage-3', only stage-1, stage-2, draft"):
+    with pytest.raises(UsageError, match="'stage-3'"):
         manifest.check("stage-3")
-    with pytest.raises(UsageError, match=r"was sharded into 2 stages, not 3: use 2, or shard it again"):
+    with pytest.raises(UsageError, match=r"2 stages, not 3"):
         manifest.check_stages(3)
 
 
@@ -59,7 +59,7 @@ def test_a_board_has_its_own_part(model: Path) -> None:
             (model / path).unlink()
     manifest = Manifest.read(model)
     manifest.check("stage-2")
-    with pytest.raises(FlowspecError, match=r"stage-1/config\.json is missing: copy .*stage-1 again"):
+    with pytest.raises(FlowspecError, match=r"stage-1/config\.json"):
         manifest.check("stage-1")
 
 
@@ -113,5 +113,5 @@ def test_none_and_nonsense(model: Path) -> None:
     (model / "manifest.json").write_text("{")
     with pytest.raises(FlowspecError, match=r"manifest\.json is not valid JSON"):
         Manifest.read(model)
-    with pytest.raises(UsageError, match=r"is not a sharded model: manifest\.json is missing"):
+    with pytest.raises(UsageError, match=r"manifest\.json"):
         Manifest.read(model / "stage-1")

@@ -365,7 +365,7 @@ def test_a_saved_module_is_the_module(tmp_path):
 
 
 def test_a_damaged_module_is_named(tmp_path):
-    with pytest.raises(UsageError, match=r"no SPD module at .*: config\.json is missing"):
+    with pytest.raises(UsageError, match=r"config\.json"):
         load_module(tmp_path, torch.float32)
     module = make_module(0)
     save_module(module, tmp_path, torch.float32)

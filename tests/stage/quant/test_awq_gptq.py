@@ -132,7 +132,7 @@ def test_act_order_is_refused_only_where_it_matters() -> None:
     tensors = made.gptq(1)
     assert np.abs(grouped_weights(read.convert(tensors, 16, 256)) - made.weights).max() < 1e-9
     tensors["g_idx"] = tensors["g_idx"].flip(0)
-    with pytest.raises(UsageError, match=r"quantised with act-order \(desc_act\).*take one without it"):
+    with pytest.raises(UsageError, match=r"desc_act"):
         read.convert(tensors, 16, 256)
 
 

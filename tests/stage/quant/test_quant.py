@@ -176,15 +176,15 @@ def test_what_fits(kind: Kind, group: int, shape: tuple[int, int], fits: int | N
     if fits is None:
         for refuse in (lambda: chosen.stored(*shape),
                        lambda: chosen.linear(*shape, bias=False, dtype=torch.float32)):
-            with pytest.raises(UsageError, match=f"{kind} cannot hold a matrix of {shape[0]} x {shape[1]}"):
+            with pytest.raises(UsageError, match=f"{kind} .*{shape[0]} x {shape[1]}"):
                 refuse()
 
 
 def test_unknown_kinds_and_groups() -> None:
     unknown: Any = "int3"
-    with pytest.raises(UsageError, match="no kind of quantised weights 'int3': use one of int4, nf4, fp4"):
+    with pytest.raises(UsageError, match="'int3'"):
         scheme(unknown)
-    with pytest.raises(UsageError, match="no int4 groups of 100: use one of 32, 64, 128, 256"):
+    with pytest.raises(UsageError, match=r"int4 .*100"):
         scheme("int4", 100)
 
 
@@ -194,7 +194,7 @@ def test_filling_checks_what_it_is_given(kind: Kind) -> None:
     stored = chosen.quantise(random_matrix(32, 64))
     linear = chosen.linear(32, 64, False, torch.float32)
     lacking = {"qweight": stored["qweight"]}
-    with pytest.raises(FlowspecError, match=f"a {kind} matrix of 32 x 64 is stored as qweight, .*not as"):
+    with pytest.raises(FlowspecError, match=f"{kind} matrix of 32 x 64 .*qweight"):
         linear.fill(lacking)
     with pytest.raises(FlowspecError, match=r"qweight of .* must be torch.u?int8 \[32, .*\], and is .*16, "):
         linear.fill({**stored, "qweight": stored["qweight"][:16]})
