@@ -16,7 +16,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "flowspec_edge"
-MAX_MODULES, MAX_LINES = 20, 400
+MAX_LINES = 400
+SHORT = 60  # lines; a shorter file beside its only user is a part of it
+ALONE = {"runtime.worker.load": "it imports torch, and its user must not before the links are up"}
 
 # What each part of the package may import beside itself.
 FOUNDATION = {"errors", "messages", "util", "device_profile", "sampling", "model"}
@@ -198,15 +200,19 @@ def test_the_check_for_circles_finds_them() -> None:
     assert circles(edges) == ["b <-> c", "d <-> e"]
 
 
-def test_folders_and_files_are_of_a_readable_size() -> None:
-    wrong = [f"{module}: {lines} lines" for module, (path, _) in trees().items()
-             if (lines := len(path.read_text(encoding="utf-8").splitlines())) > MAX_LINES]
-    for package in packages():
-        # A file beside others in its folder; a sub-package counts for itself.
-        held = [m for m, (path, _) in trees().items()
-                if path.parent == PACKAGE / Path(*package.split(".")) and path.name != "__init__.py"]
-        if len(held) > MAX_MODULES:
-            wrong.append(f"{package or 'flowspec_edge'}: {len(held)} modules")
+def test_a_file_is_one_concept() -> None:
+    """Not more than can be read in one go, and no short file beside its only user."""
+    users = defaultdict(set)
+    for module in trees():
+        for other in imported_modules(module):
+            users[other].add(module)
+    wrong = []
+    for module, (path, _) in trees().items():
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        if lines > MAX_LINES:
+            wrong.append(f"{module}: {lines} lines")
+        if lines < SHORT and path.name != "__init__.py" and len(users[module]) == 1 and module not in ALONE:
+            wrong.append(f"{module}: {lines} lines, of use to {users[module].pop()} alone")
     assert_none(wrong)
 
 

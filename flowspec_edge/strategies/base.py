@@ -96,7 +96,7 @@ class Strategy(ABC):
 
     @property
     def allows_early_send(self) -> bool:
-        """Whether a segment may wait at a busy first stage (``draft_device.scheduling.send_ahead``)."""
+        """Whether a segment may wait at a busy first stage (``draft_device.scheduling.scheduler``)."""
         return False
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flowspec_edge.runtime.draft_device.scheduling.send_ahead import SlotPredictor
+from flowspec_edge.runtime.draft_device.scheduling.scheduler import SlotPredictor
 
 SLOT, PASS = 1.0, 0.4
 

@@ -7,7 +7,8 @@ pipeline's worth of rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from math import ceil
@@ -34,11 +35,61 @@ from flowspec_edge.runtime.draft_device.scheduling.row_shares import (
     fair_weights,
     prompt_rows,
 )
-from flowspec_edge.runtime.draft_device.scheduling.send_ahead import SlotPredictor
 from flowspec_edge.runtime.request import SchedulingPolicy
 
 _MOST_ROWS = 256  # of a batch, unless one segment is longer
+_NEWEST = 9  # durations of a kind
+_RANK = 2  # of the sorted ones: a late credit lengthens a duration, and a pruned segment takes no time
 T = TypeVar("T")
+
+
+class SlotPredictor:
+    """Predicts when V1 becomes idle, from the most recent durations of each kind of work, in seconds.
+
+    A strategy builds a segment at the last moment, when V1 has a free slot. D0 cannot send while it computes,
+    and a draft pass takes a fifth of a slot at four stages, more than half at fourteen. To keep the pipeline
+    full, a segment is queued at V1 *ahead* of a pass that would outlast V1's current segment.
+    """
+
+    def __init__(self) -> None:
+        self._durations: dict[Hashable, deque[float]] = {}
+        self._queue: list[tuple[int, float]] = []  # at V1, in order: rows, and the earliest start
+
+    def add_duration(self, kind: Hashable, seconds: float) -> None:
+        self._durations.setdefault(kind, deque(maxlen=_NEWEST)).append(seconds)
+
+    def seconds(self, kind: Hashable) -> float | None:
+        """Return the estimate for this kind; None without observations."""
+        durations = self._durations.get(kind)
+        return sorted(durations)[min(_RANK, len(durations) - 1)] if durations else None
+
+    def sent(self, rows: int, now: float) -> None:
+        self._queue.append((rows, now))
+
+    def segment_done(self, now: float) -> None:
+        """D0 learns that V1 has finished the oldest segment in its queue."""
+        rows, begun = self._queue.pop(0)
+        expected = self.seconds(_size(rows))
+        self.add_duration(_size(rows), now - begun)
+        if self._queue:
+            # The next segment began when V1 became free; a busy D0 may learn that late.
+            free = now if expected is None else min(now, begun + expected)
+            following, sent = self._queue[0]
+            self._queue[0] = following, max(sent, free)
+
+    def outlasts(self, kind: Hashable, now: float) -> bool:
+        """Return whether D0's work, started now, would end after V1 has run out of segments. Only with one
+        segment at V1; False before the durations are known."""
+        if len(self._queue) != 1:
+            return False
+        rows, begun = self._queue[0]
+        there, here = self.seconds(_size(rows)), self.seconds(kind)
+        return there is not None and here is not None and begun + there < now + here
+
+
+def _size(rows: int) -> tuple[str, int]:
+    """The kind of a segment: row counts with the same bit length."""
+    return "rows", rows.bit_length()
 
 
 class Scheduler:
