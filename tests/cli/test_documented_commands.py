@@ -9,8 +9,8 @@ import dockit
 import pytest
 from optionkit import refusal
 
-DOCUMENTS = sorted(path for path in (Path(__file__).parents[2] / "docs").glob("*.md")
-                   if path.name != "experiments.md")  # a log, whose commands are those of their day
+DOCUMENTS = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
+# Not docs/experiments, a log whose commands are those of their day.
 
 
 def flowspec_words(command: str) -> list[list[str]]:
