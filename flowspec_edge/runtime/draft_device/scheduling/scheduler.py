@@ -1,8 +1,8 @@
 """Schedules several requests on V1's slots and D0's time; used by the real-time and virtual-time drivers.
 
-Requests share V1's slots: a batch has the rows of all requests that have any, and their outputs come back,
-are verified and drafted on together.  Outputs come before draft passes: they take less time and free a
-pipeline's worth of rows.
+Requests share V1's slots: a batch has rows of all requests that have any to send.  Their outputs come back
+together, and are verified in one job; draft passes that can be shared are one job, too.  D0 verifies outputs
+before it drafts, because verifying takes less time and frees a pipeline's worth of rows.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Scheduler:
                  on_failure: Callable[[Coordinator, Exception], None] | None = None,
                  policy: SchedulingPolicy = "fair") -> None:
         """clock       the driver's, in seconds; None: no segment is sent ahead
-        on_failure  gets what a request's own strategy or drafter raises, while the others' messages and tasks
-                    are still collected; None: it is raised
-        policy      fair: callers share rows equally, each caller's requests by their priorities' weights;
-                    fcfs: those of a higher priority, and among equals the older ones, get theirs first
+        on_failure  gets errors of a request's own strategy or drafter, while the other requests' messages and
+                    tasks are still collected; None: such an error is raised
+        policy      fair: callers share rows equally, and a caller's requests divide its rows by the weights
+                    of their priorities; fcfs: requests get rows in the order of priority, then age
         """
         self._clock = clock
         self._on_failure = on_failure
@@ -92,10 +92,11 @@ class Scheduler:
         return messages
 
     def take_ahead(self, job: Job) -> list[Segment | Batch]:
-        """Return what to queue at V1 before D0 starts ``job``, a draft pass that outlasts V1's work.
+        """Return the segments to queue at V1 before D0 starts ``job``, if this is a draft pass that outlasts
+        V1's work.
 
-        Not before an output, which takes little time and shows what is worth sending; nor beside a request
-        whose strategy sends nothing ahead: it would have to wait for another slot.
+        None are sent before an output is verified, which takes little time and shows which rows are worth
+        sending. Nor while a request's strategy sends nothing ahead, because that request would miss the slot.
         """
         if self._clock is None or not job.is_draft or len(self._at_v1) != 1:
             return []
@@ -126,12 +127,12 @@ class Scheduler:
 
     def _first(self, among: Sequence[Coordinator]) -> list[Segment]:
         """Tensor-parallel ranks compute one segment at a time; of equal priorities the oldest comes first."""
-        return next((found for coordinator in sorted(among, key=_priority)
-                     if (found := self._alone(coordinator))), [])
+        return next((segments for coordinator in sorted(among, key=_priority)
+                     if (segments := self._alone(coordinator))), [])
 
     def _shared(self, among: Sequence[Coordinator]) -> list[Segment]:
-        """Segments that cannot be divided go whole, and the rows of the others by their worth; then chunks of
-        prompts, as many rows as do not delay these."""
+        """A batch's segments. Segments that cannot be divided go whole, and rows of the other requests are
+        chosen by their worth. Then chunks of prompts are added, as far as they do not delay the rest much."""
         if any(coordinator.strategy.parallelism != "pipeline" for coordinator in among):
             return self._first(among)
         order = sorted(among, key=_priority if self._in_order else self._last_served)[:MAX_BATCH]
@@ -162,8 +163,8 @@ class Scheduler:
         for place, coordinator in enumerate(reading):
             if room > 0:
                 weights = _weights(reading[place:])
-                own = room if self._in_order else ceil(room * weights[0] / sum(weights))
-                chunk = self._alone(coordinator, own)
+                limit = room if self._in_order else ceil(room * weights[0] / sum(weights))
+                chunk = self._alone(coordinator, limit)
                 room -= sum(len(segment.numbers) for segment in chunk)
                 segments += chunk
         return segments
@@ -187,7 +188,7 @@ class Scheduler:
         return message.session in self._open and self._open[message.session].receive(message)
 
     def next_job(self) -> Job | None:
-        """Return the most urgent job: the outputs that are here, of all requests, before draft passes."""
+        """Return the most urgent job: verifying the requests' outputs that have arrived, or else drafting."""
         outputs: list[tuple[Coordinator, Task]] = []
         for coordinator in self:
             if output := coordinator.next_output():

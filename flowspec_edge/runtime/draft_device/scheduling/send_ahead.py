@@ -1,8 +1,8 @@
 """Predicts when V1 becomes idle, to decide whether to send a segment before a draft pass.
 
-A strategy builds a segment at the last moment, when V1 has a free slot. D0 cannot send while it computes, and
-a draft pass takes a fifth of a slot at four stages, more than half at fourteen. To keep the pipeline full, a
-segment is queued at V1 *ahead* of a pass that would outlast V1's current segment.
+A strategy builds a segment at the last moment, when V1 has a free slot. But D0 cannot send while it computes,
+and a draft pass takes a fifth of a slot at four stages, and more than half of a slot at fourteen. So before a
+pass that would outlast V1's current segment, D0 queues the next segment at V1 *ahead* of time.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 
-_NEWEST = 9  # durations of a kind
-_RANK = 2  # of the sorted ones: a late credit lengthens a duration, and a pruned segment takes no time
+_NEWEST = 9  # durations that are kept of each kind of work
+# The estimate is this element of the sorted durations: a late credit makes a duration too long, and a pruned
+# segment takes no time.
+_RANK = 2
 
 
 class SlotPredictor:
@@ -44,8 +46,8 @@ class SlotPredictor:
             self._queue[0] = following, max(sent, free)
 
     def outlasts(self, kind: Hashable, now: float) -> bool:
-        """Return whether D0's work, started now, would end after V1 has run out of segments. Only with one
-        segment at V1; False before the durations are known."""
+        """Return whether D0's work, started now, would end after V1 has run out of segments. False unless
+        exactly one segment is at V1 and both durations are known."""
         if len(self._queue) != 1:
             return False
         rows, begun = self._queue[0]
