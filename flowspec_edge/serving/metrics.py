@@ -1,7 +1,7 @@
 """/metrics for Prometheus, in a registry of its own.
 
-Requests, their tokens and times come from the access log's records: they count what clients see. Figures from
-the cluster (drafted, verified and accepted tokens, rounds, losses) include the server's own probes.
+Requests, their tokens and times come from the access log's records, so they count what clients see. Figures
+from the cluster (drafted, verified and accepted tokens, rounds, losses) include the server's own probes.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class _Progress:
     accepted: int = 0  # draft tokens in the rounds that ended
 
     def add_tokens(self, tokens: int, at: float) -> None:
-        """The answer has so many tokens now."""
+        """Note that the answer has ``tokens`` tokens now."""
         self.gaps.extend(([at - self.newest_at] if self.first_at is not None else [])
                          + [0.0] * (tokens - self.tokens - 1))
         self.tokens, self.newest_at = tokens, at
@@ -177,7 +177,7 @@ class RequestStats:
         return [speed for progress in self._running.values() if (speed := progress.tokens_per_second(now))]
 
     def _requests(self, now: float) -> list[dict[str, Any]]:
-        """Return those that run, the oldest first."""
+        """Return the running requests, the oldest first."""
         while self._sent and self._sent[0][0] < now - _SHARE_S:
             self._sent.popleft()
         rows = dict.fromkeys(self._running, 0)
@@ -239,7 +239,7 @@ class Boards:
             self._beats.setdefault(place, deque(maxlen=_NEWEST)).append((at, counters))
 
     def missing(self, places: Collection[int], at: float) -> None:
-        """These are lost now, and no others."""
+        """Note that these places are lost now, and no others."""
         with self._lock:
             for place in places:
                 losses = self._losses.setdefault(place, Losses())
@@ -261,7 +261,7 @@ class Boards:
         self._rows += rows
 
     def sample(self, system_stats: HeartbeatCounters, at: float) -> None:
-        """Record D0's own state: D0 sends no heartbeats."""
+        """Record D0's own state, because D0 sends no heartbeats."""
         self.add_heartbeat(0, {**system_stats, "compute_s": self._computed_s, "rows": self._rows}, at)
 
     def event(self, now: float) -> dict[str, Any]:

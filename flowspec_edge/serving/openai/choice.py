@@ -54,11 +54,11 @@ class Choice:
 
     @property
     def tokens(self) -> int:
-        """How many were read, up to the one that completed a stop string."""
+        """How many tokens were read, up to the one that completed a stop string."""
         return self._detokenizer.tokens
 
     def new_logprobs(self) -> list[TokenLogprob]:
-        """Those of the tokens read since the last call, if requested."""
+        """Log-probabilities of the tokens read since the last call, if requested."""
         new = self.pending.likelihoods[self._logprobs_sent:self.tokens]
         self._logprobs_sent += len(new)
         return self._token_decoder.decode(new)
