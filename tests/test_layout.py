@@ -277,6 +277,17 @@ def test_documents_name_files_that_exist(document: str) -> None:
     assert_none([name for name in named if not any((root / name).exists() for root in (PACKAGE, ROOT))])
 
 
+def test_the_index_of_experiments_has_every_entry_newest_first() -> None:
+    folder = ROOT / "docs" / "experiments"
+    entries = {f"{path.name}#{anchor}" for path in folder.glob("*.md")
+               for heading in re.findall(r"^## (.*)", path.read_text(encoding="utf-8"), re.MULTILINE)
+               for anchor in [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")]}  # GitHub's
+    rows = re.findall(r"^\| (\d{4}-\d\d-\d\d) \| \[.*\]\((\S+)\) \| .+ \|$",
+                      (folder / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(link for _, link in rows) == sorted(entries)
+    assert [date for date, _ in rows] == sorted((date for date, _ in rows), reverse=True)
+
+
 def test_top_level_of_the_repository() -> None:
     listed = subprocess.run(["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True, check=False)
     if listed.returncode:

@@ -179,9 +179,9 @@ class Inventory(StrictModel):
         if not self.decided:
             names = ", ".join(device.name for device in self.device if device.role == "auto")
             raise UsageError(
-                f'cluster {self.cluster.name}: the file leaves the role of {names} to the planner, and this '
-                'needs definite ones: see what flowspec deploy plan finds, and give role = "draft" to '
-                'one [[device]] and role = "verify" to the others')
+                f'cluster {self.cluster.name}: {names}: role is "auto", but this command needs definite '
+                'roles: set role = "draft" for one [[device]] and role = "verify" for the others; '
+                'flowspec deploy plan proposes them')
         return self.device
 
     def interface(self, device: DeviceEntry) -> str:

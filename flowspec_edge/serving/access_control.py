@@ -1,7 +1,8 @@
-"""Who may use the endpoints: an API key or, without one, the Host that a request names; and who calls.
+"""Decides who may use the endpoints: by an API key or, if the server has none, by the request's Host header.
+Also tells callers apart.
 
-Decisions rest on the ASGI scope alone. Starlette's ``request.url`` is put together from the client's Host
-header, so its path need not be the path that is served.
+Decisions use the ASGI scope alone. Starlette builds ``request.url`` from the client's Host header, so the
+path of that URL need not be the path that is served.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ _OCTET = rb"(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _LOOPBACK = re.compile(rb"(?:localhost|127(?:\." + _OCTET + rb"){3}|\[::1\])(?::([0-9]{1,5}))?",
                        re.IGNORECASE)
 _MAX_PORT = 65535
-_KEY = "flowspec.key"  # in the scope: which key a request had
-_NETWORK_V6 = 64  # bits of an IPv6 address that its user did not choose
+_KEY = "flowspec.key"  # the scope's entry for the number of the key that the request had
+_NETWORK_V6 = 64  # first bits of an IPv6 address: its network's, which the user cannot choose
 
 
 class AccessMiddleware:
-    """Checks the API keys, except on /health and the page, which asks its user for the key.
+    """Checks the API keys, except on /health and on the page, which asks the user for the key.
 
-    Without a key only this machine can reach the server. That includes browsers, in which a foreign page's
-    name may resolve to loopback (DNS rebinding), so the Host must be one of loopback's own.
+    A server without a key listens on loopback only. But a browser on this machine may show a foreign page
+    whose host name resolves to loopback (DNS rebinding), so the Host header must be one of loopback's own.
     """
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
-        """``api_key``: one or several, one a line; each is a caller of its own."""
+        """``api_key``: one or several keys, one a line; each key is another caller."""
         self._app = app
         keys = None if api_key is None else [key.strip() for key in api_key.splitlines() if key.strip()]
         self._expected = None if keys is None else [f"Bearer {key}".encode() for key in keys]
@@ -63,8 +64,8 @@ class AccessMiddleware:
 
 def is_loopback(hosts: list[bytes]) -> bool:
     """Return whether there is one Host header, and it is localhost, 127.0.0.0/8 or [::1], with any port."""
-    found = _LOOPBACK.fullmatch(hosts[0]) if len(hosts) == 1 else None
-    return found is not None and int(found[1] or 0) <= _MAX_PORT
+    match = _LOOPBACK.fullmatch(hosts[0]) if len(hosts) == 1 else None
+    return match is not None and int(match[1] or 0) <= _MAX_PORT
 
 
 def _values(scope: Scope, name: bytes) -> list[bytes]:
@@ -72,8 +73,8 @@ def _values(scope: Scope, name: bytes) -> list[bytes]:
 
 
 def caller_of(scope: Scope, user: str | None) -> Caller:
-    """Return a request's caller: its API key, its address, its ``user``. An IPv6 address counts by its
-    network; behind a trusted proxy the address is the one that the proxy names."""
+    """Return a request's caller: API key, address, ``user``. An IPv6 address is replaced by its network.
+    Behind a trusted proxy, the address is the one that the proxy names."""
     host = scope["client"][0] if scope.get("client") else ""
     try:
         address = ipaddress.ip_address(host)

@@ -18,8 +18,8 @@ GONE = 499  # nginx's status for a client that closed its connection
 
 @dataclass
 class AccessRecord:
-    """Times are seconds since the request's arrival, None for events that did not happen. ``energy_j``: of
-    all boards; None if not measured, or if a stop string ended the answer."""
+    """One request. Times are seconds since its arrival, None for events that did not happen. ``energy_j``: of
+    all boards; None if it was not measured, or if a stop string ended the answer."""
 
     path: str
     id: str | None = None
@@ -35,11 +35,11 @@ class AccessRecord:
     seconds: float = 0.0
     error: str | None = None
     _start: float = field(default_factory=time.monotonic, repr=False)
-    _token_at: float | None = field(default=None, repr=False)  # when the newest came
+    _token_at: float | None = field(default=None, repr=False)  # when the newest token came
 
     def add_tokens(self, at: float, count: int) -> list[float]:
-        """Note that ``count`` tokens came together, ``at`` in seconds of time.monotonic. Returns the seconds
-        between each and the token before; the answer's first has none."""
+        """Note that ``count`` tokens came together, ``at`` in seconds of time.monotonic. Return the seconds
+        between each token and the one before it; the answer's first token has no entry."""
         gaps = [0.0] * (count - 1)
         if self._token_at is None:
             self.first_token_s = at - self._start
@@ -66,8 +66,8 @@ class AccessRecord:
 
 
 class LimitedHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not generic in Python 3.10
-    """Writes to stderr: of each kind of line some a minute; the others are counted, so that no client can
-    fill the disk. Answered requests are not limited: the cluster can answer only so many."""
+    """Writes to stderr, at most some lines a minute of each kind, so that no client can fill the disk; the
+    others are counted. Lines of answered requests are not limited: the cluster can answer only so many."""
 
     def __init__(self, most: int = 60, clock: Callable[[], float] = time.monotonic) -> None:
         """``most``: lines a minute, of one logger, template and HTTP status."""

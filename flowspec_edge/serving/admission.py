@@ -1,4 +1,4 @@
-"""Admission: requests queue for the cluster's few places, and give them up to callers that have fewer.
+"""Admission: requests queue for the cluster's few places; callers with many places give them up to others.
 
 One thread owns the cluster and runs :meth:`AdmissionQueue.run`; all other methods are thread-safe.
 """
@@ -26,11 +26,11 @@ from flowspec_edge.serving.fair_queue import Caller, FairQueue
 
 log = logging.getLogger(__name__)
 
-_PAUSE_S = 0.5  # before a lost cluster is tried again; doubled every time
+_PAUSE_S = 0.5  # before a lost cluster is probed again; doubled after every failure
 _MAX_PAUSE_S = 15.0
 _POLL_S = 0.1
-_AGING_S = 30.0  # of waiting, which count as a step of priority
-_TURN_S = 2.0  # of decoding, after which the only place of a caller may go to one without
+_AGING_S = 30.0  # so many seconds of waiting count as a step of priority
+_TURN_S = 2.0  # after so long of decoding, a caller's only place may go to a caller without one
 _STARTING = "no token has come through the pipeline yet: the cluster is starting"
 _ENDING = "the server is shutting down"
 
@@ -42,7 +42,7 @@ class QueueFull(FlowspecError):
 
 
 class ClusterUnavailable(FlowspecError):
-    """The cluster is down, or lost the request."""
+    """The cluster is down or ending, or it lost the request."""
 
     retry_after = 5  # seconds
 
@@ -55,10 +55,10 @@ Deliver = Callable[[Event], None]
 class PendingRequest:
     """An admitted request; ``deliver`` gets its events, in the cluster's thread.
 
-    position   requests, at its arrival, that had to end before its turn
-    waited_s   seconds until it got a place; None before that
-    handle     the cluster's, once it has had a place
-    turn_from  when the first token came since it got its place; None before that
+    position   how many requests had to end before its turn when it arrived
+    waited_s   seconds until it got its first place; None before that
+    handle     the cluster's handle of the request; None before it gets its first place
+    turn_from  when the first token came after it got its present place; None before that
     """
 
     request: Request
@@ -138,8 +138,8 @@ class AdmissionQueue:
 
     def submit(self, request: Request, caller: Caller, deliver: Deliver) -> PendingRequest:
         """Queue a request; callers take turns. QueueFull if all places are taken and its caller has a share,
-        or ClusterUnavailable. ``deliver`` gets token lists, then one Result or exception; nothing after
-        :meth:`cancel`."""
+        ClusterUnavailable if the cluster is down. ``deliver`` gets token lists, then one Result or exception,
+        but nothing after :meth:`cancel`."""
         with self._lock:
             if self._closed:
                 raise ClusterUnavailable(_ENDING)
@@ -164,7 +164,7 @@ class AdmissionQueue:
             pending.cancelled = True
             if pending.handle is not None:
                 pending.handle.cancel()
-            if pending not in self._queue.placed:  # else the cluster's end of it frees the place
+            if pending not in self._queue.placed:  # a place is freed when the cluster has ended the request
                 self._queue.discard(pending)
 
     def status_line(self, pending: PendingRequest) -> str:
@@ -200,12 +200,12 @@ class AdmissionQueue:
         """End :meth:`run`; every open request ends with an error. Idempotent."""
         with self._lock:
             self._closed = True
-            left = [*self._queue.placed, *self._queue]
-            for pending in left:
+            unanswered = [*self._queue.placed, *self._queue]
+            for pending in unanswered:
                 self._queue.discard(pending)
                 if pending.handle is not None:
                     pending.handle.cancel()
-        for pending in left:
+        for pending in unanswered:
             self._deliver(pending, ClusterUnavailable(_ENDING))
 
     def end(self) -> None:
@@ -227,12 +227,12 @@ class AdmissionQueue:
         return self._fault
 
     def _requests_ahead(self, pending: PendingRequest) -> int | None:
-        """How many requests must end before this one starts; None if it is not queued."""
+        """How many requests must end before ``pending`` starts; None if it is not queued."""
         before = self._queue.before(pending)
         return None if before is None else self._ahead(before)
 
     def _ahead(self, place: int) -> int:
-        """``place``: in the queue, from 0. The next one may get another's place."""
+        """``place``: in the queue, from 0. The first may get the place of a request that has to give way."""
         if place == 0 and self._queue.loser() is not None:
             return 0
         return max(0, place + 1 + len(self._queue.placed) - self._at_once)
@@ -272,7 +272,7 @@ class AdmissionQueue:
             self._mark_lost(error)
 
     def _next(self) -> PendingRequest | None:
-        """Give a place to the next request that can have one, if need be another's."""
+        """Give a place to the next request that can have one, if necessary that of another request."""
         with self._lock:
             if self._closed or self._reason() is not None:
                 return None
@@ -333,7 +333,7 @@ class AdmissionQueue:
                 event = outcome
             case Exception():
                 event = ClusterUnavailable(self._mark_lost(outcome))
-            case _:  # no Exception: the process ends
+            case _:  # a BaseException that is no Exception: the process ends
                 event = ClusterUnavailable(_ENDING)
         with self._lock:
             if not self._queue.discard(pending):
@@ -365,8 +365,8 @@ class AdmissionQueue:
         return None
 
     def _mark_lost(self, error: Exception) -> str:
-        """Note that the cluster has to pass a probe again; return the reason for clients, which see only the
-        type of a bug."""
+        """Note that the cluster has to pass a probe again; return the reason that clients get. Of a bug they
+        get only the exception's type."""
         if not isinstance(error, FlowspecError):
             log.error("a fault of this program", exc_info=error)
             error = FlowspecError(f"internal error ({type(error).__name__})")
@@ -387,12 +387,12 @@ class AdmissionQueue:
                 return
             with self._lock:
                 patient = self._clock() - lost_at < self._patience_s
-                left = [] if patient else self._queue.clear()
-            for pending in left:
+                expired = [] if patient else self._queue.clear()
+            for pending in expired:
                 self._deliver(pending, ClusterUnavailable(reason))
             again_at = time.monotonic() + pause
             while not self._over and time.monotonic() < again_at:
-                time.sleep(_POLL_S)  # a signal handler must not notify of the end
+                time.sleep(_POLL_S)  # polled, because ``end`` is for signal handlers and takes no lock
             pause = min(2 * pause, _MAX_PAUSE_S)
 
     def _deliver(self, pending: PendingRequest, event: Event) -> None:

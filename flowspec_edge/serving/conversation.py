@@ -10,7 +10,7 @@ from flowspec_edge.model.chat import Message
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.text import Tokenizer
 
-_MIN_ANSWER = 64  # tokens; with less room for the answer the oldest exchange is left out
+_MIN_ANSWER = 64  # tokens; if the answer has less room, the prompt leaves out the oldest exchange
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Conversation:
         self._answer_tokens = answer_tokens
         self._system = [Message("system", system)] if system is not None else []
         self._turns: list[Message] = []  # user and assistant, in turn
-        self._dropped = 0  # of the turns
+        self._dropped = 0  # how many of the oldest turns prompts leave out
         self.stop_ids = model.stop_ids | tokenizer.chat_stop_ids
         tokenizer.chat([*self._system, Message("user", "?")])
 
@@ -50,15 +50,15 @@ class Conversation:
         dropped = self._dropped
         while True:
             ids = self._tokenizer.chat([*self._system, *self._turns[dropped:], message])
-            left = self._room - len(ids)
-            if left >= min(_MIN_ANSWER, self._answer_tokens):
+            room = self._room - len(ids)
+            if room >= min(_MIN_ANSWER, self._answer_tokens):
                 break
             if dropped >= len(self._turns):
                 raise UsageError(f"the message has {len(ids)} tokens with what belongs to it; the model's "
                                  f"context is {self._room}, the answer included: shorten it")
             dropped += 2
         self._dropped = dropped
-        return ChatPrompt(ids, min(self._answer_tokens, left), dropped // 2)
+        return ChatPrompt(ids, min(self._answer_tokens, room), dropped // 2)
 
     def answered(self, question: str, answer: str) -> None:
         """Add an exchange, even with a partial answer."""

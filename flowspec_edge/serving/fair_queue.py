@@ -1,9 +1,9 @@
 """Requests that wait for a place in the cluster, and those that have one: callers take turns at every level.
 
-A caller is a path, from what tells callers apart for certain to what they say of themselves: API key,
-address, user. Fairness begins at the first level, so a client that names many users at one address shares
-the turns of that address. Priorities order the requests of one caller only; no caller gains on another by
-them.
+A caller is a path of API key, address and user. The first level tells callers apart for certain; the last one
+is what a client says. Fairness begins at the first level, so a client that names many users at one address
+shares the turns of that address. Priorities order the requests of one caller only, so no caller can overtake
+another by them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Caller = tuple[str, ...]
 
 
 class _Entry(NamedTuple):
-    """``due``: the arrival, later by the aging for every step of priority; ``number``: of its arrival."""
+    """``due``: the arrival, plus the aging time for every step of priority; ``number`` counts arrivals."""
 
     due: float
     priority: int
@@ -33,10 +33,10 @@ class FairQueue(Generic[T]):
     def __init__(self, clock: Callable[[], float], aging_s: float, places: int = 1,
                  stuck: Callable[[T], bool] = lambda item: False,
                  turn_over: Callable[[T], bool] = lambda item: False) -> None:
-        """aging_s    seconds of waiting that count as one step of priority: an item waits for later ones of
-                   its caller for at most so long for each step that they are ahead
-        places     how many items may have one
-        stuck      whether an item can do nothing with its place before others leave theirs
+        """aging_s    seconds of waiting that count as one step of priority: an item overtakes its caller's
+                   earlier ones only if they came at most so long before it for each step of its advantage
+        places     how many items may have a place
+        stuck      whether an item can use its place only after other items have left theirs
         turn_over  whether an item has had its place for as long as it may while a caller without one waits
         """
         self._clock = clock
@@ -57,12 +57,12 @@ class FairQueue(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         """Iterate in the order of :meth:`take`, if nothing is added or ends meanwhile."""
-        left = copy(self)
-        left._waiting = {caller: list(items) for caller, items in self._waiting.items()}
-        left._placed, left._places, left._turns = self._placed.copy(), self._places.copy(), self._turns.copy()
-        left._numbers = count(next(self._numbers))
-        while left._waiting:
-            yield left.take()
+        future = copy(self)
+        future._waiting = {caller: list(items) for caller, items in self._waiting.items()}
+        future._placed, future._places = self._placed.copy(), self._places.copy()
+        future._turns, future._numbers = self._turns.copy(), count(next(self._numbers))
+        while future._waiting:
+            yield future.take()
 
     @property
     def placed(self) -> list[T]:
@@ -70,8 +70,8 @@ class FairQueue(Generic[T]):
         return list(self._placed)
 
     def admits(self, caller: Caller, limit: int) -> bool:
-        """Return whether the caller may put an item: fewer than ``limit`` are here, or at some level fewer of
-        the caller's than its share of the limit, which those that are here divide equally, level by level."""
+        """Return whether the caller may put an item: if there are fewer than ``limit`` items, or if at some
+        level the caller has fewer than its share. Callers with items share the limit, level by level."""
         if len(self._entries) < limit:
             return True
         share = limit
@@ -84,8 +84,8 @@ class FairQueue(Generic[T]):
         return False
 
     def put(self, caller: Caller, item: T, priority: int = 0) -> None:
-        """Queue an item; of its caller's, lower priorities go first. A new caller comes after those that
-        wait."""
+        """Queue an item. Of one caller's items, those with lower numbers of priority go first. A new caller
+        comes after the callers that wait."""
         number = next(self._numbers)
         entry = _Entry(self._clock() + priority * self._aging_s, priority, number)
         self._entries[item] = caller, entry
@@ -110,27 +110,28 @@ class FairQueue(Generic[T]):
         return item
 
     def withdraw(self, item: T) -> None:
-        """Take the item's place away; it waits where it was before."""
+        """Take the item's place away; the item waits where it waited before."""
         caller = self._leave_place(item)
         insort(self._waiting.setdefault(caller, []), (self._entries[item][1], item), key=_entry)
 
     def has_turn(self) -> bool:
-        """Return whether an item waits and can be taken. None can while another is stuck: it comes first."""
+        """Return whether an item waits and can be taken. None can while another item is stuck, because the
+        stuck one comes first."""
         return bool(self._waiting) and len(self._placed) < self._most and self._first_stuck() is None
 
     def loser(self) -> T | None:
-        """Return the item that has to leave its place, if any: for one that waits if all places are taken, or
-        else for one that is stuck."""
+        """Return the item that has to leave its place, if any: for an item that is stuck, or else, if all
+        places are taken, for one that waits."""
         if (stuck := self._first_stuck()) is not None:
             rival = self._rival_of_waiting(_lasts)
             if rival is not None and self.placed.index(rival) >= self.placed.index(stuck):
-                return rival  # of those that cannot have begun the newest goes first
+                return rival  # of items that cannot have begun, the newest leaves first
             return self._rival(self._placed[stuck], self._turn_over, stuck)
         return self._rival_of_waiting(self._turn_over) if len(self._placed) >= self._most else None
 
     def _rival_of_waiting(self, turn_over: Callable[[T], bool]) -> T | None:
-        """Of the first waiting caller that has one: a caller whose turn it is may have its share already,
-        and another, behind it, none of its level's."""
+        """The rival of the first waiting caller that has one. The next caller may have its share already,
+        while a caller behind it has no place at its level."""
         for caller in sorted(self._waiting, key=self._rank):
             if (rival := self._rival(caller, turn_over)) is not None:
                 return rival
@@ -139,21 +140,22 @@ class FairQueue(Generic[T]):
     def _first_stuck(self) -> T | None:
         return next((item for item in self._placed if self._stuck(item)), None)
 
-    def _rival(self, caller: Caller, turn_over: Callable[[T], bool], own: T | None = None) -> T | None:
-        """Return the item that gives way to one of ``caller``'s: to ``own``, which has a place, or to one
-        without.
+    def _rival(self, caller: Caller, turn_over: Callable[[T], bool], stuck: T | None = None) -> T | None:
+        """Return the item that gives way to an item of ``caller``: to ``stuck``, which has a place, or to an
+        item without a place.
 
-        At the first level where two callers differ, one with two places more than the other gives up its
-        newest; one with a single place gives it up to one without when its turn is over.
+        Two callers are compared at the first level where they differ. A caller with two places more than the
+        other gives up its newest place; a caller with a single place gives it up, when its turn is over, to a
+        caller without one.
         """
         best: tuple[int, int] | None = None
-        found = None
+        rival = None
         for age, (item, other) in enumerate(self._placed.items()):
             paths = next(((mine, its) for mine, its in zip(_paths(caller), _paths(other), strict=True)
                           if mine != its), None)
             if paths is None:
                 continue
-            held = self._places[paths[0]] - (own is not None)
+            held = self._places[paths[0]] - (stuck is not None)
             more = self._places[paths[1]] - held
             if more >= 2:
                 rank = more, age
@@ -162,8 +164,8 @@ class FairQueue(Generic[T]):
             else:
                 continue
             if best is None or rank > best:
-                best, found = rank, item
-        return found
+                best, rival = rank, item
+        return rival
 
     def before(self, item: T) -> int | None:
         """Return how many waiting items precede this one if nothing changes; None if it does not wait."""
@@ -191,10 +193,10 @@ class FairQueue(Generic[T]):
 
     def clear(self) -> list[T]:
         """Remove the items that wait; return them in the order of :meth:`take`."""
-        left = list(self)
-        for item in left:
+        waiting = list(self)
+        for item in waiting:
             self.discard(item)
-        return left
+        return waiting
 
     def _leave_place(self, item: T) -> Caller:
         caller = self._placed.pop(item)
@@ -208,8 +210,8 @@ class FairQueue(Generic[T]):
         return min(self._waiting, key=self._rank)
 
     def _rank(self, caller: Caller) -> list[tuple[int, int]]:
-        """At each level, the one with the fewest places first, and of equals the one whose turn is longest
-        ago."""
+        """Orders callers: at each level, the caller with the fewest places comes first, and of equals the one
+        whose last turn is longest ago."""
         return [(self._places[path], self._turns[path]) for path in _paths(caller)]
 
 

@@ -1,7 +1,7 @@
-"""Request bodies: read with bounded memory, and prepared in threads of their own.
+"""Reads request bodies with bounded memory, and prepares them in threads.
 
-Tokenizers, chat templates and grammars take up to seconds. The event loop, which serves every other client,
-does not wait for them; and what is usually quick does not wait for what may be slow.
+Tokenizers, chat templates and grammars take up to seconds. The event loop, which serves all clients, does not
+wait for them; and each kind of work has its own threads, so that quick work does not wait for slow work.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from flowspec_edge.serving.openai.errors import ApiError
 
 T = TypeVar("T")
 
-MAX_BODY_BYTES = 2 * 2**20  # no model served here has room for a prompt of that size
+MAX_BODY_BYTES = 2 * 2**20  # longer than any prompt that a model served here has room for
 _MAX_HELD_BYTES = 8 * MAX_BODY_BYTES  # of all bodies that are being read or prepared
 _RETRY_S = 5
-_THREADS, _MAX_JOBS = 2, 32  # of each kind of work; jobs include those that wait
-# Bodies name their users, so a limit that users share cannot hold before they are parsed: connections and
-# bytes bound them.
+_THREADS, _MAX_JOBS = 2, 32  # for each kind of work; waiting jobs are counted, too
+# A caller's ``user`` is known only after its body is parsed, so bodies cannot be limited by user before that.
+# The limits of connections and bytes bound them.
 _MAX_BODIES = 512
 
 Work = Literal["body", "text", "template", "grammar"]
@@ -67,9 +67,9 @@ class Intake:
             self._held_bytes -= len(data)
 
     async def run(self, work: Work, caller: Caller, do: Callable[[], T], receive: Receive) -> T:
-        """Return the result of ``do``, called in a thread: callers take turns. ApiError if too many wait;
-        ClientDisconnect when the client goes, which also cancels the job that ``do`` has in a process with
-        limits.
+        """Call ``do`` in a thread, in the caller's turn, and return its result. ApiError if too many jobs
+        wait; ClientDisconnect when the client disconnects, which also cancels work of ``do`` in a process
+        with limits.
 
         work  "body": parsing; "text": tokenising; "template": with a chat template; "grammar": compiling
         """
@@ -99,7 +99,7 @@ class _Job:
 
 
 class _Lane:
-    """Threads for one kind of work, and the queue before them; a caller has at most one of the threads."""
+    """The threads for one kind of work, and their queue. A caller has at most one of the threads."""
 
     def __init__(self, max_jobs: int = _MAX_JOBS) -> None:
         self._max_jobs = max_jobs
@@ -122,8 +122,8 @@ class _Lane:
                 self._jobs.discard(job)
 
     def _start(self) -> None:
-        """Start the next jobs while there are threads, up to one whose caller has a thread: jobs of callers
-        that have none come before it."""
+        """Start the next jobs while threads are free. Stop at the first job whose caller already has one:
+        no job of a caller without a thread comes after it."""
         for job in self._jobs:
             if not self._jobs.has_turn() or any(job.caller == other.caller for other in self._jobs.placed):
                 return

@@ -1,7 +1,7 @@
 """/metrics for Prometheus, in a registry of its own.
 
-Requests, their tokens and times come from the access log's records: they count what clients see. Figures from
-the cluster (drafted, verified and accepted tokens, rounds, losses) include the server's own probes.
+Requests, their tokens and times come from the access log's records, so they count what clients see. Figures
+from the cluster (drafted, verified and accepted tokens, rounds, losses) include the server's own probes.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ class Metrics(Observer):
         self._verified = counter("verified_tokens",
                                  "Nodes of draft trees, and roots, that came out of the last stage.")
         self._accepted = counter("accepted_tokens", "Draft tokens that became text.")
-        self._depth = histogram("round_accepted_tokens", "Draft tokens accepted in a round that a miss "
-                                "ended; that depth d was reached: the share of rounds above le=d-1.", _DEPTHS)
+        self._depth = histogram("round_accepted_tokens", "Draft tokens accepted in a round that ended with "
+                                "a miss. The share of rounds that reached depth d is 1 - bucket(le=d-1) / "
+                                "count.", _DEPTHS)
         self._losses = counter("losses", "Times that a stage was lost.")
         self._recoveries = counter("recoveries", "Times that all stages were there again after a loss.")
         self._state_gauges = _StateGauges(about, fairness)

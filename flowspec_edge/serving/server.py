@@ -45,11 +45,11 @@ _ENDED = (h11.DONE, h11.MUST_CLOSE, h11.CLOSED, h11.ERROR)  # states of a client
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """connections  of the server. A new one above the limit replaces the one that has waited longest for its
-                 client's request; if none waits, it is refused with 503
-    head_s       for a request's first line and headers, from the connection or the answer before it
-    body_s       for a request's body
-    read_s       for which a client that does not read may leave an answer waiting in the server
+    """connections  limit of open connections. A new one above the limit replaces the connection that has
+                 waited longest for its client's request; if none waits, the new one is refused with 503
+    head_s       seconds for a request's first line and headers, from the connection or the previous answer
+    body_s       seconds for a request's body
+    read_s       seconds for which a client that does not read may leave an answer waiting in the server
     """
 
     connections: int = _MAX_CONNECTIONS
@@ -59,7 +59,8 @@ class ConnectionLimits:
 
 
 def usual_limits() -> ConnectionLimits:
-    """Raise this process' limit of open files as far as it goes; half of them are left to the cluster."""
+    """Raise this process' limit of open files as far as allowed; return limits that leave half of the files
+    to the cluster."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -93,7 +94,7 @@ class LimitedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """The server ends: it does not wait for its clients."""
+        """The server ends. A connection that waits for its client ends at once."""
         self._look()
         if self._waits_for:
             self._end()
@@ -144,8 +145,8 @@ class LimitedProtocol(H11Protocol):
 log = logging.getLogger(__name__)
 
 _BACKLOG = 128
-_GRACE_S = 2  # for connections to take their last bytes
-_END_S = 30.0  # for HTTP to end after that
+_GRACE_S = 2  # for connections to send their last bytes
+_END_S = 30.0  # for the HTTP thread to end
 _SEND_BUFFER = 256 * 2**10  # bytes of an answer that a connection holds for a client that does not read
 _END_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -158,10 +159,10 @@ def listen(host: str, port: int, api_key: str | None) -> socket.socket:
     """Return a listening socket; port 0: any free port. UsageError if the host is not this machine's, or is
     reachable from others without an API key; FlowspecError if the port is in use."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise UsageError(f"no address for --host {host!r}: {error}") from error
-    family, _, _, _, address = found[0]
+    family, _, _, _, address = addresses[0]
     if api_key is None and not ipaddress.ip_address(str(address[0]).split("%")[0]).is_loopback:
         raise UsageError(f"others can reach {host}: set FLOWSPEC_API_KEY (or --api-key), or listen on "
                          "127.0.0.1")
@@ -199,12 +200,12 @@ def serve_app(listener: socket.socket, app: ASGIApp, admission: AdmissionQueue,
                   ExitStack() as stack):
                 with signals.interrupt():  # imports torch
                     cluster = stack.enter_context(opened)
-                # The collector holds up every client; it need not look at what the libraries made.
+                # A collection delays every client. Frozen, the libraries' many objects are not looked at.
                 gc.collect()
                 gc.freeze()
                 admission.run(cluster, ready, signals.interrupt)
         except FlowspecError:
-            if not signals.received:  # else the stages may have got the same signal
+            if not signals.received:  # else the error may come from stages that got the same signal
                 raise
     if not signals.received:
         raise FlowspecError("the HTTP server has ended by itself; see the line before")
@@ -229,9 +230,9 @@ class _EndSignals:
 
     @contextmanager
     def interrupt(self) -> Iterator[None]:
-        """Within, a signal raises _Ended at any bytecode. Only for the start of a cluster, which may read a
-        model for minutes without asking for the end: nothing can be lost yet, and processes that the start
-        leaves behind end with this one."""
+        """In this context, a signal raises _Ended at any bytecode. Only for the start of a cluster, which may
+        read a model for minutes without checking for the end. Nothing can be lost then, and processes that
+        were started end with this one."""
         try:
             self._interrupts = True
             if self.received:

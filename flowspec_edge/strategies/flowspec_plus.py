@@ -156,9 +156,9 @@ class FlowSpecPlus(TreeStrategy):
 
     def next_draft(self) -> DraftRequest | None:
         """The likeliest unexpanded nodes, at any depth, and the root once its true features have arrived
-        (docs/experiments.md: 2.66 x Chunk-PP; redrafting from the root has 1.71). Children of a node that is
-        far less likely than all rows of the last segment would not be sent either: expanding only the others
-        is half the work at four requests, as fast in greedy text and 2 % slower in sampled."""
+        (docs/experiments/flowspec.md: 2.66 x Chunk-PP; redrafting from the root has 1.71). A node that is far
+        less likely than all rows of the last segment is not expanded, because its children would not be sent:
+        this halves the work at four requests, is as fast in greedy text, and 2 % slower in sampled text."""
         self.tree.requeue_expansion(node for node in self._pending_draft.values() if not node.expanded)
         nodes = [self.tree.root] if self._root_is_stale else []
         if self.tree.size < _MAX_NODES:
@@ -189,7 +189,7 @@ class FlowSpecPlus(TreeStrategy):
 
     def _look_up(self, top: Node) -> None:
         """**lookup**: add earlier continuations of this path while they are likely, without a draft pass
-        (docs/experiments.md: 2.14 to 2.51 x Chunk-PP in greedy text)."""
+        (docs/experiments/flowspec.md: 2.14 to 2.51 x Chunk-PP in greedy text)."""
         if "lookup" in self._disabled:
             return
         floor = self.tree.root.score + _WORTH_LOOKING

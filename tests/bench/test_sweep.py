@@ -148,7 +148,7 @@ def test_what_an_axis_changes() -> None:
         AXES["bandwidth"].profile(PAPER, -1)
     assert (AXES["stages"].stages(4, 14), AXES["segment"].stages(4, 14)) == (14, 4)
     deep = AXES["depth"].params(Params(width=7), (3, 8))
-    assert (deep.depth, deep.expand_depth, deep.width) == (3, 8, 7)
+    assert deep == Params(depth=3, expand_depth=8, width=7)
     assert AXES["segment"].params(Params(), 64) == Params(segment=64, plus_rows=64)
     assert AXES["bandwidth"].params(Params(), 64) == Params()
     with pytest.raises(UsageError, match="segment must be at least 1, not 0"):

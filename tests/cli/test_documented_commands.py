@@ -9,33 +9,33 @@ import dockit
 import pytest
 from optionkit import refusal
 
-DOCUMENTS = sorted(path for path in (Path(__file__).parents[2] / "docs").glob("*.md")
-                   if path.name != "experiments.md")  # a log, whose commands are those of their day
+DOCUMENTS = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
+# Not docs/experiments, a log whose commands are those of their day.
 
 
 def flowspec_words(command: str) -> list[list[str]]:
     """The arguments of each ``flowspec`` in a line of shell."""
     lexer = shlex.shlex(command, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
-    found: list[list[str]] = []
+    commands: list[list[str]] = []
     current: list[str] | None = None
     for word in lexer:
         if set(word) <= set(";|&()<>"):
             current = None
         elif word.rpartition("/")[2] == "flowspec":
             current = []
-            found.append(current)
+            commands.append(current)
         elif current is not None:
             current.append(word)
-    return found
+    return commands
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
 def test_documented_commands_are_parsed(document: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
                                         ) -> None:
     monkeypatch.chdir(tmp_path)
-    wrong = [f"{command}: {said}" for command in dockit.commands(document.read_text(encoding="utf-8"))
-             for words in flowspec_words(command) if words and (said := refusal(words))]
+    wrong = [f"{command}: {message}" for command in dockit.commands(document.read_text(encoding="utf-8"))
+             for words in flowspec_words(command) if words and (message := refusal(words))]
     assert not wrong, "\n".join(wrong)
 
 

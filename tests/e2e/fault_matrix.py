@@ -5,8 +5,8 @@
 
 Every trial that has ended is a line of DIRECTORY/results.jsonl, and one with that line is not run again: a
 run that was interrupted, or has reached ``--hours``, is continued by the same command.  Trials with a line in
-docs/fault-matrix.jsonl, the record of earlier runs, come last.  The boards' journals of a trial that failed
-are in DIRECTORY/failed.  Exit code 1 if one has failed.
+docs/experiments/fault-matrix.jsonl, the record of earlier runs, come last.  The boards' journals of a trial
+that failed are in DIRECTORY/failed.  Exit code 1 if one has failed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from faultkit import FAULTS, Case, Ground, Trial, make_ground, survives, trial_on
 
-_RECORD = Path(__file__).resolve().parents[2] / "docs" / "fault-matrix.jsonl"
+_RECORD = Path(__file__).resolve().parents[2] / "docs" / "experiments" / "fault-matrix.jsonl"
 _EVIDENCE = ("ls -l /opt/flowspec /opt/flowspec/releases /etc/flowspec; "
              "journalctl --no-pager --output=short-precise -n 400 | cut -c -300")
 

@@ -17,7 +17,7 @@ from flowspec_edge.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "two_chains"
-DOCUMENTS = [ROOT / "docs" / "microbench.md", ROOT / "docs" / "api.md", EXAMPLE / "README.md"]
+DOCUMENTS = [ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "api.md", EXAMPLE / "README.md"]
 SHORT = {"--limit": "1", "--max-new-tokens": "4"}
 _INLINE = re.compile(r"`((?:PYTHONPATH=\. )?flowspec [^`…]+)`")
 _BLOCK = re.compile(r"```(?:sh)?\n(.*?)```", re.DOTALL)
@@ -72,5 +72,5 @@ def test_every_command_runs(document: Path, desk: Path, capsys: pytest.CaptureFi
             arguments[arguments.index("two_chains")] = "two_chains:TwoChains"
         assert main(shortened(arguments)) == 0, (arguments, capsys.readouterr().err)
     made = {path.suffix for path in desk.rglob("*") if path.is_file()}
-    if document.name == "microbench.md":
+    if document.name == "benchmarks.md":
         assert made >= {".json", ".md", ".csv", ".tex", ".pdf", ".svg", ".png"}

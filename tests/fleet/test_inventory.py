@@ -180,7 +180,7 @@ def test_undecided_roles_are_an_error_with_a_next_step(tmp_path: Path) -> None:
     assert not found.decided
     assert [device.name for device in found.ring] == ["a", "b", "c", "a"]
     for ask in (lambda: found.draft, lambda: found.verify):
-        with pytest.raises(UsageError, match=r"cluster lab: the file leaves the role of b to the planner"):
+        with pytest.raises(UsageError, match=r'cluster lab: b: role is "auto"'):
             ask()
 
 

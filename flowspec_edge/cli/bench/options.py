@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 EQUAL = partial(Params, draft="eagle2")  # the same head for all, or the model's EAGLE-3 head
 PAPER = partial(Params, draft="eagle2", pipedec_width=16)  # the FlowSpec paper's comparison, section V-A
 # Of right children that are not ranked first. With it FlowSpec makes the paper's 8.7 tokens a round (Table
-# II) with the demonstration model: docs/microbench.md, "Acceptance".
+# II) with the demonstration model: docs/benchmarks.md, "Acceptance".
 PUBLISHED_SHARE = 0.65
 FLOWSPEC_AND_ABLATIONS = "autoregressive,chunk_pp,pruned_pp,flowspec_no_sbd,flowspec,flowspec_plus"
 

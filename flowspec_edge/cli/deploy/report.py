@@ -107,8 +107,8 @@ def print_report(report: DeployReport, verb: str, as_json: bool, dry_run: bool =
         for failure in failures:
             stderr.print(f"  {failure}", markup=False, soft_wrap=True)
     untouched = ("no board was touched" if report.problems else
-                 "what runs on the boards was left alone; the next flowspec deploy up goes on from here")
-    first = failures[0] if len(failures) == 1 else f"{len(failures)} things are in the way"
+                 "running services were not changed; run flowspec deploy up again to continue")
+    first = failures[0] if len(failures) == 1 else f"{len(failures)} errors"
     raise FlowspecError(f"{first}; {report.left or untouched}")
 
 

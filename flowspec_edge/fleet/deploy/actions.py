@@ -19,11 +19,11 @@ from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 from flowspec_edge.fleet.probe.facts import BoardFacts, ask_deployment
 
 SCOPE = "deploy-flowspec"  # prefix of the transient scopes in which a board runs a deployment's commands
-# umask: root's may differ, and the services' user has to read the files.  LC_ALL: error messages are
-# reported, in English.
+# umask: root's may differ, and the services' user has to read the files.  LC_ALL: error messages are shown to
+# the user, and should be in English.
 _PREAMBLE = "umask 022; export LC_ALL=C.UTF-8\n"
-# A cut connection does not end its command.  systemd does, with all its processes: at its deadline, or when
-# the next run reads the board's facts.
+# A command outlives a cut connection.  So systemd runs it in a scope, and ends all processes of the scope at
+# the command's deadline, or when the next run reads the board's facts.
 _IN_SCOPE = f"""limit=$1; step=$2; shift 2
 [ ! -d /run/systemd/system ] || set -- systemd-run --quiet --scope --collect --unit="{SCOPE}-$$" \\
     --description="flowspec deploy: $step" --property=RuntimeMaxSec="$limit" --property=TimeoutStopSec=5 \\
@@ -32,17 +32,19 @@ exec "$@"
 """
 
 Phase = Literal["software", "release", "switch", "activate", "settle", "down", "purge"]
-"""One thing to bring about, on all boards at a time.
+"""What a phase leaves on every board.
 
-software  clock, user, directories, the environment below ``venvs``, power mode; disturbs nothing that runs
-release   the release's own files below ``releases``; disturbs nothing that runs
+software  clock, user, directories, the environment below ``venvs``, power mode; running services are not
+          disturbed
+release   the release's own files below ``releases``; running services are not disturbed
 switch    ``current`` is this release, ``previous`` the one before; its units are installed and enabled; the
-          draft device has been told to restart if something of its unit changed
-activate  the units run this release: restarted only where something of theirs changed
-settle    the rollout has ended: a stage no longer looks for the draft device's release (``UNSETTLED``)
-down      the units neither run nor come back at a reboot; their files are gone; power mode and clocks are
-          what they were before the first ``software`` changed them
-purge     nothing of flowspec is left on the board
+          draft device was told to restart if it is not active or its release, key or unit file changed
+activate  the units run this release; those that were active and whose release, key and unit file are the same
+          were not restarted
+settle    the rollout has ended: a stage no longer changes its release by itself (``UNSETTLED``)
+down      the units do not run, also after a reboot; their files are removed; power mode and clocks are what
+          they were before the first ``software`` changed them
+purge     the board has no file, user or directory of flowspec
 """
 
 
@@ -114,7 +116,8 @@ def ask_boards(inventory: Inventory, boards: Sequence[tuple[DeviceEntry, BoardSt
                end_others: bool = False) -> list[BoardFacts | FlowspecError]:
     """The facts of each board, or an error that names the board.
 
-    ``end_others``: first end what an interrupted run left, which would change the board after it was read.
+    ``end_others``: first end commands of an interrupted run that still run on a board, because they would
+    change the board after its facts were read.
     """
     others = f"{SCOPE}-*.scope" if end_others else ""
 
@@ -163,7 +166,7 @@ def run(inventory: Inventory, boards: Sequence[tuple[DeviceEntry, Sequence[Actio
     with ThreadPoolExecutor(max(1, len(boards))) as pool:
         try:
             return list(pool.map(one, boards))
-        except BaseException:  # Ctrl-C: the pool waits for running commands; no others start
+        except BaseException:  # Ctrl-C: the pool waits for running commands, and starts no more
             stopped.set()
             raise
 

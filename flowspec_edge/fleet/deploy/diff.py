@@ -76,7 +76,7 @@ def make_diff(deployment: Deployment, manifest: Manifest, environments: Mapping[
     now = {name: replace(there, key=there.key_before, public=there.public_before)
            if keys[name] == "undo" else there for name, there in facts.items()}
     release, files = render(deployment, manifest, {name: now[name].public or _NO_KEY for name in names},
-                            digests, {name: made.digest for name, made in environments.items()})
+                            digests, {name: venv.digest for name, venv in environments.items()})
     boards, befores = [], releases_before(status)
     for place, device in enumerate(deployment.boards):
         name = device.name
@@ -124,7 +124,8 @@ def _key_action(facts: BoardFacts, recorded: str) -> KeyAction:
 
 def _needed_parts(manifest: Manifest, place: int, release: str, before: Installed | None, board: BoardStatus
                   ) -> tuple[str, ...]:
-    """The parts of this release and of the one that is the previous one when it runs (``steps.activate``)."""
+    """The board's parts of this release, and of the release that is ``previous`` once this one runs
+    (``steps.activate``)."""
     current = board.current
     if current and current.id == release:
         previous = board.previous

@@ -40,7 +40,8 @@ def render(deployment: Deployment, manifest: Manifest, publics: Mapping[str, str
     digests       of the stages' shards, V1's first, as in Hello; empty: any
     environments  the digests of the boards' venvs, by board
 
-    FlowspecError for other ranges, a missing key, or a host name that does not resolve.
+    FlowspecError if the manifest has other ranges than the deployment, a key is missing, or a host name does
+    not resolve.
     """
     if manifest.ranges != deployment.ranges:
         raise FlowspecError(f"{manifest.directory} is cut into {list(manifest.ranges)}, and the cluster's "
@@ -72,7 +73,7 @@ class _Rendering:
         self._control = f"tcp://{addresses[0]}:{cluster.control_port}"
 
     def files(self, release: str) -> dict[str, Files]:
-        found = {}
+        files: dict[str, Files] = {}
         for place, device in enumerate(self._boards):
             name = f"etc/verify-{place}.toml" if place else "etc/draft.toml"
             text = self._worker(release, place, device) if place else self._draft(release)
@@ -81,17 +82,17 @@ class _Rendering:
                 board["etc/power-mode.sh"] = power_script(mode)
             else:
                 board.pop(f"units/{paths.POWER_UNIT}", None)
-            found[device.name] = board
-        return found
+            files[device.name] = board
+        return files
 
     def _release(self, release: str, place: int) -> str:
-        told: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "id": release, "cluster": self._deployment.cluster.name, "version": version("flowspec-edge"),
             "role": "verify" if place else "draft", "stage": place,
             "layers": list(self._deployment.ranges[place - 1]) if place else None,
             "model": self._manifest.request, "environment": self._environments[self._boards[place].name],
             "public_key": self._keys[place]}
-        return json.dumps(told, indent=2, sort_keys=True) + "\n"
+        return json.dumps(fields, indent=2, sort_keys=True) + "\n"
 
     def _worker(self, release: str, place: int, device: DeviceEntry) -> str:
         following = (place + 1) % len(self._boards)
@@ -123,7 +124,7 @@ class _Rendering:
 
 
 def _instance(release: str, stage: int) -> str:
-    """Has the release's id, so that D0 rejects a stage of another release."""
+    """The stage's instance id.  The release's id is part of it, so D0 rejects stages of other releases."""
     return f"v{stage}-{release[:8]}"
 
 
@@ -148,8 +149,8 @@ def sharded_model(deployment: Deployment, progress: Callable[[int, int], None] =
                         kv_cache=deployment.cluster.kv_cache)
     plan = make_plan(source, recipe, deployment.ranges)
     out = deployment.work / "models" / plan.request[:16]
-    if (found := finished(plan, out)) is not None:
-        return found
+    if (complete := finished(plan, out)) is not None:
+        return complete
     total, done = total_size(plan), 0
 
     def written(count: int) -> None:

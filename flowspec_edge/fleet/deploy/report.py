@@ -30,7 +30,7 @@ class DeployReport:
     boards: list[BoardOutcome]
     release: str | None = None  # the new release's id, if known
     rolled_back: str | None = None  # the id that runs again because the new release did not become ready
-    left: str = ""  # what runs after a failure, and what to do; "": no board was changed
+    left: str = ""  # after a failure: what runs, and what to do; "": no running service was changed
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)  # why nothing was started
     notes: list[str] = field(default_factory=list)  # warnings that do not prevent a deployment
@@ -88,7 +88,7 @@ class RolloutLog:
         self.watch.step(step)
 
     def carry_out(self, boards: Sequence[tuple[DeviceEntry, Sequence[Action]]], says: str) -> bool:
-        """Run actions on all boards; whether no board has failed so far.  ``says``: the phase's title."""
+        """Run actions on all boards; return whether no board has failed yet.  ``says``: the phase's title."""
         self.watch.phase(says)
         run(self._inventory, boards, on_step=self.add_step, on_error=self._fail)
         return not self.failed
@@ -102,10 +102,10 @@ class RolloutLog:
     def add(self, other: RolloutLog, says: str) -> None:
         """Append ``other``, whose failures are reported as those of the phase ``says``."""
         for name, outcome in other._outcomes.items():
-            own = self._outcomes[name]
-            own.steps += outcome.steps
+            total = self._outcomes[name]
+            total.steps += outcome.steps
             if outcome.error:
-                own.error = "; ".join(filter(None, (own.error, f"{says}: {outcome.error}")))
+                total.error = "; ".join(filter(None, (total.error, f"{says}: {outcome.error}")))
 
     def report(self, release: str | None = None, rolled_back: str | None = None, left: str = ""
                ) -> DeployReport:

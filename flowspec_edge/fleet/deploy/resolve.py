@@ -1,8 +1,9 @@
 """Resolves a cluster file: the boards' roles, their order and their layers.
 
-The file takes precedence, then how a sharded model was cut, then the planner, which needs a profile of every
-board.  If a profile is missing, boards count as equal: they are used in file order, the first with role
-"auto" drafts unless another does, layers are split evenly, and memory is checked only where a profile has it.
+The file decides first, then the cut of a sharded model, then the planner, which needs a profile of every
+board.  If a profile is missing, all boards count as equal and are used in file order: the first one with role
+"auto" drafts unless another has role "draft", and the layers are split evenly.  Memory is then checked only
+on boards whose profile has it.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ _Chosen = tuple[DeviceEntry, Stages, LeftOut]
 PLAN_DTYPES: Mapping[str, PlanDtype] = {
     "auto": "fp16", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "int4": "int4", "nf4": "int4",
     "fp4": "int4"}
-# An environment's wheels (70 MB), their unpacked files (209), compiled .pyc files (115 at most),
-# and bitsandbytes (91): measured with the versions of deploy/constraints.txt on x86_64.
+# Disk for an environment: wheels (70 MB), their unpacked files (209), compiled .pyc files (115 at most), and
+# bitsandbytes (91), measured with the versions of deploy/constraints.txt on x86_64.
 ENVIRONMENT_BYTES = 500_000_000
 _MEGA = 10**6
 
@@ -52,7 +53,7 @@ class Deployment:
     inventory: Inventory
     path: Path  # of the cluster file
     model: ModelDir
-    head: Path | None  # a separate draft head; None: the model's own
+    head: Path | None  # a separate draft head's directory; None: the model's own head
     dtype: ShardDtype | None  # to store weights in; None: unchanged
     draft: DeviceEntry
     stages: Stages  # V1…VN, each with its layers [lo, hi)
@@ -168,10 +169,10 @@ def _require_drafter(cluster: ClusterSettings, path: Path, model: ModelDir, head
     if head is not None:
         from flowspec_edge.sharding.drafts import open_draft  # torch takes a while
 
-        found = open_draft(head).kind
-        if found == kind or (kind, found) == ("eagle2", "eagle3"):
+        head_kind = open_draft(head).kind
+        if head_kind == kind or (kind, head_kind) == ("eagle2", "eagle3"):
             return
-        lacks += f", and {head} is of the kind {found}"
+        lacks += f", and {head} is of the kind {head_kind}"
     ways = 'take strategy = "autoregressive"'
     if kind != "spd":
         add = "shard it again with --draft DIR" if model.sharded else "give a head's directory as draft"
@@ -252,14 +253,15 @@ class _Choice:
         fitting, entries = self._fitting(), {device.name: device for device in self._inventory.device}
         boards = [fitting.board(device) for device in self._inventory.device]
         try:
-            made = plan(boards, fitting.problem, Throughput(fitting.problem, self._drafter, fitting.at_once))
+            split = plan(boards, fitting.problem, Throughput(fitting.problem, self._drafter, fitting.at_once))
         except DoesNotFit:
             raise fitting.error(boards) from None
-        return (entries[made.d0.name], tuple((entries[s.board.name], s.layers) for s in made.stages),
-                tuple((entries[board.name], why) for board, why in made.left_out))
+        return (entries[split.d0.name], tuple((entries[s.board.name], s.layers) for s in split.stages),
+                tuple((entries[board.name], why) for board, why in split.left_out))
 
     def turn(self, draft: DeviceEntry, stages: Stages) -> DraftTurn | None:
-        """None unless every profile is known, or for a sharded model, for which profiles are not scaled."""
+        """How long D0 takes in each slot; None if a profile is missing, or for a sharded model, to which
+        profiles are not scaled."""
         if self._model.sharded or any(device.name not in self._profiles
                                       for device in (draft, *(device for device, _ in stages))):
             return None
@@ -296,7 +298,8 @@ def _in_file_order(inventory: Inventory) -> tuple[DeviceEntry, list[DeviceEntry]
 
 
 def _first(devices: list[DeviceEntry], count: int) -> tuple[list[DeviceEntry], list[DeviceEntry]]:
-    """``count`` of ``devices``, those with role "verify" preferred, and the rest; both in order."""
+    """Return ``count`` of ``devices``, preferably those with role "verify", and the others.  Both lists keep
+    the order of ``devices``."""
     kept = sorted(devices, key=lambda device: device.role != "verify")[:count]
     names = {device.name for device in kept}
     return ([device for device in devices if device.name in names],
@@ -304,7 +307,8 @@ def _first(devices: list[DeviceEntry], count: int) -> tuple[list[DeviceEntry], l
 
 
 def process_bytes(deployment: Deployment, device: DeviceEntry) -> int:
-    """Of a service without weights and caches: from a profile of the same torch device, or known boards."""
+    """A service's memory without weights and caches: from the board's profile if it was measured on the same
+    torch device, otherwise as on known boards."""
     torch_device = deployment.inventory.torch_device(device)
     profile = device_profile(device, deployment.path)
     if profile and profile.memory and not device_mismatch(profile, torch_device):
@@ -314,23 +318,24 @@ def process_bytes(deployment: Deployment, device: DeviceEntry) -> int:
 
 
 def needs_of(deployment: Deployment, manifest: Manifest, status: FleetStatus) -> dict[str, Needs]:
-    """What a deployment takes on each board; what is on a board already (``status``) takes no more disk."""
+    """What a deployment needs on each board, by name.  A part that the board already has (``status``) needs
+    no further disk."""
     cluster, stages = deployment.cluster, len(deployment.stages)
     rows = cache_rows(cluster.context, deployment.at_once, Params(), stages)
     now = {board.name: board for board in status.boards}
-    found = {}
+    needs = {}
     for place, device in enumerate(deployment.boards):
         name = stage_part(place - 1) if place else DRAFT
         part, here = manifest.part(name), now[device.name]
         ports = (cluster.data_port,) if place else (cluster.control_port, cluster.data_port,
                                                     cluster.serve_port)
-        found[device.name] = Needs(
+        needs[device.name] = Needs(
             home_bytes=ENVIRONMENT_BYTES,
             state_bytes=0 if _has(here, manifest, place) else part.size,
             memory_bytes=part.weight_bytes + rows * part.row_bytes + process_bytes(deployment, device),
             ports=ports,
             dtype=manifest.dtype if place else "")
-    return found
+    return needs
 
 
 def _has(board: BoardStatus, manifest: Manifest, place: int) -> bool:

@@ -21,11 +21,11 @@ _MIXED = ("boards may have different releases, or none; stages that reach the dr
 
 
 def roll_back(inventory: Inventory, watch: Watch | None = None) -> DeployReport:
-    """Activate the previous release on all boards; a second call undoes it, or completes an interrupted
-    one.
+    """Activate the previous release on all boards.  A second call activates the newer one again; after an
+    interrupted call, it completes the rollback instead.
 
     FlowspecError if a board cannot be reached, or the boards' previous releases are missing or differ.
-    Boards without a release are skipped: they are not part of the cluster.
+    Boards without a release are skipped, because they are not part of the cluster.
     """
     status = look(inventory)
     _require_answers(status)
@@ -39,8 +39,8 @@ def roll_back(inventory: Inventory, watch: Watch | None = None) -> DeployReport:
                             "that you want, with: flowspec deploy up")
     ids = {name: release.id for name, release in befores.items() if release}
     if len(set(ids.values())) > 1:
-        told = ", ".join(f"{name} {release}" for name, release in ids.items())
-        raise FlowspecError(f"the boards' releases before this one differ ({told}): deploy the one that you "
+        pairs = ", ".join(f"{name} {release}" for name, release in ids.items())
+        raise FlowspecError(f"the boards' releases before this one differ ({pairs}): deploy the one that you "
                             "want, with: flowspec deploy up")
     names = [board.name for board in status.boards if _has_another_key(board)]
     rotated = [device for device in inventory.device if device.name in names]
@@ -57,7 +57,7 @@ def roll_back(inventory: Inventory, watch: Watch | None = None) -> DeployReport:
 def interrupted(status: FleetStatus) -> dict[str, Installed | None] | None:
     """The releases of a rollback that was not completed; None if there was none.
 
-    The draft device switches last, so until then its previous release is the one to go back to.
+    The draft device switches last.  Until it has switched, the rollback's target is its previous release.
     """
     if status.release is not None and any(board.going_back for board in status.boards):
         return {board.name: board.current for board in status.boards if board.current}
@@ -66,10 +66,10 @@ def interrupted(status: FleetStatus) -> dict[str, Installed | None] | None:
                if board.previous and board.current and board.current.role == "draft"}
     if status.release is not None or len(targets) != 1:
         return None
-    found: dict[str, Installed | None] = {
+    releases: dict[str, Installed | None] = {
         board.name: release for board in members for release in (board.previous, board.current)
         if release and release.id in targets}
-    return found if len(found) == len(members) else None
+    return releases if len(releases) == len(members) else None
 
 
 def _has_another_key(board: BoardStatus) -> bool:
@@ -81,15 +81,16 @@ def _has_another_key(board: BoardStatus) -> bool:
 
 
 def go_back(inventory: Inventory, before: FleetStatus, log: RolloutLog) -> tuple[str | None, str]:
-    """Undo a failed rollout; the id of the release that runs again, if any, and a sentence for the report."""
+    """Undo a failed rollout; return the id of the release that runs again, if any, and a sentence for the
+    report."""
     releases = releases_before(before)
-    own = RolloutLog(inventory, releases, log.watch)
+    undo = RolloutLog(inventory, releases, log.watch)
     spare = [(device, BoardState(device.name)) for device in inventory.device
              if releases[device.name] is None]
-    own.run("down", spare, "stopping what did not become ready")
-    activate(inventory, releases, own)
-    log.add(own, "going back")
-    if own.failed:
+    undo.run("down", spare, "stopping what did not become ready")
+    activate(inventory, releases, undo)
+    log.add(undo, "going back")
+    if undo.failed:
         return None, _MIXED
     _restore_links(inventory, before, releases)
     ids = {release.id for release in releases.values() if release}
@@ -104,9 +105,10 @@ def go_back(inventory: Inventory, before: FleetStatus, log: RolloutLog) -> tuple
 
 
 def releases_before(status: FleetStatus) -> dict[str, Installed | None]:
-    """What each board returns to: the draft device's release if it has that one, else its own.
+    """The release to which each board returns: the draft device's if the board has it, otherwise the board's
+    current one.
 
-    They differ where an earlier rollout was interrupted that had switched some stages only.
+    The two differ on a board that an interrupted rollout had switched before the draft device.
     """
     wanted = {board.current.id for board in status.boards if board.current and board.current.role == "draft"}
     return {board.name: next((release for release in (board.current, board.previous)
@@ -153,7 +155,8 @@ def _require_answers(status: FleetStatus) -> None:
 
 def _restore_links(inventory: Inventory, before: FleetStatus, releases: Mapping[str, Installed | None]
                    ) -> None:
-    """A release that never was ready must not become ``previous``.  Boards that fail are skipped."""
+    """Restore ``previous`` on all boards, so that no later rollback activates a release that was never ready.
+    Boards on which this fails are skipped."""
     def restore(pair: tuple[DeviceEntry, BoardStatus]) -> None:
         device, status = pair
         command = ["rm", "-f", PREVIOUS]

@@ -2,10 +2,11 @@
 
 1. Here: shard the model, gather the wheels.
 2. Read every board's state and make the diff; any problem ends the rollout with no board changed.
-3. Install next to the running release: environment, keys, shards, files.  It keeps running after a failure.
-4. Switch to the release: stages, then the draft device (``steps.activate`` says what an interruption leaves);
-   restart them until a token has come through all stages.  On a failure all boards go back to the previous
-   release.
+3. Install environment, keys, shards and files next to the running release, which keeps running if a step
+   fails.
+4. Switch the stages to the new release, then the draft device (``steps.activate`` says what an interruption
+   leaves).  Restart their services, and wait until a token has come through all stages.  On a failure all
+   boards go back to the previous release.
 """
 
 from __future__ import annotations
@@ -51,9 +52,10 @@ class Rollout:
     def up(self, going_back: bool = True) -> DeployReport:
         """Bring all boards to the release that the cluster file, this package and the model define.
 
-        ``going_back``: to the previous release if the new one does not become ready; otherwise the caller
-        decides about ``take_back``.  UsageError for errors in the input, FlowspecError if model or wheels
-        cannot be made here; failures on boards are in the report.
+        ``going_back``: return to the previous release if the new one does not become ready.  If False, the
+        caller decides whether to call ``take_back``.  UsageError for errors in the input, FlowspecError if
+        the model cannot be sharded or the wheels cannot be gathered here; failures on boards are in the
+        report.
         """
         diff = self._decide(end_others=True)
         if diff is None:
@@ -77,19 +79,19 @@ class Rollout:
         return log.report(diff.release, rolled_back=rolled_back, left=left)
 
     def take_back(self) -> tuple[str | None, str]:
-        """Restore what ran before ``up`` (``go_back``), if ``up`` activated anything."""
+        """Restore the release that ran before ``up``, if ``up`` activated another; returns as ``go_back``."""
         return go_back(self._inventory, self._status, self._log) if self._activated else (None, "")
 
     # ---- the decision --------------------------------------------------------------------------
 
     def _decide(self, end_others: bool) -> Diff | None:
-        """None if a problem prevents the deployment; it is in the report.  ``end_others``: as for
-        ``ask_boards``."""
+        """The diff; None if a problem prevents the deployment, which is then in the report.  ``end_others``:
+        as for ``ask_boards``."""
         self._watch.phase("looking at the boards")
         self._status = look(self._inventory)
         silent = [(device, board) for device, board in zip(self._inventory.device, self._status.boards,
                                                            strict=True) if board.unreached]
-        if silent:  # said before the model is sharded, which may take an hour
+        if silent:  # reported now, because sharding the model may take an hour
             self._log.unreached = [device.name for device, _ in silent]
             self._log.problems = [str(unreachable(device, board.error)) for device, board in silent]
             return None
@@ -125,33 +127,33 @@ class Rollout:
         """The environments, by board; None as in ``_decide``."""
         self._watch.phase("looking at the boards")
         needs = needs_of(self._deployment, manifest, self._status)
-        found = preflight(self._inventory, needs)
-        self._log.notes = [str(problem) for problem in found.problems if problem.state == "warning"]
-        problems = [problem for problem in found.problems if problem.state == "failed"]
-        # The previous release must be known: a failed rollout goes back to it.
+        checked = preflight(self._inventory, needs)
+        self._log.notes = [str(problem) for problem in checked.problems if problem.state == "warning"]
+        problems = [problem for problem in checked.problems if problem.state == "failed"]
+        # The previous release must be known, because a failed rollout goes back to it.
         silent = [board.error for board in self._status.boards
                   if board.error and board.name not in {problem.board for problem in problems}]
         self._log.problems = [*map(str, problems), *silent]
         if self._log.problems:
             return None
-        made = self._gather_wheels({name: WheelTarget.of(facts.system, needs[name].dtype)
-                                    for name, facts in found.facts.items()})
-        digests = {name: environment.digest for name, environment in made.items()}
-        self._log.problems = [str(problem) for problem in environment_problems(found, needs, digests)]
-        return None if self._log.problems else made
+        environments = self._gather_wheels({name: WheelTarget.of(facts.system, needs[name].dtype)
+                                            for name, facts in checked.facts.items()})
+        digests = {name: environment.digest for name, environment in environments.items()}
+        self._log.problems = [str(problem) for problem in environment_problems(checked, needs, digests)]
+        return None if self._log.problems else environments
 
     def _gather_wheels(self, targets: Mapping[str, WheelTarget]) -> dict[str, Environment]:
         self._watch.phase("wheels")
         house, python = self._deployment.wheelhouse, self._inventory.cluster.board_python
         wheels.build_wheel(house)
         wheels.fill(house, targets.values(), lambda text: self._watch.phase(f"wheels: {text}"))
-        made = {target: wheels.environment(house, target, python) for target in set(targets.values())}
-        return {name: made[target] for name, target in targets.items()}
+        by_target = {target: wheels.environment(house, target, python) for target in set(targets.values())}
+        return {name: by_target[target] for name, target in targets.items()}
 
     # ---- its execution -------------------------------------------------------------------------
 
     def _make_keys(self, diff: Diff) -> Diff:
-        """Make and record the boards' keys; the diff with all keys."""
+        """Make and record the boards' keys; return the diff with all keys."""
         self._watch.phase("keys")
         changed = {board.device.name for board in diff.boards if board.key != "show"}
         if not changed:
@@ -160,19 +162,19 @@ class Rollout:
             for device in self._boards:
                 self._log.add_step(Step(device.name, "key", changed=False))
             return diff
-        found = keys.change_keys(self._inventory, self._boards, _pythons(diff),
-                                 {board.device.name: board.key for board in diff.boards},
-                                 self._deployment.keys)
-        for key in found:
+        board_keys = keys.change_keys(self._inventory, self._boards, _pythons(diff),
+                                      {board.device.name: board.key for board in diff.boards},
+                                      self._deployment.keys)
+        for key in board_keys:
             self._log.add_step(Step(key.name, "key", key.name in changed), key.error)
         if self._log.failed:
             return diff
         return self._diff({key.name: replace(self._facts[key.name], public=key.public)
                            if board.key == "make" else self._facts[key.name]
-                           for board, key in zip(diff.boards, found, strict=True)})
+                           for board, key in zip(diff.boards, board_keys, strict=True)})
 
     def _send_parts(self, diff: Diff) -> bool:
-        """Whether every board has its part."""
+        """Send missing parts; return whether every board has its part."""
         self._watch.phase("shards")
         for board in diff.boards:
             if not board.transfer:
@@ -185,7 +187,7 @@ class Rollout:
         return not self._log.failed
 
     def _activate(self, diff: Diff) -> bool:
-        """Whether a token came through."""
+        """Switch and restart all boards; return whether a token came through."""
         draft, *stages = diff.boards
         carry_out = self._log.carry_out
         ready = (carry_out([(stage.device, stage.switch) for stage in stages], "switching to the release")
@@ -193,7 +195,7 @@ class Rollout:
                 and carry_out([(stage.device, stage.activate) for stage in stages], "stages")
                 and carry_out([(draft.device, draft.activate)],
                               "the draft device, until a token comes through"))
-        if ready:  # a failure is reported, but no reason to go back
+        if ready:  # a board that fails to settle is reported, but the rollout is not undone
             carry_out([(board.device, board.settle) for board in diff.boards], "settling")
         return ready
 

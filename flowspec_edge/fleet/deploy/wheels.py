@@ -1,8 +1,8 @@
 """The boards' wheels: this package and its dependencies, except torch.
 
-Versions are those of ``deploy/constraints.txt``; pip downloads what is missing.  A board keeps its own torch,
-so neither torch nor what only torch requires is among the wheels.  This package's wheel is built from its
-source tree or the installed files, reproducibly.
+Versions are those of ``deploy/constraints.txt``; pip downloads missing wheels.  A board keeps its own torch,
+so neither torch nor a package that only torch requires is among the wheels.  This package's wheel is built,
+reproducibly, from the source tree or the installed files.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class WheelTarget:
     python: str  # "3.10"
     machine: str  # "aarch64" or "x86_64"
     torch: str  # version of the board's torch
-    build: str = ""  # a digest that distinguishes builds of that version
+    build: str = ""  # a digest that distinguishes builds of torch's version
     l4t: bool = False
     four_bit: bool = False  # nf4 or fp4 weights, which need bitsandbytes
 
@@ -87,17 +87,18 @@ class WheelTarget:
     def tags(self) -> dict[Tag, int]:
         """Compatible wheel tags with their rank; lower is better."""
         version = tuple(int(part) for part in self.python.split("."))
-        found = [*cpython_tags(version, platforms=self.platforms()),
-                 *compatible_tags(version, f"cp{self.python.replace('.', '')}", self.platforms())]
-        return {tag: number for number, tag in reversed([*enumerate(found)])}
+        best_first = [*cpython_tags(version, platforms=self.platforms()),
+                      *compatible_tags(version, f"cp{self.python.replace('.', '')}", self.platforms())]
+        return {tag: number for number, tag in reversed([*enumerate(best_first)])}
 
 
 def fill(wheelhouse: Path, targets: Iterable[WheelTarget],
          on_progress: Callable[[str], None] = lambda text: None) -> None:
-    """Have pip download what the boards need and ``wheelhouse`` lacks; if nothing is missing, offline.
+    """Have pip download the wheels that the boards need and ``wheelhouse`` lacks.  If none is missing, no
+    network is used.
 
-    This package's own wheel must be there (``build_wheel``).  FlowspecError with pip's message if pip fails;
-    UsageError if bitsandbytes for a Jetson is missing: it needs a wheel built for Jetson.
+    This package's own wheel must be in the wheelhouse (``build_wheel``).  FlowspecError with pip's message if
+    pip fails; UsageError if a Jetson needs bitsandbytes, because its wheel must be built for a Jetson.
     """
     for target in sorted(set(targets)):
         missing = [*_walk(wheelhouse, target)[1]]
@@ -111,7 +112,8 @@ def fill(wheelhouse: Path, targets: Iterable[WheelTarget],
 
 
 def environment(wheelhouse: Path, target: WheelTarget, python: str = "python3") -> Environment:
-    """``python``: the board's system interpreter.  UsageError if a wheel is missing."""
+    """Return the environment of the wheels that a board needs.  ``python``: the board's system interpreter.
+    UsageError if a wheel is missing."""
     wheels, missing = _walk(wheelhouse, target)
     if missing:
         names = ", ".join(str(need) for need in missing[:3]) + (", …" if len(missing) > 3 else "")
@@ -125,7 +127,8 @@ def environment(wheelhouse: Path, target: WheelTarget, python: str = "python3") 
 
 
 def _walk(wheelhouse: Path, target: WheelTarget) -> tuple[list[Path], list[Requirement]]:
-    """The wheels that are there, this package's first, and the unmet requirements."""
+    """The needed wheels that the wheelhouse has, this package's first, and the requirements that it cannot
+    meet."""
     house = _House(wheelhouse, target)
     pins = {need.name: need for need in _constraints(target)}
     wheels: dict[str, Path] = {}
@@ -155,7 +158,7 @@ class _House:
     def __init__(self, wheelhouse: Path, target: WheelTarget) -> None:
         self._found: dict[str, list[tuple[Version, int, Path]]] = {}
         order = target.tags()
-        # Package indexes accept only manylinux wheels: a plain linux wheel was built for this kind of board.
+        # Package indexes accept only manylinux wheels; so a plain linux wheel was built for such a board.
         built = {tag for tag in order if tag.platform == f"linux_{target.machine}"}
         for path in wheelhouse.glob("*.whl"):
             try:
@@ -207,13 +210,13 @@ def _download(wheelhouse: Path, target: WheelTarget, needs: Iterable[Requirement
                "--only-binary=:all:", "--implementation", "cp", "--python-version", target.python,
                *(part for tag in target.platforms() for part in ("--platform", tag)),
                "--dest", str(wheelhouse), *(str(need) for need in needs)]
-    # No deadline: a download takes as long as the line needs, and pip gives up on one that is silent.
+    # No deadline: a slow connection may need any time, and pip itself gives up on a silent one.
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
-        said = (lines[-1] if lines else last_line(done.stderr)).removeprefix("ERROR: ")
+        message = (lines[-1] if lines else last_line(done.stderr)).removeprefix("ERROR: ")
         raise FlowspecError(f"pip cannot download the wheels for {target}: "
-                            + (said or f"exit code {done.returncode}"))
+                            + (message or f"exit code {done.returncode}"))
 
 
 def _sha256(path: Path) -> str:
@@ -235,11 +238,11 @@ def build_wheel(out: Path) -> Path:
 
 def _build(out: Path) -> Path:
     tree = Path(flowspec_edge.__file__).resolve().parent.parent
-    # Built elsewhere and renamed, so that the wheelhouse never has half a wheel.
+    # The wheel is built in another directory and renamed, so that the wheelhouse never has half a wheel.
     with tempfile.TemporaryDirectory(prefix=".wheel-", dir=out) as directory:
-        made = _from_tree(tree, Path(directory)) if (tree / "pyproject.toml").is_file() else \
+        built = _from_tree(tree, Path(directory)) if (tree / "pyproject.toml").is_file() else \
             _from_installed(Path(directory))
-        wheel = made.replace(out / made.name)
+        wheel = built.replace(out / built.name)
     for other in out.glob(f"{_OWN.replace('-', '_')}-*.whl"):
         if other != wheel:
             other.unlink()
@@ -247,9 +250,9 @@ def _build(out: Path) -> Path:
 
 
 def _from_tree(tree: Path, out: Path) -> Path:
-    # Use installed build tools: no network access then.
+    # With the build tools that are installed here, pip needs no network.
     offline = ["--no-build-isolation"] if find_spec("hatchling") else []
-    # No deadline: pip gives up on a silent line, and the build is of this package alone.
+    # No deadline: pip gives up on a silent connection, and it builds this package alone.
     done = subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check",
                            "--no-deps", *offline, "--wheel-dir", str(out), str(tree)],
                           env={**os.environ, "SOURCE_DATE_EPOCH": "1580601600"}, stdin=subprocess.DEVNULL,
@@ -262,17 +265,17 @@ def _from_tree(tree: Path, out: Path) -> Path:
 
 def _from_installed(out: Path) -> Path:
     try:
-        found = distribution(_OWN)
+        installed = distribution(_OWN)
     except PackageNotFoundError:
         raise UsageError(f"{_OWN} is neither installed nor in a source tree here: "
                          f"put its wheel into the wheelhouse") from None
-    return rebuild(found, out)
+    return rebuild(installed, out)
 
 
-def rebuild(found: Distribution, out: Path) -> Path:
+def rebuild(installed: Distribution, out: Path) -> Path:
     """Rebuild the wheel of an installed pure Python distribution from its files."""
     files: dict[str, bytes] = {}
-    for entry in found.files or ():
+    for entry in installed.files or ():
         path = PurePosixPath(entry)
         if ".." in path.parts or path.suffix == ".pyc" or path.is_absolute():
             continue  # a .pyc file, or a script, which entry_points.txt implies

@@ -21,7 +21,7 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Addresses:
-    """What D0 needs to connect to its stages; addresses are ZeroMQ endpoints, sequences start with V1."""
+    """What D0 needs to connect to its stages. Addresses are ZeroMQ endpoints; sequences start with V1."""
 
     control: str  # where D0 listens for the stages' control connections
     output: str  # where D0 listens for VN's outputs
@@ -30,7 +30,7 @@ class Addresses:
     key_file: Path | None = None  # D0's own key; None: no encryption
     worker_keys: Sequence[bytes] = ()  # the stages' public keys, with ``key_file``
     unencrypted: bool = False  # allows links without keys beyond loopback
-    digests: Sequence[str] = ()  # that the stages' shards must have; empty: any
+    digests: Sequence[str] = ()  # the digests that the stages' shards must have; empty: any
 
 
 class Placement(Protocol):
@@ -72,15 +72,16 @@ class Loopback:
 
 
 def threads_per_process(stages: int) -> int:
-    """Torch threads per process, D0 included. They spin: twice as many as cores run at half the speed."""
+    """Torch threads per process, D0 included. These threads wait actively, so twice as many threads as cores
+    run at half the speed."""
     return max(1, (os.cpu_count() or 1) // (stages + 1))
 
 
 class LocalPlan:
     """Addresses and configurations of stages on this machine.
 
-    The listening sockets exist before any stage starts, so no port is lost between choosing and binding it.
-    This process keeps them open, so that peers of a restarting stage wait in the backlog and then reconnect.
+    The listening sockets exist before any stage starts, so no other program can take a port that was chosen.
+    This process keeps the sockets open, so that peers of a restarting stage wait in the backlog.
     """
 
     def __init__(self, stages: int, directory: Path, placement: Placement) -> None:

@@ -1,6 +1,7 @@
-"""Opens clusters: simulated ones, and those of processes, which start with the first request that needs them.
+"""Opens clusters: simulated ones, and clusters of processes, which start with the first request.
 
-Pipelines and tensor-parallel groups cut the model differently, and a board has no memory for both.
+Pipelines and tensor-parallel groups cut the model differently, and a board has no memory for both cuts. So
+one cluster runs at a time, and a request that needs another cut replaces it.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ def open_cluster(spec: ClusterSpec, place: Virtual) -> VirtualCluster: ...
 @overload
 def open_cluster(spec: ClusterSpec, place: Place) -> OnDemandCluster | VirtualCluster: ...
 def open_cluster(spec: ClusterSpec, place: Place = Here()) -> OnDemandCluster | VirtualCluster:  # noqa: B008
-    """Return a cluster, which the caller closes. Processes start with the first request, so their errors come
-    from there; a virtual cluster loads the model at once and raises as ``VirtualCluster``."""
+    """Return a cluster, which the caller closes. Processes start with the first request, so errors of their
+    start are raised there. A virtual cluster loads the model at once and raises as ``VirtualCluster``."""
     if not isinstance(place, Virtual):
         return OnDemandCluster(spec, place)
     return VirtualCluster(spec.model, spec.stages, place.profile, spec.dtype, spec.observer,
@@ -65,7 +66,7 @@ def open_cluster(spec: ClusterSpec, place: Place = Here()) -> OnDemandCluster | 
 
 class OnDemandCluster:
     """Starts the processes that a request needs, and keeps them until a request needs others. Only one thread
-    may call :meth:`generate`, :meth:`submit` and :meth:`serve`: they start processes."""
+    may call :meth:`generate`, :meth:`submit` and :meth:`serve`, because they start processes."""
 
     clock = "wall"
 
@@ -73,7 +74,7 @@ class OnDemandCluster:
         self._spec, self._place = spec, place
         self._cluster: ProcessCluster | None = None
         self._closed = False
-        self._lost = False  # the last cluster ended by itself, and no other is up yet
+        self._lost = False  # whether the last cluster ended by itself and no other has started yet
 
     @property
     def running(self) -> ProcessCluster | None:
@@ -91,7 +92,7 @@ class OnDemandCluster:
     def generate_many(self, requests: Sequence[Request], arrivals: Sequence[float] | None = None
                       ) -> list[Result]:
         """As ``runtime.request.ClusterBackend``. A request that is due is submitted between two steps of the
-        event loop: on an idle cluster up to 20 ms late."""
+        event loop, so on an idle cluster up to 20 ms late."""
         if not requests:
             return []
         one_parallelism(request.strategy for request in requests)
@@ -143,7 +144,7 @@ class OnDemandCluster:
                 raise UsageError(f"strategy {strategy} needs devices that share the model in another way "
                                  "than those that answer other requests now; try again when these are done")
             self._lost |= running is not None and running.closed
-            running = None  # the last reference, so that its memory is free before the next one starts
+            running = None  # else this reference would keep the old cluster's memory while the next starts
             self._end()
             running = self._cluster = self._start(wanted)
             if self._lost:
@@ -161,7 +162,7 @@ class OnDemandCluster:
         if self._cluster is not None:
             self._cluster.close()
             self._cluster = None
-            gc.collect()  # its parts refer to one another, and the next one loads D0's models again
+            gc.collect()  # frees the cluster's reference cycles before the next one loads D0's models again
         if isinstance(self._place, BoardStages):
             self._place.disconnect()
 
@@ -203,7 +204,7 @@ class Services:
         """Services stay up."""
 
     def _watch(self) -> None:
-        """Send a keep-alive; the driving thread calls this several times a second."""
+        """Send a keep-alive. The driving thread calls this method several times a second."""
         self._notifier.alive()
 
     def _waiting(self, stages: list[str]) -> None:

@@ -1,6 +1,7 @@
 """Workers forked from ``multiprocessing``'s fork server, which has already imported torch and transformers.
 
-The imports take seconds, and forks share their memory. CPU only: no other torch device survives a fork.
+The imports take seconds, and forks share the memory of imported modules. Workers on a CPU only, because no
+other torch device survives a fork.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from flowspec_edge.errors import FlowspecError
 
 STOPPED, ENDED = "T", "Z"
 _PRELOAD = ["flowspec_edge.runtime.worker.load", "flowspec_edge.runtime.worker.process", __name__]
-FIRST_START_S = 120.0  # imports included, from a slow disk
-_LEAST_START_S = 1.0  # however little of a deadline is left
-_START_S = 5.0  # once the fork server has imported
+FIRST_START_S = 120.0  # for a start that waits for the imports, from a slow disk
+_LEAST_START_S = 1.0  # for a start whose deadline is nearer, or over
+_START_S = 5.0  # for a start after the fork server's imports
 _POLL_S = 0.01
 _EXIT_CODE_S = 5.0  # between a worker's end and the fork server's report of its exit code
 _UNREPORTED = 255  # multiprocessing's exit code if there is no report
-_TEND_S = 10.0  # between two fork servers that are started in advance: they may end at once
+_TEND_S = 10.0  # between two starts by ``tend``, because a fork server may end at once
 
 _context = multiprocessing.get_context("forkserver")
 _starting = threading.Lock()
@@ -61,8 +62,8 @@ def preload() -> None:
 
 
 def tend() -> None:
-    """If the fork server has ended or was stopped, start another one, before a worker has to wait for its
-    imports; to be called several times a second while workers run."""
+    """If the fork server has ended or was stopped, start another one, so that no worker has to wait for the
+    imports later. To be called several times a second while workers run."""
     global _tended_at
     server, now = server_pid(), time.monotonic()
     if server is None or now < _tended_at + _TEND_S:
@@ -72,7 +73,7 @@ def tend() -> None:
         _kill(server)
     if state in (STOPPED, ENDED):
         _tended_at = now
-        with suppress(FlowspecError):  # such as of a full disk: the next start says so
+        with suppress(FlowspecError):  # such as of a full disk; the next worker's start reports it
             preload()
 
 
@@ -83,8 +84,8 @@ def server_pid() -> int | None:
 
 
 def process_state(pid: int) -> str:
-    """Return the kernel's letter for a process' state: STOPPED by SIGSTOP or its like (not by a debugger),
-    ENDED, or others."""
+    """Return the kernel's letter for a process' state: STOPPED by a signal such as SIGSTOP (not by a
+    debugger), ENDED, or others."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except OSError:
@@ -105,9 +106,10 @@ class WorkerProcess:
                  directory: Path | None = None, within: float = FIRST_START_S) -> None:
         """Start a worker that reads ``config`` and writes stdout and stderr to ``output``.
 
-        It inherits this process' environment (except what torch reads at import time), and ends when this
-        process ends, not with its fork server; if this process was killed, it removes ``directory``.
-        FlowspecError if the fork server fails, or does not start it in ``within`` seconds.
+        The worker inherits this process' environment (except what torch reads at import time). It ends when
+        this process ends, not when its fork server ends; if this process was killed, the worker removes
+        ``directory``. FlowspecError if the fork server fails, or does not start the worker in ``within``
+        seconds.
         """
         listener = socket.socket(fileno=os.dup(listen_fd)) if listen_fd >= 0 else None
         try:
@@ -119,7 +121,7 @@ class WorkerProcess:
         assert self._process.pid is not None
         self.pid = self._process.pid
         self._code: int | None = None
-        self.unreported = False  # how the worker ended is unknown: its fork server was gone, or hung
+        self.unreported = False  # whether the exit code is unknown, because the fork server ended or hung
         try:  # the kernel reports every exit; the fork server only while it runs
             self._pidfd = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -135,7 +137,7 @@ class WorkerProcess:
     def wait(self, timeout: float | None = None) -> int:
         """Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
         if self._code is None:
-            connection.wait([self._pidfd], timeout)  # without a deadline only as its caller asks
+            connection.wait([self._pidfd], timeout)
         code = self.poll()
         if code is None:
             raise subprocess.TimeoutExpired("worker", timeout or 0.0)
@@ -159,17 +161,17 @@ class WorkerProcess:
             self._process.join()  # ends at once: the killed server held the other end of the pipe
         code = self._process.exitcode
         self.unreported = code == _UNREPORTED
-        with suppress(ChildProcessError):  # in a container this process may be the init that has adopted it
+        with suppress(ChildProcessError):  # in a container this process may be the init that adopted it
             os.waitpid(self.pid, os.WNOHANG)
         self._process.close()
         return code
 
 
 def _start(within: float, *args: object) -> tuple[ForkServerProcess, int]:
-    """Start a worker; return it and its fork server's process id. FlowspecError if there is none in time.
+    """Start a worker; return it and its fork server's process id. FlowspecError if it does not start in time.
 
     A fork server that was stopped, hangs in its imports for too long, or does not answer after them is killed
-    and replaced once. One that still imports is not: the next start finds it further on.
+    and replaced once. A fork server that still imports is kept, so that a later start can use it.
     """
     deadline, retry = time.monotonic() + within, True
     with _starting:
@@ -181,7 +183,7 @@ def _start(within: float, *args: object) -> tuple[ForkServerProcess, int]:
             assert server is not None
             waits_until = max(min(deadline, _preloaded_at + FIRST_START_S), time.monotonic() + _LEAST_START_S)
             while not (ready := _has_imported(server)) and time.monotonic() < waits_until:
-                time.sleep(_POLL_S)  # nothing tells of it
+                time.sleep(_POLL_S)  # polled, because the end of the imports is not signalled
             if not ready and time.monotonic() < _preloaded_at + FIRST_START_S:
                 raise FlowspecError(f"the fork server for workers (process {server}) does not answer: its "
                                     f"imports take more than {within:.0f} s")
@@ -205,8 +207,9 @@ def _start(within: float, *args: object) -> tuple[ForkServerProcess, int]:
 
 
 def _has_imported(server: int) -> bool:
-    """Whether the fork server, whose socket takes connections at once, reads from it: multiprocessing handles
-    SIGCHLD from then on. True for one that has ended, too: its start fails at once."""
+    """Whether the fork server has finished its imports and reads from its socket, which accepts connections
+    before: from then on multiprocessing handles SIGCHLD. Also True for a fork server that has ended, because
+    a start then fails at once."""
     try:
         status = Path(f"/proc/{server}/status").read_text(errors="replace")
     except OSError:
@@ -222,7 +225,7 @@ def _kill(pid: int) -> None:
     """
     with suppress(ProcessLookupError, ChildProcessError):
         os.kill(pid, signal.SIGKILL)
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # no deadline: SIGKILL ends a stopped process, too
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # no deadline: SIGKILL also ends a stopped process
 
 
 @contextmanager
@@ -237,15 +240,16 @@ def _no_main_module() -> Iterator[None]:
 
 
 def _remove_sockets() -> None:
-    """In a worker: remove the directory of the fork server's socket, which a killed starter leaves behind."""
+    """In a worker: remove the directory of the fork server's socket if the process that made it was killed,
+    and so could not remove it."""
     starter = multiprocessing.parent_process()
     if starter and not starter.is_alive():
-        shutil.rmtree(util.get_temp_dir(), ignore_errors=True)  # the starter's: a child inherits the name
+        shutil.rmtree(util.get_temp_dir(), ignore_errors=True)  # a child inherits the starter's directory
 
 
 def _run(config: Path, output: Path, environment: Mapping[str, str],
          listener: socket.socket | None, verbose: bool, directory: Path | None) -> None:
-    from flowspec_edge.runtime.worker import process  # here: the parent process does not need it
+    from flowspec_edge.runtime.worker import process  # imported here, because D0 does not need it
 
     os.setsid()  # Ctrl-C is for D0, which then ends its workers in order
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -24,11 +24,11 @@ from flowspec_edge.messages import (
 from flowspec_edge.runtime.observe.counters import LiveLines
 
 _SHOWN = 12  # hexadecimal digits of a digest, of 64
-_MAX_SESSION = 2**62  # numbers begin with the clock's milliseconds and grow by one
+_MAX_SESSION = 2**62  # far above any clock's milliseconds, with which session numbers begin
 
 
 class StageBroken(PeerLost):
-    """A stage whose key was checked broke the protocol: its process has to be replaced."""
+    """A stage that has the right key broke the protocol, so its process has to be replaced."""
 
     def __init__(self, stage: int, reason: str) -> None:
         super().__init__(stage, reason)
@@ -41,7 +41,7 @@ class StageBroken(PeerLost):
 class StageState(Enum):
     """A stage's state as seen since the start, its last Hello, or the last outage."""
 
-    ABSENT = auto()  # nothing yet
+    ABSENT = auto()  # it has sent no heartbeat since then
     ISOLATED = auto()  # it is alive, but its link to the next device is down
     READY = auto()  # it is alive and connected
 
@@ -63,7 +63,7 @@ class Membership:
                  fail_on_rejoin: bool = False, digests: Sequence[str] = ()) -> None:
         """dead_after       seconds of silence after which a stage counts as lost
         tensor_parallel  every stage has a slice of all layers
-        fail_on_rejoin   a second Hello counts as a loss: the stage's sessions are gone
+        fail_on_rejoin   a second Hello counts as a loss, because the stage has lost its sessions
         digests          expected digests of the stages' shards, in order; empty: any
         """
         self.instances = tuple(instances)
@@ -75,8 +75,8 @@ class Membership:
         self._lines = LiveLines()
 
     def receive(self, sender: str, message: Hello | Heartbeat | SessionReport | Failed, now: float) -> None:
-        """Process a message of which :meth:`objection` has none. PeerLost if the stage failed or, with
-        ``fail_on_rejoin``, restarted; ProtocolError if it is set up wrongly."""
+        """Process a message that :meth:`objection` admits. PeerLost if the stage failed or, with
+        ``fail_on_rejoin``, restarted; ProtocolError if the stage is set up wrongly."""
         member = self._members[sender]
         member.seen_at = now
         match message:
@@ -116,7 +116,7 @@ class Membership:
 
     @property
     def newest(self) -> int:
-        """The highest session number that any stage reported in its last Hello; -1: none."""
+        """The highest session number that any stage reported in its last Hello; -1 if none has."""
         return max((m.hello.newest for m in self._members.values() if m.hello), default=-1)
 
     def missing(self) -> list[str]:
@@ -152,12 +152,12 @@ class Membership:
         return [m.stage for m in self._members.values() if m.hello and now - m.seen_at > self._dead_after]
 
     def reset_silence(self, now: float) -> None:
-        """Count silence from ``now``: no messages are read while no request runs."""
+        """Count silence from ``now``, because no messages were read while no request ran."""
         for member in self._members.values():
             member.seen_at = max(member.seen_at, now)
 
     def check(self, now: float, stages: Collection[int] = ()) -> None:
-        """Raise PeerLost if a stage, or one of ``stages``, has been silent for too long."""
+        """Raise PeerLost if a stage (one of ``stages``, if any are given) has been silent for too long."""
         for member in self._members.values():
             if (not stages or member.stage in stages) and now - member.seen_at > self._dead_after:
                 raise PeerLost(f"V{member.stage} has been silent for {self._dead_after:g} s: "

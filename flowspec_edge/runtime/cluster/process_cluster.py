@@ -71,9 +71,9 @@ class ProcessCluster:
                  parallelism: Parallelism = "pipeline") -> None:
         """Start the stages, or connect to them, and wait until all have loaded.
 
-        Links to stages that are started here are encrypted, with keys made for this cluster; the collectives
-        of tensor-parallel ranks cannot be. UsageError, before anything is started, if the model cannot be cut
-        into so many stages; PeerLost if a stage does not start.
+        Links to stages that are started here are encrypted, with keys made for this cluster; collectives of
+        tensor-parallel ranks are not, because gloo cannot encrypt. UsageError if the model cannot be cut into
+        so many stages; then nothing is started. PeerLost if a stage does not start.
         """
         here = place if isinstance(place, Here) else Here()
         model_dir, stages, emulation = Path(spec.model), spec.stages, here.emulation

@@ -1,8 +1,8 @@
 """Recovery after a lost stage: restart the processes started here, and wait until all stages are back.
 
-A stage is back when a heartbeat, after the loss and its Hello, says that it can reach the next device. Silent
-or ended processes are restarted; stages elsewhere come back through their service manager, or reconnect.
-Tensor-parallel ranks depend on each other, so all of them are restarted.
+A stage is back when it has said Hello and a heartbeat after the loss says that it can reach the next device.
+Processes started here that are silent or have ended are restarted. Stages on other machines are restarted by
+their service manager, or reconnect. Tensor-parallel ranks depend on each other, so all of them are restarted.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from flowspec_edge.runtime.request import ClusterState, ClusterStatus
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-_MAX_STARTS = 5  # of a stage, after one loss
+_MAX_STARTS = 5  # restarts of a stage after one loss
 _PAUSE_S = 0.5  # before the second start; doubled every time
-_LATE_S = 1.5  # without a heartbeat, of three, after a loss: then a stage is among those that are missing
+_LATE_S = 1.5  # a stage without a heartbeat for so long after a loss is missing; three were due
 
 
 class Recovery:
@@ -44,10 +44,10 @@ class Recovery:
         self._new_group = new_group
         self._lost_at = 0.0
         self._deadline = 0.0
-        self._missing: set[int] = set()  # stages, as the observer knows it
+        self._missing: set[int] = set()  # the stages that the observer was told of
         self._starts: dict[int, int] = {}  # since the loss, by stage
-        self._start_at: dict[int, float] = {}  # earliest time of the next
-        self._failed_start = ""  # how the last one ended, if it has
+        self._start_at: dict[int, float] = {}  # earliest time of the next restart, by stage
+        self._failed_start = ""  # how the last restarted process ended, if it has
 
     def begin(self, error: PeerLost) -> None:
         """Wait for all stages from now on; also called for a second loss during recovery. Raises ``error`` if
@@ -83,7 +83,7 @@ class Recovery:
             silent = members.silent(time.monotonic())
         except PeerLost as error:  # wait for the stage's next heartbeat, or its end
             log.info("%s", error)
-            if isinstance(error, StageBroken):  # more of its faults may be queued, before what counts
+            if isinstance(error, StageBroken):  # more of its faults may be queued before valid messages
                 broken[error.stage] = str(error)
                 members.expect_all()
         if self._workers.pids:
@@ -110,8 +110,8 @@ class Recovery:
         self._observer.recovered(now)
 
     def _note_missing(self, lost: Collection[int]) -> None:
-        """Tell the observer which stages are missing, if that has changed: those that were lost, until their
-        heartbeat says that they are ready, and those that say nothing."""
+        """Tell the observer which stages are missing, if this has changed: stages that were lost, until their
+        heartbeat says that they are ready, and stages that have been silent since the loss."""
         now, members = time.monotonic(), self._links.members
         late = members.in_state(StageState.ABSENT) if now > self._lost_at + _LATE_S else set()
         back = members.in_state(StageState.READY)

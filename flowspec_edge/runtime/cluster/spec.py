@@ -1,6 +1,6 @@
-"""What a cluster is and where its devices are: the two values from which ``clusters.open_cluster`` opens one.
+"""What a cluster is (``ClusterSpec``), and where its devices are (``Place``), for ``clusters.open_cluster``.
 
-Light to import: the command line builds them before it imports torch.
+This module imports quickly, because the command line builds both values before it imports torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ClusterSpec:
     """A model on a draft device (D0) and ``stages`` stages.
 
     model          the model's directory, as D0 sees it
-    dtype          "fp32", "bf16" or "fp16": of activations, caches and all weights that are not in 4 bits
+    dtype          "fp32", "bf16" or "fp16", for activations, caches and all weights that are not in 4 bits
     device         torch device of D0, and of the stages that D0 starts
     threads        torch threads per process; None divides the cores. Not for stages on boards
     at_once        number of concurrent requests, each with its own caches
@@ -68,7 +68,7 @@ class Here:
     """The stages are processes on this machine, which D0 starts and ends.
 
     network    the devices' addresses and network namespaces; None: loopback, and stages that are forks
-    emulation  the devices whose time they take; None: their own time
+    emulation  the devices whose speed the processes imitate; None: they run at their own speed
     """
 
     network: Placement | None = None
@@ -90,10 +90,10 @@ class Connected:
 
 @runtime_checkable
 class BoardStages(Protocol):
-    """The stages are on boards, where they are found, or started, for the first request."""
+    """The stages are on boards. For the first request D0 connects to them, and starts them if need be."""
 
     def connect(self, parallelism: Parallelism) -> Connected:
-        """UsageError if they cannot form a pipeline or group of this kind."""
+        """Connect to the stages. UsageError if they cannot form a pipeline or group of this kind."""
 
     def refresh(self) -> None:
         """Called before every request."""

@@ -48,7 +48,7 @@ class StageLinks:
         """exited        waits up to that many seconds for a stage to end; returns why one has, or None
         on_heartbeat  gets every heartbeat and its time of arrival (time.monotonic)
         is_open       whether a session's reports are wanted
-        charge        gets a session and bytes that D0 sent, or received over the control channel, for it
+        charge        gets a session, and the bytes that D0 sent or received (over the control channel) for it
         """
         self.members = members
         self.output_at = 0.0
@@ -59,7 +59,7 @@ class StageLinks:
         self._outbox: deque[Segment | Batch] = deque()
         self._disconnects = 0  # of the link to V1, already handled
         self._check_at = 0.0
-        self._strangers = 0  # control messages from other processes than the stages
+        self._strangers = 0  # control messages of processes that are no stage of this cluster
         self._dropped = 0  # messages, at the last ``take_dropped``
         allowed = addresses.worker_keys
         with place.entered(0):  # ZeroMQ's I/O thread keeps the namespace it was created in
@@ -87,7 +87,7 @@ class StageLinks:
             if time.monotonic() > deadline:
                 raise PeerLost(f"no Hello from {', '.join(missing)} within {within:g} s: check that they "
                                f"run, can reach D0 at {self.control_endpoint} and have the right keys")
-            self.reset()  # nothing was sent that a broken link could have lost
+            self.reset()  # a broken link is no loss yet, because nothing was sent
             self.check()
             self.sleep()
             self.collect(lambda message: None)
@@ -123,20 +123,20 @@ class StageLinks:
 
     def collect(self, take: Callable[[Output | Credit | Tap | Computed], None]) -> bool:
         """Pass all arrived messages to ``take``, which raises ProtocolError for impossible ones, or to
-        ``members``; return whether there were any. PeerLost if a stage failed or broke the protocol."""
+        ``members``; return whether any had arrived. PeerLost if a stage failed or broke the protocol."""
         try:
-            found = self._collect_outputs(take)
-        except PeerFault as error:  # the socket admits VN's key alone
+            any_outputs = self._collect_outputs(take)
+        except PeerFault as error:  # of VN, because the socket admits its key alone
             raise StageBroken(len(self.members.instances), str(error)) from None
         try:
-            return self._collect_control(take) or found
+            return self._collect_control(take) or any_outputs
         except PeerFault as error:
             raise StageBroken(self.members.instances.index(error.peer) + 1, str(error)) from None
 
     def _collect_outputs(self, take: Callable[[Output], None]) -> bool:
-        found = False
+        any_messages = False
         while (message := self._output.receive()) is not None:
-            found = True
+            any_messages = True
             parts = parts_of(message) if isinstance(message, Output | Batch) else ()
             outputs = [part for part in parts if isinstance(part, Output)]
             if not outputs:
@@ -148,16 +148,16 @@ class StageLinks:
                     take(output)
             except ProtocolError as error:
                 self._output.reject(str(error))
-        return found
+        return any_messages
 
     def _collect_control(self, take: Callable[[Credit | Tap | Computed], None]) -> bool:
-        found = False
+        any_messages = False
         before = self._hub.bytes_in
         while (item := self._hub.receive()) is not None:
-            found = True
+            any_messages = True
             sender, message = item
             size, before = self._hub.bytes_in - before, self._hub.bytes_in
-            if sender not in self.members.instances:  # such as a stage's replaced process
+            if sender not in self.members.instances:  # such as a process that was replaced
                 self._strangers += 1
                 continue
             if objection := self.members.objection(sender, message):
@@ -165,7 +165,7 @@ class StageLinks:
                 continue
             match message:
                 case SessionReport() if not self._is_open(message.session):
-                    pass  # of a session before a loss
+                    pass  # the session was open before a loss
                 case Hello() | Heartbeat() | SessionReport() | Failed():
                     self.members.receive(sender, message, time.monotonic())
                     if isinstance(message, Heartbeat):
@@ -176,7 +176,7 @@ class StageLinks:
                         take(message)
                     except ProtocolError as error:
                         self._hub.reject(str(error), sender)
-        return found
+        return any_messages
 
     def take_dropped(self) -> int:
         """Number of messages since the last call that no stage of this cluster may have sent."""

@@ -1,7 +1,8 @@
 """The only stage of a cluster as a thread of D0's process.
 
-A board that holds a whole model then pays for one CUDA context and one interpreter, not two: 0.9 GB of the
-5.5 that an 8 GB board has.  The two never compute at the same time, so nothing is lost.
+A board that holds a whole model then needs one CUDA context and one interpreter, not two.  This saves 0.9 GB
+of the 5.5 GB that an 8 GB board has.  D0 and its only stage never compute at the same time, so nothing is
+lost.
 """
 
 from __future__ import annotations
@@ -22,20 +23,21 @@ log = logging.getLogger(__name__)
 
 
 def shares_a_process(configs: Sequence[WorkerConfig]) -> bool:
-    """Not on a CPU, where forks share memory and a process can be killed, nor if devices are emulated."""
+    """Whether the stage is a thread: if it is the only one, and neither on a CPU, where forks share memory
+    and a process can be killed, nor on an emulated device."""
     return len(configs) == 1 and configs[0].device != "cpu" and not configs[0].emulate
 
 
 class StageThread:
-    """Has what ``subprocesses`` uses of ``Popen``.  A thread cannot be killed: ``kill`` is ``terminate``,
-    which a stage obeys between two layers."""
+    """A stage with the part of ``Popen``'s interface that ``subprocesses`` uses.  A thread cannot be killed:
+    ``kill`` is ``terminate``, which a stage obeys between two layers."""
 
     def __init__(self, config: WorkerConfig, output: Path) -> None:
-        """``output``: the file for the error that ends it."""
+        """``output``: the file for the error that ends the stage."""
         self.pid = os.getpid()
         self._stop = StopRequest()
         self._code: int | None = None
-        # The cluster keeps its listening socket for a restart, and the stage closes what it is given.
+        # A duplicate, because the stage closes its socket, and the cluster needs the socket for a restart.
         changes = {"listen_fd": os.dup(config.listen_fd) if config.listen_fd >= 0 else -1, "parent": 0}
         self._config, self._output = config.model_copy(update=changes), output
         self._thread = threading.Thread(target=self._run, name=f"V{config.stage}", daemon=True)

@@ -30,8 +30,8 @@ AnyWorker = subprocess.Popen[bytes] | WorkerProcess | StageThread
 _GRACE_S = 2.0  # between SIGTERM and SIGKILL
 _KILLED_S = 30.0  # after SIGKILL; only a process that waits inside the kernel takes so long
 _POLL_S = 0.02
-_STOPPED_S = 2.0  # after which a stopped worker is taken for lost
-_UNWATCHED_S = 1.0  # between two looks: the worker may have run meanwhile
+_STOPPED_S = 2.0  # a worker that has been stopped for so long counts as lost
+_UNWATCHED_S = 1.0  # after a longer time between two checks, a stopped worker may have run meanwhile
 
 
 class WorkerProcesses:
@@ -39,14 +39,15 @@ class WorkerProcesses:
     killed, the workers remove it."""
 
     def __init__(self) -> None:
-        self._starters: list[Callable[[float], AnyWorker]] = []  # by stage; of the seconds that it may take
+        self._starters: list[Callable[[float], AnyWorker]] = []  # by stage; of the seconds allowed
         self._workers: list[AnyWorker] = []
         self._looked_at = 0.0
         self._stopped_at: dict[int, float] = {}  # by stage; of the workers that are stopped
 
     @cached_property
     def _temporary(self) -> TemporaryDirectory[str]:
-        """Made when it is used: a draft device whose stages run elsewhere would leave it behind if killed."""
+        """Made on first use: a draft device whose stages run elsewhere needs none, and would leave it behind
+        if it was killed."""
         return TemporaryDirectory(prefix="flowspec-")
 
     @property
@@ -89,12 +90,12 @@ class WorkerProcesses:
             self._stopped_at.pop(stage, None)
 
     def _thread(self, config: WorkerConfig, within: float) -> StageThread:
-        """A thread needs no ``within``: nothing is waited for."""
+        """``within`` is not used, because the start of a thread waits for nothing."""
         return StageThread(config, self._output(config.stage))
 
     def _spawn(self, config: WorkerConfig, file: Path, verbose: bool, wrap: Wrap | None, within: float
                ) -> subprocess.Popen[bytes]:
-        """A program needs no ``within``: nothing is waited for."""
+        """``within`` is not used, because the start of a program waits for nothing."""
         package = str(Path(__file__).parents[3])  # where flowspec_edge is
         path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
         command = [sys.executable, "-m", "flowspec_edge.runtime.worker", "--config", str(file),
@@ -108,8 +109,9 @@ class WorkerProcesses:
                 env={**os.environ, "PYTHONPATH": path})
 
     def ended(self) -> dict[int, str]:
-        """Return why workers have ended, by stage: "V2 was killed by SIGKILL". One that has been stopped for
-        two seconds is killed: its state is certain sooner than its silence is."""
+        """Return why workers have ended, by stage: "V2 was killed by SIGKILL". A worker that has been stopped
+        for two seconds is killed first, because the kernel shows that it is stopped sooner than its silence
+        shows that it is lost."""
         self._end_stopped()
         codes = {stage: worker.poll() for stage, worker in enumerate(self._workers, start=1)}
         return {stage: f"V{stage} {self._cause(stage, code)}"
@@ -149,7 +151,7 @@ class WorkerProcesses:
             worker.terminate()
         self.wait(_GRACE_S)
         for stage in range(1, len(self._workers) + 1):
-            with suppress(FlowspecError):  # the others are to end all the same
+            with suppress(FlowspecError):  # a worker that cannot be killed must not keep the others alive
                 self._kill(stage)
         self._temporary.cleanup()
 

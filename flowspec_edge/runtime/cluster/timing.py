@@ -48,8 +48,9 @@ class ClusterTiming:
         return self.slot_s * slots / self._pass_s[kind]
 
     def warm_up(self, run: Callable[[Request], Stats]) -> None:
-        """Measure the slot with full segments, so that all strategies use the same unit of turns; seed the
-        curve with shorter and longer ones, whose difference gives a row's mean time on a link."""
+        """Measure the slot with full segments, so that all strategies use the same unit of turns. Also seed
+        the curve with the shortest and longest warm-up segments; the difference of their round trips gives a
+        row's mean time on a link."""
         slot_s = run(_prefill(Params().segment, _SEGMENTS)).slot_s
         if self.curve:
             shortest, longest = min(WARM_UP_ROWS), max(WARM_UP_ROWS)

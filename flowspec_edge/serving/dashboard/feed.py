@@ -1,8 +1,8 @@
 """An observer that takes notes for the page in the cluster's thread; the event loop's thread reads them.
 
-Two snapshots of the draft tree and the text between their roots suffice to show what became of its nodes:
-nodes of the earlier one that spell the text were accepted; others that are missing from the later one were
-pruned.
+Two snapshots of the draft tree and the text between their roots suffice to show what became of its nodes.
+Nodes of the earlier snapshot that spell the text were accepted; its other nodes that are missing from the
+later snapshot were pruned.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from flowspec_edge.strategies.tree_strategy import TreeStrategy
 from flowspec_edge.tree.draft_tree import Node
 
 
-class NodeState(NamedTuple):  # a hundred a snapshot, in the cluster's thread: has to be cheap
-    """``parent`` is an id, -1 for the root's."""
+class NodeState(NamedTuple):  # cheap, because the cluster's thread makes a hundred a snapshot
+    """A node of a snapshot. ``parent`` is an id; the root's is -1."""
 
     id: int
     parent: int
@@ -48,8 +48,8 @@ class NodeState(NamedTuple):  # a hundred a snapshot, in the cluster's thread: h
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """text   tokens of the answer since the previous snapshot's root
-    nodes  the living ones without the root, parents first
-    over   the request has ended: no node of the tree will become text
+    nodes  the tree's nodes without the root, parents first
+    over   whether the request has ended, so that no node of the tree will become text
     """
 
     session: int
@@ -61,8 +61,8 @@ class Snapshot:
 
 
 def take_snapshot(coordinator: Coordinator, at: float, since: int | None, over: bool) -> Snapshot | None:
-    """Return None if the strategy has no tree, or none yet. ``since``: position of the previous snapshot's
-    root; None: there was none."""
+    """Return a snapshot of the request's tree; None if there is no tree yet, or none to show. ``since``:
+    position of the previous snapshot's root; None if there was no snapshot."""
     strategy = coordinator.strategy
     if coordinator.request.max_new_tokens < 2:
         return None  # a probe: the page goes on showing the last answer

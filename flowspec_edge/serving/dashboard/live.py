@@ -129,7 +129,7 @@ class Live:
             self._remove_viewer(viewer)
 
     def _add_viewer(self, viewer: Viewer) -> None:
-        """Whatever source fails, the viewer gets the events of the others."""
+        """Add a viewer, and send it the present state. If a source fails, the events of the others come."""
         now = time.monotonic()
         if not self._viewers:
             self._feed.take_flow()  # what the last viewer left
@@ -178,7 +178,7 @@ class Live:
         with self._guard():
             self._send_cluster()
         with self._guard():
-            flow = [made for event in self._feed.take_flow() if (made := self._flow.event(event))]
+            flow = [shown for event in self._feed.take_flow() if (shown := self._flow.event(event))]
             if flow:
                 self._send("flow", {"at": now, "events": flow})
         with self._guard():

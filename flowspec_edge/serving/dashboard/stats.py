@@ -1,5 +1,5 @@
-"""Figures for the page: of requests (docs/turns-and-rounds.md defines them), and of boards, from heartbeats
-and the growth of their counters.
+"""Figures for the page: requests' (docs/turns-and-rounds.md defines them), and boards', which are taken from
+heartbeats and the growth of their counters.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from flowspec_edge.runtime.observe.timeline import AcceptanceTracker
 from flowspec_edge.runtime.request import Result
 from flowspec_edge.serving.admission import WaitingRequest
 
-_ROUNDS = 200  # newest ones, for the acceptance per depth
-DEPTHS = 12  # that are shown
-_GAPS = 1000  # newest ones of a request, for the percentiles
-_SHARE_S = 5.0  # over which a request's share of the rows is taken
-_SEGMENTS = 2048  # at most, of that time
-_MOST_WAITING = 20  # that are listed
+_ROUNDS = 200  # newest rounds, for the acceptance per depth
+DEPTHS = 12  # depths that are shown
+_GAPS = 1000  # newest gaps between a request's tokens, for the percentiles
+_SHARE_S = 5.0  # a request's share of the rows is taken over this time
+_SEGMENTS = 2048  # segments of that time, at most
+_MOST_WAITING = 20  # waiting requests that are listed
 
 
 @dataclass(eq=False)
 class _Progress:
-    """Times are seconds of time.monotonic(); ``number`` counts requests from 1, but for the probes."""
+    """A running request. Times are seconds of time.monotonic(); ``number`` counts requests from 1, without
+    the server's probes."""
 
     number: int
     priority: int
@@ -44,13 +45,14 @@ class _Progress:
     accepted: int = 0  # draft tokens in the rounds that ended
 
     def add_tokens(self, tokens: int, at: float) -> None:
-        """The answer has so many tokens now."""
+        """Note that the answer has ``tokens`` tokens now."""
         self.gaps.extend(([at - self.newest_at] if self.first_at is not None else [])
                          + [0.0] * (tokens - self.tokens - 1))
         self.tokens, self.newest_at = tokens, at
 
     def tokens_per_second(self, now: float) -> float | None:
-        """After the first token, as in ``Stats``; falls while no token comes. None before the second."""
+        """Tokens per second after the first token, as in ``Stats``; None before the second token. The figure
+        falls while no token comes."""
         generated = self.tokens - self.tokens_before - 1
         if self.first_at is None or generated < 1 or now <= self.first_at:
             return None
@@ -177,7 +179,7 @@ class RequestStats:
         return [speed for progress in self._running.values() if (speed := progress.tokens_per_second(now))]
 
     def _requests(self, now: float) -> list[dict[str, Any]]:
-        """Return those that run, the oldest first."""
+        """Return the running requests, the oldest first."""
         while self._sent and self._sent[0][0] < now - _SHARE_S:
             self._sent.popleft()
         rows = dict.fromkeys(self._running, 0)
@@ -212,8 +214,10 @@ RATES = {"busy": "compute_s", "bytes_in_s": "bytes_in", "bytes_out_s": "bytes_ou
 
 @dataclass
 class Losses:
-    """Of a place. since   when it was lost, of time.monotonic(); None: it is not lost
-    away_s  how long it was away the last time
+    """How often a place was lost.
+
+    since   when it was lost, in seconds of time.monotonic(); None: it is not lost
+    away_s  seconds that its last loss took
     """
 
     count: int = 0
@@ -225,7 +229,7 @@ class Losses:
 
 
 class Boards:
-    """The newest heartbeats by place, and when places were lost: 0 is D0, i is Vi."""
+    """The newest heartbeats and the losses of each place; place 0 is D0, place i is Vi."""
 
     def __init__(self) -> None:
         self._losses: dict[int, Losses] = {}
@@ -239,7 +243,7 @@ class Boards:
             self._beats.setdefault(place, deque(maxlen=_NEWEST)).append((at, counters))
 
     def missing(self, places: Collection[int], at: float) -> None:
-        """These are lost now, and no others."""
+        """Note that these places are lost now, and no others."""
         with self._lock:
             for place in places:
                 losses = self._losses.setdefault(place, Losses())
@@ -261,7 +265,7 @@ class Boards:
         self._rows += rows
 
     def sample(self, system_stats: HeartbeatCounters, at: float) -> None:
-        """Record D0's own state: D0 sends no heartbeats."""
+        """Record D0's own state, because D0 sends no heartbeats."""
         self.add_heartbeat(0, {**system_stats, "compute_s": self._computed_s, "rows": self._rows}, at)
 
     def event(self, now: float) -> dict[str, Any]:

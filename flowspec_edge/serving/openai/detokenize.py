@@ -38,7 +38,7 @@ class StopMatcher:
         return text[: len(text) - keep]
 
     def close(self) -> str:
-        """Return the text held back: no stop string can follow."""
+        """Return the text held back, because no stop string can follow any more."""
         held, self._held = self._held, ""
         return held
 
@@ -107,8 +107,8 @@ class CallPiece:
 
 
 class ToolCallParser:
-    """Splits a text into content and calls, which are as the format's grammar writes them; of an incomplete
-    call at the end, what there is."""
+    """Splits a text into content and tool calls, which the format's grammar has shaped. An incomplete call at
+    the end is passed on as far as it goes."""
 
     def __init__(self, form: ToolFormat) -> None:
         self._form = form
@@ -159,13 +159,13 @@ class ToolCallParser:
         yield "" if self.calls else text
 
     def _head(self) -> Iterator[str | CallPiece]:
-        found = self._call.match(self._buffer)
-        if found:
-            self._take(found.end())
+        head = self._call.match(self._buffer)
+        if head:
+            self._take(head.end())
             self.calls += 1
             self._arguments = _ObjectScanner()
             self._step = self._object
-            yield CallPiece(self.calls - 1, "", f"call_{uuid.uuid4().hex[:24]}", found[1])
+            yield CallPiece(self.calls - 1, "", f"call_{uuid.uuid4().hex[:24]}", head[1])
 
     def _object(self) -> Iterator[str | CallPiece]:
         if text := self._take(self._arguments.scan(self._buffer)):

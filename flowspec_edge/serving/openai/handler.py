@@ -65,11 +65,11 @@ class Choice:
 
     @property
     def tokens(self) -> int:
-        """How many were read, up to the one that completed a stop string."""
+        """How many tokens were read, up to the one that completed a stop string."""
         return self._detokenizer.tokens
 
     def new_logprobs(self) -> list[TokenLogprob]:
-        """Those of the tokens read since the last call, if requested."""
+        """Log-probabilities of the tokens read since the last call, if requested."""
         new = self.pending.likelihoods[self._logprobs_sent:self.tokens]
         self._logprobs_sent += len(new)
         return self._token_decoder.decode(new)
@@ -108,14 +108,14 @@ class ResponseHandler:
     async def complete(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer in one piece; raises ApiError or ClientGone."""
         async with self._events(receive) as (events, gone):
-            found: list[list[str | CallPiece]] = [[] for _ in self.choices]
+            answers: list[list[str | CallPiece]] = [[] for _ in self.choices]
             async for choice, pieces in self._pieces(events, gone):
                 if choice is not None:
-                    found[choice.index] += pieces
+                    answers[choice.index] += pieces
         texts = [self._answer.choice(choice.index, pieces, choice.finish, choice.new_logprobs(),
-                                     self._details(choice) if len(found) > 1 else {})
-                 for choice, pieces in zip(self.choices, found, strict=True)]
-        alone = self._details(self.choices[0]) if len(found) == 1 else {}
+                                     self._details(choice) if len(answers) > 1 else {})
+                 for choice, pieces in zip(self.choices, answers, strict=True)]
+        alone = self._details(self.choices[0]) if len(answers) == 1 else {}
         answer = self._answer.complete(texts, self._usage(), alone)
         await JSONResponse(answer, headers=self._headers())(scope, receive, send)
 

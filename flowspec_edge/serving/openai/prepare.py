@@ -59,7 +59,7 @@ class PreparedRequest:
 
     @property
     def request(self) -> Request:
-        """Of the first choice."""
+        """The first choice's request."""
         return self.prompts[0]
 
     @property
@@ -70,8 +70,8 @@ class PreparedRequest:
         return Detokenizer(self.decode, self.stops, request.prompt if self.continues else ())
 
     def choices(self) -> list[Request]:
-        """One for each choice, a prompt's next to each other; their seeds follow the first's, so that an
-        answer does not depend on the prompts beside it."""
+        """A request for each choice; one prompt's choices stand together. The seeds of each prompt's choices
+        begin with the first choice's, so that an answer does not depend on the other prompts."""
         seed = self.request.sampling.seed
         return [replace(request, sampling=replace(request.sampling, seed=(seed + i) % _SEEDS))
                 for request in self.prompts for i in range(self.n)]
@@ -155,7 +155,7 @@ class ServedModel:
         return min(self.context or self.model.max_positions, self.model.max_positions)
 
     def _check_size(self, count: int, unit: str, per_token: int = 1) -> None:
-        """ApiError for a prompt that cannot fit whatever its tokens are: found before it costs time to count
+        """ApiError for a prompt that is too long whatever its tokens are, before time is spent on counting
         them. ``per_token``: units of a token, at most."""
         most = self.context_tokens * per_token
         if count > most:
@@ -164,7 +164,7 @@ class ServedModel:
                                 f"prompt has {count} {unit}", code="context_length_exceeded")
 
     def is_quick(self, prepared: PreparedRequest) -> bool:
-        """Whether :meth:`compiled` is known to take no time to speak of."""
+        """Whether :meth:`compiled` is known to take hardly any time."""
         return prepared.grammar is None or self.tokenizer.grammars.is_quick(prepared.grammar[0])
 
     def compiled(self, prepared: PreparedRequest) -> PreparedRequest:

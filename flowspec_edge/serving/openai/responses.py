@@ -95,20 +95,20 @@ class Answer:
         runs' statistics. ``results``: None if a stop string ended the choice."""
         prompt, request = self.prepared.prompt_tokens, self.prepared.request
         sampling, penalties = request.sampling, request.penalties
-        own: dict[str, Any] = {"strategy": request.strategy, "seed": sampling.seed,
-                                "temperature": sampling.temperature, "top_p": sampling.top_p,
-                                "top_k": sampling.top_k}
+        details: dict[str, Any] = {"strategy": request.strategy, "seed": sampling.seed,
+                                   "temperature": sampling.temperature, "top_p": sampling.top_p,
+                                   "top_k": sampling.top_k}
         if penalties:
-            own |= {"frequency_penalty": penalties.frequency, "presence_penalty": penalties.presence,
-                    "logit_bias": penalties.logit_bias}
+            details |= {"frequency_penalty": penalties.frequency, "presence_penalty": penalties.presence,
+                        "logit_bias": penalties.logit_bias}
         cached: dict[str, Any] = {}
         reused = [result.stats.reused for result in results[::self.prepared.n] if result is not None]
         if len(reused) == len(self.prepared.prompts):
             cached = {"prompt_tokens_details": {"cached_tokens": sum(reused)}}
         figures = [_figures(result) for result in results]
-        own |= figures[0] if len(figures) == 1 else {"choices": figures}
+        details |= figures[0] if len(figures) == 1 else {"choices": figures}
         return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens,
-                **cached, "flowspec": own}
+                **cached, "flowspec": details}
 
     @property
     def _kind(self) -> str:
@@ -135,13 +135,13 @@ def _figures(result: Result | None) -> dict[str, Any]:
     if result is None:
         return {}
     stats = result.stats
-    own: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "tokens_per_second": stats.tokens_per_second, "ttft_s": stats.ttft_s, "alt": stats.alt,
         "alr": stats.alr, "rounds": stats.rounds, "drafted": stats.drafted, "verified": stats.verified,
         "accepted": stats.accepted}
     if stats.energy_j is not None:
-        own |= {"energy_j": stats.energy_j, "energy_above_idle_j": stats.energy_above_idle_j}
-    return own
+        figures |= {"energy_j": stats.energy_j, "energy_above_idle_j": stats.energy_above_idle_j}
+    return figures
 
 
 def _joined(pieces: Sequence[CallPiece]) -> list[dict[str, Any]]:

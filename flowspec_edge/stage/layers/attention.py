@@ -5,7 +5,7 @@ rows of one head, so the cache is never copied.
 
 A batch has rows of several sessions in one pass. The linear layers see all rows at once; attention runs
 session by session, each over its own cache: a call over one pool of all sessions' rows would read every
-cache for every row (docs/experiments.md has both times).
+cache for every row (docs/experiments/serving.md has both times).
 """
 
 from __future__ import annotations

@@ -25,5 +25,5 @@ def test_a_plan_says_which_boards_were_not_reached(tmp_path: Path, capsys: pytes
     assert out == "board-0: not reached\nboard-1: not reached\n"
     for place in (0, 1):
         assert f"board-{place}: ssh: 10.77.0.{77 + place} does not answer" in err
-    assert "flowspec: error: 2 things are in the way; no board was touched" in err
+    assert "flowspec: error: 2 errors; no board was touched" in err
     assert [path.name for path in tmp_path.iterdir()] == ["cluster.toml"]  # no shards, no wheels

@@ -3,12 +3,15 @@
 0. A release's files are installed in /opt/flowspec/releases/ID/, renamed from ID.partial after a sync.
 1. ``current`` is switched on all stages, then on the draft device, whose release decides which one runs.
 2. The draft device restarts; without a stage of its release it waits.
-3. The stages restart.  While ``UNSETTLED`` is there, a stage that does not start, or that the draft device
-   refuses, and a draft device that ends before a token has come through, restart by themselves with
-   ``previous`` if they ran ``current``: wherever a run is interrupted, one release answers.
-4. Once a token has come through, ``UNSETTLED`` goes: the draft device removes its own.
+3. The stages restart.  Until the rollout ends, every board that had a release before has the mark
+   ``UNSETTLED``.  If a service ends with an error there, it restarts with the board's other release: a stage
+   that cannot start or whose release the draft device rejects, and a draft device that fails before a token
+   has come through.  So all boards come to run one release, even if the rollout is interrupted.
+4. Once a token has come through, ``UNSETTLED`` is removed: the draft device's when its service is ready, the
+   stages' by ``settle``.
 
-Links are replaced atomically.  The next run completes an interrupted one, as it decides from facts alone.
+Links are replaced atomically.  The next run completes an interrupted one, because it decides from the boards'
+facts alone.
 """
 
 from __future__ import annotations
@@ -34,13 +37,13 @@ for match in _SYSTEMD_UNIT={unit} --unit={unit}; do
     [ -z "$said" ] || {{ echo "$said" >&2; exit 1; }}
 done
 exit 1"""
-# A draft device whose release ended badly has started the one before.
+# A draft device whose release ended with an error has started the previous one.
 _RUNS = """runs=$(readlink /proc/$(systemctl show --property=MainPID --value {unit})/cwd)
 [ "$runs" != {release} ] || exit 0
 said=$(journalctl --no-pager --quiet --output=cat --lines=99 _SYSTEMD_UNIT={unit} | grep -i error | tail -n 1)
 echo "the release before runs again: ${{said:-see flowspec deploy logs}}" >&2
 exit 1"""
-# Until the former process has ended, which would refuse the stages of this release.
+# Waits until the former process has ended, because that process would reject the stages of this release.
 _RESTART_DRAFT = """sync -f {home}; sync -f {units}
 before=$(systemctl show --property=MainPID --value {unit})
 systemctl restart --no-block {unit}
@@ -105,8 +108,8 @@ def units(state: BoardState, facts: BoardFacts) -> Action:
     changed = sorted(name for name, sha256 in wanted.items() if facts.units.get(name) != sha256)
     new = {name: f"{paths.UNITS}/.{name}.new" for name in changed}
     place = f"{paths.release_dir(state.release)}/units"
-    # Synced before renaming: a power failure could leave an empty unit file, which systemd
-    # treats as masked.
+    # The copies are synced before they are renamed: otherwise a power failure could leave an empty unit file,
+    # which systemd treats as masked.
     return Action("units", (
         *(quote("install", "-m", "644", f"{place}/{name}", new[name]) for name in changed),
         f"sync -f {paths.UNITS}",
@@ -129,8 +132,8 @@ def started(state: BoardState, facts: BoardFacts) -> Action:
     """Restart an outdated stage; wait for an outdated draft device, which ``switch`` has told to restart."""
     if not _outdated(state, facts):
         return Action("running")
-    # Synced first, so that the board boots with the started release after a power failure: only links
-    # and units, a few kilobytes; the rest was synced before.
+    # The script syncs first, so that after a power failure the board boots with the started release.  Only
+    # links and units, a few kilobytes, are still to be written; the rest was synced before.
     unit, then, verb = quote(state.unit), "exit", "restart"  # a stage follows the draft device by itself
     if state.unit == paths.DRAFT_UNIT:
         then, verb = _RUNS.format(unit=unit, release=quote(paths.release_dir(state.release))), "start"
@@ -149,7 +152,7 @@ def tidy(state: BoardState, facts: BoardFacts) -> Action:
         in_use.add(state.environment.digest)
     releases = [paths.release_dir(name) for name in facts.releases if name not in kept]
     venvs = [f"{paths.VENVS}/{name}" for name in facts.venvs if name not in in_use]
-    # The mark first: half an environment must not count as complete.
+    # The mark is removed first, because half an environment must not count as complete.
     marks = (quote("rm", "-f", "--", *(f"{venv}/.complete" for venv in venvs)),) if venvs else ()
     gone = (quote("rm", "-rf", "--", *releases, *venvs),) if releases or venvs else ()
     return Action("old releases", (*marks, *gone))
@@ -177,14 +180,15 @@ def _marks(state: BoardState, facts: BoardFacts) -> bool:
 
 
 def _before(state: BoardState, facts: BoardFacts) -> str:
-    """The target of ``previous`` once ``current`` is another release: not that of an interrupted rollout, but
-    the draft device's, to which a stage that restarts before the draft device has switched must return."""
+    """The target of ``previous`` once ``current`` points at the new release: the draft device's release, not
+    that of an interrupted rollout.  A stage that restarts before the draft device has switched must return to
+    the draft device's."""
     kept = state.before in facts.releases and state.before != state.release
     return paths.release_dir(state.before) if kept else facts.current
 
 
 def _outdated(state: BoardState, facts: BoardFacts) -> bool:
-    """Whether the unit is not active, or with another release, key or unit file.
+    """Whether the unit is not active, or runs with another release, key or unit file.
 
     A unit's working directory is ``current``, so its process shows which release it was started in.
     """

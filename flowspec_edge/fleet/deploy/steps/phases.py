@@ -1,4 +1,4 @@
-"""The steps of each phase, and how to run a phase; down and purge, which remove what the others bring."""
+"""The steps of each phase, and how to run a phase; also down and purge, which undo the other phases."""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ rm -r $1
 
 
 def power_script(mode: str) -> str:
-    """For ``sh -e``: run by ``deploy up``, and at boot by flowspec-power.service; fails with one line."""
+    """A script for ``sh -e``, which ``deploy up`` runs, and flowspec-power.service at boot. On an error it
+    prints one line."""
     text = (resource_dir("deploy") / "units" / "power-mode.sh").read_text(encoding="utf-8")
     return f"mode={shlex.quote(mode)}\n{text}"
 
@@ -48,7 +49,7 @@ def power(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
             f"{_MODES} knows no {wanted}, but {', '.join(modes)}" if modes else
             f"{wanted} is wanted, and this machine has none: there is no {_MODES}"))
         return
-    # Into a new directory: jetson_clocks asks before it overwrites a file.
+    # In a new directory, because jetson_clocks asks before it overwrites a file.
     keep = () if facts.power_kept else (
         f"rm -rf {_BEFORE}.new && mkdir {_BEFORE}.new",
         f"nvpmodel -q | tail -n 1 > {_BEFORE}.new/mode",

@@ -1,9 +1,9 @@
-"""software: prepares a board for a release, without disturbing what runs.
+"""software: prepares a board for a release, without disturbing running services.
 
 The environment is a venv on the board's system Python and torch, filled from wheels without a network:
 
-    /opt/flowspec/wheels/           the newest environment's wheels, so that only new ones are sent
-    /opt/flowspec/venvs/DIGEST/     complete if it has .complete, written after a sync; else made anew
+    /opt/flowspec/wheels/           the newest environment's wheels, so that only new wheels are sent
+    /opt/flowspec/venvs/DIGEST/     complete if it has .complete, written after a sync; otherwise made again
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DIRECTORIES = (
     (paths.HOME, "root", "755"), (paths.RELEASES, "root", "755"), (paths.VENVS, "root", "755"),
     (paths.WHEELS, "root", "755"), (paths.STATE, paths.USER, "755"), (paths.MODELS, "root", "755"),
     (paths.ETC, "root", "700"))
-# Written atomically; only root can read it, and systemd passes it to the service as a credential.
+# The key is written atomically. Only root can read it; systemd passes it to the service as a credential.
 _CLIENT_KEY = f"""[ ! -s {paths.API_KEY} ] || exit 0
 umask 377
 head -c 33 /dev/urandom | base64 -w 0 > {paths.API_KEY}.new
@@ -97,8 +97,8 @@ def environment(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
         quote(wanted.python, "-m", "venv", "--system-site-packages", "--without-pip", venv),
         install,
         quote(f"{venv}/bin/python", "-c", _CHECK.read_text()),
-        # The mark must not survive a power failure without the files.  One syncfs per environment: some
-        # 300 MB, mostly written by now; the rest takes seconds on an SD card.
+        # A sync first, because the mark must not survive a power failure without the files.  Most of the some
+        # 300 MB are on the disk by now; the rest takes seconds on an SD card.
         quote("sync", "-f", venv),
         f"{quote('echo', wanted.digest)} > {quote(f'{venv}/.complete')}",
     ), timeout_s=_TIMEOUT_S)

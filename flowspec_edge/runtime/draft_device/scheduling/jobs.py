@@ -1,6 +1,6 @@
-"""Work of D0 for one or several requests: their matrix products are made together.
+"""D0's work for one or several requests, whose matrix products are computed together.
 
-lm_head and a draft head take about the time of reading their weights, however many rows they see.
+An lm_head or draft head takes about as long as reading its weights, however many rows it computes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Failure = tuple[Coordinator, Exception]
 
 @dataclass(frozen=True)
 class Job:
-    """``parts``: outputs to verify, or draft passes of drafters that share them; each of another request."""
+    """``parts``: outputs to verify, or draft passes of drafters that can share one; one part a request."""
 
     parts: tuple[tuple[Coordinator, Task], ...]
 
@@ -38,8 +38,8 @@ class Job:
         return Job(parts) if parts else None
 
     def complete(self) -> list[Failure]:
-        """Do the work. What a request's own strategy, drafter or sampling raises is returned, and does not
-        concern the others; what the common work raises concerns all."""
+        """Do the work; return the requests that failed, with their errors. An error in a request's own
+        strategy, drafter or sampling fails this request alone, an error in the common work fails all."""
         try:
             if len(self.parts) > 1:
                 return self._draft() if self.is_draft else self._verify()
@@ -59,10 +59,10 @@ class Job:
             except Exception as error:
                 failures.append((coordinator, error))
         if begun:
-            states = [own for _, own, _ in begun]
-            logits = begun[0][0].head.logits(torch.cat(states)).split([len(own) for own in states])
-            failures += _each((coordinator, partial(verified, own))
-                              for (coordinator, _, verified), own in zip(begun, logits, strict=True))
+            states = [rows for _, rows, _ in begun]
+            logits = begun[0][0].head.logits(torch.cat(states)).split([len(rows) for rows in states])
+            failures += _each((coordinator, partial(verified, rows))
+                              for (coordinator, _, verified), rows in zip(begun, logits, strict=True))
         return failures
 
     def _draft(self) -> list[Failure]:

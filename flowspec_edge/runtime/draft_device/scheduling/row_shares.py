@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-_FREE = 1.05  # times a row's time: what rows that cost no time may take
-_PROMPT_SLOWDOWN = 1.25  # by which a prompt's rows may lengthen a batch that carries others' rows, too
-_STEP = 4  # a request's weight over that of one of the next lower priority: 2 was too little to be measured
-_MOST_STEPS = 5  # that count: a weight a thousandth of another's guarantees one row anyway
+_FREE = 1.05  # rows cost no time if a batch with them takes at most this many times one row's time
+_PROMPT_SLOWDOWN = 1.25  # a prompt's rows may lengthen a batch with other rows by this factor
+_STEP = 4  # ratio of the weights of two requests one priority apart; with 2 no difference was measured
+_MOST_STEPS = 5  # further steps of priority make no difference: one row is guaranteed at any weight
 
 
 def divide(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | None, stages: int,
@@ -17,13 +17,14 @@ def divide(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | 
     """How many rows of each request go into the batch: as many as maximise tokens per second.
 
     offers   P(row becomes text) of each request's rows, in the order of sending
-    seconds  rows -> a stage's time; None: unknown, then as many as the longest offer, or one a request
+    seconds  rows -> a stage's time. None: the time is unknown, and the batch has as many rows as the longest
+             offer, or one a request
     most     rows at most
     taken    rows that are in the batch already, which bring ``gained`` tokens
     weights  of the requests' guaranteed shares; empty: equal
 
-    Every request is first given up to its guaranteed share of the rows that cost no time, at least one; the
-    likeliest rows, of any request, come next.  As in a segment of FlowSpec+, time beyond that of one row
+    Every request first gets up to its guaranteed share of the rows that cost no time, and at least one row.
+    Then the likeliest rows of all requests follow.  As in a segment of FlowSpec+, time beyond that of one row
     counts once per stage.
     """
     if seconds is None:
@@ -48,8 +49,8 @@ def divide(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | 
 
 def divide_in_order(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | None, stages: int,
                     most: int, taken: int = 0, gained: float = 0.0) -> list[int]:
-    """As :func:`divide`, but the first request gets the rows that it would get alone; the next ones, in turn,
-    those that cost no time beside it, and at least one."""
+    """As :func:`divide`, but the first request gets the rows that it would get alone. Each later request, in
+    turn, gets rows that cost no time beside the first request's, and at least one."""
     if seconds is None:
         most = max(len(offers), *(len(offer) for offer in offers))
     shares: list[int] = []
@@ -64,24 +65,24 @@ def divide_in_order(offers: Sequence[Sequence[float]], seconds: Callable[[int], 
 
 
 def fair_weights(callers: Sequence[tuple[str, ...]], priorities: Sequence[int]) -> list[float]:
-    """Return each request's weight. Callers weigh the same at every level; a caller's requests share its
-    weight, each with a quarter for every step behind the caller's highest priority."""
+    """Return each request's weight. Callers weigh the same at every level of their paths. A caller's requests
+    share its weight; each step of priority below the caller's highest divides a request's part by four."""
     weights = [1.0] * len(callers)
     for level in range(max(map(len, callers), default=0)):
         for i, caller in enumerate(callers):
             weights[i] /= len({other[:level + 1] for other in callers if other[:level] == caller[:level]})
     for caller in set(callers):
-        own = [i for i, other in enumerate(callers) if other == caller]
-        first = min(priorities[i] for i in own)
-        steps = [1 / _STEP ** min(priorities[i] - first, _MOST_STEPS) for i in own]
-        for i, step in zip(own, steps, strict=True):
-            weights[i] *= step / sum(steps)
+        requests = [i for i, other in enumerate(callers) if other == caller]
+        first = min(priorities[i] for i in requests)
+        parts = [1 / _STEP ** min(priorities[i] - first, _MOST_STEPS) for i in requests]
+        for i, part in zip(requests, parts, strict=True):
+            weights[i] *= part / sum(parts)
     return weights
 
 
 def prompt_rows(seconds: Callable[[int], float] | None, others: int, most: int) -> int:
-    """How many rows of prompts a batch with ``others`` rows may have, up to ``most``, so that they do not
-    delay these much; at least one."""
+    """How many rows of prompts a batch with ``others`` rows may have without delaying those much: at least
+    one, at most ``most``."""
     if seconds is None or not others:
         return most
     return max(1, _most_within(_PROMPT_SLOWDOWN * seconds(others), seconds, others + most) - others)

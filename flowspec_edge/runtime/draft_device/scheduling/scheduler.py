@@ -1,8 +1,8 @@
 """Schedules several requests on V1's slots and D0's time; used by the real-time and virtual-time drivers.
 
-Requests share V1's slots: a batch has the rows of all requests that have any, and their outputs come back,
-are verified and drafted on together.  Outputs come before draft passes: they take less time and free a
-pipeline's worth of rows.
+Requests share V1's slots: a batch has rows of all requests that have any to send.  Their outputs come back
+together, and are verified in one job; draft passes that can be shared are one job, too.  D0 verifies outputs
+before it drafts, because verifying takes less time and frees a pipeline's worth of rows.
 """
 
 from __future__ import annotations
@@ -38,17 +38,19 @@ from flowspec_edge.runtime.draft_device.scheduling.row_shares import (
 from flowspec_edge.runtime.request import SchedulingPolicy
 
 _MOST_ROWS = 256  # of a batch, unless one segment is longer
-_NEWEST = 9  # durations of a kind
-_RANK = 2  # of the sorted ones: a late credit lengthens a duration, and a pruned segment takes no time
+_NEWEST = 9  # durations that are kept of each kind of work
+# The estimate is this element of the sorted durations: a late credit makes a duration too long, and a pruned
+# segment takes no time.
+_RANK = 2
 T = TypeVar("T")
 
 
 class SlotPredictor:
     """Predicts when V1 becomes idle, from the most recent durations of each kind of work, in seconds.
 
-    A strategy builds a segment at the last moment, when V1 has a free slot. D0 cannot send while it computes,
-    and a draft pass takes a fifth of a slot at four stages, more than half at fourteen. To keep the pipeline
-    full, a segment is queued at V1 *ahead* of a pass that would outlast V1's current segment.
+    A strategy builds a segment at the last moment, when V1 has a free slot. But D0 cannot send while it
+    computes, and a draft pass takes a fifth of a slot at four stages, and more than half of a slot at
+    fourteen. So before a pass that would outlast V1's current segment, D0 queues the next one at V1 *ahead*.
     """
 
     def __init__(self) -> None:
@@ -78,8 +80,8 @@ class SlotPredictor:
             self._queue[0] = following, max(sent, free)
 
     def outlasts(self, kind: Hashable, now: float) -> bool:
-        """Return whether D0's work, started now, would end after V1 has run out of segments. Only with one
-        segment at V1; False before the durations are known."""
+        """Return whether D0's work, started now, would end after V1 has run out of segments. False unless
+        exactly one segment is at V1 and both durations are known."""
         if len(self._queue) != 1:
             return False
         rows, begun = self._queue[0]
@@ -99,10 +101,10 @@ class Scheduler:
                  on_failure: Callable[[Coordinator, Exception], None] | None = None,
                  policy: SchedulingPolicy = "fair") -> None:
         """clock       the driver's, in seconds; None: no segment is sent ahead
-        on_failure  gets what a request's own strategy or drafter raises, while the others' messages and tasks
-                    are still collected; None: it is raised
-        policy      fair: callers share rows equally, each caller's requests by their priorities' weights;
-                    fcfs: those of a higher priority, and among equals the older ones, get theirs first
+        on_failure  gets errors of a request's own strategy or drafter, while the other requests' messages and
+                    tasks are still collected; None: such an error is raised
+        policy      fair: callers share rows equally, and a caller's requests divide its rows by the weights
+                    of their priorities; fcfs: requests get rows in the order of priority, then age
         """
         self._clock = clock
         self._on_failure = on_failure
@@ -143,10 +145,11 @@ class Scheduler:
         return messages
 
     def take_ahead(self, job: Job) -> list[Segment | Batch]:
-        """Return what to queue at V1 before D0 starts ``job``, a draft pass that outlasts V1's work.
+        """Return the segments to queue at V1 before D0 starts ``job``, if this is a draft pass that outlasts
+        V1's work.
 
-        Not before an output, which takes little time and shows what is worth sending; nor beside a request
-        whose strategy sends nothing ahead: it would have to wait for another slot.
+        None are sent before an output is verified, which takes little time and shows which rows are worth
+        sending. Nor while a request's strategy sends nothing ahead, because that request would miss the slot.
         """
         if self._clock is None or not job.is_draft or len(self._at_v1) != 1:
             return []
@@ -177,12 +180,12 @@ class Scheduler:
 
     def _first(self, among: Sequence[Coordinator]) -> list[Segment]:
         """Tensor-parallel ranks compute one segment at a time; of equal priorities the oldest comes first."""
-        return next((found for coordinator in sorted(among, key=_priority)
-                     if (found := self._alone(coordinator))), [])
+        return next((segments for coordinator in sorted(among, key=_priority)
+                     if (segments := self._alone(coordinator))), [])
 
     def _shared(self, among: Sequence[Coordinator]) -> list[Segment]:
-        """Segments that cannot be divided go whole, and the rows of the others by their worth; then chunks of
-        prompts, as many rows as do not delay these."""
+        """A batch's segments. Segments that cannot be divided go whole, and rows of the other requests are
+        chosen by their worth. Then chunks of prompts are added, as far as they do not delay the rest much."""
         if any(coordinator.strategy.parallelism != "pipeline" for coordinator in among):
             return self._first(among)
         order = sorted(among, key=_priority if self._in_order else self._last_served)[:MAX_BATCH]
@@ -213,8 +216,8 @@ class Scheduler:
         for place, coordinator in enumerate(reading):
             if room > 0:
                 weights = _weights(reading[place:])
-                own = room if self._in_order else ceil(room * weights[0] / sum(weights))
-                chunk = self._alone(coordinator, own)
+                limit = room if self._in_order else ceil(room * weights[0] / sum(weights))
+                chunk = self._alone(coordinator, limit)
                 room -= sum(len(segment.numbers) for segment in chunk)
                 segments += chunk
         return segments
@@ -238,7 +241,7 @@ class Scheduler:
         return message.session in self._open and self._open[message.session].receive(message)
 
     def next_job(self) -> Job | None:
-        """Return the most urgent job: the outputs that are here, of all requests, before draft passes."""
+        """Return the most urgent job: verifying the requests' outputs that have arrived, or else drafting."""
         outputs: list[tuple[Coordinator, Task]] = []
         for coordinator in self:
             if output := coordinator.next_output():

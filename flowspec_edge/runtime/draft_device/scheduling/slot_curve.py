@@ -1,13 +1,14 @@
 """The time of a segment in the slowest stage as a function of its rows, learned from the stages' reports.
 
-Only row counts that were sent are observed, so estimates for others are optimistic: one that is too low is
-corrected by reports, one that is too high would never be tried again. Between two observed sizes, a segment
-takes as long as the smaller one until its work is in proportion to the larger one's (a roofline), and for a
-quarter of the way in any case; beyond the largest, as long as that one up to twice its rows. Sizes not seen
-for long are forgotten, for the same reason.
+Reports tell the times only of the row counts (sizes) that D0 sends. An estimate that is too low corrects
+itself, because D0 sends that size and gets its time; one that is too high would never be tried. So unknown
+sizes get low estimates. Between two known sizes, a segment takes as long as the smaller one until its work is
+in proportion to the larger one's (a roofline), and in any case for a quarter of the way. Beyond the largest
+known size, it takes as long as that size up to twice its rows. A size without recent segments is forgotten,
+so that D0 tries it again.
 
-The time of a row on a link is not learned: departure and arrival are on two clocks that drift apart. The
-driver measures it once, by a round trip.
+The time of a row on a link is not learned, because departure and arrival are read from two clocks that drift
+apart. The driver measures that time once, by round trips.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 WARM_UP_ROWS = (16, 64, 1)  # sizes that a driver has the stages compute before the first request
-_NEWEST = 9  # newest segments per size; the lower quartile counts: delays only add time
-_WINDOW = 2048  # segments of a stage after which a size is forgotten: some minutes on boards
+_NEWEST = 9  # segments per size; their lower quartile is the estimate, because delays only add time
+_WINDOW = 2048  # segments of a stage after which a size is forgotten; they take some minutes on boards
 _ROWS = 256  # the curve's length; beyond, time grows in proportion
 _FLAT = 16  # rows that are assumed to take as long as one before the first report
 _ALL = np.arange(1, _ROWS + 1)
@@ -41,7 +42,7 @@ class SlotCurve:
             self._table = None
 
     def clear(self) -> None:
-        """Forget all reports: other devices may have replaced the stages."""
+        """Forget all reports, because other devices may have replaced the stages."""
         self._stages.clear()
         self._table = None
 
@@ -84,8 +85,8 @@ class _Stage:
 
 def _curve(sizes: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
     """Interpolate to float64 [_ROWS] from observed sizes (increasing) and times, both [n], n > 0."""
-    # A smaller segment takes no longer than a larger one; preferring the larger one's time errs towards
-    # sizes that will be tried.
+    # A smaller segment takes no longer than a larger one. If it seems to, it gets the larger one's time: an
+    # estimate that is too low corrects itself.
     times = np.minimum.accumulate(seconds[::-1])[::-1]
     rows = _ALL
     above = np.minimum(np.searchsorted(sizes, rows), len(sizes) - 1)  # the next larger observed size
