@@ -55,7 +55,8 @@ class Pipeline:
         self.draw = draw
         self.now = 0.0
         self.models = draft_models(model)
-        self.core = DraftCore(self._coordinator, self._clock, Observer(), lambda: -1, SlotCurve(), cache_rows)
+        self.curve = SlotCurve()
+        self.core = DraftCore(self._coordinator, self._clock, Observer(), lambda: -1, self.curve, cache_rows)
         self._shards = shards(model)
         self._job: Job | None = None
         self.replace_stages()
@@ -293,3 +294,90 @@ def test_a_next_turn_takes_over_the_rows_of_the_one_before(tiny_model: Path) -> 
     result = second.result(0)
     assert result.stats.reused > 40
     assert result.tokens == PlainDecoder(tiny_model).generate(prompt, TOKENS, Sampling())[0]
+
+
+def answered(pipeline: Pipeline, *requests: Request) -> list[RequestHandle]:
+    """The requests' handles after all of them have ended."""
+    handles = [RequestHandle(one) for one in requests]
+    for handle in handles:
+        pipeline.core.start(handle)
+    pipeline.run(lambda: not pipeline.core.busy)
+    return handles
+
+
+@pytest.mark.parametrize(("strategy", "warming_up", "learns"), [
+    ("flowspec", False, False), ("flowspec", True, True), ("flowspec_plus", False, True)])
+def test_the_curve_learns_from_a_strategy_that_uses_it_and_from_the_warm_up(
+        tiny_model: Path, strategy: str, warming_up: bool, learns: bool) -> None:
+    pipeline, fresh = Pipeline(tiny_model, Draw([])), SlotCurve().seconds(64)
+    pipeline.core.warming_up = warming_up
+    answered(pipeline, request(0, strategy, 0.0))
+    assert (pipeline.curve.seconds(64) != fresh) == learns
+    pipeline.lose()  # the stages may come back on other devices
+    assert pipeline.curve.seconds(64) == fresh
+
+
+def test_a_loss_takes_the_rows_of_ended_sessions(tiny_model: Path) -> None:
+    pipeline = Pipeline(tiny_model, Draw([]))
+    for lost, reuses in ((False, False), (False, True), (True, False)):
+        if lost:
+            pipeline.lose()
+        [handle] = answered(pipeline, request(1, "flowspec", 0.0))
+        assert (handle.result(0).stats.reused > 0) == reuses
+        assert handle.result(0).tokens == plain(tiny_model, tuple(PROMPTS[1]), 0.0)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_bytes_of_all_sessions_count_and_energy_only_without_a_loss(tiny_model: Path, lost: bool) -> None:
+    pipeline, made = Pipeline(tiny_model, Draw([])), list[int]()
+    core, handle = pipeline.core, RequestHandle(request(0, "flowspec", 0.0), made.extend)
+    core.start(handle)
+    pipeline.run(lambda: bool(made))
+    core.charge(core.sessions[0], 1000)
+    if lost:
+        pipeline.lose()
+    core.charge(core.sessions[0], 200)
+    core.charge(core.newest_session + 1, 7)  # another's
+    pipeline.run(lambda: not core.is_decoding)
+    [active] = core.closing()
+    boards = [{"session_j": 5.0, "board": float(i), "bytes_out": 10.0} for i in range(STAGES)]
+    core.settle(active, boards, energy={"session_j": 3.0, "board": 9.0})
+    stats = handle.result(0).stats
+    assert (stats.bytes, stats.energy_j) == (1220, None if lost else 13.0)
+    assert made == handle.result(0).tokens == plain(tiny_model, tuple(PROMPTS[0]), 0.0)
+
+
+def test_a_loss_resumes_neither_a_cancelled_nor_a_finished_request(tiny_model: Path) -> None:
+    pipeline = Pipeline(tiny_model, Draw([]))
+    core, handles = pipeline.core, [RequestHandle(request(place, "flowspec", 0.0)) for place in (0, 1)]
+    core.start(handles[0])
+    pipeline.run(lambda: not core.is_decoding)  # finished, but the stages have not closed its session
+    core.start(handles[1])
+    handles[1].cancel()
+    newest = core.newest_session
+    pipeline.lose()
+    assert not core.busy
+    assert core.newest_session == newest
+    assert handles[0].result(0).tokens == plain(tiny_model, tuple(PROMPTS[0]), 0.0)
+    assert handles[1].result(0).finish_reason == "cancelled"
+
+
+@pytest.mark.parametrize("question", ["next_draft", "on_verified", "controls"])
+def test_a_strategy_that_fails_ends_its_request_alone_and_the_stages_close_it(
+        tiny_model: Path, question: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = Pipeline(tiny_model, Draw([]))
+    core, handles = pipeline.core, [RequestHandle(request(place, "flowspec", 0.0)) for place in (0, 1)]
+    for handle in handles:
+        core.start(handle)
+    failing = core.find(core.sessions[0])
+    assert failing is not None
+
+    def fails(*arguments: object) -> None:
+        raise ZeroDivisionError("a fault of a strategy")
+
+    monkeypatch.setattr(failing.coordinator.strategy, question, fails)
+    pipeline.run(lambda: not core.busy and not any(stage.counters.sessions for stage in pipeline.stages))
+    with pytest.raises(ZeroDivisionError):
+        handles[0].result(0)
+    assert handles[1].result(0).tokens == plain(tiny_model, tuple(PROMPTS[1]), 0.0)
+    assert core.pool._open == {}
