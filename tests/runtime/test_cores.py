@@ -58,7 +58,7 @@ class Pipeline:
         self.curve = SlotCurve()
         self.core = DraftCore(self._coordinator, self._clock, Observer(), lambda: -1, self.curve, cache_rows)
         self._shards = shards(model)
-        self._job: Job | None = None
+        self.job: Job | None = None
         self.replace_stages()
 
     def replace_stages(self) -> None:
@@ -108,14 +108,14 @@ class Pipeline:
             yield self._deliver_output
 
     def _draft_device(self) -> None:
-        if self._job is not None:
-            job, self._job = self._job, None
+        if self.job is not None:
+            job, self.job = self.job, None
             self.core.worked(job, self.core.compute(job), self.now, self._clock())
         self.core.end_cancelled()
         self._send(self.core.take_messages())
-        self._job = self.core.next_job()
-        if self._job is not None:
-            self._send(self.core.take_ahead(self._job))
+        self.job = self.core.next_job()
+        if self.job is not None:
+            self._send(self.core.take_ahead(self.job))
         for active in self.core.closing():
             if self._closed.get(active.session) == STAGES:
                 self.core.settle(active, [{} for _ in range(STAGES)])
@@ -165,7 +165,7 @@ class Pipeline:
         self.core.suspend("a stage is lost")
         for active in self.core.closing():
             self.core.settle(active, [{}] * STAGES)
-        self._job = None
+        self.job = None
         self.replace_stages()
         self.core.resume()
 
@@ -381,3 +381,17 @@ def test_a_strategy_that_fails_ends_its_request_alone_and_the_stages_close_it(
         handles[0].result(0)
     assert handles[1].result(0).tokens == plain(tiny_model, tuple(PROMPTS[1]), 0.0)
     assert core.pool._open == {}
+
+
+def test_work_of_a_request_that_ended_meanwhile_is_left_out(tiny_model: Path) -> None:
+    pipeline, handle = Pipeline(tiny_model, Draw([])), RequestHandle(request(0, "flowspec", 0.0))
+    core = pipeline.core
+    core.start(handle)
+    pipeline.run(lambda: pipeline.job is not None)
+    job = pipeline.job
+    assert job is not None
+    handle.cancel()
+    core.end_cancelled()
+    [active] = core.closing()
+    core.settle(active, [{}] * STAGES)
+    assert core.compute(job) is None
