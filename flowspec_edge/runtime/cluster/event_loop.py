@@ -59,7 +59,7 @@ class EventLoop:
     def suspend(self, reason: str) -> None:
         """A stage is lost: requests wait for :meth:`resume`; finished ones are answered."""
         sessions = self.core.suspend(reason)
-        self._settle()
+        self._settle(overdue=True)  # the reports that have not come are lost
         self._links.close_all(sessions)
         for session in sessions:
             self._links.members.take_reports(session)
