@@ -23,7 +23,7 @@ from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.tree_cache import CacheShape
 from flowspec_edge.drafting.tree_drafter import TreeDrafter
 from flowspec_edge.messages import Batch, Credit, Output, Payload, Segment, parts_of
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.draft_session import DraftSession
 from flowspec_edge.runtime.draft_device.lm_head import LmHead
 from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
 from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
@@ -158,7 +158,7 @@ def turns(name: str, sampling: Sampling, count: int = 300, vocabulary: int = VOC
     texts = [_Text(vocabulary, on, seed + i) for i in range(requests)]
     scheduler, asked = Scheduler(), _Asked()
     for i, text in enumerate(texts):
-        scheduler.add(_coordinator(name, sampling, text, vocabulary, on, i + 1, asked))
+        scheduler.add(_draft_session(name, sampling, text, vocabulary, on, i + 1, asked))
     pipeline: deque[Segment | Batch] = deque()
     costs: list[float] = []
     while len(costs) < count + 2 * _STAGES:
@@ -191,13 +191,13 @@ def _complete(job: Job) -> None:
         raise error
 
 
-def _coordinator(name: str, sampling: Sampling, text: _Text, vocabulary: int, device: torch.device,
-                 session: int, asked: _Asked) -> Coordinator:
+def _draft_session(name: str, sampling: Sampling, text: _Text, vocabulary: int, device: torch.device,
+                   session: int, asked: _Asked) -> DraftSession:
     request = Request(text.tokens[:8], name, 90_000, sampling, Params())
     pipeline = Pipeline(_STAGES, slot_seconds=SlotCurve().seconds)
-    return Coordinator(request, lambda builder: strategy_class(name)(request.params, builder, pipeline),
-                       _Drafter(text, device, asked), _Head(text, vocabulary, device), time.perf_counter,
-                       session)
+    return DraftSession(request, lambda builder: strategy_class(name)(request.params, builder, pipeline),
+                        _Drafter(text, device, asked), _Head(text, vocabulary, device), time.perf_counter,
+                        session)
 
 
 def now(device: torch.device) -> float:

@@ -17,7 +17,7 @@ from servekit import NAME, Running, running, served
 from flowspec_edge.messages import Computed, Credit, Output, Tap
 from flowspec_edge.runtime.cluster.clusters import OnDemandCluster, open_cluster
 from flowspec_edge.runtime.cluster.spec import ClusterSpec
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.draft_session import DraftSession
 from flowspec_edge.runtime.observe.observer import Observer, Observers
 from flowspec_edge.runtime.observe.power import PowerMeter
 from flowspec_edge.runtime.observe.system_stats import SystemStats
@@ -39,7 +39,7 @@ class Recorder(Observer):
     def arrived(self, message: Output | Credit | Tap | Computed, at: float) -> None:
         self.timed += isinstance(message, Computed)
 
-    def settled(self, coordinator: Coordinator, result: Result, at: float) -> None:
+    def settled(self, draft_session: DraftSession, result: Result, at: float) -> None:
         self.results.append(result)
 
 

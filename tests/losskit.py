@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from flowspec_edge.messages import Cancel, Computed, Credit, Output, Prune, Segment, Tap
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.draft_session import DraftSession
 from flowspec_edge.runtime.observe.observer import Observer
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request
@@ -29,7 +29,7 @@ class Striker(Observer):
         self.times_back = 0
         self.drops: Counter[str] = Counter()
         self.on_lost: Callable[[], None] | None = None
-        self.on_opened: Callable[[Coordinator], None] = lambda coordinator: None
+        self.on_opened: Callable[[DraftSession], None] = lambda draft_session: None
         self._left = 0
         self._act: Callable[[], None] | None = None
 
@@ -57,8 +57,8 @@ class Striker(Observer):
             act, self.on_lost = self.on_lost, None
             act()
 
-    def opened(self, coordinator: Coordinator, at: float) -> None:
-        self.on_opened(coordinator)
+    def opened(self, draft_session: DraftSession, at: float) -> None:
+        self.on_opened(draft_session)
 
     def missing(self, stages: Sequence[int], at: float) -> None:
         self.missed.append([*stages])

@@ -12,7 +12,7 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Heartbeat
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.draft_device.capacity import session_rows
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.draft_session import DraftSession
 from flowspec_edge.runtime.observe.observer import Observer
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request, RequestHandle, Result
@@ -30,22 +30,22 @@ class Held(Observer):
     """Whose the requests are that are open, and the most that a stage's caches took."""
 
     def __init__(self) -> None:
-        self.open: dict[int, Coordinator] = {}
+        self.open: dict[int, DraftSession] = {}
         self.most_bytes = 0.0
         self.losses = 0
 
-    def opened(self, coordinator: Coordinator, at: float) -> None:
-        self.open[coordinator.builder.session] = coordinator
+    def opened(self, draft_session: DraftSession, at: float) -> None:
+        self.open[draft_session.builder.session] = draft_session
 
-    def settled(self, coordinator: Coordinator, result: Result, at: float) -> None:
-        del self.open[coordinator.builder.session]
+    def settled(self, draft_session: DraftSession, result: Result, at: float) -> None:
+        del self.open[draft_session.builder.session]
 
     def heartbeat(self, beat: Heartbeat, at: float) -> None:
         self.most_bytes = max(self.most_bytes, beat.counters.get("cache_bytes", 0.0))
 
     def lost(self, reason: str, at: float) -> None:
         self.losses += 1
-        self.open = {n: coordinator for n, coordinator in self.open.items() if coordinator.finished}
+        self.open = {n: draft_session for n, draft_session in self.open.items() if draft_session.finished}
 
 
 @dataclass(eq=False)

@@ -20,7 +20,7 @@ from openai import OpenAI
 from flowspec_edge.messages import Cancel, Prune, Segment
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.text import Tokenizer
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.draft_session import DraftSession
 from flowspec_edge.runtime.observe.observer import Observer
 from flowspec_edge.runtime.request import (
     ClusterState,
@@ -125,8 +125,8 @@ class Watch(Observer):
                 self.holds.set()
                 assert self.may_send.wait(PATIENCE)
 
-    def settled(self, coordinator: Coordinator, result: Result, at: float) -> None:
-        self.closed.add(coordinator.builder.session)
+    def settled(self, draft_session: DraftSession, result: Result, at: float) -> None:
+        self.closed.add(draft_session.builder.session)
 
 
 class Records(logging.Handler):

@@ -1,1 +1,1 @@
-"""Drivers of a generation: D0's coordinator, stage processes over ZeroMQ, and a simulator in virtual time."""
+"""What runs a generation: D0, its stages as processes over ZeroMQ, and both in virtual time."""

@@ -32,7 +32,7 @@ from flowspec_edge.messages import (
     Tap,
     parts_of,
 )
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.draft_session import DraftSession
 from flowspec_edge.runtime.draft_device.prefix_cache import PrefixCache
 from flowspec_edge.runtime.draft_device.scheduling.jobs import Failure, Job
 from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
@@ -48,8 +48,8 @@ _LAST_REPORT_S = 2.0  # timeout of the stages' session reports
 _MAX_LOSSES = 5  # in a row without a new token: the request may be what kills the stages
 _LATE_SHARE = 0.02  # of the decode time: how late an emulation may be without a warning
 
-# (handle, session number, the request's coordinator before a loss or None) -> coordinator
-MakeCoordinator = Callable[[RequestHandle, int, Coordinator | None], Coordinator]
+# (handle, session number, the request's draft session before a loss or None) -> draft session
+MakeDraftSession = Callable[[RequestHandle, int, DraftSession | None], DraftSession]
 Outgoing = Open | Close | Prune | Cancel | Segment | Batch
 
 
@@ -65,7 +65,7 @@ class ActiveRequest:
     """A request that has begun. ``bytes``: of its messages, those that no stage counts."""
 
     handle: RequestHandle
-    coordinator: Coordinator = field(init=False)
+    draft_session: DraftSession = field(init=False)
     state: SessionState = SessionState.OPEN
     watched: bool = False  # the observer wants the stages' times
     learned: bool = False  # the curve learns from the stages' times
@@ -78,7 +78,7 @@ class ActiveRequest:
 
     @property
     def session(self) -> int:
-        return self.coordinator.builder.session
+        return self.draft_session.builder.session
 
 
 class DraftCore:
@@ -89,10 +89,10 @@ class DraftCore:
     newest_session  the highest number so far
     """
 
-    def __init__(self, make: MakeCoordinator, clock: Callable[[], float], observer: Observer,
+    def __init__(self, make: MakeDraftSession, clock: Callable[[], float], observer: Observer,
                  numbers: Callable[[], int], curve: SlotCurve | None = None, cache_rows: int | None = None,
                  policy: SchedulingPolicy = "fair") -> None:
-        """make        creates a request's coordinator; what it raises, the request gets
+        """make        creates a request's draft session; what it raises, the request gets
         clock       seconds
         numbers     a session's number has to exceed this one
         curve       learns a segment's time in each stage from the stages' reports
@@ -145,15 +145,15 @@ class DraftCore:
         """Start a request, or continue one that gave way; one that cannot run gets its error immediately."""
         paused = [active for active in self._in_state(SessionState.PAUSED) if active.handle is handle]
         if paused:
-            self._open(paused[0], paused[0].coordinator)
+            self._open(paused[0], paused[0].draft_session)
         else:
             self._open(ActiveRequest(handle), None)
 
-    def _open(self, active: ActiveRequest, before: Coordinator | None) -> None:
-        """Open a session; ``before``: the request's coordinator in an earlier one."""
+    def _open(self, active: ActiveRequest, before: DraftSession | None) -> None:
+        """Open a session; ``before``: the request's draft session in an earlier one."""
         self.newest_session = session = max(self.newest_session, self._numbers()) + 1
         try:
-            active.coordinator = self._make(active.handle, session, before)
+            active.draft_session = self._make(active.handle, session, before)
         except BaseException as error:
             if before:
                 self._active.remove(active)
@@ -164,11 +164,11 @@ class DraftCore:
         active.state = SessionState.OPEN
         if not before:
             self._active.append(active)
-        opening = self._scheduler.add(active.coordinator)
+        opening = self._scheduler.add(active.draft_session)
         retained = self.pool.begin(opening.session, opening.capacity, opening.parent_session)
-        self._observer.opened(active.coordinator, self._clock())
+        self._observer.opened(active.draft_session, self._clock())
         active.watched = self._observer.wants_times
-        strategy = active.coordinator.strategy
+        strategy = active.draft_session.strategy
         active.learned = self._curve is not None and (self.warming_up or strategy.wants_stage_times)
         self._control.append(replace(opening, retained=retained, timed=active.watched or active.learned))
 
@@ -180,7 +180,7 @@ class DraftCore:
         for active in leaving:
             active.state = SessionState.PAUSED
             active.interrupted = True
-            self._observer.failed(active.coordinator, self._clock())
+            self._observer.failed(active.draft_session, self._clock())
             self._close(active)
         return [active.handle for active in leaving]
 
@@ -188,7 +188,7 @@ class DraftCore:
         """End the requests whose handles were cancelled."""
         for active in self._active:
             if active.handle.cancel_requested and active.state is not SessionState.CLOSING:
-                active.coordinator.cancel()
+                active.draft_session.cancel()
                 self._end(active)
 
     # ---- what D0 sends and computes ------------------------------------------------------------
@@ -228,7 +228,7 @@ class DraftCore:
             return None
         failures = left.complete()
         self._failures += failures
-        return left.without([coordinator.builder.session for coordinator, _ in failures])
+        return left.without([draft_session.builder.session for draft_session, _ in failures])
 
     def worked(self, job: Job, done: Job | None, start: float, end: float, late_s: float = 0.0) -> None:
         """Pass new tokens on, and end finished requests. ``done``: as :meth:`compute` returned it for
@@ -236,24 +236,24 @@ class DraftCore:
         self._scheduler.worked(job, end - start)
         if done is not None:
             self._observer.worked(done, start, end)
-        for coordinator, _ in done.parts if done else ():
-            active = self.find(coordinator.builder.session)
+        for draft_session, _ in done.parts if done else ():
+            active = self.find(draft_session.builder.session)
             assert active is not None
             active.overrun_s += late_s
             self._deliver(active)
-            if coordinator.finished:
+            if draft_session.finished:
                 self._end(active)
         self._end_failed()
 
     def _deliver(self, active: ActiveRequest) -> None:
-        handle, coordinator = active.handle, active.coordinator
-        handle.likelihoods += coordinator.new_likelihoods()
-        if handle.on_tokens and (new := coordinator.new_tokens()):
+        handle, draft_session = active.handle, active.draft_session
+        handle.likelihoods += draft_session.new_likelihoods()
+        if handle.on_tokens and (new := draft_session.new_tokens()):
             try:
                 handle.on_tokens(new)  # may block: messages are read before silence is checked
             except Exception as error:
                 handle.set_exception(error)
-                coordinator.cancel()
+                draft_session.cancel()
 
     # ---- arrivals ------------------------------------------------------------------------------
 
@@ -294,12 +294,12 @@ class DraftCore:
         Return the sessions that stages may still have."""
         sessions = list(self.sessions)
         for active in self._active:
-            if active.coordinator.finished:
+            if active.draft_session.finished:
                 active.state = SessionState.CLOSING
             elif active.state is not SessionState.PAUSED:
                 active.state = SessionState.SUSPENDED
                 active.interrupted = True
-                made = len(active.coordinator.tokens)
+                made = len(active.draft_session.tokens)
                 active.losses = active.losses + 1 if made == active.tokens_before else 1
                 active.tokens_before = made
         # V1's queue and the stages' caches are gone; stages may come back on other devices.
@@ -320,7 +320,7 @@ class DraftCore:
     def resume(self) -> None:
         """Open a new session for each suspended request; the stages are back, without sessions."""
         for active in self._in_state(SessionState.SUSPENDED):
-            self._open(active, active.coordinator)
+            self._open(active, active.draft_session)
 
     def abandon(self, error: BaseException) -> None:
         """End every unfinished request with ``error``; finished ones are :meth:`closing`."""
@@ -346,7 +346,7 @@ class DraftCore:
             total = active.bytes + sum(
                 counters.get(kind, 0.0) for counters in stages for kind in ("bytes_out", "collective_bytes"))
             slot_s = slot_s or max(counters.get("slot_s", 0.0) for counters in stages)
-            result = active.coordinator.result(slot_s, round(total), tuple(stages))
+            result = active.draft_session.result(slot_s, round(total), tuple(stages))
             if not active.interrupted:  # a lost stage never reported its part
                 joules, above = cluster_energy([energy or {}, *stages])
                 stats = replace(result.stats, energy_j=joules, energy_above_idle_j=above)
@@ -359,7 +359,7 @@ class DraftCore:
         if len(result.tokens) > 1 and late > _LATE_SHARE * result.stats.decode_s:
             log.warning("emulation: this machine was too slow or too busy by %.2f s in %.2f s of decoding; "
                         "figures are too low", late, result.stats.decode_s)
-        self._observer.settled(active.coordinator, result, self._clock())
+        self._observer.settled(active.draft_session, result, self._clock())
         if not active.handle.done():
             active.handle.set_result(result)
 
@@ -370,14 +370,14 @@ class DraftCore:
         active.state = SessionState.CLOSING
 
     def _close(self, active: ActiveRequest) -> None:
-        retained = self.pool.retain(active.coordinator)
+        retained = self.pool.retain(active.draft_session)
         self._control.append(replace(self._scheduler.remove(active.session), retain=retained))
 
     def _end_failed(self) -> None:
         """What one request's strategy, drafter or sampling raises ends that request; the others go on."""
         failures, self._failures = self._failures, []
-        for coordinator, error in failures:
-            active = self.find(coordinator.builder.session)
+        for draft_session, error in failures:
+            active = self.find(draft_session.builder.session)
             if active is None:
                 continue  # it has failed already, when it was asked for something else
             if not isinstance(error, FlowspecError):
@@ -388,7 +388,7 @@ class DraftCore:
             self._fail(active, error)
 
     def _fail(self, active: ActiveRequest, error: BaseException) -> None:
-        self._observer.failed(active.coordinator, self._clock())
+        self._observer.failed(active.draft_session, self._clock())
         if not active.handle.done():
             active.handle.fail(error)
 

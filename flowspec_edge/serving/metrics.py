@@ -17,7 +17,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from flowspec_edge.messages import Heartbeat
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator, Verify
+from flowspec_edge.runtime.draft_device.draft_session import DraftSession, Verify
 from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
 from flowspec_edge.runtime.observe.counters import HeartbeatCounters, increase
 from flowspec_edge.runtime.observe.observer import DropReason, Observer
@@ -111,25 +111,25 @@ class Metrics(Observer):
 
     # ---- from the thread that drives the cluster -------------------------------------------------------
 
-    def opened(self, coordinator: Coordinator, at: float) -> None:
-        self._acceptance.begin(coordinator)
+    def opened(self, draft_session: DraftSession, at: float) -> None:
+        self._acceptance.begin(draft_session)
 
     def worked(self, job: Job, start: float, end: float) -> None:
-        for coordinator, task in job.parts:
-            accepted = self._acceptance.verified(coordinator) if isinstance(task, Verify) else None
+        for draft_session, task in job.parts:
+            accepted = self._acceptance.verified(draft_session) if isinstance(task, Verify) else None
             if accepted is not None:
                 self._depth.observe(accepted)
 
-    def settled(self, coordinator: Coordinator, result: Result, at: float) -> None:
-        self._acceptance.end(coordinator.builder.session)
+    def settled(self, draft_session: DraftSession, result: Result, at: float) -> None:
+        self._acceptance.end(draft_session.builder.session)
         stats = result.stats
         self._drafted.inc(stats.drafted)
         self._verified.inc(stats.verified)
         self._accepted.inc(stats.accepted)
         self._reused.inc(stats.reused)
 
-    def failed(self, coordinator: Coordinator, at: float) -> None:
-        self._acceptance.end(coordinator.builder.session)
+    def failed(self, draft_session: DraftSession, at: float) -> None:
+        self._acceptance.end(draft_session.builder.session)
 
     def heartbeat(self, beat: Heartbeat, at: float) -> None:
         self._stages.add_heartbeat(beat.stage, beat.counters, at)

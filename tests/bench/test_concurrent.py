@@ -18,7 +18,7 @@ from flowspec_edge.device_profile import load_profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.runtime.cluster.clusters import open_cluster
 from flowspec_edge.runtime.cluster.spec import ClusterSpec
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.draft_session import DraftSession
 from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
 from flowspec_edge.runtime.observe.observer import Observer
 from flowspec_edge.runtime.plain import PlainDecoder
@@ -38,14 +38,14 @@ class Notes(Observer):
         self.requests: dict[int, Request] = {}
         self.token_at: dict[int, list[float]] = defaultdict(list)
 
-    def opened(self, coordinator: Coordinator, at: float) -> None:
-        self.opened_at[coordinator.builder.session] = at
-        self.requests[coordinator.builder.session] = coordinator.request
+    def opened(self, draft_session: DraftSession, at: float) -> None:
+        self.opened_at[draft_session.builder.session] = at
+        self.requests[draft_session.builder.session] = draft_session.request
 
     def worked(self, job: Job, start: float, end: float) -> None:
-        for coordinator, _ in job.parts:
-            seen = self.token_at[coordinator.builder.session]
-            seen += [end] * (len(coordinator.tokens) - len(seen))
+        for draft_session, _ in job.parts:
+            seen = self.token_at[draft_session.builder.session]
+            seen += [end] * (len(draft_session.tokens) - len(seen))
 
 
 def plain_text(decoder: PlainDecoder, request: Request) -> tuple[list[int], str]:

@@ -20,7 +20,7 @@ from flowspec_edge.errors import PeerLost
 from flowspec_edge.messages import Batch, Close, Computed, Credit, Output, Segment, Tap, parts_of
 from flowspec_edge.runtime.draft_core import DraftCore
 from flowspec_edge.runtime.draft_core import Outgoing as ToStages
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.draft_session import DraftSession
 from flowspec_edge.runtime.draft_device.models import DraftModels
 from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
 from flowspec_edge.runtime.draft_device.scheduling.slot_curve import SlotCurve
@@ -56,7 +56,8 @@ class Pipeline:
         self.now = 0.0
         self.models = draft_models(model)
         self.curve = SlotCurve()
-        self.core = DraftCore(self._coordinator, self._clock, Observer(), lambda: -1, self.curve, cache_rows)
+        self.core = DraftCore(self._draft_session, self._clock, Observer(), lambda: -1, self.curve,
+                              cache_rows)
         self._shards = shards(model)
         self.job: Job | None = None
         self.replace_stages()
@@ -75,11 +76,12 @@ class Pipeline:
         self.now += 1.0
         return self.now
 
-    def _coordinator(self, handle: RequestHandle, session: int, before: Coordinator | None) -> Coordinator:
+    def _draft_session(self, handle: RequestHandle, session: int, before: DraftSession | None
+                       ) -> DraftSession:
         text = [*handle.request.prompt, *(before.tokens if before else ())]
         prefix = self.core.pool.find(
             text, lambda kept: self.models.can_share_drafter(kept.request, handle.request))
-        return self.models.coordinator(handle.request, STAGES, lambda: self.now, session, lambda kind: 4.0,
+        return self.models.draft_session(handle.request, STAGES, lambda: self.now, session, lambda kind: 4.0,
                                        predecessor=before, prefix=prefix)
 
     # ---- one step of each part ---------------------------------------------------------------------
@@ -375,7 +377,7 @@ def test_a_strategy_that_fails_ends_its_request_alone_and_the_stages_close_it(
     def fails(*arguments: object) -> None:
         raise ZeroDivisionError("a fault of a strategy")
 
-    monkeypatch.setattr(failing.coordinator.strategy, question, fails)
+    monkeypatch.setattr(failing.draft_session.strategy, question, fails)
     pipeline.run(lambda: not core.busy and not any(stage.counters.sessions for stage in pipeline.stages))
     with pytest.raises(ZeroDivisionError):
         handles[0].result(0)

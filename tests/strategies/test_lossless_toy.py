@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from propertykit import examples
 
 from flowspec_edge.messages import Cancel, Credit, Output, Payload, Prune, Segment, unpack_bits
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.draft_session import DraftSession
 from flowspec_edge.runtime.draft_device.lm_head import LmHead
 from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
 from flowspec_edge.runtime.request import Request
@@ -165,12 +165,12 @@ class ToyHead(LmHead):
 
 
 def drive(name: str, stages: int, prompt: list[int], limit: int, params: Params,
-          choice: st.DataObject, absent: float = 0.0, eager: bool = False) -> Coordinator:
+          choice: st.DataObject, absent: float = 0.0, eager: bool = False) -> DraftSession:
     """``eager``: passes take no time, so that D0 drafts until it has nothing left to draft."""
     now = [0.0]
     request = Request(prompt, name, limit, params=params, stop_ids=frozenset({STOP}))
-    c = Coordinator(request, lambda builder: STRATEGIES[name](params, builder, Pipeline(stages)),
-                    ToyDrafter(absent), ToyHead(), lambda: now[0])
+    c = DraftSession(request, lambda builder: STRATEGIES[name](params, builder, Pipeline(stages)),
+                     ToyDrafter(absent), ToyHead(), lambda: now[0])
     scheduler = Scheduler()
     scheduler.add(c)
     pipeline = [ToyStage() for _ in range(stages)]

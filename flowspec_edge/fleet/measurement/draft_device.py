@@ -24,7 +24,7 @@ from torch import Tensor
 from flowspec_edge.fleet.measurement.fit import fit_lines, trimmed_mean
 from flowspec_edge.fleet.measurement.stage import MeasuredWorker
 from flowspec_edge.messages import Batch
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator, DraftPass
+from flowspec_edge.runtime.draft_device.draft_session import DraftPass, DraftSession
 from flowspec_edge.runtime.draft_device.lm_head import LmHead
 from flowspec_edge.runtime.draft_device.models import DraftModels
 from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
@@ -102,13 +102,13 @@ class MeasuredDraftDevice:
 
     def run(self, strategy: str, prompt: Sequence[int], new_tokens: int) -> RequestTimes:
         self._sessions += 1
-        coordinator = self._models.coordinator(
+        draft_session = self._models.draft_session(
             Request(prompt, strategy, new_tokens, _SAMPLING), _STAGES, time.perf_counter, self._sessions,
             lambda kind: 1.0)
-        self._head = coordinator.head = _TimedHead(coordinator.head.head)
-        return self._drive(coordinator)
+        self._head = draft_session.head = _TimedHead(draft_session.head.head)
+        return self._drive(draft_session)
 
-    def _drive(self, c: Coordinator) -> RequestTimes:
+    def _drive(self, c: DraftSession) -> RequestTimes:
         target, clock, times = self._target, time.perf_counter, RequestTimes()
         scheduler = Scheduler()
         target.send(scheduler.add(c))

@@ -61,7 +61,7 @@ class CandidateBoard:
 
 @dataclass(frozen=True)
 class SplitProblem:
-    """``tentative``: further cache rows, for the drafts of all requests (the coordinator's ``cache_rows``).
+    """``tentative``: further cache rows, for the drafts of all requests (the draft session's ``cache_rows``).
 
     ``rows``: of the segment whose time is minimised.
     """

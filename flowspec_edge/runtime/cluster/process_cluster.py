@@ -34,7 +34,7 @@ from flowspec_edge.runtime.cluster.subprocesses import WorkerProcesses
 from flowspec_edge.runtime.cluster.timing import ClusterTiming
 from flowspec_edge.runtime.draft_core import DraftCore
 from flowspec_edge.runtime.draft_device.capacity import session_rows
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.draft_session import DraftSession
 from flowspec_edge.runtime.draft_device.models import DraftModels
 from flowspec_edge.runtime.emulation.links import EmulatedTransport
 from flowspec_edge.runtime.observe.observer import Observers
@@ -106,7 +106,7 @@ class ProcessCluster:
                                        fail_on_rejoin=spec.rejoin_within > 0, digests=addresses.digests)
             self._timing = ClusterTiming(emulation, parallelism, stages,
                                          lambda kind: self._draft_models.pass_seconds(kind))
-            core = self._core = DraftCore(self._coordinator, time.monotonic, self.observer,
+            core = self._core = DraftCore(self._draft_session, time.monotonic, self.observer,
                                           self._highest_session, self._timing.curve, spec.cache_rows,
                                           spec.scheduling_policy)
             self._links = StageLinks(self._transport, addresses, network, self._members,
@@ -277,12 +277,13 @@ class ProcessCluster:
         may be behind after a reboot."""
         return max(self._members.newest, int(time.time() * 1e3))
 
-    def _coordinator(self, handle: RequestHandle, session: int, before: Coordinator | None) -> Coordinator:
+    def _draft_session(self, handle: RequestHandle, session: int, before: DraftSession | None
+                       ) -> DraftSession:
         request = handle.request
         text = [*request.prompt, *(before.tokens if before else ())]
         prefix = self._core.pool.find(
             text, lambda cached: self._draft_models.can_share_drafter(cached.request, request))
-        return self._draft_models.coordinator(
+        return self._draft_models.draft_session(
             request, len(self._members.instances), time.monotonic, session,
             lambda kind: self._timing.draft_passes(kind, request.params.segment),
             self._timing.slot_seconds(), predecessor=before, prefix=prefix)

@@ -1,1 +1,1 @@
-"""D0, the draft device: ``coordinator`` handles one request, ``scheduler`` several."""
+"""D0, the draft device: ``draft_session`` handles one request, ``scheduler`` several."""

@@ -18,7 +18,7 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Tap
 from flowspec_edge.model.manifest import DRAFT
 from flowspec_edge.model.modeldir import ModelDir
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.draft_session import DraftSession
 from flowspec_edge.runtime.draft_device.lm_head import LmHead
 from flowspec_edge.runtime.draft_device.prefix_cache import PrefixHit
 from flowspec_edge.runtime.request import Request
@@ -68,15 +68,15 @@ class DraftModels:
         looks_up = kind == "ngram" or (kind is not None and params.ngram)
         return (kind, looks_up, *((params.ngram_max, params.ngram_min) if looks_up else ()))
 
-    def coordinator(self, request: Request, stages: int, clock: Callable[[], float], session: int,
-                    passes: Callable[[str], float], slot: Callable[[int], float] | None = None,
-                    predecessor: Coordinator | None = None, prefix: PrefixHit | None = None,
-                    around: Callable[[Drafter], Drafter] | None = None) -> Coordinator:
+    def draft_session(self, request: Request, stages: int, clock: Callable[[], float], session: int,
+                      passes: Callable[[str], float], slot: Callable[[int], float] | None = None,
+                      predecessor: DraftSession | None = None, prefix: PrefixHit | None = None,
+                      around: Callable[[Drafter], Drafter] | None = None) -> DraftSession:
         """Create D0's side of one request; UsageError if it cannot run on this model.
 
         passes       kind of draft model -> passes per full segment's latency through the pipeline
         slot         rows -> time of a segment in the slowest stage and on a link, if known
-        predecessor  the request's coordinator in an earlier session
+        predecessor  the request's draft session in an earlier session
         prefix       retained rows of a request that :meth:`can_share_drafter` with this one
         around       wraps a new drafter
         """
@@ -105,10 +105,10 @@ class DraftModels:
         cached_rows, parent = (prefix.rows, prefix.prefix.session) if prefix else (0, -1)
         depths = tuple(hi for _, hi in stage_ranges(self._model.stages, stages, allow_empty=True))
         pipeline = Pipeline(stages, depths, passes(kind) if kind else 1.0, slot)
-        return Coordinator(request, lambda builder: chosen(request.params, builder, pipeline), drafter,
-                           self._lm_head, clock, session, predecessor=predecessor,
-                           cached_rows=cached_rows, parent_session=parent,
-                           draft=draft_label(chosen, request.params, kind))
+        return DraftSession(request, lambda builder: chosen(request.params, builder, pipeline), drafter,
+                            self._lm_head, clock, session, predecessor=predecessor,
+                            cached_rows=cached_rows, parent_session=parent,
+                            draft=draft_label(chosen, request.params, kind))
 
     def pass_seconds(self, kind: str) -> float:
         """Measure a pass over one row on this machine: the fastest of a few."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.messages import Int32
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.draft_session import DraftSession
 from flowspec_edge.runtime.request import Request
 
 # Fewer rows save no time: a segment of this many takes as long as a single row (Params.segment).
@@ -88,12 +88,13 @@ class PrefixCache:
             del self._retained[next(iter(self._retained))]
         return self.retained
 
-    def retain(self, coordinator: Coordinator) -> tuple[int, ...]:
+    def retain(self, draft_session: DraftSession) -> tuple[int, ...]:
         """End a session; return the numbers of its rows that the stages retain. Empty if they are too few, or
         its drafter cannot be reused. Not for a session whose stages were lost."""
-        session, request, drafter = coordinator.builder.session, coordinator.request, coordinator.drafter
+        session, request = draft_session.builder.session, draft_session.request
+        drafter = draft_session.drafter
         del self._open[session]
-        numbers, tokens = coordinator.retainable_rows()
+        numbers, tokens = draft_session.retainable_rows()
         if self._limit is None or len(numbers) <= MIN_ROWS:
             return ()
         # Also frees what the drafter holds beyond the text.

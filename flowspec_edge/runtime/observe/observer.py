@@ -13,7 +13,7 @@ from inspect import isfunction
 from typing import Literal
 
 from flowspec_edge.messages import Cancel, Computed, Credit, Heartbeat, Output, Prune, Segment, Tap
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.draft_session import DraftSession
 from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
 from flowspec_edge.runtime.request import Result
 
@@ -31,7 +31,7 @@ class Observer:
         """Whether the stages have to report each segment's times (Computed), in requests that begin now."""
         return False
 
-    def opened(self, coordinator: Coordinator, at: float) -> None:
+    def opened(self, draft_session: DraftSession, at: float) -> None:
         """A request begins, or continues, in a new session."""
 
     def sent(self, message: Segment | Prune | Cancel, at: float) -> None:
@@ -44,12 +44,12 @@ class Observer:
         """D0 drops so many messages."""
 
     def worked(self, job: Job, start: float, end: float) -> None:
-        """D0 drafted or verified; the coordinator has processed the result."""
+        """D0 drafted or verified; the draft session has processed the result."""
 
-    def settled(self, coordinator: Coordinator, result: Result, at: float) -> None:
+    def settled(self, draft_session: DraftSession, result: Result, at: float) -> None:
         """A request is answered."""
 
-    def failed(self, coordinator: Coordinator, at: float) -> None:
+    def failed(self, draft_session: DraftSession, at: float) -> None:
         """An opened request ends with an error instead, or gives way to others and will be opened again."""
 
     def heartbeat(self, beat: Heartbeat, at: float) -> None:

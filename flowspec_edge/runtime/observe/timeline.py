@@ -13,7 +13,7 @@ from collections.abc import MutableSequence
 from typing import Literal, NamedTuple
 
 from flowspec_edge.messages import Cancel, Computed, Credit, Output, Prune, Segment, Tap
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator, DraftPass
+from flowspec_edge.runtime.draft_device.draft_session import DraftPass, DraftSession
 from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
 from flowspec_edge.runtime.observe.observer import Observer
 from flowspec_edge.runtime.request import Request, Result
@@ -104,11 +104,11 @@ class Timeline(Observer):
     def follows(self, session: int) -> bool:
         return True
 
-    def opened(self, coordinator: Coordinator, at: float) -> None:
-        session, made = coordinator.builder.session, len(coordinator.tokens)
+    def opened(self, draft_session: DraftSession, at: float) -> None:
+        session, made = draft_session.builder.session, len(draft_session.tokens)
         if self.follows(session):
             self._noted[session] = made
-            self.events.append(SessionOpened(session, at, len(coordinator.request.prompt) + made))
+            self.events.append(SessionOpened(session, at, len(draft_session.request.prompt) + made))
 
     def sent(self, message: Segment | Prune | Cancel, at: float) -> None:
         if not self.follows(message.session):
@@ -133,8 +133,8 @@ class Timeline(Observer):
             self.events.append(OutputArrived(message.session, at, message.run, len(message.numbers)))
 
     def worked(self, job: Job, start: float, end: float) -> None:
-        for coordinator, task in job.parts:
-            session, tokens = coordinator.builder.session, coordinator.tokens
+        for draft_session, task in job.parts:
+            session, tokens = draft_session.builder.session, draft_session.tokens
             if not self.follows(session):
                 continue
             if isinstance(task, DraftPass):
@@ -145,14 +145,14 @@ class Timeline(Observer):
             self.events.append(DraftDeviceWork(session, end, "verify", start, len(output.numbers), output.run,
                                                new))
 
-    def settled(self, coordinator: Coordinator, result: Result, at: float) -> None:
-        session = coordinator.builder.session
+    def settled(self, draft_session: DraftSession, result: Result, at: float) -> None:
+        session = draft_session.builder.session
         self._noted.pop(session, None)
         if self.follows(session):
             self.events.append(SessionEnded(session, at))
 
-    def failed(self, coordinator: Coordinator, at: float) -> None:
-        self._noted.pop(coordinator.builder.session, None)
+    def failed(self, draft_session: DraftSession, at: float) -> None:
+        self._noted.pop(draft_session.builder.session, None)
 
     def lost(self, reason: str, at: float) -> None:
         self._noted.clear()
@@ -178,15 +178,15 @@ class RequestTimeline(Timeline):
     def follows(self, session: int) -> bool:
         return session in self._sessions
 
-    def opened(self, coordinator: Coordinator, at: float) -> None:
-        self._newest = coordinator.request is self.request
+    def opened(self, draft_session: DraftSession, at: float) -> None:
+        self._newest = draft_session.request is self.request
         if self._newest:
-            self._sessions.add(coordinator.builder.session)
-        super().opened(coordinator, at)
+            self._sessions.add(draft_session.builder.session)
+        super().opened(draft_session, at)
 
-    def settled(self, coordinator: Coordinator, result: Result, at: float) -> None:
-        super().settled(coordinator, result, at)
-        if self.follows(coordinator.builder.session):
+    def settled(self, draft_session: DraftSession, result: Result, at: float) -> None:
+        super().settled(draft_session, result, at)
+        if self.follows(draft_session.builder.session):
             self.result = result
             self._sessions.clear()  # what arrives late belongs to no request
 
@@ -202,19 +202,19 @@ class AcceptanceTracker:
         # By session: rounds ended, -1 before the first token, and tokens at the newest round's end.
         self._rounds: dict[int, tuple[int, int]] = {}
 
-    def begin(self, coordinator: Coordinator) -> None:
-        self._rounds[coordinator.builder.session] = (-1, len(coordinator.tokens))
+    def begin(self, draft_session: DraftSession) -> None:
+        self._rounds[draft_session.builder.session] = (-1, len(draft_session.tokens))
 
-    def verified(self, coordinator: Coordinator) -> int | None:
+    def verified(self, draft_session: DraftSession) -> int | None:
         """Return the draft tokens accepted in the round that this verification ended; None if it ended
         none, or the whole text: that round has no miss."""
-        session, tokens = coordinator.builder.session, len(coordinator.tokens)
+        session, tokens = draft_session.builder.session, len(draft_session.tokens)
         rounds, before = self._rounds.get(session, (0, tokens))
-        now = coordinator.strategy.counters.rounds
+        now = draft_session.strategy.counters.rounds
         if tokens == before or now <= rounds:
             return None
         self._rounds[session] = (now, tokens)
-        return None if rounds < 0 or coordinator.finished else tokens - before - 1  # the last was the miss
+        return None if rounds < 0 or draft_session.finished else tokens - before - 1  # the last was the miss
 
     def end(self, session: int) -> None:
         self._rounds.pop(session, None)

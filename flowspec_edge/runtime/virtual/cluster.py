@@ -17,7 +17,7 @@ from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.calibrated import CalibratedDrafter
 from flowspec_edge.model.modeldir import ModelDir, is_sharded
 from flowspec_edge.runtime.draft_core import DraftCore
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.draft_session import DraftSession
 from flowspec_edge.runtime.draft_device.models import DraftModels
 from flowspec_edge.runtime.draft_device.scheduling.slot_curve import WARM_UP_ROWS, SlotCurve
 from flowspec_edge.runtime.observe.observer import Observer
@@ -120,7 +120,7 @@ class VirtualCluster:
                 self._text(request)
         clock = EventClock()
         self.spans = []
-        core = DraftCore(partial(self._coordinator, parallelism, clock), lambda: clock.now, self._observer,
+        core = DraftCore(partial(self._draft_session, parallelism, clock), lambda: clock.now, self._observer,
                          lambda: self._session, self._curve, policy=self._policy)
         run = VirtualRun(core, self._engines_of(self._stages if parallelism == "pipeline" else 1),
                          self.devices, parallelism, clock, self.spans)
@@ -158,8 +158,8 @@ class VirtualCluster:
             raise error
         return [handle.result() for handle in handles]
 
-    def _coordinator(self, parallelism: Parallelism, clock: EventClock, handle: RequestHandle, session: int,
-                     before: Coordinator | None) -> Coordinator:
+    def _draft_session(self, parallelism: Parallelism, clock: EventClock, handle: RequestHandle, session: int,
+                       before: DraftSession | None) -> DraftSession:
         request = handle.request
         self._session = session
 
@@ -168,7 +168,7 @@ class VirtualCluster:
                                      request.sampling.seed)
 
         latency = self.devices.latency_seconds(request.params.segment, parallelism)
-        return self._draft_models.coordinator(
+        return self._draft_models.draft_session(
             request, self._stages, lambda: clock.now, session,
             lambda kind: latency / max(self.devices.d0.draft_seconds(kind), 1e-9),
             self._curve.seconds if self._curve else self.devices.occupied_seconds,

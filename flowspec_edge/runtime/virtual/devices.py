@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from flowspec_edge.device_profile import Profile
 from flowspec_edge.errors import UsageError
-from flowspec_edge.runtime.draft_device.coordinator import DraftPass, Verify
+from flowspec_edge.runtime.draft_device.draft_session import DraftPass, Verify
 from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
 from flowspec_edge.runtime.virtual.collectives import tensor_seconds
 from flowspec_edge.strategies.base import Parallelism
@@ -111,8 +111,8 @@ class Devices:
         outputs = [len(task.output.numbers) for task in tasks if isinstance(task, Verify)]
         if outputs:
             return self.d0.verify_seconds(sum(outputs), len(outputs))
-        coordinator = job.parts[0][0]
-        kind = coordinator.strategy.drafts_with(coordinator.request.params)
+        draft_session = job.parts[0][0]
+        kind = draft_session.strategy.drafts_with(draft_session.request.params)
         assert kind is not None
         return self.d0.draft_seconds(kind, sum(len(task.request.nodes) for task in tasks
                                                if isinstance(task, DraftPass)))

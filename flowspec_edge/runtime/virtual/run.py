@@ -26,7 +26,7 @@ from flowspec_edge.messages import (
     shares,
 )
 from flowspec_edge.runtime.draft_core import DraftCore, Outgoing
-from flowspec_edge.runtime.draft_device.coordinator import DraftPass, Verify
+from flowspec_edge.runtime.draft_device.draft_session import DraftPass, Verify
 from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
 from flowspec_edge.runtime.request import RequestHandle
 from flowspec_edge.runtime.virtual.clock import EventClock, Span

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flowspec_edge.messages import Cancel, Heartbeat, Prune, Segment
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator, Verify
+from flowspec_edge.runtime.draft_device.draft_session import DraftSession, Verify
 from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
 from flowspec_edge.runtime.observe.timeline import (
     Cancelled,
@@ -60,20 +60,20 @@ class Snapshot:
     over: bool
 
 
-def take_snapshot(coordinator: Coordinator, at: float, since: int | None, over: bool) -> Snapshot | None:
+def take_snapshot(draft_session: DraftSession, at: float, since: int | None, over: bool) -> Snapshot | None:
     """Return a snapshot of the request's tree; None if there is no tree yet, or none to show. ``since``:
     position of the previous snapshot's root; None if there was no snapshot."""
-    strategy = coordinator.strategy
-    if coordinator.request.max_new_tokens < 2:
+    strategy = draft_session.strategy
+    if draft_session.request.max_new_tokens < 2:
         return None  # a probe: the page goes on showing the last answer
-    if coordinator.finished and not over:
+    if draft_session.finished and not over:
         return None  # its last step may have gone beyond the end; the final snapshot shows it
     if not isinstance(strategy, TreeStrategy) or strategy.tree.root.position < 0:
         return None  # below 0 until the prompt is read
     tree = strategy.tree
     first = tree.root.position if since is None else since
-    text = coordinator.tokens[first + 1 - len(coordinator.request.prompt) :]
-    return Snapshot(coordinator.builder.session, at, _state_of(tree.root),
+    text = draft_session.tokens[first + 1 - len(draft_session.request.prompt) :]
+    return Snapshot(draft_session.builder.session, at, _state_of(tree.root),
                     tuple(map(_state_of, tree.nodes())), tuple(text), over)
 
 
@@ -167,7 +167,7 @@ class Feed(Timeline):
         self.stats = RequestStats()
         self.loss_reason: str | None = None  # why the stages cannot continue; None while they can
         self._trees: deque[Snapshot] = deque(maxlen=_MAX_TREES)
-        self._open: dict[int, Coordinator] = {}  # by session, the oldest first
+        self._open: dict[int, DraftSession] = {}  # by session, the oldest first
         self._seen: tuple[int, int] | None = None  # session and root's position of the newest snapshot
         self._due = 0.0  # when the next snapshot is
 
@@ -178,10 +178,10 @@ class Feed(Timeline):
     def follows(self, session: int) -> bool:
         return self.watched
 
-    def opened(self, coordinator: Coordinator, at: float) -> None:
-        super().opened(coordinator, at)
-        self._open[coordinator.builder.session] = coordinator
-        self.stats.opened(coordinator, at)
+    def opened(self, draft_session: DraftSession, at: float) -> None:
+        super().opened(draft_session, at)
+        self._open[draft_session.builder.session] = draft_session
+        self.stats.opened(draft_session, at)
 
     def sent(self, message: Segment | Prune | Cancel, at: float) -> None:
         super().sent(message, at)
@@ -194,26 +194,26 @@ class Feed(Timeline):
 
     def worked(self, job: Job, start: float, end: float) -> None:
         super().worked(job, start, end)
-        for coordinator, task in job.parts:
+        for draft_session, task in job.parts:
             if isinstance(task, Verify):
-                self.stats.verified(coordinator, end)
+                self.stats.verified(draft_session, end)
         if self.watched:
             self.boards.computed(end - start)
             self._snap_if_due(end)
 
-    def settled(self, coordinator: Coordinator, result: Result, at: float) -> None:
-        super().settled(coordinator, result, at)
-        self.stats.settled(coordinator, result)
-        self._leave_tree(coordinator, at)
-        self._open.pop(coordinator.builder.session, None)
+    def settled(self, draft_session: DraftSession, result: Result, at: float) -> None:
+        super().settled(draft_session, result, at)
+        self.stats.settled(draft_session, result)
+        self._leave_tree(draft_session, at)
+        self._open.pop(draft_session.builder.session, None)
 
-    def failed(self, coordinator: Coordinator, at: float) -> None:
-        super().failed(coordinator, at)
-        self.stats.failed(coordinator)
+    def failed(self, draft_session: DraftSession, at: float) -> None:
+        super().failed(draft_session, at)
+        self.stats.failed(draft_session)
         if self.watched:
-            self._flow.append(SessionEnded(coordinator.builder.session, at))
-        self._leave_tree(coordinator, at)
-        self._open.pop(coordinator.builder.session, None)
+            self._flow.append(SessionEnded(draft_session.builder.session, at))
+        self._leave_tree(draft_session, at)
+        self._open.pop(draft_session.builder.session, None)
 
     def heartbeat(self, beat: Heartbeat, at: float) -> None:
         self.boards.add_heartbeat(beat.stage, beat.counters, at)
@@ -233,22 +233,22 @@ class Feed(Timeline):
         self.loss_reason = None
         self.boards.missing((), at)
 
-    def _oldest(self) -> Coordinator | None:
+    def _oldest(self) -> DraftSession | None:
         return next(iter(self._open.values()), None)
 
     def _snap_if_due(self, at: float) -> None:
         if at >= self._due and (oldest := self._oldest()) is not None:
             self._snap(oldest, at)
 
-    def _leave_tree(self, coordinator: Coordinator, at: float) -> None:
+    def _leave_tree(self, draft_session: DraftSession, at: float) -> None:
         """Nothing of this tree becomes text any more."""
-        if self.watched and coordinator is self._oldest():
-            self._snap(coordinator, at, over=True)
+        if self.watched and draft_session is self._oldest():
+            self._snap(draft_session, at, over=True)
 
-    def _snap(self, coordinator: Coordinator, at: float, over: bool = False) -> None:
-        session = coordinator.builder.session
+    def _snap(self, draft_session: DraftSession, at: float, over: bool = False) -> None:
+        session = draft_session.builder.session
         since = self._seen[1] if self._seen and self._seen[0] == session else None
-        snapshot = take_snapshot(coordinator, at, since, over)
+        snapshot = take_snapshot(draft_session, at, since, over)
         if snapshot is not None:
             self._due = at + _TREE_S
             self._seen = (session, snapshot.root.position)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.draft_session import DraftSession
 from flowspec_edge.runtime.observe.counters import HeartbeatCounters, increase
 from flowspec_edge.runtime.observe.power import once_per_board
 from flowspec_edge.runtime.observe.timeline import AcceptanceTracker
@@ -85,34 +85,34 @@ class RequestStats:
         self._begun = 0  # requests
         self.ends = 0  # requests that ended, of any length
 
-    def opened(self, coordinator: Coordinator, at: float) -> None:
+    def opened(self, draft_session: DraftSession, at: float) -> None:
         """A request begins, or continues in another session."""
         with self._lock:
-            tokens, request = len(coordinator.tokens), coordinator.request
+            tokens, request = len(draft_session.tokens), draft_session.request
             number = 0  # of a probe
             if request.max_new_tokens > 1:
                 self._begun += 1
                 number = self._begun
             progress = _Progress(number, request.priority, at, tokens, tokens)
-            self._running[coordinator.builder.session] = progress
-            self._acceptance.begin(coordinator)
+            self._running[draft_session.builder.session] = progress
+            self._acceptance.begin(draft_session)
 
     def sent(self, session: int, rows: int, at: float) -> None:
         with self._lock:
             self._sent.append((at, session, rows))
 
-    def verified(self, coordinator: Coordinator, at: float) -> None:
+    def verified(self, draft_session: DraftSession, at: float) -> None:
         with self._lock:
-            session, tokens = coordinator.builder.session, len(coordinator.tokens)
+            session, tokens = draft_session.builder.session, len(draft_session.tokens)
             progress = self._running.get(session)
-            accepted = self._acceptance.verified(coordinator)
+            accepted = self._acceptance.verified(draft_session)
             if progress is None or tokens == progress.tokens_before:
                 return
             if tokens > progress.tokens:
                 progress.add_tokens(tokens, at)
             if progress.first_at is None:
                 progress.first_at = at
-                if not progress.tokens_before and not coordinator.finished and self._is_shown(session):
+                if not progress.tokens_before and not draft_session.finished and self._is_shown(session):
                     self._shown = {"ttft_s": at - progress.begun_at}
             elif accepted is not None:
                 self._rounds.append(accepted)
@@ -121,14 +121,14 @@ class RequestStats:
             generated = tokens - progress.tokens_before - 1
             if generated > 0 and seconds > 0 and self._is_shown(session):
                 self._shown["tokens_per_second"] = generated / seconds
-                self._shown["alr"] = generated / (coordinator.strategy.counters.rounds + 1)
+                self._shown["alr"] = generated / (draft_session.strategy.counters.rounds + 1)
                 if self._slot_s:
                     self._shown["alt"] = generated * self._slot_s / seconds
 
-    def settled(self, coordinator: Coordinator, result: Result) -> None:
+    def settled(self, draft_session: DraftSession, result: Result) -> None:
         with self._lock:
-            shown = self._is_shown(coordinator.builder.session)
-            progress = self._end(coordinator)
+            shown = self._is_shown(draft_session.builder.session)
+            progress = self._end(draft_session)
             self.ends += 1
             stats = result.stats
             self._slot_s = stats.slot_s
@@ -145,9 +145,9 @@ class RequestStats:
             self._total["drafted"] += stats.drafted
             self._total["accepted"] += stats.accepted
 
-    def failed(self, coordinator: Coordinator) -> None:
+    def failed(self, draft_session: DraftSession) -> None:
         with self._lock:
-            self._end(coordinator)
+            self._end(draft_session)
 
     def lost(self) -> None:
         """A stage was lost, and with it every open session."""
@@ -190,9 +190,9 @@ class RequestStats:
         return [progress.event(now, session, rows[session] / total if total else None)
                 for session, progress in self._running.items() if progress.number]
 
-    def _end(self, coordinator: Coordinator) -> _Progress | None:
-        self._acceptance.end(coordinator.builder.session)
-        return self._running.pop(coordinator.builder.session, None)
+    def _end(self, draft_session: DraftSession) -> _Progress | None:
+        self._acceptance.end(draft_session.builder.session)
+        return self._running.pop(draft_session.builder.session, None)
 
     def _is_shown(self, session: int) -> bool:
         """Return whether no older request runs."""

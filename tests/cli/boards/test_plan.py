@@ -175,7 +175,7 @@ def test_tables_for_people(home: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_several_requests_at_once_take_room_for_their_drafts(home: Path, capsys: pytest.CaptureFixture[str]
                                                              ) -> None:
-    """What a cluster that serves so many may hold (``coordinator.cache_rows``), in every layer."""
+    """What a cluster that serves so many may hold (``draft_session.cache_rows``), in every layer."""
     given = ("--model", str(home / "model"), "--devices", f"{home}/nano.toml:3", "--context", "500",
              "--no-predict")
     one, three = planned(capsys, *given), planned(capsys, *given, "--at-once", "3")

@@ -19,7 +19,7 @@ from flowspec_edge.messages import Heartbeat
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.draft_device.capacity import session_rows
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.draft_session import DraftSession
 from flowspec_edge.runtime.observe.observer import Observer
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request
@@ -44,8 +44,8 @@ class Watch(Observer):
     def heartbeat(self, beat: Heartbeat, at: float) -> None:
         self.most_bytes = max(self.most_bytes, beat.counters.get("cache_bytes", 0.0))
 
-    def opened(self, coordinator: Coordinator, at: float) -> None:
-        self.order.append(coordinator.request.prompt[0])
+    def opened(self, draft_session: DraftSession, at: float) -> None:
+        self.order.append(draft_session.request.prompt[0])
 
 
 @contextmanager

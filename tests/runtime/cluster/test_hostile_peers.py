@@ -27,7 +27,7 @@ from flowspec_edge.runtime.cluster.addresses import Addresses
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.cluster.spec import ClusterSpec, Connected
 from flowspec_edge.runtime.cluster.subprocesses import WorkerProcesses
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.draft_session import DraftSession
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request, RequestHandle
 from flowspec_edge.runtime.worker.config import WorkerConfig
@@ -78,8 +78,8 @@ class Site:
         self._thread = threading.Thread(target=self.cluster.serve, args=[self._over.is_set], daemon=True)
         self._thread.start()
 
-    def _opened(self, coordinator: Coordinator) -> None:
-        self.session = coordinator.builder.session
+    def _opened(self, draft_session: DraftSession) -> None:
+        self.session = draft_session.builder.session
 
     def begin(self) -> RequestHandle:
         """A request whose first tokens have come."""

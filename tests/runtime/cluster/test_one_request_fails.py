@@ -16,7 +16,7 @@ from flowspec_edge.errors import PeerLost
 from flowspec_edge.runtime.cluster import subprocesses
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.cluster.spec import ClusterSpec
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.draft_session import DraftSession
 from flowspec_edge.runtime.observe.power import PowerMeter
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request, RequestHandle
@@ -41,14 +41,14 @@ def cluster(model: Path) -> Iterator[ProcessCluster]:
 def test_an_exception_ends_one_request_and_the_others_go_on(
         cluster: ProcessCluster, expected: list[list[int]], where: str, monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture) -> None:
-    usual: Callable[..., Any] = getattr(Coordinator, where)
+    usual: Callable[..., Any] = getattr(DraftSession, where)
 
-    def broken(coordinator: Coordinator, *arguments: object) -> Any:
-        if coordinator.request is REQUESTS[1] and (where == "result" or len(coordinator.tokens) >= 2):
+    def broken(draft_session: DraftSession, *arguments: object) -> Any:
+        if draft_session.request is REQUESTS[1] and (where == "result" or len(draft_session.tokens) >= 2):
             raise ZeroDivisionError("a fault")
-        return usual(coordinator, *arguments)
+        return usual(draft_session, *arguments)
 
-    monkeypatch.setattr(Coordinator, where, broken)
+    monkeypatch.setattr(DraftSession, where, broken)
     handles = [cluster.submit(request) for request in REQUESTS]
     cluster.serve(lambda: all(handle.done() for handle in handles))
     with pytest.raises(ZeroDivisionError, match="a fault"):

@@ -99,11 +99,11 @@ def test_another_stage_is_lost_meanwhile_and_a_cancelled_request_is_not_resumed(
     def lost() -> None:
         goes.cancel()
         os.kill(before[2], signal.SIGKILL)
-        striker.on_opened = lambda coordinator: resumed.append(len(coordinator.request.prompt))
+        striker.on_opened = lambda draft_session: resumed.append(len(draft_session.request.prompt))
 
     striker.on_lost = lost
     cluster.serve(lambda: stays.done() and goes.done())
-    striker.on_opened = lambda coordinator: None
+    striker.on_opened = lambda draft_session: None
     assert stays.result().tokens == own_texts(plain, TWO[:1])[0]
     assert set(resumed) == {len(TWO[0].prompt)}
     left = goes.result()

@@ -24,7 +24,7 @@ from flowspec_edge.runtime.cluster import process_cluster
 from flowspec_edge.runtime.cluster.addresses import Addresses
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.cluster.spec import ClusterSpec, Connected
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.draft_session import DraftSession
 from flowspec_edge.runtime.observe.observer import Observer
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import ClusterState, Request
@@ -172,8 +172,8 @@ def test_a_draft_device_whose_clock_is_behind_after_a_reboot(boards: Boards, exp
     numbers: list[list[int]] = []
 
     class Opened(Mender):
-        def opened(self, coordinator: Coordinator, at: float) -> None:
-            numbers[-1].append(coordinator.builder.session)
+        def opened(self, draft_session: DraftSession, at: float) -> None:
+            numbers[-1].append(draft_session.builder.session)
 
     for now in (2e9, 0.0):
         numbers.append([])

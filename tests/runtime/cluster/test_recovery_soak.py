@@ -21,7 +21,7 @@ from tiny_dir import tiny_model_dir
 from flowspec_edge.errors import PeerLost
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.cluster.spec import ClusterSpec
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.draft_session import DraftSession
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import ClusterState, Request
 from flowspec_edge.sampling.rule import Sampling
@@ -93,8 +93,8 @@ def test_a_request_that_costs_a_stage_every_time_ends_alone(
                                     observer=striker)) as cluster:
         bad = Request(LONG, "flowspec", 8)
 
-        def opened(coordinator: Coordinator) -> None:
-            if coordinator.request is bad:
+        def opened(draft_session: DraftSession) -> None:
+            if draft_session.request is bad:
                 os.kill(cluster.pids[1], signal.SIGKILL)
 
         striker.on_opened = opened

@@ -16,7 +16,7 @@ from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.messages import Cancel, Prune, Segment
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.cluster.spec import ClusterSpec
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.draft_session import DraftSession
 from flowspec_edge.runtime.observe.observer import Observer
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.sampling.rule import Sampling
@@ -46,8 +46,8 @@ class FirstSent(Observer):
         self.priorities: dict[int, int] = {}  # by session
         self.first: int | None = None
 
-    def opened(self, coordinator: Coordinator, at: float) -> None:
-        self.priorities[coordinator.builder.session] = coordinator.request.priority
+    def opened(self, draft_session: DraftSession, at: float) -> None:
+        self.priorities[draft_session.builder.session] = draft_session.request.priority
         self.first = None
 
     def sent(self, message: Segment | Prune | Cancel, at: float) -> None:

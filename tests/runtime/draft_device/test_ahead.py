@@ -9,7 +9,7 @@ import pytest
 
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.messages import Batch, Credit, Output, Payload, Segment, parts_of
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator, DraftPass, Verify
+from flowspec_edge.runtime.draft_device.draft_session import DraftPass, DraftSession, Verify
 from flowspec_edge.runtime.draft_device.models import DraftModels
 from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
 from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
@@ -35,15 +35,16 @@ class D0:
         self.now = 0.0
         device0 = DraftModels(model)
         self.sessions = Scheduler(clock=(lambda: self.now) if clock else None)
-        self.coordinators: list[Coordinator] = []
+        self.draft_sessions: list[DraftSession] = []
         for session, name in enumerate(strategies, start=1):
             request = Request(prompt(session, 500), name, 4,
                               params=Params(prefill_chunk=16, plus_without=without))
-            self.coordinators.append(device0.coordinator(request, 4, lambda: 0.0, session, lambda kind: 1.0))
-            self.sessions.add(self.coordinators[-1])
+            self.draft_sessions.append(
+                device0.draft_session(request, 4, lambda: 0.0, session, lambda kind: 1.0))
+            self.sessions.add(self.draft_sessions[-1])
 
     def job(self, task: DraftPass | Verify) -> Job:
-        return Job(((self.coordinators[0], task),))
+        return Job(((self.draft_sessions[0], task),))
 
     def send(self) -> Segment:
         """The first segment of what V1 has room for."""
@@ -125,7 +126,7 @@ def test_a_request_that_is_over_keeps_nothing_back(tiny_model: Path) -> None:
     d0 = D0(tiny_model, "flowspec", "flowspec_plus")
     d0.practise()
     d0.now += SLOT
-    d0.coordinators[0].cancel()
+    d0.draft_sessions[0].cancel()
     assert d0.ahead() == [2]
 
 
@@ -144,7 +145,7 @@ def test_nothing_goes_ahead_to_an_idle_stage_or_of_a_text_that_is_over(tiny_mode
     assert d0.ahead() == []  # what can be sent to it is sent by ``take_messages``
     d0.practise()
     d0.now += SLOT
-    d0.coordinators[0].cancel()
+    d0.draft_sessions[0].cancel()
     assert d0.ahead() == []
 
 

@@ -1,6 +1,6 @@
 """The next turn of a chat: rows and drafter of the last one are taken over, and the text stays the same.
 
-Without processes or time: a coordinator, real stages and a pool of rows, one message after another.
+Without processes or time: a draft session, real stages and a pool of rows, one message after another.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Direct:
         """``leave_after``: whoever asks goes away after so many segments."""
         self.session += 1
         reuse = self.pool.find(request.prompt, lambda p: self.device0.can_share_drafter(p.request, request))
-        d0 = self.device0.coordinator(request, STAGES, lambda: 0.0, self.session, lambda kind: 1.0,
-                                      prefix=reuse)
+        d0 = self.device0.draft_session(request, STAGES, lambda: 0.0, self.session, lambda kind: 1.0,
+                                        prefix=reuse)
         scheduler = Scheduler()
         opening = scheduler.add(d0)
         held = self.pool.begin(self.session, opening.capacity, opening.parent_session)

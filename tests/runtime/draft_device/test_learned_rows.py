@@ -18,7 +18,7 @@ from flowspec_edge.device_profile import Profile, load_profile
 from flowspec_edge.messages import Cancel, Computed, Credit, Output, Prune, Segment, Tap
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.cluster.spec import ClusterSpec
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.draft_session import DraftSession
 from flowspec_edge.runtime.draft_device.scheduling.slot_curve import SlotCurve
 from flowspec_edge.runtime.observe.observer import Observer, Observers
 from flowspec_edge.runtime.plain import PlainDecoder
@@ -159,20 +159,20 @@ def test_a_report_weighs_little_and_is_charged(tiny_model: Path) -> None:
 
 
 class Watch(Observer):
-    """Stages' reports while ``timed``, and the newest request's coordinator."""
+    """Stages' reports while ``timed``, and the newest request's draft session."""
 
     def __init__(self) -> None:
         self.timed = True
         self.link_row_s = 0.0
         self.times: list[Computed] = []
-        self.coordinators: list[Coordinator] = []
+        self.draft_sessions: list[DraftSession] = []
 
     @property
     def wants_times(self) -> bool:
         return self.timed
 
-    def opened(self, coordinator: Coordinator, at: float) -> None:
-        self.coordinators.append(coordinator)
+    def opened(self, draft_session: DraftSession, at: float) -> None:
+        self.draft_sessions.append(draft_session)
 
     def arrived(self, message: Output | Credit | Tap | Computed, at: float) -> None:
         if isinstance(message, Computed):
@@ -180,7 +180,7 @@ class Watch(Observer):
 
     def curve(self) -> list[float]:
         """What the newest request's strategy is told of each length."""
-        seconds = self.coordinators[-1].strategy.pipeline.slot_seconds
+        seconds = self.draft_sessions[-1].strategy.pipeline.slot_seconds
         assert seconds is not None
         return [seconds(rows) for rows in SIZES]
 
@@ -247,7 +247,7 @@ def test_an_observer_that_wants_no_times_gets_none_though_they_come(cluster: Pro
 def test_a_lost_stage_takes_the_curve_with_it(model: Path, cluster: ProcessCluster, watch: Watch,
                                               striker: Striker) -> None:
     curves: list[list[float]] = []
-    striker.on_opened = lambda coordinator: curves.append(watch.curve())
+    striker.on_opened = lambda draft_session: curves.append(watch.curve())
     striker.arm(12, lambda: os.kill(cluster.pids[1], signal.SIGKILL))
     result = cluster.generate(Request(PROMPT, "flowspec_plus", 32))
     assert result.tokens == PlainDecoder(model).generate(PROMPT, 32, Sampling())[0]

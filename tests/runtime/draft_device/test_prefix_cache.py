@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from propertykit import examples
 
 from flowspec_edge.runtime.draft_device.capacity import cache_rows, session_rows, tentative_rows
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.draft_session import DraftSession
 from flowspec_edge.runtime.draft_device.lm_head import LmHead
 from flowspec_edge.runtime.draft_device.prefix_cache import MIN_ROWS, CachedPrefix, PrefixCache
 from flowspec_edge.runtime.request import Request
@@ -22,11 +22,11 @@ texts = st.builds(lambda length, cut, end: [1] * min(cut, length) + [end] * max(
                   st.integers(1, 60), st.integers(0, 60), st.integers(2, 3))
 
 
-def ended(session: int, text: list[int]) -> Coordinator:
+def ended(session: int, text: list[int]) -> DraftSession:
     """One that knows rows of ``text``, all but the last, and goes away before it reads that in."""
     request = Request(text, "autoregressive")
-    return Coordinator(request, lambda builder: Autoregressive(request.params, builder, Pipeline(1)), None,
-                       LmHead(torch.empty(0, 0)), lambda: 0.0, session, cached_rows=len(text) - 1)
+    return DraftSession(request, lambda builder: Autoregressive(request.params, builder, Pipeline(1)), None,
+                        LmHead(torch.empty(0, 0)), lambda: 0.0, session, cached_rows=len(text) - 1)
 
 
 def common(one: list[int], other: list[int]) -> int:

@@ -1,4 +1,4 @@
-"""A coordinator that goes on where one was that lost its stages: the text, and the figures, are one.
+"""A draft session that goes on where one was that lost its stages: the text, and the figures, are one.
 
 One stage in this process, driven by hand; what it holds is lost after any number of messages, so that
 the moment may be in the prompt, between tokens, or with outputs that nobody has looked at.
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from propertykit import examples
 
 from flowspec_edge.messages import Cancel, Credit, Output, Prune, Segment
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.draft_session import DraftSession
 from flowspec_edge.runtime.draft_device.models import DraftModels
 from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
 from flowspec_edge.runtime.plain import PlainDecoder
@@ -42,12 +42,12 @@ def models(model: Path) -> tuple[DraftModels, StageEngine, tuple[list[int], ...]
     return DraftModels(model), StageEngine(load_shard(model / "target", 0, 1, "fp32")), texts
 
 
-def run(coordinator: Coordinator, engine: StageEngine, steps: int) -> list[int]:
+def run(draft_session: DraftSession, engine: StageEngine, steps: int) -> list[int]:
     """Until it is finished, or so many segments were computed; the new tokens."""
     scheduler = Scheduler()
-    engine.open(scheduler.add(coordinator))
+    engine.open(scheduler.add(draft_session))
     streamed: list[int] = []
-    while not coordinator.finished:
+    while not draft_session.finished:
         messages = scheduler.take_messages()
         for message in messages:
             match message:
@@ -69,7 +69,7 @@ def run(coordinator: Coordinator, engine: StageEngine, steps: int) -> list[int]:
         assert messages or job
         if job:
             assert not job.complete()
-            streamed += coordinator.new_tokens()
+            streamed += draft_session.new_tokens()
     return streamed
 
 
@@ -84,14 +84,14 @@ def test_a_text_in_parts_is_the_text(tiny_model: Path, name: str, at: int, momen
     streamed: list[int] = []
     drafted, before = 0, None
     for steps in [*moments, 1000]:
-        coordinator = device0.coordinator(request, 1, lambda: next(ticks), next(SESSIONS), lambda kind: 1.0,
-                                          predecessor=before)
-        streamed += run(coordinator, engine, steps)
-        drafted += coordinator.strategy.counters.drafted
-        if coordinator.finished:
+        draft_session = device0.draft_session(request, 1, lambda: next(ticks), next(SESSIONS),
+                                                  lambda kind: 1.0, predecessor=before)
+        streamed += run(draft_session, engine, steps)
+        drafted += draft_session.strategy.counters.drafted
+        if draft_session.finished:
             break
-        before = coordinator
-    result = coordinator.result(1.0, 0)
+        before = draft_session
+    result = draft_session.result(1.0, 0)
     assert result.tokens == streamed == texts[at]
     assert result.finish_reason == "length"
     stats = result.stats

@@ -219,7 +219,7 @@ def scheduled(model: Path, count: int, strategy: str = "autoregressive", length:
     device0, scheduler = DraftModels(model), Scheduler()
     for number in range(1, count + 1):
         request = Request(prompt(number, length), strategy, 4, params=SMALL, priority=priorities[number - 1])
-        opening = scheduler.add(device0.coordinator(request, 2, lambda: 0.0, number, lambda kind: 1.0))
+        opening = scheduler.add(device0.draft_session(request, 2, lambda: 0.0, number, lambda kind: 1.0))
         assert opening.concurrent == tuple(range(1, number))
     return scheduler
 

@@ -12,7 +12,7 @@ from tracekit import check_trace
 from flowspec_edge.messages import Cancel, Computed, Credit, Heartbeat, Output, Prune, Segment, Tap
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.cluster.spec import ClusterSpec
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator
+from flowspec_edge.runtime.draft_device.draft_session import DraftSession
 from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
 from flowspec_edge.runtime.observe.chrome_trace import chrome_trace
 from flowspec_edge.runtime.observe.observer import Observer, Observers
@@ -38,7 +38,7 @@ class Watch(Observer):
     def wants_times(self) -> bool:
         return self.timed
 
-    def opened(self, coordinator: Coordinator, at: float) -> None:
+    def opened(self, draft_session: DraftSession, at: float) -> None:
         self.opened_at = at
         self.segments.clear()
         self.times.clear()
@@ -87,13 +87,13 @@ class Broken(Observer):
     def __init__(self, moment: str) -> None:
         self._moment = moment
 
-    def opened(self, coordinator: Coordinator, at: float) -> None:
+    def opened(self, draft_session: DraftSession, at: float) -> None:
         self._fail_at("opened")
 
     def worked(self, job: Job, start: float, end: float) -> None:
         self._fail_at("worked")
 
-    def settled(self, coordinator: Coordinator, result: Result, at: float) -> None:
+    def settled(self, draft_session: DraftSession, result: Result, at: float) -> None:
         self._fail_at("settled")
 
     def _fail_at(self, moment: str) -> None:

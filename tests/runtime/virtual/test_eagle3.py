@@ -24,7 +24,7 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Cancel, Close, Credit, Output, Payload, Segment, Tap
 from flowspec_edge.runtime.cluster.clusters import open_cluster
 from flowspec_edge.runtime.cluster.spec import ClusterSpec
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator, DraftPass, Task, Verify
+from flowspec_edge.runtime.draft_device.draft_session import DraftPass, DraftSession, Task, Verify
 from flowspec_edge.runtime.draft_device.models import DraftModels
 from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
 from flowspec_edge.runtime.plain import PlainDecoder
@@ -192,11 +192,11 @@ def test_a_tap_weighs_what_the_profiles_states_weigh() -> None:
 
 
 class Chain:
-    """A coordinator with real stages, whose messages the test hands over as late as it likes."""
+    """A draft session with real stages, whose messages the test hands over as late as it likes."""
 
     def __init__(self, model: Path, request: Request, stages: int = 2) -> None:
         device0 = DraftModels(model)
-        self.c: Coordinator = device0.coordinator(request, stages, lambda: 0.0, 1, lambda kind: 1.0)
+        self.c: DraftSession = device0.draft_session(request, stages, lambda: 0.0, 1, lambda kind: 1.0)
         self.scheduler = Scheduler()
         opening = self.scheduler.add(self.c)
         self.engines = [StageEngine(load_shard(model / "target", i, stages, "fp32")) for i in range(stages)]

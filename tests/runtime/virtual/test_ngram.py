@@ -109,8 +109,8 @@ def test_a_look_up_takes_no_time_and_so_pearls_block_is_the_longest(no_head: Pat
     assert 0 < device0.pass_seconds("ngram") < 0.01
     passes = PROFILE.stage_seconds(16, 32) / max(PROFILE.draft_seconds("ngram"), 1e-9)
     request = Request([1, 2, 3], "pearl", 4, params=Params(draft="ngram"))
-    coordinator = device0.coordinator(request, 2, lambda: 0.0, 1, lambda kind: passes)
-    assert coordinator.strategy.gamma == LONGEST_BLOCK  # type: ignore[attr-defined]
+    draft_session = device0.draft_session(request, 2, lambda: 0.0, 1, lambda kind: passes)
+    assert draft_session.strategy.gamma == LONGEST_BLOCK  # type: ignore[attr-defined]
 
 
 def test_what_is_merged_is_charged_as_the_model_alone(tiny_model: Path) -> None:

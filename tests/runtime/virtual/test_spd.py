@@ -11,7 +11,7 @@ import torch
 
 from flowspec_edge.device_profile import DraftCost, Profile, load_profile
 from flowspec_edge.messages import Credit, Output, Payload, Segment, Tap
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator, DraftPass, Task, Verify
+from flowspec_edge.runtime.draft_device.draft_session import DraftPass, DraftSession, Task, Verify
 from flowspec_edge.runtime.draft_device.lm_head import LmHead
 from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
 from flowspec_edge.runtime.plain import PlainDecoder
@@ -155,8 +155,8 @@ def test_a_pass_works_on_the_states_that_were_there_when_it_began() -> None:
     """Section 3.4: at the step's start; what comes during a pass is for the pass after it."""
     drafter = Witness()
     request = Request([1], "spd", 9)
-    c = Coordinator(request, lambda builder: SPD(request.params, builder, Pipeline(2, (2, 4))), drafter,
-                    LmHead(torch.eye(8)[:, 7:].expand(8, 2)), lambda: 0.0)
+    c = DraftSession(request, lambda builder: SPD(request.params, builder, Pipeline(2, (2, 4))), drafter,
+                     LmHead(torch.eye(8)[:, 7:].expand(8, 2)), lambda: 0.0)
 
     scheduler = Scheduler()
     scheduler.add(c)

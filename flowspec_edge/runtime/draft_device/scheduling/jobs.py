@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from flowspec_edge.drafting.tree_drafter import TreeDrafter
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator, DraftPass, Task, Verify
+from flowspec_edge.runtime.draft_device.draft_session import DraftPass, DraftSession, Task, Verify
 
-Failure = tuple[Coordinator, Exception]
+Failure = tuple[DraftSession, Exception]
 
 
 @dataclass(frozen=True)
 class Job:
     """``parts``: outputs to verify, or draft passes of drafters that can share one; one part a request."""
 
-    parts: tuple[tuple[Coordinator, Task], ...]
+    parts: tuple[tuple[DraftSession, Task], ...]
 
     @property
     def is_draft(self) -> bool:
@@ -30,7 +30,7 @@ class Job:
 
     @property
     def sessions(self) -> tuple[int, ...]:
-        return tuple(coordinator.builder.session for coordinator, _ in self.parts)
+        return tuple(draft_session.builder.session for draft_session, _ in self.parts)
 
     def without(self, sessions: Sequence[int]) -> Job | None:
         """The job for the other requests, if there are any."""
@@ -43,48 +43,48 @@ class Job:
         try:
             if len(self.parts) > 1:
                 return self._draft() if self.is_draft else self._verify()
-            [(coordinator, task)] = self.parts
-            coordinator.complete(task)
+            [(draft_session, task)] = self.parts
+            draft_session.complete(task)
             return []
         except Exception as error:
-            return [(coordinator, error) for coordinator, _ in self.parts]
+            return [(draft_session, error) for draft_session, _ in self.parts]
 
     def _verify(self) -> list[Failure]:
         failures: list[Failure] = []
-        begun: list[tuple[Coordinator, Tensor, Callable[[Tensor], None]]] = []
-        for coordinator, task in self.parts:
+        begun: list[tuple[DraftSession, Tensor, Callable[[Tensor], None]]] = []
+        for draft_session, task in self.parts:
             try:
                 assert isinstance(task, Verify)
-                begun.append((coordinator, *coordinator.begin(task)))
+                begun.append((draft_session, *draft_session.begin(task)))
             except Exception as error:
-                failures.append((coordinator, error))
+                failures.append((draft_session, error))
         if begun:
             states = [rows for _, rows, _ in begun]
             logits = begun[0][0].head.logits(torch.cat(states)).split([len(rows) for rows in states])
-            failures += _each((coordinator, partial(verified, rows))
-                              for (coordinator, _, verified), rows in zip(begun, logits, strict=True))
+            failures += _each((draft_session, partial(verified, rows))
+                              for (draft_session, _, verified), rows in zip(begun, logits, strict=True))
         return failures
 
     def _draft(self) -> list[Failure]:
-        asked = [(coordinator, coordinator.drafter, task.request) for coordinator, task in self.parts
-                 if isinstance(task, DraftPass) and isinstance(coordinator.drafter, TreeDrafter)]
+        asked = [(draft_session, draft_session.drafter, task.request) for draft_session, task in self.parts
+                 if isinstance(task, DraftPass) and isinstance(draft_session.drafter, TreeDrafter)]
         assert len(asked) == len(self.parts)
         outputs = TreeDrafter.expand_together([(drafter, request) for _, drafter, request in asked])
-        return _each((coordinator, partial(coordinator.drafted, request, output))
-                     for (coordinator, _, request), output in zip(asked, outputs, strict=True))
+        return _each((draft_session, partial(draft_session.drafted, request, output))
+                     for (draft_session, _, request), output in zip(asked, outputs, strict=True))
 
 
-def can_share(first: Coordinator, other: Coordinator) -> bool:
+def can_share(first: DraftSession, other: DraftSession) -> bool:
     """Whether one pass can serve both drafters."""
     return (isinstance(first.drafter, TreeDrafter) and other.drafter is not None
             and first.drafter.shares_passes_with(other.drafter))
 
 
-def _each(steps: Iterable[tuple[Coordinator, Callable[[], None]]]) -> list[Failure]:
+def _each(steps: Iterable[tuple[DraftSession, Callable[[], None]]]) -> list[Failure]:
     failures: list[Failure] = []
-    for coordinator, step in steps:
+    for draft_session, step in steps:
         try:
             step()
         except Exception as error:
-            failures.append((coordinator, error))
+            failures.append((draft_session, error))
     return failures

@@ -27,7 +27,7 @@ from flowspec_edge.messages import (
     Tap,
     batch_of,
 )
-from flowspec_edge.runtime.draft_device.coordinator import Coordinator, Task
+from flowspec_edge.runtime.draft_device.draft_session import DraftSession, Task
 from flowspec_edge.runtime.draft_device.scheduling.jobs import Job, can_share
 from flowspec_edge.runtime.draft_device.scheduling.row_shares import (
     divide,
@@ -95,10 +95,10 @@ def _size(rows: int) -> tuple[str, int]:
 
 
 class Scheduler:
-    """Collects the coordinators' messages and tasks; passes arrivals on to them."""
+    """Collects the draft sessions' messages and tasks; passes arrivals on to them."""
 
     def __init__(self, clock: Callable[[], float] | None = None,
-                 on_failure: Callable[[Coordinator, Exception], None] | None = None,
+                 on_failure: Callable[[DraftSession, Exception], None] | None = None,
                  policy: SchedulingPolicy = "fair") -> None:
         """clock       the driver's, in seconds; None: no segment is sent ahead
         on_failure  gets errors of a request's own strategy or drafter, while the other requests' messages and
@@ -110,7 +110,7 @@ class Scheduler:
         self._on_failure = on_failure
         self._in_order = policy == "fcfs"
         self._predictor = SlotPredictor()
-        self._open: dict[int, Coordinator] = {}
+        self._open: dict[int, DraftSession] = {}
         self._at_v1: set[tuple[int, int, int]] = set()  # session, epoch, run of each batch's first segment
         self._served: dict[int, int] = {}  # session -> the last batch that it was in
         self._batches = 0
@@ -118,14 +118,14 @@ class Scheduler:
     def __len__(self) -> int:
         return len(self._open)
 
-    def __iter__(self) -> Iterator[Coordinator]:
+    def __iter__(self) -> Iterator[DraftSession]:
         """Iterate over a copy: any request may be removed meanwhile."""
         return iter(list(self._open.values()))
 
-    def add(self, coordinator: Coordinator) -> Open:
+    def add(self, draft_session: DraftSession) -> Open:
         """Add a request as the youngest; return the message that every stage needs before its segments."""
-        opening = replace(coordinator.open_message(), concurrent=tuple(self._open))
-        self._open[opening.session] = coordinator
+        opening = replace(draft_session.open_message(), concurrent=tuple(self._open))
+        self._open[opening.session] = draft_session
         self._served[opening.session] = -1
         return opening
 
@@ -138,8 +138,8 @@ class Scheduler:
     def take_messages(self) -> list[Segment | Batch | Prune | Cancel]:
         """Return control messages, then a segment or batch if V1 has none."""
         messages: list[Segment | Batch | Prune | Cancel] = []
-        for coordinator in self:
-            messages += self._ask(coordinator, coordinator.controls) or []
+        for draft_session in self:
+            messages += self._ask(draft_session, draft_session.controls) or []
         if not self._at_v1:
             messages += self._take_batch(list(self._open.values()))
         return messages
@@ -155,11 +155,11 @@ class Scheduler:
             return []
         if not self._predictor.outlasts(_kind(job), self._clock()):
             return []
-        running = [coordinator for coordinator in self._open.values() if not coordinator.finished]
-        early = all(coordinator.strategy.allows_early_send for coordinator in running)
+        running = [draft_session for draft_session in self._open.values() if not draft_session.finished]
+        early = all(draft_session.strategy.allows_early_send for draft_session in running)
         return self._take_batch(running) if early else []
 
-    def _take_batch(self, among: Sequence[Coordinator]) -> list[Segment | Batch]:
+    def _take_batch(self, among: Sequence[DraftSession]) -> list[Segment | Batch]:
         segments = self._alone(among[0]) if len(among) == 1 else self._shared(among)
         if not segments:
             return []
@@ -174,31 +174,31 @@ class Scheduler:
         assert not isinstance(whole, Output)
         return [whole]
 
-    def _alone(self, coordinator: Coordinator, rows: int | None = None) -> list[Segment]:
-        segment = self._ask(coordinator, partial(coordinator.next_segment, rows))
+    def _alone(self, draft_session: DraftSession, rows: int | None = None) -> list[Segment]:
+        segment = self._ask(draft_session, partial(draft_session.next_segment, rows))
         return [segment] if segment else []
 
-    def _first(self, among: Sequence[Coordinator]) -> list[Segment]:
+    def _first(self, among: Sequence[DraftSession]) -> list[Segment]:
         """Tensor-parallel ranks compute one segment at a time; of equal priorities the oldest comes first."""
-        return next((segments for coordinator in sorted(among, key=_priority)
-                     if (segments := self._alone(coordinator))), [])
+        return next((segments for draft_session in sorted(among, key=_priority)
+                     if (segments := self._alone(draft_session))), [])
 
-    def _shared(self, among: Sequence[Coordinator]) -> list[Segment]:
+    def _shared(self, among: Sequence[DraftSession]) -> list[Segment]:
         """A batch's segments. Segments that cannot be divided go whole, and rows of the other requests are
         chosen by their worth. Then chunks of prompts are added, as far as they do not delay the rest much."""
-        if any(coordinator.strategy.parallelism != "pipeline" for coordinator in among):
+        if any(draft_session.strategy.parallelism != "pipeline" for draft_session in among):
             return self._first(among)
         order = sorted(among, key=_priority if self._in_order else self._last_served)[:MAX_BATCH]
         segments: list[Segment] = []
-        offering: list[tuple[Coordinator, Sequence[float]]] = []
-        reading = [coordinator for coordinator in order if coordinator.is_reading]
+        offering: list[tuple[DraftSession, Sequence[float]]] = []
+        reading = [draft_session for draft_session in order if draft_session.is_reading]
         rows = 0
-        for coordinator in order:
-            offer = self._ask(coordinator, partial(coordinator.row_probabilities, _MOST_ROWS))
+        for draft_session in order:
+            offer = self._ask(draft_session, partial(draft_session.row_probabilities, _MOST_ROWS))
             if offer:
-                offering.append((coordinator, offer))
+                offering.append((draft_session, offer))
             elif offer is None and rows < _MOST_ROWS:
-                segments += self._alone(coordinator)
+                segments += self._alone(draft_session)
                 rows = sum(len(segment.numbers) for segment in segments)
         if not segments and not reading and len(offering) == 1:
             return self._alone(offering[0][0])
@@ -209,21 +209,21 @@ class Scheduler:
             shares = (divide_in_order(offers, curve, stages, _MOST_ROWS, rows, len(segments))
                       if self._in_order else
                       divide(offers, curve, stages, _MOST_ROWS, rows, len(segments), weights))
-            for (coordinator, _), share in zip(offering, shares, strict=True):
-                segments += self._alone(coordinator, share) if share else []
+            for (draft_session, _), share in zip(offering, shares, strict=True):
+                segments += self._alone(draft_session, share) if share else []
             rows = sum(len(segment.numbers) for segment in segments)
         room = prompt_rows(curve, rows, _MOST_ROWS)
-        for place, coordinator in enumerate(reading):
+        for place, draft_session in enumerate(reading):
             if room > 0:
                 weights = _weights(reading[place:])
                 limit = room if self._in_order else ceil(room * weights[0] / sum(weights))
-                chunk = self._alone(coordinator, limit)
+                chunk = self._alone(draft_session, limit)
                 room -= sum(len(segment.numbers) for segment in chunk)
                 segments += chunk
         return segments
 
-    def _last_served(self, coordinator: Coordinator) -> int:
-        return self._served[coordinator.builder.session]
+    def _last_served(self, draft_session: DraftSession) -> int:
+        return self._served[draft_session.builder.session]
 
     def worked(self, job: Job, seconds: float) -> None:
         self._predictor.add_duration(_kind(job), seconds)
@@ -242,35 +242,35 @@ class Scheduler:
 
     def next_job(self) -> Job | None:
         """Return the most urgent job: verifying the requests' outputs that have arrived, or else drafting."""
-        outputs: list[tuple[Coordinator, Task]] = []
-        for coordinator in self:
-            if output := coordinator.next_output():
-                outputs.append((coordinator, output))
+        outputs: list[tuple[DraftSession, Task]] = []
+        for draft_session in self:
+            if output := draft_session.next_output():
+                outputs.append((draft_session, output))
         if outputs:
             return Job(tuple(outputs))
-        drafts: list[tuple[Coordinator, Task]] = []
-        for coordinator in self:
-            shares = not drafts or can_share(drafts[0][0], coordinator)
-            if shares and (draft := self._ask(coordinator, coordinator.next_draft)):
-                drafts.append((coordinator, draft))
+        drafts: list[tuple[DraftSession, Task]] = []
+        for draft_session in self:
+            shares = not drafts or can_share(drafts[0][0], draft_session)
+            if shares and (draft := self._ask(draft_session, draft_session.next_draft)):
+                drafts.append((draft_session, draft))
         return Job(tuple(drafts)) if drafts else None
 
-    def _ask(self, coordinator: Coordinator, question: Callable[[], T]) -> T | None:
+    def _ask(self, draft_session: DraftSession, question: Callable[[], T]) -> T | None:
         try:
             return question()
         except Exception as error:
             if self._on_failure is None:
                 raise
-            self._on_failure(coordinator, error)
+            self._on_failure(draft_session, error)
             return None
 
 
-def _priority(coordinator: Coordinator) -> int:
-    return coordinator.request.priority
+def _priority(draft_session: DraftSession) -> int:
+    return draft_session.request.priority
 
 
-def _weights(coordinators: Sequence[Coordinator]) -> list[float]:
-    requests = [coordinator.request for coordinator in coordinators]
+def _weights(draft_sessions: Sequence[DraftSession]) -> list[float]:
+    requests = [draft_session.request for draft_session in draft_sessions]
     return fair_weights([request.caller for request in requests], [request.priority for request in requests])
 
 

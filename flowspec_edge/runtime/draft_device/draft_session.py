@@ -46,12 +46,12 @@ class DraftPass:
 Task = Verify | DraftPass
 
 
-class Coordinator:
+class DraftSession:
     def __init__(self, request: Request, make: Callable[[SegmentBuilder], Strategy], drafter: Drafter | None,
                  head: LmHead, clock: Callable[[], float], session: int = 1,
-                 predecessor: Coordinator | None = None, cached_rows: int = 0, parent_session: int = -1,
+                 predecessor: DraftSession | None = None, cached_rows: int = 0, parent_session: int = -1,
                  draft: str = "") -> None:
-        """predecessor  the request's coordinator in an earlier session: its prompt and answer become this
+        """predecessor  the request's draft session in an earlier session: its prompt and answer become this
                      one's prompt
         cached_rows  rows of the prompt that the stages retain from ``parent_session``; at least one must be
                      left to prefill, and a drafter must have been rewound to one token more
