@@ -99,10 +99,10 @@ def test_mode_and_clocks_are_kept_over_reboots_and_put_back_in_the_end(running: 
     assert jetson.shell(1, f"find {paths.UNITS} -name '*flowspec*'; ls {paths.ETC}") == ""
 
 
-# The clock of one container cannot be set: its `date` is told how far it is off.
+# The clock of one container cannot be set: its `date`, root's and the login user's, is told how far it is off.
 _DATE = """
 echo {off} > /run/off
-cat > /usr/local/sbin/date <<'END'
+cat > /usr/local/bin/date <<'END'
 #!/bin/sh
 case $1 in
     --set=@*) echo "${{1#--set=@}} - $(/usr/bin/date +%s)" | sed 's/[.][0-9]*//' > /run/difference
@@ -110,8 +110,8 @@ case $1 in
     *) now=$(/usr/bin/date +%s.%N); echo $((${{now%.*}} + $(cat /run/off))).${{now#*.}}
 esac
 END
-printf '%s\\n' '#!/bin/sh' 'echo NTPSynchronized={ntp}' > /usr/local/sbin/timedatectl
-chmod +x /usr/local/sbin/*
+printf '%s\\n' '#!/bin/sh' 'echo NTPSynchronized={ntp}' > /usr/local/bin/timedatectl
+chmod +x /usr/local/bin/*
 """
 
 
@@ -127,7 +127,7 @@ def test_a_clock_that_no_time_server_keeps_is_set(bench: Bench, off: int, ntp: s
         (outcome,) = bench.run("software", bench.state(1))
         left = int(fleet.shell(1, "cat /run/off"))
     finally:
-        fleet.shell(1, "rm /usr/local/sbin/date /usr/local/sbin/timedatectl /run/off; rm -f /run/difference")
+        fleet.shell(1, "rm /usr/local/bin/date /usr/local/bin/timedatectl /run/off; rm -f /run/difference")
     assert outcome.error == ""
     assert outcome.changes == would.changes == bool(direction)
     said = re.fullmatch(r"clock(?: set: it was (\d+) s (ahead|behind))?", outcome.steps[0].name)
