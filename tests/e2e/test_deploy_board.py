@@ -99,7 +99,7 @@ def test_mode_and_clocks_are_kept_over_reboots_and_put_back_in_the_end(running: 
     assert jetson.shell(1, f"find {paths.UNITS} -name '*flowspec*'; ls {paths.ETC}") == ""
 
 
-# The clock of one container cannot be set: its `date`, root's and the login user's, is told how far it is off.
+# A container's clock cannot be set: its `date`, root's and the login user's, is told how far it is off.
 _DATE = """
 echo {off} > /run/off
 cat > /usr/local/bin/date <<'END'
