@@ -90,7 +90,6 @@ def pause(seconds: float) -> None:
     """Sleep, then busy-wait: the system wakes a sleeper some tenths of a millisecond late."""
     end = time.perf_counter() + seconds
     if seconds > _WAKES_LATE_S:
-        # Not a wait for an event: the emulated device computes for this time.
-        time.sleep(seconds - _WAKES_LATE_S)
+        time.sleep(seconds - _WAKES_LATE_S)  # no event: the emulated device computes for this time
     while time.perf_counter() < end:
         pass
