@@ -109,19 +109,20 @@ def left(engine: StageEngine, session: int, capacity: int, keep: int) -> None:
 
 def test_only_kept_rows_keep_memory(model: Path) -> None:
     [engine] = engines(model, 1, capacity=16)
-    for session, keep in ((2, 9), (3, 1), (4, 5)):
+    for session, keep, held in ((2, 9, 16 + 32), (3, 1, 16 + 9 + 32), (4, 5, 16 + 9 + 1 + 32)):
         left(engine, session, 32, keep)
+        assert engine.cache_rows == held
     assert engine.kept == {2: 9, 3: 1, 4: 5}
-    assert engine.cache_bytes == (16 + 9 + 1 + 5) * ROW
     engine.open(Open(5, 0, 40, concurrent=(1,), retained=(2, 4), parent_session=4, rows=3))
     assert engine.kept == {2: 9}
     assert engine.cached(5) == 3
+    assert engine.cache_rows == 16 + 9 + 40
     assert engine.cache_bytes == (16 + 9 + 40) * ROW
-    engine.open(Open(6, 0, 8, concurrent=(1, 5)))  # a new D0, or one that has forgotten
+    engine.open(Open(6, 0, 17, concurrent=(1, 5)))  # a new D0, or one that has forgotten
     assert engine.kept == {}
     engine.close(Close(5))
     assert engine.kept == {}
-    assert engine.cache_bytes == (16 + 8 + 40) * ROW  # the last lies ready
+    assert engine.cache_rows == 16 + 17 + 40
 
 
 def test_a_session_that_is_closed_at_once_hands_its_rows_on(model: Path) -> None:
