@@ -16,10 +16,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from flowspec_edge.drafting.base import Drafter
-from flowspec_edge.drafting.checkpoint import first_line
 from flowspec_edge.drafting.tree_cache import CacheShape, JointCache, TreeCache
 from flowspec_edge.drafting.tree_drafter import Rows, TreeDrafter
-from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.errors import FlowspecError, UsageError, first_line
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
 from flowspec_edge.util.bounded_read import UncachedFile

@@ -8,8 +8,7 @@ attends to its own session's cache.  It knows no sockets, clocks, trees or other
 and Close may arrive at any time, also from ``compute``'s ``poll``; a pass does not touch the cache of a
 session that has ended meanwhile.
 
-:meth:`StageEngine.warm_up` comes before the first segment: on CUDA the first passes pay for the context,
-cuBLAS and lazily loaded kernels: seconds, in which a peer would consider the stage dead.
+``preparation.warm_up`` comes before the first segment.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from flowspec_edge.messages import (
 from flowspec_edge.stage import forward, rows
 from flowspec_edge.stage.base import Poll, Results
 from flowspec_edge.stage.layers.attention import Part
+from flowspec_edge.stage.layers.graphs import LayerGraphs
 from flowspec_edge.stage.layers.kv_cache import KVArena, KVCache, row_bytes
 from flowspec_edge.stage.rows import COUNTERS, Session
 from flowspec_edge.stage.shard import Shard
 from flowspec_edge.util import torchdevice
 from flowspec_edge.util.tensors import from_torch, wire_name
 
-_WARM_UP = (1, 16, 64)  # rows: plain decoding, a tree segment, a prompt chunk
 _NEED_LESS = "lower the limits of the session, or give this stage fewer layers"
 
 
@@ -58,6 +57,7 @@ class StageEngine:
         self._sessions: dict[int, Session] = {}  # by number, in the order of their Opens
         self._closed_counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)  # ended sessions, stale messages
         self._kept: dict[int, KVCache] = {}  # rows 0, 1, … that closed sessions left
+        self.graphs: dict[int, LayerGraphs] = {}  # the layers recorded, by number of rows
         self._wire = wire_name(shard.dtype)
 
     @property
@@ -93,9 +93,21 @@ class StageEngine:
         return self._arena.nbytes
 
     @property
+    def graph_sizes(self) -> int:
+        return len(self.graphs)
+
+    @property
     def kept(self) -> dict[int, int]:
         """Kept rows by the closed session that left them."""
         return {session: len(cache) for session, cache in self._kept.items()}
+
+    def reset(self) -> None:
+        """End all sessions, drop what they left, and set the counters to 0."""
+        caches = [*map(self._end, list(self._sessions)), *self._kept.values()]
+        self._kept.clear()
+        for cache in caches:
+            self._arena.give_back(cache)
+        self._closed_counters = dict.fromkeys(COUNTERS, 0)
 
     # -- control messages ------------------------------------------------------------------
 
@@ -209,26 +221,6 @@ class StageEngine:
         return [([], self._result(segment, None)) if part is None else self._emit(part, next(results, None))
                 for segment, part in zip(admitted, prepared, strict=True)]
 
-    @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Run segments of ``_WARM_UP`` rows, the last one at the full length of the caches, so that the
-        allocator holds what later passes need; before the first session.  FlowspecError if the memory does
-        not suffice."""
-        capacity = max(sum(_WARM_UP), self.cache_rows)
-        self.open(Open(session=0, epoch=0, capacity=capacity))
-        cache, base, first = self._sessions[0].cache, 0, 0
-        for run, new in enumerate(_WARM_UP):
-            if run == len(_WARM_UP) - 1:
-                text = np.arange(first, capacity - new, dtype=np.int32)
-                cache.append(text)
-                first += len(text)
-            admitted = self.admit(_chain(self.shard, run, base, first, new))
-            assert admitted is not None
-            self.compute([admitted])
-            base, first = first, first + new
-        self.close(Close(session=0))
-        self._closed_counters = dict.fromkeys(COUNTERS, 0)
-
     # -- inside ----------------------------------------------------------------------------
 
     def _run(self, parts: Sequence[Part], poll: Poll | None) -> list[tuple[forward.Taps, Tensor]] | None:
@@ -239,7 +231,7 @@ class StageEngine:
                 part.ended = part.ended or self._has_ended(part)
             return not all(part.ended for part in parts)
 
-        return forward.run(self.shard, parts, keep_going) if parts else None
+        return forward.run(self.shard, parts, keep_going, self.graphs) if parts else None
 
     def _prepare(self, admitted: Segment) -> Part | None:
         """Remove rows that have died since :meth:`admit`, and orphans; None if no row is left, or if the
@@ -352,15 +344,3 @@ class StageEngine:
 def _payload(hidden: Tensor, dead: rows.Bool) -> Payload:
     payload = from_torch(hidden)
     return rows.select_payload(payload, ~dead) if dead.any() else payload
-
-
-def _chain(shard: Shard, run: int, base: int, first: int, rows: int) -> Segment:
-    """A chain of uncommitted rows, with token 0 or zero hidden states; commits those from ``base`` on."""
-    numbers = np.arange(first, first + rows, dtype=np.int32)
-    embeds = shard.embed is not None
-    return Segment(
-        session=0, epoch=0, run=run, first=first, stop=first + rows, numbers=numbers, positions=numbers,
-        base=first, bits=np.packbits(np.tri(rows, dtype=np.uint8), axis=1, bitorder="little"),
-        tokens=np.zeros(rows, dtype=np.int32) if embeds else None,
-        hidden=None if embeds else from_torch(torch.zeros(rows, shard.hidden_size, dtype=shard.dtype)),
-        committed=np.arange(base, first, dtype=np.int32))

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from playkit import LAYERS, SLOTS, STAGES, Control, Step, during, passed_on, passes, places, play
 from propertykit import examples
+from recordkit import recorded
 from stagekit import Book, Oracle, assert_cache, assert_rows, engines, random_tokens, through
 from storykit import VOCAB, Story, stories
 from tiny import tiny_llama
@@ -18,6 +19,7 @@ from tiny import tiny_llama
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Close, Open, Output, Segment
 from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.layers.graphs import LayerGraphs
 from flowspec_edge.stage.shard import Shard, load_shard
 
 ROW = LAYERS * 2 * 2 * 8 * 4  # bytes: layers, key and value, kv heads, head_dim, fp32
@@ -29,9 +31,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("llama"), layers=LAYERS, hidden=32, vocab=VOCAB)
 
 
-@pytest.fixture(scope="module")
-def shards(model: Path) -> list[Shard]:
-    return [load_shard(model, i, STAGES, "fp32") for i in range(STAGES)]
+@pytest.fixture(scope="module", params=["one by one", "recorded"])
+def shards(model: Path, request: pytest.FixtureRequest) -> list[tuple[Shard, dict[int, LayerGraphs]]]:
+    fused = request.param == "recorded"
+    loaded = [load_shard(model, i, STAGES, "fp32", fused=fused) for i in range(STAGES)]
+    return [(shard, recorded(shard, 16, 32) if fused else {}) for shard in loaded]
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +87,12 @@ def _mixed(draw: st.DrawFn, one: list[Segment], other: list[Segment]) -> list[Se
 
 @examples(40, quick=15)
 @given(data=st.data())
-def test_kept_rows_are_as_good_as_read_in(shards: list[Shard], oracle: Oracle, data: st.DataObject) -> None:
+def test_kept_rows_are_as_good_as_read_in(shards: list[tuple[Shard, dict[int, LayerGraphs]]],
+                                          oracle: Oracle, data: st.DataObject) -> None:
     (steps, told), after = data.draw(plays()), list[Control]()
-    for shard in shards:
+    for shard, graphs in shards:
         engine = StageEngine(shard)
+        engine.graphs |= graphs
         played = play(engine, steps, after)
         for session, story in told.items():
             cache = engine.cache_of(session)

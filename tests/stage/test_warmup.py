@@ -13,8 +13,9 @@ from quantkit import DEVICES
 from stagekit import Book, engines, random_tokens, through
 from tiny import tiny_llama
 
-from flowspec_edge.messages import Close, Open
+from flowspec_edge.messages import Open
 from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.preparation import warm_up
 from flowspec_edge.stage.shard import load_shard
 
 
@@ -30,11 +31,11 @@ def test_all_layers_run_and_nothing_is_left(stage: int, device: str, tmp_path: P
         seen.append((tuple(inputs[0].shape), named["attention_mask"].shape[-1]))
 
     hooks = [module.register_forward_pre_hook(see, with_kwargs=True) for module in shard.modules]
-    engine.warm_up()
+    warm_up(engine)
     for hook in hooks:
         hook.remove()
     # Rows are padded to 16; the last pass is at the full length.
-    assert seen == [((1, rows, 32), text) for rows, text in ((16, 1), (16, 17), (64, 300))
+    assert seen == [((1, rows, 32), text) for rows, text in ((16, 1), (16, 16), (64, 300))
                     for _ in shard.modules]
     assert (engine.sessions, engine.kept, engine.cache_rows) == ((), {}, 300)
     assert set(engine.counters.values()) == {0}
@@ -43,8 +44,7 @@ def test_all_layers_run_and_nothing_is_left(stage: int, device: str, tmp_path: P
 def test_what_comes_after_is_what_would_have_come(tmp_path: Path) -> None:
     path, text = tiny_llama(tmp_path, layers=2, hidden=32), random_tokens(9, 97, seed=4)
     (cold,), (warm,) = engines(path, 1), engines(path, 1)
-    warm.close(Close(1))
-    warm.warm_up()
+    warm_up(warm)
     warm.open(Open(1, 0, 64))
     outputs = [through([engine], Book().text(text))[1].hidden.array for engine in (cold, warm)]
     assert torch.equal(*map(torch.from_numpy, outputs))
@@ -55,7 +55,8 @@ _NEW_LIBRARIES = """
 import sys
 from pathlib import Path
 from stagekit import Book, engines, random_tokens, through
-from flowspec_edge.messages import Close, Open
+from flowspec_edge.messages import Open
+from flowspec_edge.stage.preparation import warm_up
 
 def libraries():
     lines = Path("/proc/self/maps").read_text().splitlines()
@@ -63,8 +64,7 @@ def libraries():
 
 for dtype in ("fp32", "bf16", "fp16"):
     chain = engines(Path(sys.argv[1]), 1, dtype)
-    chain[0].close(Close(1))
-    chain[0].warm_up()
+    warm_up(chain[0])
     chain[0].open(Open(1, 0, 512))
     known, book = libraries(), Book()
     for rows in (2, 33, 200):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -14,10 +15,14 @@ from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.stage.base import Engine
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.families import load_config
+from flowspec_edge.stage.layers.graphs import CudaRecorder
+from flowspec_edge.stage.preparation import choose_graphs, warm_up
 from flowspec_edge.stage.shard import Shard, load_shard
 from flowspec_edge.stage.tensor_parallel.engine import TensorEngine
 from flowspec_edge.stage.tensor_parallel.process_group import GlooGroup, ProcessGroup
 from flowspec_edge.stage.tensor_parallel.shard import load_tensor_shard
+
+log = logging.getLogger(__name__)
 
 
 def load_engine(config: WorkerConfig, emulation: Emulation | None) -> tuple[Engine, Hello, Charge | None]:
@@ -35,7 +40,8 @@ def load_engine(config: WorkerConfig, emulation: Emulation | None) -> tuple[Engi
         shard = load_shard(weights, rank, stages, config.dtype, config.device)
         engine = stage = StageEngine(shard, config.cache_rows)
         if shard.device.type == "cuda":
-            stage.warm_up()
+            warm_up(stage)
+            log.info("V%d: %s", config.stage, choose_graphs(stage, CudaRecorder(shard.device)))
     else:
         group: ProcessGroup = GlooGroup(rank, stages, config.group, config.interface, config.group_within_s)
         if emulation and emulation.links == "real":

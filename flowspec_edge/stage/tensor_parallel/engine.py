@@ -50,6 +50,10 @@ class TensorEngine:
     def cache_bytes(self) -> int:
         return self._engine.cache_bytes
 
+    @property
+    def graph_sizes(self) -> int:
+        return self._engine.graph_sizes
+
     def cached(self, session: int) -> int:
         return self._engine.cached(session)
 
