@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 
@@ -52,7 +53,8 @@ def check_gpu_facts(device: str, l4t: str = "", meminfo: Path = Path("/proc/memi
     found.append(free_memory(meminfo))
     if on_gpu:
         found.append(largest_piece(device, _available(device, meminfo)))
-    return [*found, *large_pieces(l4t), *allocator(l4t, environment)]
+    releases = (replace(finding, found=f"{finding.found}; {finding.advice}") for finding in large_pieces(l4t))
+    return [*found, *releases, *allocator(l4t, environment)]
 
 
 def free_memory(meminfo: Path) -> Finding:
@@ -198,26 +200,24 @@ def _piece(size: str, device: str) -> Finding:
             del piece
             release(torch.device(device))
             return Finding(size, "ok")
-    driver = next((line for line in lines() if "NvMap" in line), "")
+    driver = next((line for line in lines if "NvMap" in line), "")
     return Finding(size, "failed", driver or why)
 
 
 @contextmanager
-def _heard() -> Iterator[Callable[[], list[str]]]:
-    """In the block this process's stderr, C's as well, goes to a file, whose lines the function returns."""
+def _heard() -> Iterator[list[str]]:
+    """The lines that this process, C's libraries too, prints to stderr in the block; filled at its end."""
+    lines: list[str] = []
     with tempfile.TemporaryFile() as file:
         kept = os.dup(2)
         os.dup2(file.fileno(), 2)
-
-        def lines() -> list[str]:
-            file.seek(0)
-            return file.read().decode(errors="replace").splitlines()
-
         try:
             yield lines
         finally:
             os.dup2(kept, 2)
             os.close(kept)
+            file.seek(0)
+            lines += file.read().decode(errors="replace").splitlines()
 
 
 def main(arguments: Sequence[str]) -> None:
