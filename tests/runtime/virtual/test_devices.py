@@ -4,6 +4,7 @@ import pytest
 
 from flowspec_edge.device_profile import Profile, load_profile
 from flowspec_edge.errors import UsageError
+from flowspec_edge.runtime.emulation.durations import stage_charge
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.runtime.virtual.devices import Devices
@@ -93,6 +94,8 @@ def test_launches_are_charged_where_the_gpu_does_not_hide_them(tiny_model, stage
     assert Devices.even(plain, 4).slot_seconds(16) == pytest.approx(stage_ms / 1e3)
     assert Devices.even(dear, 4).slot_seconds(16) == pytest.approx(slot_ms / 1e3)
     assert Devices.even(dear, 4).stage_seconds(1, 0) == 0
+    emulated = stage_charge(Devices.even(dear, 4), "pipeline", 1)
+    assert emulated.seconds(16, 0) == Devices.even(dear, 4).stage_seconds(1, 16)
     request = Request(list(range(5, 25)), "flowspec", 12)
     cluster = VirtualCluster(tiny_model, 4, dear)
     found = cluster.generate(request)
