@@ -256,9 +256,9 @@ def _rows(profile: Profile) -> list[tuple[str, str]]:
         ("link", f"{p.link.mbps:g} Mbps, {p.link.latency_ms:g} ms"),
     ]
     if p.launch:
-        lines.append(("launches", f"{p.launch.us:g} µs each, beside these times: {p.launch.layer} a layer, "
-                                  f"{SEGMENT_LAUNCHES} a segment, {PASS_LAUNCHES['eagle2'][1]} a draft pass, "
-                                  f"{OUTPUT_LAUNCHES} an output"))
+        lines.append(("launches", f"{p.launch.us:g} µs each: {p.launch.layer} a layer and {SEGMENT_LAUNCHES} "
+                                  f"a segment, in the times above; {PASS_LAUNCHES['eagle2'][1]} a draft pass "
+                                  f"and {OUTPUT_LAUNCHES} an output, beside their times"))
     if p.collective.step_ms:
         lines.append(("collectives", f"{p.collective.step_ms:g} ms a step of a ring, beside its bytes"))
     if p.memory:

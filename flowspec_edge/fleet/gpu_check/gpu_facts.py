@@ -97,8 +97,9 @@ def largest_piece(device: str, available: int) -> Finding:
 def _available(device: str, meminfo: Path) -> int:
     """Bytes to begin with: MemAvailable where the GPU shares it, else the GPU's own free memory."""
     at = torch.device(device)
-    shared = torch.cuda.get_device_properties(at).is_integrated
-    free = procfs.sizes(meminfo).get("MemAvailable", 0) if shared else torch.cuda.mem_get_info(at)[0]
+    free, total = torch.cuda.mem_get_info(at)
+    if torch.cuda.get_device_properties(at).is_integrated:
+        free = min(total, procfs.sizes(meminfo).get("MemAvailable", 0))
     return int(max(0, free - _RESERVE))
 
 
