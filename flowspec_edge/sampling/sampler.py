@@ -71,8 +71,7 @@ def device_words(seed: int, positions: NDArray[np.integer], vocabulary: int, dev
     return words
 
 
-_BITS = 6
-_SPAN = 1 << _BITS  # of a row
+_SPAN = 64  # of a row
 _CPU_VALUES = 200_000  # of a chunk of rows that stays in a core's cache
 
 
@@ -107,18 +106,19 @@ def largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if whole < 4 * k * _SPAN:
         top = x.topk(k)
         return top.values, top.indices
-    blocks = x[:, :whole].view(n, -1, _SPAN)
-    chosen = blocks.amax(-1).topk(k, sorted=False).indices
-    values = blocks.gather(1, chosen[..., None].expand(-1, -1, _SPAN)).flatten(1)
-    if whole < width:
-        values = torch.cat((values, x[:, whole:]), 1)
-    top = values.topk(k)
-    at = top.indices  # in the chosen blocks, one after the other; then in the rest of the row
-    if whole == width:
-        return top.values, chosen.gather(1, at >> _BITS).mul_(_SPAN).add_(at & (_SPAN - 1))
-    inside = at.clamp(max=k * _SPAN - 1)
-    places = chosen.gather(1, inside >> _BITS).mul_(_SPAN).add_(inside & (_SPAN - 1))
-    return top.values, torch.where(at < k * _SPAN, places, at + (whole - k * _SPAN))
+    chosen = x[:, :whole].view(n, -1, _SPAN).amax(-1).topk(k, sorted=False).indices
+    within, beyond = _offsets(whole, width, x.device)
+    ids = torch.add(within, chosen[..., None], alpha=_SPAN).flatten(1)  # of the chosen blocks
+    if whole < width:  # and of the rest of the row
+        ids = torch.cat((ids, beyond.expand(n, -1)), 1)
+    top = x.gather(1, ids).topk(k)
+    return top.values, ids.gather(1, top.indices)
+
+
+@lru_cache(maxsize=8)
+def _offsets(whole: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The places in a block, int64 [_SPAN], and in a row after its last block."""
+    return torch.arange(_SPAN, device=device), torch.arange(whole, width, device=device)
 
 
 def wide(logits: Tensor) -> Tensor:
