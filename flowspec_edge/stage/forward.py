@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flowspec_edge.stage.layers.attention import BatchCache, BatchMask, Part, folded_mask
-from flowspec_edge.stage.layers.fused import ROW_STEP, FusedLayer, rotation
+from flowspec_edge.stage.layers.fused import ROW_STEP, FusedLayer
 from flowspec_edge.stage.layers.kv_cache import KVCache
 from flowspec_edge.stage.shard import Shard
+from flowspec_edge.util.kernels import rotation
 from flowspec_edge.util.tensors import indices, to_device, to_torch
 from flowspec_edge.util.weight_file import tokens_device
 
@@ -44,7 +45,7 @@ def run(shard: Shard, parts: Sequence[Part], keep_going: Callable[[], bool]
     def tap(layer: int, inputs: Tensor) -> None:
         # The previous stage taps the states that it sends; of the inputs, only embeddings are computed here.
         if layer in wanted and (layer > first or shard.embed is not None):
-            taps.append((layer, inputs))
+            taps.append((layer, inputs.clone()))  # fused layers write to their inputs
 
     pacer = LaunchPacer.of(shard.device)
     hidden = _layers(shard, parts, tap, keep_going, pacer)
@@ -83,7 +84,8 @@ def _layers(shard: Shard, parts: Sequence[Part], tap: Callable[[int, Tensor], No
     n = len(positions)
     fused = bool(shard.modules) and isinstance(shard.modules[0], FusedLayer)
     padding = -n % ROW_STEP if fused else 0
-    x = F.pad(hidden, (0, 0, 0, padding))[None] if padding else hidden[None]  # [1, n + padding, H]
+    # [1, n + padding, H]; fused layers write to it, and what it comes from may be a received message's.
+    x = F.pad(hidden, (0, 0, 0, padding))[None] if fused else hidden[None]
     ids = to_device(torch.from_numpy(np.pad(positions.astype(np.int64), (0, padding))), shard.device)[None]
     cache, mask = _attention(shard, parts, n + padding)
     rotated = shard.rotary(x, position_ids=ids)

@@ -1,7 +1,7 @@
-"""A decoder layer in few kernel launches, for CUDA; called like a layer of transformers.
+"""A decoder layer in few kernel launches, for CUDA, called like a layer of transformers; and those of a stage
+as recorded pieces, which launch once each.
 
-A launch costs tens of microseconds on a slow CPU core, and transformers' layer makes more than 40.  In
-float32 the arithmetic is the same; in 16 bits a few intermediate results are rounded once less.
+In float32 the arithmetic is that of transformers; in 16 bits some intermediate results are rounded once less.
 """
 
 from __future__ import annotations
@@ -10,92 +10,92 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flowspec_edge.stage.layers.attention import BatchCache, BatchMask, attend
 from flowspec_edge.stage.layers.kv_cache import KVCache
 from flowspec_edge.stage.quant.base import QuantLinear
 from flowspec_edge.stage.weights.load import fast_layout
+from flowspec_edge.util.kernels import HeadNorms, RmsNorm, rotate_in_place
 
 ROW_STEP = 16  # rows are padded to a multiple, so that any number of them runs the same kernels
 
 
 class FusedLayer(nn.Module):
-    """Made from a loaded layer of transformers, whose q, k, v, gate and up projections it frees."""
+    """Made from a loaded layer of transformers, whose q, k, v, gate and up projections it frees.
+
+    A pass is ``before``, ``attend``, ``after``.  What depends on the text's length is in ``attend``.
+    """
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
-        self.input_layernorm = layer.input_layernorm
+        self._heads = int(attention.config.num_attention_heads)
+        self._kv_heads = int(attention.config.num_key_value_heads)
+        self._head_dim = int(attention.head_dim)
+        self._index = int(attention.layer_idx)
+        self._scaling = float(attention.scaling)
+        self.input_layernorm = layer.input_layernorm  # keeps the weights among the layer's parameters
         self.post_attention_layernorm = layer.post_attention_layernorm
         self.q_norm = getattr(attention, "q_norm", None)  # qwen3
         self.k_norm = getattr(attention, "k_norm", None)
+        self._norm, self._mlp_norm = map(RmsNorm.of, (layer.input_layernorm, layer.post_attention_layernorm))
+        self._head_norms = None if self.q_norm is None else _head_norms(
+            (self.q_norm, self._heads), (cast(Any, self.k_norm), self._kv_heads))
         self.qkv = _detach_and_join(attention, "q_proj", "k_proj", "v_proj")
         self.o_proj = attention.o_proj
         self.gate_up = _detach_and_join(mlp, "gate_proj", "up_proj")
         self.down_proj = mlp.down_proj
-        self._down_is_plain = type(mlp.down_proj) is nn.Linear and mlp.down_proj.bias is None
         self._activation = mlp.act_fn
-        self._index = int(attention.layer_idx)
-        self._head_dim = int(attention.head_dim)
-        self._heads = int(attention.config.num_attention_heads)
-        self._kv_heads = int(attention.config.num_key_value_heads)
-        self._scaling = float(attention.scaling)
 
     def forward(self, x: Tensor, attention_mask: Tensor | BatchMask, past_key_values: KVCache | BatchCache,
                 position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
-        """[1, N, H] to [1, N, H]; the first n rows enter the cache, the others are padding.
+        """[1, N, H] to [1, N, H], which takes the memory of ``x``; the first n rows enter the cache, the
+        others are padding.
 
         attention_mask       from ``attention.folded_mask``: N rows per group, len(cache) + n columns; or a
                              batch's
-        position_embeddings  from ``rotation``
+        position_embeddings  from ``kernels.rotation``
         """
-        rows = x[0]
-        attended = self._attend(_norm(self.input_layernorm, rows), attention_mask, past_key_values,
-                                position_embeddings)
-        rows = rows + self.o_proj(attended)
-        gate, up = self.gate_up(_norm(self.post_attention_layernorm, rows)).chunk(2, dim=-1)
-        activated = self._activation(gate) * up
-        if self._down_is_plain:
-            return rows.addmm_(activated, self.down_proj.weight.t())[None]  # product and sum in one kernel
-        return (rows + self.down_proj(activated))[None]
+        split = self.before(x[0], position_embeddings)
+        self.after(x[0], self.attend(split, attention_mask, past_key_values))
+        return x
 
-    def _attend(self, rows: Tensor, mask: Tensor | BatchMask, cache: KVCache | BatchCache,
-                rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """[N, H] to [N, heads * head_dim]."""
-        turned, total = self._heads + self._kv_heads, len(rows)
-        split = self.qkv(rows).view(total, turned + self._kv_heads, self._head_dim)
-        if self.q_norm is not None:
-            _norm_in_place(self.q_norm, split[:, : self._heads])
-            _norm_in_place(self.k_norm, split[:, self._heads : turned])
-        _rotate_in_place(split[:, :turned], rotation)
+    def before(self, rows: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        """[N, H] to queries, keys and values [N, heads + 2 kv_heads, head_dim]."""
+        turned = self._heads + self._kv_heads
+        split = self.qkv(self._norm(rows)).view(len(rows), turned + self._kv_heads, self._head_dim)
+        if self._head_norms is not None:
+            self._head_norms.in_place(split[:, :turned])
+        rotate_in_place(split[:, :turned], rotation)
+        return split
+
+    def attend(self, split: Tensor, mask: Tensor | BatchMask, cache: KVCache | BatchCache) -> Tensor:
+        """Add the keys and values of ``before`` to the cache; [N, heads * head_dim]."""
         new = mask.rows if isinstance(mask, BatchMask) else mask.shape[-1] - len(cast(KVCache, cache))
         keys, values = cache.write(split[:new, self._heads :].unflatten(1, (2, self._kv_heads)), self._index)
         query = split[None, :, : self._heads].transpose(1, 2)
         out, _ = attend(self, query, keys, values, mask, self._scaling)
-        return out.reshape(total, -1)
+        return out.reshape(len(split), -1)
+
+    def after(self, rows: Tensor, attended: Tensor) -> None:
+        """Replace ``rows`` [N, H] with the layer's output."""
+        _add_product(rows, self.o_proj, attended)
+        gate, up = self.gate_up(self._mlp_norm(rows)).chunk(2, dim=-1)
+        _add_product(rows, self.down_proj, self._activation(gate) * up)
 
 
-def rotation(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary cosines and sines [1, N, d] as [N, 1, d] each, the sines of the first half negated."""
-    low, high = sin[0].chunk(2, dim=-1)
-    return cos[0, :, None], torch.cat([-low, high], dim=-1)[:, None]
+def _add_product(rows: Tensor, linear: Any, x: Tensor) -> None:
+    if isinstance(linear, QuantLinear) or linear.bias is not None:
+        rows.add_(linear(x))
+    else:
+        rows.addmm_(x, linear.weight.t())  # product and sum in one kernel
 
 
-def _rotate_in_place(x: Tensor, by: tuple[Tensor, Tensor]) -> None:
-    """x [N, heads, d]: its halves (a, b) become (a cos - b sin, b cos + a sin)."""
-    cos, signed_sin = by
-    swapped = x.roll(x.shape[-1] // 2, dims=-1)
-    x.mul_(cos).addcmul_(swapped, signed_sin)
-
-
-def _norm(norm: Any, x: Tensor) -> Tensor:
-    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
-
-
-def _norm_in_place(norm: Any, x: Tensor) -> None:
-    x.copy_(_norm(norm, x))
+def _head_norms(*norms: tuple[Any, int]) -> HeadNorms:
+    """One for each (norm, number of heads)."""
+    weights = torch.cat([norm.weight.expand(heads, -1) for norm, heads in norms])
+    return HeadNorms(weights, norms[0][0].variance_epsilon)
 
 
 def _detach_and_join(parent: nn.Module, *names: str) -> nn.Module:

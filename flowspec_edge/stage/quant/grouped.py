@@ -110,7 +110,7 @@ class GroupedLinear(QuantLinear):
     row_dims: ClassVar[Mapping[str, int]] = {"scales_zeros": 1}
 
     def forward(self, x: Tensor) -> Tensor:
-        flat = x.reshape(-1, self.in_features)
+        flat = x.reshape(-1, self.in_features).contiguous()  # as the kernels demand
         if not len(flat):
             return x.new_empty((*x.shape[:-1], self.out_features))
         y = self.product(flat)
@@ -186,7 +186,7 @@ class CudaLinear(GroupedLinear):
 
     def product(self, x: Tensor) -> Tensor:
         return torch.ops.aten._weight_int4pack_mm(
-            x.to(torch.bfloat16).contiguous(), self.get_buffer("packed"), self.group,
+            x.to(torch.bfloat16), self.get_buffer("packed"), self.group,
             self.get_buffer("scales_zeros")).to(x.dtype)
 
 

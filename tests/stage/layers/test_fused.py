@@ -24,6 +24,7 @@ from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.layers.fused import join
 from flowspec_edge.stage.quant.schemes import scheme
 from flowspec_edge.stage.shard import Shard, load_shard
+from flowspec_edge.util import kernels
 from flowspec_edge.util.tensors import to_torch
 
 VOCAB = 97
@@ -174,17 +175,20 @@ def launches_a_layer(path: Path, dtype: str, fused: bool) -> Counter[str]:
     return counted[1] - counted[0]
 
 
+@pytest.mark.parametrize("fuses", [True, False])
 @pytest.mark.parametrize(("family", "extra", "kind", "most"), [
-    ("llama", {"num_key_value_heads": 4}, None, 14), ("llama", {}, None, 16), ("qwen3", {}, None, 20),
+    ("llama", {"num_key_value_heads": 4}, None, 13), ("llama", {}, None, 15), ("qwen3", {}, None, 18),
     ("llama", {"num_key_value_heads": 4}, "int4", 15),
 ])
-def test_launches_a_layer(tmp_path: Path, family: str, extra: dict[str, object], kind: str | None,
-                          most: int) -> None:
-    """A launch costs a board's CPU core 25 to 40 µs."""
+def test_launches_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str,
+                          extra: dict[str, object], kind: str | None, most: int, fuses: bool) -> None:
+    """A launch costs a board's CPU core 25 to 40 µs.  PyTorch 2.8 has no kernel for an RMS norm: two more."""
+    monkeypatch.setattr(kernels, "fuses_rms_norm", lambda device: fuses)
     path = tiny_model(family, tmp_path / "model", layers=2, hidden=256, vocab=VOCAB, **extra)
     if kind is not None:
         cut(path, tmp_path / "cut", 1, kind)
         path = tmp_path / "cut"
     fused, apart = (launches_a_layer(path, "bf16", fused) for fused in (True, False))
-    assert fused.total() == most, fused
+    copies = 2 if kind else 0  # packed products want contiguous rows
+    assert fused.total() == most + (0 if fuses else 2 + copies), fused
     assert apart.total() >= 2 * most, apart

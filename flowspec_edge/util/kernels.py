@@ -1,0 +1,90 @@
+"""Parts of decoder layers in few kernel launches, for CUDA.
+
+A launch costs a small board's CPU core 25 to 40 µs, so short work on its GPU is bound by their number
+(docs/experiments/costs.md).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@cache
+def fuses_rms_norm(device: torch.device) -> bool:
+    """Whether ``F.rms_norm`` is one kernel: on CUDA from PyTorch 2.9 on.  2.8, the newest for JetPack 6,
+    composes it of eight."""
+    return device.type != "cuda" or (
+        hasattr(torch.ops.aten, "_fused_rms_norm")
+        and torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm", "CUDA"))
+
+
+class RmsNorm:
+    """``F.rms_norm`` in one launch, or in two where PyTorch composes it.
+
+    The two: beside −x, the mean of x is 0, so that the layer norm of both divides x by its root mean square.
+    It computes in float32 and rounds once, as the fused kernel does; the mean is 0 within the last bit of the
+    row's largest value in float32.
+    """
+
+    def __init__(self, weight: Tensor, eps: float, fused: bool | None = None) -> None:
+        """weight [H] of the dtype and on the device of the rows; ``fused``: None asks ``fuses_rms_norm``."""
+        self._weight, self._eps = weight, eps
+        fused = fuses_rms_norm(weight.device) if fused is None else fused
+        self._signs = None if fused else signs(weight)
+        self._both = None if fused else torch.cat([weight, weight])
+
+    @classmethod
+    def of(cls, norm: Any) -> RmsNorm:
+        """As transformers' RMS norm."""
+        return cls(norm.weight, norm.variance_epsilon)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., H] to [..., H], not always contiguous."""
+        if self._signs is None:
+            return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
+        return _halved(x, self._signs, self._both, self._eps)
+
+
+class HeadNorms:
+    """RMS norms of several heads, each with its own weight, in three launches."""
+
+    def __init__(self, weights: Tensor, eps: float) -> None:
+        """weights [heads, head_dim]."""
+        self._weights, self._eps, self._signs = weights, eps, signs(weights)
+
+    def in_place(self, x: Tensor) -> None:
+        """x [N, heads, head_dim], which may be a view."""
+        torch.mul(_halved(x, self._signs, None, self._eps), self._weights, out=x)
+
+
+def signs(like: Tensor) -> Tensor:
+    """[2, 1]: 1 and −1."""
+    return torch.tensor([[1.0], [-1.0]], dtype=like.dtype, device=like.device)
+
+
+def _halved(x: Tensor, plus_minus: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """The first half of the layer norm of [x, −x]."""
+    width = x.shape[-1]
+    both = (x[..., None, :] * plus_minus).flatten(-2)
+    return F.layer_norm(both, (2 * width,), weight, None, eps)[..., :width]
+
+
+def rotation(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary cosines and sines [1, N, d] as [N, 1, d] each, the sines of the first half negated."""
+    low, high = sin[0].chunk(2, dim=-1)
+    return cos[0, :, None], torch.cat([-low, high], dim=-1)[:, None]
+
+
+def rotate_in_place(x: Tensor, by: tuple[Tensor, Tensor]) -> None:
+    """x [N, heads, d]: its halves (a, b) become (a cos - b sin, b cos + a sin); three launches.
+
+    ``by``: from :func:`rotation`.
+    """
+    cos, signed_sin = by
+    swapped = x.roll(x.shape[-1] // 2, dims=-1)
+    x.mul_(cos).addcmul_(swapped, signed_sin)
