@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from flowspec_edge.util.kernels import HeadNorms, RmsNorm, rotate_in_place, rotation
 from flowspec_edge.util.linears import add_product, detach_and_join
 
 Rotation = tuple[Tensor, Tensor]  # cosines and signed sines, [n, 1, head_dim] each
@@ -55,8 +56,7 @@ class RotaryTable(nn.Module):
         positions = torch.arange(max(position + 1, 2 * len(self._table)), device=self._table.device)
         like = self._table.new_empty(0, dtype=self._dtype)
         cos, sin = self.rotary(like, position_ids=positions[None])
-        low, high = sin[0].chunk(2, dim=-1)
-        self._table = torch.stack((cos[0], torch.cat((-low, high), -1)), 1)
+        self._table = torch.cat(rotation(cos, sin), 1)  # [positions, 2, head_dim]
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Rotation:
         """``position_ids`` [1, n] that have been reached; ``x`` is ignored."""
@@ -73,13 +73,10 @@ class DraftLayer(nn.Module):
     """Attention and MLP of one of transformers' Llama-like layers, whose projections it joins and takes."""
 
     def __init__(self, attention: Any, mlp: Any, norm: Any) -> None:
-        """``norm``: between the two."""
+        """``norm``: between the two.  All are where, and in the dtype in which, they will be used."""
         super().__init__()
-        self.q_norm = getattr(attention, "q_norm", None)  # qwen3
-        self.k_norm = getattr(attention, "k_norm", None)
         self.qkv = detach_and_join(attention, "q_proj", "k_proj", "v_proj")
         self.o_proj = attention.o_proj
-        self.norm = norm
         self.gate_up = detach_and_join(mlp, "gate_proj", "up_proj")
         self.down_proj = mlp.down_proj
         self._activation = mlp.act_fn
@@ -88,39 +85,31 @@ class DraftLayer(nn.Module):
         self._heads = int(attention.config.num_attention_heads)
         self._kv_heads = int(attention.config.num_key_value_heads)
         self._scaling = float(attention.scaling)
+        self._norm = RmsNorm.of(norm)
+        self._head_norms: HeadNorms | None = None
+        if hasattr(attention, "q_norm"):  # qwen3
+            weights = (attention.q_norm.weight.expand(self._heads, -1),
+                       attention.k_norm.weight.expand(self._kv_heads, -1))
+            self._head_norms = HeadNorms(torch.cat(weights), attention.q_norm.variance_epsilon)
 
-    def forward(self, inputs: Tensor, residual: Tensor, rotation: Rotation, mask: Tensor | PassMask,
+    def forward(self, inputs: Tensor, residual: Tensor, angles: Rotation, mask: Tensor | PassMask,
                 cache: RowCache) -> Tensor:
         """``inputs`` [n, width] to outputs [n, H], in the place of ``residual``; ``mask`` [1, 1, n, m]."""
-        rows = add_product(residual, self.o_proj, self._attend(inputs, rotation, mask, cache))
-        gate, up = self.gate_up(rms_norm(self.norm, rows)).chunk(2, dim=-1)
+        rows = add_product(residual, self.o_proj, self._attend(inputs, angles, mask, cache))
+        gate, up = self.gate_up(self._norm(rows)).chunk(2, dim=-1)
         return add_product(rows, self.down_proj, self._activation(gate) * up)
 
-    def _attend(self, inputs: Tensor, rotation: Rotation, mask: Tensor | PassMask, cache: RowCache) -> Tensor:
+    def _attend(self, inputs: Tensor, angles: Rotation, mask: Tensor | PassMask, cache: RowCache) -> Tensor:
         turned = self._heads + self._kv_heads
         split = self.qkv(inputs).view(len(inputs), turned + self._kv_heads, self._head_dim)
-        if self.q_norm is not None:
-            for norm, heads in ((self.q_norm, split[:, : self._heads]),
-                                (self.k_norm, split[:, self._heads : turned])):
-                heads.copy_(rms_norm(norm, heads))
-        rotate(split[:, :turned], rotation)
+        if self._head_norms is not None:
+            self._head_norms.in_place(split[:, :turned])
+        rotate_in_place(split[:, :turned], angles)
         query, new = split[:, : self._heads], split[:, self._heads :]
         if isinstance(mask, Tensor):
             return attend(query, *cache.write(new, self._index), mask, self._scaling)
         return torch.cat([attend(query[at], *own.write(new[at], self._index), seen, self._scaling)
                           for at, own, seen in mask.parts()])
-
-
-def rms_norm(norm: Any, x: Tensor) -> Tensor:
-    """As transformers' module ``norm`` computes it."""
-    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
-
-
-def rotate(x: Tensor, by: Rotation) -> None:
-    """In place, x [n, heads, d]: its halves (a, b) become (a cos - b sin, b cos + a sin)."""
-    cos, signed_sin = by
-    swapped = x.roll(x.shape[-1] // 2, dims=-1)
-    x.mul_(cos).addcmul_(swapped, signed_sin)
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float) -> Tensor:
@@ -143,33 +132,32 @@ class _ModelLayer(nn.Module):
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
-        self.input_norm = layer.input_layernorm
+        self._norm = RmsNorm.of(layer.input_layernorm)
         self.rest = DraftLayer(layer.self_attn, layer.mlp, layer.post_attention_layernorm)
 
     def forward(self, x: Tensor, attention_mask: Tensor, past_key_values: RowCache,
                 position_embeddings: Rotation, **_: Any) -> Tensor:
-        out: Tensor = self.rest(rms_norm(self.input_norm, x[0]), x[0], position_embeddings, attention_mask,
-                                past_key_values)
+        out: Tensor = self.rest(self._norm(x[0]), x[0], position_embeddings, attention_mask, past_key_values)
         return out[None]
 
 
 class _ModelNorm(nn.Module):
     def __init__(self, norm: Any) -> None:
         super().__init__()
-        self.norm = norm
+        self._norm = RmsNorm.of(norm)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(self.norm, x)
+        return self._norm(x)
 
 
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose layers DraftLayer knows
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # families whose layers DraftLayer knows
 
 
 def fuse_model(model: PreTrainedModel) -> bool:
     """Replace a model's layers; returns whether that was possible.  It then takes passes with a mask and a
     :class:`RowCache` alone, and positions that its ``rotary_emb`` has been told of (``reach``)."""
     base: Any = model.base_model
-    if model.config.model_type not in _FAMILIES or not is_fixed(base.rotary_emb):
+    if model.config.model_type not in LLAMA_LIKE or not is_fixed(base.rotary_emb):
         return False
     base.rotary_emb = RotaryTable(base.rotary_emb, model.dtype, model.device)
     for index, layer in enumerate(base.layers):

@@ -21,6 +21,7 @@ from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.modeldir import DRAFT_PARTS
 from flowspec_edge.model.output_head import OutputHead, as_output_head
 from flowspec_edge.util.tensors import parse_dtype
+from flowspec_edge.util.torchdevice import release
 from flowspec_edge.util.weight_file import Embedding, as_embedding
 
 _Head = TypeVar("_Head", bound=FusibleHead)
@@ -81,4 +82,5 @@ def _placed(head: _Head, device: torch.device) -> _Head:
     head.to(device)
     if device.type == "cuda":
         head.fuse_layer()
+        release(device)
     return head

@@ -35,10 +35,11 @@ from flowspec_edge.drafting.eagle.head_drafter import (
     KeyValueCache,
     register_attention,
 )
-from flowspec_edge.drafting.fused import DraftLayer, rms_norm
+from flowspec_edge.drafting.fused import DraftLayer
 from flowspec_edge.errors import FlowspecError, ProtocolError
 from flowspec_edge.messages import Tap
 from flowspec_edge.sampling.rule import DraftVocabulary, Rank, Sampling
+from flowspec_edge.util.kernels import RmsNorm
 from flowspec_edge.util.tensors import to_device, to_torch
 from flowspec_edge.util.weight_file import Embedding, as_embedding
 
@@ -108,7 +109,7 @@ class Eagle3Head(FusibleHead):
         layer = self.midlayer
         if self.fused is not None:
             rows, embedded = hidden[0], self.embed_tokens(tokens)[0]
-            x = torch.cat((rms_norm(layer.input_layernorm, embedded), rms_norm(layer.hidden_norm, rows)), -1)
+            x = torch.cat((self._input_norm(embedded), self._hidden_norm(rows)), -1)
             rotary = self.rotary_emb(x, position_ids=positions)
             return cast(Tensor, self.fused(x, rows, rotary, mask, cache)[None])
         x = torch.cat((layer.input_layernorm(self.embed_tokens(tokens)), layer.hidden_norm(hidden)), dim=-1)
@@ -122,11 +123,13 @@ class Eagle3Head(FusibleHead):
 
     def _fused_layer(self) -> DraftLayer:
         layer = self.midlayer
+        self._input_norm, self._hidden_norm, self._output_norm = map(
+            RmsNorm.of, (layer.input_layernorm, layer.hidden_norm, self.norm))
         return DraftLayer(layer.self_attn, layer.mlp, layer.post_attention_layernorm)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Row outputs [..., H] to [..., draft_vocab]."""
-        normed = self.norm(hidden) if self.fused is None else rms_norm(self.norm, hidden)
+        normed = self.norm(hidden) if self.fused is None else self._output_norm(hidden)
         return cast(Tensor, self.lm_head(normed))
 
     def target_ids(self) -> Tensor:
