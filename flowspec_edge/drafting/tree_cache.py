@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -53,8 +54,6 @@ class TreeCache:
         self._slot: dict[int, int] = {}
         self._used = 0
         self._write: Tensor | None = None
-        self._seen = torch.zeros((), dtype=shape.dtype, device=shape.device)
-        self._unseen = torch.full((), -torch.inf, dtype=shape.dtype, device=shape.device)
         self._grow(_FIRST_CAPACITY)
 
     def __contains__(self, node: int) -> bool:
@@ -110,9 +109,7 @@ class TreeCache:
             self._parent[node] = parent
         write = [*range(start, end), *(self._slot[node] for node, _ in nodes)]
         self._write = indices(write, self.device)
-        seen = to_device(torch.from_numpy(self._mask(start, nodes)), self.device)
-        # Fused attention kernels want rows that begin at multiples of 16 bytes.
-        return torch.where(seen, self._seen, self._unseen)[None, None, :, : self._used]
+        return additive_mask(self._mask(start, nodes), self._shape.dtype, self.device)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object
                ) -> tuple[Tensor, Tensor]:
@@ -143,7 +140,7 @@ class TreeCache:
 
     def _mask(self, start: int, nodes: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
         text = self.committed - start
-        mask = np.zeros((text + len(nodes), -(-self._used // 8) * 8), dtype=bool)
+        mask = np.zeros((text + len(nodes), self._used), dtype=bool)
         mask[:, :start] = True
         mask[:text, start : self.committed] = np.tri(text, dtype=bool)
         mask[text:, start : self.committed] = True
@@ -183,6 +180,25 @@ class TreeCache:
         for new, old in zip(grown, self._layers, strict=False):  # at first there is nothing old
             new[:, :, : old.shape[2]] = old
         self._layers = grown
+
+
+def additive_mask(visible: NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[1, 1, n, m]: 0 where ``visible`` [n, m], -inf elsewhere.
+
+    Attention kernels take it without a conversion or a copy in each layer: it has their dtype, and its rows
+    begin at multiples of 16 bytes.
+    """
+    n, m = visible.shape
+    seen = np.zeros((n, -(-m // 8) * 8), dtype=bool)
+    seen[:, :m] = visible
+    mask = torch.where(to_device(torch.from_numpy(seen), device), *_levels(dtype, device))
+    return mask[None, None, :, :m]
+
+
+@lru_cache
+def _levels(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    seen, unseen = (torch.full((), value, dtype=dtype, device=device) for value in (0.0, -torch.inf))
+    return seen, unseen
 
 
 class JointCache:

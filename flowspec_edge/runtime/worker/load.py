@@ -18,6 +18,7 @@ from flowspec_edge.stage.shard import Shard, load_shard
 from flowspec_edge.stage.tensor_parallel.engine import TensorEngine
 from flowspec_edge.stage.tensor_parallel.process_group import GlooGroup, ProcessGroup
 from flowspec_edge.stage.tensor_parallel.shard import load_tensor_shard
+from flowspec_edge.util.torchdevice import make_current
 
 
 def load_engine(config: WorkerConfig, emulation: Emulation | None) -> tuple[Engine, Hello, Charge | None]:
@@ -25,6 +26,7 @@ def load_engine(config: WorkerConfig, emulation: Emulation | None) -> tuple[Engi
     emulated time of its passes."""
     if config.threads:
         torch.set_num_threads(config.threads)
+    make_current(config.device)
     rank, stages = config.stage - 1, config.stages
     weights = ModelDir(Path(config.model)).stages
     charge: Charge | None = (
