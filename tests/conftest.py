@@ -46,6 +46,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("no CUDA GPU here")
+    if item.get_closest_marker("strict"):
+        import strictdevice
+
+        if not strictdevice.installed():
+            pytest.skip("the strict device is not installed: make test-strict")
 
 
 @pytest.fixture(scope="session")
