@@ -17,6 +17,16 @@ from flowspec_edge.util.resources import resource_dir
 from flowspec_edge.util.terminal import did_you_mean
 from flowspec_edge.util.tomlfile import Count, NotNegative, Positive, StrictModel, load_toml
 
+# Kernel launches of stages and of D0 on torch 2.8, which is JetPack 6's: counts with 16 rows of one session,
+# the aims of the fused layers and of D0's head.  With a session more, or log-probabilities, there are more.
+LAYER_LAUNCHES = {"llama": 16, "qwen3": 20}  # of a decoder layer, by transformers' name of the family
+OTHER_LAYER_LAUNCHES = 20
+SEGMENT_LAUNCHES = 18  # of a segment beside its layers: masks, positions, 4 uploads, the norm, a download
+OUTPUT_LAUNCHES = 10  # lm_head and a greedy choice; 29 for a token sampled with top-p
+# Of a draft pass, by kind: (within the layers of a small model, others).
+PASS_LAUNCHES = {"eagle2": (0, 36), "eagle2-deep": (0, 36), "eagle3": (0, 36), "spd": (0, 36),
+                 "lm": (382, 18), "ngram": (0, 0)}
+
 
 class ModelShape(StrictModel):
     """The model that the times belong to."""
@@ -130,6 +140,26 @@ class HostCost(StrictModel):
     bookkeeping_ms: NotNegative = 0.0
 
 
+class LaunchCost(StrictModel):
+    """What a launch of a kernel on the GPU takes on the host's CPU; the profile's other times are without it.
+
+    While the GPU computes, the host launches the layers that follow: of these launches counts what takes
+    longer than the GPU.  Exposed, and so added, are a segment's own launches before and after its layers,
+    and all of a draft pass and of an output, because D0 waits for the results of each.
+    """
+
+    us: NotNegative  # 10^-6 s
+    layer: Count = LAYER_LAUNCHES["llama"]  # launches of a decoder layer of the profile's model
+
+    def added(self, gpu_s: float, hidden: float, exposed: int) -> float:
+        """Seconds beside ``gpu_s``, the GPU's own, during which the ``hidden`` launches run."""
+        return max(0.0, hidden * self.us * 1e-6 - gpu_s) + exposed * self.us * 1e-6
+
+    def without(self, ms: float, exposed: int) -> float:
+        """Measured milliseconds less those of ``exposed`` launches; never less than a hundredth."""
+        return max(0.01 * ms, ms - exposed * self.us * 1e-3)
+
+
 class Memory(StrictModel):
     """In MB (10^6 bytes)."""
 
@@ -178,16 +208,24 @@ class Profile(StrictModel):
     host: HostCost = HostCost()
     collective: CollectiveCost = CollectiveCost()
     int4: Int4Cost | None = None
+    launch: LaunchCost | None = None
     memory: Memory | None = None
     conditions: Conditions | None = None
     boards: Count | None = None  # of a testbed with this many, D0 included; None: any number
 
-    def stage_seconds(self, rows: int, layers: float, context: int = 0) -> float:
-        """``layers`` may be a fraction; ``context``: tokens in the cache."""
+    def stage_seconds(self, rows: int, layers: float, context: int = 0, devices: int = 1) -> float:
+        """``layers`` may be a fraction; ``context``: tokens in the cache.
+
+        devices  that share every layer evenly (tensor parallelism); each launches kernels for all layers
+        """
         if rows <= 0:
             return 0.0
-        share = layers / self.stage.layers
-        return (self.stage.overhead_ms + self.stage.milliseconds(rows, context) * share) * 1e-3
+        in_layers = self.stage.milliseconds(rows, context) * (layers / self.stage.layers)
+        seconds = (self.stage.overhead_ms + in_layers) * 1e-3 / devices
+        if self.launch is None:
+            return seconds
+        return seconds + self.launch.added(in_layers * 1e-3 / devices, layers * self.launch.layer,
+                                           SEGMENT_LAUNCHES)
 
     def draft_seconds(self, kind: str, nodes: int = 1) -> float:
         """One pass that expands ``nodes``; ``kind``: of ``modeldir.DRAFT_PARTS``, or "ngram", which is
@@ -195,13 +233,15 @@ class Profile(StrictModel):
         eagle = self.draft.pass_ms
         costs = {"eagle2": eagle, "eagle2-deep": eagle, "eagle3": eagle, "lm": self.draft.lm_pass_ms,
                  "spd": self.draft.spd_pass_ms, "ngram": 0.0}
-        return (costs[kind] + self.draft.row_ms * nodes) * 1e-3
+        seconds = (costs[kind] + self.draft.row_ms * nodes) * 1e-3
+        return seconds + (self.launch.added(seconds, *PASS_LAUNCHES[kind]) if self.launch else 0.0)
 
     def verify_seconds(self, rows: int, outputs: int = 1) -> float:
         """D0's time for ``outputs`` that came together: bookkeeping for each, and lm_head once for all
         ``rows``, if there are any."""
         head = self.lm_head.ms + self.lm_head.row_ms * rows if rows else 0.0
-        return (self.host.bookkeeping_ms * outputs + head) * 1e-3
+        seconds = (self.host.bookkeeping_ms * outputs + head) * 1e-3
+        return seconds + (self.launch.added(seconds, 0, OUTPUT_LAUNCHES) if self.launch and rows else 0.0)
 
     def link_seconds(self, size: int) -> tuple[float, float]:
         """(time that ``size`` bytes occupy the link, latency after that)."""
@@ -227,6 +267,8 @@ def load_profile(name_or_path: str) -> Profile:
 
 _WIDTH = 110
 _COMMENTS = {
+    "us": {"launch": "of a kernel on the GPU; no other time of this file contains what launches add"},
+    "layer": {"launch": "launches of a decoder layer"},
     "layers": {"stage": "of the curve"},
     "bytes_per_value": {"model": "of a hidden state on the wire"},
     "layer_mb": {"model": "weights of one layer"},

@@ -54,3 +54,7 @@ class OtherRelease(FlowspecError):
 
 class PeerLost(FlowspecError):
     """A device stopped answering, or reported that it failed."""
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

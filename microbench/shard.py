@@ -218,7 +218,7 @@ def _serve(out: Path) -> tuple[int, int]:
     admitted = engine.admit(segment)
     assert admitted is not None
     engine.compute([admitted])
-    return shard.nbytes + cache.nbytes, _status("VmRSS")
+    return shard.nbytes + engine.cache_bytes, _status("VmRSS")
 
 
 def in_fresh_process(measure: Callable[..., Figures], *arguments: object) -> Figures:

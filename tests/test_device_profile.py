@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowspec_edge.device_profile import Conditions, Profile, StageCurve, load_profile, profile_names, render
+from flowspec_edge.device_profile import (
+    Conditions,
+    LaunchCost,
+    Profile,
+    StageCurve,
+    load_profile,
+    profile_names,
+    render,
+)
 from flowspec_edge.errors import UsageError
 from flowspec_edge.util.resources import resource_dir
 
@@ -49,6 +57,27 @@ def test_each_node_of_a_pass_may_cost() -> None:
     assert dearer.draft_seconds("eagle2", 10) == pytest.approx(0.020)
     assert dearer.draft_seconds("eagle2") == pytest.approx(0.0155)
     assert dearer.draft_seconds("eagle2-deep", 10) == dearer.draft_seconds("eagle2", 10)
+
+
+def test_the_price_of_a_launch_is_optional_and_comes_back(tmp_path: Path) -> None:
+    own = load_profile("paper-7b")
+    assert own.launch is None
+    assert "launch" not in render(own)
+    dear = own.model_copy(update={"launch": LaunchCost(us=31.5, layer=20)})
+    path = tmp_path / "dear.toml"
+    path.write_text(render(dear), encoding="utf-8")
+    assert load_profile(str(path)) == dear
+    assert dear.draft_seconds("ngram") == 0
+    assert dear.draft_seconds("lm") == pytest.approx(0.045 + 18 * 31.5e-6)  # of 400, the others are hidden
+    assert dear.verify_seconds(0) == own.verify_seconds(0)
+
+
+def test_what_is_charged_is_not_in_what_was_measured() -> None:
+    """Less the launches and with them again, a pass takes what it took."""
+    launch = LaunchCost(us=30)
+    assert launch.without(9.0, 36) == pytest.approx(9.0 - 36 * 0.03)
+    assert launch.without(9.0, 36) / 1e3 + launch.added(1.0, 10, 36) == pytest.approx(0.009)
+    assert launch.without(1.0, 36) == 0.01  # a GPU's that a launch takes longer than its work
 
 
 STEPS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 30)), min_size=2, max_size=6)

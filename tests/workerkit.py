@@ -48,6 +48,7 @@ class HeldEngine:
     """``compute`` polls until the run is cancelled, like a pass with any number of layers."""
 
     cache_bytes = 0
+    graph_sizes = 0
 
     def __init__(self) -> None:
         self.counters: dict[str, float] = {}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.errors import FlowspecError, UsageError, first_line
 from flowspec_edge.model.modeldir import check_config
 from flowspec_edge.util.bounded_read import read_json, read_json_object
 from flowspec_edge.util.tensors import check_finite
@@ -205,7 +205,3 @@ def write(directory: Path, config: dict[str, Any], weights: dict[str, Tensor], d
 
 def _bare(what: str) -> str:
     return what.split(" ", 1)[1]
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

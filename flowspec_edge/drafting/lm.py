@@ -18,11 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from flowspec_edge.drafting import checkpoint
 from flowspec_edge.drafting.base import Drafter
-from flowspec_edge.drafting.checkpoint import first_line
 from flowspec_edge.drafting.fused import LLAMA_LIKE, RotaryTable, fuse_model
 from flowspec_edge.drafting.tree_cache import CacheShape, JointCache, TreeCache
 from flowspec_edge.drafting.tree_drafter import Rows, TreeDrafter
-from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.errors import FlowspecError, UsageError, first_line
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
 from flowspec_edge.util.bounded_read import UncachedFile

@@ -183,6 +183,8 @@ _SYSTEM_STATS = {
                          "Memory of a device that a new process could take without swapping."),
     "resident": ("flowspec_device_resident_bytes", "Memory that the device's flowspec process holds."),
     "cache_bytes": ("flowspec_device_cache_bytes", "Bytes of KV caches."),
+    "graph_sizes": ("flowspec_device_graph_sizes", "Numbers of rows for which a stage's layers run as CUDA "
+                    "graphs; 0: always one by one."),
     "temperature_c": ("flowspec_device_temperature_celsius", "The hottest thermal zone of a device."),
     "load": ("flowspec_device_load1", "Processes that run or wait for a core, the last minute's average."),
     "cpus": ("flowspec_device_cpus", "Cores that are switched on."),

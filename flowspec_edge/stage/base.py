@@ -28,6 +28,10 @@ class Engine(Protocol):
     @property
     def cache_bytes(self) -> int: ...
 
+    @property
+    def graph_sizes(self) -> int:
+        """Numbers of rows for which the layers run as CUDA graphs."""
+
     def cached(self, session: int) -> int:
         """Rows in a session's cache."""
 

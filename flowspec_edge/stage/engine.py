@@ -8,13 +8,13 @@ attends to its own session's cache.  It knows no sockets, clocks, trees or other
 and Close may arrive at any time, also from ``compute``'s ``poll``; a pass does not touch the cache of a
 session that has ended meanwhile.
 
-:func:`warm_up` comes before the first segment: on CUDA the first passes pay for the context, cuBLAS and
-lazily loaded kernels: seconds, in which a peer would consider the stage dead.
+``preparation.warm_up`` comes before the first segment.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import numpy as np
@@ -36,25 +36,28 @@ from flowspec_edge.messages import (
 from flowspec_edge.stage import forward, rows
 from flowspec_edge.stage.base import Poll, Results
 from flowspec_edge.stage.layers.attention import Part
-from flowspec_edge.stage.layers.kv_cache import Int8KVCache, KVCache, row_bytes
+from flowspec_edge.stage.layers.graphs import LayerGraphs
+from flowspec_edge.stage.layers.kv_cache import KVArena, KVCache, row_bytes
 from flowspec_edge.stage.rows import COUNTERS, Session
 from flowspec_edge.stage.shard import Shard
 from flowspec_edge.util import torchdevice
 from flowspec_edge.util.tensors import from_torch, wire_name
-from flowspec_edge.util.torchdevice import release
 
-# Capacities on CUDA are multiples of this, so that sessions of similar length can share a cache size.
-_CAPACITY_STEP = 256
 _NEED_LESS = "lower the limits of the session, or give this stage fewer layers"
 
 
 class StageEngine:
-    def __init__(self, shard: Shard) -> None:
+    def __init__(self, shard: Shard, cache_rows: int = 0) -> None:
+        """``cache_rows``: for which memory is allocated now, instead of when sessions need it.  FlowspecError
+        if it does not suffice."""
         self.shard = shard
+        with self._allocating(cache_rows, f"KV caches of {cache_rows} rows"):
+            self._arena = KVArena(shard.layers, shard.kv_heads, shard.head_dim, shard.dtype, shard.device,
+                                  shard.kv_cache, cache_rows)
         self._sessions: dict[int, Session] = {}  # by number, in the order of their Opens
         self._closed_counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)  # ended sessions, stale messages
-        self._spare: KVCache | None = None  # of a closed session that left no rows
         self._kept: dict[int, KVCache] = {}  # rows 0, 1, … that closed sessions left
+        self.graphs: dict[int, LayerGraphs] = {}  # the layers recorded, by number of rows
         self._wire = wire_name(shard.dtype)
 
     @property
@@ -80,15 +83,31 @@ class StageEngine:
         return 0 if cache is None else len(cache)
 
     @property
+    def cache_rows(self) -> int:
+        """Rows for which memory is allocated."""
+        return self._arena.rows
+
+    @property
     def cache_bytes(self) -> int:
-        """Bytes of all caches: open sessions, kept rows, and the spare cache for the next Open."""
-        caches = [*(state.cache for state in self._sessions.values()), *self._kept.values()]
-        return sum(cache.nbytes for cache in caches) + (self._spare.nbytes if self._spare else 0)
+        """Bytes of the memory for all caches, used or not."""
+        return self._arena.nbytes
+
+    @property
+    def graph_sizes(self) -> int:
+        return len(self.graphs)
 
     @property
     def kept(self) -> dict[int, int]:
         """Kept rows by the closed session that left them."""
         return {session: len(cache) for session, cache in self._kept.items()}
+
+    def reset(self) -> None:
+        """End all sessions, drop what they left, and set the counters to 0."""
+        caches = [*map(self._end, list(self._sessions)), *self._kept.values()]
+        self._kept.clear()
+        for cache in caches:
+            self._arena.give_back(cache)
+        self._closed_counters = dict.fromkeys(COUNTERS, 0)
 
     # -- control messages ------------------------------------------------------------------
 
@@ -104,16 +123,17 @@ class StageEngine:
             self._closed_counters["dropped_stale"] += 1
             return
         ended = [n for n in self._sessions if n == message.session or n not in message.concurrent]
-        caches = [self._end(number) for number in ended]
+        for number in ended:
+            self._arena.give_back(self._end(number))
         inherited = self._take_kept(message)
-        cache = self._allocate_cache(message.capacity, caches, inherited, message.rows)
+        cache = self._cache(message.capacity, inherited, message.rows)
         if not self._sessions:
             self._closed_counters = dict.fromkeys(COUNTERS, 0)
         base = message.rows if inherited else 0
         self._sessions[message.session] = Session(message.session, message.epoch, cache, base)
 
     def close(self, message: Close) -> None:
-        """End the session; its retained rows stay, and without any its cache becomes the spare one.
+        """End the session; its retained rows stay.
 
         ProtocolError if a row to retain is missing.
         """
@@ -128,10 +148,10 @@ class StageEngine:
                                 f"but not all of them are among the {len(state.cache)} that it has here")
         cache = self._end(message.session)
         if len(slots):
-            cache.move(len(slots), slots)
+            cache.retain(slots)
             self._kept[message.session] = cache
         else:
-            self._spare = cache
+            self._arena.give_back(cache)
 
     def prune(self, message: Prune) -> None:
         """Drop rows that are cached, in the running pass, or still to arrive."""
@@ -211,7 +231,7 @@ class StageEngine:
                 part.ended = part.ended or self._has_ended(part)
             return not all(part.ended for part in parts)
 
-        return forward.run(self.shard, parts, keep_going) if parts else None
+        return forward.run(self.shard, parts, keep_going, self.graphs) if parts else None
 
     def _prepare(self, admitted: Segment) -> Part | None:
         """Remove rows that have died since :meth:`admit`, and orphans; None if no row is left, or if the
@@ -295,67 +315,32 @@ class StageEngine:
                                 f"{message.parent_session}, of which {len(inherited) if inherited else 0} "
                                 "are kept here")
         stay = set(message.retained) - {message.parent_session}
+        for session in self._kept.keys() - stay - {message.parent_session}:
+            self._arena.give_back(self._kept[session])
         self._kept = {session: cache for session, cache in self._kept.items() if session in stay}
         return inherited
 
-    def _allocate_cache(self, capacity: int, ended: list[KVCache], inherited: KVCache | None, rows: int
-                        ) -> KVCache:
-        """An empty cache (one of ``ended`` if the size fits), or the first ``rows`` of ``inherited``."""
+    def _cache(self, capacity: int, inherited: KVCache | None, rows: int) -> KVCache:
+        """An empty cache, or the first ``rows`` rows of ``inherited``."""
         if capacity < max(rows, 1):
             raise ProtocolError(f"a session cannot have a capacity of {capacity} rows")
-        if self._spare is not None:
-            ended.append(self._spare)
-            self._spare = None
+        if inherited is not None:
+            inherited.truncate(rows)
+        with self._allocating(self._arena.missing(capacity, inherited), f"a KV cache of {capacity} rows"):
+            if inherited is None:
+                return self._arena.take(capacity)
+            self._arena.widen(inherited, capacity)
+            return inherited
+
+    def _allocating(self, more: int, what: str) -> AbstractContextManager[None]:
+        """FlowspecError if memory for ``more`` rows of all layers does not fit."""
         shard = self.shard
-        if shard.device.type == "cuda":
-            capacity = -(-capacity // _CAPACITY_STEP) * _CAPACITY_STEP
-        for cache in ended if inherited is None else ():
-            if cache.capacity == capacity:
-                cache.clear()
-                return cache
-        ended.clear()  # frees memory before the next allocation
-        torchdevice.release(shard.device)
-        lo, hi = shard.layers
-        nbytes = (hi - lo) * capacity * row_bytes(
+        nbytes = more * (shard.layers[1] - shard.layers[0]) * row_bytes(
             shard.kv_heads, shard.head_dim, shard.dtype.itemsize, shard.kv_cache)
-        available = torchdevice.available_bytes(shard.device)
-        with torchdevice.allocation(f"a KV cache of {capacity} rows", nbytes, _NEED_LESS, available):
-            if inherited is not None:
-                inherited.move(capacity, np.arange(rows))
-                return inherited
-            kind = Int8KVCache if shard.kv_cache == "int8" else KVCache
-            return kind(shard.layers, shard.kv_heads, shard.head_dim, capacity, shard.dtype, shard.device)
+        return torchdevice.allocation(what, nbytes, _NEED_LESS,
+                                      torchdevice.available_bytes(shard.device) if more else None)
 
 
 def _payload(hidden: Tensor, dead: rows.Bool) -> Payload:
     payload = from_torch(hidden)
     return rows.select_payload(payload, ~dead) if dead.any() else payload
-
-
-ROWS = (1, 16, 64)  # plain decoding, a tree segment, a prompt chunk
-
-
-def warm_up(shard: Shard) -> None:
-    """Run segments of ``ROWS`` rows in a temporary engine; FlowspecError if the memory does not suffice."""
-    engine = StageEngine(shard)
-    engine.open(Open(session=0, epoch=0, capacity=sum(ROWS)))
-    first = 0
-    for run, count in enumerate(ROWS):
-        admitted = engine.admit(_chain(shard, run, first, count))
-        assert admitted is not None
-        engine.compute([admitted])
-        first += count
-    del engine
-    release(shard.device)
-
-
-def _chain(shard: Shard, run: int, first: int, rows: int) -> Segment:
-    """A chain of uncommitted rows, with token 0 or zero hidden states."""
-    numbers = np.arange(first, first + rows, dtype=np.int32)
-    embeds = shard.embed is not None
-    return Segment(
-        session=0, epoch=0, run=run, first=first, stop=first + rows, numbers=numbers, positions=numbers,
-        base=first, bits=np.packbits(np.tri(rows, dtype=np.uint8), axis=1, bitorder="little"),
-        tokens=np.zeros(rows, dtype=np.int32) if embeds else None,
-        hidden=None if embeds else from_torch(torch.zeros(rows, shard.hidden_size, dtype=shard.dtype)),
-        committed=np.arange(max(0, first - (ROWS[run - 1] if run else 0)), first, dtype=np.int32))

@@ -7,8 +7,9 @@ LaunchPacer keeps the host at most ``AHEAD`` layers ahead of the device, so that
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from flowspec_edge.stage.layers.attention import BatchCache, BatchMask, Part, folded_mask
 from flowspec_edge.stage.layers.fused import ROW_STEP, FusedLayer
+from flowspec_edge.stage.layers.graphs import LayerGraphs
 from flowspec_edge.stage.layers.kv_cache import KVCache
 from flowspec_edge.stage.shard import Shard
 from flowspec_edge.util.kernels import rotation
@@ -28,13 +30,14 @@ AHEAD = 2  # pending layers: the running one, and the next so that the device do
 Taps = list[tuple[int, Tensor]]  # layers passed, hidden states [n, H]
 
 
-def run(shard: Shard, parts: Sequence[Part], keep_going: Callable[[], bool]
-        ) -> list[tuple[Taps, Tensor]] | None:
+def run(shard: Shard, parts: Sequence[Part], keep_going: Callable[[], bool],
+        graphs: Mapping[int, LayerGraphs] = MappingProxyType({})) -> list[tuple[Taps, Tensor]] | None:
     """(taps, output [n, H]) of each part in host memory; None as soon as ``keep_going`` returns False.
 
     parts       at least one, each with rows
     keep_going  called before each layer and while the last layers are pending; it marks ended parts, whose
                 results are undefined, and returns False when all have ended
+    graphs      the layers recorded, by number of rows; the others run one by one
 
     Writes keys and values behind each cache's last slot; the caller appends them.
     """
@@ -48,7 +51,7 @@ def run(shard: Shard, parts: Sequence[Part], keep_going: Callable[[], bool]
             taps.append((layer, inputs.clone()))  # fused layers write to their inputs
 
     pacer = LaunchPacer.of(shard.device)
-    hidden = _layers(shard, parts, tap, keep_going, pacer)
+    hidden = _layers(shard, parts, tap, keep_going, pacer, graphs)
     if hidden is None:
         return None
     # A stage without layers computes nothing, except the embeddings on the first stage.
@@ -78,7 +81,8 @@ def _inputs(shard: Shard, parts: Sequence[Part]) -> Tensor:
 
 
 def _layers(shard: Shard, parts: Sequence[Part], tap: Callable[[int, Tensor], None],
-            keep_going: Callable[[], bool], pacer: LaunchPacer) -> Tensor | None:
+            keep_going: Callable[[], bool], pacer: LaunchPacer, graphs: Mapping[int, LayerGraphs]
+            ) -> Tensor | None:
     """Hidden states [n, H] of all parts' rows; ``tap`` gets each layer's index and inputs."""
     hidden, positions = _inputs(shard, parts), np.concatenate([part.segment.positions for part in parts])
     n = len(positions)
@@ -91,13 +95,24 @@ def _layers(shard: Shard, parts: Sequence[Part], tap: Callable[[int, Tensor], No
     rotated = shard.rotary(x, position_ids=ids)
     if fused:
         rotated = rotation(*rotated)
-    for i, layer in enumerate(shard.modules, start=shard.layers[0]):
-        tap(i, x[0, :n])
+    if (recorded := graphs.get(n + padding)) is not None:
+        recorded.load(x[0], rotated)
+        x = recorded.hidden[None]
+    for i, layer in enumerate(shard.modules):
+        if recorded is not None:
+            recorded.advance(i)
+        tap(shard.layers[0] + i, x[0, :n])
         if not keep_going():
             return None
-        x = layer(x, attention_mask=mask, position_ids=ids, past_key_values=cache,
-                  use_cache=True, position_embeddings=rotated)
+        if recorded is not None:
+            recorded.attend(i, mask, cache)
+        else:
+            x = layer(x, attention_mask=mask, position_ids=ids, past_key_values=cache,
+                      use_cache=True, position_embeddings=rotated)
         pacer.enqueued()
+    if recorded is not None:
+        recorded.advance(len(shard.modules))
+        x = x.clone()  # the next pass writes to the graphs' memory
     return x[0, :n]
 
 

@@ -76,6 +76,14 @@ def jetpacks() -> tuple[JetPack, ...]:
     return load_toml(resource_dir("profiles") / "jetson" / "jetpacks.toml", _JetPacks).jetpack
 
 
+def is_from(l4t: str, since: str) -> bool:
+    """Whether a release of L4T, such as "36.4.7", is ``since`` or newer; False for ""."""
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(".") if part.isdigit()]
+
+    return numbers(l4t) >= numbers(since)
+
+
 def jetpack_of(l4t: str) -> JetPack | None:
     """By L4T release, such as "36.4.3"."""
     return next((known for known in jetpacks() if f"{l4t}.".startswith(known.l4t)), None)
@@ -133,9 +141,22 @@ class SharedLibrary(_Strict):
     source: str
 
 
+class LargePieces(_Strict):
+    """Releases of L4T from ``since`` on may refuse large pieces of GPU memory.
+
+    ``needed_mb``: the largest that flowspec asks for, 10^6 bytes.
+    """
+
+    since: str
+    needed_mb: int
+    fix: str
+    source: str
+
+
 class L4tSystem(_Strict):
     usb_network: UsbNetwork
     desktop: Desktop
+    large_pieces: LargePieces
     kernel_module: tuple[KernelModule, ...]
     shared_library: tuple[SharedLibrary, ...]
 

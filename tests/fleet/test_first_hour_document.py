@@ -9,17 +9,26 @@ import os
 import re
 from pathlib import Path
 
-from flowspec_edge.util.jetson import JetPack, jetpack_of, jetpacks, shared_library_of
+from flowspec_edge.util.jetson import JetPack, is_from, jetpack_of, jetpacks, shared_library_of, system
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "first-hour.md"
 TABLE = re.compile(r"(?<=<!-- jetpacks -->\n).*?(?=<!-- end of jetpacks -->)", re.DOTALL)
+LARGE_PIECES = "#large-pieces-of-memory"
 HEAD = ("| JetPack | L4T | CUDA | Python | torch | how to get it |", "|---|---|---|---|---|---|")
+
+
+def releases(known: JetPack) -> str:
+    """Which of them may refuse large pieces of memory."""
+    since, shown = system().large_pieces.since, f"{known.l4t}x"
+    if known.supported and since.startswith(known.l4t):
+        return f"{shown} (from {since} on [large pieces]({LARGE_PIECES}))"
+    return f"{shown} ([large pieces]({LARGE_PIECES}))" if is_from(known.l4t, since) else shown
 
 
 def row(known: JetPack) -> str:
     how = f"`{known.install()}`" if known.supported else f"not supported: {known.reason}; {known.advice}"
     torch = f"`{known.torch}`" if known.torch else "–"
-    return f"| {known.name} | {known.l4t}x | {known.cuda} | {known.python} | {torch} | {how} |"
+    return f"| {known.name} | {releases(known)} | {known.cuda} | {known.python} | {torch} | {how} |"
 
 
 def test_the_table_of_jetpacks_is_the_data() -> None:

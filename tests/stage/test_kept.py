@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from playkit import LAYERS, SLOTS, STAGES, Control, Step, during, passed_on, passes, places, play
 from propertykit import examples
+from recordkit import recorded
 from stagekit import Book, Oracle, assert_cache, assert_rows, engines, random_tokens, through
 from storykit import VOCAB, Story, stories
 from tiny import tiny_llama
@@ -18,6 +19,7 @@ from tiny import tiny_llama
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Close, Open, Output, Segment
 from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.layers.graphs import LayerGraphs
 from flowspec_edge.stage.shard import Shard, load_shard
 
 ROW = LAYERS * 2 * 2 * 8 * 4  # bytes: layers, key and value, kv heads, head_dim, fp32
@@ -29,9 +31,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("llama"), layers=LAYERS, hidden=32, vocab=VOCAB)
 
 
-@pytest.fixture(scope="module")
-def shards(model: Path) -> list[Shard]:
-    return [load_shard(model, i, STAGES, "fp32") for i in range(STAGES)]
+@pytest.fixture(scope="module", params=["one by one", "recorded"])
+def shards(model: Path, request: pytest.FixtureRequest) -> list[tuple[Shard, dict[int, LayerGraphs]]]:
+    fused = request.param == "recorded"
+    loaded = [load_shard(model, i, STAGES, "fp32", fused=fused) for i in range(STAGES)]
+    return [(shard, recorded(shard, 16, 32) if fused else {}) for shard in loaded]
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +87,12 @@ def _mixed(draw: st.DrawFn, one: list[Segment], other: list[Segment]) -> list[Se
 
 @examples(40, quick=15)
 @given(data=st.data())
-def test_kept_rows_are_as_good_as_read_in(shards: list[Shard], oracle: Oracle, data: st.DataObject) -> None:
+def test_kept_rows_are_as_good_as_read_in(shards: list[tuple[Shard, dict[int, LayerGraphs]]],
+                                          oracle: Oracle, data: st.DataObject) -> None:
     (steps, told), after = data.draw(plays()), list[Control]()
-    for shard in shards:
+    for shard, graphs in shards:
         engine = StageEngine(shard)
+        engine.graphs |= graphs
         played = play(engine, steps, after)
         for session, story in told.items():
             cache = engine.cache_of(session)
@@ -109,19 +115,20 @@ def left(engine: StageEngine, session: int, capacity: int, keep: int) -> None:
 
 def test_only_kept_rows_keep_memory(model: Path) -> None:
     [engine] = engines(model, 1, capacity=16)
-    for session, keep in ((2, 9), (3, 1), (4, 5)):
+    for session, keep, held in ((2, 9, 16 + 32), (3, 1, 16 + 9 + 32), (4, 5, 16 + 9 + 1 + 32)):
         left(engine, session, 32, keep)
+        assert engine.cache_rows == held
     assert engine.kept == {2: 9, 3: 1, 4: 5}
-    assert engine.cache_bytes == (16 + 9 + 1 + 5) * ROW
     engine.open(Open(5, 0, 40, concurrent=(1,), retained=(2, 4), parent_session=4, rows=3))
     assert engine.kept == {2: 9}
     assert engine.cached(5) == 3
+    assert engine.cache_rows == 16 + 9 + 40
     assert engine.cache_bytes == (16 + 9 + 40) * ROW
-    engine.open(Open(6, 0, 8, concurrent=(1, 5)))  # a new D0, or one that has forgotten
+    engine.open(Open(6, 0, 17, concurrent=(1, 5)))  # a new D0, or one that has forgotten
     assert engine.kept == {}
     engine.close(Close(5))
     assert engine.kept == {}
-    assert engine.cache_bytes == (16 + 8 + 40) * ROW  # the last lies ready
+    assert engine.cache_rows == 16 + 17 + 40
 
 
 def test_a_session_that_is_closed_at_once_hands_its_rows_on(model: Path) -> None:

@@ -1,8 +1,7 @@
-"""A warm-up runs the kernels of real segments, and leaves no memory allocated."""
+"""A warm-up runs the kernels of real segments, and leaves no session."""
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
@@ -14,8 +13,9 @@ from quantkit import DEVICES
 from stagekit import Book, engines, random_tokens, through
 from tiny import tiny_llama
 
-from flowspec_edge.stage.engine import ROWS, StageEngine, warm_up
-from flowspec_edge.stage.layers.kv_cache import KVCache
+from flowspec_edge.messages import Open
+from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.preparation import warm_up
 from flowspec_edge.stage.shard import load_shard
 
 
@@ -24,26 +24,28 @@ from flowspec_edge.stage.shard import load_shard
 def test_all_layers_run_and_nothing_is_left(stage: int, device: str, tmp_path: Path) -> None:
     path = tiny_llama(tmp_path, layers=6, hidden=32)
     shard = load_shard(path, stage, 3, "fp32", device, fused=True)
-    gc.collect()
-    engine, before = StageEngine(shard), sum(type(o) in (KVCache, StageEngine) for o in gc.get_objects())
-    seen: list[tuple[int, ...]] = []
-    hooks = [module.register_forward_pre_hook(lambda _, inputs: seen.append(tuple(inputs[0].shape)))
-             for module in shard.modules]
-    warm_up(shard)
+    engine = StageEngine(shard, 300)
+    seen: list[tuple[tuple[int, ...], int]] = []  # shape of the rows, length of the text
+
+    def see(_: object, inputs: tuple[torch.Tensor], named: dict[str, torch.Tensor]) -> None:
+        seen.append((tuple(inputs[0].shape), named["attention_mask"].shape[-1]))
+
+    hooks = [module.register_forward_pre_hook(see, with_kwargs=True) for module in shard.modules]
+    warm_up(engine)
     for hook in hooks:
         hook.remove()
-    assert seen == [(1, rows, 32) for rows in (16, 16, 64) for _ in shard.modules]  # rows are padded to 16
-    assert ROWS == (1, 16, 64)
-    assert sum(type(o) in (KVCache, StageEngine) for o in gc.get_objects()) == before
-    assert engine.sessions == ()
-    assert engine.cache_bytes == 0
+    # Rows are padded to 16; the last pass is at the full length.
+    assert seen == [((1, rows, 32), text) for rows, text in ((16, 1), (16, 16), (64, 300))
+                    for _ in shard.modules]
+    assert (engine.sessions, engine.kept, engine.cache_rows) == ((), {}, 300)
     assert set(engine.counters.values()) == {0}
 
 
 def test_what_comes_after_is_what_would_have_come(tmp_path: Path) -> None:
     path, text = tiny_llama(tmp_path, layers=2, hidden=32), random_tokens(9, 97, seed=4)
     (cold,), (warm,) = engines(path, 1), engines(path, 1)
-    warm_up(warm.shard)
+    warm_up(warm)
+    warm.open(Open(1, 0, 64))
     outputs = [through([engine], Book().text(text))[1].hidden.array for engine in (cold, warm)]
     assert torch.equal(*map(torch.from_numpy, outputs))
 
@@ -53,7 +55,8 @@ _NEW_LIBRARIES = """
 import sys
 from pathlib import Path
 from stagekit import Book, engines, random_tokens, through
-from flowspec_edge.stage.engine import warm_up
+from flowspec_edge.messages import Open
+from flowspec_edge.stage.preparation import warm_up
 
 def libraries():
     lines = Path("/proc/self/maps").read_text().splitlines()
@@ -61,7 +64,8 @@ def libraries():
 
 for dtype in ("fp32", "bf16", "fp16"):
     chain = engines(Path(sys.argv[1]), 1, dtype)
-    warm_up(chain[0].shard)
+    warm_up(chain[0])
+    chain[0].open(Open(1, 0, 512))
     known, book = libraries(), Book()
     for rows in (2, 33, 200):
         through(chain, book.text(random_tokens(rows, 97, seed=rows)))

@@ -56,8 +56,8 @@ def profile(
 ) -> None:
     """Measure this machine, for virtual time, emulation and the planner.
 
-    Measured are stage times over rows and cached tokens, draft passes, lm_head, memory, and the link.  Stop
-    other work first, and set the board's final power mode.
+    Measured are stage times over rows and cached tokens, draft passes, lm_head, memory, the link, and on a
+    GPU the price of a launch.  Stop other work first, and set the board's final power mode.
 
     Examples:
 
@@ -242,6 +242,8 @@ def _facts(profile: Profile) -> Table:
 
 
 def _rows(profile: Profile) -> list[tuple[str, str]]:
+    from flowspec_edge.device_profile import OUTPUT_LAUNCHES, PASS_LAUNCHES, SEGMENT_LAUNCHES
+
     p = profile
     lines = [
         ("model", f"{p.model.layers} layers, width {p.model.hidden_width}, {p.model.bytes_per_value} bytes a "
@@ -253,6 +255,10 @@ def _rows(profile: Profile) -> list[tuple[str, str]]:
         ("D0's bookkeeping", f"{p.host.bookkeeping_ms:g} ms an output"),
         ("link", f"{p.link.mbps:g} Mbps, {p.link.latency_ms:g} ms"),
     ]
+    if p.launch:
+        lines.append(("launches", f"{p.launch.us:g} µs each: {p.launch.layer} a layer and {SEGMENT_LAUNCHES} "
+                                  f"a segment, in the times above; {PASS_LAUNCHES['eagle2'][1]} a draft pass "
+                                  f"and {OUTPUT_LAUNCHES} an output, beside their times"))
     if p.collective.step_ms:
         lines.append(("collectives", f"{p.collective.step_ms:g} ms a step of a ring, beside its bytes"))
     if p.memory:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowspec_edge.errors import UsageError
+from flowspec_edge.errors import FlowspecError, UsageError
 
 if TYPE_CHECKING:
     from flowspec_edge.fleet.doctor.cluster import BoardFindings
@@ -37,6 +38,11 @@ def doctor(
     device: Annotated[str | None, typer.Option(
         "--device", help="With --gpu: cuda, cuda:1, or cpu to see the report without a GPU.  Default: cuda.",
         metavar="DEVICE", show_default=False)] = None,
+    report: Annotated[Path | None, typer.Option(
+        "--report", help="With --gpu: also write a file to send to the project: findings, versions, a "
+                         "profile, the end of the services' journal without keys and addresses.",
+        metavar="FILE.json",
+        show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object, not a table.")] = False,
 ) -> None:
     """Check a machine: release, Python, torch and its GPU, a real product, a real 4-bit kernel, memory.
@@ -51,15 +57,17 @@ def doctor(
       flowspec doctor --cluster cluster.toml
       flowspec doctor --cluster cluster.toml --fix
       flowspec doctor --gpu
+      flowspec doctor --gpu --report board.json
     """
     if gpu:
         if cluster or storage or fix:
             raise UsageError("--gpu tests this machine's GPU and nothing else: leave out --cluster, "
                              "--storage and --fix; for a cluster run flowspec doctor --gpu on each board")
-        _check_gpu("cuda" if device is None else device, as_json)
+        _check_gpu("cuda" if device is None else device, as_json, report)
         return
-    if device is not None:
-        raise UsageError("--device works with --gpu only: add --gpu, or leave out --device")
+    for option, value in (("--device", device), ("--report", report)):
+        if value is not None:
+            raise UsageError(f"{option} works with --gpu only: add --gpu, or leave out {option}")
     from rich.console import Console
 
     from flowspec_edge.fleet.doctor.cluster import BoardFindings, check_cluster
@@ -101,21 +109,45 @@ def _show(boards: list[BoardFindings]) -> None:
         console.print(table)
 
 
-def _check_gpu(device: str, as_json: bool) -> None:
+def _check_gpu(device: str, as_json: bool, out: Path | None) -> None:
     from rich.console import Console
 
     from flowspec_edge.fleet.gpu_check.report import check_gpu
     from flowspec_edge.model.modeldir import DEMO, resolve_model
+    from flowspec_edge.util.files import check_writable
 
+    if out is not None:
+        check_writable(out)
     with Console(stderr=True).status(f"{device}: starting") as status:
-        report = check_gpu(resolve_model(DEMO), device,
-                           report=lambda doing: status.update(f"{device}: {doing}"))
+        def doing(what: str) -> None:
+            status.update(f"{device}: {what}")
+
+        try:
+            report = check_gpu(resolve_model(DEMO), device, report=doing)
+        except FlowspecError as error:  # a torch that sees no GPU is worth a report, too
+            if out is not None:
+                _write_report(out, {"error": str(error)}, device, doing)
+            raise
+        if out is not None:
+            _write_report(out, report.as_json(), device, doing)
     if as_json:
         print(json.dumps(report.as_json(), indent=2))
     else:
         _show_gpu(report)
     if not report.ok:
         raise typer.Exit(1)
+
+
+def _write_report(out: Path, gpu: dict[str, Any], device: str, doing: Callable[[str], None]) -> None:
+    import sys
+    from datetime import date
+
+    from flowspec_edge.fleet.doctor.board_report import board_report
+    from flowspec_edge.util.files import write_output
+
+    found = board_report(gpu, device, str(date.today()), report=doing)
+    write_output(out, json.dumps(found, indent=2) + "\n")
+    print(f"Written to {out}: look through it before you send it", file=sys.stderr)
 
 
 def _show_gpu(report: GpuReport) -> None:

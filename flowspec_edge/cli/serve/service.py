@@ -90,7 +90,7 @@ class Service:
             spec = replace(
                 spec, at_once=self.at_once, rejoin_within=self.rejoin_within,
                 scheduling_policy=self.scheduling_policy,
-                cache_rows=cache_rows(self.context, self.at_once, self.params, self.stages),
+                cache_rows=cache_rows(self.context, self.at_once, self.params, self.stages), reserve=True,
                 observer=Observers([metrics, feed, *watchers]), meter=meter)
             app = make_app(admission, served, self.api_key, metrics=metrics, live=live)
             serve_app(listener, app, admission, opened(spec, place), lambda: ready(says),

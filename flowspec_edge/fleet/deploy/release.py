@@ -70,6 +70,7 @@ class _Rendering:
         cluster = deployment.cluster
         addresses = [network_address(deployment.inventory, device) for device in self._boards]
         self._data = [f"tcp://{address}:{cluster.data_port}" for address in addresses]
+        self._cache_rows = deployment.cache_rows
         self._control = f"tcp://{addresses[0]}:{cluster.control_port}"
 
     def files(self, release: str) -> dict[str, Files]:
@@ -99,8 +100,8 @@ class _Rendering:
         return WorkerConfig(
             instance=_instance(release, place), stage=place, stages=len(self._boards) - 1,
             model=self._model, dtype=self._manifest.compute_dtype,
-            device=self._deployment.inventory.torch_device(device), control=self._control,
-            listen=self._data[place], next=self._data[following], key_file=paths.KEY,
+            device=self._deployment.inventory.torch_device(device), cache_rows=self._cache_rows,
+            control=self._control, listen=self._data[place], next=self._data[following], key_file=paths.KEY,
             public_key=self._keys[place], control_key=self._keys[0], previous_key=self._keys[place - 1],
             next_key=self._keys[following]).dump()
 

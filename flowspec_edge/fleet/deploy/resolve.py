@@ -81,6 +81,11 @@ class Deployment:
         return _at_once(self.cluster, len(self.stages))
 
     @property
+    def cache_rows(self) -> int:
+        """Of KV caches, which each stage allocates at its start."""
+        return cache_rows(self.cluster.context, self.at_once, Params(), len(self.stages))
+
+    @property
     def work(self) -> Path:
         """The directory of a rollout's local files, next to the cluster file."""
         return self.path.parent / ".flowspec" / self.cluster.name
@@ -320,8 +325,7 @@ def process_bytes(deployment: Deployment, device: DeviceEntry) -> int:
 def needs_of(deployment: Deployment, manifest: Manifest, status: FleetStatus) -> dict[str, Needs]:
     """What a deployment needs on each board, by name.  A part that the board already has (``status``) needs
     no further disk."""
-    cluster, stages = deployment.cluster, len(deployment.stages)
-    rows = cache_rows(cluster.context, deployment.at_once, Params(), stages)
+    cluster, rows = deployment.cluster, deployment.cache_rows
     now = {board.name: board for board in status.boards}
     needs = {}
     for place, device in enumerate(deployment.boards):

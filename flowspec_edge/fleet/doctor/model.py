@@ -11,8 +11,6 @@ from flowspec_edge.fleet.inventory import Inventory
 from flowspec_edge.fleet.planning.memory_check import MemoryCheck
 from flowspec_edge.fleet.probe.findings import Finding
 from flowspec_edge.model.manifest import DRAFT, Manifest, stage_part
-from flowspec_edge.runtime.draft_device.capacity import cache_rows
-from flowspec_edge.strategies.params import Params
 
 
 def check_model(inventory: Inventory, path: Path, available: Mapping[str, int]) -> dict[str, list[Finding]]:
@@ -55,7 +53,7 @@ def needed(deployment: Deployment) -> dict[str, int]:
     cluster, model, stages = deployment.cluster, deployment.model, deployment.ranges
     if model.sharded:
         manifest = Manifest.read(model.path)
-        rows = cache_rows(cluster.context, deployment.at_once, Params(), len(stages))
+        rows = deployment.cache_rows
         parts = [manifest.part(name) for name in (DRAFT, *map(stage_part, range(len(stages))))]
         sizes = [part.weight_bytes + rows * part.row_bytes for part in parts]
     else:

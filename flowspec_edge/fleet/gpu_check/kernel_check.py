@@ -56,8 +56,8 @@ def check_products(wanted: ProductCheck) -> list[Finding]:
                            lambda left: json.dumps(asdict(replace(wanted, kinds=left))))
 
 
-def run_in_children(module: str, kinds: Sequence[str], argument: Callable[[tuple[str, ...]], str]
-                    ) -> list[Finding]:
+def run_in_children(module: str, kinds: Sequence[str], argument: Callable[[tuple[str, ...]], str],
+                    timeout_s: float | None = None) -> list[Finding]:
     """The results of ``kinds``, in their order, although each may kill its process.
 
     ``module`` prints a ``Finding`` as a line of JSON for each kind that ``argument`` gets.
@@ -65,15 +65,15 @@ def run_in_children(module: str, kinds: Sequence[str], argument: Callable[[tuple
     results: list[Finding] = []
     while len(results) < len(kinds):
         left = tuple(kinds[len(results):])
-        results += _child(module, left, argument(left))
+        results += _child(module, left, argument(left), timeout_s or _TIMEOUT_S)
     return results
 
 
-def _child(module: str, kinds: tuple[str, ...], argument: str) -> list[Finding]:
+def _child(module: str, kinds: tuple[str, ...], argument: str, timeout_s: float) -> list[Finding]:
     """If the process died, the last result is the kind that killed it."""
     command = [sys.executable, "-m", module, argument]
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        run = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
         code, out = run.returncode, run.stdout
         end = f"its kernel ended the process with code {code}"
         said = [line for line in run.stderr.splitlines() if line.strip()]
@@ -82,7 +82,7 @@ def _child(module: str, kinds: tuple[str, ...], argument: str) -> list[Finding]:
     except subprocess.TimeoutExpired as error:
         raw = error.stdout or b""
         code, out = 0, raw.decode(errors="replace") if isinstance(raw, bytes) else raw
-        end = f"no answer in {_TIMEOUT_S:.0f} s"
+        end = f"no answer in {timeout_s:.0f} s"
     lines = [line for line in out.splitlines() if line.startswith('{"check"')]
     results = [Finding(**json.loads(line)) for line in lines]
     if len(results) < len(kinds) and not (results and code == _CONTEXT_LOST):

@@ -1,4 +1,4 @@
-"""`flowspec doctor --gpu`: whether a GPU computes correctly, kernel by kernel and token by token."""
+"""`flowspec doctor --gpu`: what explains a GPU's speed, and whether kernels and tokens are right on it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from typing import Any, Literal
 
 import torch
 
-from flowspec_edge.fleet.gpu_check import operation_check, token_check
+from flowspec_edge.fleet.gpu_check import gpu_facts, operation_check, token_check
 from flowspec_edge.fleet.gpu_check.kernel_check import (
     BNB,
     ProductCheck,
     advisable,
     check_products,
 )
+from flowspec_edge.fleet.probe.board import read_board
 from flowspec_edge.fleet.probe.findings import Finding
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.util import torchdevice
 
-Group = Literal["products", "operations", "tokens"]
+Group = Literal["device", "products", "operations", "tokens"]
 
 _SHAPE = (1024, 1024)
 ROWS = (1, 4, 16, 17, 64)  # plain decoding, a small tree, a segment, one row more, a prefill's
@@ -71,8 +72,10 @@ def check_gpu(model: ModelDir, device: str = "cuda", dtypes: Sequence[str] = tok
     found = torchdevice.require(device)
     on_gpu = found.type == "cuda"
     capability = torch.cuda.get_device_capability(found) if on_gpu else None
+    report("device")
+    checks: dict[Group, list[Finding]] = {"device": gpu_facts.check_gpu_facts(device, read_board().l4t)}
     report("products")
-    checks: dict[Group, list[Finding]] = {"products": _products(device, capability)}
+    checks["products"] = _products(device, capability)
     report("operations")
     checks["operations"] = operation_check.check_operations(device)
     report("tokens")

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from flowspec_edge.device_profile import (
+    OUTPUT_LAUNCHES,
+    PASS_LAUNCHES,
+    SEGMENT_LAUNCHES,
     Conditions,
     DraftCost,
     HostCost,
+    LaunchCost,
     LinkCost,
     LmHeadCost,
     Memory,
@@ -21,6 +25,7 @@ from flowspec_edge.device_profile import (
     StageCurve,
 )
 from flowspec_edge.fleet.board_links.linktest import LinkMeasure, measure_link
+from flowspec_edge.fleet.gpu_check.gpu_facts import launch_us
 from flowspec_edge.fleet.measurement.draft_device import (
     STRATEGIES,
     DraftDeviceTimes,
@@ -118,24 +123,33 @@ def measure_profile(options: ProfileOptions, effort: Effort, report: ProgressCal
     free = device_memory(read_board(), read_gpu(options.device))
     report("memory", 0.0)
     rate = read_rate(options.device, free.usable_mb)
+    launch = LaunchCost(us=rounded(launch_us(options.device)), layer=model.layer_launches) \
+        if options.device != "cpu" else None
     report("loopback", 0.0)
     hop = measure_hop(model.hidden_width, options.dtype, effort.exchanges)
     stages, process_mb = _stages(options, effort, model, free, report)
-    # A round trip includes two hops and this process's codec work, which are not the stage's.
+    # A round trip includes two hops and this process's codec work, which are not the stage's, and the
+    # launches that virtual time charges beside the stage's curve.
     own = {case: max(0.01 * ms, ms - 2 * hop.latency_ms - hop.codec_ms) for case, ms in stages.items()}
+    if launch:
+        own = {case: launch.without(ms, SEGMENT_LAUNCHES) for case, ms in own.items()}
     curve = fit_stage(own)
     int4 = measure_int4(options.device, options.dtype) if effort.kernels else None
     times = _draft_device(options, effort, model, free, report)
+    if launch:
+        times = replace(times, lm_head=launch.without(times.lm_head, OUTPUT_LAUNCHES),
+                        passes={kind: launch.without(ms, PASS_LAUNCHES[kind][1])
+                                for kind, ms in times.passes.items()})
     board = read_board()  # again: temperature and clocks under load
     draft, estimated = _draft_cost(times, curve, model)
     link = LinkCost(mbps=rounded(peer.mbps if peer else hop.mbps),
                 latency_ms=rounded(peer.latency_ms if peer else hop.latency_ms))
     profile = Profile(
         name=options.name, kind="device", provenance="measured", summary=_summary(options, board),
-        source=_source(stages, times, estimated, peer, hop),
+        source=_source(stages, times, estimated, peer, hop, launch),
         model=ModelShape(layers=model.layers, hidden_width=model.hidden_width,
                          bytes_per_value=model.bytes_per_value, layer_mb=rounded(model.layer / 1e6)),
-        stage=curve, draft=draft, link=link, int4=int4,
+        stage=curve, draft=draft, link=link, int4=int4, launch=launch,
         lm_head=LmHeadCost(ms=rounded(times.lm_head), row_ms=rounded(times.row)),
         host=HostCost(bookkeeping_ms=rounded(times.bookkeeping)),
         memory=Memory(total_mb=float(round(free.total_mb)), usable_mb=float(round(free.usable_mb)),
@@ -213,7 +227,7 @@ def _summary(options: ProfileOptions, board: BoardInfo) -> str:
 
 
 def _source(stages: Mapping[SegmentCase, float], times: DraftDeviceTimes, estimated: Sequence[str],
-            peer: LinkMeasure | None, hop: LoopbackHop) -> str:
+            peer: LinkMeasure | None, hop: LoopbackHop, launch: LaunchCost | None) -> str:
     layers = " and ".join(str(n) for n in sorted({case.layers for case in stages}))
     contexts = ", ".join(str(n) for n in sorted({case.context for case in stages}))
     words = {"eagle2": "EAGLE head", "lm": "small draft model", "spd": "SPD's module"}
@@ -230,6 +244,9 @@ def _source(stages: Mapping[SegmentCase, float], times: DraftDeviceTimes, estima
         text.append(f"The model has no {' and no '.join(words[kind] for kind in estimated)}: that pass is "
                     "an estimate, the bytes of a module of the usual size (a layer and its input matrix; a "
                     "sixth of the target; two layers) at the target's rate, plus lm_head.")
+    if launch:
+        text.append("The price of a launch is that of an in-place addition from Python; the launches that "
+                    "are charged by it are not in the other times.")
     text.append("Every time is a mean without the longest tenth.")
     text.append("The link is that to the peer." if peer else
                 "The link is this machine's loopback, not a network.")

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
+from flowspec_edge.device_profile import LAYER_LAUNCHES, OTHER_LAYER_LAUNCHES
 from flowspec_edge.drafting.checkpoint import on_meta
 from flowspec_edge.drafting.eagle.eagle2 import EagleHead, head_config
 from flowspec_edge.drafting.eagle.eagle3 import Eagle3Head, head3_config
@@ -54,6 +55,7 @@ class ModelBytes:
     kv_row           keys and values of one row in one layer; draft_kv_row: in the draft head
     from_weights     whether weight files were present and agreed
     draft_estimated  whether there is no head here, and a head of the target's shape was assumed
+    layer_launches   kernel launches of a decoder layer
     """
 
     name: str
@@ -74,6 +76,7 @@ class ModelBytes:
     kv_cache: CacheBits
     from_weights: bool
     draft_estimated: bool
+    layer_launches: int = OTHER_LAYER_LAUNCHES
 
     @property
     def bytes_per_value(self) -> int:
@@ -139,6 +142,7 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
         kv_row=_kv_row(config, width, kv_cache), draft_kv_row=_kv_row(head.config, width),
         kv_cache=kv_cache,
         from_weights=from_weights, draft_estimated=draft is None,
+        layer_launches=LAYER_LAUNCHES.get(config.model_type, OTHER_LAYER_LAUNCHES),
     )
 
 

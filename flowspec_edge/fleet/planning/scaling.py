@@ -38,7 +38,8 @@ def scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
 
     A layer's time scales with its bytes, its time per cached token with the hidden width.  lm_head, EAGLE
     head and SPD's module (two layers) take their bytes at a layer's read rate.  A segment's overhead, a small
-    draft model's pass, the link and the memory do not change.  UsageError without layer_mb for another model.
+    draft model's pass, the price of a launch, the link and the memory do not change.  UsageError without
+    layer_mb for another model.
     """
     fitted, how = _scaled(profile, size)
     curve = fitted.stage
@@ -46,7 +47,8 @@ def scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
         added = curve.layers * 1e3 * cache_seconds(profile, size.kv_row, 1000)
         if added:
             curve = curve.model_copy(update={"context_ms": [added] * len(curve.rows)})
-    return fitted.model_copy(update={"stage": curve}), how
+    launch = fitted.launch and fitted.launch.model_copy(update={"layer": size.layer_launches})
+    return fitted.model_copy(update={"stage": curve, "launch": launch}), how
 
 
 def cache_seconds(profile: Profile, row: int, context: int) -> float:

@@ -294,6 +294,7 @@ CHECKS: tuple[Check, ...] = (
     Check("memory", "failed", ("up",), _memory),
     Check("port", "failed", ("up",), _ports),
     Check("memory", "warning", _DOCTOR, lambda it: [rules.free_memory(it.board)]),
+    Check("gpu memory", "warning", ("init", *_DOCTOR), lambda it: rules.large_pieces(it.board.l4t)),
     Check("swap", "warning", _DOCTOR, lambda it: [rules.swap(it.system)]),
     Check("temperature", "failed", _DOCTOR, lambda it: [rules.temperature(it.board)]),
     Check("power mode", "failed", _DOCTOR, lambda it: rules.power_mode(it.system, it.board, it.power_mode)),

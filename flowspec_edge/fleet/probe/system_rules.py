@@ -12,6 +12,7 @@ from flowspec_edge.fleet.probe.facts import DiskFacts, SystemFacts
 from flowspec_edge.fleet.probe.findings import Finding
 from flowspec_edge.fleet.probe.onboard.system import GPU_GROUPS
 from flowspec_edge.fleet.probe.onboard.tools import assignments
+from flowspec_edge.util.jetson import is_from
 from flowspec_edge.util.jetson import system as l4t_system
 
 _GIGA = 1e9
@@ -192,6 +193,18 @@ def network(facts: SystemFacts, address: str, interface: str, wrong: tuple[str, 
         return Finding("network", "warning", "; ".join(found), "; ".join(advice))
     speed = f", {link.mbps} Mbps" if link.mbps else ""
     return Finding("network", "ok", f"{address} at {name}{speed}")
+
+
+def large_pieces(l4t: str) -> Iterator[Finding]:
+    """Whether a release of L4T is one that may refuse large pieces of GPU memory."""
+    known = l4t_system().large_pieces
+    if is_from(l4t, known.since):
+        yield Finding(
+            "gpu memory", "warning",
+            f"L4T {l4t}: from {known.since} on (the fix for {known.fix}) large pieces of GPU memory are "
+            "reportedly refused though memory is free (NvMap error 12)",
+            f"go on: flowspec asks for {known.needed_mb} MB at once at most; flowspec doctor --gpu on the "
+            "board says what it gives; do not set expandable_segments, which fails on a Jetson")
 
 
 def desktop(facts: SystemFacts) -> Iterator[Finding]:

@@ -127,7 +127,8 @@ class ProcessCluster:
                 fair = spec.threads or threads_per_process(stages)
                 self._workers.start(plan.configs(self._links.control_endpoint, self._links.output_endpoint,
                                                  model_dir, cast(ComputeDtype, spec.dtype), fair,
-                                                 parallelism, emulate, spec.device),
+                                                 parallelism, emulate, spec.device,
+                                                 (spec.cache_rows or 0) if spec.reserve else 0),
                                     wrap=network.command if here.network else None)
                 undo.callback(torch.set_num_threads, self._threads)
                 torch.set_num_threads(fair)

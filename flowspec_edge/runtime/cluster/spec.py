@@ -33,6 +33,7 @@ class ClusterSpec:
     at_once        number of concurrent requests, each with its own caches
     cache_rows     limit for the rows in a stage's caches (``capacity.cache_rows``): requests wait for room,
                    and free room keeps prefixes. None: no limit, and no prefix cache
+    reserve        stages that D0 starts allocate the memory for ``cache_rows`` at their start
     scheduling_policy  how concurrent requests share the stages (``Scheduler``)
     dead_after     seconds of silence after which a stage counts as lost
     start_within   seconds for all stages to say Hello
@@ -53,6 +54,7 @@ class ClusterSpec:
     threads: int | None = None
     at_once: int = 8
     cache_rows: int | None = None
+    reserve: bool = False
     scheduling_policy: SchedulingPolicy = "fair"
     dead_after: float = 5.0
     start_within: float = 180.0

@@ -97,7 +97,7 @@ class GroupCharge:
         return self._group.spent_s - self._before_s + compute_s
 
     def _share(self, rows: int, context: int) -> float:
-        return self._profile.stage_seconds(rows, self._profile.model.layers, context) / self._group.size
+        return self._profile.stage_seconds(rows, self._profile.model.layers, context, self._group.size)
 
 
 @dataclass

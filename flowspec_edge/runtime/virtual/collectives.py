@@ -37,7 +37,7 @@ def tensor_seconds(profile: Profile, parallelism: Parallelism, rows: int, device
     work on a tile; one last all-gather collects the rows.
     """
     layers = profile.model.layers
-    compute = profile.stage_seconds(rows, layers, context) / devices
+    compute = profile.stage_seconds(rows, layers, context, devices)
     if devices == 1 or not rows:
         return compute
     step = step_seconds(profile, rows, devices)

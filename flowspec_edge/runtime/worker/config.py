@@ -21,6 +21,7 @@ class WorkerConfig(StrictModel):
     model: Text  # its directory; of a sharded model the stage's part is enough
     dtype: ComputeDtype = "fp32"
     device: Text = "cpu"
+    cache_rows: Annotated[int, Field(ge=0)] = 0  # of KV caches, allocated at the start; 0: as sessions come
     threads: Annotated[int, Field(ge=0)] = 0  # of torch; 0: its default
     control: Text  # where D0's control channel listens
     listen: Text  # where this stage receives segments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -12,18 +13,22 @@ from flowspec_edge.runtime.emulation.collectives import EmulatedGroup, GroupChar
 from flowspec_edge.runtime.emulation.durations import Charge, Emulation, stage_charge
 from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.stage.base import Engine
-from flowspec_edge.stage.engine import StageEngine, warm_up
+from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.families import load_config
+from flowspec_edge.stage.layers.graphs import CudaRecorder
+from flowspec_edge.stage.preparation import choose_graphs, warm_up
 from flowspec_edge.stage.shard import Shard, load_shard
 from flowspec_edge.stage.tensor_parallel.engine import TensorEngine
 from flowspec_edge.stage.tensor_parallel.process_group import GlooGroup, ProcessGroup
 from flowspec_edge.stage.tensor_parallel.shard import load_tensor_shard
 from flowspec_edge.util.torchdevice import make_current
 
+log = logging.getLogger(__name__)
+
 
 def load_engine(config: WorkerConfig, emulation: Emulation | None) -> tuple[Engine, Hello, Charge | None]:
-    """Return the engine with the stage's shard, warmed up on CUDA, the Hello that describes it, and the
-    emulated time of its passes."""
+    """Return the engine with the stage's shard and the memory of its caches, warmed up on CUDA, the Hello
+    that describes it, and the emulated time of its passes."""
     if config.threads:
         torch.set_num_threads(config.threads)
     make_current(config.device)
@@ -35,9 +40,10 @@ def load_engine(config: WorkerConfig, emulation: Emulation | None) -> tuple[Engi
     engine: Engine
     if config.parallelism == "pipeline":
         shard = load_shard(weights, rank, stages, config.dtype, config.device)
+        engine = stage = StageEngine(shard, config.cache_rows)
         if shard.device.type == "cuda":
-            warm_up(shard)
-        engine = StageEngine(shard)
+            warm_up(stage)
+            log.info("V%d: %s", config.stage, choose_graphs(stage, CudaRecorder(shard.device)))
     else:
         group: ProcessGroup = GlooGroup(rank, stages, config.group, config.interface, config.group_within_s)
         if emulation and emulation.links == "real":
@@ -45,5 +51,5 @@ def load_engine(config: WorkerConfig, emulation: Emulation | None) -> tuple[Engi
             wide = group = EmulatedGroup(group, profile, load_config(weights).num_hidden_layers)
             charge = GroupCharge(wide, profile, overlaps=config.parallelism == "galaxy")
         rank_shard = load_tensor_shard(weights, config.parallelism, group, config.dtype, config.device)
-        shard, engine = rank_shard, TensorEngine(rank_shard, group)
+        shard, engine = rank_shard, TensorEngine(rank_shard, group, config.cache_rows)
     return engine, Hello(config.instance, config.stage, stages, shard.layers, shard.digest), charge

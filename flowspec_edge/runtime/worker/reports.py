@@ -53,7 +53,8 @@ class Reports:
         self._energy.update()
         counters = {**self._engine.counters, **self._counters.total.counters(), "since": self._counters.since,
                     "dropped_frames": self._control.dropped + self._previous.dropped,
-                    "cache_bytes": self._engine.cache_bytes, **self._system_stats.read()}
+                    "cache_bytes": self._engine.cache_bytes, "graph_sizes": self._engine.graph_sizes,
+                    **self._system_stats.read()}
         self._control.send(Heartbeat(self._config.instance, self._config.stage, counters,
                                      isolated=bool(self._following.disconnected_for())))
 

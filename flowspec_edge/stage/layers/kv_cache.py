@@ -1,4 +1,14 @@
-"""The key/value cache of one stage: preallocated, one slot per row, ordered by number."""
+"""The key/value caches of one stage: ranges of rows of one arena, a slot a row, ordered by number.
+
+    arena = KVArena(layers, kv_heads, head_dim, dtype, device, rows=5_000)
+    cache = arena.take(capacity)       # a session's
+    arena.widen(cache, capacity)       # for a session that begins with another one's rows
+    arena.give_back(cache)
+
+An allocation on a board takes long, because the system clears the pages and the device is waited for, and it
+fragments the memory that GPU and system share.  So a stage allocates all rows before its first session, and
+what its sessions take and give back are ranges.  Where none fits although enough rows are free, ranges move.
+"""
 
 from __future__ import annotations
 
@@ -13,45 +23,126 @@ from flowspec_edge.model.manifest import CacheBits
 from flowspec_edge.util.tensors import to_device
 from flowspec_edge.util.torchdevice import release
 
+_MOVED = 256  # rows that are in memory twice while ranges move
+
+
+class KVArena:
+    """Memory for ``rows`` rows of all caches of layers [lo, hi); grows when they take more."""
+
+    def __init__(self, layers: tuple[int, int], kv_heads: int, head_dim: int, dtype: torch.dtype,
+                 device: torch.device, kept_in: CacheBits = "16bit", rows: int = 0) -> None:
+        self.first_layer, self.dtype, self.device = layers[0], dtype, device
+        self.rows = rows
+        self._kind = Int8KVCache if kept_in == "int8" else KVCache
+        width, stored = (head_dim + _SCALE, torch.int8) if kept_in == "int8" else (head_dim, dtype)
+        # By layer, [key or value, slot, kv head, head_dim]: the heads of a row are contiguous, as the layers
+        # produce them, so that writing, reading and moving rows touches memory in order.
+        self.layers = [torch.empty(2, rows, kv_heads, width, dtype=stored, device=device)
+                       for _ in range(*layers)]
+        self._caches: list[KVCache] = []  # in the order of their ranges
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+    def missing(self, capacity: int, of: KVCache | None = None) -> int:
+        """Rows by which the arena must grow for a cache, or ``of``, to hold ``capacity``."""
+        held = sum(cache.capacity for cache in self._caches if cache is not of)
+        return max(0, held + capacity - self.rows)
+
+    def take(self, capacity: int) -> KVCache:
+        """An empty cache.  May move the other caches' rows."""
+        if self._gap(capacity) is None:
+            self._grow(self.missing(capacity))
+            self._compact()
+        gap = self._gap(capacity)
+        assert gap is not None
+        place, start = gap
+        cache = self._kind(self, start, capacity)
+        self._caches.insert(place, cache)
+        return cache
+
+    def widen(self, cache: KVCache, capacity: int) -> None:
+        """Let ``cache`` hold up to ``capacity`` rows, at least as many as now.  May move all caches' rows."""
+        place = self._caches.index(cache)
+        end = self._caches[place + 1].start if place + 1 < len(self._caches) else self.rows
+        if cache.start + capacity > end:
+            self._grow(self.missing(capacity, cache))
+            self._compact(cache, capacity)
+        cache.renumber(capacity)
+
+    def give_back(self, cache: KVCache) -> None:
+        self._caches.remove(cache)
+
+    def _gap(self, capacity: int) -> tuple[int, int] | None:
+        """Index among the caches and first slot of the first free range of ``capacity`` slots."""
+        starts = [0, *(cache.start + cache.capacity for cache in self._caches)]
+        stops = [*(cache.start for cache in self._caches), self.rows]
+        return next(((place, start) for place, (start, stop) in enumerate(zip(starts, stops, strict=True))
+                     if stop - start >= capacity), None)
+
+    @torch.inference_mode()
+    def _grow(self, more: int) -> None:
+        """One layer at a time, so that at most one is in memory twice."""
+        for i in range(len(self.layers) if more else 0):
+            grown = self.layers[i].new_empty(2, self.rows + more, *self.layers[i].shape[2:])
+            grown[:, : self.rows] = self.layers[i][:, : self.rows]
+            self.layers[i] = grown
+            release(self.device)
+        self.rows += more
+
+    @torch.inference_mode()
+    def _compact(self, wider: KVCache | None = None, capacity: int = 0) -> None:
+        """Move all ranges together, with ``capacity`` slots for ``wider``."""
+        sizes = [capacity if cache is wider else cache.capacity for cache in self._caches]
+        starts = [sum(sizes[:place]) for place in range(len(sizes))]
+        moves = [(cache.start, start, cache.occupied)
+                 for cache, start in zip(self._caches, starts, strict=True)]
+        # The order of the ranges stays: those that move down, from the lowest on, then those that move up,
+        # from the highest on, never overwrite rows that have not moved yet.
+        steps = [(source + lo, target + lo, min(_MOVED, rows - lo)) for source, target, rows in moves
+                 if target < source for lo in range(0, rows, _MOVED)]
+        steps += [(source + lo, target + lo, min(_MOVED, rows - lo)) for source, target, rows in moves[::-1]
+                  if target > source for lo in reversed(range(0, rows, _MOVED))]
+        for layer in self.layers:
+            for source, target, rows in steps:
+                layer[:, target:target + rows] = layer[:, source:source + rows].clone()
+        for cache, start in zip(self._caches, starts, strict=True):
+            cache.start = start
+
 
 class KVCache:
-    """Keys and values of up to ``capacity`` rows for layers [lo, hi); transformers' ``past_key_values``.
+    """Keys and values of up to ``capacity`` rows; transformers' ``past_key_values``.
 
     A pass writes its rows behind the last slot with ``update``; ``append`` makes them part of the cache,
     otherwise the next pass overwrites them.
     """
 
-    def __init__(self, layers: tuple[int, int], kv_heads: int, head_dim: int, capacity: int,
-                 dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, arena: KVArena, start: int, capacity: int) -> None:
+        """``start``: first slot in the arena, which changes it."""
+        self.start = start
         self.capacity = capacity
-        self._first_layer = layers[0]
-        # By layer, [key or value, slot, kv head, head_dim]: the heads of a row are contiguous, as the layers
-        # produce them, so that writing, reading and moving rows touches memory in order.
-        self._store = [self._empty(capacity, kv_heads, head_dim, dtype, device) for _ in range(*layers)]
-        self._views = [_views(layer) for layer in self._store]
-        self._device = device
+        self._arena = arena
         self._numbers = np.empty(capacity, dtype=np.int32)
         self._length = 0
-
-    def _empty(self, capacity: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-               ) -> Tensor:
-        return torch.empty(2, capacity, kv_heads, head_dim, dtype=dtype, device=device)
+        self._reserved = 0  # rows of the pass that may be under way
 
     def __len__(self) -> int:
         return self._length
+
+    @property
+    def occupied(self) -> int:
+        """Slots that hold rows, or may hold those of a pass."""
+        return min(self.capacity, self._length + self._reserved)
 
     @property
     def numbers(self) -> Int32:
         """[len] int32, increasing: the number in each slot (a view, valid until the next change)."""
         return self._numbers[: self._length]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self._store)
-
     def rows(self) -> list[Tensor]:
         """Keys and values by layer: views [2, len, kv_heads, head_dim]."""
-        return [layer[:, : self._length] for layer in self._store]
+        return [layer[:, self.start : self.start + self._length] for layer in self._arena.layers]
 
     def slots(self, numbers: Int32) -> NDArray[np.int64] | None:
         """The slots [n] of ``numbers`` [n], increasing; None if one is missing."""
@@ -62,34 +153,38 @@ class KVCache:
         return at
 
     def reserve(self, rows: int) -> None:
-        """FlowspecError unless ``rows`` more fit."""
+        """Before a pass of ``rows`` rows.  FlowspecError unless they fit."""
         if self._length + rows > self.capacity:
             raise FlowspecError(f"KV cache is full: {self._length} rows held, {rows} more to come, "
                                 f"capacity {self.capacity}: shorten the request or raise the capacity")
+        self._reserved = rows
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: object) -> tuple[Tensor, Tensor]:
         """Write one layer's new rows [1, kv_heads, n, head_dim] behind the last slot.
 
         Returns all keys and values of the layer, new rows included: [1, kv_heads, len + n, head_dim].
         """
-        held, n = self._length, keys.shape[2]
-        key_slots, value_slots = self._views[layer_idx - self._first_layer]
-        key_slots.narrow(2, held, n).copy_(keys)
-        value_slots.narrow(2, held, n).copy_(values)
-        return key_slots.narrow(2, 0, held + n), value_slots.narrow(2, 0, held + n)
+        held = self._held(layer_idx, keys.shape[2])
+        for stored, rows in zip(held, (keys, values), strict=True):
+            stored[self._length :].copy_(rows[0].transpose(0, 1))
+        return _views(held)
 
     def write(self, rows: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """``update`` for keys and values in one tensor [n, 2, kv_heads, head_dim], with one copy."""
-        held, n = self._length, len(rows)
-        self._store[layer_idx - self._first_layer][:, held : held + n].copy_(rows.transpose(0, 1))
-        key_slots, value_slots = self._views[layer_idx - self._first_layer]
-        return key_slots.narrow(2, 0, held + n), value_slots.narrow(2, 0, held + n)
+        held = self._held(layer_idx, len(rows))
+        held[:, self._length :].copy_(rows.transpose(0, 1))
+        return _views(held)
+
+    def _held(self, layer_idx: int, new: int) -> Tensor:
+        """The layer's rows, and slots for ``new`` rows."""
+        layer = self._arena.layers[layer_idx - self._arena.first_layer]
+        return layer.narrow(1, self.start, self._length + new)
 
     def append(self, numbers: Int32) -> None:
         """Add the rows that every layer has just written; their numbers must exceed all cached ones."""
         end = self._length + len(numbers)
         self._numbers[self._length : end] = numbers
-        self._length = end
+        self._length, self._reserved = end, 0
 
     @torch.inference_mode()
     def keep(self, mask: NDArray[np.bool_]) -> int:
@@ -101,29 +196,27 @@ class KVCache:
         length = first + len(source)
         if len(source):
             self._numbers[first:length] = self._numbers[source]
-            slots = to_device(torch.from_numpy(source), self._device)
-            for layer in self._store:
-                layer[:, first:length] = layer.index_select(1, slots)
+            slots = to_device(torch.from_numpy(self.start + source), self._arena.device)
+            for layer in self._arena.layers:
+                layer[:, self.start + first : self.start + length] = layer.index_select(1, slots)
         dropped, self._length = self._length - length, length
         return dropped
 
-    @torch.inference_mode()
-    def move(self, capacity: int, slots: NDArray[np.int64]) -> None:
-        """Keep only ``slots`` [n], increasing, renumbered from 0, in memory for ``capacity`` rows.
+    def retain(self, slots: NDArray[np.int64]) -> None:
+        """Keep only ``slots`` [n], increasing, renumbered from 0, and no room for more."""
+        mask = np.zeros(self._length, dtype=bool)
+        mask[slots] = True
+        self.keep(mask)
+        self._reserved = 0
+        self.renumber(len(slots))
 
-        Reallocates one layer at a time, so that at most one layer is in memory twice.
-        """
-        at = to_device(torch.from_numpy(slots), self._device)
-        for i in range(len(self._store)):
-            new = self._store[i].new_empty(2, capacity, *self._store[i].shape[2:])
-            new[:, : len(slots)] = self._store[i].index_select(1, at)
-            self._store[i], self._views[i] = new, _views(new)
-            release(self._device)
-        self.capacity, self._length = capacity, len(slots)
+    def renumber(self, capacity: int) -> None:
+        """The rows from 0, with room for ``capacity``, which the arena has."""
+        self.capacity = capacity
         self._numbers = np.arange(capacity, dtype=np.int32)
 
-    def clear(self) -> None:
-        self._length = 0
+    def truncate(self, rows: int) -> None:
+        self._length = rows
 
 
 class Int8KVCache(KVCache):
@@ -133,20 +226,14 @@ class Int8KVCache(KVCache):
     not depend on when it is computed.
     """
 
-    def _empty(self, capacity: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-               ) -> Tensor:
-        self._dtype = dtype
-        return torch.empty(2, capacity, kv_heads, head_dim + _SCALE, dtype=torch.int8, device=device)
-
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: object) -> tuple[Tensor, Tensor]:
         rows = torch.stack((keys[0], values[0])).permute(2, 0, 1, 3)
         return self.write(rows, layer_idx)
 
     def write(self, rows: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        held, n = self._length, len(rows)
-        layer = self._store[layer_idx - self._first_layer]
-        layer[:, held : held + n].copy_(in_int8(rows).transpose(0, 1))
-        return _views(from_int8(layer[:, : held + n], self._dtype))
+        held = self._held(layer_idx, len(rows))
+        held[:, self._length :].copy_(in_int8(rows).transpose(0, 1))
+        return _views(from_int8(held, self._arena.dtype))
 
 
 _SCALE = 2  # bytes of a bfloat16
@@ -173,6 +260,6 @@ def row_bytes(kv_heads: int, head_dim: int, width: int, kept_in: CacheBits) -> i
     return 2 * kv_heads * (head_dim + _SCALE if kept_in == "int8" else head_dim * width)
 
 
-def _views(layer: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of a layer as attention takes them: [1, kv_heads, capacity, head_dim] each."""
-    return layer[0].transpose(0, 1)[None], layer[1].transpose(0, 1)[None]
+def _views(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """[2, m, kv_heads, head_dim] as attention takes them: keys and values [1, kv_heads, m, head_dim]."""
+    return rows[0].transpose(0, 1)[None], rows[1].transpose(0, 1)[None]

@@ -30,8 +30,8 @@ T = TypeVar("T")
 class TensorEngine:
     """Runs one rank's shard, with the interface of a StageEngine."""
 
-    def __init__(self, shard: TensorShard, group: ProcessGroup) -> None:
-        self._engine = StageEngine(shard)
+    def __init__(self, shard: TensorShard, group: ProcessGroup, cache_rows: int = 0) -> None:
+        self._engine = StageEngine(shard, cache_rows)
         self._group = group
         self._bytes_before = 0  # sent before the sessions that are open
         self._bytes: dict[int, int] = {}  # sent for each of them
@@ -49,6 +49,10 @@ class TensorEngine:
     @property
     def cache_bytes(self) -> int:
         return self._engine.cache_bytes
+
+    @property
+    def graph_sizes(self) -> int:
+        return self._engine.graph_sizes
 
     def cached(self, session: int) -> int:
         return self._engine.cached(session)

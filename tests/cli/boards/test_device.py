@@ -14,7 +14,7 @@ from safetensors import safe_open
 from tiny_dir import tiny_model_dir
 
 from flowspec_edge.cli.main import main
-from flowspec_edge.device_profile import load_profile, profile_names
+from flowspec_edge.device_profile import LaunchCost, load_profile, profile_names, render
 from flowspec_edge.fleet.measurement.stage import ROWS
 
 PEER = [sys.executable, "-m", "flowspec_edge.cli.main",
@@ -101,6 +101,16 @@ def test_every_profile_can_be_shown(name: str, capsys: pytest.CaptureFixture[str
     assert f"{name}  {profile.kind}, {profile.provenance}" in said
     assert f"{profile.stage.rows[0]:g}" in said
     assert profile.source.split()[0] in said
+
+
+def test_the_price_of_a_launch_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = load_profile("paper-7b")
+    path = tmp_path / "dear.toml"
+    path.write_text(render(own.model_copy(update={"launch": LaunchCost(us=31.5)})))
+    assert main(["device", "show", str(path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "31.5 µs each: 16 a layer and 18 a segment" in said
+    assert "16 80.57 80.57" in said  # ms of a segment of 16 rows
 
 
 def test_show_as_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
+from gpukit import without_cuda
 
 from flowspec_edge.cli.main import main
 from flowspec_edge.fleet.doctor import run
@@ -96,6 +98,23 @@ def test_without_a_gpu_there_is_nothing_to_test(capsys: pytest.CaptureFixture[st
     assert "no cuda" in err
     assert main(["doctor", "--gpu", "--fix"]) == 2
     assert "on each board" in capsys.readouterr().err
-    for device in ("cpu", "cuda"):
-        assert main(["doctor", "--device", device]) == 2
-        assert "--device works with --gpu only" in capsys.readouterr().err
+    for option, value in (("--device", "cpu"), ("--device", "cuda"), ("--report", "board.json")):
+        assert main(["doctor", option, value]) == 2
+        assert f"{option} works with --gpu only" in capsys.readouterr().err
+
+
+@without_cuda
+def test_a_board_whose_torch_sees_no_gpu_has_a_report(quick: list[Finding], tmp_path: Path,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    """The error is the report's, too; a place that cannot be written fails before all else."""
+    out = tmp_path / "board.json"
+    assert main(["doctor", "--gpu", "--report", str(out)]) == 2
+    printed, err = capsys.readouterr()
+    assert printed == ""
+    assert f"Written to {out}" in err
+    found = json.loads(out.read_text())
+    assert "no cuda here" in found["gpu"]["error"]
+    assert "no cuda here" in found["profile"]["error"]
+    assert [finding["check"] for finding in found["doctor"]][:2] == ["flowspec", "board"]
+    assert main(["doctor", "--gpu", "--report", str(tmp_path / "none" / "board.json")]) == 2
+    assert str(tmp_path / "none") in capsys.readouterr().err

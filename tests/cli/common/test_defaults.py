@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from gpukit import needs_cuda, without_cuda
 from shardkit import cut
 from tiny_dir import tiny_model_dir
@@ -16,7 +15,7 @@ from flowspec_edge.cli.main import main
 from flowspec_edge.drafting.eagle.eagle2 import load_head
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import ModelDir
-from flowspec_edge.stage.layers.kv_cache import KVCache
+from flowspec_edge.stage.layers.kv_cache import KVArena
 from flowspec_edge.stage.shard import load_lm_head, load_shard
 from flowspec_edge.util import torchdevice
 from flowspec_edge.util.torchdevice import TorchGpu
@@ -124,7 +123,7 @@ def test_bytes_are_those_of_what_is_loaded(model: Path, tmp_path: Path, dtype: s
     torch_dtype = whole.dtype
     lm_head = load_lm_head(found.target, dtype)
     head = load_head(model / "eagle2", lm_head, torch_dtype)
-    caches = [KVCache(layers, whole.kv_heads, whole.head_dim, 100, torch_dtype, torch.device("cpu")).nbytes
+    caches = [KVArena(layers, whole.kv_heads, whole.head_dim, torch_dtype, whole.device, rows=100).nbytes
               for layers in (whole.layers, (0, 1))]
     in_memory = (p for name, p in head.named_parameters() if not name.startswith("embed_tokens"))
     d0 = lm_head.nbytes + sum(p.numel() for p in in_memory) * torch_dtype.itemsize

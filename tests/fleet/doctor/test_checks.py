@@ -13,7 +13,7 @@ from flowspec_edge.fleet.board_links import tc
 from flowspec_edge.fleet.commands import LocalRunner
 from flowspec_edge.fleet.doctor.cluster import check_shaping
 from flowspec_edge.fleet.probe import system_rules as rules
-from flowspec_edge.fleet.probe.checks import CHECKS, Place, Subject
+from flowspec_edge.fleet.probe.checks import CHECKS, Place, Subject, faults
 from flowspec_edge.fleet.probe.facts import BoardFacts, SystemFacts, system_facts
 from flowspec_edge.fleet.probe.findings import WORST, Finding, merged
 
@@ -184,6 +184,21 @@ def test_each_fault_of_a_system_has_a_next_step(changes: dict[str, str], check: 
     finding = system(changes)[check]
     assert (finding.state, says in finding.found, advice in finding.advice) == (state, True, True), finding
     assert bool(finding.advice) == bool(advice)
+
+
+@pytest.mark.parametrize(("revision", "warned"), [
+    ("4.3", False), ("4.7", True), ("4.10", True), ("5.0", True)])
+def test_releases_that_may_refuse_large_pieces_of_memory(revision: str, warned: bool) -> None:
+    release = {"etc/nv_tegra_release": f"# R36 (release), REVISION: {revision}, GCID: 1\n"}
+    found = system(release)
+    assert ("gpu memory" in found) == warned
+    board = Subject(BoardFacts(system=facts(files={**ORIN, **release})), "python3", "cuda")
+    assert [finding.check for finding in faults("init", board)] == ["gpu memory"] * warned
+    assert faults("up", board) == []  # each deployment would say it again
+    if warned:
+        assert found["gpu memory"].state == "warning"
+        assert "CVE-2025-33177" in found["gpu memory"].found
+        assert "256 MB at once" in found["gpu memory"].advice
 
 
 def test_a_user_without_the_gpus_groups(monkeypatch: pytest.MonkeyPatch) -> None:

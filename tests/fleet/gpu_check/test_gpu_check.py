@@ -16,7 +16,7 @@ from quantkit import DEVICES
 from tiny_dir import tiny_model_dir
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.fleet.gpu_check import kernel_check, operation_check, token_check
+from flowspec_edge.fleet.gpu_check import gpu_facts, kernel_check, operation_check, token_check
 from flowspec_edge.fleet.gpu_check.operation_check import operations
 from flowspec_edge.fleet.gpu_check.report import ROWS, GpuReport, _products, check_gpu
 from flowspec_edge.fleet.gpu_check.token_check import judge, token_kinds
@@ -189,17 +189,17 @@ def test_every_check_runs_on_the_given_device(model: Path, monkeypatch: pytest.M
     """"cpu:0" is any machine's CPU, but not the name that a forgotten device would have."""
     asked: list[dict[str, object]] = []
 
-    def told(module: str, kinds: Sequence[str], argument: Callable[[tuple[str, ...]], str]
-             ) -> list[Finding]:
+    def told(module: str, kinds: Sequence[str], argument: Callable[[tuple[str, ...]], str],
+             timeout_s: float | None = None) -> list[Finding]:
         asked.append(json.loads(argument(tuple(kinds))))
         return [Finding(kind, "ok") for kind in kinds]
 
-    for module in (kernel_check, operation_check, token_check):
+    for module in (gpu_facts, kernel_check, operation_check, token_check):
         monkeypatch.setattr(module, "run_in_children", told)
     assert check_gpu(resolve_model(model), "cpu:0", ["fp16"], new_tokens=5).device == "cpu:0"
-    assert [one["device"] for one in asked] == ["cpu:0"] * 4
-    assert [one["dtype"] for one in asked[:2]] == ["fp16", "bf16"]
-    assert (asked[3]["new_tokens"], asked[3]["model"], asked[3]["kinds"]) == (
+    assert [one["device"] for one in asked] == ["cpu:0"] * 5
+    assert [one["dtype"] for one in asked[1:3]] == ["fp16", "bf16"]
+    assert (asked[4]["new_tokens"], asked[4]["model"], asked[4]["kinds"]) == (
         5, str(model), list(token_kinds(["fp16"])))
 
 

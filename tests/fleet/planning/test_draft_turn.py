@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 from tiny_dir import tiny_model_dir
 
-from flowspec_edge.device_profile import Conditions, DraftCost, HostCost, LmHeadCost, Profile, load_profile
+from flowspec_edge.device_profile import (
+    Conditions,
+    DraftCost,
+    HostCost,
+    LaunchCost,
+    LmHeadCost,
+    Profile,
+    load_profile,
+)
 from flowspec_edge.fleet.planning.draft_turn import device_mismatch, draft_turn
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
@@ -34,6 +42,15 @@ def test_a_turn_is_one_output_and_one_pass() -> None:
     assert "take 31 ms a turn, the slowest stage 20 ms" in draft_turn(paper(), 0.02, 16).warning("a")
     looked_up = draft_turn(paper(), 0.02, 16, "ngram")
     assert (looked_up.draft, looked_up.passes, looked_up.is_bottleneck) == (0, None, False)
+
+
+def test_launches_of_a_turn_are_not_hidden() -> None:
+    """10 of an output and 36 of a pass; look-up launches none."""
+    dear = paper().model_copy(update={"launch": LaunchCost(us=50)})
+    turn, before = (draft_turn(profile, 0.08, 16) for profile in (dear, paper()))
+    assert turn.output - before.output == pytest.approx(0.0005)
+    assert turn.draft - before.draft == pytest.approx(0.0018)
+    assert draft_turn(dear, 0.08, 16, "ngram").draft == 0
 
 
 @pytest.mark.parametrize(("measured", "torch_device", "advised"), [

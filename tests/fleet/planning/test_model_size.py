@@ -21,7 +21,7 @@ from flowspec_edge.runtime.draft_device.models import DraftModels
 from flowspec_edge.sharding.job import run
 from flowspec_edge.sharding.plan import make_plan, recipe_for
 from flowspec_edge.sharding.source import open_source
-from flowspec_edge.stage.layers.kv_cache import KVCache
+from flowspec_edge.stage.layers.kv_cache import KVArena
 from flowspec_edge.stage.shard import load_lm_head, load_shard
 from flowspec_edge.strategies.params import Params
 from microbench.shapes.memory import FIRST, footprint
@@ -70,8 +70,8 @@ def test_equals_the_bytes_of_the_files(model: Path) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_a_row_equals_what_the_cache_allocates(model: Path, dtype: PlanDtype) -> None:
     shard = load_shard(model / "target", 0, 1, dtype)
-    cache = KVCache((0, 3), shard.kv_heads, shard.head_dim, 100, shard.dtype, shard.device)
-    assert cache.nbytes == 3 * 100 * model_bytes(str(model), dtype).kv_row
+    arena = KVArena((0, 3), shard.kv_heads, shard.head_dim, shard.dtype, shard.device, rows=100)
+    assert arena.nbytes == 3 * 100 * model_bytes(str(model), dtype).kv_row
 
 
 def test_int4_packs_the_layers_matrices_and_nothing_else(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from plankit import MB, profile, size
 
-from flowspec_edge.device_profile import Int4Cost, StageCurve, load_profile, render
+from flowspec_edge.device_profile import Int4Cost, LaunchCost, StageCurve, load_profile, render
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.planning.board_spec import BoardSpec, parse_devices
 from flowspec_edge.fleet.planning.model_size import model_bytes
@@ -65,6 +65,16 @@ def test_times_scale_with_bytes() -> None:
     assert fitted.draft.spd_pass_ms == pytest.approx((2 * 200 + 100) * 0.02)
     assert (fitted.model.layers, fitted.model.hidden_width) == (12, 2048)
     assert (fitted.link, fitted.memory, fitted.draft.lm_pass_ms) == (measured.link, measured.memory, 30)
+
+
+def test_launches_are_those_of_the_planned_model() -> None:
+    """A layer of 400 MB takes 8 ms, of 50 MB in int4 1 ms, and its 20 launches 2 ms."""
+    measured = profile(layer_ms=8.0).model_copy(update={"launch": LaunchCost(us=100.0)})
+    packed = replace(size(layer_mb=400), dtype="int4", layer=50 * MB, layer_launches=20)
+    slots = [scaled(measured, of)[0].stage_seconds(16, 8) * 1e3 for of in (size(), packed)]
+    assert slots == pytest.approx([64 + 1.8, 16 + 1.8])
+    assert {name: model_bytes(name, "fp16").layer_launches for name in ("llama-2-7b", "qwen3-8b")} == {
+        "llama-2-7b": 16, "qwen3-8b": 20}
 
 
 def test_int4_without_a_kernels_times_is_bandwidth_alone_and_says_so() -> None:

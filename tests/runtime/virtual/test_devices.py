@@ -4,6 +4,7 @@ import pytest
 
 from flowspec_edge.device_profile import Profile, load_profile
 from flowspec_edge.errors import UsageError
+from flowspec_edge.runtime.emulation.durations import stage_charge
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.runtime.virtual.devices import Devices
@@ -14,7 +15,7 @@ BASE = load_profile("paper-7b")  # 80 ms for 8 of 32 layers
 def changed(**sections: dict[str, object]) -> Profile:
     data = BASE.model_dump()
     for name, values in sections.items():
-        data[name] = {**data[name], **values}
+        data[name] = {**(data[name] or {}), **values}
     return Profile.model_validate(data)
 
 
@@ -68,6 +69,50 @@ def test_rows_of_an_output_and_nodes_of_a_pass_are_charged(tiny_model) -> None:
         assert len({span.rows for span in spans}) > 1
         for span in spans:
             assert span.end - span.start == pytest.approx(base + each * span.rows)
+
+
+@pytest.mark.parametrize("strategy", ["flowspec_plus", "chunk_pp", "megatron"])
+def test_launches_that_cost_nothing_change_no_digit(tiny_model, strategy: str) -> None:
+    """Nor does a profile without their price, as all had been."""
+    request = Request(list(range(5, 25)), strategy, 12)
+    clusters = [VirtualCluster(tiny_model, 2, profile) for profile in (BASE, changed(launch={"us": 0.0}))]
+    without, free = (cluster.generate(request) for cluster in clusters)
+    assert (free.tokens, free.stats) == (without.tokens, without.stats)
+    assert clusters[0].spans == clusters[1].spans
+
+
+@pytest.mark.parametrize(("stage_ms", "layer", "slot_ms"), [
+    (80.0, 16, 80.0 + 18 * 0.035),  # fp16: 8 x 16 launches, 4.48 ms, are hidden
+    (13.0, 16, 13.0 + 18 * 0.035),  # int4 at 68 GB/s, too
+    (5.0, 20, 8 * 20 * 0.035 + 18 * 0.035),  # Qwen3 in int4 on a faster GPU: the host is what takes long
+])
+def test_launches_are_charged_where_the_gpu_does_not_hide_them(tiny_model, stage_ms: float, layer: int,
+                                                                slot_ms: float) -> None:
+    """At 35 µs each; D0's, 36 a draft pass and 10 an output, are never hidden.  Tokens stay the same."""
+    plain = changed(stage={"ms": [stage_ms, 2 * stage_ms]})
+    dear = changed(stage={"ms": [stage_ms, 2 * stage_ms]}, launch={"us": 35.0, "layer": layer})
+    assert Devices.even(plain, 4).slot_seconds(16) == pytest.approx(stage_ms / 1e3)
+    assert Devices.even(dear, 4).slot_seconds(16) == pytest.approx(slot_ms / 1e3)
+    assert Devices.even(dear, 4).stage_seconds(1, 0) == 0
+    emulated = stage_charge(Devices.even(dear, 4), "pipeline", 1)
+    assert emulated.seconds(16, 0) == Devices.even(dear, 4).stage_seconds(1, 16)
+    request = Request(list(range(5, 25)), "flowspec", 12)
+    cluster = VirtualCluster(tiny_model, 4, dear)
+    found = cluster.generate(request)
+    assert found.tokens == VirtualCluster(tiny_model, 4, plain).generate(request).tokens
+    assert found.stats.slot_s == pytest.approx(slot_ms / 1e3)
+    taken = {kind: {round(1e3 * (span.end - span.start), 6) for span in cluster.spans
+                    if span.kind == kind and 0 < span.rows <= 16} for kind in ("compute", "draft", "verify")}
+    assert taken == {"compute": {round(slot_ms, 6)}, "draft": {15 + 36 * 0.035}, "verify": {5 + 10 * 0.035}}
+
+
+def test_each_device_of_a_group_launches_all_layers() -> None:
+    """Half of each layer's 0.5 ms hides less than half of its 16 launches of 35 µs, 0.56 ms."""
+    free = changed(stage={"layers": 1, "ms": [0.5, 0.5], "rows": [16, 17]})
+    dear = changed(stage={"layers": 1, "ms": [0.5, 0.5], "rows": [16, 17]}, launch={"us": 35.0})
+    [without], [added] = (Devices(p, (p, p), (16, 16), "two").compute_seconds("megatron")
+                          for p in (free, dear))
+    assert added(16, 0) - without(16, 0) == pytest.approx((32 * (0.56 - 0.25) + 18 * 0.035) / 1e3)
 
 
 def test_plain_decoding_takes_what_the_devices_add_up_to(tiny_model) -> None:

@@ -23,7 +23,7 @@ from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.sharding.job import run
 from flowspec_edge.sharding.plan import make_plan, ranges_for, recipe_for
 from flowspec_edge.sharding.source import open_source
-from flowspec_edge.stage.layers.kv_cache import Int8KVCache, from_int8, in_int8, row_bytes
+from flowspec_edge.stage.layers.kv_cache import KVArena, from_int8, in_int8, row_bytes
 from flowspec_edge.stage.reference_model import load_reference_model
 from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.strategies.registry import STRATEGIES
@@ -51,13 +51,14 @@ def test_a_value_is_within_half_a_step(seed: int, size: float, dtype: torch.dtyp
 @given(st.data())
 @torch.inference_mode()  # as the engine computes
 def test_every_operation_against_a_list_of_rows(data: st.DataObject) -> None:
-    """write, update, append, keep and move; a pass sees the rounded values of all rows, its own included."""
+    """write, update, append, keep, retain; a pass sees the rounded values of all rows, its own included."""
     random = np.random.default_rng(data.draw(st.integers(0, 999)))
-    cache = Int8KVCache((3, 5), HEADS, WIDTH, 40, torch.float32, CPU)
+    arena = KVArena((3, 5), HEADS, WIDTH, torch.float32, CPU, "int8", 40)
+    cache = arena.take(40)
     held: list[torch.Tensor] = []  # [2 layers, 2, heads, width] each
     number = 0
     for step in range(data.draw(st.integers(1, 8))):
-        action = data.draw(st.sampled_from(["write", "update", "keep", "move"]))
+        action = data.draw(st.sampled_from(["write", "update", "keep", "retain"]))
         if action in ("write", "update") and len(held) < 30:
             n = data.draw(st.integers(1, 5))
             rows = torch.from_numpy(random.normal(size=(n, 2, 2, HEADS, WIDTH))).float()
@@ -74,12 +75,13 @@ def test_every_operation_against_a_list_of_rows(data: st.DataObject) -> None:
             mask = random.random(len(held)) < 0.7
             cache.keep(mask)
             held = [row for row, stays in zip(held, mask, strict=True) if stays]
-        elif action == "move" and held:
+        elif action == "retain" and held:
             slots = np.flatnonzero(random.random(len(held)) < 0.7)
-            cache.move(40, slots)
+            cache.retain(slots)
+            arena.widen(cache, 40)
             held, number = [held[slot] for slot in slots], len(slots)
         assert len(cache) == len(held)
-    assert cache.nbytes == 2 * 40 * row_bytes(HEADS, WIDTH, 4, "int8")
+    assert arena.nbytes == 2 * 40 * row_bytes(HEADS, WIDTH, 4, "int8")
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +125,8 @@ def test_the_loss_is_that_of_the_rounding(base: Path) -> None:
 
 def test_the_manifest_counts_its_bytes(base: Path) -> None:
     shard = load_shard(sharded(base, "int8"), 0, 2, "fp32")
-    cache = Int8KVCache(shard.layers, shard.kv_heads, shard.head_dim, 10, shard.dtype, CPU)
+    arena = KVArena(shard.layers, shard.kv_heads, shard.head_dim, shard.dtype, CPU, "int8", 10)
     source = open_source(str(base))
     part = make_plan(source, recipe_for(source, "fp32", kv_cache="int8"), ranges_for(3, 2, None)).parts[0]
-    assert cache.nbytes == 10 * part.row_bytes
+    assert arena.nbytes == 10 * part.row_bytes
     assert shard.kv_cache == "int8"

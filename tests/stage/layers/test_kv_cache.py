@@ -1,4 +1,4 @@
-"""The KV cache against plain numpy indexing."""
+"""The KV caches against lists of rows."""
 
 from __future__ import annotations
 
@@ -9,18 +9,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from propertykit import examples
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.stage.layers.kv_cache import KVCache
+from flowspec_edge.stage.layers.kv_cache import KVArena, KVCache
 
 LAYERS, KV_HEADS, HEAD_DIM = (2, 5), 2, 4
 
 
+def arena(rows: int) -> KVArena:
+    return KVArena(LAYERS, KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"), rows=rows)
+
+
 def filled(rows: int, capacity: int = 64) -> tuple[KVCache, torch.Tensor]:
     """A cache with ``rows`` random rows, and what it should hold: [layers, 2, rows, kv_heads, head_dim]."""
-    cache = KVCache(LAYERS, KV_HEADS, HEAD_DIM, capacity, torch.float32, torch.device("cpu"))
+    cache = arena(capacity).take(capacity)
     truth = torch.randn(LAYERS[1] - LAYERS[0], 2, rows, KV_HEADS, HEAD_DIM)
     write(cache, truth, np.arange(rows, dtype=np.int32) * 3)
     return cache, truth
@@ -76,22 +81,91 @@ def test_only_displaced_rows_are_written(holes: list[int], moved: list[int]) -> 
     assert writes.slots == moved * (LAYERS[1] - LAYERS[0])
 
 
-@given(mask=st.integers(0, 2**12 - 1), spare=st.integers(0, 9), held=st.integers(0, 12))
-@settings(max_examples=50, deadline=None)
-def test_move_takes_some_rows_into_other_memory(mask: int, spare: int, held: int) -> None:
-    cache, truth = filled(held)
-    slots = np.array([i for i in range(held) if mask >> i & 1], dtype=np.int64)
-    assert (cache.slots(cache.numbers[slots]) == slots).all()
-    cache.move(len(slots) + spare, slots)
-    assert cache.numbers.tolist() == list(range(len(slots)))
-    assert cache.capacity == len(slots) + spare
-    assert cache.nbytes == 3 * 2 * cache.capacity * KV_HEADS * HEAD_DIM * 4
-    truth = truth[:, :, torch.from_numpy(slots)]
-    assert torch.equal(torch.stack(cache.rows()), truth)
-    if spare:
-        more = torch.randn(3, 2, spare, KV_HEADS, HEAD_DIM)
-        write(cache, more, len(slots) + np.arange(spare, dtype=np.int32))
-        assert torch.equal(torch.stack(cache.rows()), torch.cat([truth, more], dim=2))
+ROW = 3 * 2 * KV_HEADS * HEAD_DIM * 4  # bytes
+
+
+class Arenas(RuleBasedStateMachine):
+    """Any number of caches in one arena, which is too small at first: each keeps its own rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arena, self.most, self.made = arena(8), 8, 0
+        self.caches: list[tuple[KVCache, list[torch.Tensor]]] = []  # rows [layers, 2, kv_heads, head_dim]
+
+    def some(self, data: st.DataObject) -> tuple[KVCache, list[torch.Tensor]]:
+        return self.caches[data.draw(st.integers(0, len(self.caches) - 1))]
+
+    @rule(capacity=st.integers(1, 700))
+    def take(self, capacity: int) -> None:
+        cache = self.arena.take(capacity)
+        assert (len(cache), cache.capacity) == (0, capacity)
+        self.caches.append((cache, []))
+
+    @precondition(lambda self: self.caches)
+    @rule(data=st.data(), count=st.integers(1, 400))
+    @torch.inference_mode()  # as a stage computes
+    def write(self, data: st.DataObject, count: int) -> None:
+        """A pass; other caches may come and go between its layers."""
+        cache, held = self.some(data)
+        count = min(count, cache.capacity - len(held))
+        if not count:
+            return
+        rows = torch.arange(self.made, self.made + count * ROW // 4, dtype=torch.float32)
+        rows = rows.view(count, 3, 2, KV_HEADS, HEAD_DIM)
+        self.made += count * ROW // 4
+        cache.reserve(count)
+        for layer in range(*LAYERS):
+            keys, values = cache.write(rows[:, layer - LAYERS[0]], layer)
+            seen = torch.stack([keys[0].transpose(0, 1), values[0].transpose(0, 1)])
+            assert torch.equal(seen, torch.stack([*held, *rows])[:, layer - LAYERS[0]].transpose(0, 1))
+            if layer == LAYERS[0]:
+                self.take(data.draw(st.integers(1, 300)))
+        cache.append(np.arange(len(held), len(held) + count, dtype=np.int32))
+        held.extend(rows)
+
+    @precondition(lambda self: self.caches)
+    @rule(data=st.data(), seed=st.integers(0, 99))
+    def retain(self, data: st.DataObject, seed: int) -> None:
+        cache, held = self.some(data)
+        slots = np.flatnonzero(np.random.default_rng(seed).random(len(held)) < 0.6)
+        if not len(slots):
+            return
+        cache.retain(slots)
+        held[:] = [held[slot] for slot in slots]
+        assert (cache.capacity, cache.numbers.tolist()) == (len(slots), list(range(len(slots))))
+
+    @precondition(lambda self: self.caches)
+    @rule(data=st.data(), more=st.integers(0, 600))
+    def widen(self, data: st.DataObject, more: int) -> None:
+        cache, held = self.some(data)
+        cache.retain(np.arange(len(held)))
+        self.arena.widen(cache, len(held) + more)
+        assert cache.capacity == len(held) + more
+
+    @precondition(lambda self: self.caches)
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        cache, _ = self.some(data)
+        self.caches = [pair for pair in self.caches if pair[0] is not cache]
+        self.arena.give_back(cache)
+
+    @invariant()
+    def each_has_its_rows(self) -> None:
+        for cache, held in self.caches:
+            found = torch.stack(cache.rows())
+            assert len(cache) == len(held)
+            if held:
+                assert torch.equal(found, torch.stack(held, 2))
+
+    @invariant()
+    def it_grows_only_if_it_must(self) -> None:
+        self.most = max(self.most, sum(cache.capacity for cache, _ in self.caches))
+        assert self.arena.rows == self.most
+        assert self.arena.nbytes == self.most * ROW
+
+
+TestArenas = Arenas.TestCase
+TestArenas.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 
 
 class Allocations(TorchDispatchMode):
@@ -102,18 +176,23 @@ class Allocations(TorchDispatchMode):
         self.slots: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten.new_empty.default, torch.ops.aten.index_select.default):
-            made = func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.new_empty.default, torch.ops.aten.clone.default):
             self.slots.append(made.numel() // (2 * KV_HEADS * HEAD_DIM))
-            return made
-        return func(*args, **(kwargs or {}))
+        return made
 
 
-def test_move_never_makes_more_than_a_layer_at_once() -> None:
-    cache, _ = filled(10)
+def test_moving_takes_little_memory_and_growing_a_layer() -> None:
+    held = arena(3000)
+    first, second = held.take(1000), held.take(1000)
+    write(second, torch.randn(3, 2, 1000, KV_HEADS, HEAD_DIM), np.arange(1000, dtype=np.int32))
+    held.give_back(first)
     with Allocations() as made:
-        cache.move(40, np.arange(7))
-    assert made.slots == 3 * [40, 7]
+        held.take(2000)
+    assert made.slots == 3 * [256, 256, 256, 232]
+    with Allocations() as made:
+        held.take(10)
+    assert made.slots == 3 * [3010]
 
 
 def test_only_numbers_that_are_held_have_slots() -> None:
@@ -138,8 +217,3 @@ def test_full() -> None:
     cache.reserve(2)
     with pytest.raises(FlowspecError, match="KV cache is full: 6 rows held, 3 more to come, capacity 8"):
         cache.reserve(3)
-
-
-def test_nbytes_is_what_is_allocated() -> None:
-    cache, _ = filled(0, capacity=8)
-    assert cache.nbytes == 3 * 2 * 8 * KV_HEADS * HEAD_DIM * 4

@@ -1,0 +1,137 @@
+"""What a stage does on CUDA between loading its weights and being ready: a warm-up, and a choice of kernels.
+
+The first passes pay for the context, cuBLAS and lazily loaded kernels: seconds, in which a peer would
+consider the stage dead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+
+import numpy as np
+import torch
+
+from flowspec_edge.errors import first_line
+from flowspec_edge.messages import Int32, Open, Segment
+from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.layers.fused import ROW_STEP, FusedLayer
+from flowspec_edge.stage.layers.graphs import LayerGraphs, Recorder
+from flowspec_edge.util.tensors import from_torch
+
+WARM_UP = (1, 16, 64)  # rows: plain decoding, a tree segment, a prompt chunk
+RECORDED = tuple(range(ROW_STEP, 65, ROW_STEP))  # rows; a segment rarely has more
+_TEXT = 256  # rows in the cache while kernels are compared
+_TIMES = 5
+_NOISE = 1.02  # times that differ by less are equal
+
+
+@torch.inference_mode()
+def warm_up(engine: StageEngine) -> None:
+    """Run segments of ``WARM_UP`` rows, the last one at the full length of the caches, so that the allocator
+    holds what later passes need; before the first session.  FlowspecError if the memory does not suffice."""
+    longest = max(sum(WARM_UP), engine.cache_rows)
+    for rows in WARM_UP:
+        _pass_of(engine, rows, longest - rows if rows == WARM_UP[-1] else 0)()
+    engine.reset()
+
+
+@dataclass
+class KernelChoice:
+    """ms      by number of rows: (one by one, recorded), medians
+    reason  why layers are not recorded for some rows, or any; "" if they are for all
+    """
+
+    ms: dict[int, tuple[float, float]] = field(default_factory=dict)
+    reason: str = ""
+
+    def __str__(self) -> str:
+        times = ", ".join(f"{rows} rows {recorded:.1f} instead of {eager:.1f} ms"
+                          for rows, (eager, recorded) in self.ms.items())
+        return "; ".join(filter(None, (f"CUDA graphs: {times}" if times else "", self.reason)))
+
+
+@torch.inference_mode()
+def choose_graphs(engine: StageEngine, record: Recorder, clock: Callable[[], float] = time.perf_counter
+                  ) -> KernelChoice:
+    """Recorder the layers for ``RECORDED`` rows, and keep what computes the same bits in no more time.
+
+    After :func:`warm_up`, before the first session.  Any failure leaves the layers as they are.
+    """
+    choice, shard = KernelChoice(), engine.shard
+    layers = [layer for layer in shard.modules if isinstance(layer, FusedLayer)]
+    if not layers or len(layers) < len(shard.modules):
+        choice.reason = "layers run one by one: there are none to record"
+        return choice
+    heads = int(shard.config.num_attention_heads)
+    try:
+        for rows in RECORDED:
+            graphs = LayerGraphs(layers, rows, shard.hidden_size, shard.head_dim, heads * shard.head_dim,
+                                 shard.dtype, shard.device, record)
+            _compare(engine, rows, graphs, choice, clock)
+    except Exception as error:  # of PyTorch, the driver, a kernel: the layers run without graphs as well
+        engine.graphs.clear()
+        choice = KernelChoice(reason=f"layers run one by one: they cannot be recorded: {first_line(error)}")
+    engine.reset()
+    return choice
+
+
+def _compare(engine: StageEngine, rows: int, graphs: LayerGraphs, choice: KernelChoice,
+             clock: Callable[[], float]) -> None:
+    seconds: tuple[list[float], list[float]] = ([], [])
+    results: tuple[list[bytes], list[bytes]] = ([], [])
+    for turn in range(_TIMES):
+        for recorded in (False, True):
+            engine.graphs.pop(rows, None)
+            if recorded:
+                engine.graphs[rows] = graphs
+            run = _pass_of(engine, rows, _TEXT + turn)  # so that no pass has the results of the one before
+            begun = clock()
+            results[recorded].append(run())
+            seconds[recorded].append(clock() - begun)
+    eager, faster = map(median, seconds)
+    why = ("compute other results" if results[False] != results[True] else
+           f"take {1e3 * faster:.1f} instead of {1e3 * eager:.1f} ms" if faster > eager * _NOISE else "")
+    if why:
+        del engine.graphs[rows]
+        choice.reason = f"{rows} rows run layer by layer: recorded layers {why}"
+    else:
+        choice.ms[rows] = 1e3 * eager, 1e3 * faster
+
+
+def _pass_of(engine: StageEngine, rows: int, text: int) -> Callable[[], bytes]:
+    """A function that computes ``rows`` uncommitted rows behind ``text`` rows of zeros, in a new session, and
+    returns the results' bytes."""
+    engine.reset()
+    engine.open(Open(session=0, epoch=0, capacity=text + rows))
+    cache = engine.cache_of(0)
+    assert cache is not None
+    cache.append(np.arange(text, dtype=np.int32))
+    for layer in cache.rows():
+        layer.zero_()
+    segment = engine.admit(_chain(engine, text, rows))
+    assert segment is not None
+
+    def run() -> bytes:
+        [(_, result)] = engine.compute([segment])
+        return b"" if result.hidden is None else result.hidden.array.tobytes()
+
+    return run
+
+
+def _chain(engine: StageEngine, first: int, rows: int) -> Segment:
+    """Tokens or hidden states that depend on ``first``, the number of rows before them."""
+    shard, numbers = engine.shard, _numbers(first, rows)
+    embeds = shard.embed is not None
+    states = (first + torch.arange(rows * shard.hidden_size)).view(rows, -1).sin().to(shard.dtype)
+    return Segment(
+        session=0, epoch=0, run=0, first=first, stop=first + rows, numbers=numbers, positions=numbers,
+        base=first, bits=np.packbits(np.tri(rows, dtype=np.uint8), axis=1, bitorder="little"),
+        tokens=numbers % int(shard.config.vocab_size) if embeds else None,
+        hidden=None if embeds else from_torch(states), committed=_numbers(0, first))
+
+
+def _numbers(first: int, count: int) -> Int32:
+    return np.arange(first, first + count, dtype=np.int32)

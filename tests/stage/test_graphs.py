@@ -1,0 +1,155 @@
+"""Recorded layers: the same bits as layers one by one, and whether a stage uses them.
+
+``test_kept`` plays sessions that come and go between recorded layers, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gpukit import needs_cuda
+from recordkit import Recording, record, recorded
+from shardkit import cut
+from stagekit import Book, Oracle, assert_rows, engines, random_tokens, through
+from storykit import VOCAB
+from tiny import tiny_llama, tiny_model
+
+from flowspec_edge.messages import Open
+from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.layers.graphs import CudaRecorder
+from flowspec_edge.stage.preparation import RECORDED, choose_graphs, warm_up
+from flowspec_edge.stage.shard import load_shard
+from flowspec_edge.util import kernels
+
+
+@pytest.mark.parametrize("fuses", [True, False])
+@pytest.mark.parametrize(("family", "extra", "kind"), [
+    ("llama", {}, None), ("llama", {"attention_bias": True, "mlp_bias": True}, None), ("qwen2", {}, None),
+    ("qwen3", {}, None), ("llama", {}, "int4"),
+])
+def test_the_same_bits(tmp_path: Path, family: str, extra: dict[str, object], kind: str | None, fuses: bool,
+                       monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any place in the text, with taps, with and without padding."""
+    monkeypatch.setattr(kernels, "fuses_rms_norm", lambda device: fuses)
+    path = tiny_model(family, tmp_path / "model", layers=3, hidden=64, vocab=VOCAB, **extra)
+    if kind:
+        cut(path, tmp_path / "cut", 1, kind)
+        path = tmp_path / "cut"
+    dtype = "bf16" if kind else "fp32"
+    (one,), (other,) = (engines(path, 1, dtype, fused=True, capacity=256) for _ in range(2))
+    other.graphs |= recorded(other.shard, 16, 32)
+    books = Book(), Book()
+    for rows in (5, 16, 1, 17, 32, 40):  # 40: not recorded
+        text = random_tokens(rows, VOCAB, seed=rows)
+        found = []
+        for engine, book in zip((one, other), books, strict=True):
+            segment = book.text(text)
+            taps, output = through([engine], replace(segment, taps=(0, 1, 3)))
+            found.append([output.hidden.array, *(tap.hidden.array for tap in taps)])
+        assert len(found[0]) == 4
+        for mine, its in zip(*found, strict=True):
+            np.testing.assert_array_equal(mine, its)
+
+
+class Clock:
+    """Seconds for one by one and for recorded passes, in turn, as ``choose_graphs`` asks for them."""
+
+    def __init__(self, eager: float, faster: float) -> None:
+        steps = [0.0, eager, eager, eager + faster]
+        self._times = (turn * (eager + faster) + step for turn in count() for step in steps)
+
+    def __call__(self) -> float:
+        return next(self._times)
+
+
+def prepared(model: Path, stage: int = 0, stages: int = 1, dtype: str = "fp32") -> StageEngine:
+    engine = StageEngine(load_shard(model, stage, stages, dtype, fused=True), 700)
+    warm_up(engine)
+    return engine
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_what_is_faster_and_the_same_is_kept(model: Path, stage: int) -> None:
+    engine = prepared(model, stage, 3)
+    choice = choose_graphs(engine, record, Clock(2.0, 1.0))
+    assert (choice.ms, choice.reason) == (dict.fromkeys(RECORDED, (2000.0, 1000.0)), "")
+    assert str(choice).startswith("CUDA graphs: 16 rows 1000.0 instead of 2000.0 ms, 32 rows ")
+    assert sorted(engine.graphs) == [16, 32, 48, 64]
+    assert (engine.sessions, engine.cache_rows, set(engine.counters.values())) == ((), 700, {0})
+
+
+def test_what_is_slower_is_not(model: Path) -> None:
+    engine = prepared(model)
+    assert choose_graphs(engine, record, Clock(1.0, 1.5)).reason == (
+        "64 rows run layer by layer: recorded layers take 1500.0 instead of 1000.0 ms")
+    assert engine.graph_sizes == 0
+
+
+def test_other_results_are_noticed(model: Path) -> None:
+    """A recorded piece that stops writing leaves the results of an earlier pass."""
+    def forgets(work: Callable[[], torch.Tensor | None]) -> tuple[torch.Tensor | None, Callable[[], None]]:
+        made, repeat = record(work)
+        times = iter([*range(3), *[None] * 99])
+        return made, lambda: repeat() if next(times, None) is not None else None
+
+    engine = prepared(model)
+    assert choose_graphs(engine, forgets, Clock(2.0, 1.0)).reason == (
+        "64 rows run layer by layer: recorded layers compute other results")
+    assert engine.graph_sizes == 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError("operation not permitted when stream is capturing\nmore"),
+                                   torch.OutOfMemoryError("CUDA out of memory.")])
+def test_what_cannot_be_recorded_runs_as_before(model: Path, error: Exception) -> None:
+    recorded_pieces = count()
+
+    def fails(work: Callable[[], torch.Tensor | None]) -> Any:
+        if next(recorded_pieces) == 7:
+            raise error
+        return record(work)
+
+    engine = prepared(model)
+    assert choose_graphs(engine, fails, Clock(2.0, 1.0)).reason == (
+        f"layers run one by one: they cannot be recorded: {str(error).splitlines()[0]}")
+    assert (engine.graph_sizes, engine.sessions) == (0, ())
+    oracle, book = Oracle(model), Book()
+    engine.open(Open(1, 0, 64))
+    assert_rows(through([engine], book.text(random_tokens(9, VOCAB, seed=1)))[1], book, oracle)
+
+
+def test_layers_of_transformers_are_left_alone(model: Path) -> None:
+    engine = StageEngine(load_shard(model, 0, 1, "fp32", fused=False))
+    assert "none to record" in choose_graphs(engine, record).reason
+
+
+def test_a_piece_knows_no_place(model: Path) -> None:
+    """The operations between two layers' attention are the same wherever the rows are in the text."""
+    engine, found = prepared(model), []
+    for text in (3, 300):
+        engine.open(Open(1, text, 600))
+        through([engine], (book := Book(epoch=text)).text(random_tokens(text, VOCAB, seed=text)))
+        with Recording() as calls:
+            through([engine], book.text(random_tokens(16, VOCAB, seed=9)))
+        found.append(calls.names())
+    assert found[0] == found[1]
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_graphs_of_cuda(model: Path, dtype: str) -> None:
+    shard = load_shard(model, 0, 1, dtype, "cuda")
+    engine = StageEngine(shard, 700)
+    warm_up(engine)
+    choice = choose_graphs(engine, CudaRecorder(shard.device), Clock(2.0, 1.0))
+    assert (sorted(engine.graphs), choice.reason) == ([16, 32, 48, 64], "")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("llama"), layers=4, hidden=32, vocab=VOCAB)

@@ -1,0 +1,162 @@
+"""A stage on the strict device: launches, waits and memory of what it computes."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from recordkit import Recording, recorded
+from stagekit import Book, random_tokens, through
+from strictdevice import allocations, counting
+from tiny import tiny_llama
+
+from flowspec_edge.messages import Close, Open, Segment, pack_bits
+from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.preparation import warm_up
+from flowspec_edge.stage.shard import load_shard
+from flowspec_edge.util import kernels
+from flowspec_edge.util.tensors import from_torch
+from microbench.shapes.models import SHAPES, Shape, random_stage
+
+pytestmark = pytest.mark.strict
+VOCAB = 97
+
+
+def narrow(name: str) -> Shape:
+    """A published model's shape, eight times narrower: launches do not depend on the width."""
+    shape = SHAPES[name]
+    return Shape(shape.family, shape.hidden_size // 8, 2, shape.num_attention_heads // 8,
+                 max(1, shape.num_key_value_heads // 8), shape.head_dim,
+                 shape.intermediate_size // 512 * 64, 16)  # int4's blocks have 64 rows
+
+
+def launches(name: str, dtype: str, layers: int, graphs: bool = False) -> Counter[str]:
+    """Of a slot with 16 rows behind 64, whose commit moves rows."""
+    shard = random_stage(narrow(name), layers, dtype, "cuda")
+    engine, hidden = StageEngine(shard), from_torch(torch.randn(16, shard.hidden_size).to(shard.dtype))
+    if graphs:
+        engine.graphs |= recorded(shard, 16)
+    engine.open(Open(0, 0, 256))
+    numbers = np.arange(256, dtype=np.int32)
+
+    def segment(run: int) -> Segment:
+        first = 64 + 16 * run
+        committed = np.array([first - 16, first - 14, first - 1], np.int32) if run else numbers[:64]
+        return Segment(session=0, epoch=0, run=run, first=first, stop=first + 16,
+                       numbers=numbers[first:first + 16], base=first, positions=numbers[64:80],
+                       bits=pack_bits([1 | 1 << i for i in range(16)], 16), hidden=hidden,
+                       committed=committed)
+
+    cache = engine.cache_of(0)
+    assert cache is not None
+    with torch.inference_mode():
+        cache.append(numbers[:64])
+        for rows in cache.rows():
+            rows.normal_(0, 0.02)
+    for run in range(3):
+        admitted = engine.admit(segment(run))
+        assert admitted is not None
+        with counting(fused_rms=kernels.fuses_rms_norm(shard.device)) as log:
+            [(_, result)] = engine.compute([admitted])
+        assert result.hidden is not None
+        assert np.isfinite(result.hidden.array.astype(np.float32)).all()
+        assert {event.name for event in log.waits} <= {"event"}, log.waits
+    return log.launches
+
+
+@pytest.mark.parametrize(("name", "dtype", "fused", "composed"), [
+    ("llama-2-7b", "fp16", 13, 15), ("llama-3.1-8b", "fp16", 15, 17), ("qwen3-8b", "fp16", 18, 20),
+    ("llama-2-7b", "int4", 15, 19), ("qwen3-8b", "int4", 20, 24),
+])
+def test_launches_a_layer(name: str, dtype: str, fused: int, composed: int, monkeypatch: pytest.MonkeyPatch
+                          ) -> None:
+    for fuses, most in ((True, fused), (False, composed)):
+        monkeypatch.setattr(kernels, "fuses_rms_norm", lambda device, fuses=fuses: fuses)
+        one, two = (launches(name, dtype, layers) for layers in (1, 2))
+        assert (two - one).total() == most, (fuses, two - one)
+
+
+def test_between_attention_nothing_is_uploaded_waited_for_or_asked_of_the_text(model: Path) -> None:
+    """What a CUDA graph demands: the same kernels on the same memory, wherever the rows are."""
+    shard = load_shard(model, 0, 1, "fp16", "cuda")
+    engine = StageEngine(shard, 700)
+    [graphs] = recorded(shard, 16).values()
+    engine.graphs[16] = graphs
+    found, advance = [], graphs.advance
+
+    def watched(layer: int) -> None:
+        with counting() as log, Recording() as calls:
+            advance(layer)
+        assert {event.kind for event in log.events} <= {"launch"}
+        found.append([(str(func), [tensor.data_ptr() for tensor in args if isinstance(tensor, torch.Tensor)])
+                      for func, args, _, _ in calls.calls if "clone" not in str(func)])
+
+    graphs.advance = watched  # type: ignore[method-assign]
+    texts = (3, 300)
+    for text in texts:
+        engine.open(Open(1, text, 600))
+        book = Book(epoch=text)
+        segment = book.text(random_tokens(text, VOCAB, seed=text))
+        engine.graphs.clear()
+        through([engine], segment)
+        engine.graphs[16] = graphs
+        through([engine], book.text(random_tokens(16, VOCAB, seed=9)))
+    pieces = len(shard.modules) + 1
+    assert len(found) == pieces * len(texts)
+    names = [[name for name, _ in calls] for calls in found]
+    assert names[:pieces] == names[pieces:]
+    assert all(names)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("llama"), layers=4, hidden=256, vocab=VOCAB)
+
+
+def chat(engine: StageEngine, turns: int) -> None:
+    """Sessions of several lengths that begin with rows of the one before, beside another that stays."""
+    engine.open(Open(1, 0, 300))
+    beside = Book(1)
+    through([engine], beside.text(random_tokens(64, VOCAB, seed=1)))
+    kept: tuple[int, ...] = ()
+    for turn in range(2, 2 + turns):
+        engine.open(Open(turn, 0, 300 + 50 * turn, concurrent=(1,), parent_session=turn - 1 if kept else -1,
+                         rows=len(kept)))
+        text = tuple(random_tokens(len(kept) + 60, VOCAB, seed=5))
+        book = Book(turn, kept=text[:len(kept)])
+        through([engine], book.text(list(text[len(kept):])))
+        for _ in range(3):
+            through([engine], book.text(random_tokens(16, VOCAB, seed=turn)))
+            through([engine], beside.text(random_tokens(1, VOCAB, seed=turn)))
+        kept = tuple(book.committed[:40 * (turn - 1)])
+        engine.close(Close(turn, kept))
+    engine.close(Close(1))
+
+
+def test_after_the_start_memory_does_not_grow(model: Path) -> None:
+    """Neither what is held between requests, nor what is held at most: the allocator has it all by then."""
+    engine = StageEngine(load_shard(model, 0, 1, "fp16", "cuda"), 1000)
+    gc.collect()  # what other tests have left
+    with allocations() as start:
+        warm_up(engine)
+    with allocations() as made, counting() as log:
+        chat(engine, 6)
+    assert made.kept == 0
+    assert 0 < made.peak <= start.peak, (made.peak, start.peak)
+    assert not [event for event in log.waits if event.name != "event"], log.waits
+    largest = max(made.events, key=lambda event: event.nbytes)
+    assert largest.nbytes < engine.cache_bytes / 8, largest
+
+
+def test_a_cache_that_grows_in_a_request_is_noticed(model: Path) -> None:
+    """As without rows that are allocated at the start."""
+    engine = StageEngine(load_shard(model, 0, 1, "fp16", "cuda"))
+    warm_up(engine)
+    with allocations() as made:
+        chat(engine, 2)
+    assert made.kept > 0
+    assert [event.name for event in made.events if event.place == "stage/layers/kv_cache.py:_grow"]
