@@ -22,7 +22,7 @@ from flowspec_edge.util.tomlfile import Count, NotNegative, Positive, StrictMode
 # packed weights there are a few more.
 LAYER_LAUNCHES = {"llama": 17, "qwen3": 20}  # of a decoder layer, by transformers' name of the family
 OTHER_LAYER_LAUNCHES = 20
-GRAPH_LAYER_LAUNCHES = 5  # of a layer whose pieces are CUDA graphs
+GRAPH_LAYER_LAUNCHES = 6  # of a layer whose pieces are CUDA graphs; 4 without grouped heads
 SEGMENT_LAUNCHES = 18  # of a segment beside its layers: masks, positions, 4 uploads, the norm, a download
 OUTPUT_LAUNCHES = 10  # lm_head and a greedy choice; 29 for a token sampled with top-p
 # Of a draft pass, by kind: (within the layers of a small model, others).
