@@ -88,9 +88,8 @@ class DraftLayer(nn.Module):
         self._norm = RmsNorm.of(norm)
         self._head_norms: HeadNorms | None = None
         if hasattr(attention, "q_norm"):  # qwen3
-            weights = (attention.q_norm.weight.expand(self._heads, -1),
-                       attention.k_norm.weight.expand(self._kv_heads, -1))
-            self._head_norms = HeadNorms(torch.cat(weights), attention.q_norm.variance_epsilon)
+            self._head_norms = HeadNorms.of((attention.q_norm, self._heads),
+                                            (attention.k_norm, self._kv_heads))
 
     def forward(self, inputs: Tensor, residual: Tensor, angles: Rotation, mask: Tensor | PassMask,
                 cache: RowCache) -> Tensor:

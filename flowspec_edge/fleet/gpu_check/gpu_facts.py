@@ -23,11 +23,18 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch.nn.attention import SDPBackend
+from transformers import LlamaConfig
 
 from flowspec_edge.fleet.gpu_check.kernel_check import guarded, report, run_in_children
 from flowspec_edge.fleet.probe.findings import Finding
 from flowspec_edge.fleet.probe.system_rules import large_pieces
+from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.families import skeleton
 from flowspec_edge.stage.layers.attention import folded_mask
+from flowspec_edge.stage.layers.fused import FusedLayer
+from flowspec_edge.stage.layers.graphs import CudaRecorder
+from flowspec_edge.stage.preparation import KernelChoice, choose_graphs, warm_up
+from flowspec_edge.stage.shard import Shard
 from flowspec_edge.util import procfs
 from flowspec_edge.util.jetson import system as l4t_system
 from flowspec_edge.util.tensors import DTYPES
@@ -37,6 +44,7 @@ _LAUNCHES = 1000  # fewer than the 1024 that CUDA queues before the host waits
 _RUNS = 5
 _ROWS, _HEADS, _KV_HEADS, _HEAD_DIM = 16, 32, 8, 128  # a segment through a layer of Llama-3.1-8B
 _CACHED, _CAPACITY = 500, 1024
+_GRAPH = "launch in a graph"
 _PROBE_S = 60.0  # for a child that asks for pieces of memory
 _RESERVE = 128 << 20  # bytes left to the system
 _MB = 10**6
@@ -48,7 +56,7 @@ def check_gpu_facts(device: str, l4t: str = "", meminfo: Path = Path("/proc/memi
     """``l4t``: the board's release, "" for other machines."""
     on_gpu = torch.device(device).type == "cuda"
     kinds = (*(f"attention {dtype}" for dtype in DTYPES), "rms_norm", "launch",
-             *["launch in a graph"] * on_gpu)
+             *[_GRAPH, "layers in graphs"] * on_gpu)
     found = run_in_children(__name__, kinds, lambda left: json.dumps({"kinds": left, "device": device}))
     found.append(free_memory(meminfo))
     if on_gpu:
@@ -81,6 +89,9 @@ def allocator(l4t: str, environment: Mapping[str, str]) -> Iterator[Finding]:
 def largest_piece(device: str, available: int) -> Finding:
     """The largest of ``available`` bytes and its halves that the device gives in one piece."""
     needed = l4t_system().large_pieces.needed_mb
+    if available < needed * _MB:
+        return Finding("largest piece", "warning",
+                       f"only {available // _MB} MB are available: stop what else runs here, and try again")
     halves = takewhile(lambda mb: mb > needed, (available // _MB >> times for times in range(64)))
     sizes = [*map(str, halves), str(needed)]
     tried = run_in_children(__name__, sizes, lambda left: json.dumps({"kinds": left, "device": device}),
@@ -154,7 +165,9 @@ def attempt(kind: str, device: str) -> Finding:
     """``kind``: a fact's name, or a number of MB (10^6 bytes) to ask for at once."""
     if kind.isdigit():
         return _piece(kind, device)
-    return guarded(kind, lambda: Finding(kind, "ok", _said(kind, device)))
+    found = guarded(kind, lambda: Finding(kind, "ok", _said(kind, device)))
+    # Whether graphs work is for the operations to judge.
+    return replace(found, state="skipped") if kind == _GRAPH and not found.ok else found
 
 
 def _said(kind: str, device: str) -> str:
@@ -165,9 +178,11 @@ def _said(kind: str, device: str) -> str:
     if name == "rms_norm":
         if has_kernel("aten::_fused_rms_norm", torch.device(device).type.upper()):
             return "torch has one kernel for it"
-        return "torch has no kernel for it (CUDA: from 2.9 on) and composes it of eight"
+        return "torch has no kernel for it (CUDA: from 2.9 on): flowspec takes two launches, torch eight"
     if kind == "launch":
         return f"{launch_us(device):.3g} µs of the host for an addition from Python"
+    if kind == "layers in graphs":
+        return str(_layers_in_graphs(torch.device(device)))
     return f"{graph_launch_us(device):.3g} µs for each of {_LAUNCHES} additions in one CUDA graph"
 
 
@@ -180,6 +195,24 @@ def _sdpa_backend(device: torch.device, dtype: torch.dtype) -> str:
     mask = folded_mask(np.ones((_ROWS, _CACHED), dtype=bool), groups, dtype, device)
     chosen = torch._fused_sdp_choice(query, cache, cache, mask)
     return SDPBackend(chosen).name.lower().replace("_", " ")
+
+
+@torch.inference_mode()
+def _layers_in_graphs(device: torch.device) -> KernelChoice:
+    """What a stage with two layers of a small Llama's shape chooses at its start."""
+    config = LlamaConfig(hidden_size=2048, intermediate_size=5632, num_hidden_layers=2, vocab_size=16,
+                         num_attention_heads=32, num_key_value_heads=8, head_dim=64)
+    core = skeleton(config)
+    for layer in core.layers:
+        layer.to(torch.float16).to_empty(device=device).requires_grad_(False)
+        for weight in layer.parameters():
+            weight.normal_(0, 0.02)
+    shard = Shard(index=1, stages=3, layers=(0, 2), config=config, embed=None, norm=None, digest="",
+                  modules=tuple(map(FusedLayer, core.layers)), dtype=torch.float16, device=device,
+                  rotary=type(core.rotary_emb)(config=config).to(device))
+    engine = StageEngine(shard, _CAPACITY)
+    warm_up(engine)
+    return choose_graphs(engine, CudaRecorder(device))
 
 
 def has_kernel(operation: str, key: str) -> bool:

@@ -28,6 +28,7 @@ from flowspec_edge.fleet.gpu_check.kernel_check import (
 from flowspec_edge.fleet.probe.findings import Finding
 from flowspec_edge.sampling import sampler
 from flowspec_edge.sampling.rule import Sampling, choose, keys, splitmix64
+from flowspec_edge.util.kernels import RmsNorm
 from flowspec_edge.util.tensors import DTYPES
 from flowspec_edge.util.torchdevice import use_exact_kernels
 
@@ -109,7 +110,7 @@ def _rms_norm(device: torch.device, dtype: torch.dtype) -> float:
     x, weight = _random(17, _WIDTH).to(dtype), _random(_WIDTH).to(dtype)
     exact = x.double()
     expected = exact * (exact.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
-    return _difference(F.rms_norm(x.to(device), (_WIDTH,), weight.to(device), 1e-5), expected)
+    return _difference(RmsNorm(weight.to(device), 1e-5)(x.to(device)), expected)
 
 
 def _log_softmax(device: torch.device, dtype: torch.dtype) -> float:
