@@ -45,7 +45,8 @@ test-slow: $(READY)
 # name no device.  Left out is what it has not, bitsandbytes' kernels, CUDA graphs and CUDA's own count of
 # launches, and what the CPU would take minutes for, the shapes of real models.
 STRICT := $(BIN)/python tests/strictdevice $(PARALLEL)
-NOT_STRICT := not nf4 and not fp4 and not bnb and not test_every_kind_is_tried and not test_all_is_right_here
+NOT_STRICT := not nf4 and not fp4 and not bnb and not test_every_kind_is_tried and not test_all_is_right_here \
+	and not test_graphs_of_cuda
 ANYWHERE := virtual/test_grammar.py virtual/test_penalties.py \
 	virtual/test_lm_head_bits.py::test_tokens_are_those_of_generate \
 	draft_device/test_chat_turns.py draft_device/test_prefix_cache.py draft_device/test_scheduler.py
