@@ -25,8 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("command", [
     pytest.param(["bench", "run", "--temperatures", "0,1", "--repeats", "2", "--warmup", "1"],
                  marks=pytest.mark.slow),
-    ["bench", "run", "--arrival-rate", "0.5"],
-    ["sweep", "bandwidth", "--mbps", "50,200"], ["sweep", "stages", "--stages", "1,2"]], ids=" ".join)
+    ["bench", "run", "--arrival-rate", "0.5"], ["sweep", "stages", "--stages", "1,2"]], ids=" ".join)
 def test_the_report_of_two_processes_is_that_of_one(model: Path, tmp_path: Path, command: list[str]) -> None:
     command = [*command, "--model", str(model), "--strategies", "flowspec,autoregressive", "--limit", "2",
                "--max-new-tokens", "6"]
@@ -95,10 +94,8 @@ def test_tasks_are_computed_in_order_and_errors_arrive(model: Path) -> None:
             cluster.generate(bad)
 
 
-# A thread of loky may lose a race with what cancels its work.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_the_dry_run_and_the_measurement_agree(model: Path) -> None:
-    run = ParallelRun(Workplace(model, "fp32"), jobs=2)
+    run = ParallelRun(Workplace(model, "fp32"), jobs=1)  # in this process, when its results are asked for
     run.plain(Request([3], max_new_tokens=1))
     with run, pytest.raises(AssertionError, match="another order"):
         run.plain(Request([4], max_new_tokens=1))

@@ -44,7 +44,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Predictions of a few tokens: these tests are not about their value."""
+    """Predictions of a few tokens after one prompt: these tests are not about their value."""
+    monkeypatch.setattr(plan, "_PROMPTS", 1)
     monkeypatch.setattr(plan, "_TOKENS", 6)
 
 
