@@ -146,7 +146,7 @@ def test_a_bench_counts_near_ties_and_refuses_others(model: Path, near: bool) ->
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_only_near_ties_differ_among_requests_that_share_segments(model: Path, dtype: str) -> None:
+def test_only_near_ties_differ_beside_other_requests(model: Path, dtype: str) -> None:
     """Four greedy and four sampled texts, whose rows go through the stages together."""
     decoder, rng = PlainDecoder(model, dtype), np.random.default_rng(2)
     requests = [Request(rng.integers(0, 300, size=4 + i).tolist(), strategy, 24,

@@ -121,7 +121,7 @@ def plan(requests: list[Request], strategies: tuple[str, ...] = STRATEGIES, repe
 
 
 @pytest.mark.slow
-def test_tasks_temperatures_and_repeats_are_the_clusters_own_figures(
+def test_rows_are_the_clusters_own_figures(
         model: Path, cluster: VirtualCluster, requests: list[Request]) -> None:
     asked, report, seen = plan(requests, ("chunk_pp", "flowspec"), repeats=3), BenchReport("p", "virtual"), []
     steps = asked.steps(report)

@@ -158,7 +158,7 @@ def test_what_an_axis_changes() -> None:
     assert PLAN.workloads[0].requests[0].params.segment == 16
 
 
-def test_plain_decoding_is_cached_by_everything_that_it_depends_on() -> None:
+def test_plain_decoding_is_cached_by_what_it_depends_on() -> None:
     asked: list[Request] = []
 
     def plain(request: Request) -> tuple[list[int], str]:

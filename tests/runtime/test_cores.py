@@ -309,7 +309,7 @@ def answered(pipeline: Pipeline, *requests: Request) -> list[RequestHandle]:
 
 @pytest.mark.parametrize(("strategy", "warming_up", "learns"), [
     ("flowspec", False, False), ("flowspec", True, True), ("flowspec_plus", False, True)])
-def test_the_curve_learns_from_a_strategy_that_uses_it_and_from_the_warm_up(
+def test_the_curve_learns_in_use_and_in_the_warm_up(
         tiny_model: Path, strategy: str, warming_up: bool, learns: bool) -> None:
     pipeline, fresh = Pipeline(tiny_model, Draw([])), SlotCurve().seconds(64)
     pipeline.core.warming_up = warming_up
@@ -330,7 +330,7 @@ def test_a_loss_takes_the_rows_of_ended_sessions(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_bytes_of_all_sessions_count_and_energy_only_without_a_loss(tiny_model: Path, lost: bool) -> None:
+def test_bytes_count_over_a_loss_and_energy_does_not(tiny_model: Path, lost: bool) -> None:
     pipeline, made = Pipeline(tiny_model, Draw([])), list[int]()
     core, handle = pipeline.core, RequestHandle(request(0, "flowspec", 0.0), made.extend)
     core.start(handle)
@@ -349,7 +349,7 @@ def test_bytes_of_all_sessions_count_and_energy_only_without_a_loss(tiny_model: 
     assert made == handle.result(0).tokens == plain(tiny_model, tuple(PROMPTS[0]), 0.0)
 
 
-def test_a_loss_resumes_neither_a_cancelled_nor_a_finished_request(tiny_model: Path) -> None:
+def test_a_loss_resumes_only_unfinished_requests(tiny_model: Path) -> None:
     pipeline = Pipeline(tiny_model, Draw([]))
     core, handles = pipeline.core, [RequestHandle(request(place, "flowspec", 0.0)) for place in (0, 1)]
     core.start(handles[0])

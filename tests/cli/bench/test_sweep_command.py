@@ -146,7 +146,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(given: list[str], tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_draft_model_that_is_missing_is_found_before_anything_runs(
+def test_a_missing_draft_model_is_found_first(
         model: Path, given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()

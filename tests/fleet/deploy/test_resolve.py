@@ -83,7 +83,7 @@ def test_roles_alone_keep_the_order_and_split_evenly(home: Path) -> None:
         "b", [("a", 0, 2), ("c", 2, 4), ("d", 4, 5), ("e", 5, 6)], [])
 
 
-def test_roles_and_profiles_keep_the_order_and_the_slowest_stage_fast(home: Path) -> None:
+def test_roles_keep_the_order_and_the_slowest_stage_fast(home: Path) -> None:
     assert shown(decide(home, MODEL, "a draft fast", "b verify slow", "c verify fast", "d verify fast")) == (
         "a", [("b", 0, 1), ("c", 1, 4), ("d", 4, 6)], [])
 

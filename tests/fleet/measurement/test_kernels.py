@@ -114,7 +114,7 @@ def test_a_library_that_ends_the_process_is_a_finding(tmp_path: Path,
     assert (lived.check, lived.ok) == ("int4", True)
 
 
-def test_what_follows_an_unusable_context_has_a_process_of_its_own(
+def test_after_an_unusable_context_comes_a_new_process(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "losing_context.py").write_text(LOSES_ITS_CONTEXT, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))

@@ -227,8 +227,7 @@ def test_what_was_there_under_another_name_is_not_sent(boards: sshkit.Boards, mo
     Manifest.read(home(boards, 1).with_name("b" * 16)).check("stage-1")
 
 
-def test_a_board_that_gets_another_part_keeps_the_one_that_it_has(boards: sshkit.Boards, model: Manifest
-                                                                  ) -> None:
+def test_a_board_keeps_the_part_that_it_has(boards: sshkit.Boards, model: Manifest) -> None:
     send_one(boards, model)
     assert send_one(boards, model, "draft") == TransferResult("board-1", sizes(model)[0])
     there = Manifest.read(home(boards, 1))

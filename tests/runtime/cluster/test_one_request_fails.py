@@ -63,8 +63,7 @@ def test_each_request_has_its_own_exception(cluster: ProcessCluster) -> None:
     assert len({id(error) for error in [*errors, caught.value]}) == 5
 
 
-def test_a_silent_stage_is_noticed_although_requests_begin_all_the_time(
-        model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_stage_is_noticed_while_requests_begin(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that begins while no other runs does not make the stages' silence start again."""
     monkeypatch.setattr(subprocesses, "_STOPPED_S", PATIENCE)  # else its state is noticed first
     with ProcessCluster(ClusterSpec(model, 2, threads=1, dead_after=4.0)) as cluster:

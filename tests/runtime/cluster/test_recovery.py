@@ -86,7 +86,7 @@ def test_two_answers_go_on_after_a_stage_was_lost(
         assert result.stats.bytes > sum(stage["bytes_out"] for stage in result.stats.stages)
 
 
-def test_another_stage_is_lost_meanwhile_and_a_cancelled_request_is_not_resumed(
+def test_a_second_loss_and_a_cancelled_request(
         cluster: ProcessCluster, plain: PlainDecoder, striker: Striker) -> None:
     before = cluster.pids
     stays = cluster.submit(TWO[0], on_third(lambda: os.kill(before[0], signal.SIGKILL)))

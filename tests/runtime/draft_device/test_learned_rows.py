@@ -203,8 +203,7 @@ def cluster(model: Path, watch: Watch) -> Iterator[ProcessCluster]:
         yield made
 
 
-def test_the_warm_up_has_shown_the_longest_and_the_shortest_segments(cluster: ProcessCluster, watch: Watch
-                                                                     ) -> None:
+def test_the_warm_up_has_shown_short_and_long_segments(cluster: ProcessCluster, watch: Watch) -> None:
     assert {(told.stage, told.rows) for told in watch.times} == {
         (stage, rows) for stage in (1, 2) for rows in (1, 16, 64)}
     watch.link_row_s = (watch.curve()[-1] - watch.expected()[-1]) / SIZES[-1]
@@ -221,8 +220,7 @@ def test_a_request_goes_by_what_the_stages_of_this_cluster_told(model: Path, clu
     assert watch.curve() == pytest.approx(watch.expected())
 
 
-def test_an_observer_that_wants_no_times_gets_none_though_they_come(cluster: ProcessCluster, watch: Watch
-                                                                    ) -> None:
+def test_an_observer_that_wants_no_times_gets_none(cluster: ProcessCluster, watch: Watch) -> None:
     watch.timed = False
     seen, before = len(watch.times), watch.curve()
     cluster.generate(Request(PROMPT, "flowspec_plus", 16, params=FIXED))
