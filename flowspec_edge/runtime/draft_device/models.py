@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from flowspec_edge.drafting.base import Drafter
-from flowspec_edge.drafting.load import load_drafters
+from flowspec_edge.drafting.load import load_drafters, needs_embedding
 from flowspec_edge.drafting.ngram import MergedDrafter, NgramDrafter
 from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Tap
@@ -33,7 +33,7 @@ from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import draft_kind, draft_label, strategy_class
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
 from flowspec_edge.util.tensors import from_torch
-from flowspec_edge.util.torchdevice import allocation, use_exact_kernels
+from flowspec_edge.util.torchdevice import allocation, make_current, use_exact_kernels
 
 _TIMED_PASSES = 6
 _MEMORY_ADVICE = "end other programs, take a smaller draft model, or let D0 compute on the CPU (torch_device)"
@@ -47,6 +47,7 @@ class DraftModels:
         """
         self._slow = slow
         use_exact_kernels()
+        make_current(device)
         self._model = ModelDir(model_dir)
         self._dtype = dtype
         self._scheme = head_scheme_of(model_dir)
@@ -57,6 +58,8 @@ class DraftModels:
         load_config(self._model.target)  # refuses a model that stages cannot run
         self._limit = self._model.max_positions
         self._drafters: dict[str, Callable[[], Drafter]] = {}
+        if self._lm_head.head.device.type == "cuda":
+            self._lm_head.warm_up()
 
     def can_share_drafter(self, one: Request, other: Request) -> bool:
         """Return whether one request's drafter can serve the other; UsageError if either cannot run."""
@@ -137,7 +140,8 @@ class DraftModels:
         if kind not in self._drafters:
             with self._slow(), allocation(f"the draft model {kind}", 0, _MEMORY_ADVICE):
                 head = self._lm_head.head
-                embedding = find_embedding(self._model.target, self._dtype, head.device)
+                embedding = (find_embedding(self._model.target, self._dtype, head.device)
+                             if needs_embedding(kind, self._model.parts) else None)
                 same_bits = [partial(quantise_linears, how=self._scheme, device=head.device)
                              ] if self._scheme else []
                 self._drafters[kind] = load_drafters(kind, self._model.parts, head, embedding, self._dtype,
