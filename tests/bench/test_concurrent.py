@@ -12,7 +12,7 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from flowspec_edge.bench.report import BenchReport
+from flowspec_edge.bench.results import BenchReport
 from flowspec_edge.bench.runner import ArrivalPattern, BenchPlan, Workload, measure
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.errors import UsageError

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flowspec_edge.bench.near_ties import TOLERANCE, NearTies, _nearly_best
-from flowspec_edge.bench.report import BenchReport
+from flowspec_edge.bench.results import BenchReport
 from flowspec_edge.bench.runner import BenchPlan, Workload, measure, run
 from flowspec_edge.bench.tables import table
 from flowspec_edge.device_profile import load_profile

@@ -11,7 +11,7 @@ from statistics import mean, stdev
 import pytest
 from rich.console import Console
 
-from flowspec_edge.bench.report import BenchReport, load_report
+from flowspec_edge.bench.results import BenchReport, load_report
 from flowspec_edge.bench.runner import BenchPlan, Workload, measure, run
 from flowspec_edge.bench.tables import show, table, title
 from flowspec_edge.device_profile import load_profile

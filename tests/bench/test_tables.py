@@ -18,7 +18,7 @@ from rich.console import Console
 from flowspec_edge.bench.axes import AXES, AxisName, Value
 from flowspec_edge.bench.paper_results import load_paper_results
 from flowspec_edge.bench.plots import plot_sweep
-from flowspec_edge.bench.report import Sweep
+from flowspec_edge.bench.results import Sweep
 from flowspec_edge.bench.rows import ReportRow
 from flowspec_edge.bench.styles import style_of
 from flowspec_edge.bench.tables import measured_as, show, sweep_notes, sweep_tables, sweep_title, table

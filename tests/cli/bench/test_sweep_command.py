@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from flowspec_edge.bench.report import load_sweep
+from flowspec_edge.bench.results import load_sweep
 from flowspec_edge.cli.bench.sweep import app
 from flowspec_edge.cli.main import main
 

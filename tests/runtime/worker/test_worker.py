@@ -31,7 +31,7 @@ from flowspec_edge.messages import (
     Shutdown,
 )
 from flowspec_edge.runtime.emulation.durations import ProfileCharge
-from flowspec_edge.runtime.worker.reports import one_line
+from flowspec_edge.runtime.worker.status_sender import one_line
 from flowspec_edge.stage.base import Poll, Results
 from flowspec_edge.stage.engine import StageEngine
 
