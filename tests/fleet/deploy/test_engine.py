@@ -101,8 +101,7 @@ def test_a_board_that_hangs_ends_at_the_deadline(boards: sshkit.Boards) -> None:
     hung, other = run(boards.inventory, [
         (hangs, [Action("hangs", ("kill -STOP $$",), timeout_s=2.0), Action("never", ("true",))]),
         (goes_on, [Action("goes on", ("true",))])])
-    assert hung.error == ("hangs: sh did not finish within 2 s: see whether the board hangs (uptime, dmesg), "
-                          "then run this again")
+    assert hung.error.startswith("hangs: sh did not finish within 2 s: ")
     assert (other.error, other.changes) == ("", 1)
 
 

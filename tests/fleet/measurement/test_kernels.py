@@ -109,8 +109,7 @@ def test_a_library_that_ends_the_process_is_a_finding(tmp_path: Path,
     before, died, lived = check_products(wish("fp32", "nf4", "int4"))
     assert (before.check, before.ok) == ("fp32", True)
     assert (died.check, died.ok, died.error) == ("nf4", False, None)
-    assert died.found == ("its kernel ended the process with code 1: "
-                        "Error no kernel image is available for execution on the device at line 62")
+    assert "code 1: Error no kernel image is available" in died.found  # the library's own words
     assert (lived.check, lived.ok) == ("int4", True)
 
 
