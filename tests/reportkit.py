@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from flowspec_edge.bench.report import BenchReport
+from flowspec_edge.bench.results import BenchReport
 from flowspec_edge.bench.samples import Sample
 
 SETTINGS = {"model": "tiny", "stages": 4, "draft": "eagle2", "pipedec_width": 16, "max_new_tokens": 64,

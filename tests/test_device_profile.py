@@ -84,8 +84,7 @@ STEPS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 30)), min_size=2, 
 
 
 @given(STEPS, st.integers(1, 600))
-def test_curve_is_numpys_interpolation_and_goes_on_with_the_last_slope(steps: list[tuple[int, int]],
-                                                                       rows: int) -> None:
+def test_curve_is_numpys_interpolation_with_the_last_slope(steps: list[tuple[int, int]], rows: int) -> None:
     x = np.cumsum([dx for dx, _ in steps]).astype(float)
     y = 1.0 + np.cumsum([dy for _, dy in steps])
     curve = StageCurve(layers=1, rows=x.tolist(), ms=y.tolist())

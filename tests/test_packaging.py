@@ -54,7 +54,7 @@ def site(wheel: Path) -> Path:
     return site
 
 
-def test_the_same_tree_makes_the_same_wheel_in_place_of_any_other(wheel: Path, tmp_path: Path) -> None:
+def test_the_same_tree_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     (tmp_path / "flowspec_edge-0.0.9-py3-none-any.whl").write_text("the one before")
     again = build_wheel(tmp_path)
     assert [*tmp_path.iterdir()] == [again]
@@ -73,7 +73,7 @@ def test_an_installation_makes_the_wheel_that_it_came_from(wheel: Path, site: Pa
         assert sorted(one.read(record).split()) == sorted(other.read(record).split())
 
 
-def test_an_installed_wheel_finds_its_profiles_models_and_templates(site: Path, tmp_path: Path) -> None:
+def test_an_installed_wheel_finds_its_data(site: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     found = json.loads(run(sys.executable, "-c", ASK, cwd=elsewhere, PYTHONPATH=str(site)))

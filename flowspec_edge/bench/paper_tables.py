@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from flowspec_edge.bench.estimates import METHOD
 from flowspec_edge.bench.paper_results import PaperResults
-from flowspec_edge.bench.report import BenchReport
+from flowspec_edge.bench.results import BenchReport
 from flowspec_edge.bench.rows import BASELINE, MEAN, ReportRow
 from flowspec_edge.bench.samples import LOOP
 from flowspec_edge.bench.styles import style_of

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowspec_edge.bench.axes import Value
 from flowspec_edge.bench.paper_results import BandwidthCurves, DepthCells
-from flowspec_edge.bench.report import BenchReport, Sweep
+from flowspec_edge.bench.results import BenchReport, Sweep
 from flowspec_edge.bench.rows import ReportRow
 from flowspec_edge.bench.styles import style_of
 from flowspec_edge.bench.tables import (

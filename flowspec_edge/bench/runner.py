@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from flowspec_edge.bench.axes import Axis, Value
-from flowspec_edge.bench.report import BenchReport, Difference, Results
+from flowspec_edge.bench.results import BenchReport, Difference, Results
 from flowspec_edge.bench.rows import ReportRow
 from flowspec_edge.bench.samples import ConcurrentTiming, Sample, repeats_itself, speed
 from flowspec_edge.runtime.request import ClusterBackend, Request, Result

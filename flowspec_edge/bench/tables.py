@@ -13,7 +13,7 @@ from rich.table import Table
 from flowspec_edge.bench.axes import Value, label
 from flowspec_edge.bench.estimates import METHOD
 from flowspec_edge.bench.paper_results import BandwidthCurves, DepthCells
-from flowspec_edge.bench.report import BenchReport, Sweep
+from flowspec_edge.bench.results import BenchReport, Sweep
 from flowspec_edge.bench.rows import ReportRow
 from flowspec_edge.bench.samples import LOOP
 from flowspec_edge.bench.styles import style_of

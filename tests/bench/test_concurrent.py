@@ -12,7 +12,7 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from flowspec_edge.bench.report import BenchReport
+from flowspec_edge.bench.results import BenchReport
 from flowspec_edge.bench.runner import ArrivalPattern, BenchPlan, Workload, measure
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.errors import UsageError
@@ -139,7 +139,7 @@ def test_a_text_that_differs_alone_or_beside_others_is_found(model: Path, concur
     assert [sample.identical for sample in report.samples] == [True, False, True, True]
 
 
-def test_arrivals_are_random_at_the_rate_and_follow_from_the_seed() -> None:
+def test_arrivals_are_random_and_follow_from_the_seed() -> None:
     (group,) = ArrivalPattern(rate=4.0).groups(4000, seed=3)
     gaps = np.diff(group.arrivals)
     assert group.members == list(range(4000))

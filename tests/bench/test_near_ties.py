@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flowspec_edge.bench.near_ties import TOLERANCE, NearTies, _nearly_best
-from flowspec_edge.bench.report import BenchReport
+from flowspec_edge.bench.results import BenchReport
 from flowspec_edge.bench.runner import BenchPlan, Workload, measure, run
 from flowspec_edge.bench.tables import table
 from flowspec_edge.device_profile import load_profile
@@ -146,7 +146,7 @@ def test_a_bench_counts_near_ties_and_refuses_others(model: Path, near: bool) ->
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_only_near_ties_differ_among_requests_that_share_segments(model: Path, dtype: str) -> None:
+def test_only_near_ties_differ_beside_other_requests(model: Path, dtype: str) -> None:
     """Four greedy and four sampled texts, whose rows go through the stages together."""
     decoder, rng = PlainDecoder(model, dtype), np.random.default_rng(2)
     requests = [Request(rng.integers(0, 300, size=4 + i).tolist(), strategy, 24,

@@ -11,7 +11,7 @@ from reportkit import report
 
 from flowspec_edge.bench.paper_results import load_paper_results
 from flowspec_edge.bench.paper_tables import paper_tables
-from flowspec_edge.bench.report import BenchReport
+from flowspec_edge.bench.results import BenchReport
 
 EVERY = ["autoregressive", "spd", "flowspec", "pipedec", "chunk_pp", "pruned_pp", "megatron",
          "flowspec_no_sbd", "galaxy"]

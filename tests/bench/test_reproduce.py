@@ -12,10 +12,10 @@ import pytest
 from reportkit import report
 
 from flowspec_edge.bench.axes import AXES
-from flowspec_edge.bench.report import BenchReport, Sweep
 from flowspec_edge.bench.reproduce.catalogue import ARTEFACTS, Measurement
 from flowspec_edge.bench.reproduce.documents import document_of, write_all
 from flowspec_edge.bench.reproduce.records import Measured, law
+from flowspec_edge.bench.results import BenchReport, Sweep
 from flowspec_edge.bench.styles import STYLES, style_of
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.strategies.registry import STRATEGIES

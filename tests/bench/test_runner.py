@@ -11,7 +11,7 @@ from statistics import mean, stdev
 import pytest
 from rich.console import Console
 
-from flowspec_edge.bench.report import BenchReport, load_report
+from flowspec_edge.bench.results import BenchReport, load_report
 from flowspec_edge.bench.runner import BenchPlan, Workload, measure, run
 from flowspec_edge.bench.tables import show, table, title
 from flowspec_edge.device_profile import load_profile
@@ -121,7 +121,7 @@ def plan(requests: list[Request], strategies: tuple[str, ...] = STRATEGIES, repe
 
 
 @pytest.mark.slow
-def test_tasks_temperatures_and_repeats_are_the_clusters_own_figures(
+def test_rows_are_the_clusters_own_figures(
         model: Path, cluster: VirtualCluster, requests: list[Request]) -> None:
     asked, report, seen = plan(requests, ("chunk_pp", "flowspec"), repeats=3), BenchReport("p", "virtual"), []
     steps = asked.steps(report)

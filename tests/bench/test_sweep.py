@@ -15,7 +15,7 @@ from reportkit import report
 
 from flowspec_edge.bench.axes import AXES, Value, label
 from flowspec_edge.bench.paper_results import BandwidthCurves, load_paper_results
-from flowspec_edge.bench.report import ENERGY, BenchReport, Sweep, load_sweep
+from flowspec_edge.bench.results import ENERGY, BenchReport, Sweep, load_sweep
 from flowspec_edge.bench.runner import BenchPlan, PointCluster, Workload, cached, measure_points, steps
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.errors import UsageError
@@ -158,7 +158,7 @@ def test_what_an_axis_changes() -> None:
     assert PLAN.workloads[0].requests[0].params.segment == 16
 
 
-def test_plain_decoding_is_cached_by_everything_that_it_depends_on() -> None:
+def test_plain_decoding_is_cached_by_what_it_depends_on() -> None:
     asked: list[Request] = []
 
     def plain(request: Request) -> tuple[list[int], str]:

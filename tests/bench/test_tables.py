@@ -18,7 +18,7 @@ from rich.console import Console
 from flowspec_edge.bench.axes import AXES, AxisName, Value
 from flowspec_edge.bench.paper_results import load_paper_results
 from flowspec_edge.bench.plots import plot_sweep
-from flowspec_edge.bench.report import Sweep
+from flowspec_edge.bench.results import Sweep
 from flowspec_edge.bench.rows import ReportRow
 from flowspec_edge.bench.styles import style_of
 from flowspec_edge.bench.tables import measured_as, show, sweep_notes, sweep_tables, sweep_title, table
@@ -207,7 +207,7 @@ def test_no_figure_is_truncated_in_a_narrow_terminal() -> None:
         assert figure in row.split()
 
 
-def test_names_of_files_are_shown_as_they_are_and_do_nothing_to_the_terminal() -> None:
+def test_file_names_cannot_control_the_terminal() -> None:
     row = report(["chunk_pp"], ["qa"], [0.0]).rows[0]
     rows = [replace(row, strategy="[red]mine[/red]", task="a\x1b]0;title\x07"), replace(row, task="[/b]")]
     file = io.StringIO()

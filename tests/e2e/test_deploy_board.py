@@ -76,7 +76,7 @@ def test_a_mode_that_takes_a_reboot_says_so(bench: Bench, jetson: Fleet) -> None
     assert first.error == "power mode: this change takes a reboot: run nvpmodel -m 2 there, and confirm it"
 
 
-def test_mode_and_clocks_are_kept_over_reboots_and_put_back_in_the_end(running: Bench, jetson: Fleet) -> None:
+def test_mode_and_clocks_last_until_they_are_put_back(running: Bench, jetson: Fleet) -> None:
     unit = (resource_dir("deploy") / "units" / paths.POWER_UNIT).read_text()
     plain = running.state(1)
     fast = replace(plain, release="fast", power_mode="MAXN_SUPER", files={

@@ -34,7 +34,7 @@ print(outcome.error)
 _SCOPES = "systemctl list-units --plain --no-legend 'deploy-flowspec-*.scope'"
 
 
-def test_software_is_complete_and_changes_nothing_the_second_time(bench: Bench) -> None:
+def test_software_is_complete_and_installed_once(bench: Bench) -> None:
     assert bench.well("software") == [0, 0]
     python = f"{paths.VENVS}/{bench.environment.digest}/bin/python"
     show = "import torch, flowspec_edge.cli.main as m; print(torch.__file__, m.__file__)"
@@ -49,7 +49,7 @@ def test_software_is_complete_and_changes_nothing_the_second_time(bench: Bench) 
         assert modes.split("\n")[:4] == ["700 root", "755 flowspec", "755 root", "755 root"]
 
 
-def test_a_full_disk_is_one_boards_trouble_and_the_next_run_completes_what_is_there(bench: Bench) -> None:
+def test_after_a_full_disk_the_next_run_completes(bench: Bench) -> None:
     fleet, venv = bench.fleet, f"{paths.VENVS}/{bench.environment.digest}"
     count = len(bench.environment.wheels)
     fleet.shell(1, f"rm -r {venv}/.complete {venv}/lib/python*/site-packages/transformers; "
@@ -70,7 +70,7 @@ def test_a_full_disk_is_one_boards_trouble_and_the_next_run_completes_what_is_th
     assert bench.well("software") == [0, 0]
 
 
-def test_what_an_interrupted_run_left_ends_before_the_next_begins(bench: Bench) -> None:
+def test_an_interrupted_run_ends_before_the_next_begins(bench: Bench) -> None:
     """The control host is killed, with its connections."""
     endless = [sys.executable, "-c", _ENDLESS, str(bench.cluster), "1", "3000"]
     with subprocess.Popen(bench.fleet.command(endless), start_new_session=True) as control:

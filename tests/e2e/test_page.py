@@ -162,7 +162,7 @@ def test_it_shows_requests_side_by_side_and_what_waits(browser: Browser, cluster
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_can_be_read_and_used_with_a_keyboard_in_both_colour_schemes(
+def test_keyboard_and_contrast_in_both_colour_schemes(
         browser: Browser, watched: Watchable, scheme: str) -> None:
     with visit(browser, watched.server.url, color_scheme=scheme) as found:
         page = found.page
@@ -206,8 +206,7 @@ def test_a_phone_has_it_all_in_one_column(browser: Browser, watched: Watchable) 
         until(lambda: painted(page, "#rail"))
 
 
-def test_a_lost_board_is_marked_until_it_is_back_and_its_segments_go(browser: Browser, model: Path,
-                                                                      tmp_path: Path) -> None:
+def test_a_lost_board_is_marked_until_it_is_back(browser: Browser, model: Path, tmp_path: Path) -> None:
     """V2 is killed in the middle of an answer, and cannot start while its shard is not there."""
     copy, away = tmp_path / "model", tmp_path / "away"
     shutil.copytree(model, copy)

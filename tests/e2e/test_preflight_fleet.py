@@ -96,7 +96,7 @@ def test_a_torch_that_only_the_user_has(fleet: nspawnkit.Fleet, file: Path) -> N
                        "sudo pip3 install 'torch<2.14,>=2.6' numpy")
 
 
-def test_a_rebuilt_torch_needs_a_new_environment_and_that_needs_room(cluster: Cluster) -> None:
+def test_a_rebuilt_torch_needs_room_for_an_environment(cluster: Cluster) -> None:
     """On the stage of two boards, whose card has no room for a second one."""
     fleet, stage = cluster.fleet, cluster.fleet.name(1)
     cluster.write()

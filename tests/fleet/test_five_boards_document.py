@@ -13,7 +13,7 @@ import dockit
 import jetsonkit
 import pytest
 
-from flowspec_edge.cli.deploy.report import show_roles
+from flowspec_edge.cli.deploy.rollout_output import show_roles
 from flowspec_edge.fleet.deploy.resolve import resolve_deployment
 from flowspec_edge.fleet.doctor.discover import of_facts, render_cluster_toml
 from flowspec_edge.fleet.inventory import DeviceEntry, load_inventory

@@ -56,7 +56,7 @@ def test_the_example_has_every_key_and_its_comments_the_defaults() -> None:
             assert ClusterSettings.model_fields[key].default == json.loads(value), key
 
 
-def test_an_entry_overrides_the_cluster_and_most_keys_have_defaults(tmp_path: Path) -> None:
+def test_an_entry_overrides_the_cluster_and_its_defaults(tmp_path: Path) -> None:
     own = 'python = "/usr/bin/python3"\ninterface = "wlan0"\ntorch_device = "cuda"\n'
     found = load_inventory(write(tmp_path, HEAD + VERIFY + own + DRAFT))
     (board,) = found.verify

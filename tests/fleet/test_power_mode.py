@@ -39,7 +39,7 @@ def test_a_mode_is_set_by_its_name(sets: str, number: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("sets", ["exit 0", "echo NVPM ERROR: declined >&2; exit 1"])
-def test_a_mode_that_takes_a_reboot_says_so_however_the_tool_ends(sets: str, tmp_path: Path) -> None:
+def test_a_mode_that_takes_a_reboot_says_so(sets: str, tmp_path: Path) -> None:
     code, said, number = set_mode(tmp_path, "MAXN_SUPER", sets)
     assert (code, number) == (1, "0")
     assert said == "this change takes a reboot: run nvpmodel -m 12 there, and confirm it"

@@ -74,7 +74,7 @@ def test_vicuna_as_published(messages: list[Message], text: str) -> None:
 @pytest.mark.parametrize("messages", [*CHATS, [Message("system", " s "), Message("user", " \n padded  ")],
                                       [Message("user", "\n x\n"), Message("assistant", " y "),
                                        Message("user", " ")]])
-def test_llama_2_is_what_transformers_makes_of_the_models_template(messages: list[Message]) -> None:
+def test_llama_2_is_transformers_own_template(messages: list[Message]) -> None:
     rendered = sentencepiece_style().apply_chat_template(plain(messages), chat_template=LLAMA_2_JINJA,
                                                          tokenize=False)
     assert written(llama_2(messages)) == rendered

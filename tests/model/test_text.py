@@ -102,7 +102,7 @@ def test_a_split_character_waits_for_its_last_byte(kind: str) -> None:
 
 
 @KINDS
-def test_bytes_that_never_become_a_character_are_shown_at_the_end(kind: str) -> None:
+def test_incomplete_characters_are_shown_at_the_end(kind: str) -> None:
     pieces: list[str] = []
     stream = TextStream(decoder(kind), pieces.append)
     stream.push(backend(kind)("€")["input_ids"][:-1])

@@ -76,7 +76,7 @@ def model(scale):
 
 
 @pytest.mark.parametrize("length", [17, 32, 33, 34, 48, 49, 100])
-def test_an_indifferent_model_costs_log2_of_the_vocabulary_for_each_token(length):
+def test_an_indifferent_model_costs_log2_of_the_vocabulary(length):
     flat = model(0.3)
     torch.nn.init.zeros_(flat.lm_head.weight)
     got = bits_per_byte(flat, toy(length), context=32)

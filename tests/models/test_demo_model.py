@@ -83,7 +83,7 @@ def test_spds_module_is_what_its_card_says(demo: ModelDir) -> None:
     assert foreseen / tokens == pytest.approx(hits / tokens, abs=0.06)
 
 
-def test_the_deep_head_is_what_its_card_says_and_drafts_losslessly(demo: ModelDir) -> None:
+def test_the_deep_head_fits_its_card_and_is_lossless(demo: ModelDir) -> None:
     deep, first = demo.draft("eagle2-deep"), demo.draft("eagle2")
     assert deep is not None
     assert first is not None

@@ -309,7 +309,7 @@ def answered(pipeline: Pipeline, *requests: Request) -> list[RequestHandle]:
 
 @pytest.mark.parametrize(("strategy", "warming_up", "learns"), [
     ("flowspec", False, False), ("flowspec", True, True), ("flowspec_plus", False, True)])
-def test_the_curve_learns_from_a_strategy_that_uses_it_and_from_the_warm_up(
+def test_the_curve_learns_in_use_and_in_the_warm_up(
         tiny_model: Path, strategy: str, warming_up: bool, learns: bool) -> None:
     pipeline, fresh = Pipeline(tiny_model, Draw([])), SlotCurve().seconds(64)
     pipeline.core.warming_up = warming_up
@@ -330,7 +330,7 @@ def test_a_loss_takes_the_rows_of_ended_sessions(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_bytes_of_all_sessions_count_and_energy_only_without_a_loss(tiny_model: Path, lost: bool) -> None:
+def test_bytes_count_over_a_loss_and_energy_does_not(tiny_model: Path, lost: bool) -> None:
     pipeline, made = Pipeline(tiny_model, Draw([])), list[int]()
     core, handle = pipeline.core, RequestHandle(request(0, "flowspec", 0.0), made.extend)
     core.start(handle)
@@ -349,7 +349,7 @@ def test_bytes_of_all_sessions_count_and_energy_only_without_a_loss(tiny_model: 
     assert made == handle.result(0).tokens == plain(tiny_model, tuple(PROMPTS[0]), 0.0)
 
 
-def test_a_loss_resumes_neither_a_cancelled_nor_a_finished_request(tiny_model: Path) -> None:
+def test_a_loss_resumes_only_unfinished_requests(tiny_model: Path) -> None:
     pipeline = Pipeline(tiny_model, Draw([]))
     core, handles = pipeline.core, [RequestHandle(request(place, "flowspec", 0.0)) for place in (0, 1)]
     core.start(handles[0])
@@ -364,25 +364,29 @@ def test_a_loss_resumes_neither_a_cancelled_nor_a_finished_request(tiny_model: P
     assert handles[1].result(0).finish_reason == "cancelled"
 
 
-@pytest.mark.parametrize("question", ["next_draft", "on_verified", "controls"])
-def test_a_strategy_that_fails_ends_its_request_alone_and_the_stages_close_it(
-        tiny_model: Path, question: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline = Pipeline(tiny_model, Draw([]))
-    core, handles = pipeline.core, [RequestHandle(request(place, "flowspec", 0.0)) for place in (0, 1)]
-    for handle in handles:
-        core.start(handle)
-    failing = core.find(core.sessions[0])
-    assert failing is not None
+@pytest.mark.parametrize("where", ["begin", "drafted", "controls", "row_probabilities", "next_segment",
+                                   "next_draft", "result"])
+def test_an_exception_ends_one_request_and_the_others_go_on(
+        tiny_model: Path, where: str, monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture) -> None:
+    """Wherever it is raised, in the middle of the text; the stages close the request's session."""
+    usual: Callable[..., object] = getattr(DraftSession, where)
 
-    def fails(*arguments: object) -> None:
-        raise ZeroDivisionError("a fault of a strategy")
+    def broken(draft_session: DraftSession, *arguments: object) -> object:
+        if draft_session.request is failing and (where == "result" or len(draft_session.tokens) >= 2):
+            raise ZeroDivisionError("a fault of a strategy")
+        return usual(draft_session, *arguments)
 
-    monkeypatch.setattr(failing.draft_session.strategy, question, fails)
-    pipeline.run(lambda: not core.busy and not any(stage.counters.sessions for stage in pipeline.stages))
-    with pytest.raises(ZeroDivisionError):
-        handles[0].result(0)
-    assert handles[1].result(0).tokens == plain(tiny_model, tuple(PROMPTS[1]), 0.0)
-    assert core.pool._open == {}
+    requests = [request(place, "flowspec", 0.0) for place in (0, 1, 2)]
+    failing, pipeline = requests[1], Pipeline(tiny_model, Draw([]))
+    monkeypatch.setattr(DraftSession, where, broken)
+    handles = answered(pipeline, *requests)
+    pipeline.run(lambda: not any(stage.counters.sessions for stage in pipeline.stages))
+    assert isinstance(handles[1].exception(0), ZeroDivisionError)
+    for place in (0, 2):
+        assert handles[place].result(0).tokens == plain(tiny_model, tuple(PROMPTS[place]), 0.0)
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError]
+    assert pipeline.core.pool._open == {}
 
 
 def test_work_of_a_request_that_ended_meanwhile_is_left_out(tiny_model: Path) -> None:

@@ -65,7 +65,7 @@ def test_rows_at_the_same_position_share_their_noise() -> None:
 
 
 @pytest.mark.parametrize("p", [0.05, 0.3, 0.75, 0.99])
-def test_a_childs_chance_given_its_noise_is_its_chance_on_average(p: float) -> None:
+def test_a_childs_chance_given_noise_is_its_average_chance(p: float) -> None:
     """Over many positions; and it wins where the score says so: score and outcome share the noise."""
     positions, vocabulary, token = 4000, 40, 7
     sampling = Sampling(1.0, seed=11)

@@ -64,9 +64,7 @@ def test_tokens_whose_bit_is_not_set_are_as_unlikely_as_can_be(device: str, voca
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("vocabulary", [300, 4099])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_top_p_is_exact_on_the_edge_of_every_token_that_may_be_drawn(
-    device: str, vocabulary: int, temperature: float
-) -> None:
+def test_top_p_is_exact_at_every_tokens_edge(device: str, vocabulary: int, temperature: float) -> None:
     """As top_p falls, token after token is excluded that would be drawn: each with top_p just above and just
     below the mass ahead of it, nearer than float32 can tell."""
     for seed in range(12):
@@ -217,7 +215,7 @@ def test_children_are_the_best_of_all(
 
 @given(st.integers(0, 1000), st.floats(0.2, 2.0), st.floats(0.3, 1.0))
 @settings(max_examples=40, deadline=None)
-def test_a_perfect_draft_ranked_by_noise_puts_the_drawn_token_first(
+def test_noise_ranks_the_drawn_token_of_a_perfect_draft_first(
     seed: int, temperature: float, tau: float
 ) -> None:
     logits = np.random.default_rng(seed).normal(0, 2, (4, 30))
@@ -229,7 +227,7 @@ def test_a_perfect_draft_ranked_by_noise_puts_the_drawn_token_first(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rank", ["draft", "noise"])
-def test_a_part_of_the_vocabulary_is_ranked_as_if_the_rest_had_no_chance(rank: Rank, device: str) -> None:
+def test_a_part_of_the_vocabulary_is_ranked_as_the_whole(rank: Rank, device: str) -> None:
     rng = np.random.default_rng(3)
     ids = rng.permutation(500)[:40]
     logits = rng.normal(0, 2, (6, 40))

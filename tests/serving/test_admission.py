@@ -132,7 +132,7 @@ def test_a_higher_priority_starts_first(held: Held, model: Path) -> None:
             assert refused.value.param == "priority"
 
 
-def test_a_request_that_does_not_fit_beside_another_waits_for_room(model: Path) -> None:
+def test_a_request_waits_for_room_beside_another(model: Path) -> None:
     """It has a place, but the caches are sized for one text of the longest kind."""
     rows = cache_rows(LONG + 100, 1, Params(), 1)
     with (ProcessCluster(ClusterSpec(model, 1, threads=1, at_once=2, cache_rows=rows)) as cluster,
@@ -150,8 +150,7 @@ def test_a_request_that_does_not_fit_beside_another_waits_for_room(model: Path) 
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_ends_its_request_with_the_next_tokens(held: Held, model: Path,
-                                                                       stream: bool) -> None:
+def test_a_client_that_goes_away_ends_its_request(held: Held, model: Path, stream: bool) -> None:
     with running(served(model), held) as server:
         held.may_go.clear()
         connection = post(server, {"prompt": "x", "max_tokens": LONG, "stream": stream})

@@ -65,7 +65,7 @@ def test_a_head_without_end_is_refused(model: Path) -> None:
         assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
 
 
-def test_a_new_client_takes_the_place_of_the_one_that_has_waited_longest(model: Path) -> None:
+def test_a_new_client_replaces_the_longest_idle_one(model: Path) -> None:
     with limited(model) as url, ExitStack() as stack:
         halves = [stack.enter_context(connect(url, HEAD)) for _ in range(4)]
         for half in halves:
@@ -74,7 +74,7 @@ def test_a_new_client_takes_the_place_of_the_one_that_has_waited_longest(model: 
             assert closed(half)
 
 
-def test_a_client_above_the_limit_is_refused_if_all_others_get_answers(held: Held, model: Path) -> None:
+def test_above_the_limit_a_client_is_refused(held: Held, model: Path) -> None:
     what = served(model)
     admission, listener = AdmissionQueue(what.probe()), listen("127.0.0.1", 0, None)
     inside = 0

@@ -192,7 +192,7 @@ def test_no_caller_has_two_places_more_than_one_that_waits(steps: list[Caller | 
 
 
 @given(st.lists(CALLERS, min_size=1, max_size=30), st.integers(1, 4))
-def test_every_caller_has_a_place_in_turn_although_no_request_ends(asked: list[Caller], places: int) -> None:
+def test_callers_take_turns_although_no_request_ends(asked: list[Caller], places: int) -> None:
     """With k keys a request of each has run after k turns; of each address and user after all their turns."""
     it = Places(places, turn_s=1.0)
     for caller in asked:
@@ -207,8 +207,7 @@ def test_every_caller_has_a_place_in_turn_although_no_request_ends(asked: list[C
 
 
 @given(st.lists(CALLERS, max_size=200), st.integers(1, 20))
-def test_a_caller_below_its_share_is_admitted_and_the_queue_is_bounded(
-        asked: list[Caller], limit: int) -> None:
+def test_a_caller_below_its_share_is_admitted(asked: list[Caller], limit: int) -> None:
     queue = made_of_numbers()
     counts = Counter[str]()
     for number, caller in enumerate(asked):

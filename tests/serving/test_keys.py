@@ -42,7 +42,7 @@ def test_a_board_that_is_asked_for_its_status_finds_the_key(held: Held, model: P
             assert (found["ready"], str(file) in found["reason"]) == (False, True)
 
 
-def test_without_a_key_foreign_names_for_this_machine_are_refused(held: Held, model: Path) -> None:
+def test_without_a_key_foreign_host_names_are_refused(held: Held, model: Path) -> None:
     with running(served(model), held) as server:
         port = server.url.rsplit(":", 1)[1]
         for name in ("localhost", "127.0.0.1", "[::1]", f"localhost:{port}"):

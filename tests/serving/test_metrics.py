@@ -162,7 +162,7 @@ def test_openmetrics_is_spoken_if_asked_for(server: Running) -> None:
         "flowspec_requests", "flowspec_build", "flowspec_stage_up"}
 
 
-def test_an_accept_header_that_cannot_be_read_gets_the_usual_format(server: Running) -> None:
+def test_an_unreadable_accept_header_gets_the_usual_format(server: Running) -> None:
     answer = server.http.get("/metrics", headers={"accept": "text/plain;version=a.b"})
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/plain; version=")

@@ -41,7 +41,7 @@ def text_of(chunks: Any) -> str:
     return "".join(chunk.choices[0].text for chunk in chunks)
 
 
-def test_a_killed_stage_is_told_the_queue_goes_on_and_ready_waits_for_a_token(
+def test_after_a_killed_stage_ready_waits_for_a_token(
         processes: OnDemandCluster, model: Path, plain: PlainDecoder) -> None:
     held = Held(processes)
     with running(served(model), held) as server, ThreadPoolExecutor(1) as pool:
@@ -81,8 +81,7 @@ def test_while_nobody_asks_tokens_come_now_and_then(held: Held, model: Path) -> 
 
 
 @pytest.mark.soak
-def test_a_stage_that_dies_while_nobody_asks_is_found_and_replaced(processes: OnDemandCluster, model: Path,
-                                                                   ) -> None:
+def test_a_stage_that_dies_while_idle_is_replaced(processes: OnDemandCluster, model: Path,) -> None:
     held = Held(processes)
     with running(served(model), held, recent_s=0.6) as server:
         until(lambda: len(held.ends) >= 3)  # nobody asks, and tokens come
@@ -95,8 +94,7 @@ def test_a_stage_that_dies_while_nobody_asks_is_found_and_replaced(processes: On
         assert server.client.completions.create(model=NAME, prompt=PROMPT, max_tokens=2).choices[0].text
 
 
-def test_a_request_that_cannot_be_completed_is_told_why_and_the_cluster_stays_ready(held: Held, model: Path
-                                                                                    ) -> None:
+def test_a_request_that_fails_leaves_the_cluster_ready(held: Held, model: Path) -> None:
     with running(served(model), held) as server:
         held.broken = RequestFailed("activations overflow float16")
         with pytest.raises(openai.InternalServerError, match="activations overflow float16") as caught:

@@ -31,7 +31,7 @@ def test_a_layer_is_the_best_by_cumulative_probability() -> None:
     assert d0.asked() == [C, D]
 
 
-def test_only_the_newest_layer_is_drafted_on_and_only_once_it_was_sent() -> None:
+def test_only_the_newest_sent_layer_is_drafted_on() -> None:
     d0 = Device0("pipedec", pipedec_width=2, pipedec_children=2)
     assert d0.asked() == []
     d0.send()

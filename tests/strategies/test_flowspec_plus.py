@@ -73,7 +73,7 @@ def test_the_root_is_drafted_first_and_alone() -> None:
     assert d0.asked() == [ROOT]
 
 
-def test_a_deep_likely_node_is_drafted_before_a_shallow_unlikely_one() -> None:
+def test_likely_nodes_are_drafted_first_at_any_depth() -> None:
     d0 = Device0("flowspec_plus", plus_width=1)
     d0.draft({ROOT: [(A, 0.9), (B, 0.08)]})
     d0.draft({A: [(C, 0.9), (D, 0.05)]})
@@ -94,7 +94,7 @@ def test_a_pass_takes_as_many_as_it_may() -> None:
     (5, [C, D, F, E]),  # F, of 0.045; E has 0.03
     (9, [C, D, F, E]),  # there was room for more
 ])
-def test_nodes_far_less_likely_than_what_was_sent_are_not_drafted(segment: int, expected: list[int]) -> None:
+def test_far_less_likely_nodes_are_not_drafted(segment: int, expected: list[int]) -> None:
     d0 = Device0("flowspec_plus", segment=segment)
     d0.send()
     d0.draft({ROOT: [(A, 0.6), (B, 0.3)]})
@@ -152,7 +152,7 @@ def test_a_miss_begins_a_new_tree_at_once() -> None:
     assert d0.strategy.counters.rounds == 1
 
 
-def test_an_unsent_child_that_came_true_is_the_root_and_goes_at_once() -> None:
+def test_an_unsent_child_that_came_true_goes_at_once() -> None:
     d0 = drafted(segment=1)
     root = d0.strategy.builder.next_number - 1
     assert d0.strategy.on_verified(0, [root], [B])[0].token == B  # not even A has been sent
@@ -160,7 +160,7 @@ def test_an_unsent_child_that_came_true_is_the_root_and_goes_at_once() -> None:
     assert d0.asked()[0] == B
 
 
-def test_an_answer_of_a_pass_that_the_text_has_left_behind_does_no_harm() -> None:
+def test_an_answer_that_the_text_left_behind_is_harmless() -> None:
     d0 = Device0("flowspec_plus")
     root = d0.send()
     d0.draft(LIKELY)
@@ -202,7 +202,7 @@ def test_below_a_drafted_node_the_text_is_looked_up_too() -> None:
 
 
 @others
-def test_a_draft_model_that_is_wrong_again_and_again_is_believed_less(others: str) -> None:
+def test_a_draft_model_that_is_often_wrong_is_believed_less(others: str) -> None:
     def worth(without: str) -> float:
         """Of a child with confidence .9, after thirty others that did not come true."""
         d0 = Device0("flowspec_plus", plus_without=without)
@@ -260,7 +260,7 @@ def test_a_root_shares_its_slot_with_as_many_as_are_free() -> None:
     assert d0.layer() == [ROOT, *range(1000, 1007)]
 
 
-def test_a_root_goes_alone_where_every_row_beside_it_costs_more_than_it_brings() -> None:
+def test_a_root_goes_alone_where_rows_cost_more_than_they_bring() -> None:
     d0 = Device0("flowspec_plus", flat(1))
     d0.draft({ROOT: [(A, 0.09), (B, 0.09)]})
     assert d0.layer() == [ROOT]

@@ -65,7 +65,7 @@ def test_dead_rows_that_wait_are_not_sent() -> None:
     assert [d0.layer() for _ in range(3)] == [[B], [D], []]
 
 
-def test_a_micro_batch_that_died_waiting_does_not_hold_drafting_back() -> None:
+def test_a_dead_micro_batch_does_not_hold_drafting_back() -> None:
     d0 = eager(stages=1)
     root = d0.send()
     d0.draft({ROOT: [(A, 0.5), (B, 0.4)]})
@@ -114,7 +114,7 @@ def test_a_canonical_run_repeats_a_row_without_seeing_it(canonical: str) -> None
     assert d0.send().committed.tolist() == run.numbers.tolist()
 
 
-def test_a_canonical_run_waits_for_room_while_other_runs_come_back() -> None:
+def test_a_canonical_run_waits_for_room() -> None:
     d0 = eager()
     root = torn(d0)
     runs = [d0.send() for _ in range(3)]
@@ -139,7 +139,7 @@ def test_no_canonical_run_for_a_row_whose_output_is_here() -> None:
     assert [d0.layer(), d0.layer()] == [[B], []]
 
 
-def test_a_miss_before_the_canonical_run_had_room_loses_no_commit() -> None:
+def test_a_miss_before_the_canonical_run_loses_no_commit() -> None:
     d0 = eager()
     root = d0.send()
     d0.chain(ROOT, A)
@@ -157,7 +157,7 @@ def test_a_second_child_starts_a_branch_from_the_split_on(split: float, rows: li
     assert d0.layer() == rows
 
 
-def test_a_micro_batch_ends_at_its_length_or_where_the_draft_is_unsure() -> None:
+def test_where_a_micro_batch_ends() -> None:
     d0 = eager(pipeinfer_tokens=3, pipeinfer_accept=0.5)
     d0.send()
     d0.chain(ROOT, A, B)
@@ -169,7 +169,7 @@ def test_a_micro_batch_ends_at_its_length_or_where_the_draft_is_unsure() -> None
     assert d0.layer() == [D]
 
 
-def test_the_cutoff_rises_with_every_batch_falls_with_every_failure_and_is_reset() -> None:
+def test_the_cutoff_rises_falls_and_is_reset() -> None:
     d0 = eager(pipeinfer_accept=0.01, pipeinfer_recovery=0.4, pipeinfer_decay=0.02)
     strategy = d0.strategy
     assert isinstance(strategy, PipeInfer)
@@ -190,7 +190,7 @@ def test_the_cutoff_rises_with_every_batch_falls_with_every_failure_and_is_reset
     assert math.isclose(strategy.cutoff, 0.01)
 
 
-def test_without_decay_a_failed_attempt_is_not_repeated_before_text_comes() -> None:
+def test_without_decay_a_failed_attempt_waits_for_text() -> None:
     d0 = eager(pipeinfer_accept=0.5, pipeinfer_decay=0.0)
     root = d0.send()
     d0.draft({ROOT: [(A, 0.4)]})

@@ -106,7 +106,7 @@ def test_the_loss_is_the_papers_sum_over_the_draft_vocabulary(target):
     assert got == pytest.approx(total / count, rel=1e-5)
 
 
-def test_the_draft_vocabulary_is_the_most_frequent_tokens_in_order():
+def test_the_draft_vocabulary_is_the_most_frequent_tokens():
     tokens = torch.tensor([7, 7, 7, 3, 3, 9, 9, 1], dtype=torch.int32)
     assert draft_vocabulary(tokens, 12, 3).tolist() == [3, 7, 9]
     assert draft_vocabulary(tokens, 12, 5).tolist() == [0, 1, 3, 7, 9]  # the first that never occurs

@@ -97,7 +97,7 @@ def test_greedy_text_is_transformers_greedy(target):
     assert torch.equal(greedy_text(target, rows, 17), generate(target, rows, 17))
 
 
-def test_an_untrained_head_has_the_targets_embedding_and_keeps_it(target):
+def test_a_head_keeps_the_targets_embedding(target):
     head = new_head(target)
     assert torch.equal(head.embed_tokens.weight, target.get_input_embeddings().weight)
     assert not head.embed_tokens.weight.requires_grad

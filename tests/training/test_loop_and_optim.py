@@ -34,7 +34,7 @@ def test_micro_batches_add_up_to_the_whole_batch():
 
 
 @pytest.mark.parametrize("shape", [(3, 24, 24), (2, 16, 40), (2, 40, 16)])
-def test_orthogonalise_keeps_the_singular_vectors_and_levels_the_values(shape):
+def test_orthogonalise_levels_the_singular_values(shape):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     y = orthogonalise(x)
     u, s, vh = torch.linalg.svd(x, full_matrices=False)

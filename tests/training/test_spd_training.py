@@ -211,7 +211,7 @@ def start(*paths):
 
 
 @pytest.mark.soak
-def test_a_quick_run_that_is_killed_and_resumed_gives_the_weights_of_one_left_alone(tmp_path, capsys):
+def test_a_killed_and_resumed_run_gives_the_same_weights(tmp_path, capsys):
     model = tiny_model_dir(tmp_path / "model", layers=2, hidden=32, vocab=320)
     whole, out, work = tmp_path / "whole", tmp_path / "out", tmp_path / "work"
     with start(model, whole, work) as process:

@@ -101,7 +101,7 @@ def test_missing_and_unusable_files_are_one_line(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("wanted", [1, 5, 6, 7, 30, 54])
-def test_held_out_text_does_not_depend_on_the_order_and_is_not_trained_on(wanted):
+def test_held_out_text_is_not_trained_on_in_any_order(wanted):
     texts = [np.arange(10 * i, 10 * i + i) for i in range(1, 11)]  # 55 tokens, all different
     keys = [bytes([(7 * i) % 11]) for i in range(10)]
     train, held = split(texts, keys, wanted)

@@ -184,7 +184,7 @@ values = st.recursive(
 
 @examples(150, quick=50)
 @given(single, values, st.data())
-def test_any_value_anywhere_in_the_header_is_a_message_or_a_protocol_error(message: m.Message, value: Any,
+def test_any_header_is_a_message_or_a_protocol_error(message: m.Message, value: Any,
                                                                 data: st.DataObject) -> None:
     frames = frames_of(message)
     header = msgpack.unpackb(frames[0])

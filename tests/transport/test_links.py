@@ -187,8 +187,7 @@ def plain() -> Iterator[ZmqTransport]:
 WRONG = [[b"GET / HTTP/1.1", b"", b"x", b"y", b"z"], [b""], [b"\x93\x01"]]
 
 
-def test_wrong_bytes_from_a_peer_without_a_key_are_dropped_and_fill_no_log(
-        plain: ZmqTransport, caplog: pytest.LogCaptureFixture) -> None:
+def test_wrong_bytes_without_a_key_are_dropped(plain: ZmqTransport, caplog: pytest.LogCaptureFixture) -> None:
     link, hub = plain.pull("tcp://127.0.0.1:*", "V2 data in"), plain.hub("tcp://127.0.0.1:*", "D0 control")
     with zmq.Context() as context, context.socket(zmq.PUSH) as push, context.socket(zmq.DEALER) as dealer:
         push.connect(link.endpoint)
@@ -268,7 +267,7 @@ transport.close()
 """
 
 
-def test_a_peer_that_leaves_while_its_messages_wait_does_not_end_the_process() -> None:
+def test_a_peer_that_leaves_while_its_messages_wait() -> None:
     subprocess.run([sys.executable, "-c", LEAVING], timeout=PATIENCE * 3, check=True)
 
 
@@ -382,7 +381,7 @@ def test_a_false_server_gets_nothing() -> None:
     server.close()
 
 
-def test_a_link_whose_making_was_broken_off_does_not_keep_its_transport_from_closing() -> None:
+def test_a_half_made_link_lets_its_transport_close() -> None:
     """As by a signal; its socket is there then, and in no link."""
     class Interrupted(ZmqClientLink):
         def __init__(self, *_: object) -> None:

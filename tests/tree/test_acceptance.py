@@ -30,7 +30,7 @@ def test_nothing_is_accepted_before_the_root_is_verified() -> None:
     assert accepted(tree) == ([], -1)
 
 
-def test_the_path_ends_at_the_first_node_that_is_not_verified_even_if_it_was_not_sent() -> None:
+def test_the_path_ends_at_the_first_unverified_node() -> None:
     tree = drawn()
     tree.record(0, A)
     assert accepted(tree) == ([A], -1)

@@ -89,7 +89,7 @@ def test_with_learning_off_nothing_changes(greedy: bool) -> None:
 
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("case", CASES)
-def test_a_source_that_is_right_half_as_often_as_it_claims_is_believed_half(case: str, greedy: bool) -> None:
+def test_a_source_right_half_as_often_is_believed_half(case: str, greedy: bool) -> None:
     """Claims of .2, .5 and .8, of which .1, .25 and .4 come true; the estimates before and after."""
     named, found, asked = CASES[case]
     rng = np.random.default_rng(5)

@@ -102,7 +102,7 @@ def test_a_run_returns_once() -> None:
         builder.pop_returned(run)
 
 
-def test_a_sessions_taps_are_asked_of_every_segment_beside_its_own() -> None:
+def test_a_sessions_taps_are_asked_of_every_segment() -> None:
     builder = SegmentBuilder(taps=(5, 2))
     assert builder.seal().taps == (2, 5)  # empty segments, too: they are sealed alike
     builder.add(1, 0)

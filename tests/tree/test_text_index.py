@@ -31,7 +31,7 @@ def test_candidates_are_those_of_brute_force(text: list[int], below: list[int], 
     assert index.candidates(path, 2) == found[:2]
 
 
-def test_of_equals_the_newest_and_of_all_the_most_frequent_come_first() -> None:
+def test_the_most_frequent_and_newest_come_first() -> None:
     index = TextIndex(2, 2)
     for token in [1, 2, 7, 1, 2, 8, 1, 2, 9, 1, 2, 8, 1, 2, 7, 1, 2]:
         index.append(token)

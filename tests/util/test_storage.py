@@ -33,8 +33,8 @@ def test_sha256_is_hashlibs(tmp_path: Path) -> None:
 
 @given(data=st.binary(max_size=300), piece=st.integers(1, 50), reads=st.lists(st.tuples(
     st.integers(0, 300), st.integers(0, 300)), max_size=8))
-def test_the_hash_is_that_of_the_file_in_whatever_order_it_is_read(data: bytes, piece: int,
-                                                                   reads: list[tuple[int, int]]) -> None:
+def test_the_hash_is_the_same_in_any_order_of_reading(data: bytes, piece: int,
+                                                      reads: list[tuple[int, int]]) -> None:
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(bounded_read, "PIECE", piece)
         path = Path(directory, "x")

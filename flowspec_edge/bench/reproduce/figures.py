@@ -8,9 +8,9 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from flowspec_edge.bench.plots import ERRORS, HOLLOW, depth_figure, draw_curve, finish, new_figure, ticks
-from flowspec_edge.bench.report import Sweep
 from flowspec_edge.bench.reproduce.catalogue import Kind
 from flowspec_edge.bench.reproduce.records import MEASURED, Measured, Quantity, Record, law
+from flowspec_edge.bench.results import Sweep
 from flowspec_edge.bench.rows import MEAN
 from flowspec_edge.bench.styles import style_of
 

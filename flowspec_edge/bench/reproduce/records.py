@@ -18,8 +18,8 @@ from flowspec_edge.bench.estimates import (
     speedup,
 )
 from flowspec_edge.bench.paper_results import PaperResults
-from flowspec_edge.bench.report import BenchReport, Results
 from flowspec_edge.bench.reproduce.catalogue import Artefact, Kind, Measurement
+from flowspec_edge.bench.results import BenchReport, Results
 from flowspec_edge.bench.rows import BASELINE, MEAN
 from flowspec_edge.bench.samples import Sample
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from flowspec_edge.bench.axes import Axis, Value
-from flowspec_edge.bench.report import Links
+from flowspec_edge.bench.results import Links
 from flowspec_edge.bench.runner import OpenPoint, PointCluster
 from flowspec_edge.cli.bench.options import BenchOptions
 from flowspec_edge.cli.common.clusters import ClockSettings, local_processes, opened

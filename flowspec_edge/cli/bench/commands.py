@@ -61,7 +61,7 @@ def run(*, options: BenchOptions, sampling: Sampling, params: Params) -> None:
     """
     from rich.console import Console
 
-    from flowspec_edge.bench.report import BenchReport
+    from flowspec_edge.bench.results import BenchReport
     from flowspec_edge.bench.tables import rows_to_show, show, table, title
     from flowspec_edge.cli.bench.measure import MeasureRequest, measure
     from flowspec_edge.cli.common.workload import fail_if_different
@@ -103,7 +103,7 @@ def tables(
     """
     from flowspec_edge.bench.paper_results import load_paper_results
     from flowspec_edge.bench.paper_tables import ABLATION, COMPARED, paper_tables
-    from flowspec_edge.bench.report import BenchReport, load_report
+    from flowspec_edge.bench.results import BenchReport, load_report
     from flowspec_edge.cli.bench.measure import MeasureRequest, measure
     from flowspec_edge.cli.common.workload import fail_if_different
     from flowspec_edge.strategies.registry import STRATEGIES
@@ -144,7 +144,7 @@ def plot(
     """
     from flowspec_edge.bench.plots import check_figure
     from flowspec_edge.bench.plots import plot as draw
-    from flowspec_edge.bench.report import load_report
+    from flowspec_edge.bench.results import load_report
 
     paths = require_files(files)
     if out is None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flowspec_edge.bench.axes import Axis, Value
-from flowspec_edge.bench.report import BenchReport, Links, Results, Sweep, load_report, load_sweep
+from flowspec_edge.bench.results import BenchReport, Links, Results, Sweep, load_report, load_sweep
 from flowspec_edge.bench.runner import BenchPlan, Plans, Workload, measure_points, steps
 from flowspec_edge.bench.tasks import Task, load_tasks
 from flowspec_edge.cli.bench.clusters import ClusterSetup, open_points, parallel_points

@@ -13,9 +13,9 @@ import typer
 
 from flowspec_edge.bench.axes import AXES
 from flowspec_edge.bench.plots import check_figure
-from flowspec_edge.bench.report import Results
 from flowspec_edge.bench.reproduce.catalogue import Measurement
 from flowspec_edge.bench.reproduce.records import Measured
+from flowspec_edge.bench.results import Results
 from flowspec_edge.cli.bench.measure import MeasureRequest, measure
 from flowspec_edge.cli.bench.options import BenchOptions
 from flowspec_edge.cli.common.options import (

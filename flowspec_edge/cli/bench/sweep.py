@@ -227,7 +227,7 @@ def _run(request: MeasureRequest, options: BenchOptions, sampling: Sampling, par
     from rich.console import Console
 
     from flowspec_edge.bench.plots import plot_sweep
-    from flowspec_edge.bench.report import Sweep
+    from flowspec_edge.bench.results import Sweep
     from flowspec_edge.bench.tables import show, sweep_notes, sweep_tables
     from flowspec_edge.cli.bench.measure import measure
     from flowspec_edge.cli.common.workload import fail_if_different

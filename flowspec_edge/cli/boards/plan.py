@@ -14,7 +14,7 @@ from flowspec_edge.model.modeldir import DEMO, ModelDir, resolve_model
 
 if TYPE_CHECKING:
     from flowspec_edge.cli.boards.plan_cases import Case
-    from flowspec_edge.cli.boards.plan_report import PlanReport
+    from flowspec_edge.cli.boards.plan_output import PlanReport
     from flowspec_edge.fleet.planning.board_spec import BoardSpec
     from flowspec_edge.runtime.request import Request
 
@@ -83,7 +83,7 @@ def plan(
     members = parse_devices(devices)  # a wrong name is found before torch is imported
     from flowspec_edge.cli.bench.options import parse_strategies
     from flowspec_edge.cli.boards.plan_cases import choose_dtype, unpredicted
-    from flowspec_edge.cli.boards.plan_report import show
+    from flowspec_edge.cli.boards.plan_output import show
     from flowspec_edge.fleet.planning.estimate import STRATEGIES, check_strategies
 
     names = parse_strategies(strategies) if strategies else list(STRATEGIES)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from flowspec_edge.cli.bench.options import PUBLISHED_SHARE
-from flowspec_edge.cli.boards.plan_report import Alternative, PlanReport
+from flowspec_edge.cli.boards.plan_output import Alternative, PlanReport
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.planning import estimate, planner
 from flowspec_edge.fleet.planning.board_spec import BoardSpec

@@ -104,7 +104,7 @@ def rollback(cluster: ClusterOption = CLUSTER, as_json: JsonOption = False) -> N
 
       flowspec deploy rollback --cluster lab.toml
     """
-    from flowspec_edge.cli.deploy.report import print_report, watch_rollout
+    from flowspec_edge.cli.deploy.rollout_output import print_report, watch_rollout
     from flowspec_edge.fleet.deploy.rollback import roll_back
     from flowspec_edge.fleet.inventory import load_inventory
 
@@ -127,7 +127,7 @@ def down(
       flowspec deploy down
       flowspec deploy down --purge
     """
-    from flowspec_edge.cli.deploy.report import print_report, watch_rollout
+    from flowspec_edge.cli.deploy.rollout_output import print_report, watch_rollout
     from flowspec_edge.fleet.deploy.rollback import take_down
     from flowspec_edge.fleet.inventory import beside, load_inventory
 
@@ -138,7 +138,7 @@ def down(
 
 
 def _roll_out(cluster: Path, as_json: bool, dry_run: bool = False) -> None:
-    from flowspec_edge.cli.deploy.report import print_report, show_roles, watch_rollout
+    from flowspec_edge.cli.deploy.rollout_output import print_report, show_roles, watch_rollout
     from flowspec_edge.fleet.deploy.resolve import resolve_deployment
     from flowspec_edge.fleet.deploy.rollout import Rollout
     from flowspec_edge.fleet.inventory import load_inventory

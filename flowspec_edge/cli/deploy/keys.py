@@ -68,7 +68,7 @@ def rotate(
 
       flowspec keys rotate --cluster cluster.toml
     """
-    from flowspec_edge.cli.deploy.report import watch_rollout
+    from flowspec_edge.cli.deploy.rollout_output import watch_rollout
     from flowspec_edge.fleet.commands import python_for
     from flowspec_edge.fleet.deploy.resolve import resolve_deployment
     from flowspec_edge.fleet.deploy.rollout import Rollout

@@ -25,7 +25,7 @@ from flowspec_edge.model.modeldir import DEMO, resolve_model
 from flowspec_edge.runtime.cluster.spec import ClusterSpec, Virtual
 
 if TYPE_CHECKING:
-    from flowspec_edge.bench.report import BenchReport
+    from flowspec_edge.bench.results import BenchReport
     from flowspec_edge.bench.runner import Advance, NearTieJudge, PlainDecoding
     from flowspec_edge.bench.tasks import Prompt
     from flowspec_edge.runtime.request import ClusterBackend, Request
@@ -68,7 +68,7 @@ def demo(
 
     from rich.console import Console
 
-    from flowspec_edge.bench.report import BenchReport
+    from flowspec_edge.bench.results import BenchReport
     from flowspec_edge.bench.tables import show, table, title
     from flowspec_edge.bench.tasks import load_prompts
     from flowspec_edge.cli.common.options import device_of, dtype_of, plain_device_of, stages_of
@@ -157,7 +157,7 @@ def _measure(report: BenchReport, cluster: ClusterBackend, plain: PlainDecoding,
              prompt: int, strategies: Sequence[str], explains: NearTieJudge | None,
              advance: Advance = lambda _: None) -> None:
     """Add a prompt's samples to ``report``, whose cells are then incomplete: it is not resumed."""
-    from flowspec_edge.bench.report import BenchReport
+    from flowspec_edge.bench.results import BenchReport
     from flowspec_edge.bench.runner import BenchPlan, Workload, measure
 
     part = BenchReport(None, cluster.clock)

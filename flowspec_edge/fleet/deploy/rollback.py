@@ -9,7 +9,7 @@ from pathlib import Path
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.commands import as_root, python_for, runner_for
 from flowspec_edge.fleet.deploy.actions import BoardState, Phase
-from flowspec_edge.fleet.deploy.report import DeployReport, RolloutLog, Watch
+from flowspec_edge.fleet.deploy.rollout_log import DeployReport, RolloutLog, Watch
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 from flowspec_edge.fleet.paths import CURRENT, PREVIOUS, release_dir
 from flowspec_edge.fleet.probe.facts import BoardStatus, Installed

@@ -19,9 +19,9 @@ from flowspec_edge.fleet.deploy import wheels
 from flowspec_edge.fleet.deploy.actions import Environment, Step, ask_boards
 from flowspec_edge.fleet.deploy.diff import Diff, make_diff, part_name, part_wanted, state_of
 from flowspec_edge.fleet.deploy.release import digests_of, sharded_model
-from flowspec_edge.fleet.deploy.report import DeployReport, RolloutLog, Watch
 from flowspec_edge.fleet.deploy.resolve import Deployment, needs_of
 from flowspec_edge.fleet.deploy.rollback import go_back
+from flowspec_edge.fleet.deploy.rollout_log import DeployReport, RolloutLog, Watch
 from flowspec_edge.fleet.deploy.wheels import WheelTarget
 from flowspec_edge.fleet.probe.checks import environment_problems, preflight
 from flowspec_edge.fleet.probe.facts import BoardFacts

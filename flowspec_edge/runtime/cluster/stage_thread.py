@@ -17,7 +17,7 @@ from pathlib import Path
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.runtime.worker.process import StopRequest, run_worker
-from flowspec_edge.runtime.worker.reports import one_line
+from flowspec_edge.runtime.worker.status_sender import one_line
 
 log = logging.getLogger(__name__)
 

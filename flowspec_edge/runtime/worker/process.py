@@ -24,8 +24,8 @@ from flowspec_edge.runtime.emulation.links import EmulatedTransport
 from flowspec_edge.runtime.observe.power import board_meter
 from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.runtime.worker.release_link import ReleaseLink
-from flowspec_edge.runtime.worker.reports import one_line
 from flowspec_edge.runtime.worker.sd_notify import Notifier
+from flowspec_edge.runtime.worker.status_sender import one_line
 from flowspec_edge.runtime.worker.worker import Worker, connect
 from flowspec_edge.transport import keys
 from flowspec_edge.transport.zmq_links import ZmqTransport

@@ -44,8 +44,8 @@ from flowspec_edge.runtime.observe.power import PowerMeter, SessionEnergy
 from flowspec_edge.runtime.observe.system_stats import SystemStats
 from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.runtime.worker.release_link import ReleaseLink
-from flowspec_edge.runtime.worker.reports import Reports, one_line
 from flowspec_edge.runtime.worker.sd_notify import Notifier
+from flowspec_edge.runtime.worker.status_sender import StatusSender, one_line
 from flowspec_edge.stage.base import Engine
 from flowspec_edge.stage.core import Pass, StageCore
 from flowspec_edge.transport import keys
@@ -104,8 +104,8 @@ class Worker:
                                charge.layers if charge else 1.0, config.open_within_s)
         self._counters = self._core.counters
         self._energy = SessionEnergy(meter)
-        self._reports = Reports(config, links.control, links.previous, links.next, engine, self._counters,
-                                hello, SystemStats(meter=meter), self._energy)
+        self._status = StatusSender(config, links.control, links.previous, links.next, engine, self._counters,
+                                    hello, SystemStats(meter=meter), self._energy)
         self._fault: PeerFault | None = None  # the latest of the data link, not handled yet
         self._bytes_in = 0  # of the data link, counted so far
         self._check_at = 0.0
@@ -121,7 +121,7 @@ class Worker:
     def run(self) -> None:
         """Serve until Shutdown or a signal; raises FlowspecError when the stage cannot continue."""
         try:
-            self._reports.send_hello()
+            self._status.send_hello()
             self._notifier.ready(self._title)
             while True:
                 self._tick()
@@ -257,7 +257,7 @@ class Worker:
         start, waits = time.monotonic(), computing_s == math.inf
         data = waits and self._core.has_room
         incoming = [self._links.control, self._links.previous] if data else [self._links.control]
-        due = max(0.0, min(self._reports.due_at - start, self._check_at - start, computing_s))
+        due = max(0.0, min(self._status.due_at - start, self._check_at - start, computing_s))
         self._links.transport.wait(incoming, [room] if room else [], due)
         if waits:
             self._read()
@@ -283,8 +283,8 @@ class Worker:
         if now >= self._check_at:
             self._check_at = now + _CHECK_S
             self._check()
-        if now >= self._reports.due_at:
-            self._reports.send_heartbeat()
+        if now >= self._status.due_at:
+            self._status.send_heartbeat()
 
     def _handle_control(self, message: Message) -> None:
         match message:
@@ -301,8 +301,8 @@ class Worker:
                     self._disconnects = self._links.control.disconnects(), self._links.next.disconnects()
             case Close():
                 if message.session in self._counters:
-                    self._reports.send_session_report(message.session)
-                    self._reports.send_heartbeat()  # the totals, with the end of this session
+                    self._status.send_session_report(message.session)
+                    self._status.send_heartbeat()  # the totals, with the end of this session
                 self._core.receive(message, time.monotonic())
             case Prune() | Cancel():
                 self._core.receive(message, time.monotonic())
@@ -318,7 +318,7 @@ class Worker:
         """ProtocolError if D0 does not know how far this stage's session numbers have come: a segment that
         overtook its Open would have been taken for a stale one. The Hello tells D0."""
         if session <= self._counters.newest:
-            self._reports.send_hello()
+            self._status.send_hello()
             raise ProtocolError(f"D0 opens session {session} after session {self._counters.newest}")
 
     def _refused(self, reason: str) -> None:
@@ -342,11 +342,11 @@ class Worker:
             if self._counters:  # a stage that is a service waits for another D0
                 self._abandon_sessions(reason)
         self._notifier.status(f"{self._title}: {'waiting for D0' if d0_lost_s else 'connected to D0'}")
-        self._reports.send_hello_again()
+        self._status.send_hello_again()
         next_lost_s = links.next.disconnected_for()
         if bool(next_lost_s) != self._isolated:
             self._isolated = not self._isolated
-            self._reports.due_at = 0.0  # D0 waits for this heartbeat after a loss
+            self._status.due_at = 0.0  # D0 waits for this heartbeat after a loss
         reason = self._next_outage(min(next_lost_s, time.monotonic() - self._open_at))
         if self._counters and reason:
             if config.tensor_parallel:
@@ -382,4 +382,4 @@ class Worker:
             self._energy.close(session)
             self._core.receive(Close(session), time.monotonic())
         if tell or self._links.control.disconnects() == self._disconnects[0]:
-            self._reports.send_failure(reason)
+            self._status.send_failure(reason)

@@ -82,7 +82,7 @@ def test_virtual_time_gives_the_same_file_twice(model: Path, prompts: Path, tmp_
     assert "identical" in out
 
 
-def test_over_processes_there_is_no_profile_and_joules_are_measured(
+def test_processes_have_no_profile_and_measured_joules(
         model: Path, prompts: Path, tmp_path: Path, sensor: None, capsys: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
     report = bench(model, prompts, tmp_path / "w.json", "--strategies", "flowspec", "--clock", "wall",
@@ -144,7 +144,7 @@ def test_bad_input_is_one_line_and_exit_code_2(model: Path, prompts: Path, argum
     assert err.count("\n") == 1
 
 
-def test_a_draft_model_that_is_missing_is_found_before_anything_runs(
+def test_a_missing_draft_model_is_found_first(
         model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from flowspec_edge.bench.report import load_sweep
+from flowspec_edge.bench.results import load_sweep
 from flowspec_edge.cli.bench.sweep import app
 from flowspec_edge.cli.main import main
 
@@ -146,7 +146,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(given: list[str], tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_draft_model_that_is_missing_is_found_before_anything_runs(
+def test_a_missing_draft_model_is_found_first(
         model: Path, given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()

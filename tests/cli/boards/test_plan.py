@@ -44,7 +44,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Predictions of a few tokens: these tests are not about their value."""
+    """Predictions of a few tokens after one prompt: these tests are not about their value."""
+    monkeypatch.setattr(plan, "_PROMPTS", 1)
     monkeypatch.setattr(plan, "_TOKENS", 6)
 
 
@@ -54,8 +55,7 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_demonstration_models_speeds_are_given_with_a_published_heads_acceptance_too(
-        home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_speeds_also_at_the_papers_acceptance(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ("--devices", f"{home}/nano.toml:3", "--strategies", "flowspec,autoregressive")
     head, plain = planned(capsys, "--model", "demo", *given)["predictions"]
     assert 0 < head["tokens_per_second_calibrated"] <= head["tokens_per_second"]

@@ -56,7 +56,7 @@ def test_the_file_that_is_written_loads(boards: sshkit.Boards, tmp_path: Path,
 
 
 @sshkit.needs_boards
-def test_a_board_that_cannot_be_reached_is_named_and_nothing_is_written(
+def test_an_unreachable_board_is_named_and_nothing_written(
         boards: sshkit.Boards, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     here, other, out = boards.bed.address(0), boards.bed.address(2), tmp_path / "cluster.toml"
 

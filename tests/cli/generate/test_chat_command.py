@@ -120,7 +120,7 @@ def test_a_model_without_a_template_is_refused(model: Path, monkeypatch: pytest.
     assert "no chat template" in capsys.readouterr().err
 
 
-def test_without_arguments_the_demonstration_model_continues_the_messages(
+def test_the_demonstration_model_is_the_default(
         monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("def f(x):\n"))
     assert main(["chat", "--max-new-tokens", "24"]) == 0

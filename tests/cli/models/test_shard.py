@@ -66,8 +66,8 @@ def test_inspect_says_what_stages_take(sharded: Path, capsys: pytest.CaptureFixt
         assert engine.cache_of(0) is not None
         assert parts[name]["layers"] == list(shard.layers)
         assert parts[name]["weight_bytes"] == shard.nbytes
-        assert parts[name]["cache_bytes"] == engine.cache_of(0).nbytes
-        assert parts[name]["memory_bytes"] == shard.nbytes + engine.cache_of(0).nbytes
+        assert parts[name]["cache_bytes"] == engine.cache_bytes
+        assert parts[name]["memory_bytes"] == shard.nbytes + engine.cache_bytes
         assert parts[name]["disk_bytes"] == sum(f.stat().st_size for f in (sharded / name).iterdir())
     layer = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 2 * 64
     assert parts["stage-1"]["parameters"] == 300 * 64 + layer

@@ -34,10 +34,9 @@ def test_a_deploying_board_replaces_its_loopback_address() -> None:
     """With its address on the route to the others, which the testbed knows."""
     with NetnsTestbed(2) as bed, bed.entered(0):
         inventory = cluster("localhost", bed.address(1))
-        own = f"({bed.address(0)} at {bed.interface(0)})"
-        assert refusal(inventory) == (
-            "orin-0: localhost resolves to 127.0.0.1 here, which other boards cannot reach: give its address "
-            f"on the network {own} in the cluster file")
+        message = refusal(inventory)
+        for part in ("orin-0: ", "localhost", "127.0.0.1", f"({bed.address(0)} at {bed.interface(0)})"):
+            assert part in message
         assert network_address(inventory, inventory.device[1]) == bed.address(1)
         assert is_here(inventory.device[0])
         assert [device.address for device in on_network(inventory).device] == [bed.address(0), bed.address(1)]

@@ -86,7 +86,7 @@ def test_the_control_port_does_not_wait_behind_data(bed: NetnsTestbed) -> None:
 
 
 @fleetkit.needs_netns
-def test_a_thread_and_a_command_are_inside_and_this_thread_is_outside(bed: NetnsTestbed) -> None:
+def test_only_the_thread_and_the_command_are_inside(bed: NetnsTestbed) -> None:
     here = os.readlink("/proc/thread-self/ns/net")
     with bed.entered(1):
         inside = os.readlink("/proc/thread-self/ns/net")

@@ -77,7 +77,7 @@ with RemoteShaping(load_inventory(Path(sys.argv[1])), restore_after_s=5) as link
 """
 
 
-def test_the_boards_restore_themselves_when_the_controller_is_killed(boards: sshkit.Boards) -> None:
+def test_boards_restore_themselves_without_the_controller(boards: sshkit.Boards) -> None:
     before = [boards.shown(place) for place in (0, 1)]
     with subprocess.Popen([sys.executable, "-c", _CONTROLLER, str(boards.file)], stdin=subprocess.PIPE,
                           stdout=subprocess.PIPE, text=True) as controller:

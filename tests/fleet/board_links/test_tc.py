@@ -63,7 +63,7 @@ def test_removal_takes_only_our_qdisc() -> None:
 
 
 @fleetkit.needs_netns
-def test_the_kernel_check_changes_nothing_and_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_check_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     before = subprocess.run(["tc", "qdisc"], capture_output=True, text=True, check=True).stdout
     tc.check_kernel(LocalRunner())
     assert subprocess.run(["tc", "qdisc"], capture_output=True, text=True, check=True).stdout == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,7 @@ def test_roles_alone_keep_the_order_and_split_evenly(home: Path) -> None:
         "b", [("a", 0, 2), ("c", 2, 4), ("d", 4, 5), ("e", 5, 6)], [])
 
 
-def test_roles_and_profiles_keep_the_order_and_the_slowest_stage_fast(home: Path) -> None:
+def test_roles_keep_the_order_and_the_slowest_stage_fast(home: Path) -> None:
     assert shown(decide(home, MODEL, "a draft fast", "b verify slow", "c verify fast", "d verify fast")) == (
         "a", [("b", 0, 1), ("c", 1, 4), ("d", 4, 6)], [])
 
@@ -184,13 +185,14 @@ def test_a_draft_device_that_stages_would_wait_for(home: Path) -> None:
     assert keeps_up.turn.seconds == pytest.approx(0.014)
     assert keeps_up.turn.slot == pytest.approx(0.018)
     assert keeps_up.notes == ()
-    assert judge_draft_device(keeps_up) == ("a", Finding(
-        "draft device", "ok", "14 ms a turn, the slowest stage 18 ms, by their profiles"))
+    name, finding = judge_draft_device(keeps_up) or ("", Finding("", "error", ""))
+    assert (name, finding.check, finding.state) == ("a", "draft device", "ok")
+    assert re.findall(r"\d+ ms", finding.found) == ["14 ms", "18 ms"]
     late = decide(home, MODEL, "a draft slow", "b verify slow", "c verify slow", "d verify slow")
-    assert late.notes == (
-        "the draft device a is the bottleneck: lm_head, sampling and bookkeeping (4 ms) and one draft pass "
-        "(10 ms) take 14 ms a turn, the slowest stage 12 ms; let it compute on its GPU (torch_device), or a "
-        "faster board draft",)
+    [note] = late.notes
+    assert note.startswith("the draft device a is the bottleneck: ")
+    assert re.findall(r"\d+ ms", note) == ["4 ms", "10 ms", "14 ms", "12 ms"]
+    assert "torch_device" in note
     name, finding = judge_draft_device(late) or ("", Finding("", "ok", ""))
     assert (name, finding.state, "torch_device" in finding.advice) == ("a", "warning", True)
     assert decide(home, MODEL, "a draft", "b verify slow").turn is None

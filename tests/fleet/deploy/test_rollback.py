@@ -30,7 +30,7 @@ def test_no_rollback_was_interrupted(boards: list[tuple[str, str]]) -> None:
     assert interrupted(fleet(*boards)) is None
 
 
-def test_a_rollback_that_has_switched_all_boards_is_completed_and_not_undone() -> None:
+def test_a_rollback_with_all_boards_switched_is_completed() -> None:
     status = fleet(("old", "new"), ("old", "new"), ("", ""))
     status.boards[1] = replace(status.boards[1], going_back=True)
     found = interrupted(status)

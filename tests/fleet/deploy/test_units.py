@@ -91,7 +91,7 @@ def test_the_units_name_the_places_that_deploy_fills() -> None:
     ("exit-code", True, "new"), ("timeout", True, "new"), ("exit-code", False, "old"),
     ("success", True, "old")])
 @pytest.mark.parametrize(("began", "other"), [("old", ""), ("new", ""), ("old", "verify-2")])
-def test_a_release_that_ends_badly_gives_way_to_the_other_one_during_a_rollout(
+def test_a_failing_release_gives_way_during_a_rollout(
         tmp_path: Path, role: str, result: str, mark: bool, now: str, began: str, other: str) -> None:
     """Where the board has the same role there, and the process was of the release that is current."""
     unit = (UNITS / (paths.DRAFT_UNIT if role == "draft" else paths.VERIFY_UNIT)).read_text()

@@ -57,7 +57,7 @@ def names(wheels: tuple[str, ...]) -> list[str]:
     return [name.split("-")[0] for name in wheels]
 
 
-def test_a_board_gets_what_its_python_and_machine_need_and_never_torch(house: Path) -> None:
+def test_wheels_fit_python_and_machine_without_torch(house: Path) -> None:
     found = environment(house, BOARD, "/usr/bin/python3.10")
     assert names(found.wheels) == ["flowspec_edge", "msgpack", "pip", "tomli", "typer"]
     assert "-cp310-cp310-manylinux2014_aarch64" in [*found.wheels][1]
@@ -74,7 +74,7 @@ def test_every_board_gets_the_grammar_library(house: Path) -> None:
     assert names(environment(house, BOARD).wheels) == ["flowspec_edge", "llguidance", "pip"]
 
 
-def test_the_digest_is_of_the_wheels_contents_and_of_the_torch_below(house: Path) -> None:
+def test_the_digest_is_of_the_contents_and_of_torch(house: Path) -> None:
     before = environment(house, BOARD)
     assert environment(house, BOARD) == before
     assert environment(house, WheelTarget("3.10", "aarch64", "2.8.0")).digest != before.digest

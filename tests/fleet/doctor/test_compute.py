@@ -29,8 +29,8 @@ def test_a_library_that_ends_the_process_is_a_warning(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path.cwd()}")
     four = {finding.check: finding for finding in check_compute(l4t="")}["4 bits"]
     assert (four.state, "int4 works; nf4 does not" in four.found) == ("warning", True), four
-    assert four.advice == ("shard models in int4, which needs no bitsandbytes, or install bitsandbytes 0.49 "
-                           "or newer")
+    assert "int4" in four.advice
+    assert "bitsandbytes 0.49" in four.advice
 
 
 def test_a_library_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

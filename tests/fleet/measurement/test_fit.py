@@ -55,7 +55,7 @@ def test_noise_is_averaged() -> None:
         assert fitted == pytest.approx(milliseconds(KNOWN, case), rel=0.06)
 
 
-def test_one_number_of_layers_has_no_overhead_and_one_context_no_slope() -> None:
+def test_one_layer_count_or_context_fits_no_slope() -> None:
     times = {case: milliseconds(KNOWN, case) for case in cases((4,), (512,))}
     found = fit_stage(times)
     assert (found.overhead_ms, found.context_ms) == (0, [])

@@ -109,12 +109,11 @@ def test_a_library_that_ends_the_process_is_a_finding(tmp_path: Path,
     before, died, lived = check_products(wish("fp32", "nf4", "int4"))
     assert (before.check, before.ok) == ("fp32", True)
     assert (died.check, died.ok, died.error) == ("nf4", False, None)
-    assert died.found == ("its kernel ended the process with code 1: "
-                        "Error no kernel image is available for execution on the device at line 62")
+    assert "code 1: Error no kernel image is available" in died.found  # the library's own words
     assert (lived.check, lived.ok) == ("int4", True)
 
 
-def test_what_follows_an_unusable_context_has_a_process_of_its_own(
+def test_after_an_unusable_context_comes_a_new_process(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "losing_context.py").write_text(LOSES_ITS_CONTEXT, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))

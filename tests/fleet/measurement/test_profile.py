@@ -92,7 +92,7 @@ def test_the_summary_recovers_known_costs() -> None:
     assert (made.node, made.lm_head, made.row, made.bookkeeping) == pytest.approx((0.1, 0.7, 0.03, 0.8))
 
 
-def test_the_first_layers_stand_in_for_a_target_that_does_not_fit(model: Path) -> None:
+def test_first_layers_stand_in_for_a_large_target(model: Path) -> None:
     with worker(model / "target", 2) as first_layers:
         first_layers.ready()
         device0 = MeasuredDraftDevice(model, "fp32", "cpu", first_layers)

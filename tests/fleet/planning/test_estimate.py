@@ -96,8 +96,9 @@ def test_one_board_is_enough_if_as_fast() -> None:
     x, p = board("x"), problem(size(layers=2))
     same = compare(x, p, own, 5, more)
     assert same.enough
-    assert same.text == ("one board is enough: x alone makes 10.00 tokens/s with speculative, "
-                         "the plan's 5 boards 10.00 with flowspec")
+    for part in ("one board is enough", "x alone", "10.00 tokens/s with speculative",
+                 "5 boards 10.00 with flowspec"):
+        assert part in same.text
     slower = compare(x, p, own, 5, [Prediction("flowspec", 10.1, 1.0)])
     assert not slower.enough
     assert slower.text.startswith("x alone makes 10.00")

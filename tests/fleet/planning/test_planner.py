@@ -158,8 +158,8 @@ def test_a_slow_board_more_may_cost_tokens() -> None:
     p = problem()
     chosen = plan(boards, p, Throughput(p))
     assert ([s.board.name for s in chosen.stages], chosen.d0.name) == (["quick"], "slow0")
-    assert {why for _, why in chosen.left_out} == {
-        "a longer way through more stages would cost more than their shorter slots gain"}
+    [why] = {why for _, why in chosen.left_out}
+    assert "a longer way through more stages would cost more" in why
     many = plan(boards, p, Throughput(p, at_once=8))  # requests that fill the pipeline
     assert len(many.stages) == len(plan(boards, p).stages) == 4
 

@@ -40,7 +40,7 @@ def test_the_document_has_the_table_as_it_is_computed(build: ModuleType) -> None
     assert build.written(text) == text, "renew it with: python docs/build_one_board.py"
 
 
-def test_compiled_engines_are_within_a_quarter_and_llama_cpp_is_not(build: ModuleType) -> None:
+def test_compiled_engines_are_within_a_quarter(build: ModuleType) -> None:
     """llama.cpp reaches half of the bandwidth that the others reach; the document says so."""
     ratios = {row: build.predicted(row) / row.tokens_per_second for row in build.ROWS}
     within = [row for row, ratio in ratios.items() if 0.75 <= ratio <= 1.25]
@@ -50,7 +50,7 @@ def test_compiled_engines_are_within_a_quarter_and_llama_cpp_is_not(build: Modul
 
 @pytest.mark.parametrize("name", ["orin-nano-8gb", "orin-nano-8gb-super", "orin-nx-16gb", "agx-orin-64gb",
                                   "thor-t5000"])
-def test_profiles_charge_their_bytes_at_the_bandwidth_that_they_state(name: str) -> None:
+def test_profiles_charge_bytes_at_their_bandwidth(name: str) -> None:
     profile = load_profile(name)
     memory = profile.memory
     assert memory

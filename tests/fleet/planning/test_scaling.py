@@ -77,7 +77,7 @@ def test_launches_are_those_of_the_planned_model() -> None:
         "llama-2-7b": 17, "qwen3-8b": 20}
 
 
-def test_int4_without_a_kernels_times_is_bandwidth_alone_and_says_so() -> None:
+def test_int4_without_kernel_times_is_bandwidth_alone() -> None:
     """A layer of 400 MB takes 8 ms, so its 4-bit weights of 100 MB 2 ms, read once for every 16 rows."""
     packed = replace(size(), dtype="int4", layer=100 * MB)
     fitted, how = scaled(profile(layer_ms=8.0), packed)
@@ -132,7 +132,7 @@ def test_a_full_cache_from_the_start() -> None:
     assert at_context(profile(), size(), 2000) == profile()
 
 
-def test_a_profile_without_measured_contexts_reads_the_cache_at_its_bandwidth() -> None:
+def test_unmeasured_contexts_read_the_cache_at_bandwidth() -> None:
     """Llama-2-7B: 16,384 bytes a row and layer, 34 MB for 2048 tokens: 0.61 ms a layer at 55 GB/s."""
     nano, seven = load_profile("orin-nano-8gb"), model_bytes("llama-2-7b", "fp16")
     fitted, _ = scaled(nano, seven)
@@ -174,7 +174,7 @@ def test_devices_by_name_by_path_and_several_alike(tmp_path: Path) -> None:
     assert [m.name for m in parse_devices(["paper-7b"])] == ["paper-7b"]
 
 
-def test_a_cluster_file_keeps_its_roles_and_reads_profiles_beside_it(tmp_path: Path) -> None:
+def test_a_cluster_file_keeps_roles_and_reads_profiles(tmp_path: Path) -> None:
     write_profile(tmp_path / "mine.toml")
     cluster = tmp_path / "cluster.toml"
     cluster.write_text(CLUSTER)

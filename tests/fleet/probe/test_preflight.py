@@ -53,8 +53,8 @@ def checks(problems: list[Finding], board: str) -> dict[str, Finding]:
 def test_a_board_that_only_lacks_systemd(boards: sshkit.Boards) -> None:
     """These boards have all but a systemd that started them; torch is really imported."""
     needs = {"board-1": Needs(10**6, 10**6, 10**6, (7702, 7703))}
-    assert [str(problem) for problem in preflight(changed(boards, sys.executable), needs).problems] == [
-        "board-1: systemd: the board was not started by systemd; services need it"]
+    problems = preflight(changed(boards, sys.executable), needs).problems
+    assert [(problem.board, problem.check) for problem in problems] == [("board-1", "systemd")]
 
 
 @sshkit.needs_boards
@@ -83,8 +83,8 @@ def test_three_unfit_boards(boards: sshkit.Boards, tmp_path: Path) -> None:
     assert refused.found.startswith("it does not let this user in with this key (board-0 (10.77.0.1): ssh: ")
     first = checks(found, "board-1")
     assert list(first) == ["torch", "systemd", "disk", "memory", "port"]
-    assert first["torch"].found == (f"{BARE} has no torch that every user can import "
-                                    "(ModuleNotFoundError: No module named 'torch')")
+    assert first["torch"].found.startswith(f"{BARE} has no torch ")
+    assert "(ModuleNotFoundError: No module named 'torch')" in first["torch"].found
     disks = [problem.found for problem in found if (problem.board, problem.check) == ("board-1", "disk")]
     assert disks[0] == "/opt/flowspec needs 0.00 GB, 0.00 GB are free"
     assert disks[1].startswith("/var/lib/flowspec needs 1000000.00 GB, ")

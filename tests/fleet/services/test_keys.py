@@ -119,8 +119,7 @@ def test_all_keys_are_changed_or_none(boards: sshkit.Boards, tmp_path: Path) -> 
         assert on(boards, place, "ls", "/run/flowspec").split() == ["board.key"]
 
 
-def test_a_rotation_that_a_power_failure_cut_off_is_taken_back_or_ended(boards: sshkit.Boards,
-                                                                        tmp_path: Path) -> None:
+def test_a_rotation_cut_off_by_a_power_failure(boards: sshkit.Boards, tmp_path: Path) -> None:
     """Board 0 missed the order to settle, board 1 everything after its new pair."""
     inventory, devices, here = boards.inventory, boards.inventory.device, tmp_path / "keys"
     make(boards, here)

@@ -211,7 +211,7 @@ def test_after_a_fault_nothing_is_kept_and_all_rows_are_free(cluster: ProcessClu
 
 
 @pytest.mark.soak
-def test_a_loss_takes_what_was_kept_and_the_answer_that_goes_on_is_kept(tiny_model: Path) -> None:
+def test_a_loss_takes_what_was_kept(tiny_model: Path) -> None:
     kept = Request(some(80, 60), "flowspec", 8, params=SMALL)
     lost = Request(some(81, 60), "flowspec", 30, params=SMALL)
     with ProcessCluster(ClusterSpec(tiny_model, STAGES, threads=1, cache_rows=BUDGET,

@@ -113,7 +113,7 @@ def test_threads_may_start_workers_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_workers_outlive_their_fork_server_and_the_next_has_another_at_once(
+def test_workers_outlive_their_fork_server(
         config: Path, tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forkserver, "_tended_at", -math.inf)
     worker = WorkerProcess(config, tmp_path / "output")
@@ -137,7 +137,7 @@ def test_workers_outlive_their_fork_server_and_the_next_has_another_at_once(
     assert another.wait(PATIENCE) == -signal.SIGKILL
 
 
-def test_a_killed_worker_is_noticed_though_the_fork_server_is_stopped(
+def test_a_killed_worker_of_a_stopped_fork_server(
         config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forkserver, "_EXIT_CODE_S", 0.1)
     worker = WorkerProcess(config, tmp_path / "output")
@@ -187,7 +187,7 @@ sys.stdin.read()
 
 
 @pytest.mark.slow
-def test_an_unguarded_script_starts_workers_that_do_not_outlive_it(config: Path, tmp_path: Path,
+def test_workers_of_an_unguarded_script_end_with_it(config: Path, tmp_path: Path,
                                                                        short_tmp_path: Path) -> None:
     script, temporary = tmp_path / "script.py", short_tmp_path
     script.write_text(STARTS_ONE)

@@ -120,7 +120,7 @@ def right_or_one_error(handle: RequestHandle, expected: list[int]) -> None:
         assert "\x1b" not in str(error)
 
 
-def test_strangers_on_the_ports_of_a_usual_cluster_change_nothing(model: Path, expected: list[int]) -> None:
+def test_strangers_on_a_usual_clusters_ports(model: Path, expected: list[int]) -> None:
     seen, held = Striker(), list[socket.socket]()
     with ProcessCluster(ClusterSpec(model, 2, threads=1, observer=seen, rejoin_within=PATIENCE)) as cluster:
         links, plan = cluster._links, cluster._plan
@@ -175,7 +175,7 @@ def test_strangers_on_ports_without_keys_change_nothing(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [40, pytest.param(2500, marks=pytest.mark.soak)])
-def test_a_holder_of_a_stages_key_ends_neither_the_cluster_nor_a_stage(
+def test_a_holder_of_a_stages_key_ends_nothing(
         model: Path, expected: list[int], tmp_path: Path, count: int) -> None:
     rng = random.Random(count)
     with site(model, tmp_path, encrypted=True) as made:
@@ -199,7 +199,7 @@ def test_a_holder_of_a_stages_key_ends_neither_the_cluster_nor_a_stage(
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [200, pytest.param(3000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("ahead", [1, 10**6], ids=["soon past", "never"])
-def test_segments_of_unknown_sessions_end_neither_the_cluster_nor_a_stage(
+def test_segments_of_unknown_sessions_end_nothing(
         model: Path, expected: list[int], tmp_path: Path, count: int, ahead: int) -> None:
     """From a holder of V1's key, at V2: they wait for an Open, and the link from V1 is read all the same."""
     with site(model, tmp_path, encrypted=True) as made:

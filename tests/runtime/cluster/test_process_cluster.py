@@ -113,7 +113,7 @@ def test_an_interrupted_request_leaves_the_cluster_up(cluster: ProcessCluster, m
     assert cluster.generate(Request(PROMPT, "flowspec", max_new_tokens=5)).tokens == greedy(model, 5)
 
 
-def test_more_stages_than_layers_is_an_error_before_anything_starts(model: Path) -> None:
+def test_more_stages_than_layers_is_an_error(model: Path) -> None:
     with pytest.raises(UsageError, match="4 stages are more than the model's 3 layers"):
         ProcessCluster(ClusterSpec(model, 4))
 
@@ -123,7 +123,7 @@ def test_no_model_is_an_error_before_anything_starts(tmp_path: Path) -> None:
         ProcessCluster(ClusterSpec(tmp_path, 1))
 
 
-def test_d0_takes_no_more_threads_than_its_share_while_the_cluster_is_up(model: Path) -> None:
+def test_d0_takes_its_share_of_threads(model: Path) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(7)
     try:
@@ -241,8 +241,7 @@ class OneBoard:
             self.worker = None
 
 
-def test_boards_are_connected_for_the_first_request_and_refreshed_for_each(model: Path, tmp_path: Path
-                                                                          ) -> None:
+def test_boards_are_connected_once_and_refreshed(model: Path, tmp_path: Path) -> None:
     board = OneBoard(model, tmp_path)
     with open_cluster(ClusterSpec(model, 1), board) as cluster:
         assert board.calls == []

@@ -107,8 +107,7 @@ def test_a_request_that_costs_a_stage_every_time_ends_alone(
 
 
 @pytest.mark.soak
-def test_a_stage_that_ends_again_and_again_is_given_up_before_the_time_is_over(model: Path, tmp_path: Path
-                                                                               ) -> None:
+def test_a_stage_that_ends_again_and_again_is_given_up(model: Path, tmp_path: Path) -> None:
     copy = tmp_path / "model"
     shutil.copytree(model, copy)
     with ProcessCluster(ClusterSpec(copy, 2, threads=1, rejoin_within=10 * PATIENCE)) as cluster:

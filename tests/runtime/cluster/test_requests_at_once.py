@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +10,7 @@ from pathlib import Path
 import pytest
 from requestkit import own_text, prompt, some, text
 
-from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Cancel, Prune, Segment
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.cluster.spec import ClusterSpec
@@ -115,16 +113,6 @@ def test_what_is_cancelled_while_it_waits_is_not_begun(processes: ProcessCluster
     processes.serve(stays.done)
     assert stays.result(0).tokens == own_text(tiny_model, request)
     assert not processes.busy
-
-
-def test_a_lost_stage_ends_every_request(tiny_model: Path) -> None:
-    with ProcessCluster(ClusterSpec(tiny_model, 2, threads=1)) as cluster:
-        other = cluster.submit(Request(prompt(2), "flowspec", 500))
-        with pytest.raises(FlowspecError, match="V2 was killed by SIGKILL"):
-            cluster.generate(Request(prompt(1), "flowspec", 500),
-                             lambda new: os.kill(cluster.pids[1], signal.SIGKILL))
-        with pytest.raises(FlowspecError, match="V2 was killed by SIGKILL"):
-            other.result(1)
 
 
 @pytest.mark.soak

@@ -36,6 +36,7 @@ def test_it_is_replaced_and_the_answer_goes_on(model: Path, monkeypatch: pytest.
         assert "V2 has ended; the fork server, which knows how" in striker.losses[0]
 
 
+@pytest.mark.slow  # a new fork server here, and another for the next file's workers
 def test_one_that_never_answers_ends_the_recovery_and_is_named(model: Path, monkeypatch: pytest.MonkeyPatch
                                                                ) -> None:
     """Every new one is stopped, too; after the recovery's deadline no other one is tried."""

@@ -73,7 +73,7 @@ class D0:
                 for part in parts_of(message)]
 
 
-def test_before_a_pass_that_would_end_too_late_one_segment_goes_ahead(tiny_model: Path) -> None:
+def test_one_segment_goes_ahead_of_a_long_pass(tiny_model: Path) -> None:
     d0 = D0(tiny_model, "flowspec_plus")
     d0.practise()
     d0.now += SLOT - PASS - 0.05
@@ -137,7 +137,7 @@ def test_without_a_clock_nobody_knows_when(tiny_model: Path) -> None:
     assert d0.ahead() == []
 
 
-def test_nothing_goes_ahead_to_an_idle_stage_or_of_a_text_that_is_over(tiny_model: Path) -> None:
+def test_what_does_not_go_ahead(tiny_model: Path) -> None:
     d0 = D0(tiny_model, "flowspec_plus")
     d0.practise()
     d0.done(d0.at_v1)

@@ -157,7 +157,7 @@ def test_every_turn_is_the_text_of_plain_decoding(model: Path, name: str, kind: 
     assert result.stats.reused == len(branch) - 2
 
 
-def test_a_drafter_that_is_handed_on_drafts_as_one_that_has_read_all(model: Path) -> None:
+def test_a_drafter_handed_on_drafts_as_a_fresh_one(model: Path) -> None:
     """What is drafted and accepted is what a session that read the whole text would draft."""
     for kind in ("eagle3", "merged"):
         request, _ = asked(model, some(1, 40), "flowspec", kind, SAMPLINGS[0])

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
 import pytest
-from clusterkit import PATIENCE, PROMPT
-from losskit import Striker
+from clusterkit import PROMPT
 from tiny_dir import tiny_model_dir
 
 from flowspec_edge.device_profile import Profile, load_profile
@@ -20,9 +18,9 @@ from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.draft_device.draft_session import DraftSession
 from flowspec_edge.runtime.draft_device.scheduling.slot_curve import SlotCurve
-from flowspec_edge.runtime.observe.observer import Observer, Observers
+from flowspec_edge.runtime.observe.observer import Observer
 from flowspec_edge.runtime.plain import PlainDecoder
-from flowspec_edge.runtime.request import Request
+from flowspec_edge.runtime.request import Request, Result
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.runtime.virtual.devices import Devices
 from flowspec_edge.sampling.rule import Sampling
@@ -54,6 +52,10 @@ class Sizes(Observer):
             self.sent_rows.append(len(message.numbers))
 
 
+def speed_of(results: list[Result]) -> float:
+    return fmean(result.stats.tokens_per_second for result in results)
+
+
 @pytest.mark.parametrize(("curve", "temperature", "prompts"), [
     ("flat to 64", 0.0, 1), ("steep", 0.0, 1),
     *(pytest.param(curve, temperature, 3, marks=pytest.mark.soak)
@@ -61,17 +63,20 @@ class Sizes(Observer):
 def test_to_learn_is_as_fast_as_to_be_told(demo_model: Path, demo_prompts: list[list[int]], curve: str,
                                            temperature: float, prompts: int) -> None:
     """``microbench.curve`` has a dozen prompts; the text is the same in any case."""
-    requests = [Request(prompt, "flowspec_plus", 64, Sampling(temperature, seed=1))
+    requests = [Request(prompt, "flowspec_plus", 48 if prompts == 1 else 64, Sampling(temperature, seed=1))
                 for prompt in demo_prompts[1:1 + prompts]]  # the first one's answer has no miss
     sizes = Sizes()
     clusters = [VirtualCluster(demo_model, 4, profile(curve), observer=sizes, learn=True),
                 VirtualCluster(demo_model, 4, profile(curve))]
     learned, told = ([cluster.generate(request) for request in requests] for cluster in clusters)
     assert [result.tokens for result in learned] == [result.tokens for result in told]
-    speed, wanted = (fmean(result.stats.tokens_per_second for result in results)
-                     for results in (learned, told))
+    speed, wanted = speed_of(learned), speed_of(told)
     assert speed > 0.97 * wanted
-    assert max(sizes.sent_rows) == LONGEST_BLOCK or curve != "flat to 64"
+    if curve == "flat to 64":
+        assert max(sizes.sent_rows) == LONGEST_BLOCK
+        fixed = [clusters[1].generate(replace(request, params=FIXED)) for request in requests]
+        assert [result.tokens for result in fixed] == [result.tokens for result in told]
+        assert speed > 1.05 * speed_of(fixed)  # what a fixed length leaves out
 
 
 def test_what_a_row_takes_over_a_link_counts(demo_model: Path, demo_prompts: list[list[int]]) -> None:
@@ -82,21 +87,10 @@ def test_what_a_row_takes_over_a_link_counts(demo_model: Path, demo_prompts: lis
     def longest(charged: Profile) -> int:
         sizes = Sizes()
         VirtualCluster(demo_model, 4, charged, observer=sizes, learn=True).generate(
-            Request(demo_prompts[0], "flowspec_plus", 12, params=Params(prefill_chunk=1)))
+            Request(demo_prompts[0][:16], "flowspec_plus", 12, params=Params(prefill_chunk=1)))
         return max(sizes.sent_rows)
 
     assert longest(slow) < longest(flat)
-
-
-def test_learning_finds_what_a_fixed_length_leaves_out(demo_model: Path, demo_prompts: list[list[int]]
-                                                       ) -> None:
-    flat = profile("flat to 64")
-    request = Request(demo_prompts[2], "flowspec_plus", 96)
-    fixed = VirtualCluster(demo_model, 4, flat).generate(
-        Request(demo_prompts[2], "flowspec_plus", 96, params=FIXED))
-    learned = VirtualCluster(demo_model, 4, flat, learn=True).generate(request)
-    assert learned.tokens == fixed.tokens
-    assert learned.stats.tokens_per_second > 1.05 * fixed.stats.tokens_per_second
 
 
 def test_two_runs_that_learn_agree_to_the_last_digit(tiny_model: Path) -> None:
@@ -204,21 +198,14 @@ def watch() -> Watch:
 
 
 @pytest.fixture(scope="module")
-def striker() -> Striker:
-    return Striker()
-
-
-@pytest.fixture(scope="module")
-def cluster(model: Path, watch: Watch, striker: Striker) -> Iterator[ProcessCluster]:
-    with ProcessCluster(ClusterSpec(model, 3, threads=1, rejoin_within=PATIENCE,
-                                    observer=Observers([watch, striker]))) as made:
+def cluster(model: Path, watch: Watch) -> Iterator[ProcessCluster]:
+    with ProcessCluster(ClusterSpec(model, 2, threads=1, observer=watch)) as made:
         yield made
 
 
-def test_the_warm_up_has_shown_the_longest_and_the_shortest_segments(cluster: ProcessCluster, watch: Watch
-                                                                     ) -> None:
+def test_the_warm_up_has_shown_short_and_long_segments(cluster: ProcessCluster, watch: Watch) -> None:
     assert {(told.stage, told.rows) for told in watch.times} == {
-        (stage, rows) for stage in (1, 2, 3) for rows in (1, 16, 64)}
+        (stage, rows) for stage in (1, 2) for rows in (1, 16, 64)}
     watch.link_row_s = (watch.curve()[-1] - watch.expected()[-1]) / SIZES[-1]
     assert watch.link_row_s >= 0
     assert watch.curve() == pytest.approx(watch.expected())
@@ -233,8 +220,7 @@ def test_a_request_goes_by_what_the_stages_of_this_cluster_told(model: Path, clu
     assert watch.curve() == pytest.approx(watch.expected())
 
 
-def test_an_observer_that_wants_no_times_gets_none_though_they_come(cluster: ProcessCluster, watch: Watch
-                                                                    ) -> None:
+def test_an_observer_that_wants_no_times_gets_none(cluster: ProcessCluster, watch: Watch) -> None:
     watch.timed = False
     seen, before = len(watch.times), watch.curve()
     cluster.generate(Request(PROMPT, "flowspec_plus", 16, params=FIXED))
@@ -242,16 +228,3 @@ def test_an_observer_that_wants_no_times_gets_none_though_they_come(cluster: Pro
     cluster.generate(Request(PROMPT, "flowspec_plus", 16))
     assert watch.curve() != before
     assert len(watch.times) == seen
-
-
-def test_a_lost_stage_takes_the_curve_with_it(model: Path, cluster: ProcessCluster, watch: Watch,
-                                              striker: Striker) -> None:
-    curves: list[list[float]] = []
-    striker.on_opened = lambda draft_session: curves.append(watch.curve())
-    striker.arm(12, lambda: os.kill(cluster.pids[1], signal.SIGKILL))
-    result = cluster.generate(Request(PROMPT, "flowspec_plus", 32))
-    assert result.tokens == PlainDecoder(model).generate(PROMPT, 32, Sampling())[0]
-    before, after = curves
-    nothing_known = [SlotCurve().seconds(rows) for rows in SIZES]
-    assert after == nothing_known != before
-    assert watch.curve() != nothing_known  # the text that was read in anew has told

@@ -81,8 +81,7 @@ def test_a_step_of_priority_is_a_factor_of_four() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from("abc"), st.integers(-10, 10)), min_size=1))
-def test_callers_weigh_the_same_at_every_level_whatever_their_priorities(
-        requests: list[tuple[str, str, int]]) -> None:
+def test_priorities_do_not_change_a_callers_weight(requests: list[tuple[str, str, int]]) -> None:
     callers = [(key, user) for key, user, _ in requests]
     weights = fair_weights(callers, [priority for *_, priority in requests])
     assert sum(weights) == pytest.approx(1.0)
@@ -95,7 +94,7 @@ def test_callers_weigh_the_same_at_every_level_whatever_their_priorities(
 
 
 @given(found=offers, flat=st.integers(1, 12), slope=st.floats(0.001, 0.5), stages=st.integers(1, 6))
-def test_in_order_the_first_has_what_it_would_have_alone_and_is_not_delayed_for_the_others(
+def test_in_order_the_first_has_what_it_would_have_alone(
         found: list[list[float]], flat: int, slope: float, stages: int) -> None:
     seconds = curve(flat, slope)
     first, *others = divide_in_order(found, seconds, stages, 24)

@@ -129,7 +129,7 @@ def test_two_clients_who_ask_again_when_they_are_answered(tiny_model: Path) -> N
     assert end < sum(seconds)  # not one after the other
 
 
-def test_the_oldest_is_hardly_disturbed_and_the_others_fill_its_bubbles(tiny_model: Path) -> None:
+def test_others_fill_the_bubbles_of_the_oldest(tiny_model: Path) -> None:
     requests = [Request(prompt(i), "autoregressive", 12, params=SMALL) for i in range(3)]
     cluster = virtual(tiny_model, 4)
     alone = cluster.generate(requests[0])

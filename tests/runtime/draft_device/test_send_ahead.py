@@ -104,7 +104,7 @@ def test_what_changes_is_learned_anew() -> None:
     assert pace.seconds(("rows", 5)) == pytest.approx(2.5)
 
 
-def test_short_and_long_segments_are_not_mistaken_for_one_another() -> None:
+def test_short_and_long_segments_are_told_apart() -> None:
     pace = warm(slot=1.0, rows=16)
     for i in range(5):
         pace.sent(2, 500.0 + 10 * i)

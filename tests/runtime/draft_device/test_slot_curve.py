@@ -60,8 +60,7 @@ def test_a_roofline_is_never_judged_too_slow(flat: float, knee: float, sizes: se
 
 
 @given(st.lists(st.floats(0.001, 1), min_size=64, max_size=64), st.sets(st.integers(1, 64), min_size=1))
-def test_where_sizes_were_seen_it_is_exact_and_between_them_never_above_the_chord(
-        steps: list[float], sizes: set[int]) -> None:
+def test_exact_at_seen_sizes_and_below_the_chord_between(steps: list[float], sizes: set[int]) -> None:
     truth = np.cumsum(steps)
     seen = sorted(sizes)
     curve = learned([(1, rows, truth[rows - 1]) for rows in seen])
@@ -76,7 +75,7 @@ def test_beyond_what_was_seen_it_is_flat_for_as_much_again() -> None:
     assert [curve.seconds(rows) for rows in (1, 20, 40, 80, 512)] == pytest.approx([.5, .5, .5, 1.0, 6.4])
 
 
-def test_before_the_first_report_sixteen_rows_take_as_long_as_one() -> None:
+def test_at_first_sixteen_rows_take_as_long_as_one() -> None:
     curve = SlotCurve()
     assert curve.seconds(1) == curve.seconds(16) > 0
     assert curve.seconds(32) == 2 * curve.seconds(16)
@@ -92,7 +91,7 @@ def test_delays_do_not_count(late: list[float], place: int) -> None:
 
 
 @given(st.floats(0.2, 5))
-def test_a_board_that_changes_its_pace_is_noticed_within_nine_segments_of_a_size(factor: float) -> None:
+def test_a_changed_pace_is_noticed_within_nine_segments(factor: float) -> None:
     truth = roofline(0.08, 24)
     before = [(1, rows, truth(rows)) for rows in (1, 8, 16, 24, 40, 64) * 20]
     curve = learned([*before, *((1, rows, factor * s) for _, rows, s in before[:54])])

@@ -158,7 +158,7 @@ def test_made_links_hold_every_message_back_in_order() -> None:
         v1.close()
 
 
-def test_made_links_of_the_control_channel_are_one_for_each_device() -> None:
+def test_made_control_links_are_one_for_each_device() -> None:
     """A large message to V1 does not hold up V2's."""
     devices = Devices.even(quick(mbps=0.01), 2)  # 10 kbit/s: 100 bytes in 80 ms
     d0, v1, v2 = (EmulatedTransport(Emulation(devices), place, ["a", "b"]) for place in range(3))
@@ -219,8 +219,7 @@ def test_a_model_wider_than_the_profiles_cannot_be_padded() -> None:
 
 
 @pytest.mark.parametrize("links", ["made", "real"])
-def test_every_strategy_gives_the_text_and_at_least_the_time_of_virtual_time(
-        tiny_model: Path, links: Links) -> None:
+def test_text_and_at_least_the_time_of_virtual_time(tiny_model: Path, links: Links) -> None:
     devices = Devices.even(quick(), 2)
     virtual, plain = VirtualCluster(tiny_model, 2, devices), PlainDecoder(tiny_model)
     prompt = [1, 2, 3, 4, 5]
@@ -316,7 +315,7 @@ def test_exchanges_are_as_wide_and_as_many_as_the_profiles(layers: int, times: l
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_a_ranks_time_is_that_of_virtual_time_with_its_own_exchanges(overlaps: bool) -> None:
+def test_a_ranks_time_is_that_of_virtual_time(overlaps: bool) -> None:
     """With steps of known length in place of measured ones."""
     kind: Parallelism = "galaxy" if overlaps else "megatron"
     group = EmulatedGroup(Counted(), PAPER, 32)

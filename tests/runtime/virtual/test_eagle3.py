@@ -125,8 +125,8 @@ def test_every_strategy_everywhere(model: Path, known: list[torch.Tensor], name:
 
 
 @pytest.mark.parametrize("name", ["flowspec", "pipeinfer"])
-def test_stages_without_layers_send_nothing_and_are_not_waited_for(model: Path, known: list[torch.Tensor],
-                                                                   name: str) -> None:
+def test_stages_without_tapped_layers_are_not_waited_for(model: Path, known: list[torch.Tensor],
+                                                         name: str) -> None:
     request = Request(PROMPT, name, 8, SAMPLED, Params(draft="eagle3", tree_size=12, width=4))
     same_tokens_and_states(model, 11, request, known)
 
@@ -170,8 +170,7 @@ def test_texts_past_a_heads_limit_go_on(tiny_model: Path, tmp_path: Path, kind: 
     assert drafter._cache._shape.window == 32  # type: ignore[attr-defined]
 
 
-def test_taps_are_weighed_on_the_link_of_the_stage_that_made_them(model: Path,
-                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taps_are_weighed_on_their_stages_link(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the width of the profile's model, 4096 values of 2 bytes, straight to D0."""
     runs: list[VirtualRun] = []
     original = VirtualRun.run

@@ -104,7 +104,7 @@ def test_merged_drafts_have_what_the_head_does_not_know(no_head: Path, tmp_path:
     assert merged.stats.rounds < own.stats.rounds
 
 
-def test_a_look_up_takes_no_time_and_so_pearls_block_is_the_longest(no_head: Path) -> None:
+def test_a_look_up_takes_no_time_so_pearls_block_is_long(no_head: Path) -> None:
     device0 = DraftModels(no_head)
     assert 0 < device0.pass_seconds("ngram") < 0.01
     passes = PROFILE.stage_seconds(16, 32) / max(PROFILE.draft_seconds("ngram"), 1e-9)

@@ -65,7 +65,7 @@ def test_a_cancel_stops_a_stage_between_layers(demo_model: Path, demo_prompts: l
     assert any(s.end - s.start < 0.9 * SLOT for s in broken_off)
 
 
-def test_a_cancel_costs_the_layer_it_comes_in_and_a_waiting_run_nothing(tiny_model: Path) -> None:
+def test_a_cancel_costs_the_layer_that_it_comes_in(tiny_model: Path) -> None:
     """A stage of eight layers, a second each, gets four runs at once; two are cancelled at 9.5 s."""
     clock, builder = EventClock(), SegmentBuilder()
     sent: list[Outgoing] = []

@@ -151,7 +151,7 @@ class Witness:
         self.seen.append(message.layer)
 
 
-def test_a_pass_works_on_the_states_that_were_there_when_it_began() -> None:
+def test_a_pass_works_on_the_states_at_its_beginning() -> None:
     """Section 3.4: at the step's start; what comes during a pass is for the pass after it."""
     drafter = Witness()
     request = Request([1], "spd", 9)

@@ -70,7 +70,7 @@ def test_on_the_cpu_stages_are_forked_as_before(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize("made", [DraftModels, PlainDecoder])
-def test_float32_is_float32_and_no_kernel_is_planned_for_a_length(
+def test_float32_is_exact_without_a_plan_for_each_length(
         made: Callable[[Path], object], tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft device loads no layers, and settles its kernels all the same."""
     asked: list[object] = []

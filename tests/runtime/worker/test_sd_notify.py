@@ -36,7 +36,7 @@ def test_the_words(ear: Ear) -> None:
     assert [ear.hear() for _ in range(3)] == ["STATUS=loads layers", "READY=1\nSTATUS=serves", "STOPPING=1"]
 
 
-def test_a_word_of_life_is_sent_four_times_within_the_watchdogs_time(ear: Ear) -> None:
+def test_life_is_shown_four_times_in_the_watchdogs_time(ear: Ear) -> None:
     environment = {"NOTIFY_SOCKET": ear.address, "WATCHDOG_USEC": "3600000000"}
     for pid, heard in ((str(os.getpid()), ["WATCHDOG=1"]), ("1", [])):
         notifier = Notifier({**environment, "WATCHDOG_PID": pid})
@@ -90,8 +90,7 @@ class Stuck(HeldEngine):
         return super().compute(admitted, poll)
 
 
-def test_a_stages_loop_shows_life_between_segments_and_layers_but_not_when_it_is_stuck(
-        tmp_path: Path, start: Start) -> None:
+def test_a_stages_loop_shows_life_unless_it_is_stuck(tmp_path: Path, start: Start) -> None:
     ear, engine = Ear(str(tmp_path / "notify")), Stuck()
     stage = start(engine, notifier=Notifier({"NOTIFY_SOCKET": ear.address, "WATCHDOG_USEC": QUICK}))
     assert ear.until("READY=1") == ["READY=1\nSTATUS=V1 of 1, layers [0, 2)"]

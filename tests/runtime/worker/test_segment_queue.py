@@ -117,7 +117,7 @@ def test_segments_do_not_wait_for_ever() -> None:
 
 
 @pytest.mark.parametrize("session", [1, 7])
-def test_a_stage_that_waits_for_room_reads_its_link_and_no_more_than_it_can_hold(
+def test_a_stage_that_waits_for_room_reads_what_it_can_hold(
         start: Start, real: StageEngine, session: int) -> None:
     stage = start(real, data_queue=1)
     stage.tell(Open(1, 0, 4096))

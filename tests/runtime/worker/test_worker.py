@@ -31,7 +31,7 @@ from flowspec_edge.messages import (
     Shutdown,
 )
 from flowspec_edge.runtime.emulation.durations import ProfileCharge
-from flowspec_edge.runtime.worker.reports import one_line
+from flowspec_edge.runtime.worker.status_sender import one_line
 from flowspec_edge.stage.base import Poll, Results
 from flowspec_edge.stage.engine import StageEngine
 
@@ -104,8 +104,7 @@ def test_only_timed_sessions_are_told_of(start: Start, real: StageEngine) -> Non
     assert stage.hear(Computed).session == 3
 
 
-def test_a_session_that_ends_in_the_middle_of_a_segment_takes_back_no_rows(start: Start, real: StageEngine
-                                                                          ) -> None:
+def test_a_session_that_ends_within_a_segment(start: Start, real: StageEngine) -> None:
     class Ending(StageEngine):
         """D0 closes the session while its second segment is computed."""
 
@@ -170,8 +169,7 @@ def goes_on(stage: Stage, session: int) -> None:
     assert stage.result().session == session
 
 
-def test_a_segment_whose_open_never_comes_ends_the_sessions_and_not_the_stage(start: Start, real: StageEngine
-                                                                              ) -> None:
+def test_a_segment_whose_open_never_comes(start: Start, real: StageEngine) -> None:
     stage = start(real, open_within_s=0.1)
     stage.give(segment(0, session=7))
     assert "segment of session 7, but no Open for it within 0.1 s" in stage.hear(Failed).cause
@@ -214,7 +212,7 @@ def test_a_stale_segment_is_dropped_without_a_word(start: Start, real: StageEngi
     assert stage.result().session == 5
 
 
-def test_control_is_obeyed_and_life_shown_in_the_middle_of_a_segment(start: Start) -> None:
+def test_control_is_obeyed_within_a_segment(start: Start) -> None:
     engine = HeldEngine()
     stage = start(engine)
     stage.tell(Open(1, 0, 64))
@@ -274,8 +272,8 @@ def test_what_a_stage_says_is_not_what_it_obeys(start: Start, real: StageEngine)
     (Open(2, 0, 64, parent_session=1, rows=40), "rows of session 1"),
     (Close(1, (5, 6)), "not all of them are among"),
 ])
-def test_what_d0_asks_in_vain_ends_the_sessions_and_not_the_stage(start: Start, real: StageEngine,
-                                                                  wrong: Message, text: str) -> None:
+def test_impossible_segments_end_the_sessions_alone(start: Start, real: StageEngine,
+                                                    wrong: Message, text: str) -> None:
     stage = start(real)
     stage.tell(Open(1, 0, 64))
     stage.tell(wrong)
@@ -283,8 +281,7 @@ def test_what_d0_asks_in_vain_ends_the_sessions_and_not_the_stage(start: Start, 
     goes_on(stage, 3)
 
 
-def test_rows_that_contradict_each_other_end_the_sessions_and_not_the_stage(start: Start, real: StageEngine
-                                                                            ) -> None:
+def test_contradictory_rows_end_the_sessions_alone(start: Start, real: StageEngine) -> None:
     stage = start(real)
     stage.tell(Open(1, 0, 8))
     stage.give(replace(segment(0, rows=2), bits=np.zeros((2, 1), np.uint8)))
@@ -324,7 +321,7 @@ def test_a_stage_tells_a_d0_that_counts_from_behind(start: Start, real: StageEng
 RANK = {"parallelism": "megatron", "stages": 2, "group": "file:///unused"}
 
 
-def test_a_rank_hands_a_segment_on_before_it_computes_and_then_nothing(start: Start) -> None:
+def test_a_rank_hands_a_segment_on_before_it_computes(start: Start) -> None:
     engine = HeldEngine()
     stage = start(engine, **RANK)
     stage.tell(Open(1, 0, 64, timed=True))
@@ -341,7 +338,7 @@ def test_a_rank_hands_a_segment_on_before_it_computes_and_then_nothing(start: St
     assert stage.output.receive() is None
 
 
-def test_a_rank_reports_a_session_after_the_pass_that_it_computes(start: Start) -> None:
+def test_a_rank_reports_a_session_after_its_pass(start: Start) -> None:
     engine = HeldEngine()
     stage = start(engine, **RANK)
     stage.tell(Open(1, 0, 64))

@@ -21,8 +21,7 @@ def test_a_stage_that_d0_started_ends_without_it(start: Start, real: StageEngine
     assert "no connection to D0" in str(error)
 
 
-def test_a_stage_of_its_own_waits_for_another_d0_and_gives_up_the_sessions_of_this_one(
-        start: Start, real: StageEngine) -> None:
+def test_a_stage_waits_for_another_d0(start: Start, real: StageEngine) -> None:
     stage = start(real, lost_after_s=0.1)
     stage.tell(Open(1, 0, 64))
     stage.give(segment(0))
@@ -33,8 +32,7 @@ def test_a_stage_of_its_own_waits_for_another_d0_and_gives_up_the_sessions_of_th
     stage.hub = stage.network.hub("d0", "another D0")
 
 
-def test_a_stage_without_a_next_one_gives_its_sessions_up_and_lives_on(
-        start: Start, real: StageEngine) -> None:
+def test_a_stage_without_a_next_one_lives_on(start: Start, real: StageEngine) -> None:
     """Its sessions may have lost messages; but the shard is loaded, and the next device may be back."""
     stage = start(real, broken_after_s=0.1)
     stage.tell(Open(1, 0, 64))
@@ -76,8 +74,7 @@ def test_a_segment_from_before_a_loss_does_not_wait_for_its_open(start: Start, r
     assert stage.result().session == 8
 
 
-def test_what_was_computed_for_a_session_that_is_over_is_not_kept_for_the_next_peer(
-        start: Start, real: StageEngine) -> None:
+def test_output_of_an_ended_session_is_not_kept(start: Start, real: StageEngine) -> None:
     stage = start(real, data_queue=1)
     stage.tell(Open(1, 0, 64))
     for run in range(2):

@@ -83,7 +83,7 @@ def test_figures_are_those_of_the_answer(watched: Watchable) -> None:
     assert all(board["memory_total"] > board["resident"] > 0 for board in boards)
 
 
-def test_segments_are_told_of_as_the_stages_and_the_answer_have_them(watched: Watchable) -> None:
+def test_segments_are_those_of_the_stages_and_the_answer(watched: Watchable) -> None:
     with Watcher(watched.server.url) as watcher:
         assert watcher.events[0][0] == "cluster"
         session = told_of(watched, watcher)
@@ -152,7 +152,7 @@ def test_plain_decoding_has_no_tree_and_guesses_nothing(watched: Watchable) -> N
     assert [tree for tree in watcher.named("tree") if tree["session"] == session] == []
 
 
-def test_requests_that_share_the_stages_are_listed_beside_one_another(cluster: Watched) -> None:
+def test_concurrent_requests_are_listed(cluster: Watched) -> None:
     """With those that wait, in the order of their turns."""
     with watchable(cluster, at_once=2) as watched, Watcher(watched.server.url) as watcher:
         server = watched.server
@@ -184,7 +184,7 @@ def test_requests_that_share_the_stages_are_listed_beside_one_another(cluster: W
         assert watcher.wait("figures", running=0)["requests"] == []
 
 
-def test_two_viewers_see_the_same_and_one_that_reads_nothing_holds_nobody_up(watched: Watchable) -> None:
+def test_a_viewer_that_reads_nothing_holds_up_no_other(watched: Watchable) -> None:
     address = httpx2.URL(watched.server.url)
     with socket.create_connection((address.host, address.port)) as idle:
         idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

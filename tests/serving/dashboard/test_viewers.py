@@ -15,7 +15,7 @@ from flowspec_edge.serving.dashboard.feed import Feed, Snapshot
 from flowspec_edge.serving.dashboard.live import Description, Live, Viewer, encoded
 
 
-def test_a_viewer_that_takes_nothing_keeps_the_newest_and_no_more() -> None:
+def test_a_viewer_that_takes_nothing_keeps_the_newest() -> None:
     async def take() -> bytes:
         viewer = Viewer()
         for number in range(10_000):

@@ -51,8 +51,7 @@ def decode(ids: object) -> str:
 
 @given(st.text("aé🙂\n", max_size=12), st.lists(st.text("aé🙂\n", min_size=1, max_size=3), max_size=4),
        st.lists(st.integers(1, 5), min_size=1))
-def test_a_reader_is_right_for_bytes_that_are_parts_of_characters(text: str, stops: list[str],
-                                                                  groups: list[int]) -> None:
+def test_a_reader_joins_bytes_of_one_character(text: str, stops: list[str], groups: list[int]) -> None:
     ids = list(text.encode())
     reader, out, at = Detokenizer(decode, stops), "", 0
     while at < len(ids):

@@ -57,7 +57,7 @@ def test_one_that_is_read_in_or_stands_still_is_told_so_too(held: Held, model: P
         read_until(stream, b"data: [DONE]\n\n")
 
 
-def test_a_cluster_that_mends_itself_takes_requests_and_begins_none(held: Held, model: Path) -> None:
+def test_a_recovering_cluster_takes_but_begins_no_request(held: Held, model: Path) -> None:
     with running(served(model), held) as server, ThreadPoolExecutor(1) as pool:
         held.lost = "V2 was killed"
         asked = pool.submit(ask, server, "x")
@@ -91,7 +91,7 @@ def test_the_official_client_takes_no_notice(held: Held, model: Path, chat: bool
             assert "".join(chunk.choices[0].text for chunk in found) == quick
 
 
-def test_what_goes_wrong_after_a_comment_is_the_streams_last_event(held: Held, model: Path) -> None:
+def test_an_error_after_a_comment_is_the_last_event(held: Held, model: Path) -> None:
     with running(served(model), held, keep_alive_s=SHORT) as server:
         held.may_go.clear()
         first = post(server, {"prompt": "first", "max_tokens": LONG, "stream": True})

@@ -1,6 +1,6 @@
-"""A stage's reports to D0: Hello, heartbeats, session reports, failures.
+"""What a stage tells D0 about itself: Hello, heartbeats, figures of ended sessions, failures.
 
-Best effort: a report that does not fit into the queue is dropped.
+Best effort: a message that does not fit into the queue is dropped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flowspec_edge.stage.counters import StageCounters
 from flowspec_edge.transport.base import ClientLink, Link
 
 
-class Reports:
+class StatusSender:
     """``due_at``: when the next heartbeat is due (time.monotonic)."""
 
     def __init__(self, config: WorkerConfig, control: ClientLink, previous: Link, following: ClientLink,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from reportkit import report
 
-from flowspec_edge.bench.report import BenchReport, load_report
+from flowspec_edge.bench.results import BenchReport, load_report
 from flowspec_edge.errors import UsageError
 
 STRATEGIES, TASKS = ["flowspec", "chunk_pp"], ["qa", "rag", "code"]

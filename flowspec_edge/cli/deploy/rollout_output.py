@@ -12,14 +12,14 @@ import typer
 
 from flowspec_edge.cli.common.progress import plain_lines
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.fleet.deploy.report import Watch
+from flowspec_edge.fleet.deploy.rollout_log import Watch
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from flowspec_edge.fleet.deploy.actions import Step
-    from flowspec_edge.fleet.deploy.report import DeployReport
     from flowspec_edge.fleet.deploy.resolve import Deployment
+    from flowspec_edge.fleet.deploy.rollout_log import DeployReport
 
 
 class RolloutProgress(Watch):

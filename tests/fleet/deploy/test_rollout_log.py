@@ -7,10 +7,10 @@ import json
 import pytest
 import typer
 
-from flowspec_edge.cli.deploy.report import print_report
+from flowspec_edge.cli.deploy.rollout_output import print_report
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.deploy.actions import BoardOutcome, Step
-from flowspec_edge.fleet.deploy.report import DeployReport, RolloutLog, Watch
+from flowspec_edge.fleet.deploy.rollout_log import DeployReport, RolloutLog, Watch
 from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory
 
 INVENTORY = Inventory(cluster=ClusterSettings(name="lab"), device=[
