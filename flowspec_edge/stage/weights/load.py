@@ -79,7 +79,7 @@ def load_modules(parts: Mapping[str, nn.Module], checkpoint: Checkpoint, dtype: 
                       for name, linear in module.named_modules()
                       if isinstance(linear, nn.Linear) and is_transposed(dtype, device)}
         values = {}
-        for name in checkpoint.in_file_order([*wanted, *packed]):
+        for name in checkpoint.in_file_order(dict.fromkeys([*wanted, *packed])):  # with experts, thousands
             if name in packed:
                 tensor = checkpoint.tensors([name])[name]
                 check_finite(tensor, tensor.dtype, f"{checkpoint.directory}: tensor {name}")

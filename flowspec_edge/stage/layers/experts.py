@@ -1,0 +1,113 @@
+"""Mixtures of experts, with each expert's matrices as linears of their own: a pass reads the touched ones.
+
+transformers stacks a layer's experts in two tensors and computes them, by default, as grouped products.  Here
+every matrix is a linear under the name that checkpoints give it, so that reading, sharding, sizes and
+quantisation treat experts like any other matrix, one at a time.  Routers are transformers' own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+
+class _Names(NamedTuple):
+    """In checkpoints: of the block in its layer, and of an expert's matrices."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+
+_FAMILIES = {
+    "qwen3_moe": _Names("mlp", "gate_proj", "up_proj", "down_proj"),
+    "mixtral": _Names("block_sparse_moe", "w1", "w3", "w2"),
+}
+
+
+class _Matrix(nn.Linear):
+    def reset_parameters(self) -> None:
+        """Nothing: checkpoints have the values, and there are many thousands of matrices."""
+
+
+class Expert(nn.Module):
+    def __init__(self, names: _Names, width: int, inner: int, activation: nn.Module) -> None:
+        super().__init__()
+        self._names = names
+        for name, (rows, columns) in {names.gate: (inner, width), names.up: (inner, width),
+                                      names.down: (width, inner)}.items():
+            self.add_module(name, _Matrix(columns, rows, bias=False, device="meta"))
+        self._activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, H] to [n, H]."""
+        gate, up, down = (self.get_submodule(name) for name in self._names[1:])  # may be QuantLinears by now
+        out: Tensor = down(self._activation(gate(x)) * up(x))
+        return out
+
+
+class Experts(nn.ModuleList):
+    """A layer's experts, called like transformers'.
+
+    chosen  [n, k] int64 in host memory: the experts of the last pass's rows; None before it
+    """
+
+    chosen: Tensor | None = None
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """[n, H] and each row's k experts with their weights [n, k] to [n, H].
+
+        Time and memory traffic are in proportion to the experts touched, which run in turn.  A row's sum has
+        the order of its own choice, whatever other rows there are.
+        """
+        k = chosen.shape[1]
+        self.chosen = chosen.cpu()
+        flat = self.chosen.flatten()
+        order, counts = flat.argsort(stable=True), flat.bincount(minlength=len(self)).tolist()
+        products = x.new_empty(len(flat), x.shape[1])
+        for expert, pairs in enumerate(order.to(x.device).split(counts)):
+            if len(pairs):
+                products[pairs] = self[expert](x[pairs // k])
+        return (products * weights.reshape(-1, 1)).view(len(x), k, -1).sum(1).to(x.dtype)
+
+
+def is_sparse(config: Any) -> bool:
+    return config.model_type in _FAMILIES
+
+
+def separate_experts(core: Any) -> None:
+    """Replace the stacked experts of a decoder on the meta device; other families' stay as they are."""
+    config = core.config
+    names = _FAMILIES.get(config.model_type)
+    if names is None:
+        return
+    for layer in core.layers:
+        block = layer.mlp
+        if (stacked := getattr(block, "experts", None)) is None:
+            continue  # a dense layer between sparse ones
+        block.experts = Experts(Expert(names, stacked.hidden_dim, stacked.intermediate_dim, stacked.act_fn)
+                                for _ in range(stacked.num_experts))
+        if names.block != "mlp":  # a layer's forward calls ``mlp``; its tensors have the checkpoint's names
+            del layer.mlp
+            setattr(layer, names.block, block)
+            layer.__dict__["mlp"] = block
+
+
+def touched(layers: Iterable[nn.Module], start: int, stop: int) -> tuple[int, float]:
+    """Of rows [start, stop) of the last pass: (distinct experts, and how many independent rows would touch on
+    average, E (1 - (1 - k/E)^n)), both summed over ``layers``."""
+    found, expected = 0, 0.0
+    for layer in layers:
+        experts = getattr(getattr(layer, "mlp", None), "experts", None)
+        if isinstance(experts, Experts) and experts.chosen is not None:
+            found += len(experts.chosen[start:stop].unique())
+            expected += independent(len(experts), experts.chosen.shape[1], stop - start)
+    return found, expected
+
+
+def independent(experts: int, chosen: int, rows: int) -> float:
+    """Distinct experts that ``rows`` touch on average if each chooses ``chosen`` of ``experts`` by itself."""
+    return experts * (1 - (1 - chosen / experts) ** rows)
