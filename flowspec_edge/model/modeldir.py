@@ -222,8 +222,9 @@ def sliding_window(config: Mapping[str, Any]) -> int | None:
     return None if window is None else int(window)
 
 
+SPARSE = ("qwen3_moe", "mixtral")  # families with experts
 # Families whose forward pass is exactly: embeddings, layers with one full-attention mask, norm.
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", *SPARSE)
 
 _SIZES = {  # field -> the most of any model, with room
     "hidden_size": 1 << 20,

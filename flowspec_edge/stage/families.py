@@ -13,9 +13,9 @@ from transformers.activations import ACT2FN
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.manifest import DRAFT_TARGET, Manifest, stage_part
-from flowspec_edge.model.modeldir import check_config, is_sharded, refuse_gguf, require_family
+from flowspec_edge.model.modeldir import SPARSE, check_config, is_sharded, refuse_gguf, require_family
 from flowspec_edge.stage.layers import attention
-from flowspec_edge.stage.layers.experts import is_sparse, separate_experts
+from flowspec_edge.stage.layers.experts import separate_experts
 from flowspec_edge.util.bounded_read import read_json_object
 
 # Rotary embeddings whose angle depends only on the row's position.
@@ -111,7 +111,7 @@ def _check_shape(config: Any, path: Path | str) -> None:
         raise UsageError(f"{path}: {heads} attention heads cannot share {kv_heads} key/value heads evenly")
     if config.hidden_act not in ACT2FN:
         raise UsageError(f"{path}: transformers has no activation {config.hidden_act!r}")
-    if is_sparse(config) and config.num_experts_per_tok > config.num_local_experts:
+    if config.model_type in SPARSE and config.num_experts_per_tok > config.num_local_experts:
         raise UsageError(f"{path}: a row cannot choose {config.num_experts_per_tok} experts of "
                          f"{config.num_local_experts}")
 

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.manifest import CacheBits, Manifest, stage_part
-from flowspec_edge.model.modeldir import is_sharded
+from flowspec_edge.model.modeldir import SPARSE, is_sharded
 from flowspec_edge.stage.families import load_config, skeleton
-from flowspec_edge.stage.layers.experts import is_sparse
 from flowspec_edge.stage.layers.fused import FusedLayer
 from flowspec_edge.stage.weights import tensor_names
 from flowspec_edge.stage.weights.checkpoint import Checkpoint, check_shape
@@ -139,7 +138,7 @@ def load_shard(model_dir: Path | str, index: int, stages: int, dtype: str,
     weights = part_dir(model_dir, stage_part(index))
     with opened_part(model_dir, stage_part(index)) as files:
         config, checkpoint = load_config(weights), Checkpoint(weights, files)
-        core, fused = skeleton(config), fused and not is_sparse(config)
+        core, fused = skeleton(config), fused and config.model_type not in SPARSE
         parts: dict[str, nn.Module] = {f"model.layers.{i}": core.layers[i] for i in range(lo, hi)}
         if index == stages - 1:
             parts["model.norm"] = core.norm

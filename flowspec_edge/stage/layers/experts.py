@@ -74,10 +74,6 @@ class Experts(nn.ModuleList):
         return (products * weights.reshape(-1, 1)).view(len(x), k, -1).sum(1).to(x.dtype)
 
 
-def is_sparse(config: Any) -> bool:
-    return config.model_type in _FAMILIES
-
-
 def separate_experts(core: Any) -> None:
     """Replace the stacked experts of a decoder on the meta device; other families' stay as they are."""
     config = core.config
