@@ -74,21 +74,22 @@ class Experts(nn.ModuleList):
         return (products * weights.reshape(-1, 1)).view(len(x), k, -1).sum(1).to(x.dtype)
 
 
+def separated(stacked: Any, family: str) -> Experts:
+    """Experts like transformers' ``stacked`` ones, on the meta device."""
+    return Experts(Expert(_FAMILIES[family], stacked.hidden_dim, stacked.intermediate_dim, stacked.act_fn)
+                   for _ in range(stacked.num_experts))
+
+
 def separate_experts(core: Any) -> None:
-    """Replace the stacked experts of a decoder on the meta device; other families' stay as they are."""
-    config = core.config
-    names = _FAMILIES.get(config.model_type)
-    if names is None:
-        return
-    for layer in core.layers:
-        block = layer.mlp
-        if (stacked := getattr(block, "experts", None)) is None:
-            continue  # a dense layer between sparse ones
-        block.experts = Experts(Expert(names, stacked.hidden_dim, stacked.intermediate_dim, stacked.act_fn)
-                                for _ in range(stacked.num_experts))
-        if names.block != "mlp":  # a layer's forward calls ``mlp``; its tensors have the checkpoint's names
+    """Replace the stacked experts of a decoder on the meta device; dense layers stay as they are."""
+    family = core.config.model_type
+    for layer in core.layers if family in _FAMILIES else ():
+        block, name = layer.mlp, _FAMILIES[family].block
+        if hasattr(block, "experts"):
+            block.experts = separated(block.experts, family)
+        if name != "mlp":  # a layer's forward calls ``mlp``; its tensors have the checkpoint's names
             del layer.mlp
-            setattr(layer, names.block, block)
+            setattr(layer, name, block)
             layer.__dict__["mlp"] = block
 
 
