@@ -98,7 +98,7 @@ class _Head(LmHead):
         return states  # ``choose`` has the positions, which decide
 
     def choose(self, logits: Tensor, positions: NDArray[np.integer], sampling: Sampling,
-               allowed: NDArray[np.bool_] | None = None) -> NDArray[np.int32]:
+               allowed: NDArray[np.uint8] | None = None) -> NDArray[np.int32]:
         true = self._text.untimed(lambda: self._text.target_logits(positions.tolist()))
         return super().choose(true, positions, sampling, allowed)
 

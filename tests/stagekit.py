@@ -139,4 +139,5 @@ def assert_cache(engine: StageEngine, book: Book, oracle: Oracle, atol: float = 
 
 
 def random_tokens(n: int, vocab: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(1, vocab, size=n).tolist()
+    tokens: list[int] = np.random.default_rng(seed).integers(1, vocab, size=n).tolist()
+    return tokens

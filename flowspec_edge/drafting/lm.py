@@ -5,6 +5,7 @@ Tree rows see all of the text, despite a sliding window; that can only worsen dr
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -13,17 +14,22 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from flowspec_edge.drafting import checkpoint
 from flowspec_edge.drafting.base import Drafter
+from flowspec_edge.drafting.fused import LLAMA_LIKE, RotaryTable, fuse_model
 from flowspec_edge.drafting.tree_cache import CacheShape, JointCache, TreeCache
 from flowspec_edge.drafting.tree_drafter import Rows, TreeDrafter
 from flowspec_edge.errors import FlowspecError, UsageError, first_line
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
 from flowspec_edge.util.bounded_read import UncachedFile
-from flowspec_edge.util.tensors import indices, no_loading_bars
+from flowspec_edge.util.tensors import check_finite, indices, no_loading_bars
+from flowspec_edge.util.torchdevice import release
 from flowspec_edge.util.weight_file import SAFETENSORS
+
+log = logging.getLogger(__name__)
 
 
 class LMDrafter(TreeDrafter):
@@ -35,13 +41,15 @@ class LMDrafter(TreeDrafter):
         self._model = model.eval().requires_grad_(False)
         self._last_token = model.get_input_embeddings().weight.shape[0] - 1
         self._vocabulary = vocabulary
-        self._shape = shape or _cache_shape(model)
+        self.shape = shape or _cache_shape(model)
+        rotary = getattr(model.base_model, "rotary_emb", None)
+        self._angles = rotary if isinstance(rotary, RotaryTable) else None
         # No method of this object: in a circle of references its cache would wait for the collector.
-        super().__init__(self._shape, partial(_logits, model, vocabulary))
+        super().__init__(self.shape, partial(_logits, model, vocabulary))
 
     def clone_session(self) -> LMDrafter:
         """For a concurrent session: the same weights, another cache."""
-        return LMDrafter(self._model, self._vocabulary, self._shape)
+        return LMDrafter(self._model, self._vocabulary, self.shape)
 
     def commit(self, tokens: Sequence[int], features: Tensor | None, rows: Sequence[int] = ()) -> None:
         self._queue.extend(tokens)
@@ -66,6 +74,8 @@ class LMDrafter(TreeDrafter):
         start = self._cache.committed - len(text)
         tokens = [min(token, self._last_token) for token in (*text, *(node.token for node in nodes))]
         positions = [*range(start, start + len(text)), *(node.position for node in nodes)]
+        if self._angles is not None:
+            self._angles.reach(max(positions))
         return indices([tokens, positions], self._cache.device)
 
     def _run(self, inputs: Tensor, mask: Tensor, cache: TreeCache | JointCache) -> Tensor:
@@ -110,38 +120,78 @@ def _cache_shape(model: PreTrainedModel) -> CacheShape:
 _TOLERANCE = {torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.5}
 
 
-def load_lm(path: Path, target: Path, vocabulary: int, dtype: torch.dtype, device: torch.device) -> LMDrafter:
-    """Of ``target`` only the tokenizer is read; ``vocabulary`` is the target's, padding included.  UsageError
-    if there is no model, FlowspecError if it cannot be loaded, shares no tokenizer or cannot draft trees."""
-    model = _read(path, dtype).to(device)
-    for file in path.glob(f"*{SAFETENSORS}"):  # transformers maps them
-        UncachedFile(file).drop()
+def load_lm(path: Path, target: Path, vocabulary: int, dtype: torch.dtype, device: torch.device,
+            fused: bool | None = None) -> LMDrafter:
+    """Of ``target`` only the tokenizer is read; ``vocabulary`` is the target's, padding included.  ``fused``:
+    a Llama-like model computes in few kernel launches; None: on CUDA.  UsageError if there is no model,
+    FlowspecError if it cannot be loaded, shares no tokenizer or cannot draft trees."""
+    model = _read(path, dtype, device)
     own = int(model.config.vocab_size)
     if own != vocabulary:
         require_padding(path, target, own, vocabulary)
+    shared = min(own, vocabulary)
     unfit = f"{path}: models of type {model.config.model_type!r} cannot draft trees"
     try:
         drafter = LMDrafter(model, vocabulary)
-        error = _error_on_a_tree(drafter, model, min(own, vocabulary))
+        expected = _on_a_tree(model, shared)
+        error = _error_on_a_tree(drafter, expected)
     except Exception as fault:  # forward passes raise many kinds of errors
         raise FlowspecError(f"{unfit}: {first_line(fault)}") from fault
     if not error <= _TOLERANCE[dtype]:
         raise FlowspecError(f"{unfit}: on one, their log probabilities come out wrong by {error:.2g}")
-    return drafter
+    if not (device.type == "cuda" if fused is None else fused) or not fuse_model(model):
+        return drafter
+    release(device)
+    drafter = LMDrafter(model, vocabulary, drafter.shape)
+    error = _error_on_a_tree(drafter, expected)
+    if error <= _TOLERANCE[dtype]:
+        return drafter
+    log.warning("%s: in few kernel launches, log probabilities come out wrong by %.2g: transformers' own "
+                "layers draft, and are slower", path, error)
+    return LMDrafter(_read(path, dtype, device), vocabulary, drafter.shape)
 
 
-def _read(path: Path, dtype: torch.dtype) -> Any:
+def _read(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
     if not (path / "config.json").is_file():
         raise UsageError(f"no draft model at {path}: config.json is missing")
     try:
         with no_loading_bars():
+            if (model := _read_in_pieces(path, dtype, device)) is not None:
+                return model
             model, report = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, local_files_only=True, output_loading_info=True)
+    except FlowspecError:
+        raise
     except Exception as error:  # transformers and safetensors raise many kinds of errors
         raise FlowspecError(f"{path}: the draft model cannot be loaded: {first_line(error)}") from error
     if report["missing_keys"]:  # transformers would use random weights
         raise FlowspecError(f"{path}: tensor {min(report['missing_keys'])} is missing from the draft model")
+    model = model.to(device)
+    for file in path.glob(f"*{SAFETENSORS}"):  # transformers maps them
+        UncachedFile(file).drop()
     return model
+
+
+def _read_in_pieces(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """A Llama-like model, tensor by tensor: transformers holds it twice, on the CPU and on the device, which
+    share their memory on a board.  None if the files' tensors are not those of the model."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    if (config.model_type not in LLAMA_LIKE or getattr(config, "quantization_config", None)
+            or not any(path.glob(f"*{SAFETENSORS}"))):
+        return None
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    stored = checkpoint.read_weights(path, "a draft model")
+    wanted = {name: weight.shape for name, weight in model.named_parameters()}  # one name of tied ones
+    if any(name not in stored or stored[name].shape != shape for name, shape in wanted.items()):
+        return None
+    for name in wanted:
+        tensor = stored[name].read()
+        check_finite(tensor, dtype, f"{path}: tensor {name}")
+        model.load_state_dict({name: tensor.to(dtype).to(device)}, strict=False, assign=True)
+    model.tie_weights()
+    model.base_model.rotary_emb = type(model.base_model.rotary_emb)(config).to(device)  # is not stored
+    return model.requires_grad_(False)
 
 
 def require_padding(path: Path, target: Path, own: int, vocabulary: int) -> None:
@@ -173,22 +223,30 @@ def _tokens(directory: Path) -> dict[int, str]:
     return {number: token for token, number in tokenizer.get_vocab().items()}
 
 
+_TEXT = [1, 2, 3]
+_PATHS: list[list[int]] = [[], [0], [1]]  # below the text: a root and two children of it
+
+
 @torch.inference_mode()
-def _error_on_a_tree(drafter: LMDrafter, model: PreTrainedModel, vocabulary: int) -> float:
-    """The largest difference from the model's own forward pass, for a root and two children of it: some
-    families misread a tree's mask without an error."""
-    text = [1 % vocabulary, 2 % vocabulary, 3 % vocabulary]
-    drafter.commit(text, None)
-    nodes = (DraftNode(0, -1, text[-1], 2), DraftNode(1, 0, 0, 3), DraftNode(2, 0, text[0], 3))
+def _on_a_tree(model: PreTrainedModel, vocabulary: int) -> list[Tensor]:
+    """The model's own log probabilities [vocabulary] after each path, by full passes."""
+    found = []
+    for path in _PATHS:
+        ids = torch.tensor([[token % vocabulary for token in (*_TEXT, *path)]], device=model.device)
+        found.append(torch.log_softmax(model(input_ids=ids).logits[0, -1, :vocabulary].double(), -1))
+    return found
+
+
+def _error_on_a_tree(drafter: LMDrafter, expected: Sequence[Tensor]) -> float:
+    """The largest difference from ``expected``: some families misread a tree's mask without an error."""
+    vocabulary = len(expected[0])
+    drafter.commit([token % vocabulary for token in _TEXT], None)
+    root = DraftNode(0, -1, _TEXT[-1] % vocabulary, 2)
+    children = [DraftNode(1 + i, 0, path[0] % vocabulary, 3) for i, path in enumerate(_PATHS[1:])]
     errors = []
-    for request, paths in ((nodes[:1], [[]]), (nodes[1:], [[nodes[1].token], [nodes[2].token]])):
-        got = drafter.expand(DraftRequest(0, tuple(request), 1))
-        for row, path in enumerate(paths):
-            ids = torch.tensor([[*text, *path]], device=model.device)
-            logits = model(input_ids=ids).logits[0, -1, : vocabulary].double()
-            own = torch.log_softmax(logits, -1)[int(got.tokens[row, 0])]
-            errors.append(abs(float(own) - float(got.scores[row, 0])))
+    for nodes, own in (([root], expected[:1]), (children, expected[1:])):
+        got = drafter.expand(DraftRequest(0, tuple(nodes), 1))
+        errors += [abs(float(log_p[token]) - score) for log_p, token, score in
+                   zip(own, got.tokens[:, 0].tolist(), got.scores[:, 0].tolist(), strict=True)]
     drafter.reset(Sampling(), "draft", 1.0)
     return float(np.max(errors))  # unlike max(), keeps NaN
-
-

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, load_head, require_fit
 from flowspec_edge.drafting.eagle.eagle3 import Eagle3Drafter, head3_layers, load_head3
+from flowspec_edge.drafting.eagle.head_drafter import FusibleHead
 from flowspec_edge.drafting.lm import load_lm
 from flowspec_edge.drafting.spd.drafter import SpdDrafter
 from flowspec_edge.drafting.spd.module import load_module
@@ -18,7 +21,10 @@ from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.modeldir import DRAFT_PARTS
 from flowspec_edge.model.output_head import OutputHead, as_output_head
 from flowspec_edge.util.tensors import parse_dtype
+from flowspec_edge.util.torchdevice import release
 from flowspec_edge.util.weight_file import Embedding, as_embedding
+
+_Head = TypeVar("_Head", bound=FusibleHead)
 
 
 def load_drafters(kind: str, model_dir: Path, lm_head: Tensor | OutputHead,
@@ -44,13 +50,13 @@ def load_drafters(kind: str, model_dir: Path, lm_head: Tensor | OutputHead,
         head = load_head(path, embedding, torch_dtype, True, quantise)
         require_fit(path, "width", head.config.hidden_size, target.hidden_size)
         vocabulary = head.config.vocab_size
-        make: Callable[[], Drafter] = partial(EagleDrafter, head.to(target.device), target)
+        make: Callable[[], Drafter] = partial(EagleDrafter, _placed(head, target.device), target)
     elif kind == "eagle3":
         head3 = load_head3(path, embedding, torch_dtype, True, quantise)
         require_fit(path, "target width", head3.config.target_hidden_size, target.hidden_size)
         vocabulary = head3.config.vocab_size
         captured = head3_layers(path, head3.config, layers)
-        make = partial(Eagle3Drafter, head3.to(target.device), captured)
+        make = partial(Eagle3Drafter, _placed(head3, target.device), captured)
     elif kind == "spd":
         if embedding is None:
             raise FlowspecError(f"{path} looks up embeddings, and {model_dir / 'target'} has none")
@@ -70,3 +76,11 @@ def load_drafters(kind: str, model_dir: Path, lm_head: Tensor | OutputHead,
         raise FlowspecError(f"{path}: the draft model's vocabulary has {vocabulary} tokens, "
                             f"the target's {target.vocabulary}; they must share one tokenizer")
     return make
+
+
+def _placed(head: _Head, device: torch.device) -> _Head:
+    head.to(device)
+    if device.type == "cuda":
+        head.fuse_layer()
+        release(device)
+    return head

@@ -1,5 +1,7 @@
 """Keys and values of a drafter: text in slots [0, committed), tree nodes unordered in [committed, used).
 
+A layer's keys and values are one tensor, so that a pass's rows are stored by one kernel.
+
 When the text grows, only nodes whose slots it takes are moved.
 
 Several sessions' caches side by side are one for a pass over rows of all of them. Any of transformers'
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -25,8 +28,11 @@ _FIRST_CAPACITY = 256
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """``layers`` pairs of [1, kv_heads, capacity, head_dim].  ``window``: a row attends only to that many
-    nearest rows, itself included, so that no distance exceeds those of training; None: to all."""
+    """``layers`` times keys and values, [1, kv_heads, capacity, head_dim] each.
+
+    ``window``: a row attends only to that many nearest rows, itself included, so that no distance exceeds
+    those of training; None: to all.
+    """
 
     layers: int
     kv_heads: int
@@ -43,14 +49,11 @@ class TreeCache:
         self.committed = 0
         self._shape = shape
         self._capacity = 0
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
+        self._layers: list[Tensor] = []  # [1, 2 * kv_heads, capacity, head_dim]: keys, then values
         self._parent: dict[int, int] = {}
         self._slot: dict[int, int] = {}
         self._used = 0
         self._write: Tensor | None = None
-        self._seen = torch.zeros((), dtype=shape.dtype, device=shape.device)
-        self._unseen = torch.full((), -torch.inf, dtype=shape.dtype, device=shape.device)
         self._grow(_FIRST_CAPACITY)
 
     def __contains__(self, node: int) -> bool:
@@ -74,8 +77,7 @@ class TreeCache:
         wanted = max(rows, _FIRST_CAPACITY)
         if self._capacity > 2 * wanted:
             self._capacity = wanted
-            for buffers in (self._keys, self._values):
-                buffers[:] = [buffer[:, :, :wanted].clone() for buffer in buffers]
+            self._layers = [held[:, :, :wanted].clone() for held in self._layers]
 
     def reroot(self, root: int) -> None:
         """Drop ``root``, which is text now, and every node that is not below it."""
@@ -107,17 +109,30 @@ class TreeCache:
             self._parent[node] = parent
         write = [*range(start, end), *(self._slot[node] for node, _ in nodes)]
         self._write = indices(write, self.device)
-        seen = to_device(torch.from_numpy(self._mask(start, nodes)), self.device)
-        # Fused attention kernels want rows that begin at multiples of 16 bytes.
-        return torch.where(seen, self._seen, self._unseen)[None, None, :, : self._used]
+        return additive_mask(self._mask(start, nodes), self._shape.dtype, self.device)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object
                ) -> tuple[Tensor, Tensor]:
         """Store a pass's rows [1, kv_heads, rows, head_dim]; return everything in use."""
         assert self._write is not None, "begin() comes first"
-        self._keys[layer].index_copy_(2, self._write, keys)
-        self._values[layer].index_copy_(2, self._write, values)
-        return self._keys[layer][:, :, : self._used], self._values[layer][:, :, : self._used]
+        held = self._in_use(layer)
+        for target, new in zip(held, (keys, values), strict=True):
+            target.index_copy_(2, self._write, new)
+        return held
+
+    def write(self, rows: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """As :meth:`update`, for keys, then values, of all heads: [rows, 2 * kv_heads, head_dim]."""
+        assert self._write is not None, "begin() comes first"
+        self._layers[layer][0].index_copy_(1, self._write, rows.transpose(0, 1))
+        return self._in_use(layer)
+
+    def joined(self, layer: int) -> Tensor:
+        """Everything in use: [1, 2 * kv_heads, slots, head_dim]."""
+        return self._layers[layer][:, :, : self._used]
+
+    def _in_use(self, layer: int) -> tuple[Tensor, Tensor]:
+        keys, values = self.joined(layer).chunk(2, dim=1)
+        return keys, values
 
     def get_seq_length(self, layer: int = 0) -> int:
         """Part of transformers' cache protocol."""
@@ -125,7 +140,7 @@ class TreeCache:
 
     def _mask(self, start: int, nodes: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
         text = self.committed - start
-        mask = np.zeros((text + len(nodes), -(-self._used // 8) * 8), dtype=bool)
+        mask = np.zeros((text + len(nodes), self._used), dtype=bool)
         mask[:, :start] = True
         mask[:text, start : self.committed] = np.tri(text, dtype=bool)
         mask[text:, start : self.committed] = True
@@ -151,8 +166,8 @@ class TreeCache:
         free = [slot for slot in wanted if slot not in taken]
         source = indices([self._slot[node] for node in displaced], self.device)
         target = indices(free, self.device)
-        for buffer in (*self._keys, *self._values):
-            buffer.index_copy_(2, target, buffer.index_select(2, source))
+        for held in self._layers:
+            held.index_copy_(2, target, held.index_select(2, source))
         self._slot.update(zip(displaced, free, strict=True))
 
     def _grow(self, needed: int) -> None:
@@ -160,14 +175,30 @@ class TreeCache:
             return
         self._capacity = max(needed, 2 * self._capacity)
         s = self._shape
-        grown: list[Tensor] = []
-        for i in range(2 * s.layers):
-            buffer = torch.zeros(1, s.kv_heads, self._capacity, s.head_dim, dtype=s.dtype, device=s.device)
-            if self._keys:
-                old = (self._keys + self._values)[i]
-                buffer[:, :, : old.shape[2]] = old
-            grown.append(buffer)
-        self._keys, self._values = grown[: s.layers], grown[s.layers :]
+        shape = (1, 2 * s.kv_heads, self._capacity, s.head_dim)
+        grown = [torch.zeros(shape, dtype=s.dtype, device=s.device) for _ in range(s.layers)]
+        for new, old in zip(grown, self._layers, strict=False):  # at first there is nothing old
+            new[:, :, : old.shape[2]] = old
+        self._layers = grown
+
+
+def additive_mask(visible: NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[1, 1, n, m]: 0 where ``visible`` [n, m], -inf elsewhere.
+
+    Attention kernels take it without a conversion or a copy in each layer: it has their dtype, and its rows
+    begin at multiples of 16 bytes.
+    """
+    n, m = visible.shape
+    seen = np.zeros((n, -(-m // 8) * 8), dtype=bool)
+    seen[:, :m] = visible
+    mask = torch.where(to_device(torch.from_numpy(seen), device), *_levels(dtype, device))
+    return mask[None, None, :, :m]
+
+
+@lru_cache
+def _levels(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    seen, unseen = (torch.full((), value, dtype=dtype, device=device) for value in (0.0, -torch.inf))
+    return seen, unseen
 
 
 class JointCache:
@@ -194,6 +225,12 @@ class JointCache:
         pairs = [cache.update(key, value, layer) for cache, key, value in
                  zip(self._caches, keys.split(self._rows, 2), values.split(self._rows, 2), strict=True)]
         return torch.cat([key for key, _ in pairs], 2), torch.cat([value for _, value in pairs], 2)
+
+    def write(self, rows: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        for cache, own in zip(self._caches, rows.split(self._rows), strict=True):
+            cache.write(own, layer)
+        keys, values = torch.cat([cache.joined(layer) for cache in self._caches], 2).chunk(2, dim=1)
+        return keys, values
 
     def get_seq_length(self, layer: int = 0) -> int:
         return sum(cache.get_seq_length(layer) for cache in self._caches)

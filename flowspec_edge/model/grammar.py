@@ -65,9 +65,10 @@ class GrammarState:
         """Whether no token may follow but one that ends the sequence."""
         return bool(self._matcher.is_stopped())
 
-    def allowed(self, path: Sequence[int]) -> NDArray[np.bool_] | None:
-        """Return which tokens may follow the answer and then ``path``: bool [V]; None if ``path`` cannot
-        follow the answer. UsageError if the grammar is too complex: other answers wait for this thread."""
+    def allowed(self, path: Sequence[int]) -> NDArray[np.uint8] | None:
+        """Return which tokens may follow the answer and then ``path``: ceil(V / 8) bytes with a bit each, the
+        lowest first; None if ``path`` cannot follow the answer. UsageError if the grammar is too complex:
+        other answers wait for this thread."""
         import numpy as np  # here: every command's help imports this module
 
         if self._left_s < 0:
@@ -81,8 +82,10 @@ class GrammarState:
         self._check()
         if bits is None:
             return None
-        return np.unpackbits(np.frombuffer(bits, np.uint8), count=self._vocabulary,
-                             bitorder="little").view(np.bool_)
+        allowed = np.zeros(-(-self._vocabulary // 8), np.uint8)  # the model's vocabulary may be padded
+        known = np.frombuffer(bits, np.uint8)[:len(allowed)]
+        allowed[:len(known)] = known
+        return allowed
 
     def _check(self) -> None:
         if self._matcher.is_error():

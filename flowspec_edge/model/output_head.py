@@ -11,15 +11,22 @@ from torch.nn import functional
 
 
 class RowBlock(Protocol):
-    """A linear module without bias: [..., H] to [..., out_features]."""
+    """A linear module without bias: [n, H] to [n, out_features]."""
 
     out_features: int
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
+_ROW_STEP = 16
+
+
 class OutputHead(nn.Module):
-    """Hidden states [..., H] to logits [..., V], in ``dtype`` on ``device``."""
+    """Hidden states [n, H] to logits [n, V], in ``dtype`` on ``device``.
+
+    On CUDA the rows are padded to a multiple of 16: cuBLAS chooses kernels by the number of rows, and one row
+    of plain decoding should get the very logits that it gets among those of a tree, or of other requests.
+    """
 
     def __init__(self, blocks: Sequence[RowBlock], hidden_size: int, dtype: torch.dtype, device: torch.device
                  ) -> None:
@@ -28,14 +35,19 @@ class OutputHead(nn.Module):
         self.blocks = nn.ModuleList(cast(Sequence[nn.Module], blocks))
         self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
         self.vocabulary = sum(block.out_features for block in blocks)
+        self._padding = (torch.zeros(_ROW_STEP - 1, hidden_size, dtype=dtype, device=device)
+                         if torch.device(device).type == "cuda" else None)
 
     @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (*self.parameters(), *self.buffers()))
 
     def forward(self, states: Tensor) -> Tensor:
+        rows = len(states)
+        if self._padding is not None and rows % _ROW_STEP:
+            states = torch.cat((states, self._padding[: -rows % _ROW_STEP]))
         logits = [block(states) for block in self.blocks]
-        return logits[0] if len(logits) == 1 else torch.cat(logits, -1)
+        return (logits[0] if len(logits) == 1 else torch.cat(logits, -1))[:rows]
 
 
 class MatrixRows(nn.Module):

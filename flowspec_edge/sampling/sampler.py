@@ -30,7 +30,7 @@ from torch import Tensor
 from flowspec_edge.sampling import rule as definition
 from flowspec_edge.sampling.rule import GAMMA, DraftVocabulary, Rank, Sampling, gumbel_at, keys, mixed
 from flowspec_edge.sampling.settings import Penalties
-from flowspec_edge.util.tensors import indices
+from flowspec_edge.util.tensors import indices, to_device
 
 SESSIONS = 8  # concurrent sessions whose tables are kept
 _BLOCK = 8  # positions, computed together on an accelerator: saves launches, delays no draft pass by much
@@ -71,8 +71,7 @@ def device_words(seed: int, positions: NDArray[np.integer], vocabulary: int, dev
     return words
 
 
-_BITS = 6
-_SPAN = 1 << _BITS  # of a row
+_SPAN = 64  # of a row
 _CPU_VALUES = 200_000  # of a chunk of rows that stays in a core's cache
 
 
@@ -107,18 +106,19 @@ def largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if whole < 4 * k * _SPAN:
         top = x.topk(k)
         return top.values, top.indices
-    blocks = x[:, :whole].view(n, -1, _SPAN)
-    chosen = blocks.amax(-1).topk(k, sorted=False).indices
-    values = blocks.gather(1, chosen[..., None].expand(-1, -1, _SPAN)).flatten(1)
-    if whole < width:
-        values = torch.cat((values, x[:, whole:]), 1)
-    top = values.topk(k)
-    at = top.indices  # in the chosen blocks, one after the other; then in the rest of the row
-    if whole == width:
-        return top.values, chosen.gather(1, at >> _BITS).mul_(_SPAN).add_(at & (_SPAN - 1))
-    inside = at.clamp(max=k * _SPAN - 1)
-    places = chosen.gather(1, inside >> _BITS).mul_(_SPAN).add_(inside & (_SPAN - 1))
-    return top.values, torch.where(at < k * _SPAN, places, at + (whole - k * _SPAN))
+    chosen = x[:, :whole].view(n, -1, _SPAN).amax(-1).topk(k, sorted=False).indices
+    within, beyond = _offsets(whole, width, x.device)
+    ids = torch.add(within, chosen[..., None], alpha=_SPAN).flatten(1)  # of the chosen blocks
+    if whole < width:  # and of the rest of the row
+        ids = torch.cat((ids, beyond.expand(n, -1)), 1)
+    top = x.gather(1, ids).topk(k)
+    return top.values, ids.gather(1, top.indices)
+
+
+@lru_cache(maxsize=8)
+def _offsets(whole: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The places in a block, int64 [_SPAN], and in a row after its last block."""
+    return torch.arange(_SPAN, device=device), torch.arange(whole, width, device=device)
 
 
 def wide(logits: Tensor) -> Tensor:
@@ -179,14 +179,15 @@ _EXCLUDED = -1e30  # added to a score, or instead of it
 
 
 def choose(logits: Tensor, positions: NDArray[np.integer], sampling: Sampling,
-           allowed: NDArray[np.bool_] | None = None) -> NDArray[np.int32]:
+           allowed: NDArray[np.uint8] | None = None) -> NDArray[np.int32]:
     """The tokens of ``sampling.rule.choose``, for ``logits`` [n, V] on any device: int32 [n]. Only tokens
-    that are ``allowed`` [n, V], at least one in each row, are chosen; top-k and top-p count only them."""
+    whose bits are set in ``allowed`` [n, ceil(V / 8)], the lowest bit first, at least one in each row, are
+    chosen; top-k and top-p count only them."""
     if not len(logits):
         return np.empty(0, np.int32)
     if allowed is not None:
         # Finite: differences of infinite scores are no numbers.
-        logits = wide(logits).masked_fill(~torch.from_numpy(allowed).to(logits.device), _EXCLUDED)
+        logits = torch.where(_unpacked(allowed, logits.shape[-1], logits.device), wide(logits), _EXCLUDED)
     if sampling.greedy:
         return first_largest(logits).to("cpu", torch.int32).numpy()
     logits = wide(logits)
@@ -243,6 +244,20 @@ def log_probs(logits: Tensor, tokens: NDArray[np.integer], most: int
 @lru_cache(maxsize=SESSIONS)
 def _ids_on(draft_vocabulary: DraftVocabulary, device: torch.device) -> Tensor:
     return indices(draft_vocabulary.ids, device)
+
+
+def _unpacked(bits: NDArray[np.uint8], width: int, device: torch.device) -> Tensor:
+    """bool [n, width] of bits [n, ceil(width / 8)]; on an accelerator there, since a byte for each token
+    would take long to upload."""
+    if device.type == "cpu":  # numpy is faster
+        return torch.from_numpy(np.unpackbits(bits, 1, width, "little").view(np.bool_))
+    packed = to_device(torch.from_numpy(bits), device)
+    return (packed[..., None] & _places(device)).bool().flatten(1)[:, :width]
+
+
+@lru_cache
+def _places(device: torch.device) -> Tensor:
+    return to_device(torch.tensor([1 << place for place in range(8)], dtype=torch.uint8), device)
 
 
 # ---- choosing ------------------------------------------------------------------------------------

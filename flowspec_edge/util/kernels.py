@@ -57,6 +57,12 @@ class HeadNorms:
         """weights [heads, head_dim]."""
         self._weights, self._eps, self._signs = weights, eps, signs(weights)
 
+    @classmethod
+    def of(cls, *norms: tuple[Any, int]) -> HeadNorms:
+        """transformers' RMS norms, each with the number of its heads."""
+        weights = torch.cat([norm.weight.expand(heads, -1) for norm, heads in norms])
+        return cls(weights, norms[0][0].variance_epsilon)
+
     def in_place(self, x: Tensor) -> None:
         """x [N, heads, head_dim], which may be a view."""
         torch.mul(_halved(x, self._signs, None, self._eps), self._weights, out=x)

@@ -178,13 +178,23 @@ def require(name: str) -> torch.device:
     return device
 
 
+def make_current(device: torch.device | str) -> None:
+    """Of several GPUs make this one the calling thread's: pinned memory and events, which name none, would
+    else open a context on cuda:0 beside it."""
+    if (found := torch.device(device)).type == "cuda" and found.index is not None:
+        torch.cuda.set_device(found)
+
+
 def use_exact_kernels() -> None:
     """Select exact, stable kernels for this process; idempotent.
 
-    Disables TF32, which an environment variable in NVIDIA's containers enables, and cuDNN's SDPA kernel,
-    which replans for each length and which PyTorch may prefer on Hopper and Blackwell.
+    Disables TF32, which an environment variable in NVIDIA's containers enables; sums in 16 bits of products
+    that cuBLAS splits, which are less exact than those that it does not split, and may overflow; and cuDNN's
+    SDPA kernel, which replans for each length and which PyTorch may prefer on Hopper and Blackwell.
     """
     torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 

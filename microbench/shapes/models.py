@@ -77,6 +77,8 @@ def random_head(shape: Shape, dtype: torch.dtype, device: str) -> EagleHead:
     head.rotary_emb = type(head.rotary_emb)(config)  # computed, not random
     fill_random(head, dtype, torch.device(device))
     head.rotary_emb.to(device)
+    if device != "cpu":
+        head.fuse_layer()  # as it is loaded
     return head
 
 

@@ -12,6 +12,7 @@ from gpukit import needs_cuda
 from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from flowspec_edge.drafting.fused import LLAMA_LIKE, RotaryTable
 from flowspec_edge.drafting.lm import LMDrafter, load_lm
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.sampling.rule import Sampling
@@ -58,9 +59,29 @@ def agrees(drafter: LMDrafter, path: Path, vocabulary: int, text: list[int]) -> 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_families_of_transformers(tmp_path: Path, family: str) -> None:
+    """Also in few kernel launches, as on a GPU, where that is possible."""
     write(tmp_path, family, **FAMILIES[family])
-    drafter = load_lm(tmp_path, tmp_path, V, torch.float32, CPU)
-    agrees(drafter, tmp_path, V, [5, 6, 7, 8, 9, 3, 4, 60, 2])
+    for fused in (False, True):
+        drafter = load_lm(tmp_path, tmp_path, V, torch.float32, CPU, fused)
+        agrees(drafter, tmp_path, V, [5, 6, 7, 8, 9, 3, 4, 60, 2])
+        tables = [part for part in drafter._model.modules() if isinstance(part, RotaryTable)]
+        assert len(tables) == (fused and family in LLAMA_LIKE)
+
+
+@pytest.mark.parametrize("shape", [{"attention_bias": True, "mlp_bias": True}, {"num_key_value_heads": 4},
+                                   {"num_key_value_heads": 1}, {"head_dim": 16}, {"hidden_act": "gelu"}])
+def test_llamas_of_all_shapes_in_few_launches(tmp_path: Path, shape: dict[str, Any]) -> None:
+    write(tmp_path, **shape)
+    agrees(load_lm(tmp_path, tmp_path, V, torch.float32, CPU, True), tmp_path, V, [5, 6, 7, 8, 9, 3])
+
+
+def test_a_model_that_few_launches_compute_wrongly_keeps_its_own_layers(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path)
+    monkeypatch.setattr("flowspec_edge.drafting.fused.rotate_in_place", lambda x, by: x.mul_(-3))
+    drafter = load_lm(tmp_path, tmp_path, V, torch.float32, CPU, True)
+    assert "transformers' own layers draft" in caplog.text
+    agrees(drafter, tmp_path, V, [5, 6, 7, 8, 9, 3])
 
 
 LATENT = {"kv_heads": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "kv_lora_rank": 16,

@@ -1,5 +1,6 @@
 """LMDrafter against transformers' own full forward of every path."""
 
+import copy
 import gc
 import weakref
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from flowspec_edge.drafting.fused import fuse_model
 from flowspec_edge.drafting.lm import LMDrafter
 from flowspec_edge.drafting.tree_drafter import TreeDrafter
 from flowspec_edge.sampling.rule import Sampling
@@ -29,6 +31,12 @@ def make_gemma(seed):
     config = Gemma2Config(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
                           num_attention_heads=4, num_key_value_heads=2, head_dim=8, initializer_range=0.3)
     return Gemma2ForCausalLM(config).double().eval()
+
+
+def fused_copy(model):
+    copied = copy.deepcopy(model)
+    assert fuse_model(copied)
+    return copied
 
 
 def check(model, drafter, text, root, requests, k=4):
@@ -89,11 +97,13 @@ def test_random_walks_agree_with_full_forwards(seed):
             next_id += 1
 
 
-@pytest.mark.parametrize("make", [make_model, make_gemma])
-def test_passes_of_several_sessions_agree_with_full_forwards(make):
+@pytest.mark.parametrize(("make", "fused"), [(make_model, False), (make_gemma, False), (make_model, True)])
+def test_passes_of_several_sessions_agree_with_full_forwards(make, fused):
     """Texts of different lengths; sessions that join late, and that skip a pass."""
     rng, model = np.random.default_rng(0), make(6)
     first = LMDrafter(model)
+    if fused:  # as on a GPU
+        first = LMDrafter(fused_copy(model), shape=first.shape)
     drafters = [first, first.clone_session(), first.clone_session()]
     texts = [rng.integers(0, V, size=size).tolist() for size in (3, 20, 9)]
     for drafter, text in zip(drafters, texts, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from fuzz.fuzzkit import FEW
 from schemakit import hostile_schemas, hostile_templates, random_schema
@@ -36,7 +37,7 @@ def used(compiler: GrammarCompiler, schema: object, rng: random.Random) -> bool:
             state.turn()
             allowed = state.allowed(())
             assert allowed is not None
-            choice = rng.choice(allowed.nonzero()[0].tolist())
+            choice = rng.choice(np.unpackbits(allowed, bitorder="little").nonzero()[0].tolist())
             if choice in STOPS:
                 break
             state.advance(choice)

@@ -78,6 +78,7 @@ def test_segments(device: str, dtype: str) -> None:
 def test_parts_of_a_turn(device: str) -> None:
     parts = {part.part: part for part in part_times("tiny", "bf16", device)}
     assert parts["lm_head, 16 rows"].launches == 1
+    assert parts["head, 10 nodes"].launches <= 17
     assert len(parts) == 13
     assert all(part.ms >= 0 for part in parts.values())
 
@@ -90,6 +91,8 @@ def test_counts_of_kernel_launches() -> None:
         assert launches(lambda: x.view(2, 48).t()[1:3].unsqueeze(0)) == 0
         assert launches(lambda: functional.scaled_dot_product_attention(x, x, x)) == 1
         assert launches(lambda: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)) == 5
+        assert launches(lambda: functional.rms_norm(x, (8,))) == 1
+        assert launches(lambda: functional.rms_norm(x, (8,)) + 1, composed_rms_norm=True) == 9
 
 
 @needs_cuda

@@ -54,7 +54,7 @@ def ends(tokenizer: Any, text: str, form: ToolFormat, required: bool = False, se
     state = compiler.compile(grammar, frozenset({0})).begin()
     path = tokenizer(text, add_special_tokens=False)["input_ids"]
     allowed = state.allowed(path)
-    return False if allowed is None else True if allowed[0] else None
+    return False if allowed is None else True if allowed[0] & 1 else None
 
 
 def test_text_may_end_in_calls_which_fit_their_schema(tokenizer: Any) -> None:

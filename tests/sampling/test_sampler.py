@@ -44,6 +44,24 @@ def test_the_tokens_are_those_of_the_definition(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("vocabulary", [1, 61, 4099])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=3), Sampling(0.7, 20, 0.9, seed=4),
+                                      Sampling(1.0, 0, 0.5, seed=5)])
+def test_tokens_whose_bit_is_not_set_are_as_unlikely_as_can_be(device: str, vocabulary: int,
+                                                               sampling: Sampling) -> None:
+    rng, positions = np.random.default_rng(vocabulary), np.arange(5)
+    logits = logits_of(1, 5, vocabulary, 3.0, False)
+    allowed = rng.random((5, vocabulary)) < 0.1
+    allowed[:, -1] = True
+    allowed[0] = True
+    expected = definition.choose(np.where(allowed, logits.numpy(), -1e30), positions, sampling)
+    bits = np.packbits(allowed, axis=1, bitorder="little")
+    drawn = choose(logits.to(device), positions, sampling, bits)
+    np.testing.assert_array_equal(drawn, expected)
+    assert allowed[np.arange(5), drawn].all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("vocabulary", [300, 4099])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_top_p_is_exact_on_the_edge_of_every_token_that_may_be_drawn(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -12,8 +13,7 @@ import torch
 from strictdevice import build, log
 
 CAPABILITY = (8, 7)  # an Orin's
-_TOTAL = 8 << 30
-_FREE = 6 << 30
+_TOTAL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # shared with the host, as on an Orin
 
 
 class Stream:
@@ -93,7 +93,7 @@ def _describe(extension: Any) -> None:
         "current_stream": lambda device=None: only, "default_stream": lambda device=None: only,
         "synchronize": lambda device=None: _wait("device"),
         "empty_cache": lambda: log.tell("wait", "empty_cache"),
-        "mem_get_info": lambda device=None: (_FREE, _TOTAL),
+        "mem_get_info": lambda device=None: (_TOTAL // 2, _TOTAL),
         "memory_allocated": lambda device=None: extension.held(),
         "memory_reserved": lambda device=None: extension.held(),
         "max_memory_allocated": lambda device=None: extension.most(),

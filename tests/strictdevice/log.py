@@ -123,8 +123,11 @@ def _cause() -> tuple[str, str]:
     frame: FrameType | None = sys._getframe(1)
     place, lines = "", list[str]()
     while frame is not None and len(lines) < 2:
-        if (path := frame.f_code.co_filename).startswith(root):
-            lines.append(f"{path.removeprefix(root)}:{frame.f_lineno}")
-            place = place or f"{path.removeprefix(root)}:{frame.f_code.co_name}"
+        code = frame.f_code
+        if code.co_filename.startswith(root):
+            path = code.co_filename.removeprefix(root)
+            lines.append(f"{path}:{frame.f_lineno}")
+            if not place and not code.co_name.startswith("<"):  # no comprehension, no lambda
+                place = f"{path}:{code.co_name}"
         frame = frame.f_back
     return place, " < ".join(lines)

@@ -18,6 +18,7 @@ from flowspec_edge.util.torchdevice import (
     pick,
     require,
     runs_on,
+    use_exact_kernels,
 )
 
 GB = 10**9
@@ -144,3 +145,11 @@ def test_the_gpu_that_is_there() -> None:
     assert pick("cuda", found, architectures(), 1) == ("cuda:0", "")
     with pytest.raises(FlowspecError, match="out of memory"), memory_errors("cuda:0"):
         torch.empty(1 << 50, dtype=torch.uint8, device="cuda:0")
+
+
+def test_exact_kernels_round_no_sums_on_the_way() -> None:
+    use_exact_kernels()
+    matmul = torch.backends.cuda.matmul
+    assert not matmul.allow_tf32
+    assert not matmul.allow_fp16_reduced_precision_reduction
+    assert not matmul.allow_bf16_reduced_precision_reduction

@@ -24,10 +24,12 @@ from transformers.models.llama.modeling_llama import (
 from flowspec_edge.drafting import checkpoint
 from flowspec_edge.drafting.eagle.head_drafter import (
     ATTENTION,
+    FusibleHead,
     HeadDrafter,
     KeyValueCache,
     register_attention,
 )
+from flowspec_edge.drafting.fused import DraftLayer
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.output_head import OutputHead, as_output_head
 from flowspec_edge.util.weight_file import Embedding, as_embedding
@@ -47,7 +49,7 @@ class EagleLayer(nn.Module):
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
 
-class EagleHead(nn.Module):
+class EagleHead(FusibleHead):
     """fc([embedding of token i + 1; f_i]), one layer, no final norm."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -72,6 +74,8 @@ class EagleHead(nn.Module):
         """
         x = self.fc(torch.cat((self.embed_tokens(tokens), features), dim=-1))
         rotary = self.rotary_emb(x, position_ids=positions)
+        if self.fused is not None:
+            return cast(Tensor, self.fused(x[0], x[0], rotary, mask, cache)[None])
         layer = cast(EagleLayer, self.layers[0])
         attended, _ = layer.self_attn(
             x, position_embeddings=rotary, attention_mask=mask, past_key_values=cache
@@ -79,6 +83,10 @@ class EagleHead(nn.Module):
         x = x + attended
         out: Tensor = x + layer.mlp(layer.post_attention_layernorm(x))
         return out
+
+    def _fused_layer(self) -> DraftLayer:
+        layer = cast(EagleLayer, self.layers[0])
+        return DraftLayer(layer.self_attn, layer.mlp, layer.post_attention_layernorm)
 
 
 class EagleDrafter(HeadDrafter):

@@ -30,13 +30,16 @@ from flowspec_edge.drafting.checkpoint import EMBEDDING, StoredTensor
 from flowspec_edge.drafting.eagle.eagle2 import PUBLISHED, require_fit, write_head
 from flowspec_edge.drafting.eagle.head_drafter import (
     ATTENTION,
+    FusibleHead,
     HeadDrafter,
     KeyValueCache,
     register_attention,
 )
+from flowspec_edge.drafting.fused import DraftLayer
 from flowspec_edge.errors import FlowspecError, ProtocolError
 from flowspec_edge.messages import Tap
 from flowspec_edge.sampling.rule import DraftVocabulary, Rank, Sampling
+from flowspec_edge.util.kernels import RmsNorm
 from flowspec_edge.util.tensors import to_device, to_torch
 from flowspec_edge.util.weight_file import Embedding, as_embedding
 
@@ -66,7 +69,7 @@ class Eagle3Layer(nn.Module):
         self.mlp = LlamaMLP(config)
 
 
-class Eagle3Head(nn.Module):
+class Eagle3Head(FusibleHead):
     """fc over the captured states, one layer, a norm and an lm_head of its own.
 
     ``config`` is a LlamaConfig plus ``target_hidden_size`` and ``draft_vocab_size``; ``vocab_size`` is the
@@ -104,6 +107,11 @@ class Eagle3Head(nn.Module):
                 cache: KeyValueCache) -> Tensor:
         """As :meth:`EagleHead.forward`, with h_i for f_i: fused, or the output of the row before it."""
         layer = self.midlayer
+        if self.fused is not None:
+            rows, embedded = hidden[0], self.embed_tokens(tokens)[0]
+            x = torch.cat((self._input_norm(embedded), self._hidden_norm(rows)), -1)
+            rotary = self.rotary_emb(x, position_ids=positions)
+            return cast(Tensor, self.fused(x, rows, rotary, mask, cache)[None])
         x = torch.cat((layer.input_layernorm(self.embed_tokens(tokens)), layer.hidden_norm(hidden)), dim=-1)
         attended, _ = layer.self_attn(
             x, position_embeddings=self.rotary_emb(x, position_ids=positions),
@@ -113,9 +121,16 @@ class Eagle3Head(nn.Module):
         out: Tensor = x + layer.mlp(layer.post_attention_layernorm(x))
         return out
 
+    def _fused_layer(self) -> DraftLayer:
+        layer = self.midlayer
+        self._input_norm, self._hidden_norm, self._output_norm = map(
+            RmsNorm.of, (layer.input_layernorm, layer.hidden_norm, self.norm))
+        return DraftLayer(layer.self_attn, layer.mlp, layer.post_attention_layernorm)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Row outputs [..., H] to [..., draft_vocab]."""
-        return cast(Tensor, self.lm_head(self.norm(hidden)))
+        normed = self.norm(hidden) if self.fused is None else self._output_norm(hidden)
+        return cast(Tensor, self.lm_head(normed))
 
     def target_ids(self) -> Tensor:
         """The target's id of each draft token: int64 [draft_vocab]."""

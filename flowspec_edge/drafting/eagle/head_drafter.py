@@ -7,7 +7,7 @@ one for one. Attention runs request by request, each over its own cache.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -18,6 +18,7 @@ from transformers import AttentionInterface, LlamaConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from flowspec_edge.drafting.base import Drafter
+from flowspec_edge.drafting.fused import DraftLayer, RotaryTable, is_fixed
 from flowspec_edge.drafting.tree_cache import CacheShape, TreeCache
 from flowspec_edge.drafting.tree_drafter import Rows, TreeDrafter
 from flowspec_edge.errors import ProtocolError
@@ -59,6 +60,9 @@ class _Batch:
                ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         pairs = [rows.cache.update(keys[:, :, at], values[:, :, at], layer) for rows, at in self.slices()]
         return tuple(key for key, _ in pairs), tuple(value for _, value in pairs)
+
+    def parts(self) -> Iterator[tuple[slice, TreeCache, Tensor]]:
+        return ((at, rows.cache, rows.mask) for rows, at in self.slices())
 
     def slices(self) -> Iterator[tuple[HeadRows, slice]]:
         start = 0
@@ -102,14 +106,42 @@ class KeyValueCache(Protocol):
         """Store the rows' keys and values; return those of the mask's columns."""
 
 
+class FusibleHead(nn.Module, ABC):
+    """``fused``: what computes the layer after :meth:`fuse_layer`."""
+
+    rotary_emb: nn.Module
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused: DraftLayer | None = None
+
+    def fuse_layer(self) -> None:
+        """Compute in few kernel launches from now on; the layer's weights are not where they were.
+
+        Before the first pass, on the device and in the dtype of all passes; each is one over a
+        ``TreeCache``, for positions that have been reached (:meth:`reach`).
+        """
+        if self.fused is None and is_fixed(self.rotary_emb):
+            weight = next(self.parameters())  # is never quantised
+            self.fused = self._fused_layer()
+            self.rotary_emb = RotaryTable(self.rotary_emb, weight.dtype, weight.device)
+
+    def reach(self, position: int) -> None:
+        if isinstance(self.rotary_emb, RotaryTable):
+            self.rotary_emb.reach(position)
+
+    @abstractmethod
+    def _fused_layer(self) -> DraftLayer: ...
+
+
 class HeadDrafter(TreeDrafter):
     """Rows pair a state with a token; ``head`` has the interface of :class:`EagleHead`."""
 
     rows_behind = 1
 
-    def __init__(self, head: nn.Module, logits: Callable[[Tensor], Tensor],
+    def __init__(self, head: FusibleHead, logits: Callable[[Tensor], Tensor],
                  draft_vocabulary: DraftVocabulary | None = None) -> None:
-        self._head = head.eval().requires_grad_(False)
+        self._head: FusibleHead = head.eval().requires_grad_(False)
         self._states: list[Tensor] = []  # of queued text rows, [n, width] each, in their order
         config: LlamaConfig = head.config
         norm = next(head.parameters())  # is never quantised
@@ -166,9 +198,10 @@ class HeadDrafter(TreeDrafter):
         start = self._cache.committed - len(text)
         # Text rows stand at 0, 1, ...: row i holds token i + 1.  So a node's row is one below it.
         tokens = indices([*text, *(node.token for node in nodes)], self._tokens_device)
-        positions = indices([*range(start, start + len(text)), *(node.position - 1 for node in nodes)],
-                            self._device)
-        return HeadRows(torch.cat(entering), tokens, positions, mask, self._cache)
+        positions = [*range(start, start + len(text)), *(node.position - 1 for node in nodes)]
+        self._head.reach(max(positions))
+        states = entering[0] if len(entering) == 1 else torch.cat(entering)
+        return HeadRows(states, tokens, indices(positions, self._device), mask, self._cache)
 
     def shares_passes_with(self, other: Drafter) -> bool:
         return isinstance(other, HeadDrafter) and other._head is self._head

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from flowspec_edge.drafting.base import NO_ROOT, Drafter, parent_missing_error, root_misplaced_error
 from flowspec_edge.drafting.spd.module import KeyValues, RowStore, SpdModule, SpdRow
+from flowspec_edge.drafting.tree_cache import additive_mask
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Tap
 from flowspec_edge.sampling.rule import Rank, Sampling
 from flowspec_edge.sampling.sampler import rank_children
 from flowspec_edge.tree.draft_api import DraftNode, DraftOutput, DraftRequest
-from flowspec_edge.util.tensors import indices, to_device
+from flowspec_edge.util.tensors import indices
 from flowspec_edge.util.weight_file import Embedding, as_embedding, tokens_device
 
 _FIRST_CAPACITY = 256
@@ -124,10 +125,10 @@ class SpdDrafter(Drafter):
         """The module's outputs [n, H] for ``queries`` as the newest rows."""
         slots = self._rows.slots
         context = [(keys[:, :, :slots], values[:, :, :slots]) for keys, values in self._cache]
-        own = torch.eye(len(queries), dtype=torch.bool, device=self._device)
-        mask = torch.cat((to_device(self._rows.visible(queries), own.device), own), dim=1)
+        visible = np.concatenate((self._rows.visible(queries), np.eye(len(queries), dtype=bool)), axis=1)
+        mask = additive_mask(visible, self._dtype, self._device)
         features = self._module.newest(self._embed(queries))
-        out: Tensor = self._module(features[None], self._positions(queries), context, mask[None, None])
+        out: Tensor = self._module(features[None], self._positions(queries), context, mask)
         return out[0]
 
     def _write(self, rows: Sequence[SpdRow], computed: Sequence[KeyValues]) -> None:

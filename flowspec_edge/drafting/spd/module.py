@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
@@ -93,7 +94,7 @@ class SpdModule(nn.Module):
         features   [B, n, H]         g^0 of the queries
         positions  [B, n]            int64
         context    of m older rows, from :meth:`keys_values`
-        mask       [B, 1, n, m + n]  bool: older rows, then queries (appendix A: only itself)
+        mask       [B, 1, n, m + n]  bool or additive: older rows, then queries (appendix A: only itself)
         returns    [B, n, H]         after the final norm
         """
         rotary = self.rotary_emb(features, position_ids=positions)
@@ -254,14 +255,14 @@ class RowStore:
                 self._awaited.discard(row.number)
                 self._states.pop(row.number, None)
 
-    def visible(self, queries: Sequence[SpdRow]) -> Tensor:
-        """bool [queries, slots], on the CPU: the text and the guesses above each query, without itself."""
+    def visible(self, queries: Sequence[SpdRow]) -> NDArray[np.bool_]:
+        """[queries, slots]: the text and the guesses above each query, without itself."""
         mask = np.tile(self._holds_text[: self.slots], (len(queries), 1))
         for i, query in enumerate(queries):
             for row in self._guesses_above(query):
                 mask[i, row.slot] = True
             mask[i, query.slot] = False
-        return torch.from_numpy(mask)
+        return mask
 
     def _guesses_above(self, row: SpdRow) -> Iterator[SpdRow]:
         ancestor = row.parent

@@ -57,7 +57,7 @@ def board_report(gpu: Mapping[str, Any], device: str, date: str, profile: Sequen
     """
     parts: dict[str, Callable[[], Any]] = {
         "versions": _versions, "board": lambda: asdict(read_board()),
-        "memory": lambda: procfs.sizes(Path("/proc/meminfo")),
+        "memory": _memory,
         "doctor": lambda: [finding.as_json() for finding in check_machine()],
         "tegrastats": tegrastats, "profile": lambda: _profile(device, profile), "journal": journal}
     found: dict[str, Any] = {"format": FORMAT, "date": date, "gpu": dict(gpu)}
@@ -82,6 +82,12 @@ def _versions() -> dict[str, Any]:
         except PackageNotFoundError:
             found[package] = None
     return found
+
+
+def _memory() -> dict[str, int | None]:
+    """Bytes."""
+    sizes = procfs.sizes(Path("/proc/meminfo"))
+    return {name: sizes.get(name) for name in ("MemTotal", "MemFree", "MemAvailable", "Cached", "SwapFree")}
 
 
 def _profile(device: str, options: Sequence[str]) -> Any:

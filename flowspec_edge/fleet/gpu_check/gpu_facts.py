@@ -44,6 +44,7 @@ _LAUNCHES = 1000  # fewer than the 1024 that CUDA queues before the host waits
 _RUNS = 5
 _ROWS, _HEADS, _KV_HEADS, _HEAD_DIM = 16, 32, 8, 128  # a segment through a layer of Llama-3.1-8B
 _CACHED, _CAPACITY = 500, 1024
+_GRAPH = "launch in a graph"
 _PROBE_S = 60.0  # for a child that asks for pieces of memory
 _RESERVE = 128 << 20  # bytes left to the system
 _MB = 10**6
@@ -55,7 +56,7 @@ def check_gpu_facts(device: str, l4t: str = "", meminfo: Path = Path("/proc/memi
     """``l4t``: the board's release, "" for other machines."""
     on_gpu = torch.device(device).type == "cuda"
     kinds = (*(f"attention {dtype}" for dtype in DTYPES), "rms_norm", "launch",
-             *["launch in a graph", "layers in graphs"] * on_gpu)
+             *[_GRAPH, "layers in graphs"] * on_gpu)
     found = run_in_children(__name__, kinds, lambda left: json.dumps({"kinds": left, "device": device}))
     found.append(free_memory(meminfo))
     if on_gpu:
@@ -88,6 +89,9 @@ def allocator(l4t: str, environment: Mapping[str, str]) -> Iterator[Finding]:
 def largest_piece(device: str, available: int) -> Finding:
     """The largest of ``available`` bytes and its halves that the device gives in one piece."""
     needed = l4t_system().large_pieces.needed_mb
+    if available < needed * _MB:
+        return Finding("largest piece", "warning",
+                       f"only {available // _MB} MB are available: stop what else runs here, and try again")
     halves = takewhile(lambda mb: mb > needed, (available // _MB >> times for times in range(64)))
     sizes = [*map(str, halves), str(needed)]
     tried = run_in_children(__name__, sizes, lambda left: json.dumps({"kinds": left, "device": device}),
@@ -161,7 +165,9 @@ def attempt(kind: str, device: str) -> Finding:
     """``kind``: a fact's name, or a number of MB (10^6 bytes) to ask for at once."""
     if kind.isdigit():
         return _piece(kind, device)
-    return guarded(kind, lambda: Finding(kind, "ok", _said(kind, device)))
+    found = guarded(kind, lambda: Finding(kind, "ok", _said(kind, device)))
+    # Whether graphs work is for the operations to judge.
+    return replace(found, state="skipped") if kind == _GRAPH and not found.ok else found
 
 
 def _said(kind: str, device: str) -> str:

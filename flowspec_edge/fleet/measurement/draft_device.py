@@ -86,7 +86,7 @@ class _TimedHead(LmHead):
         return logits
 
     def choose(self, logits: Tensor, positions: NDArray[np.integer], sampling: Sampling,
-               allowed: NDArray[np.bool_] | None = None) -> NDArray[np.int32]:
+               allowed: NDArray[np.uint8] | None = None) -> NDArray[np.int32]:
         start = time.perf_counter()
         tokens = super().choose(logits, positions, sampling, allowed)
         self.seconds += time.perf_counter() - start

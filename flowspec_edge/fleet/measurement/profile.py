@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from flowspec_edge.device_profile import (
+    GRAPH_LAYER_LAUNCHES,
     OUTPUT_LAUNCHES,
     PASS_LAUNCHES,
     SEGMENT_LAUNCHES,
@@ -123,11 +124,12 @@ def measure_profile(options: ProfileOptions, effort: Effort, report: ProgressCal
     free = device_memory(read_board(), read_gpu(options.device))
     report("memory", 0.0)
     rate = read_rate(options.device, free.usable_mb)
-    launch = LaunchCost(us=rounded(launch_us(options.device)), layer=model.layer_launches) \
-        if options.device != "cpu" else None
     report("loopback", 0.0)
     hop = measure_hop(model.hidden_width, options.dtype, effort.exchanges)
-    stages, process_mb = _stages(options, effort, model, free, report)
+    stages, process_mb, graphs = _stages(options, effort, model, free, report)
+    launch = None if options.device == "cpu" else LaunchCost(
+        us=rounded(launch_us(options.device)),
+        layer=GRAPH_LAYER_LAUNCHES if graphs else model.layer_launches)
     # A round trip includes two hops and this process's codec work, which are not the stage's, and the
     # launches that virtual time charges beside the stage's curve.
     own = {case: max(0.01 * ms, ms - 2 * hop.latency_ms - hop.codec_ms) for case, ms in stages.items()}
@@ -159,8 +161,9 @@ def measure_profile(options: ProfileOptions, effort: Effort, report: ProgressCal
 
 
 def _stages(options: ProfileOptions, effort: Effort, model: ModelBytes, free: DeviceMemory,
-            report: ProgressCallback) -> tuple[dict[SegmentCase, float], float]:
-    """Round trips in milliseconds, and a worker's memory besides weights and cache in MB."""
+            report: ProgressCallback) -> tuple[dict[SegmentCase, float], float, bool]:
+    """Round trips in milliseconds, a worker's memory besides weights and cache in MB, and whether all stages
+    run their layers as CUDA graphs."""
     report("stages", 0.0)
     limit = options.model.max_positions - CAPACITY_BEYOND
     contexts = [c for c in effort.contexts if c <= limit] or [max(1, min(limit, effort.contexts[0]))]
@@ -180,7 +183,8 @@ def _stages(options: ProfileOptions, effort: Effort, model: ModelBytes, free: De
             taken = sum(stage.worker.resident_mb() or 0.0 for stage in stages) - kept
         else:
             taken = used_mb(read_board(), read_gpu(options.device)) - before - kept
-    return {case: seconds * 1e3 for case, seconds in times.items()}, max(1.0, taken / len(stages))
+        graphs = all(stage.worker.runs_graphs for stage in stages)
+    return {case: seconds * 1e3 for case, seconds in times.items()}, max(1.0, taken / len(stages)), graphs
 
 
 def _draft_device(options: ProfileOptions, effort: Effort, model: ModelBytes, free: DeviceMemory,

@@ -70,6 +70,7 @@ class MeasuredWorker:
         self._output = transport.pull("tcp://127.0.0.1:*", f"{self._name} data out")
         self._children = WorkerProcesses()
         self._present = False
+        self.runs_graphs = False  # once a heartbeat has said so
         self._check_at = 0.0
         self._quiet_since = time.monotonic()
         cleanup.callback(self._end)
@@ -112,8 +113,8 @@ class MeasuredWorker:
                     self._present = True
                 case Credit() | Tap() as answer:
                     found.append(answer)
-                case Heartbeat():
-                    pass
+                case Heartbeat(counters=counters):
+                    self.runs_graphs = counters.get("graph_sizes", 0) > 0
         if found:
             self._quiet_since = time.monotonic()
         return found

@@ -54,6 +54,7 @@ from flowspec_edge.strategies.registry import strategy_class
 from flowspec_edge.transport import keys
 from flowspec_edge.transport.zmq_links import ZmqTransport
 from flowspec_edge.util.tensors import parse_dtype
+from flowspec_edge.util.torchdevice import make_current
 
 _CHECK_S = 0.1  # poll interval of a thread that waits while another one drives
 _IDLE_S = 0.02  # poll interval of an idle cluster
@@ -82,6 +83,7 @@ class ProcessCluster:
         stage_ranges(ModelDir(model_dir).stages, stages, allow_empty=grouped)
         self.parallelism = parallelism
         self._at_once = spec.at_once
+        self._device = spec.device
         self.observer = Observers([spec.observer] if spec.observer else [])
         self._queue: deque[RequestHandle] = deque()
         self._driver = threading.Lock()
@@ -216,6 +218,7 @@ class ProcessCluster:
     # ---- the driving thread --------------------------------------------------------------------
 
     def _drive(self, stop: Callable[[], bool]) -> None:
+        make_current(self._device)
         self._energy.skip()  # since the last drive this process may have done other work
         first = True
         try:

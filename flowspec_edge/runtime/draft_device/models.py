@@ -33,7 +33,7 @@ from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import draft_kind, draft_label, strategy_class
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
 from flowspec_edge.util.tensors import from_torch
-from flowspec_edge.util.torchdevice import allocation, use_exact_kernels
+from flowspec_edge.util.torchdevice import allocation, make_current, use_exact_kernels
 
 _TIMED_PASSES = 6
 _MEMORY_ADVICE = "end other programs, take a smaller draft model, or let D0 compute on the CPU (torch_device)"
@@ -47,6 +47,7 @@ class DraftModels:
         """
         self._slow = slow
         use_exact_kernels()
+        make_current(device)
         self._model = ModelDir(model_dir)
         self._dtype = dtype
         self._scheme = head_scheme_of(model_dir)
@@ -57,6 +58,8 @@ class DraftModels:
         load_config(self._model.target)  # refuses a model that stages cannot run
         self._limit = self._model.max_positions
         self._drafters: dict[str, Callable[[], Drafter]] = {}
+        if self._lm_head.head.device.type == "cuda":
+            self._lm_head.warm_up()
 
     def can_share_drafter(self, one: Request, other: Request) -> bool:
         """Return whether one request's drafter can serve the other; UsageError if either cannot run."""

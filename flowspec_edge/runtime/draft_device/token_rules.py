@@ -15,7 +15,8 @@ from flowspec_edge.messages import Output, Segment, unpack_bits
 from flowspec_edge.model.grammar import GrammarState
 from flowspec_edge.sampling.sampler import AnswerPenalties
 
-Choices = tuple[Tensor, "NDArray[np.bool_] | None"]  # logits [n, V]; the tokens to choose from, None: all
+# Logits [n, V]; the tokens to choose from, as ``sampler.choose`` takes them, None: all.
+Choices = tuple[Tensor, "NDArray[np.uint8] | None"]
 
 
 class TokenRules:
@@ -64,7 +65,8 @@ class TokenRules:
             logits = self._penalties.applied(logits, [path or () for path in paths])
         if not self._grammar:
             return logits, None
-        masks = np.ones(logits.shape, np.bool_)
+        rows, vocabulary = logits.shape
+        masks = np.full((rows, -(-vocabulary // 8)), 0xFF, np.uint8)
         for mask, path in zip(masks, paths, strict=True):
             allowed = None if path is None else self._grammar.allowed(path)
             if allowed is not None:

@@ -21,6 +21,7 @@ from flowspec_edge.stage.shard import Shard, load_shard
 from flowspec_edge.stage.tensor_parallel.engine import TensorEngine
 from flowspec_edge.stage.tensor_parallel.process_group import GlooGroup, ProcessGroup
 from flowspec_edge.stage.tensor_parallel.shard import load_tensor_shard
+from flowspec_edge.util.torchdevice import make_current
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ def load_engine(config: WorkerConfig, emulation: Emulation | None) -> tuple[Engi
     that describes it, and the emulated time of its passes."""
     if config.threads:
         torch.set_num_threads(config.threads)
+    make_current(config.device)
     rank, stages = config.stage - 1, config.stages
     weights = ModelDir(Path(config.model)).stages
     charge: Charge | None = (

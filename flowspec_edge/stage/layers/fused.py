@@ -1,22 +1,18 @@
-"""A decoder layer in few kernel launches, for CUDA, called like a layer of transformers; and those of a stage
-as recorded pieces, which launch once each.
+"""A decoder layer in few kernel launches, for CUDA, called like a layer of transformers.
 
 In float32 the arithmetic is that of transformers; in 16 bits some intermediate results are rounded once less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from flowspec_edge.stage.layers.attention import BatchCache, BatchMask, attend
 from flowspec_edge.stage.layers.kv_cache import KVCache
-from flowspec_edge.stage.quant.base import QuantLinear
-from flowspec_edge.stage.weights.load import fast_layout
 from flowspec_edge.util.kernels import HeadNorms, RmsNorm, rotate_in_place
+from flowspec_edge.util.linears import add_product, detach_and_join
 
 ROW_STEP = 16  # rows are padded to a multiple, so that any number of them runs the same kernels
 
@@ -40,11 +36,11 @@ class FusedLayer(nn.Module):
         self.q_norm = getattr(attention, "q_norm", None)  # qwen3
         self.k_norm = getattr(attention, "k_norm", None)
         self._norm, self._mlp_norm = map(RmsNorm.of, (layer.input_layernorm, layer.post_attention_layernorm))
-        self._head_norms = None if self.q_norm is None else _head_norms(
-            (self.q_norm, self._heads), (cast(Any, self.k_norm), self._kv_heads))
-        self.qkv = _detach_and_join(attention, "q_proj", "k_proj", "v_proj")
+        self._head_norms = None if self.q_norm is None else HeadNorms.of(
+            (self.q_norm, self._heads), (self.k_norm, self._kv_heads))
+        self.qkv = detach_and_join(attention, "q_proj", "k_proj", "v_proj")
         self.o_proj = attention.o_proj
-        self.gate_up = _detach_and_join(mlp, "gate_proj", "up_proj")
+        self.gate_up = detach_and_join(mlp, "gate_proj", "up_proj")
         self.down_proj = mlp.down_proj
         self._activation = mlp.act_fn
 
@@ -80,57 +76,6 @@ class FusedLayer(nn.Module):
 
     def after(self, rows: Tensor, attended: Tensor) -> None:
         """Replace ``rows`` [N, H] with the layer's output."""
-        _add_product(rows, self.o_proj, attended)
+        add_product(rows, self.o_proj, attended)
         gate, up = self.gate_up(self._mlp_norm(rows)).chunk(2, dim=-1)
-        _add_product(rows, self.down_proj, self._activation(gate) * up)
-
-
-def _add_product(rows: Tensor, linear: Any, x: Tensor) -> None:
-    if isinstance(linear, QuantLinear) or linear.bias is not None:
-        rows.add_(linear(x))
-    else:
-        rows.addmm_(x, linear.weight.t())  # product and sum in one kernel
-
-
-def _head_norms(*norms: tuple[Any, int]) -> HeadNorms:
-    """One for each (norm, number of heads)."""
-    weights = torch.cat([norm.weight.expand(heads, -1) for norm, heads in norms])
-    return HeadNorms(weights, norms[0][0].variance_epsilon)
-
-
-def _detach_and_join(parent: nn.Module, *names: str) -> nn.Module:
-    parts = [parent.get_submodule(name) for name in names]
-    for name in names:
-        delattr(parent, name)
-    return join(parts)
-
-
-def join(parts: Sequence[nn.Module]) -> nn.Module:
-    """A module that concatenates the linears' outputs; one product if all have the same storage format."""
-    if all(type(part) is nn.Linear for part in parts):
-        return _joined(cast("Sequence[nn.Linear]", parts))
-    if all(isinstance(part, QuantLinear) for part in parts):
-        first, *others = cast("Sequence[QuantLinear]", parts)
-        whole = first.joined(others)
-        if whole is not None:
-            return whole
-    return _Concatenated(parts)
-
-
-def _joined(parts: Sequence[nn.Linear]) -> nn.Linear:
-    weight = fast_layout(torch.cat([part.weight for part in parts]))
-    biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
-    whole = nn.Linear(weight.shape[1], weight.shape[0], bias=bool(biases), device="meta")
-    whole.weight = nn.Parameter(weight, requires_grad=False)
-    if biases:
-        whole.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
-    return whole
-
-
-class _Concatenated(nn.Module):
-    def __init__(self, parts: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([part(x) for part in self.parts], dim=-1)
+        add_product(rows, self.down_proj, self._activation(gate) * up)

@@ -81,7 +81,7 @@ class KVArena:
         return next(((place, start) for place, (start, stop) in enumerate(zip(starts, stops, strict=True))
                      if stop - start >= capacity), None)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _grow(self, more: int) -> None:
         """One layer at a time, so that at most one is in memory twice."""
         for i in range(len(self.layers) if more else 0):

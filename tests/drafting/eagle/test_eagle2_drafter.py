@@ -16,10 +16,10 @@ from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
 H, V, HEADS, KV_HEADS = 32, 61, 4, 2
 
 
-def make_head(seed, **extra):
+def make_head(seed, kv_heads=KV_HEADS, **extra):
     torch.manual_seed(seed)
     config = LlamaConfig(vocab_size=V, hidden_size=H, intermediate_size=48, num_hidden_layers=1,
-                         num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, bias=True, **extra)
+                         num_attention_heads=HEADS, num_key_value_heads=kv_heads, bias=True, **extra)
     head = EagleHead(config).double()
     with torch.no_grad():
         for p in head.parameters():
@@ -29,21 +29,53 @@ def make_head(seed, **extra):
 
 def reference_of(head, lm_head):
     weights = {n: p.detach().double().numpy() for n, p in head.state_dict().items()}
-    return Eagle2(weights, lm_head.double().numpy(), HEADS, KV_HEADS, head.config.rms_norm_eps,
-                  head.config.max_position_embeddings)
+    return Eagle2(weights, lm_head.double().numpy(), HEADS, head.config.num_key_value_heads,
+                  head.config.rms_norm_eps, head.config.max_position_embeddings)
 
 
-def session(seed, sampling=GREEDY, rank="draft", tau=0.7, **config):
+def session(seed, sampling=GREEDY, rank="draft", tau=0.7, fused=False, **config):
     head = make_head(seed, **config)
     lm_head = torch.randn(V, H, dtype=torch.float64)
-    return Session(reference_of(head, lm_head), EagleDrafter(head, lm_head), H, V, seed, sampling, rank, tau)
+    reference = reference_of(head, lm_head)
+    if fused:  # as on a GPU
+        head.fuse_layer()
+    return Session(reference, EagleDrafter(head, lm_head), H, V, seed, sampling, rank, tau)
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_random_histories_agree_with_full_recomputation(seed):
+def test_random_histories_agree_with_full_recomputation(seed, fused):
     noisy = seed % 2 == 1
-    s = session(seed, Sampling(temperature=0.8 if noisy else 0.0, seed=seed), "noise" if noisy else "draft")
+    s = session(seed, Sampling(temperature=0.8 if noisy else 0.0, seed=seed), "noise" if noisy else "draft",
+                fused=fused, kv_heads=(1, 2, 4)[seed // 2])
     s.random_history(25)
+
+
+@pytest.mark.parametrize("rope", [
+    {"rope_type": "linear", "factor": 2.0}, {"rope_type": "yarn", "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 64}])
+def test_a_fused_head_turns_as_transformers_does(rope, monkeypatch):
+    """At positions beyond the table's first size, too; where angles depend on the longest text they are
+    computed anew."""
+    monkeypatch.setattr("flowspec_edge.drafting.fused._FIRST_POSITIONS", 8)
+    lm_head, found = torch.randn(V, H, dtype=torch.float64), []
+    for fused in (False, True):
+        head = make_head(3, rope_parameters={**rope, "rope_theta": 1e4}, max_position_embeddings=64)
+        if fused:
+            head.fuse_layer()
+            assert (head.fused is None) == (rope["rope_type"] == "dynamic")
+        drafter, rng = EagleDrafter(head, lm_head), np.random.default_rng(1)
+        drafter.commit([1], None)
+        for count in (5, 20, 60):
+            drafter.commit(rng.integers(0, V, count).tolist(), torch.from_numpy(rng.normal(size=(count, H))),
+                           range(count))
+            at = drafter._text_length - 1
+            found.append(drafter.expand(DraftRequest(count, (DraftNode(count, -1, 5, at),), V)))
+    for one, other in zip(found[:3], found[3:], strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_allclose(one.scores, other.scores, atol=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -73,7 +105,7 @@ def test_every_node_again_after_every_commit():
 @pytest.mark.parametrize("limit", [2, 5, 12])
 def test_rows_see_no_further_than_the_head_was_trained_for(limit):
     """Prompts longer than the limit at once, texts that grow past it, trees deeper than it."""
-    s = session(limit, max_position_embeddings=limit)
+    s = session(limit, fused=limit == 5, max_position_embeddings=limit)
     s.random_history(25, prompt=limit + 3)
     s = session(limit + 1, max_position_embeddings=limit)
     s.commit([4, 2])
@@ -86,8 +118,9 @@ def test_rows_see_no_further_than_the_head_was_trained_for(limit):
     s.every_node_again(3)
 
 
-def test_the_cache_grows_past_its_first_size():
-    s = session(5)
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_cache_grows_past_its_first_size(fused):
+    s = session(5, fused=fused)
     s.commit([int(t) for t in s.rng.integers(0, V, size=240)])
     s.plant()
     s.expand([s.root.id])
@@ -125,14 +158,18 @@ def test_reset_forgets_everything():
     s.expand([s.root.id])
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 0.05), ("bfloat16", 0.3)])
-def test_half_precision_heads_take_features_of_their_dtype(dtype, tolerance):
+def test_half_precision_heads_take_features_of_their_dtype(dtype, tolerance, fused):
     head, lm_head = make_head(4), torch.randn(V, H, dtype=torch.float64) / 8
     features = torch.randn(6, H).to(getattr(torch, dtype))
     reference = reference_of(head, lm_head)
     rows = [(f, t, i) for i, (f, t) in enumerate(zip(features.double().numpy(), range(1, 7), strict=True))]
     x = reference.logits(reference.row(rows))
-    drafter = EagleDrafter(head.to(getattr(torch, dtype)), lm_head.to(getattr(torch, dtype)))
+    head.to(getattr(torch, dtype))
+    if fused:
+        head.fuse_layer()
+    drafter = EagleDrafter(head, lm_head.to(getattr(torch, dtype)))
     drafter.commit([0], None)
     drafter.commit(list(range(1, 7)), features)
     got = drafter.expand(DraftRequest(0, (DraftNode(0, -1, 6, 6),), V))
@@ -180,10 +217,12 @@ def begun(head, lm_head, seed, ranking):
 
 
 @pytest.mark.parametrize("ranking", RANKINGS.values(), ids=RANKINGS)
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_children_are_those_of_passes_alone(count, ranking):
+@pytest.mark.parametrize(("count", "fused"), [(1, False), (2, True), (5, False), (5, True)])
+def test_children_are_those_of_passes_alone(count, fused, ranking):
     """The root, some of its children, and the root again, which has no row left to compute."""
     head, lm_head = make_head(7), torch.randn(V, H, dtype=torch.float64)
+    if fused:
+        head.fuse_layer()
     together, alone = ([begun(head, lm_head, seed, ranking) for seed in range(count)]
                        for _ in range(2))
     requests = [DraftRequest(0, (DraftNode(0, -1, 5, at),), 6) for _, at in together]

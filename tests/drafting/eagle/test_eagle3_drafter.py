@@ -17,10 +17,14 @@ T, V = 24, 61  # the target's width and vocabulary
 LAYERS = (2, 9, 15)
 
 
-def session(directory, seed, sampling=GREEDY, rank="draft", tau=0.7, layers=LAYERS, device="cpu", **shape):
+def session(directory, seed, sampling=GREEDY, rank="draft", tau=0.7, layers=LAYERS, device="cpu",
+            fused=False, **shape):
     raw, weights = published_eagle3(directory, seed, T, V, **shape)
     targets = torch.randn(V, T, generator=torch.Generator().manual_seed(seed + 100))
-    drafter = Eagle3Drafter(load_head3(directory, targets, torch.float64).to(device), layers)
+    head = load_head3(directory, targets, torch.float64).to(device)
+    if fused:  # as on a GPU
+        head.fuse_layer()
+    drafter = Eagle3Drafter(head, layers)
     weights = {"embed_tokens.weight": targets, **weights}
     reference = Eagle3({n: w.double().numpy() for n, w in weights.items()}, raw["num_attention_heads"],
                        raw["num_key_value_heads"], raw["rms_norm_eps"], raw["max_position_embeddings"],
@@ -40,11 +44,11 @@ def session(directory, seed, sampling=GREEDY, rank="draft", tau=0.7, layers=LAYE
 
 @pytest.mark.parametrize("drafted", [V, 20])
 @pytest.mark.parametrize("kv_heads", [4, 1])
-@pytest.mark.parametrize("noisy", [False, True])
-def test_random_histories_agree_with_full_recomputation(tmp_path, drafted, kv_heads, noisy):
+@pytest.mark.parametrize(("noisy", "fused"), [(False, False), (True, False), (False, True)])
+def test_random_histories_agree_with_full_recomputation(tmp_path, drafted, kv_heads, noisy, fused):
     sampling = Sampling(temperature=0.8 if noisy else 0.0, seed=7)
     s = session(tmp_path, 3 + kv_heads, sampling, "noise" if noisy else "draft", drafted=drafted,
-                kv_heads=kv_heads)
+                kv_heads=kv_heads, fused=fused)
     s.random_history(20)
 
 
@@ -71,7 +75,8 @@ def test_a_head_of_another_width_brings_its_own_embeddings(tmp_path):
 
 @pytest.mark.parametrize("limit", [3, 12])
 def test_rows_see_no_further_than_the_head_was_trained_for(tmp_path, limit):
-    session(tmp_path, limit, drafted=20, max_position_embeddings=limit).random_history(20, prompt=limit + 3)
+    s = session(tmp_path, limit, drafted=20, fused=limit == 3, max_position_embeddings=limit)
+    s.random_history(20, prompt=limit + 3)
 
 
 def test_a_rewound_drafter_knows_the_text_up_to_there(tmp_path):

@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowspec_edge.messages import Open
 from flowspec_edge.stage.engine import StageEngine
-from flowspec_edge.stage.layers.fused import join
 from flowspec_edge.stage.quant.schemes import scheme
 from flowspec_edge.stage.shard import Shard, load_shard
 from flowspec_edge.util import kernels
+from flowspec_edge.util.linears import join
 from flowspec_edge.util.tensors import to_torch
 
 VOCAB = 97

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from shardkit import cut
 from tiny import tiny_llama
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from flowspec_edge.drafting.checkpoint import read_weights
 from flowspec_edge.drafting.eagle.eagle2 import EagleHead, save_head
@@ -121,7 +121,17 @@ def test_d0_verify_and_draft_models_leave_nothing(large: Path) -> None:
 
 
 _NO_PEAK = 3  # the exit code below
-_LOAD_A_HEAD = """
+_LOAD = {
+    "head": """
+    how = partial(quantise_linears, how=head_scheme("int4"), device=torch.device("cpu"))
+    lm_head = torch.zeros(64, 1408, dtype=torch.bfloat16)
+    return load_drafters("eagle2", Path(sys.argv[1]), lm_head, None, "bf16", 2, how)()
+""",
+    "model": """
+    lm_head = torch.zeros(256, 1408, dtype=torch.float16)
+    return load_drafters("lm", Path(sys.argv[1]), lm_head, None, "fp16", 2)()
+"""}
+_LOAD_AND_MEASURE = """
 import ctypes, re, sys
 from functools import partial
 from pathlib import Path
@@ -133,9 +143,7 @@ from flowspec_edge.stage.quant.schemes import head_scheme, quantise_linears
 
 
 def load():
-    how = partial(quantise_linears, how=head_scheme("int4"), device=torch.device("cpu"))
-    lm_head = torch.zeros(64, 1408, dtype=torch.bfloat16)
-    return load_drafters("eagle2", Path(sys.argv[1]), lm_head, None, "bf16", 2, how)()
+    {load}
 
 
 def figure(name):
@@ -155,6 +163,18 @@ print(type(drafter).__name__, figure("VmHWM") - before)
 """
 
 
+def peak_of_loading(kind: str, parts: Path) -> tuple[str, int]:
+    """The drafter's class, and bytes; in a process of its own, since what earlier tests freed would count."""
+    script = _LOAD_AND_MEASURE.replace("{load}", _LOAD[kind].strip())
+    ran = subprocess.run([sys.executable, "-c", script, str(parts)], capture_output=True, text=True,
+                         check=False, cwd=Path(__file__).parents[3])
+    if ran.returncode == _NO_PEAK:
+        pytest.skip(f"no peak of memory here: {ran.stderr}")
+    assert ran.returncode == 0, ran.stderr
+    made, grown = ran.stdout.split()
+    return made, int(grown) * 1024
+
+
 def test_a_draft_head_is_quantised_matrix_by_matrix(tmp_path: Path) -> None:
     """One of 90 MB that becomes 26 MB is never in memory as a whole."""
     config = LlamaConfig(vocab_size=64, hidden_size=1408, intermediate_size=8192, num_hidden_layers=1,
@@ -162,15 +182,22 @@ def test_a_draft_head_is_quantised_matrix_by_matrix(tmp_path: Path) -> None:
     save_head(EagleHead(config), tmp_path / "eagle2", torch.bfloat16)
     size = size_of(tmp_path)
     assert size > 85e6
-    # In a process of its own: what earlier tests have freed would count.
-    ran = subprocess.run([sys.executable, "-c", _LOAD_A_HEAD, str(tmp_path)], capture_output=True, text=True,
-                         check=False, cwd=Path(__file__).parents[3])
-    if ran.returncode == _NO_PEAK:
-        pytest.skip(f"no peak of memory here: {ran.stderr}")
-    assert ran.returncode == 0, ran.stderr
-    kind, grown = ran.stdout.split()
-    assert int(grown) * 1024 < size
-    assert kind == "EagleDrafter"
+    made, peak = peak_of_loading("head", tmp_path)
+    assert made == "EagleDrafter"
+    assert peak < size
+
+
+def test_a_draft_model_is_not_held_twice(tmp_path: Path) -> None:
+    """Of 63 MB, in another dtype than it is stored in, with matrices of at most 6 MB."""
+    config = LlamaConfig(vocab_size=256, hidden_size=1408, intermediate_size=2048, num_hidden_layers=2,
+                         num_attention_heads=8)
+    for part in ("draft-lm", "target"):
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / part)
+    size = size_of(tmp_path / "draft-lm")
+    assert size > 60e6
+    made, peak = peak_of_loading("model", tmp_path)
+    assert made == "LMDrafter"
+    assert peak < 1.5 * size
 
 
 def test_packed_matrices_are_read_once(tmp_path: Path) -> None:

@@ -1,0 +1,70 @@
+"""Linear layers that read the same rows as one product: fewer kernel launches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+
+@runtime_checkable
+class PackedLinear(Protocol):
+    """A linear layer whose weights are packed in 4 or 8 bits."""
+
+    def joined(self, others: Sequence[Any]) -> nn.Module | None:
+        """One module with the rows of this and ``others``; None if the packing forbids it."""
+
+
+def detach_and_join(parent: nn.Module, *names: str) -> nn.Module:
+    """:func:`join` of ``parent``'s linears, which it loses, so that no weights are held twice."""
+    parts = [parent.get_submodule(name) for name in names]
+    for name in names:
+        delattr(parent, name)
+    return join(parts)
+
+
+def join(parts: Sequence[nn.Module]) -> nn.Module:
+    """A module that concatenates the linears' outputs; one product if all have the same storage format."""
+    if all(type(part) is nn.Linear for part in parts):
+        return _joined(cast("Sequence[nn.Linear]", parts))
+    first, *others = parts
+    if isinstance(first, PackedLinear) and all(isinstance(part, PackedLinear) for part in others):
+        whole = first.joined(others)
+        if whole is not None:
+            return whole
+    return _Concatenated(parts)
+
+
+def add_product(rows: Tensor, linear: nn.Module, x: Tensor) -> Tensor:
+    """``rows`` [n, out] plus ``linear(x)``, in place; product and sum are one kernel if possible."""
+    has_bias = getattr(linear, "bias", None) is not None
+    if type(linear) is nn.Linear and not has_bias:
+        return rows.addmm_(x, linear.weight.t())
+    return rows.add_(linear(x))
+
+
+def _joined(parts: Sequence[nn.Linear]) -> nn.Module:
+    biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
+    if len(biases) not in (0, len(parts)):
+        return _Concatenated(parts)
+    weights = [part.weight for part in parts]
+    if not weights[0].is_contiguous() and weights[0].t().is_contiguous():  # the layout stays
+        weight = torch.cat([weight.t() for weight in weights], 1).t()
+    else:
+        weight = torch.cat(weights)
+    whole = nn.Linear(weight.shape[1], weight.shape[0], bias=bool(biases), device="meta")
+    whole.weight = nn.Parameter(weight, requires_grad=False)
+    if biases:
+        whole.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+    return whole
+
+
+class _Concatenated(nn.Module):
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], dim=-1)

@@ -1,0 +1,22 @@
+"""A plugin of pytest, ``-p strictdevice.default_device``: what the package computes on the CPU unless it is
+told otherwise, it computes on the strict device.  So tests that name no device run the CUDA branches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flowspec_edge.runtime.draft_device.models import DraftModels
+from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.runtime.virtual.cluster import StageWeights, VirtualCluster
+
+
+def _on_the_device(function: Any) -> None:
+    def moved(value: object) -> object:
+        return "cuda" if value == "cpu" else value
+
+    function.__defaults__ = tuple(map(moved, function.__defaults__ or ()))
+    function.__kwdefaults__ = {name: moved(value) for name, value in (function.__kwdefaults__ or {}).items()}
+
+
+for made in (VirtualCluster, StageWeights, DraftModels, PlainDecoder):
+    _on_the_device(made.__init__)
