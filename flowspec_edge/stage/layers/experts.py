@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+
+from flowspec_edge.util.linears import detach_and_join
 
 
 class _Names(NamedTuple):
@@ -34,6 +37,10 @@ class _Matrix(nn.Linear):
 
 
 class Expert(nn.Module):
+    """Once its weights are loaded, gate and up are one product."""
+
+    gate_up: nn.Module
+
     def __init__(self, names: _Names, width: int, inner: int, activation: nn.Module) -> None:
         super().__init__()
         self._names = names
@@ -41,12 +48,17 @@ class Expert(nn.Module):
                                       names.down: (width, inner)}.items():
             self.add_module(name, _Matrix(columns, rows, bias=False, device="meta"))
         self._activation = activation
+        self.register_load_state_dict_post_hook(_join)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, H] to [n, H]."""
-        gate, up, down = (self.get_submodule(name) for name in self._names[1:])  # may be QuantLinears by now
-        out: Tensor = down(self._activation(gate(x)) * up(x))
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        out: Tensor = self.get_submodule(self._names.down)(self._activation(gate) * up)
         return out
+
+
+def _join(expert: Any, _: object) -> None:
+    expert.gate_up = detach_and_join(expert, expert._names.gate, expert._names.up)
 
 
 class Experts(nn.ModuleList):
@@ -67,10 +79,11 @@ class Experts(nn.ModuleList):
         self.chosen = chosen.cpu()
         flat = self.chosen.flatten()
         order, counts = flat.argsort(stable=True), flat.bincount(minlength=len(self)).tolist()
-        products = x.new_empty(len(flat), x.shape[1])
-        for expert, pairs in enumerate(order.to(x.device).split(counts)):
-            if len(pairs):
-                products[pairs] = self[expert](x[pairs // k])
+        order = order.to(x.device)
+        inputs = x[order // k].split(counts)
+        sorted_products = torch.cat([self[i](rows) for i, rows in enumerate(inputs) if len(rows)])
+        products = torch.empty_like(sorted_products)
+        products[order] = sorted_products
         return (products * weights.reshape(-1, 1)).view(len(x), k, -1).sum(1).to(x.dtype)
 
 
