@@ -118,6 +118,6 @@ def touched(layers: Iterable[nn.Module], start: int, stop: int) -> tuple[int, fl
     return found, expected
 
 
-def independent(experts: int, chosen: int, rows: int) -> float:
+def independent(experts: int, chosen: int, rows: float) -> float:
     """Distinct experts that ``rows`` touch on average if each chooses ``chosen`` of ``experts`` by itself."""
     return experts * (1 - (1 - chosen / experts) ** rows)
