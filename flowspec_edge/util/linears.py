@@ -27,7 +27,7 @@ def detach_and_join(parent: nn.Module, *names: str) -> nn.Module:
 
 def join(parts: Sequence[nn.Module]) -> nn.Module:
     """A module that concatenates the linears' outputs; one product if all have the same storage format."""
-    if all(isinstance(part, nn.Linear) for part in parts):
+    if all(type(part) is nn.Linear for part in parts):
         return _joined(cast("Sequence[nn.Linear]", parts))
     first, *others = parts
     if isinstance(first, PackedLinear) and all(isinstance(part, PackedLinear) for part in others):

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flowspec_edge.util.linears import detach_and_join
-
 
 class _Names(NamedTuple):
     """In checkpoints: of the block in its layer, and of an expert's matrices."""
@@ -37,9 +35,7 @@ class _Matrix(nn.Linear):
 
 
 class Expert(nn.Module):
-    """Once its weights are loaded, gate and up are one product."""
-
-    gate_up: nn.Module
+    """Gate and up stay two products: joined after loading they would leave holes in memory, half as large."""
 
     def __init__(self, names: _Names, width: int, inner: int, activation: nn.Module) -> None:
         super().__init__()
@@ -48,17 +44,12 @@ class Expert(nn.Module):
                                       names.down: (width, inner)}.items():
             self.add_module(name, _Matrix(columns, rows, bias=False, device="meta"))
         self._activation = activation
-        self.register_load_state_dict_post_hook(_join)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, H] to [n, H]."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        out: Tensor = self.get_submodule(self._names.down)(self._activation(gate) * up)
+        gate, up, down = (self.get_submodule(name) for name in self._names[1:])  # packed ones, maybe
+        out: Tensor = down(self._activation(gate(x)) * up(x))
         return out
-
-
-def _join(expert: Any, _: object) -> None:
-    expert.gate_up = detach_and_join(expert, expert._names.gate, expert._names.up)
 
 
 class Experts(nn.ModuleList):
