@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup demo test test-slow test-fleet test-aarch64 test-cuda check bench soak soak-fleet timelines clean
+.PHONY: setup demo test test-slow test-strict test-fleet test-aarch64 test-cuda check bench soak soak-fleet timelines clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -35,11 +35,26 @@ export PYTHONDONTWRITEBYTECODE :=
 PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 test: check
-	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not soak and not fleet and not aarch64'
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not soak and not fleet and not aarch64 and not strict'
 
 # Tests of the same files that take about ten seconds or more each: so `make test` stays near ten minutes.
 test-slow: $(READY)
 	$(BIN)/python -m pytest $(PARALLEL) -m 'slow and not soak and not fleet and not aarch64'
+
+# On a strict stand-in for a GPU, which g++ builds (tests/strictdevice): the tests that need a GPU, then some that
+# name no device.  Left out is what it has not, bitsandbytes' kernels, CUDA graphs, CUDA's own count of
+# launches and checkpoints of a GPU's tensors, and what the CPU would take minutes for, the shapes of real models.
+STRICT := $(BIN)/python tests/strictdevice $(PARALLEL)
+NOT_STRICT := not nf4 and not fp4 and not bnb and not test_every_kind_is_tried and not test_all_is_right_here \
+	and not test_graphs_of_cuda
+ANYWHERE := $(addprefix tests/runtime/virtual/,test_grammar.py test_penalties.py \
+		test_lm_head_bits.py::test_tokens_are_those_of_generate) \
+	$(addprefix tests/runtime/draft_device/,test_chat_turns.py test_prefix_cache.py test_scheduler.py) \
+	tests/training/test_train_head.py
+test-strict: $(READY)
+	$(STRICT) -m '(cuda or strict) and not soak and not fleet and not aarch64' -k '$(NOT_STRICT)' \
+		--ignore tests/microbench
+	$(STRICT) -m 'not slow and not soak' -k 'not broke_off' -p strictdevice.default_device $(ANYWHERE)
 
 # A thousand faults under clients are among them; their report is $(CHAOS_REPORT).  Property tests
 # (hypothesis marks them) run again with all of their examples.

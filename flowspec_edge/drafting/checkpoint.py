@@ -61,6 +61,12 @@ def llama_config(fields: dict[str, Any], directory: Path) -> LlamaConfig:
         raise FlowspecError(f"{directory / 'config.json'}: {reason}") from error
 
 
+def has_embedding(directory: Path) -> bool:
+    """Whether a head's one safetensors file holds its embeddings.  FlowspecError for a damaged one."""
+    path = directory / SAFE
+    return path.exists() and any(_plain(name) == EMBEDDING for name in SafetensorsFile(path).tensors)
+
+
 def own_embedding(directory: Path, config: LlamaConfig, dtype: torch.dtype) -> EmbeddingTable | None:
     """A head's own embeddings, in their file; None if it has none, or not in one safetensors file.
     FlowspecError for another shape than ``config``'s."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flowspec_edge.drafting.base import Drafter
+from flowspec_edge.drafting.checkpoint import has_embedding
 from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, load_head, require_fit
 from flowspec_edge.drafting.eagle.eagle3 import Eagle3Drafter, head3_layers, load_head3
 from flowspec_edge.drafting.eagle.head_drafter import FusibleHead
@@ -76,6 +77,11 @@ def load_drafters(kind: str, model_dir: Path, lm_head: Tensor | OutputHead,
         raise FlowspecError(f"{path}: the draft model's vocabulary has {vocabulary} tokens, "
                             f"the target's {target.vocabulary}; they must share one tokenizer")
     return make
+
+
+def needs_embedding(kind: str, model_dir: Path) -> bool:
+    """Whether :func:`load_drafters` needs the target's: their file is read as a whole to check it."""
+    return kind != "lm" and (kind == "spd" or not has_embedding(model_dir / DRAFT_PARTS[kind]))
 
 
 def _placed(head: _Head, device: torch.device) -> _Head:

@@ -92,5 +92,6 @@ def rotate_in_place(x: Tensor, by: tuple[Tensor, Tensor]) -> None:
     ``by``: from :func:`rotation`.
     """
     cos, signed_sin = by
-    swapped = x.roll(x.shape[-1] // 2, dims=-1)
+    low, high = x.chunk(2, dim=-1)
+    swapped = torch.cat((high, low), dim=-1)  # on CUDA roll() first copies what is not contiguous
     x.mul_(cos).addcmul_(swapped, signed_sin)

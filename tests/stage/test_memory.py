@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from gpukit import needs_cuda
@@ -15,6 +14,8 @@ from flowspec_edge.errors import FlowspecError
 from flowspec_edge.messages import Open
 from flowspec_edge.stage import forward
 from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.preparation import warm_up
+from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.util.torchdevice import allocation, available_bytes
 
 # The message of PyTorch 2.5 on a Jetson that is out of memory.
@@ -110,23 +111,16 @@ def test_on_a_jetson_it_says_what_was_free(tmp_path: Path, monkeypatch: pytest.M
 
 
 @needs_cuda
-def test_capacities_are_steps_on_cuda(model: Path) -> None:
-    (engine,) = engines(model, 1, device="cuda", capacity=100)
-    held = engine.cache_bytes
-    assert isinstance(engine, StageEngine)
-    assert engine.cache_of(1) is not None
-    assert engine.cache_of(1).capacity == 256
-    store = [layer.data_ptr() for layer in engine.cache_of(1).rows()]
-    engine.open(Open(2, 0, 256))
-    assert [layer.data_ptr() for layer in engine.cache_of(2).rows()] == store
-    engine.open(Open(3, 0, 257))
-    assert engine.cache_bytes == 2 * held
+def test_sessions_take_no_memory_of_a_gpu(model: Path) -> None:
+    """Nor does a session that takes over rows, or one that makes the others move."""
+    engine = StageEngine(load_shard(model, 0, 1, "fp16", "cuda"), 1000)
+    warm_up(engine)
+    before = torch.cuda.memory_reserved(), engine.cache_bytes
+    for session in range(1, 9):
+        engine.open(Open(session, 0, 300 + 10 * session, concurrent=(session - 1,)))
+    assert (torch.cuda.memory_reserved(), engine.cache_bytes) == before
 
 
-@needs_cuda
-def test_a_cache_that_moves_gives_its_memory_back(model: Path) -> None:
-    (engine,) = engines(model, 1, device="cuda", capacity=1 << 16)
-    assert engine.cache_of(1) is not None
-    before = torch.cuda.memory_reserved()
-    engine.cache_of(1).move(256, np.empty(0, np.int64))
-    assert torch.cuda.memory_reserved() < before - (engine.cache_of(1).nbytes * 100)
+def test_rows_that_do_not_fit_are_an_error_at_the_start(model: Path) -> None:
+    with pytest.raises(FlowspecError, match=r"^no memory for KV caches of \d+ rows \(\d+ MB\): lower the"):
+        StageEngine(load_shard(model, 0, 1, "fp32"), 1 << 58)

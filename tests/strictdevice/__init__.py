@@ -11,7 +11,8 @@ CUDA, which a CPU build leaves empty.  So ``torch.device("cuda")`` works, the pa
 - launches, copies, waits and allocations are told with the function of the package that caused them.
 
 Not covered: CUDA graphs, bitsandbytes' nf4 and fp4, the kernels' own rounding and speed, memory that runs
-out.  An operation is one launch even where CUDA needs two or three for it (``topk``).
+out, ``torch.load`` of what was saved on a GPU.  An operation is one launch even where CUDA needs two or three
+for it (``topk``).
 
 It has to be there before anything is computed, in child processes too, so it has a pytest of its own:
 

@@ -19,7 +19,7 @@ def prompt() -> list[int]:
 
 @pytest.fixture(scope="session")
 def cpu() -> VirtualCluster:
-    return VirtualCluster(DEMO, 3, load_profile("paper-7b"))
+    return VirtualCluster(DEMO, 3, load_profile("paper-7b"), device="cpu")
 
 
 @pytest.fixture(scope="session")

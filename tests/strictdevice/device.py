@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,14 +54,22 @@ class Event:
         return 1.0  # milliseconds
 
 
+class Current:
+    """``torch.cuda.device``: the only one is the current one."""
+
+    def __init__(self, device: object = None) -> None:
+        self.idx = 0
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 def _wait(name: str, until: int | None = None) -> None:
     log.tell("wait", name)
     log.device().finish(log.device().ticket() if until is None else until)
-
-
-@contextmanager
-def _entered(device: object = None) -> Iterator[None]:
-    yield
 
 
 def install() -> None:
@@ -85,7 +91,7 @@ def _describe(extension: Any) -> None:
     told = {
         "_lazy_init": lambda: None, "_is_in_bad_fork": lambda: False, "is_available": lambda: True,
         "is_initialized": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
-        "set_device": lambda device: None, "device": _entered, "get_arch_list": lambda: ["sm_87"],
+        "set_device": lambda device: None, "device": Current, "get_arch_list": lambda: ["sm_87"],
         "get_device_capability": lambda device=None: CAPABILITY,
         "get_device_name": lambda device=None: facts.name,
         "get_device_properties": lambda device=None: facts,

@@ -144,6 +144,21 @@ def test_a_mask_must_be_aligned_for_attention() -> None:
     assert log.launches.total() > 2
 
 
+@pytest.mark.parametrize("masked", ["", "causal", "mask"])
+def test_gradients_of_attention_are_the_cpus(masked: str) -> None:
+    found = {}
+    for device in ("cpu", "cuda"):
+        x = on_device(1, 2, 16, 8, dtype=torch.float32).to(device)
+        q, k, v = states = [x.roll(i).requires_grad_() for i in range(3)]
+        mask = torch.eye(16).mul(-3.0).to(device) if masked == "mask" else None
+        attended = functional.scaled_dot_product_attention(q, k, v, mask, is_causal=masked == "causal")
+        attended.square().sum().backward()
+        found[device] = [grad.cpu() for state in states if (grad := state.grad) is not None]
+    assert len(found["cuda"]) == 3
+    for expected, gradient in zip(*found.values(), strict=True):
+        assert (gradient - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
 def test_gradients_are_the_cpus() -> None:
     found = {}
     for device in ("cpu", "cuda"):

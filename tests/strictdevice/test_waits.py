@@ -22,8 +22,7 @@ ALLOWED = {
     ("download, waits", "sampling/sampler.py:fetched"): "the tree grows by the best children",
     ("download, waits", "sampling/sampler.py:choose"): "an output's tokens decide what is drafted next",
     ("download, waits", "sampling/sampler.py:log_probs"): "they go to the client with their tokens",
-    ("wait", "util/torchdevice.py:release"): "a KV cache of another size is freed before the next is made",
-    ("upload, pageable", "sampling/sampler.py:choose"): "the mask of a grammar, which the host computes",
+    ("wait", "util/torchdevice.py:release"): "a virtual stage's caches grow: none are allocated before",
 }
 GREEDY, DRAWN = Sampling(), Sampling(1.0, seed=1)
 NUCLEUS = Sampling(1.0, top_p=0.9, seed=1)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from flowspec_edge.drafting.base import Drafter
-from flowspec_edge.drafting.load import load_drafters
+from flowspec_edge.drafting.load import load_drafters, needs_embedding
 from flowspec_edge.drafting.ngram import MergedDrafter, NgramDrafter
 from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Tap
@@ -140,7 +140,8 @@ class DraftModels:
         if kind not in self._drafters:
             with self._slow(), allocation(f"the draft model {kind}", 0, _MEMORY_ADVICE):
                 head = self._lm_head.head
-                embedding = find_embedding(self._model.target, self._dtype, head.device)
+                embedding = (find_embedding(self._model.target, self._dtype, head.device)
+                             if needs_embedding(kind, self._model.parts) else None)
                 same_bits = [partial(quantise_linears, how=self._scheme, device=head.device)
                              ] if self._scheme else []
                 self._drafters[kind] = load_drafters(kind, self._model.parts, head, embedding, self._dtype,

@@ -75,7 +75,9 @@ class QuantLinear(nn.Module, ABC):
             return None
         whole = self.scheme.linear(rows, self.in_features, self.bias is not None, self.dtype, first.device)
         for name, buffer in whole.named_buffers():
-            torch.cat([part.get_buffer(name) for part in parts], self.row_dims.get(name, 0), out=buffer)
+            owner, _, own_name = name.rpartition(".")  # int8's are those of two planes
+            rows_in = getattr(whole.get_submodule(owner), "row_dims", {}).get(own_name, 0)
+            torch.cat([part.get_buffer(name) for part in parts], rows_in, out=buffer)
         return whole
 
     def fill_rows(self, lo: int, stored: Mapping[str, Tensor]) -> None:

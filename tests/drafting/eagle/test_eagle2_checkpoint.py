@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from flowspec_edge.drafting.eagle.eagle2 import load_head, save_head
-from flowspec_edge.drafting.load import load_drafters
+from flowspec_edge.drafting.load import load_drafters, needs_embedding
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
 
@@ -213,6 +213,18 @@ def test_load_drafters_knows_both_kinds(tmp_path):
     with pytest.raises(FlowspecError, match=r"tensor model\.norm\.weight is missing"):
         load_drafters("lm", tmp_path, torch.randn(V, H), EMBEDDING, "fp32", 2)
     path.write_bytes(b"junk")
-    with pytest.raises(FlowspecError, match="truncated or damaged") as caught:
+    with pytest.raises(FlowspecError, match=r"model\.safetensors is truncated or damaged") as caught:
         load_drafters("lm", tmp_path, torch.randn(V, H), EMBEDDING, "fp32", 2)
     assert "\n" not in str(caught.value)
+
+
+def test_the_targets_embeddings_are_wanted_by_what_looks_them_up(tmp_path):
+    """Their file is read as a whole to check it."""
+    stored = published(tmp_path / "eagle2")
+    safetensors.torch.save_file(stored, tmp_path / "eagle2" / "model.safetensors")
+    with_own = next(name for name in stored if name.endswith("embed_tokens.weight"))
+    assert not needs_embedding("eagle2", tmp_path)
+    del stored[with_own]
+    safetensors.torch.save_file(stored, tmp_path / "eagle2" / "model.safetensors")
+    assert [kind for kind in ("eagle2", "eagle3", "spd", "lm") if needs_embedding(kind, tmp_path)] == [
+        "eagle2", "eagle3", "spd"]

@@ -1,16 +1,20 @@
 """EagleDrafter against a float64 recomputation written from the formulas, without any cache."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from headkit import GREEDY, Eagle2, Session, log_softmax
 from transformers import LlamaConfig
 
-from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, EagleHead
+from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, EagleHead, load_head, save_head
 from flowspec_edge.drafting.ngram import NgramDrafter
 from flowspec_edge.drafting.tree_drafter import TreeDrafter
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.stage.quant.base import QuantLinear
+from flowspec_edge.stage.quant.schemes import head_scheme, quantise_linears
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
 
 H, V, HEADS, KV_HEADS = 32, 61, 4, 2
@@ -175,6 +179,27 @@ def test_half_precision_heads_take_features_of_their_dtype(dtype, tolerance, fus
     got = drafter.expand(DraftRequest(0, (DraftNode(0, -1, 6, 6),), V))
     want = log_softmax(x)
     assert np.abs(got.scores[0] - want[got.tokens[0]]).max() < tolerance * np.abs(want).max()
+
+
+@pytest.mark.parametrize("bits", ["int4", "int8"])
+def test_a_quantised_head_in_few_launches_gives_what_it_gave(tmp_path, bits):
+    """Its packed matrices are joined, int8's two planes of them."""
+    config = LlamaConfig(vocab_size=V, hidden_size=128, intermediate_size=192, num_hidden_layers=1,
+                         num_attention_heads=2, num_key_value_heads=1, bias=True)
+    save_head(EagleHead(config), tmp_path, torch.float32)
+    lm_head, features, found = torch.randn(V, 128), torch.randn(6, 128), []
+    for fused in (False, True):
+        quantise = partial(quantise_linears, how=head_scheme(bits), device=torch.device("cpu"))
+        head = load_head(tmp_path, None, torch.float32, quantise=quantise)
+        if fused:
+            head.fuse_layer()
+            assert all(isinstance(part, QuantLinear) for part in (head.fused.qkv, head.fused.gate_up))
+        drafter = EagleDrafter(head, lm_head)
+        drafter.commit([0], None)
+        drafter.commit(list(range(1, 7)), features)
+        found.append(drafter.expand(DraftRequest(0, (DraftNode(0, -1, 6, 6),), V)))
+    np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
+    np.testing.assert_allclose(found[0].scores, found[1].scores, atol=1e-4)
 
 
 def test_misuse_is_named():

@@ -17,10 +17,20 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("unfold", [](const Tensor& t, int64_t dimension, int64_t size, int64_t step) {
     return at::native::unfold(t, dimension, size, step);
   });
+  // torch.save asks for these.
+  m.impl("set_.source_Storage", [](Tensor& t, c10::Storage source) -> Tensor& {
+    return at::native::set_(t, source);
+  });
+  m.impl("set_.source_Storage_storage_offset",
+         [](Tensor& t, c10::Storage source, int64_t offset, Ints size, Ints stride) -> Tensor& {
+           return at::native::set_storage_cpu_(t, source, offset, size, stride);
+         });
   m.impl("copy_", copy_);
   m.impl("_fused_sdp_choice", choose_attention);
   m.impl("_fused_rms_norm", fused_rms_norm);
   m.impl("_scaled_dot_product_efficient_attention", efficient_attention);
+  m.impl("_scaled_dot_product_efficient_attention_backward", efficient_attention_backward);
+  m.impl("smooth_l1_loss", smooth_l1_loss);
   m.impl("_convert_weight_to_int4pack", pack_int4);
   m.impl("_weight_int4pack_mm", int4_product);
   // One kernel on CUDA; elsewhere PyTorch would compose it of a batch norm.

@@ -7,8 +7,10 @@
 #include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
+#include <cmath>
 
 static bool g_fused_rms = true;  // one kernel, as from torch 2.9 on
 const int64_t kEfficient = 2, kMath = 0;  // of at::SDPBackend
@@ -88,6 +90,34 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_attention(
   // [batch, rows, heads, width] in memory, as the kernel writes it
   made = made.to(q.scalar_type()).transpose(1, 2).contiguous();
   return {fresh(made).transpose(1, 2), Tensor(), Tensor(), Tensor()};
+}
+
+// Without dropout and without a gradient of the mask, as nothing here needs them.
+static std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_attention_backward(
+    const Tensor& gradient, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& mask,
+    const Tensor&, const Tensor&, const Tensor&, const Tensor&, double dropout, std::array<bool, 4> wanted,
+    bool causal, std::optional<double> scale) {
+  TORCH_CHECK(dropout == 0 && !wanted[3], "the strict device has no dropout, and no gradient of a mask");
+  tell("launch", "efficient_attention_backward", gradient.nbytes() + q.nbytes() + k.nbytes() + v.nbytes());
+  auto wide = [](const Tensor& t) { return host(t).to(at::kFloat); };
+  const double factor = scale.value_or(1 / std::sqrt((double)q.size(-1)));
+  Tensor scores = at::matmul(wide(q), wide(k).mT()) * factor;
+  if (mask.defined() && mask.scalar_type() == at::kBool) scores = scores.masked_fill(~host(mask), -INFINITY);
+  else if (mask.defined()) scores = scores + wide(mask);
+  if (causal) scores = scores.masked_fill(~at::ones_like(scores, at::kBool).tril(), -INFINITY);
+  Tensor weights = at::softmax(scores, -1), given = wide(gradient);
+  Tensor of_weights = at::matmul(given, wide(v).mT());
+  Tensor of_scores = weights * (of_weights - (of_weights * weights).sum(-1, true)) * factor;
+  auto made = [&](const Tensor& t) { return fresh(t.to(q.scalar_type())); };
+  return {made(at::matmul(of_scores, wide(k))), made(at::matmul(of_scores.mT(), wide(q))),
+          made(at::matmul(weights.mT(), given)), Tensor()};
+}
+
+// Its out= variant, which the fallback would be given, resizes its result twice.
+static Tensor smooth_l1_loss(const Tensor& x, const Tensor& target, int64_t reduction, double beta) {
+  TORCH_CHECK(x.is_cuda() && target.is_cuda(), "MIXED DEVICES in smooth_l1_loss");
+  tell("launch", "smooth_l1_loss", x.nbytes() + target.nbytes());
+  return fresh(at::smooth_l1_loss(host(x), host(target), reduction, beta));
 }
 
 // ---- int4: shapes, dtypes and calls are checked; the order within tiles is not the kernel's --------------

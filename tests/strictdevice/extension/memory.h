@@ -10,6 +10,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <new>
 #include <unordered_map>
 
 using at::Tensor;
@@ -35,7 +36,8 @@ class Memory {
  public:
   void* take(size_t bytes) {
     size_t size = std::max<size_t>(bytes, 512);
-    void* start = ::operator new(size, kAlignment);
+    void* start = ::operator new(size, kAlignment, std::nothrow);
+    TORCH_CHECK_WITH(OutOfMemoryError, start, "CUDA out of memory. Tried to allocate ", size, " bytes");
     memset(start, 0xFF, size);
     std::lock_guard<std::mutex> lock(lock_);
     blocks_[(char*)start] = size;

@@ -188,13 +188,12 @@ static void look_at_arguments(const c10::FunctionSchema& schema, const std::vect
     tell("launch", name.substr(6), bytes);
 }
 
-// As resize_ does with the empty tensor that was given as `out`.
+// The kernel has resized the tensor that was given as `out`.
 static void take_over(const Tensor& given, const Tensor& out) {
   if (out.sizes() == given.sizes()) return;
-  TORCH_CHECK(!given.numel(), "an operation resizes its out= of ", given.sizes(), " to ", out.sizes());
-  Tensor made = fresh(out);
-  given.unsafeGetTensorImpl()->set_storage_keep_dtype(made.storage());
-  given.unsafeGetTensorImpl()->set_sizes_and_strides(made.sizes(), made.strides());
+  auto* impl = given.unsafeGetTensorImpl();
+  if (!given.numel()) impl->set_storage_keep_dtype(fresh(out).storage());  // otherwise they share it
+  impl->set_sizes_and_strides(out.sizes(), out.strides());
 }
 
 static void any_operation(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
