@@ -38,6 +38,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
     "qwen3": ("qwen3", {"head_dim": 24}),
+    "qwen3-moe": ("qwen3_moe", {"head_dim": 24, "num_experts": 8, "num_experts_per_tok": 3,
+                                "moe_intermediate_size": 32, "norm_topk_prob": True}),
+    "qwen3-moe-mixed": ("qwen3_moe", {"head_dim": 24, "num_experts": 5, "num_experts_per_tok": 2,
+                                      "moe_intermediate_size": 32, "mlp_only_layers": [1]}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "mixtral-window": ("mixtral", {"num_local_experts": 4, "sliding_window": WINDOW}),
     "qwen3-tied-yarn": ("qwen3", {"head_dim": 24, "tie_word_embeddings": True, "rope_parameters": _YARN}),
 }
 

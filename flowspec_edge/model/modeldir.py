@@ -199,12 +199,16 @@ def position_limit(config: Mapping[str, Any]) -> int:
 def sliding_window(config: Mapping[str, Any]) -> int | None:
     """Rows that a layer with sliding attention sees, its own included; None without such layers.
 
-    In a Mistral every layer slides; in a Qwen only with ``use_sliding_window``, from layer
-    ``max_window_layers`` on or as ``layer_types`` says.
+    In a Mistral or Mixtral every layer slides, in a sparse Qwen with ``use_sliding_window``; in a dense Qwen
+    with this, from layer ``max_window_layers`` on or as ``layer_types`` says.
     """
     family = config.get("model_type")
     if family == "mistral":
         window = config.get("sliding_window", _MISTRAL_WINDOW)
+    elif family == "mixtral":
+        window = config.get("sliding_window")
+    elif family == "qwen3_moe":
+        window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
     elif family in ("qwen2", "qwen3") and config.get("use_sliding_window", False):
         window = config.get("sliding_window", 4096)
         kinds = config.get("layer_types")
@@ -218,12 +222,17 @@ def sliding_window(config: Mapping[str, Any]) -> int | None:
     return None if window is None else int(window)
 
 
+SPARSE = ("qwen3_moe", "mixtral")  # families with experts
 # Families whose forward pass is exactly: embeddings, layers with one full-attention mask, norm.
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", *SPARSE)
 
 _SIZES = {  # field -> the most of any model, with room
     "hidden_size": 1 << 20,
     "intermediate_size": 1 << 22,
+    "moe_intermediate_size": 1 << 22,
+    "num_experts": 1 << 12,
+    "num_local_experts": 1 << 12,
+    "num_experts_per_tok": 1 << 12,
     "num_hidden_layers": 1_000,
     "num_attention_heads": 1 << 16,
     "num_key_value_heads": 1 << 16,

@@ -176,6 +176,10 @@ _GROWING = {  # a stage's counter -> metric, help
     "compute_s": ("flowspec_stage_compute_seconds", "Time that a stage computed segments."),
     "wait_s": ("flowspec_stage_wait_seconds", "Time that a stage had nothing to do while requests ran."),
     "rows": ("flowspec_stage_rows", "Rows, of prompts and drafts, that went through a stage's layers."),
+    "experts": ("flowspec_stage_experts",
+                "Distinct experts that a segment's rows touched, summed over layers and segments."),
+    "experts_independent": ("flowspec_stage_experts_independent",
+                            "Distinct experts that as many independent rows would have touched on average."),
 }
 _SYSTEM_STATS = {
     "memory_total": ("flowspec_device_memory_bytes", "Memory that a device's system sees."),

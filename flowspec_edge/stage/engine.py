@@ -267,6 +267,8 @@ class StageEngine:
         if part.ended or computed is None or state is None:
             return [], self._result(segment, None)
         state.counters["rows"] += len(segment.numbers)
+        for name, count in zip(("experts", "experts_independent"), part.experts, strict=True):
+            state.counters[name] += count
         taps, hidden = computed
         dead = state.prunes.dead(segment.numbers)
         alive = self._drop_rows(state, segment, dead)

@@ -13,8 +13,9 @@ from transformers.activations import ACT2FN
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.manifest import DRAFT_TARGET, Manifest, stage_part
-from flowspec_edge.model.modeldir import check_config, is_sharded, refuse_gguf, require_family
+from flowspec_edge.model.modeldir import SPARSE, check_config, is_sharded, refuse_gguf, require_family
 from flowspec_edge.stage.layers import attention
+from flowspec_edge.stage.layers.experts import separate_experts
 from flowspec_edge.util.bounded_read import read_json_object
 
 # Rotary embeddings whose angle depends only on the row's position.
@@ -63,11 +64,14 @@ def _config_home(model_dir: Path) -> Path:
 
 
 def skeleton(config: Any) -> Any:
-    """transformers' decoder on the meta device, with all layers, so that layer indexes are right."""
+    """transformers' decoder on the meta device, with all layers, so that layer indexes are right; experts are
+    linears of their own."""
     attention.register()
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME).model
+            core = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME).model
+            separate_experts(core)
+            return core
     except Exception as error:  # from any module of any family, for values that do not fit together
         reason = shorten(str(error), 200, placeholder=" …")
         raise UsageError(f"transformers cannot make a model of {config.name_or_path}/config.json: {reason}"
@@ -107,6 +111,9 @@ def _check_shape(config: Any, path: Path | str) -> None:
         raise UsageError(f"{path}: {heads} attention heads cannot share {kv_heads} key/value heads evenly")
     if config.hidden_act not in ACT2FN:
         raise UsageError(f"{path}: transformers has no activation {config.hidden_act!r}")
+    if config.model_type in SPARSE and config.num_experts_per_tok > config.num_local_experts:
+        raise UsageError(f"{path}: a row cannot choose {config.num_experts_per_tok} experts of "
+                         f"{config.num_local_experts}")
 
 
 def _check_layers(config: Any, path: Path | str) -> None:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flowspec_edge.stage.layers.attention import BatchCache, BatchMask, Part, folded_mask
+from flowspec_edge.stage.layers.experts import touched
 from flowspec_edge.stage.layers.fused import ROW_STEP, FusedLayer
 from flowspec_edge.stage.layers.graphs import LayerGraphs
 from flowspec_edge.stage.layers.kv_cache import KVCache
@@ -65,6 +66,7 @@ def run(shard: Shard, parts: Sequence[Part], keep_going: Callable[[], bool],
     results, start = [], 0
     for part in parts:
         stop = start + len(part)
+        part.experts = touched(shard.modules, start, stop)
         results.append(([(layer, states[start:stop]) for (layer, _), states in zip(taps, tapped, strict=True)
                          if layer in part.segment.taps], hidden[start:stop]))
         start = stop

@@ -13,6 +13,7 @@ from flowspec_edge.model.manifest import DRAFT, DRAFT_TARGET, Manifest, stage_pa
 from flowspec_edge.model.modeldir import is_sharded
 from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.layers.attention import register_rounded
+from flowspec_edge.stage.layers.experts import separate_experts
 from flowspec_edge.stage.output_head import load_output_head
 from flowspec_edge.stage.weights import tensor_names
 from flowspec_edge.stage.weights.checkpoint import Checkpoint
@@ -36,6 +37,7 @@ def load_reference_model(model_dir: Path | str, dtype: str, device: torch.device
     rounded = {"attn_implementation": register_rounded()} if manifest and manifest.kv_cache == "int8" else {}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, **rounded)
+        separate_experts(model.model)
     core = model.model
     runs = [(0, len(core.layers))]
     if manifest:

@@ -127,6 +127,8 @@ COUNTERS = (
     "rows",  # that went through the layers
     "pruned_rows",  # taken out of segments, before or after the layers
     "pruned_cached",  # dropped from the cache: pruned, or not committed
+    "experts",  # distinct ones that a segment's rows touched, summed over layers and segments
+    "experts_independent",  # of these, how many independent rows would have touched on average
     "orphan_rows",  # whose ancestor had been dropped here
     "cancelled",  # segments that came out empty because of a Cancel
     "dropped_stale",  # messages of another session, an older epoch, or a run seen before

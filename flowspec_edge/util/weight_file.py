@@ -70,12 +70,17 @@ class WeightFile(ABC):
         """Rows [lo, hi) of a tensor on the CPU as stored, by default all; in ``buffer``, uint8, if that is
         given and the file has to be copied."""
 
-    def pieces(self, name: str, rows: int = 0) -> Iterator[tuple[int, Tensor]]:
-        """A whole tensor by ``rows`` (0: some MB) at a time: (first row, rows). A piece is valid until the
-        next one. A tensor without dimensions is one piece."""
+    def pieces(self, name: str, rows: int = 0, buffer: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
+        """A whole tensor by ``rows`` (0: at most ``PIECE`` bytes, or one row) at a time: (first row, rows). A
+        piece is valid until the next one. A tensor without dimensions is one piece.
+
+        ``buffer``: uint8, for pieces that fit; one of every tensor's own, freed between tensors that stay,
+        leaves holes in memory.
+        """
         info = self.info(name)
         step = min(rows or max(1, PIECE // max(1, info.row_bytes)), max(1, info.rows))
-        buffer = torch.empty(step * info.row_bytes, dtype=torch.uint8, device="cpu")
+        if buffer is None or len(buffer) < step * info.row_bytes:
+            buffer = torch.empty(step * info.row_bytes, dtype=torch.uint8, device="cpu")
         for lo in range(0, info.rows, step):
             yield lo, self.read(name, lo, min(lo + step, info.rows), buffer)
 

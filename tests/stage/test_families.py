@@ -93,7 +93,8 @@ def test_logits_on_a_gpu(models: dict[str, Path]) -> None:
             torch.testing.assert_close(logits, exact.logits(text), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "llama-yarn", "mistral-window", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama-biases", "llama-yarn", "mistral-window", "qwen2", "qwen3",
+                                  "qwen3-moe", "mixtral"])
 def test_bf16_is_as_near_as_transformers_in_bf16(models: dict[str, Path], name: str) -> None:
     """On average over all rows, within 1.5 times transformers' own distance from fp32."""
     exact, theirs = reference(models[name]), reference(models[name], torch.bfloat16)
@@ -104,7 +105,7 @@ def test_bf16_is_as_near_as_transformers_in_bf16(models: dict[str, Path], name: 
     assert 0 < ours < 1.5 * allowed
 
 
-@pytest.mark.parametrize("name", ["mistral-window", "qwen2-window"])
+@pytest.mark.parametrize("name", ["mistral-window", "qwen2-window", "mixtral-window"])
 def test_a_sliding_window_is_the_limit(models: dict[str, Path], name: str) -> None:
     """Within the window full attention gives the same rows; the next row would differ."""
     text = random_tokens(WINDOW + 1, VOCAB, seed=4)
@@ -117,9 +118,9 @@ def test_a_sliding_window_is_the_limit(models: dict[str, Path], name: str) -> No
 
 
 @pytest.mark.parametrize(("family", "says"), [
-    ("gemma", "stages cannot run 'gemma' models, only llama, mistral, qwen2, qwen3"),
-    ("mixtral", "stages cannot run 'mixtral' models, only llama"),
-    ("qwen3_moe", "stages cannot run 'qwen3_moe' models, only llama"),
+    ("gemma", "stages cannot run 'gemma' models, only llama, mistral, qwen2, qwen3, "
+              "qwen3_moe, mixtral"),
+    ("gpt_oss", "stages cannot run 'gpt_oss' models, only llama"),
     ("gpt2", "stages cannot run 'gpt2' models, only llama"),
 ])
 def test_other_architectures_are_refused_with_the_list(tmp_path: Path, family: str, says: str) -> None:

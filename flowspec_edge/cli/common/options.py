@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.modeldir import ModelDir, cache_values
+from flowspec_edge.model.modeldir import SPARSE, ModelDir, cache_values
 from flowspec_edge.util import procfs
 
 if TYPE_CHECKING:
@@ -234,7 +234,10 @@ def dtype_of(model: ModelDir, requested: DtypeChoice) -> Dtype:
 
 
 def require_unsharded(model: ModelDir, strategy: str) -> None:
-    """UsageError for a tensor-parallel ``strategy`` on a sharded model."""
+    """UsageError for a tensor-parallel ``strategy`` on a sharded model, or on one with experts."""
+    if model.config.get("model_type") in SPARSE:
+        raise UsageError(f"{strategy} gives every device a slice of all layers, and the experts of "
+                         f"{model.path} cannot be sliced: leave this strategy out")
     if model.sharded:
         raise UsageError(f"{strategy} gives every device a slice of all layers, but {model.path} is sharded "
                          "for a pipeline: use the original checkpoint, or leave this strategy out")

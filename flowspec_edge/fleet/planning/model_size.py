@@ -31,6 +31,7 @@ from flowspec_edge.model.modeldir import (
     resolve_model,
 )
 from flowspec_edge.stage.families import load_config, parse_config, skeleton
+from flowspec_edge.stage.layers.experts import independent
 from flowspec_edge.stage.layers.kv_cache import row_bytes
 from flowspec_edge.stage.quant.base import Scheme
 from flowspec_edge.stage.quant.schemes import default_head_bits, head_scheme, scheme
@@ -56,6 +57,8 @@ class ModelBytes:
     from_weights     whether weight files were present and agreed
     draft_estimated  whether there is no head here, and a head of the target's shape was assumed
     layer_launches   kernel launches of a decoder layer
+    experts          of a sparse model's layer, of ``expert`` bytes each, of which a row chooses ``chosen``;
+                     0 for a dense one
     """
 
     name: str
@@ -77,6 +80,9 @@ class ModelBytes:
     from_weights: bool
     draft_estimated: bool
     layer_launches: int = OTHER_LAYER_LAUNCHES
+    experts: int = 0
+    expert: int = 0
+    chosen: int = 0
 
     @property
     def bytes_per_value(self) -> int:
@@ -100,6 +106,12 @@ class ModelBytes:
     @property
     def target_weights(self) -> int:
         return self.layers * self.layer + self.norm
+
+    def layer_read(self, rows: float) -> float:
+        """Bytes of a layer's weights that a pass of ``rows`` reads if they choose experts independently."""
+        if not self.experts:
+            return self.layer
+        return self.layer - self.expert * (self.experts - independent(self.experts, self.chosen, rows))
 
     def segment_bytes(self, rows: int) -> int:
         """The hidden states of a segment, without its header."""
@@ -130,6 +142,8 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
     bits = lm_head or default_head_bits(dtype)
     quantised = head_scheme(bits)
     matrix = _matrix((vocabulary, int(config.hidden_size)), width, quantised)
+    mixtures = [layer.mlp.experts for layer in core.layers if hasattr(layer.mlp, "experts")]
+    sparse = mixtures[0] if mixtures else []
     return ModelBytes(
         name=name, dtype=dtype, layers=int(config.num_hidden_layers),
         hidden_width=int(config.hidden_size), vocabulary=vocabulary,
@@ -143,6 +157,8 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
         kv_cache=kv_cache,
         from_weights=from_weights, draft_estimated=draft is None,
         layer_launches=LAYER_LAUNCHES.get(config.model_type, OTHER_LAYER_LAUNCHES),
+        experts=len(sparse), expert=_module(sparse[0], width, packed) if sparse else 0,
+        chosen=int(config.num_experts_per_tok) if sparse else 0,
     )
 
 

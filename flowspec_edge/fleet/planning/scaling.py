@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # Of a stage's times: the profile's own kind of weights; the profile's int4 kernel; bytes over bandwidth.
 Basis = Literal["profile", "kernel", "bandwidth"]
 _TOLERANCE = 0.01  # layers whose bytes differ by no more count as equal
+_SPARSE_ROWS = {1, 2, 4, 8, 16, 32}  # corners of the curve of a model with experts, which is steepest there
 _INT4_ROWS = 16  # for which PyTorch's int4 kernel reads the weights once
 _INT4_BYTES = 0.5 + 4 / 128  # a weight of lm_head, with its share of scale and zero
 
@@ -36,7 +37,8 @@ class Scaling:
 def scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
     """The profile for another model.
 
-    A layer's time scales with its bytes, its time per cached token with the hidden width.  lm_head, EAGLE
+    A layer's time scales with the bytes that a pass reads of it: with experts, those that as many independent
+    rows touch.  Its time per cached token with the hidden width.  lm_head, EAGLE
     head and SPD's module (two layers) take their bytes at a layer's read rate.  A segment's overhead, a small
     draft model's pass, the price of a launch, the link and the memory do not change.  UsageError without
     layer_mb for another model.
@@ -72,17 +74,16 @@ def _scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
                 f"{size.dtype}: add layer_mb to its [model], or measure with: flowspec device profile "
                 "--model DIR")
         return profile.model_copy(update={"model": shape}), Scaling()
-    ratio = size.layer / 1e6 / measured.layer_mb
-    if (same_shape and abs(ratio - 1) <= _TOLERANCE and measured.bytes_per_value == size.bytes_per_value
-            and not other_bits):
+    same_bytes = abs(size.layer / 1e6 / measured.layer_mb - 1) <= _TOLERANCE
+    if same_shape and same_bytes and measured.bytes_per_value == size.bytes_per_value and not other_bits:
         return profile.model_copy(update={"model": shape}), Scaling()
-    per_mb = _read_ms(profile)
+    per_mb, ratio = _read_ms(profile), size.layer_read(1) / 1e6 / measured.layer_mb
     stage, basis = _stage(profile, size)
     d0_per_mb = per_mb if size.head_bits == "16bit" else _read_quantised_ms(profile, per_mb)
     head = size.lm_head / 1e6 * d0_per_mb
     draft = profile.draft.model_copy(update={
         "pass_ms": (size.draft + size.draft_lm_head) / 1e6 * d0_per_mb,
-        "spd_pass_ms": 2 * size.layer / 1e6 * per_mb + head,
+        "spd_pass_ms": 2 * size.layer_read(1) / 1e6 * per_mb + head,
         "row_ms": profile.draft.row_ms * ratio,
     })
     own = profile.lm_head
@@ -90,7 +91,8 @@ def _scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
     update = {"model": shape, "stage": stage, "draft": draft, "lm_head": lm_head}
     return profile.model_copy(update=update), Scaling(
         f"scaled from layers of {measured.layer_mb:,.4g} MB and width {measured.hidden_width} "
-        f"to {size.layer / 1e6:,.4g} MB and {size.hidden_width}", basis)
+        f"to {size.layer / 1e6:,.4g} MB and {size.hidden_width}"
+        + (f", of which 1 row reads {size.layer_read(1) / 1e6:,.4g} MB" if size.experts else ""), basis)
 
 
 def _read_ms(profile: Profile) -> float:
@@ -113,8 +115,7 @@ def _read_quantised_ms(profile: Profile, per_mb: float) -> float:
 def _stage(profile: Profile, size: ModelBytes) -> tuple[StageCurve, Basis]:
     measured, curve, kernel = profile.model, profile.stage, profile.int4
     assert measured.layer_mb
-    by_bytes = size.layer / 1e6 / measured.layer_mb
-    rows = set(curve.rows)
+    rows = set(curve.rows) | (_SPARSE_ROWS if size.experts else set())
     basis: Basis = "profile"
     if size.dtype == "int4" and not measured.quantised:
         basis = "kernel" if kernel else "bandwidth"
@@ -122,14 +123,15 @@ def _stage(profile: Profile, size: ModelBytes) -> tuple[StageCurve, Basis]:
     elif measured.quantised and size.dtype != "int4":
         basis = "bandwidth"
     corners = sorted(rows)
+    by_bytes = {n: size.layer_read(n) / 1e6 / measured.layer_mb for n in corners}
     if basis == "kernel":
         assert kernel
-        full = size.layer_values * measured.bytes_per_value / 1e6 / measured.layer_mb
-        ms = [curve.milliseconds(n) * full * kernel.ratio(n) for n in corners]
+        full = size.layer_values / size.layer * measured.bytes_per_value  # of 16-bit weights for a byte here
+        ms = [curve.milliseconds(n) * by_bytes[n] * full * kernel.ratio(n) for n in corners]
     elif basis == "bandwidth" and size.dtype == "int4":
-        ms = [max(curve.milliseconds(n), curve.ms[0] * n / _INT4_ROWS) * by_bytes for n in corners]
+        ms = [max(curve.milliseconds(n), curve.ms[0] * n / _INT4_ROWS) * by_bytes[n] for n in corners]
     else:
-        ms = [curve.milliseconds(n) * by_bytes for n in corners]
+        ms = [curve.milliseconds(n) * by_bytes[n] for n in corners]
     wider = size.hidden_width / measured.hidden_width
     added = [(curve.milliseconds(n, 1000) - curve.milliseconds(n)) * wider for n in corners]
     return StageCurve(layers=curve.layers, rows=corners, ms=list(accumulate(ms, max)),

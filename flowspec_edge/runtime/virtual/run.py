@@ -186,10 +186,12 @@ class VirtualRun:
 
     def _stage_stats(self, traffic: _Traffic, session: int, index: int) -> dict[str, float]:
         work = self._stages[index].work[session]
+        counters = self._stages[index].core.engine.counters_of(session)
+        experts = {name: counters[name] for name in ("experts", "experts_independent") if counters[name]}
         return {"compute_s": work.compute_s,
                 "wait_s": self._clock.now - traffic.since - work.compute_s,
                 "rows": work.rows, "segments": work.segments, "cancelled": work.cancelled,
-                "bytes_out": traffic.out[index]}
+                "bytes_out": traffic.out[index], **experts}
 
     def _spread_spans(self) -> None:
         """Copy the first device's spans to all devices of the group."""

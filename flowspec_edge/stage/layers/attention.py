@@ -36,12 +36,14 @@ class Part:
 
     mask   [n, len(cache) + n] bool, True where a row sees a column
     ended  the session or the run has ended during the pass: the cache must not be touched any more
+    experts  touched by its rows, as ``experts.touched`` says, once computed
     """
 
     segment: Segment
     cache: KVCache
     mask: NDArray[np.bool_]
     ended: bool = False
+    experts: tuple[int, float] = (0, 0.0)
 
     def __len__(self) -> int:
         return len(self.segment.numbers)

@@ -72,12 +72,13 @@ class Checkpoint:
                 [piece[:, part.lo : part.hi].clone() for _, piece in file.pieces(name)]))
         return found
 
-    def pieces(self, name: str, rows: int = 0) -> Iterator[tuple[int, Tensor]]:
+    def pieces(self, name: str, rows: int = 0, buffer: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
         """All rows of one tensor in pieces of ``rows`` (0: some MB): (first row, rows as stored).
 
-        A piece is valid until the next one.  A tensor without dimensions is one piece.
+        A piece is valid until the next one.  A tensor without dimensions is one piece.  ``buffer`` as for
+        ``WeightFile.pieces``.
         """
-        return self.file_of(name).pieces(name, rows)
+        return self.file_of(name).pieces(name, rows, buffer)
 
     def digest(self, names: Iterable[str]) -> str:
         return _digest({name: _ends(self.file_of(name), name) for name in names})

@@ -17,6 +17,7 @@ from flowspec_edge.stage.quant.schemes import scheme
 from flowspec_edge.stage.weights.checkpoint import Checkpoint, check_shape
 from flowspec_edge.stage.weights.files import WeightFiles
 from flowspec_edge.stage.weights.tensor_names import is_ignorable
+from flowspec_edge.util.bounded_read import PIECE
 from flowspec_edge.util.tensors import check_finite
 
 
@@ -72,6 +73,7 @@ def load_modules(parts: Mapping[str, nn.Module], checkpoint: Checkpoint, dtype: 
     misshapen or damaged tensor.
     """
     read: list[str] = []
+    buffer = torch.empty(PIECE, dtype=torch.uint8, device="cpu")
     for prefix, module in parts.items():
         packed = _packed(prefix, module, checkpoint, scheme, dtype, device) if scheme else {}
         wanted = {f"{prefix}.{key}": value.shape for key, value in module.state_dict().items()}
@@ -79,13 +81,13 @@ def load_modules(parts: Mapping[str, nn.Module], checkpoint: Checkpoint, dtype: 
                       for name, linear in module.named_modules()
                       if isinstance(linear, nn.Linear) and is_transposed(dtype, device)}
         values = {}
-        for name in checkpoint.in_file_order([*wanted, *packed]):
+        for name in checkpoint.in_file_order(dict.fromkeys([*wanted, *packed])):  # with experts, thousands
             if name in packed:
                 tensor = checkpoint.tensors([name])[name]
                 check_finite(tensor, tensor.dtype, f"{checkpoint.directory}: tensor {name}")
                 packed[name].add(name, tensor)
             else:
-                value = load_tensor(checkpoint, name, wanted[name], dtype, device, name in transposed)
+                value = load_tensor(checkpoint, name, wanted[name], dtype, device, name in transposed, buffer)
                 values[name.removeprefix(f"{prefix}.")] = value
             read.append(name)
         module.load_state_dict(values, strict=True, assign=True)
@@ -94,14 +96,17 @@ def load_modules(parts: Mapping[str, nn.Module], checkpoint: Checkpoint, dtype: 
 
 
 def load_tensor(checkpoint: Checkpoint, name: str, shape: torch.Size, dtype: torch.dtype,
-                device: torch.device, transposed: bool = False) -> Tensor:
-    """``transposed``: in memory.  FlowspecError unless the tensor has ``shape``."""
+                device: torch.device, transposed: bool = False, buffer: Tensor | None = None) -> Tensor:
+    """``transposed``: in memory; ``buffer`` as for ``WeightFile.pieces``.
+
+    FlowspecError unless the tensor has ``shape``.
+    """
     check_shape(checkpoint.directory, name, checkpoint.stored([name])[name].shape, shape)
     if transposed:
         value = torch.empty(tuple(reversed(shape)), dtype=dtype, device=device).t()
     else:
         value = torch.empty(shape, dtype=dtype, device=device)
-    for lo, piece in checkpoint.pieces(name):
+    for lo, piece in checkpoint.pieces(name, buffer=buffer):
         check_finite(piece, dtype, f"{checkpoint.directory}: tensor {name}")
         (value[lo : lo + len(piece)] if shape else value).copy_(piece)
     return value

@@ -42,13 +42,15 @@ def test_an_entry_is_a_model_that_stages_run(name: str) -> None:
     assert model_bytes(known.target, "fp16") == size
     assert known.chat_template in (None, *BUILT_IN)
     assert set(known.config) <= set(AutoConfig.for_model(**known.config).to_dict()) | {"rope_theta",
-                                                                                       "rope_scaling"}
+                                                                                       "rope_scaling",
+                                                                                       "num_experts"}
 
 
 # Parameters of the published checkpoints, from their model cards or safetensors' indexes.
 @pytest.mark.parametrize(("name", "parameters"), [
     ("llama-2-7b", 6_738_415_616), ("llama-2-13b", 13_015_864_320), ("llama-3-8b", 8_030_261_248),
     ("qwen2-7b", 7_615_616_512), ("qwen3-8b", 8_190_735_360), ("qwen3-4b", 4_022_468_096),
+    ("qwen3-30b-a3b", 30_532_122_624),
 ])
 def test_shapes_give_the_published_numbers_of_parameters(name: str, parameters: int) -> None:
     size = model_bytes(name, "fp16")

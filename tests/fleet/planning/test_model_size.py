@@ -38,11 +38,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def checkpoint(path: Path, family: str) -> Path:
     extra: dict[str, dict[str, Any]] = {"qwen3": {"tie_word_embeddings": True},
-                                        "mistral": {"sliding_window": None}}
+                                        "mistral": {"sliding_window": None},
+                                        "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2,
+                                                      "moe_intermediate_size": 48},
+                                        "mixtral": {"num_local_experts": 3}}
     return tiny_model(family, path, layers=3, **extra.get(family, {}))
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_equals_the_bytes_of_a_loaded_shard(tmp_path: Path, family: str, dtype: PlanDtype) -> None:
     path = checkpoint(tmp_path, family)

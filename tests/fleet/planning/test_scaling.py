@@ -67,6 +67,17 @@ def test_times_scale_with_bytes() -> None:
     assert (fitted.link, fitted.memory, fitted.draft.lm_pass_ms) == (measured.link, measured.memory, 30)
 
 
+def test_experts_cost_what_their_rows_touch() -> None:
+    """3 of 6 experts of 60 MB a row beside 40 MB, at 0.02 ms a MB: 3, 4.5, 5.25, 5.625 experts, then all."""
+    board = profile(layer_ms=8.0)
+    sparse = replace(size(), layer=400 * MB, layers=12, experts=6, expert=60 * MB, chosen=3)
+    fitted, how = scaled(board, sparse)
+    assert how.note.endswith("to 400 MB and 4096, of which 1 row reads 220 MB")
+    assert [fitted.stage_seconds(rows, 1) * 1e3 for rows in (1, 2, 3, 4)] == pytest.approx(
+        [0.02 * (40 + 60 * touched) for touched in (3, 4.5, (4.5 + 5.625) / 2, 5.625)])
+    assert fitted.model.layer_mb == 400  # in memory
+
+
 def test_launches_are_those_of_the_planned_model() -> None:
     """A layer of 400 MB takes 8 ms, of 50 MB in int4 1 ms, and its 20 launches 2 ms."""
     measured = profile(layer_ms=8.0).model_copy(update={"launch": LaunchCost(us=100.0)})

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from shardkit import cut
-from tiny import tiny_llama
+from tiny import tiny_llama, tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from flowspec_edge.drafting.checkpoint import read_weights
@@ -130,6 +130,9 @@ _LOAD = {
     "model": """
     lm_head = torch.zeros(256, 1408, dtype=torch.float16)
     return load_drafters("lm", Path(sys.argv[1]), lm_head, None, "fp16", 2)()
+""",
+    "stage": """
+    return load_shard(Path(sys.argv[1]), 0, 1, "fp16")
 """}
 _LOAD_AND_MEASURE = """
 import ctypes, re, sys
@@ -140,6 +143,7 @@ import torch
 
 from flowspec_edge.drafting.load import load_drafters
 from flowspec_edge.stage.quant.schemes import head_scheme, quantise_linears
+from flowspec_edge.stage.shard import load_shard
 
 
 def load():
@@ -198,6 +202,15 @@ def test_a_draft_model_is_not_held_twice(tmp_path: Path) -> None:
     made, peak = peak_of_loading("model", tmp_path)
     assert made == "LMDrafter"
     assert peak < 1.5 * size
+
+
+def test_experts_are_read_one_by_one(tmp_path: Path) -> None:
+    """Two layers of 16 experts of 3 MB, in another dtype than they are stored in."""
+    tiny_model("qwen3_moe", tmp_path, layers=2, hidden=1024, head_dim=64, num_experts=16,
+               num_experts_per_tok=2, moe_intermediate_size=512, dtype=torch.bfloat16)
+    made, peak = peak_of_loading("stage", tmp_path)
+    assert made == "Shard"
+    assert peak < load_shard(tmp_path, 0, 1, "fp16").nbytes + 15e6
 
 
 def test_packed_matrices_are_read_once(tmp_path: Path) -> None:

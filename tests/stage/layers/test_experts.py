@@ -1,0 +1,174 @@
+"""Mixtures of experts against transformers' own blocks; what is counted; damaged experts and routers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from familykit import family_dir
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from stagekit import Book, engines, random_tokens, through
+from torch import nn
+from transformers import AutoConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.fleet.planning.model_size import model_bytes
+from flowspec_edge.sharding.source import open_source
+from flowspec_edge.stage.families import load_config
+from flowspec_edge.stage.layers.experts import Experts, independent, separated, touched
+from flowspec_edge.stage.layers.fused import FusedLayer
+from flowspec_edge.stage.shard import load_shard
+from flowspec_edge.stage.tensor_parallel.process_group import GlooGroup
+from flowspec_edge.stage.tensor_parallel.shard import load_tensor_shard
+
+WIDTH, INNER = 32, 24
+_BLOCKS: dict[str, Any] = {"qwen3_moe": Qwen3MoeSparseMoeBlock, "mixtral": MixtralSparseMoeBlock}
+_MATRICES = {"qwen3_moe": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w3", "w2")}
+
+
+def blocks(family: str, experts: int, chosen: int) -> tuple[Any, Any]:
+    """transformers' mixture with random weights, and ours with the same."""
+    config = AutoConfig.for_model(family, hidden_size=WIDTH, intermediate_size=INNER,
+                                  moe_intermediate_size=INNER, num_local_experts=experts,
+                                  num_experts_per_tok=chosen)
+    theirs, ours = _BLOCKS[family](config), _BLOCKS[family](config)
+    for value in theirs.parameters():
+        nn.init.normal_(value, std=0.3)
+    ours.gate = theirs.gate
+    ours.experts = separated(theirs.experts, family)
+    for expert, gate_up, down in zip(ours.experts, theirs.experts.gate_up_proj, theirs.experts.down_proj,
+                                     strict=True):
+        parts = (gate_up[:INNER], gate_up[INNER:], down)
+        expert.load_state_dict({f"{name}.weight": part.detach() for name, part in
+                                zip(_MATRICES[family], parts, strict=True)}, assign=True)
+    return theirs, ours
+
+
+@pytest.mark.parametrize("family", _BLOCKS)
+@given(rows=st.integers(1, 20), experts=st.integers(1, 9), seed=st.integers(0, 99), data=st.data())
+def test_a_mixture_is_transformers_own(family: str, rows: int, experts: int, seed: int, data: st.DataObject
+                                       ) -> None:
+    """And experts that no row has chosen do not run."""
+    torch.manual_seed(seed)
+    theirs, ours = blocks(family, experts, data.draw(st.integers(1, experts)))
+    x = torch.randn(1, rows, WIDTH)
+    with torch.inference_mode():
+        expected = theirs(x)
+        torch.testing.assert_close(ours(x), expected, atol=1e-5, rtol=1e-5)
+        chosen = set(ours.gate(x)[2].flatten().tolist())
+        for i in set(range(experts)) - chosen:
+            ours.experts.register_module(str(i), None)
+        torch.testing.assert_close(ours(x), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_rows_sum_does_not_depend_on_other_rows() -> None:
+    torch.manual_seed(0)
+    _, ours = blocks("qwen3_moe", 8, 3)
+    x = torch.randn(1, 12, WIDTH)
+    with torch.inference_mode():
+        torch.testing.assert_close(ours(x)[:, 4:7], ours(x[:, 4:7]), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16, 32])
+def test_a_random_router_touches_what_independent_rows_do(rows: int) -> None:
+    """Qwen3-30B-A3B's 8 of 128, within 4 standard errors of the mean of 200 segments."""
+    torch.manual_seed(rows)
+    experts, chosen, segments = 128, 8, 200
+    mixture, counts = Experts(), []
+    mixture.extend(nn.Identity() for _ in range(experts))
+    layer = nn.Module()
+    layer.mlp = nn.Module()
+    layer.mlp.experts = mixture
+    for _ in range(segments):
+        mixture.chosen = torch.rand(rows + 2, experts).topk(chosen).indices
+        found, expected = touched([layer], 1, rows + 1)
+        assert found == len({int(i) for i in mixture.chosen[1 : rows + 1].flatten()})
+        assert expected == pytest.approx(independent(experts, chosen, rows))
+        counts.append(float(found))
+    error = 4 * torch.tensor(counts).std() / segments**0.5 + 1e-9
+    assert abs(sum(counts) / segments - independent(experts, chosen, rows)) <= error
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return family_dir("qwen3-moe", tmp_path_factory.mktemp("sparse")) / "target"
+
+
+def test_a_stage_counts_by_segment_and_by_session(model: Path) -> None:
+    book, chain = Book(), engines(model, 2)
+    through(chain, book.text(random_tokens(9, 61, seed=1)))
+    root, (first, last) = book.committed[-1], chain
+    for token in range(4):
+        book.add(token, root)
+    before = first.counters_of(1)
+    through(chain, book.builder.seal())
+    added = {name: value - before[name] for name, value in first.counters_of(1).items()}
+    mixtures = [layer.mlp.experts for layer in first.shard.modules]
+    assert added["experts"] == sum(len(set(mixture.chosen.flatten().tolist())) for mixture in mixtures)
+    assert added["experts_independent"] == pytest.approx(2 * independent(8, 3, 4))
+    assert last.counters["experts"] > 0
+
+
+def test_layers_with_experts_are_transformers_own_on_any_device(model: Path) -> None:
+    shard = load_shard(model, 0, 2, "fp32", fused=True)
+    assert not any(isinstance(layer, FusedLayer) for layer in shard.modules)
+
+
+def edited(model: Path, to: Path, name: str, value: torch.Tensor | None) -> Path:
+    path = Path(shutil.copytree(model, to)) / "model.safetensors"
+    tensors = load_file(path)
+    tensors.pop(name, None)
+    save_file(tensors if value is None else {**tensors, name: value}, path, metadata={"format": "pt"})
+    return to
+
+
+_LAYER = "model.layers.1.mlp"
+
+
+@pytest.mark.parametrize(("name", "value", "says"), [
+    (f"{_LAYER}.experts.5.up_proj.weight", None, r"has no tensor .*\.1\.mlp\.experts\.5\.up_proj\.weight"),
+    (f"{_LAYER}.experts.5.down_proj.weight", torch.ones(32, 31),
+     r"experts\.5\.down_proj\.weight has shape \[32, 31\], config\.json asks for \[32, 32\]"),
+    (f"{_LAYER}.experts.8.up_proj.weight", torch.ones(32, 32),
+     r"no module of the model has a place for tensor .*experts\.8\.up_proj\.weight"),
+    (f"{_LAYER}.gate.weight", torch.ones(7, 32), r"gate\.weight has shape \[7, 32\], .* asks for \[8, 32\]"),
+    (f"{_LAYER}.gate.weight", None, r"has no tensor model\.layers\.1\.mlp\.gate\.weight"),
+])
+def test_damaged_experts_and_routers_are_named(model: Path, tmp_path: Path, name: str,
+                                               value: torch.Tensor | None, says: str) -> None:
+    path = edited(model, tmp_path / "model", name, value)
+    readers = [lambda: load_shard(path, 0, 2, "fp32"), lambda: open_source(str(path), [])]
+    if "experts.8" not in name:  # the planner asks for the tensors that it knows
+        readers.append(lambda: model_bytes(str(path), "fp32"))
+    for read in readers:
+        with pytest.raises(FlowspecError, match=says) as caught:
+            read()
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("field", "value", "says"), [
+    ("num_experts_per_tok", 9, "a row cannot choose 9 experts of 8"),
+    ("num_experts_per_tok", 0, "num_experts_per_tok must be a whole number from 1 to 4096, not 0"),
+    ("num_local_experts", "8", "num_local_experts must be a whole number from 1 to 4096, not '8'"),
+    ("moe_intermediate_size", -3, "moe_intermediate_size must be a whole number"),
+    ("quantization_config", {"quant_method": "mxfp4"}, "weights quantised with mxfp4 cannot be read"),
+])
+def test_impossible_mixtures_are_refused(model: Path, tmp_path: Path, field: str, value: object, says: str
+                                         ) -> None:
+    fields = json.loads((model / "config.json").read_text()) | {field: value}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(UsageError, match=says):
+        load_config(tmp_path)
+
+
+def test_tensor_parallelism_is_refused(model: Path) -> None:
+    with pytest.raises(UsageError, match="tensor parallelism cannot split the experts of 'qwen3_moe' models"):
+        load_tensor_shard(model, "megatron", GlooGroup(0, 2, "unused"), "fp32")
