@@ -201,7 +201,7 @@ def test_a_draft_model_is_not_held_twice(tmp_path: Path) -> None:
     assert size > 60e6
     made, peak = peak_of_loading("model", tmp_path)
     assert made == "LMDrafter"
-    assert peak < 1.5 * size
+    assert peak < 1.7 * size  # with holes that malloc leaves between matrices
 
 
 def test_experts_are_read_one_by_one(tmp_path: Path) -> None:
