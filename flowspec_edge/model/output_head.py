@@ -22,7 +22,7 @@ _ROW_STEP = 16
 
 
 class OutputHead(nn.Module):
-    """Hidden states [n, H] to logits [n, V], in ``dtype`` on ``device``.
+    """Hidden states [..., H] to logits [..., V], in ``dtype`` on ``device``.
 
     On CUDA the rows are padded to a multiple of 16: cuBLAS chooses kernels by the number of rows, and one row
     of plain decoding should get the very logits that it gets among those of a tree, or of other requests.
@@ -43,11 +43,13 @@ class OutputHead(nn.Module):
         return sum(t.numel() * t.element_size() for t in (*self.parameters(), *self.buffers()))
 
     def forward(self, states: Tensor) -> Tensor:
-        rows = len(states)
+        flat = states.flatten(0, -2)
+        rows = len(flat)
         if self._padding is not None and rows % _ROW_STEP:
-            states = torch.cat((states, self._padding[: -rows % _ROW_STEP]))
-        logits = [block(states) for block in self.blocks]
-        return (logits[0] if len(logits) == 1 else torch.cat(logits, -1))[:rows]
+            flat = torch.cat((flat, self._padding[: -rows % _ROW_STEP]))
+        parts = [block(flat) for block in self.blocks]
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        return logits[:rows].view(*states.shape[:-1], self.vocabulary)
 
 
 class MatrixRows(nn.Module):

@@ -63,11 +63,12 @@ def test_a_session_that_ends_meanwhile_leaves_its_cache_alone(start: Start, real
 
 
 @pytest.mark.parametrize("where", DEVICES)
-def test_a_loaded_stage_has_no_session_and_no_cache(where: str, worker_model: Path) -> None:
+def test_a_loaded_stage_has_memory_for_its_caches_and_no_session(where: str, worker_model: Path) -> None:
     config = WorkerConfig(instance="v1", stage=1, stages=1, model=str(worker_model), device=where,
-                          control="ipc:///c", listen="ipc:///l", next="ipc:///n")
+                          cache_rows=400, control="ipc:///c", listen="ipc:///l", next="ipc:///n")
     engine, hello, charge = load_engine(config, None)
     assert hello.layers == (0, 2)
     assert charge is None
-    assert engine.cache_bytes == 0
+    assert isinstance(engine, StageEngine)
+    assert (engine.cache_rows, engine.sessions, engine.kept) == (400, (), {})
     assert set(engine.counters.values()) == {0}
