@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowspec_edge.errors import ProtocolError
+from flowspec_edge.errors import FlowspecError, ProtocolError
 from flowspec_edge.messages import (
     PROTOCOL_VERSION,
     Cancel,
@@ -323,16 +323,20 @@ class StageEngine:
         return inherited
 
     def _cache(self, capacity: int, inherited: KVCache | None, rows: int) -> KVCache:
-        """An empty cache, or the first ``rows`` rows of ``inherited``."""
-        if capacity < max(rows, 1):
-            raise ProtocolError(f"a session cannot have a capacity of {capacity} rows")
-        if inherited is not None:
-            inherited.truncate(rows)
-        with self._allocating(self._arena.missing(capacity, inherited), f"a KV cache of {capacity} rows"):
-            if inherited is None:
-                return self._arena.take(capacity)
-            self._arena.widen(inherited, capacity)
-            return inherited
+        """An empty cache, or the first ``rows`` rows of ``inherited``, which is given back if that fails."""
+        try:
+            if capacity < max(rows, 1):
+                raise ProtocolError(f"a session cannot have a capacity of {capacity} rows")
+            with self._allocating(self._arena.missing(capacity, inherited), f"a KV cache of {capacity} rows"):
+                if inherited is None:
+                    return self._arena.take(capacity)
+                inherited.truncate(rows)
+                self._arena.widen(inherited, capacity)
+                return inherited
+        except FlowspecError:
+            if inherited is not None:
+                self._arena.give_back(inherited)
+            raise
 
     def _allocating(self, more: int, what: str) -> AbstractContextManager[None]:
         """FlowspecError if memory for ``more`` rows of all layers does not fit."""

@@ -56,7 +56,7 @@ class KernelChoice:
 @torch.inference_mode()
 def choose_graphs(engine: StageEngine, record: Recorder, clock: Callable[[], float] = time.perf_counter
                   ) -> KernelChoice:
-    """Recorder the layers for ``RECORDED`` rows, and keep what computes the same bits in no more time.
+    """Record the layers for ``RECORDED`` rows, and keep what computes the same bits in no more time.
 
     After :func:`warm_up`, before the first session.  Any failure leaves the layers as they are.
     """

@@ -160,8 +160,11 @@ def test_rows_that_are_not_there(model: Path) -> None:
 def test_a_session_must_have_room_for_the_rows_that_it_begins_with(model: Path) -> None:
     [engine] = engines(model, 1)
     left(engine, 2, 16, 6)
+    rows = engine.cache_rows
     with pytest.raises(ProtocolError, match="a capacity of 5 rows"):
         engine.open(Open(3, 0, 5, parent_session=2, rows=6))
+    engine.open(Open(4, 0, rows))  # all of them are free again
+    assert engine.cache_rows == rows
 
 
 def test_hints_about_former_numbers_do_not_reach_the_rows(model: Path) -> None:
