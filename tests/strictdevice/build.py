@@ -48,9 +48,8 @@ def _built() -> Path:
 
 
 def _command(target: Path) -> list[str]:
-    libraries = cpp_extension.library_paths("cpu")
     includes = [*cpp_extension.include_paths("cpu"), sysconfig.get_path("include")]
     return ["g++", "-std=c++20", "-O1", "-g0", "-shared", "-fPIC", f"-DTORCH_EXTENSION_NAME={_NAME}",
             *(f"-isystem{path}" for path in includes), str(_SOURCES / "device.cpp"),
-            *(f"-L{path}" for path in libraries), "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python",
+            f"-L{Path(torch.__file__).parent / 'lib'}", "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python",
             "-o", str(target)]
