@@ -10,7 +10,7 @@ from flowspec_edge.bench.paper_results import BandwidthCurves, DepthCells, Paper
 from flowspec_edge.device_profile import LinkCost, Profile
 from flowspec_edge.strategies.params import Params
 
-AxisName = Literal["bandwidth", "depth", "stages", "segment", "latency"]
+AxisName = Literal["bandwidth", "depth", "stages", "segment", "latency", "acceptance"]
 Value = int | float | tuple[int, int]  # a pair (d0, d_exp) on the axis "depth"
 PaperFigures = BandwidthCurves | DepthCells
 
@@ -52,6 +52,10 @@ class Axis:
     def stages(self, stages: int, value: Value) -> int:
         return value if self.name == "stages" and isinstance(value, int) else stages
 
+    def acceptance(self, share: float, value: Value) -> float:
+        """``CalibratedDrafter``'s share."""
+        return float(value) if self.name == "acceptance" and not isinstance(value, tuple) else share
+
     def profile(self, profile: Profile, value: Value) -> Profile:
         if not self.link:
             return profile
@@ -82,4 +86,8 @@ AXES: dict[AxisName, Axis] = {axis.name: axis for axis in (
     Axis("segment", "rows", "segment length", "longest segment (rows)", fields=("segment", "plus_rows"),
          replaces=("segment",)),
     Axis("latency", "ms", "link latency", "link latency, one way (ms)", link="latency_ms", share="kept"),
+    Axis("acceptance", "× head", "acceptance", "acceptance (1: the head's, 2: a perfect draft's)",
+         replaces=("acceptance",),
+         note="From 1 to 2: the right token comes first at so many more of the positions. Of chain's tokens, "
+              "1 - 1/ALR are its draft's first choice."),
 )}

@@ -31,7 +31,6 @@ class Workplace:
 
     plugins  strategies from outside, as "package.module:Class"
     threads  of torch; None: those of the Dask worker that computes
-    right_children  as ``VirtualCluster``'s
     """
 
     model: Path
@@ -39,17 +38,18 @@ class Workplace:
     device: str = "cpu"
     plugins: tuple[str, ...] = ()
     threads: int | None = 1
-    right_children: float = 1.0
 
 
 @dataclass(frozen=True)
 class PipelineTask:
-    """Concurrent requests, to a pipeline or (``stages`` 0) to plain decoding; ``profile`` is JSON."""
+    """Concurrent requests, to a pipeline or (``stages`` 0) to plain decoding; ``profile`` is JSON,
+    ``right_children`` as ``VirtualCluster``'s."""
 
     requests: tuple[Request, ...]
     stages: int = 0
     profile: str = ""
     arrivals: tuple[float, ...] | None = None
+    right_children: float = 1.0
 
 
 class ParallelRun:
@@ -89,8 +89,8 @@ class ParallelRun:
                 results.close()
         self._undo.close()
 
-    def cluster(self, stages: int, profile: Profile) -> ParallelCluster:
-        return ParallelCluster(self._take, stages, profile.model_dump_json())
+    def cluster(self, stages: int, profile: Profile, right_children: float = 1.0) -> ParallelCluster:
+        return ParallelCluster(self._take, stages, profile.model_dump_json(), right_children)
 
     def plain(self, request: Request) -> tuple[list[int], str]:
         """A ``PlainDecoding``."""
@@ -118,8 +118,10 @@ class ParallelCluster:
 
     clock = "virtual"
 
-    def __init__(self, take: Callable[[PipelineTask], list[Result]], stages: int, profile: str) -> None:
+    def __init__(self, take: Callable[[PipelineTask], list[Result]], stages: int, profile: str,
+                 right_children: float) -> None:
         self._take, self._stages, self._profile = take, stages, profile
+        self._right_children = right_children
 
     def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
         return self.generate_many([request])[0]
@@ -128,7 +130,7 @@ class ParallelCluster:
                       ) -> list[Result]:
         """One task: concurrent requests share the devices."""
         return self._take(PipelineTask(tuple(requests), self._stages, self._profile,
-                                       tuple(arrivals) if arrivals else None))
+                                       tuple(arrivals) if arrivals else None, self._right_children))
 
     def close(self) -> None:
         """The processes belong to the run."""
@@ -165,7 +167,7 @@ class _Loaded:
         self._workplace = workplace
         self._plain: PlainDecoder | None = None
         self._cluster: VirtualCluster | None = None
-        self._described: tuple[int, str] | None = None
+        self._described: tuple[int, str, float] | None = None
 
     def results(self, task: PipelineTask) -> list[Result]:
         if task.stages:
@@ -185,12 +187,13 @@ class _Loaded:
         """Clusters of other devices take over the weights."""
         from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 
-        if self._cluster is None or self._described != (task.stages, task.profile):
-            w, profile = self._workplace, Profile.model_validate_json(task.profile)
-            self._cluster = (self._cluster.under(profile, task.stages) if self._cluster else
+        described = task.stages, task.profile, task.right_children
+        if self._cluster is None or self._described != described:
+            w, profile, share = self._workplace, Profile.model_validate_json(task.profile), task.right_children
+            self._cluster = (self._cluster.under(profile, task.stages, share) if self._cluster else
                              VirtualCluster(w.model, task.stages, profile, w.dtype, device=w.device,
-                                            right_children=w.right_children))
-            self._described = task.stages, task.profile
+                                            right_children=share))
+            self._described = described
         return self._cluster.generate_many(task.requests, task.arrivals)
 
 

@@ -20,6 +20,7 @@ STYLES = {  # colours of Paul Tol's schemes for the colour-blind; neighbours in 
     "flowspec_no_sbd": MethodStyle("FlowSpec w/o SBD", "#ccbb44", "^"),
     "pruned_pp": MethodStyle("Pruned PP", "#66ccee", "v"),
     "chunk_pp": MethodStyle("Chunk-PP", "#4477aa", "s"),
+    "chain": MethodStyle("chain in flight", "#ee7733", "1"),
     "pipedec": MethodStyle("PipeDec", "#228833", "D"),
     "megatron": MethodStyle("Megatron-LM", "#555555", "p"),
     "galaxy": MethodStyle("Galaxy", "#997700", "d"),

@@ -1,8 +1,8 @@
-"""A draft model made as fallible as a published one, for predictions about larger models.
+"""A draft model made worse or better than it is, for predictions about other models and heads.
 
 A head over the demonstration model's small vocabulary has the right token among ten children far more often
-than published heads, so rounds last much longer. Here the right child is missing at some positions, the same
-ones for every strategy and at every attempt. Texts do not change: only drafts do.
+than published heads, so rounds last much longer.  Here the right child is missing at some positions, or comes
+first at some, the same ones for every strategy and at every attempt.  Texts do not change: only drafts do.
 """
 
 from __future__ import annotations
@@ -19,17 +19,23 @@ from flowspec_edge.messages import Tap
 from flowspec_edge.sampling.rule import Rank, Sampling
 from flowspec_edge.tree.draft_api import DraftNode, DraftOutput, DraftRequest
 
+_NEVER = -100.0  # log confidence of a right token where the base has no child at all
+
 
 class CalibratedDrafter(Drafter):
-    """Drops right children that ``base`` ranks second or lower; the next best take their places."""
+    """Below the head's own acceptance, drops right children that ``base`` ranks second or lower: the next
+    best take their places.  Above it, puts the right token first: a mixture with a perfect draft model."""
 
     def __init__(self, base: Drafter, text: Sequence[int], share: float, seed: int) -> None:
         """text   the prompt and plain decoding's answer: the right tokens
-        share  of the positions at which such a child stays, 0 to 1
+        share  up to 1: of the positions at which such a child stays; beyond it, what is above 1 is the share
+               of the positions at which the right token comes first: at 2 everywhere
         seed   which positions
         """
         self._base, self._text = base, list(text)
-        self._kept: NDArray[np.bool_] = np.random.default_rng(seed).random(len(self._text) + 1) < share
+        drawn = np.random.default_rng(seed).random(len(self._text) + 1)
+        self._kept: NDArray[np.bool_] = drawn < share
+        self._first: NDArray[np.bool_] = drawn < share - 1
         self._begin()
 
     @property
@@ -62,18 +68,24 @@ class CalibratedDrafter(Drafter):
         wider = self._base.expand(replace(request, children=request.children + 1))
         output = DraftOutput(wider.tokens[:, :-1].copy(), wider.scores[:, :-1].copy())
         for row, node in enumerate(request.nodes):
-            [ranks] = np.nonzero(output.tokens[row] == self._missing_after(node))
-            if len(ranks) and (rank := ranks[0]):
+            following = node.position + 1
+            if not self._is_right(node) or following >= len(self._text):
+                continue
+            right = self._text[following]
+            [ranks] = np.nonzero(output.tokens[row] == right)
+            rank = ranks[0] if len(ranks) else request.children - 1
+            if self._first[following]:  # with the best score; the others move down by one
+                output.tokens[row, 1 : rank + 1] = output.tokens[row, :rank].copy()
+                output.tokens[row, 0] = right
+                output.scores[row, 0] = max(output.scores[row, 0], _NEVER)
+            elif len(ranks) and rank and not self._kept[following]:
                 output.tokens[row, rank:] = wider.tokens[row, rank + 1 :]
                 output.scores[row, rank:] = wider.scores[row, rank + 1 :]
         return output
 
-    def _missing_after(self, node: DraftNode) -> int:
-        """The right token after a node if it is to be missing, else one that no child is."""
-        text, following = self._text, node.position + 1
+    def _is_right(self, node: DraftNode) -> bool:
+        """Whether the path that ends with ``node`` is the text; asked of parents before their children."""
         continues = node.parent == self._root or self._right.get(node.parent, False)
-        right = node.id == self._root or (continues and text[node.position:following] == [node.token])
-        self._right[node.id] = right
-        if not right or following >= len(text) or self._kept[following]:
-            return NO_ROOT
-        return self._text[following]
+        text = self._text[node.position : node.position + 1]
+        self._right[node.id] = node.id == self._root or (continues and text == [node.token])
+        return self._right[node.id]

@@ -44,13 +44,15 @@ class ClusterSetup:
     inventory: Inventory | None = None
     board_model: str = ""
 
-    def described(self, value: Value | None) -> tuple[int, Profile]:
-        """Stages and devices at a value; for clocks with a profile."""
-        stages, profile = self.options.stages, self.clock.profile
+    def described(self, value: Value | None) -> tuple[int, Profile, float]:
+        """Stages, devices and ``VirtualCluster``'s ``right_children`` at a value; for clocks with a profile.
+        """
+        stages, profile, share = self.options.stages, self.clock.profile, self.clock.right_children
         assert profile is not None
         if self.axis is None or value is None:
-            return stages, profile
-        return self.axis.stages(stages, value), self.axis.profile(profile, value)
+            return stages, profile, share
+        return (self.axis.stages(stages, value), self.axis.profile(profile, value),
+                self.axis.acceptance(share, value))
 
     @property
     def spec(self) -> ClusterSpec:
@@ -88,12 +90,12 @@ def _virtual(setup: ClusterSetup) -> Iterator[OpenPoint]:
 
     @contextmanager
     def open_point(value: Value | None) -> Iterator[PointCluster]:
-        stages, profile = setup.described(value)
+        stages, profile, share = setup.described(value)
         if loaded:
-            loaded.append(loaded.pop().under(profile, stages))
+            loaded.append(loaded.pop().under(profile, stages, share))
         else:
             loaded.append(open_cluster(replace(setup.spec, stages=stages),
-                                       Virtual(profile, right_children=setup.clock.right_children)))
+                                       Virtual(profile, right_children=share)))
         yield PointCluster(loaded[0], None)
 
     with memory_errors(setup.options.device):
@@ -156,7 +158,7 @@ def parallel_points(setup: ClusterSetup, names: Sequence[str]) -> tuple[Parallel
     o = setup.options
     threads = None if o.dask else threads_of(o.jobs)
     run = ParallelRun(Workplace(setup.model.path.resolve(), dtype_of(setup.model, o.dtype), o.device,
-                                plugins_of(names), threads, setup.clock.right_children), o.jobs, o.dask)
+                                plugins_of(names), threads), o.jobs, o.dask)
 
     @contextmanager
     def open_point(value: Value | None) -> Iterator[PointCluster]:

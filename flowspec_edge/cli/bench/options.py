@@ -47,9 +47,10 @@ FLOWSPEC_AND_ABLATIONS = "autoregressive,chunk_pp,pruned_pp,flowspec_no_sbd,flow
 
 AcceptanceOption = Annotated[str, typer.Option(
     "--acceptance", metavar="head|paper|SHARE", rich_help_panel=TIME,
-    help="In virtual time.  head: the draft model's own acceptance.  SHARE: it misses right tokens that it "
-         "ranks second or lower at all but this share of the positions.  paper: the share that gives the "
-         "demonstration model the FlowSpec paper's tokens a round.  No text changes.")]
+    help="In virtual time.  head: the draft model's own acceptance.  SHARE below 1: it misses right tokens "
+         "that it ranks second or lower at all but this share of the positions; from 1 to 2: it also has the "
+         "right token first at SHARE - 1 of the positions.  paper: the share that gives the demonstration "
+         "model the FlowSpec paper's tokens a round.  No text changes.")]
 FromOption = Annotated[list[Path] | None, typer.Option(
     "--from", help="A file that bench run or bench tables wrote with --json; may be given several times.",
     metavar="OUT.json")]
@@ -139,7 +140,7 @@ class BenchOptions:
         return parse_acceptance(self.acceptance)
 
     def require_virtual(self, clock: str) -> None:
-        if self.right_children < 1 and clock != "virtual":
+        if self.right_children != 1 and clock != "virtual":
             raise UsageError("--acceptance is for virtual time: processes draft with what the head gives")
         if self.parallel and clock != "virtual":
             raise UsageError("--jobs and --dask compute in virtual time only: in real time, requests would "
@@ -154,15 +155,15 @@ class BenchOptions:
 
 
 def parse_acceptance(text: str) -> float:
-    """The share of right children, not ranked first, that drafts keep; UsageError for anything else."""
+    """As ``CalibratedDrafter``'s share; UsageError for anything else."""
     if text in (words := {"head": 1.0, "paper": PUBLISHED_SHARE}):
         return words[text]
     try:
         share = float(text)
     except ValueError:
         share = -1.0
-    if not 0 <= share <= 1:
-        raise UsageError(f"--acceptance must be head, paper or a share from 0 to 1, not {text!r}")
+    if not 0 <= share <= 2:
+        raise UsageError(f"--acceptance must be head, paper or a number from 0 to 2, not {text!r}")
     return share
 
 

@@ -198,6 +198,31 @@ def latency(
     return {"values": _numbers(ms, "--ms", zero=True)}
 
 
+@_sweep("acceptance", "autoregressive,chunk_pp,chain,pipeinfer,flowspec,flowspec_plus", "idle_seconds",
+        "acceptance")
+def acceptance(
+    *,
+    of: Annotated[str, typer.Option(
+        "--acceptance", metavar="T,T",
+        help="Numbers as for bench run's --acceptance: 1 is the draft model's own, 2 a perfect one's, 0 misses "
+             "every right token that it does not rank first.")] = "0,0.65,1,1.25,1.5,1.75,2",
+) -> dict[str, Any]:
+    """Measure tokens/s against how often drafts are right: which way to fill a pipeline pays for which head.
+
+    All methods draft with the same head.  By default one chain in flight that a miss flushes (chain), the
+    synchronous tree (chunk_pp), micro-batches (pipeinfer), FlowSpec's rounds, FlowSpec+, and plain decoding.
+
+    Examples:
+
+      flowspec sweep acceptance --limit 4 --out acceptance.svg
+      flowspec sweep acceptance --acceptance 1,1.5,2 --temperature 1 --stages 8 --json a.json
+    """
+    values = _numbers(of, "--acceptance", zero=True)
+    if max(values) > 2:
+        raise UsageError(f"--acceptance must be numbers from 0 to 2, not {of!r}")
+    return {"values": values}
+
+
 def _numbers(text: str, option: str, zero: bool = False) -> list[int | float]:
     """Distinct numbers separated by commas; ``zero``: 0 is allowed."""
     kind = "numbers of at least 0" if zero else "positive numbers"

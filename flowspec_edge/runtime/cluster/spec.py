@@ -110,7 +110,7 @@ class Virtual:
 
     profile         of each device, which share the layers of its model evenly; or the devices themselves
     learn           D0 learns segment times from the stages' reports, instead of from the profile
-    right_children  the share of right children below the first that drafts keep (``CalibratedDrafter``)
+    right_children  the share of right children that drafts have (``CalibratedDrafter``): 1 is the head's own
     """
 
     profile: Profile | Devices

@@ -64,7 +64,7 @@ class VirtualCluster:
         """device  torch device for D0's weights and the stages'
         learn   D0 learns segment times from the stages' reports (``slot_curve``), instead of from the profile
         scheduling_policy  how concurrent requests share the stages (``Scheduler``)
-        right_children  the share of right children below the first that drafts keep (``CalibratedDrafter``)
+        right_children  the share of right children that drafts have (``CalibratedDrafter``): 1 is the head's own
         """
         self.devices = profile if isinstance(profile, Devices) else Devices.even(profile, stages)
         self._draft_models = DraftModels(model_dir, dtype, device)
@@ -80,11 +80,12 @@ class VirtualCluster:
         self.spans = []
         self._engines_of(stages)
 
-    def under(self, profile: Profile | Devices, stages: int) -> VirtualCluster:
-        """Return a cluster of other devices that takes over these weights; do not use this one again."""
+    def under(self, profile: Profile | Devices, stages: int, right_children: float = 1.0) -> VirtualCluster:
+        """Return a cluster of other devices, or another acceptance, that takes over these weights; do not use
+        this one again."""
         other = copy(self)
         other.devices = profile if isinstance(profile, Devices) else Devices.even(profile, stages)
-        other._stages = stages
+        other._stages, other._right_children = stages, right_children
         other._curve = other._warm_curve() if self._curve else None
         other._engines = {n: engines for n, engines in self._engines.items() if n in (1, stages)}
         other._engines_of(stages)
@@ -115,7 +116,7 @@ class VirtualCluster:
         UsageError if one does not fit, or if they need different parallelism.
         """
         parallelism = one_parallelism(request.strategy for request in requests)
-        if self._right_children < 1:
+        if self._right_children != 1:
             for request in requests:
                 self._text(request)
         clock = EventClock()
@@ -172,7 +173,7 @@ class VirtualCluster:
             request, self._stages, lambda: clock.now, session,
             lambda kind: latency / max(self.devices.d0.draft_seconds(kind), 1e-9),
             self._curve.seconds if self._curve else self.devices.occupied_seconds,
-            around=calibrated if self._right_children < 1 else None)
+            around=calibrated if self._right_children != 1 else None)
 
     def _text(self, request: Request) -> list[int]:
         """The prompt and plain decoding's answer, which is computed once."""
