@@ -189,7 +189,8 @@ class _Loaded:
 
         described = task.stages, task.profile, task.right_children
         if self._cluster is None or self._described != described:
-            w, profile, share = self._workplace, Profile.model_validate_json(task.profile), task.right_children
+            w, profile = self._workplace, Profile.model_validate_json(task.profile)
+            share = task.right_children
             self._cluster = (self._cluster.under(profile, task.stages, share) if self._cluster else
                              VirtualCluster(w.model, task.stages, profile, w.dtype, device=w.device,
                                             right_children=share))

@@ -204,8 +204,8 @@ def acceptance(
     *,
     of: Annotated[str, typer.Option(
         "--acceptance", metavar="T,T",
-        help="Numbers as for bench run's --acceptance: 1 is the draft model's own, 2 a perfect one's, 0 misses "
-             "every right token that it does not rank first.")] = "0,0.65,1,1.25,1.5,1.75,2",
+        help="Numbers as for bench run's --acceptance: 1 is the draft model's own, 2 a perfect one's, 0 "
+             "misses every right token that it does not rank first.")] = "0,0.65,1,1.25,1.5,1.75,2",
 ) -> dict[str, Any]:
     """Measure tokens/s against how often drafts are right: which way to fill a pipeline pays for which head.
 

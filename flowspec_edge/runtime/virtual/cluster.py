@@ -64,7 +64,7 @@ class VirtualCluster:
         """device  torch device for D0's weights and the stages'
         learn   D0 learns segment times from the stages' reports (``slot_curve``), instead of from the profile
         scheduling_policy  how concurrent requests share the stages (``Scheduler``)
-        right_children  the share of right children that drafts have (``CalibratedDrafter``): 1 is the head's own
+        right_children  the share of right children that drafts have (``CalibratedDrafter``): 1, the head's
         """
         self.devices = profile if isinstance(profile, Devices) else Devices.even(profile, stages)
         self._draft_models = DraftModels(model_dir, dtype, device)
