@@ -1,7 +1,7 @@
 """How often a draft model's first choice is right, and its second where the first is not (beta).
 
-Along the chain that is in flight in a pipeline of four stages, after the tokens that really precede a node.  A
-chain that is flushed on a miss gives the second figure away; a tree does not.
+Along the chain that is in flight in a pipeline of four stages.  A chain that is flushed on a miss gives the
+second figure away; a tree does not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.sampling.rule import Sampling
-from flowspec_edge.strategies.chain import Chain
+from flowspec_edge.strategies.layered import Chain
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import strategy_class
 from flowspec_edge.tree.draft_api import Commit, DraftOutput, DraftRequest
@@ -44,8 +44,8 @@ class RankedChain(Chain):
         return request and DraftRequest(request.root, request.nodes, _CHOICES)
 
     def on_draft(self, request: DraftRequest, output: DraftOutput) -> None:
-        if self._tip is not None and self._tip.id == request.nodes[0].id:
-            self._choices[self._tip.position] = output.tokens[0].tolist()
+        if self._newest and self._newest[0].id == request.nodes[0].id:
+            self._choices[request.nodes[0].position] = output.tokens[0].tolist()
         super().on_draft(request, output)
 
     def on_verified(self, run: int, numbers: Sequence[int], successors: Sequence[int]) -> list[Commit]:

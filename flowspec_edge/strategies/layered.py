@@ -1,4 +1,4 @@
-"""PipeDec and SPD: one tree layer per segment.
+"""PipeDec, SPD and a chain: one tree layer per segment.
 
 A draft pass expands the newest layer while it is in the first stage; the best children become the next layer
 when the first stage becomes idle.  Outputs that return meanwhile prune the candidates first, so survivors
@@ -129,6 +129,22 @@ class PipeDec(LayeredStrategy):
     @property
     def children(self) -> int:
         return self.params.pipedec_children
+
+
+class Chain(LayeredStrategy):
+    """A single chain that fills the pipeline, which a miss empties: PipeDec with layers of one node, and
+    leyten/shard's way."""
+
+    name = "chain"
+    summary = "one chain of drafts kept in flight, flushed on a miss (shard)"
+
+    @property
+    def layer_width(self) -> int:
+        return 1
+
+    @property
+    def children(self) -> int:
+        return 1
 
 
 @dataclass(frozen=True)

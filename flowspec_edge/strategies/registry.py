@@ -29,7 +29,7 @@ _OWN = {
     "flowspec_no_sbd": "flowspec:FlowSpecNoSBD",
     "flowspec": "flowspec:FlowSpec",
     "flowspec_plus": "flowspec_plus:FlowSpecPlus",
-    "chain": "chain:Chain",
+    "chain": "layered:Chain",
     "pipedec": "layered:PipeDec",
     "pipeinfer": "pipeinfer:PipeInfer",
     "pearl": "pearl:Pearl",

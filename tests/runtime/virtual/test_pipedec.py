@@ -1,4 +1,4 @@
-"""PipeDec against the law of its paper: tokens per timestep = 1 / (d (1 - h) + h)."""
+"""PipeDec, and a chain, against the law of its paper: tokens per timestep = 1 / (d (1 - h) + h)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.strategies.params import Params
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4, 7])
+@pytest.mark.parametrize(("name", "stages"), [*(("pipedec", n) for n in (1, 2, 4, 7)), ("chain", 4)])
 def test_tokens_per_timestep(demo_model: Path, demo_prompts: list[list[int]], ideal_profile: Profile,
-                             stages: int) -> None:
+                             name: str, stages: int) -> None:
     """A timestep is a slot where nothing but the stages takes time; hits are counted by the commits."""
     cluster = VirtualCluster(demo_model, stages, ideal_profile)
     tokens, hits, timesteps = 0, 0, 0.0
     for prompt in demo_prompts[:2]:
-        stats = cluster.generate(Request(prompt, "pipedec", 33)).stats
+        stats = cluster.generate(Request(prompt, name, 33)).stats
         tokens, hits, timesteps = tokens + 32, hits + stats.accepted, timesteps + stats.turns
     h = hits / tokens
     assert 0.3 < h < 1.0
