@@ -198,19 +198,18 @@ def latency(
     return {"values": _numbers(ms, "--ms", zero=True)}
 
 
-@_sweep("acceptance", "autoregressive,chunk_pp,chain,pipeinfer,flowspec,flowspec_plus", "idle_seconds",
-        "acceptance")
+@_sweep("acceptance", "chunk_pp,chain,flowspec,flowspec_plus", "idle_seconds", "acceptance")
 def acceptance(
     *,
     of: Annotated[str, typer.Option(
         "--acceptance", metavar="T,T",
         help="Numbers as for bench run's --acceptance: 1 is the draft model's own, 2 a perfect one's, 0 "
-             "misses every right token that it does not rank first.")] = "0,0.65,1,1.25,1.5,1.75,2",
+             "misses every right token that it does not rank first.")] = "0,0.65,1,1.4,1.7,1.9,2",
 ) -> dict[str, Any]:
     """Measure tokens/s against how often drafts are right: which way to fill a pipeline pays for which head.
 
-    All methods draft with the same head.  By default one chain in flight that a miss flushes (chain), the
-    synchronous tree (chunk_pp), micro-batches (pipeinfer), FlowSpec's rounds, FlowSpec+, and plain decoding.
+    By default a synchronous tree (chunk_pp), a chain in flight that a miss flushes (chain), FlowSpec's rounds
+    and FlowSpec+, all drafting with the same head.
 
     Examples:
 

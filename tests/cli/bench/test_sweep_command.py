@@ -16,7 +16,7 @@ from flowspec_edge.bench.results import load_sweep
 from flowspec_edge.cli.bench.sweep import app
 from flowspec_edge.cli.main import main
 
-COMMANDS = ["bandwidth", "depth", "stages", "segment", "latency"]
+COMMANDS = ["bandwidth", "depth", "stages", "segment", "latency", "acceptance"]
 
 
 @pytest.fixture(scope="module")
@@ -87,14 +87,15 @@ def test_depth_is_a_grid(given: list[str], tmp_path: Path, capsys: pytest.Captur
     ("stages", "--stages", [1, 8], "stages"),
     ("segment", "--rows", [2, 16], "segment"),
     ("latency", "--ms", [0, 40.5], "temperatures"),
+    ("acceptance", "--acceptance", [0, 1.5, 2], "acceptance"),
 ])
 def test_the_other_axes_make_a_difference(given: list[str], tmp_path: Path, axis: str, option: str,
                                           values: list[float], absent: str) -> None:
     data = sweep(axis, tmp_path / "o.json", *given, option, ",".join(map(str, values)), "--strategies",
                  "flowspec", "--limit", "1", "--temperature", "1")
     assert [point["value"] for point in data["points"]] == values
-    a, b = (point["rows"][0]["tokens_per_second"] for point in data["points"])
-    assert a != b
+    speeds = [point["rows"][0]["tokens_per_second"] for point in data["points"]]
+    assert len({*speeds}) == len(values)
     assert all(point["rows"][0]["identical"] for point in data["points"])
     assert absent not in data["settings"]
     assert data["published"] is None
@@ -121,6 +122,7 @@ def test_published_figures_are_shown_only_where_they_belong(given: list[str], tm
     (["bandwidth", "--mbps", "nan"], "--mbps must be positive numbers"),
     (["bandwidth", "--mbps", "125,250,125.0"], "--mbps names 125 twice"),
     (["latency", "--ms", "-0.1"], "--ms must be numbers of at least 0 separated by commas"),
+    (["acceptance", "--acceptance", "1,2.5"], "--acceptance must be numbers from 0 to 2, not '1,2.5'"),
     (["stages", "--stages", "4,2.5"], "--stages must be whole numbers from 1, separated by commas"),
     (["stages", "--stages", "0"], "--stages must be whole numbers from 1"),
     (["depth", "--depths", "3,3"], "--depths names 3 twice"),
