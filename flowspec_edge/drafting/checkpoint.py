@@ -19,6 +19,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from flowspec_edge.errors import FlowspecError, UsageError, first_line
+from flowspec_edge.model.draft_formats import require_known_format
 from flowspec_edge.model.modeldir import check_config
 from flowspec_edge.util.bounded_read import read_json, read_json_object
 from flowspec_edge.util.tensors import check_finite
@@ -32,12 +33,14 @@ _PREFIXES = ("module.", "model.")  # of a training framework's wrapper, and of a
 
 
 def read_config(directory: Path, what: str) -> dict[str, Any]:
-    """UsageError if config.json is missing or invalid; ``what``: the model's name with its article."""
+    """UsageError if config.json is missing or invalid, FlowspecError if it is of a format that cannot be run;
+    ``what``: the model's name with its article."""
     path = directory / "config.json"
     if not path.exists():
         raise UsageError(f"no {_bare(what)} at {directory}: config.json is missing")
     raw = read_json_object(path)
     check_config(raw, path)
+    require_known_format(raw, path)
     return raw
 
 

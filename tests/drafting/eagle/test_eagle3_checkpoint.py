@@ -7,7 +7,7 @@ import safetensors.torch
 import torch
 from headkit import published_eagle3
 
-from flowspec_edge.drafting.eagle.eagle3 import head3_config, head3_layers, load_head3, save_head3
+from flowspec_edge.drafting.eagle.eagle3_formats import head3_config, head3_layers, load_head3, save_head3
 from flowspec_edge.drafting.load import load_drafters
 from flowspec_edge.errors import FlowspecError, UsageError
 

@@ -1,0 +1,81 @@
+"""Formats of published draft heads: their names, and how a head's config.json shows which one it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from flowspec_edge.errors import FlowspecError
+
+# Format -> kind of draft model; None: cannot be run.
+FORMATS: dict[str, str | None] = {
+    "EAGLE-2": "eagle2", "EAGLE-3": "eagle3", "DFlash": None, "DFlash2": None, "DSpark": None,
+    "JetSpec": None, "Domino": None, "P-EAGLE": None, "MTP": None, "Medusa": None, "Hydra": None,
+    "Gemma 4 assistant": None,
+}
+# ``speculators_model_type`` of vllm-project/speculators, and ``projector_type`` of SpecForge.
+_TYPES = {"eagle3": "EAGLE-3", "dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark",
+          "domino": "Domino", "peagle": "P-EAGLE", "mtp": "MTP"}
+# Parts of names in ``architectures``, the first that fits; those of EAGLE heads are not listed.
+_ARCHITECTURES = {"dflash2": "DFlash2", "dflash": "DFlash", "dspark": "DSpark", "jetspec": "JetSpec",
+                  "domino": "Domino", "peagle": "P-EAGLE", "medusa": "Medusa", "hydra": "Hydra",
+                  "mtpdraft": "MTP", "gemma4assistant": "Gemma 4 assistant"}
+
+
+def kind_of(name: str) -> str | None:
+    """The kind of draft model that reads this format."""
+    return FORMATS.get(name)
+
+
+def recognise_format(config: Mapping[str, Any]) -> str | None:
+    """The format that a config.json names; None if it names none, as EAGLE heads and language models."""
+    return next(_named(config), None)
+
+
+def _named(config: Mapping[str, Any]) -> Iterator[str]:
+    block = config.get("dflash_config")
+    block = block if isinstance(block, dict) else {}
+    if (given := config.get("speculators_model_type")) is not None:
+        yield _TYPES.get(str(given), f"speculators' {given}")
+    if (given := block.get("projector_type")) is not None:
+        yield _TYPES.get(str(given), f"DFlash with {given}")
+    if block.get("causal_head"):
+        yield "JetSpec"
+    if config.get("markov_rank") == 0:  # DeepSpec's class for both
+        yield "DFlash"
+    names = config.get("architectures")
+    for name in names if isinstance(names, list) else ():
+        plain = str(name).lower()
+        yield from (known for part, known in _ARCHITECTURES.items() if part in plain)
+    if block:
+        yield "DFlash"
+    for field, known in (("markov_rank", "DSpark"), ("medusa_num_heads", "Medusa"),
+                         ("hydra_num_heads", "Hydra")):
+        if field in config:
+            yield known
+    if str(config.get("model_type", "")).startswith("gemma4_assistant"):
+        yield "Gemma 4 assistant"
+
+
+def require_known_format(config: Mapping[str, Any], path: Path) -> None:
+    """FlowspecError that names the format of ``path``, a head's config.json, if it cannot be run, and heads
+    that can."""
+    name = recognise_format(config)
+    if name is not None and kind_of(name) is None:
+        raise FlowspecError(f"{path}: draft heads in the format {name} cannot be run, those of EAGLE-1, 2 "
+                            f"and 3 can; {_instead(config)}")
+
+
+def _instead(config: Mapping[str, Any]) -> str:
+    from flowspec_edge.model.catalogue import find_known  # pydantic takes a while
+
+    speculators = config.get("speculators_config")
+    verifier = speculators.get("verifier") if isinstance(speculators, dict) else None
+    target = (verifier.get("name_or_path") if isinstance(verifier, dict) else None) or config.get(
+        "target_model_name_or_path")
+    known = find_known(target) if isinstance(target, str) else None
+    if known is None:
+        return "what there is for a model: flowspec models head MODEL"
+    heads = ", ".join(head.repository for head in known[1].runnable) or "none"
+    return f"published for {target}: {heads}"
