@@ -23,11 +23,6 @@ _ARCHITECTURES = {"dflash2": "DFlash2", "dflash": "DFlash", "dspark": "DSpark", 
                   "mtpdraft": "MTP", "gemma4assistant": "Gemma 4 assistant"}
 
 
-def kind_of(name: str) -> str | None:
-    """The kind of draft model that reads this format."""
-    return FORMATS.get(name)
-
-
 def recognise_format(config: Mapping[str, Any]) -> str | None:
     """The format that a config.json names; None if it names none, as EAGLE heads and language models."""
     return next(_named(config), None)
@@ -62,7 +57,7 @@ def require_known_format(config: Mapping[str, Any], path: Path) -> None:
     """FlowspecError that names the format of ``path``, a head's config.json, if it cannot be run, and heads
     that can."""
     name = recognise_format(config)
-    if name is not None and kind_of(name) is None:
+    if name is not None and FORMATS.get(name) is None:
         raise FlowspecError(f"{path}: draft heads in the format {name} cannot be run, those of EAGLE-1, 2 "
                             f"and 3 can; {_instead(config)}")
 

@@ -2,7 +2,7 @@
 
 - EAGLE's authors, AngelSlim, SpecForge: a Llama's config.json, tensors ``midlayer.*``;
   ``eagle_aux_hidden_state_layer_ids`` may name the states.  EAGLE-3.1 adds ``fc_norm`` and ``norm_output``.
-- vllm-project/speculators: ``transformer_layer_config``, of which defaults are left out, with
+- vllm-project/speculators: ``transformer_layer_config``, which may leave its family's defaults out, with
   ``norm_before_residual`` and other switches beside it; ``layers.0.*``; a layer of Qwen3 norms queries and
   keys.
 - deepseek-ai/DeepSpec: a Qwen3's config.json with ``target_layer_ids`` (five); ``layers.0.*``, q/k norms, the
