@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
-
-from flowspec_edge.errors import FlowspecError
 
 # Format -> kind of draft model; None: cannot be run.
 FORMATS: dict[str, str | None] = {
@@ -51,26 +48,3 @@ def _named(config: Mapping[str, Any]) -> Iterator[str]:
             yield known
     if str(config.get("model_type", "")).startswith("gemma4_assistant"):
         yield "Gemma 4 assistant"
-
-
-def require_known_format(config: Mapping[str, Any], path: Path) -> None:
-    """FlowspecError that names the format of ``path``, a head's config.json, if it cannot be run, and heads
-    that can."""
-    name = recognise_format(config)
-    if name is not None and FORMATS.get(name) is None:
-        raise FlowspecError(f"{path}: draft heads in the format {name} cannot be run, those of EAGLE-1, 2 "
-                            f"and 3 can; {_instead(config)}")
-
-
-def _instead(config: Mapping[str, Any]) -> str:
-    from flowspec_edge.model.catalogue import find_known  # pydantic takes a while
-
-    speculators = config.get("speculators_config")
-    verifier = speculators.get("verifier") if isinstance(speculators, dict) else None
-    target = (verifier.get("name_or_path") if isinstance(verifier, dict) else None) or config.get(
-        "target_model_name_or_path")
-    known = find_known(target) if isinstance(target, str) else None
-    if known is None:
-        return "what there is for a model: flowspec models head MODEL"
-    heads = ", ".join(head.repository for head in known[1].runnable) or "none"
-    return f"published for {target}: {heads}"
