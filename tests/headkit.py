@@ -1,6 +1,6 @@
 """Draft heads by their formulas, and histories to hold drafters against: numpy, float64, no cache.
 
-Also a writer of EAGLE-3 heads in the published format.  Every row is recomputed from its inputs, so
+Also a writer of EAGLE-3 heads in the published formats.  Every row is recomputed from its inputs, so
 nothing here knows slots, masks or what was computed before.
 """
 
@@ -48,14 +48,19 @@ class Layer:
     def norm(self, name, x):
         return x / np.sqrt((x**2).mean() + self.eps) * self.w[name + ".weight"]
 
+    def head_norm(self, name, heads):
+        """Of each of ``heads`` [n, d], where the layer has such a norm."""
+        return np.stack([self.norm(name, x) for x in heads]) if name + ".weight" in self.w else heads
+
     def attend(self, rows):
         """Attention of the last of ``rows`` = [(x, position)] over all of them: [H]."""
         a = self.prefix + "self_attn."
-        keys = [rotate(self.linear(a + "k_proj", x).reshape(self.kv_heads, -1), p, self.theta)
-                for x, p in rows]
+        keys = [rotate(self.head_norm(a + "k_norm", self.linear(a + "k_proj", x).reshape(self.kv_heads, -1)),
+                       p, self.theta) for x, p in rows]
         values = [self.linear(a + "v_proj", x).reshape(self.kv_heads, -1) for x, _ in rows]
         x, position = rows[-1]
-        q = rotate(self.linear(a + "q_proj", x).reshape(self.heads, -1), position, self.theta)
+        q = self.linear(a + "q_proj", x).reshape(self.heads, -1)
+        q = rotate(self.head_norm(a + "q_norm", q), position, self.theta)
         out = []
         for i in range(self.heads):
             j = i // (self.heads // self.kv_heads)
@@ -91,13 +96,19 @@ class Eagle2:
 
 
 class Eagle3:
-    """An EAGLE-3 head; logits of tokens that it cannot name are -inf."""
+    """An EAGLE-3 head; logits of tokens that it cannot name are -inf.  ``switches``: of its config.json."""
 
-    def __init__(self, w, heads, kv_heads, eps, window=2048, theta=10000.0):
+    def __init__(self, w, heads, kv_heads, eps, window=2048, theta=10000.0, **switches):
         self.layer = Layer(w, "midlayer.", heads, kv_heads, eps, theta)
-        self.w, self.window = w, window
+        self.w, self.window, self.switches = w, window, switches
 
     def state(self, known):
+        if self.switches.get("norm_before_fc"):
+            known = self.layer.norm("input_norm", known)
+        if self.switches.get("fc_norm"):
+            count = sum(name.startswith("fc_norm.") for name in self.w)
+            known = np.concatenate([self.layer.norm(f"fc_norm.{i}", part)
+                                    for i, part in enumerate(np.split(known, count))])
         return self.w["fc.weight"] @ known
 
     def row(self, inputs):
@@ -105,11 +116,16 @@ class Eagle3:
         rows = [(np.concatenate([norm("midlayer.input_layernorm", self.w["embed_tokens.weight"][token]),
                                  norm("midlayer.hidden_norm", state)]), position)
                 for state, token, position in inputs[-self.window :]]
-        x = inputs[-1][0] + self.layer.attend(rows)
-        return x + self.layer.mlp(norm("midlayer.post_attention_layernorm", x))
+        x = inputs[-1][0]
+        if self.switches.get("norm_before_residual"):
+            x = norm("midlayer.hidden_norm", x)
+        x = x + self.layer.attend(rows)
+        x = x + self.layer.mlp(norm("midlayer.post_attention_layernorm", x))
+        return norm("norm", x) if self.switches.get("norm_output") else x
 
     def logits(self, output):
-        drafted = self.w["lm_head.weight"] @ self.layer.norm("norm", output)
+        normed = output if self.switches.get("norm_output") else self.layer.norm("norm", output)
+        drafted = self.w["lm_head.weight"] @ normed
         if "d2t" not in self.w:
             return drafted
         x = np.full(len(self.w["embed_tokens.weight"]), -np.inf)
@@ -118,9 +134,29 @@ class Eagle3:
         return x
 
 
+SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_IDS = "eagle_aux_hidden_state_layer_ids"
+VARIANTS = {  # options of published_eagle3, for targets of 8 layers or more
+    "speculators": {"form": "speculators", "drafted": 20, "norm_before_residual": True},
+    "speculators with Qwen3's layer": {"form": "speculators", "qk_norm": True, "embedding": True,
+                                       "norm_before_residual": True},
+    "speculators, EAGLE-3.1": {"form": "speculators", "fc_norm": True, "norm_output": True, "states": 5,
+                               "norm_before_residual": True, _IDS: [2, 3, 4, 6, 8]},
+    "one norm before fc": {"form": "speculators", "norm_before_fc": True, "drafted": 20},
+    "DeepSpec": {"form": "deepspec", "states": 5, "qk_norm": True, "embedding": True,
+                 "target_layer_ids": [0, 1, 3, 5, 6]},
+    "SpecForge, EAGLE-3.1": {"fc_norm": True, "norm_output": True, "drafted": 20},
+    "one state": {"states": 1, _IDS: [5]},
+}
+
+
 def published_eagle3(directory, seed, target_width, vocabulary, width=None, drafted=None, heads=4, kv_heads=4,
-                     embedding=False, **config):
-    """An EAGLE-3 head as others publish them, written without our code: its config and tensors."""
+                     embedding=False, states=3, form="classic", qk_norm=False, **config):
+    """An EAGLE-3 head as others publish them, written without our code: its config and tensors.
+
+    ``form``: whose file it is: "classic" (EAGLE's authors), "speculators" or "deepspec".  Returned are the
+    classic form's fields and names.
+    """
     width, drafted = width or target_width, drafted or vocabulary
     raw = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": width,
            "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": heads,
@@ -129,7 +165,7 @@ def published_eagle3(directory, seed, target_width, vocabulary, width=None, draf
            "tie_word_embeddings": False, "torch_dtype": "float16", "vocab_size": vocabulary,
            "draft_vocab_size": drafted, **config}
     kv = width // heads * kv_heads
-    shapes = {"fc.weight": (width, 3 * target_width), "norm.weight": (width,),
+    shapes = {"fc.weight": (width, states * target_width), "norm.weight": (width,),
               "lm_head.weight": (drafted, width),
               "midlayer.hidden_norm.weight": (width,), "midlayer.input_layernorm.weight": (width,),
               "midlayer.post_attention_layernorm.weight": (width,),
@@ -141,6 +177,12 @@ def published_eagle3(directory, seed, target_width, vocabulary, width=None, draf
               "midlayer.mlp.down_proj.weight": (width, 40)}
     if embedding:
         shapes["embed_tokens.weight"] = (vocabulary, width)
+    if qk_norm:
+        shapes |= {f"midlayer.self_attn.{name}_norm.weight": (width // heads,) for name in "qk"}
+    if raw.get("fc_norm"):
+        shapes |= {f"fc_norm.{i}.weight": (target_width,) for i in range(states)}
+    if raw.get("norm_before_fc"):
+        shapes["input_norm.weight"] = (states * target_width,)
     generator = torch.Generator().manual_seed(seed)
     weights = {n: torch.randn(s, generator=generator) / (s[-1] ** 0.5 if len(s) == 2 else 1)
                for n, s in shapes.items()}
@@ -149,9 +191,24 @@ def published_eagle3(directory, seed, target_width, vocabulary, width=None, draf
         weights["d2t"] = ids - torch.arange(drafted)
         weights["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, ids, True)
     directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(raw))
-    safetensors.torch.save_file(weights, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(_in_form(form, raw, qk_norm)))
+    names = {n: n if form == "classic" else n.replace("midlayer.", "layers.0.") for n in weights}
+    safetensors.torch.save_file({names[n]: w for n, w in weights.items()}, directory / "model.safetensors")
     return raw, weights
+
+
+def _in_form(form, raw, qk_norm):
+    if form == "speculators":
+        beside = ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids", *SWITCHES)
+        layer = {key: value for key, value in raw.items() if key not in (*beside, "architectures")}
+        layer |= {"model_type": "qwen3" if qk_norm else "llama",
+                  "head_dim": raw["hidden_size"] // raw["num_attention_heads"]}
+        return {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"],
+                "transformer_layer_config": layer, **{key: raw.get(key) for key in beside}}
+    if form == "deepspec":
+        return {key: value for key, value in raw.items() if key != "draft_vocab_size"} | {
+            "architectures": ["Qwen3Eagle3Model"], "model_type": "qwen3", "layer_types": ["full_attention"]}
+    return raw
 
 
 class Session:

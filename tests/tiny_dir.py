@@ -11,7 +11,8 @@ from tiny import tiny_llama
 from transformers import LlamaConfig
 
 from flowspec_edge.drafting.eagle.eagle2 import EagleHead, save_head
-from flowspec_edge.drafting.eagle.eagle3 import Eagle3Head, save_head3
+from flowspec_edge.drafting.eagle.eagle3 import Eagle3Head
+from flowspec_edge.drafting.eagle.eagle3_formats import save_head3
 from flowspec_edge.drafting.spd.module import SpdModule, save_module
 
 

@@ -19,6 +19,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from flowspec_edge.errors import FlowspecError, UsageError, first_line
+from flowspec_edge.model.catalogue import find_known
+from flowspec_edge.model.draft_formats import FORMATS, recognise_format
 from flowspec_edge.model.modeldir import check_config
 from flowspec_edge.util.bounded_read import read_json, read_json_object
 from flowspec_edge.util.tensors import check_finite
@@ -32,13 +34,31 @@ _PREFIXES = ("module.", "model.")  # of a training framework's wrapper, and of a
 
 
 def read_config(directory: Path, what: str) -> dict[str, Any]:
-    """UsageError if config.json is missing or invalid; ``what``: the model's name with its article."""
+    """UsageError if config.json is missing or invalid, FlowspecError if it is of a format that cannot be run;
+    ``what``: the model's name with its article."""
     path = directory / "config.json"
     if not path.exists():
         raise UsageError(f"no {_bare(what)} at {directory}: config.json is missing")
     raw = read_json_object(path)
     check_config(raw, path)
+    name = recognise_format(raw)
+    if name is not None and FORMATS.get(name) is None:
+        raise FlowspecError(f"{path}: draft heads in the format {name} cannot be run, those of EAGLE-1, 2 "
+                            f"and 3 can; {_instead(raw)}")
     return raw
+
+
+def _instead(raw: dict[str, Any]) -> str:
+    """The heads of the model that a config.json names, or where to look."""
+    inner = raw.get("speculators_config")
+    verifier = inner.get("verifier") if isinstance(inner, dict) else None
+    target = verifier.get("name_or_path") if isinstance(verifier, dict) else None
+    target = target or raw.get("target_model_name_or_path")
+    known = find_known(target) if isinstance(target, str) else None
+    if known is None:
+        return "what there is for a model: flowspec models head MODEL"
+    heads = ", ".join(head.repository for head in known[1].runnable) or "none"
+    return f"published for {target}: {heads}"
 
 
 EMBEDDING = "embed_tokens.weight"

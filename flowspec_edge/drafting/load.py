@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.checkpoint import has_embedding
 from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, load_head, require_fit
-from flowspec_edge.drafting.eagle.eagle3 import Eagle3Drafter, head3_layers, load_head3
+from flowspec_edge.drafting.eagle.eagle3 import Eagle3Drafter
+from flowspec_edge.drafting.eagle.eagle3_formats import head3_layers, load_head3
 from flowspec_edge.drafting.eagle.head_drafter import FusibleHead
 from flowspec_edge.drafting.lm import load_lm
 from flowspec_edge.drafting.spd.drafter import SpdDrafter

@@ -12,34 +12,68 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import RootModel
+from pydantic import Field, RootModel, field_validator
 
 from flowspec_edge.errors import UsageError
+from flowspec_edge.model.draft_formats import FORMATS
 from flowspec_edge.util.resources import resource_dir
 from flowspec_edge.util.tomlfile import StrictModel, load_toml
 
 FETCHED = "fetched.json"  # written last: the download is complete
 
 
+class PublishedHead(StrictModel):
+    """repository  OWNER/NAME
+    format      a key of ``FORMATS``
+    licence     that its page states; None: not read
+    acceptance  tokens a verification with the bonus token, on which text, by ``source``
+    """
+
+    repository: str
+    format: str
+    licence: str | None = None
+    acceptance: str | None = None
+    source: str | None = None
+
+    @field_validator("format")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in FORMATS:
+            raise ValueError(f"must be one of {', '.join(FORMATS)}")
+        return name
+
+    @property
+    def kind(self) -> str | None:
+        """The kind of draft model that it is; None: it cannot be run."""
+        return FORMATS[self.format]
+
+
 class KnownModel(StrictModel):
     """target         the checkpoint's repository, OWNER/NAME
-    eagle2, eagle3  repositories of published heads: EAGLE-1/2's format, EAGLE-3's
+    published       draft heads, the preferred one of a kind first
     small          a small model with the target's tokenizer: a draft model of the kind "lm"
     chat_template  a built-in one, for targets whose tokenizer has none
     config         the fields of the target's config.json that fix its shape
     """
 
     target: str
-    eagle2: str | None = None
-    eagle3: str | None = None
+    published: list[PublishedHead] = Field(default_factory=list)
     small: str | None = None
     chat_template: str | None = None
     config: dict[str, Any]
 
     @property
     def heads(self) -> dict[str, str]:
-        """Repositories of the published heads by kind, the preferred one first."""
-        return {kind: name for kind in ("eagle2", "eagle3") if (name := getattr(self, kind))}
+        """Repositories of the preferred heads by kind."""
+        first: dict[str, str] = {}
+        for head in self.runnable:
+            first.setdefault(head.kind or "", head.repository)
+        return first
+
+    @property
+    def runnable(self) -> list[PublishedHead]:
+        """EAGLE-2's before EAGLE-3's."""
+        return sorted((head for head in self.published if head.kind), key=lambda head: head.kind or "")
 
 
 class Catalogue(RootModel[dict[str, KnownModel]]):

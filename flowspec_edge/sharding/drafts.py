@@ -12,7 +12,8 @@ from typing import Any
 from flowspec_edge.drafting import checkpoint as weights
 from flowspec_edge.drafting.checkpoint import EMBEDDING
 from flowspec_edge.drafting.eagle.eagle2 import head_config, require_fit
-from flowspec_edge.drafting.eagle.eagle3 import CAPTURED, head3_config, head3_layers
+from flowspec_edge.drafting.eagle.eagle3 import states_of
+from flowspec_edge.drafting.eagle.eagle3_formats import head3_config, head3_layers
 from flowspec_edge.drafting.lm import require_padding
 from flowspec_edge.drafting.spd.module import module_config
 from flowspec_edge.errors import UsageError
@@ -89,9 +90,10 @@ def open_draft(directory: Path) -> DraftFiles:
     tensors = checkpoint.stored(checkpoint.names)
     bare = {_PREFIX.sub("", name): stored for name, stored in tensors.items()}
     kind = _kind(directory, config, bare)
+    layer = head3_config(directory).to_dict() if kind == "eagle3" else config
     return DraftFiles(kind, directory, _files(directory), tensors,
                  embeddings=kind == "spd" or (kind in ("eagle2", "eagle3") and EMBEDDING not in bare),
-                 kv_row=cache_values(config), fingerprint=checkpoint.digest(checkpoint.names))
+                 kv_row=cache_values(layer), fingerprint=checkpoint.digest(checkpoint.names))
 
 
 def check_fit(draft: DraftFiles, target: Path, width: int, vocabulary: int, layers: int) -> None:
@@ -111,7 +113,7 @@ def check_fit(draft: DraftFiles, target: Path, width: int, vocabulary: int, laye
     if draft.kind == "eagle3":
         config: Any = head3_config(directory)
         head3_layers(directory, config, layers)
-        widths = [config.target_hidden_size, *([fc[1] // CAPTURED] if fc else [])]
+        widths = [config.target_hidden_size, *([fc[1] // states_of(config)] if fc else [])]
         widths += [] if EMBEDDING in shapes else [config.hidden_size]
     else:
         config = module_config(directory) if draft.kind == "spd" else head_config(directory)
@@ -124,7 +126,8 @@ def check_fit(draft: DraftFiles, target: Path, width: int, vocabulary: int, laye
 
 def _kind(directory: Path, config: dict[str, Any], tensors: dict[str, TensorInfo]) -> str:
     fc = tensors.get("fc.weight")
-    if "d2t" in tensors or any(name.startswith("midlayer.") for name in tensors):
+    if "d2t" in tensors or any(name.startswith("midlayer.") or name.endswith("hidden_norm.weight")
+                               for name in tensors):
         return "eagle3"
     if isinstance(config.get("target_layers"), int):
         return "spd"

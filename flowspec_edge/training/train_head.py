@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from flowspec_edge.drafting.eagle.eagle2 import EagleHead, load_head, save_head
-from flowspec_edge.drafting.eagle.eagle3 import load_head3, save_head3
+from flowspec_edge.drafting.eagle.eagle3_formats import load_head3, save_head3
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import DRAFT_PARTS, ModelDir
 from flowspec_edge.stage.families import load_config

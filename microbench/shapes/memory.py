@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from flowspec_edge.drafting.eagle.eagle2 import EagleHead, head_config, save_head
-from flowspec_edge.drafting.eagle.eagle3 import save_head3
+from flowspec_edge.drafting.eagle.eagle3_formats import save_head3
 from flowspec_edge.drafting.tree_cache import CacheShape, TreeCache
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.planning.layer_split import problem_for

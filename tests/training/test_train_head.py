@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from flowspec_edge.cli.main import main
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drafting.eagle.eagle2 import load_head
-from flowspec_edge.drafting.eagle.eagle3 import load_head3
+from flowspec_edge.drafting.eagle.eagle3_formats import load_head3
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.runtime.request import Request

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING, Annotated, Literal
+import shutil
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -31,7 +32,8 @@ def list_models(
     if as_json:
         rows = [{"name": name, "here": True, "path": str(model.path)} for name, model in shipped.items()]
         rows += [{"name": name, "here": is_here(name), "path": str(fetched_dir(name)), "target": model.target,
-                  "heads": model.heads} for name, model in known.items()]
+                  "heads": model.heads, "published": [head.model_dump() for head in model.published]}
+                 for name, model in known.items()]
         print(json.dumps(rows, indent=2))
         return
     shown: list[tuple[str, ...]] = [("name", "here", "target", "draft models")]
@@ -44,10 +46,11 @@ def list_models(
 
 def fetch(
     name: Annotated[str, typer.Argument(help="A name of the catalogue: flowspec models list.")],
-    head: Annotated[Literal["eagle2", "eagle3", "lm", "all", "none"] | None, typer.Option(
-        "--head", help="The published draft heads to fetch; lm: a small model with the same tokenizer.  "
-                       "Default: EAGLE-2's, else EAGLE-3's.",
-        show_default=False)] = None,
+    head: Annotated[str | None, typer.Option(
+        "--head", help="What to draft with: eagle2, eagle3, lm (a small model with the same tokenizer), all, "
+                       "none, or the repository of a head that flowspec models head lists.  Default: "
+                       "EAGLE-2's head, else EAGLE-3's.",
+        metavar="KIND", show_default=False)] = None,
 ) -> None:
     """Download a model of the catalogue and its draft head from Hugging Face's hub.
 
@@ -60,6 +63,7 @@ def fetch(
       flowspec models fetch qwen3-8b
       flowspec models fetch vicuna-13b --head all
       flowspec models fetch qwen3-8b --head lm
+      flowspec models fetch qwen3-8b --head RedHatAI/Qwen3-8B-speculator.eagle3
       flowspec models shard --model qwen3-8b --stages 4 --dtype int4 --out qwen3-8b-int4
     """
     from flowspec_edge.model.catalogue import FETCHED, fetched_dir, find_known
@@ -79,6 +83,8 @@ def fetch(
     for part, repository in wanted.items():
         if done.get(part) != repository:
             place = directory / (DRAFT_PARTS.get(part) or part)
+            if part in done:  # another head's files
+                shutil.rmtree(place, ignore_errors=True)
             print(f"{repository} -> {place}", flush=True)
             download_to(repository, place)
     write_atomically(record, json.dumps({**done, **wanted}, indent=2) + "\n")
@@ -96,10 +102,16 @@ def _heads(name: str, model: KnownModel, head: str | None) -> dict[str, str]:
     kind = head or next(iter(model.heads), None)
     if kind is None:
         return {}
-    if kind not in model.heads:
-        known = ", ".join(model.heads) or "none"
-        raise UsageError(f"the catalogue knows no {kind} head for {name}, only {known}")
-    return {kind: model.heads[kind]}
+    if kind in model.heads:
+        return {kind: model.heads[kind]}
+    named = next((known for known in model.published if known.repository.lower() == kind.lower()), None)
+    if named is not None and named.kind is not None:
+        return {named.kind: named.repository}
+    runnable = ", ".join(f"{known.repository} ({known.kind})" for known in model.runnable) or "none"
+    if named is not None:
+        raise UsageError(f"{named.repository} is a head in the format {named.format}, which cannot be run; "
+                         f"for {name} there are: {runnable}")
+    raise UsageError(f"the catalogue knows no {kind} head for {name}, only {runnable}")
 
 
 def _describe(model: ModelDir) -> str:

@@ -12,7 +12,7 @@ from flowspec_edge.cli.common.options import MOST_REPEATS, MOST_STAGES
 from flowspec_edge.model.modeldir import ModelDir, is_here, resolve_model
 
 if TYPE_CHECKING:
-    from flowspec_edge.model.catalogue import KnownModel
+    from flowspec_edge.model.catalogue import KnownModel, PublishedHead
     from flowspec_edge.training.cost import TrainingCost
 
 _MEGA, _GIGA = 1e6, 1e9
@@ -100,9 +100,18 @@ def _published(name: str, known: KnownModel | None, here: ModelDir | None, stage
         return DraftChoice("head", False, (
             "A published head: the catalogue knows none for this model.  With one from elsewhere, in the "
             "format of EAGLE-1, 2 or 3:"), [f"{shard} --draft HEAD-DIR"])
-    named = ", ".join(f"{repository} ({kind})" for kind, repository in known.heads.items())
-    return DraftChoice("head", False, f"A published head: {named}.",
-                       [f"flowspec models fetch {name}", f'flowspec generate --model {name} "…"', shard])
+    named = [f"{head.repository} ({head.kind or head.format + ', cannot be run'}{_facts(head)})"
+             for head in (*known.runnable, *(head for head in known.published if head.kind is None))]
+    others = [f"flowspec models fetch {name} --head {head.repository}" for head in known.runnable
+              if head.repository not in known.heads.values()]
+    text = "\n   - ".join(("A published head (figures: tokens a verification, as published):", *named))
+    return DraftChoice("head", False, text, [f"flowspec models fetch {name}", *others[:1],
+                                             f'flowspec generate --model {name} "…"', shard])
+
+
+def _facts(head: PublishedHead) -> str:
+    told = f"; licence {head.licence}" if head.licence else ""
+    return f"{told}; {head.acceptance}: {head.source}" if head.acceptance else told
 
 
 def _small(name: str, known: KnownModel | None, here: ModelDir | None, stages: int) -> DraftChoice:

@@ -18,7 +18,8 @@ from transformers import LlamaConfig
 from flowspec_edge.device_profile import LAYER_LAUNCHES, OTHER_LAYER_LAUNCHES
 from flowspec_edge.drafting.checkpoint import on_meta
 from flowspec_edge.drafting.eagle.eagle2 import EagleHead, head_config
-from flowspec_edge.drafting.eagle.eagle3 import Eagle3Head, head3_config
+from flowspec_edge.drafting.eagle.eagle3 import Eagle3Head
+from flowspec_edge.drafting.eagle.eagle3_formats import head3_config
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.catalogue import download_config, find_known, is_repository_name
 from flowspec_edge.model.manifest import CacheBits, HeadBits

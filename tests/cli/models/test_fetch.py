@@ -98,8 +98,8 @@ def test_a_fetched_model_has_a_name_everywhere(tmp_path: Path, place: Path,
     found = find_known("llama-2-7b")
     assert found is not None
     known = found[1]
-    assert known.eagle2 is not None
-    repositories = {known.target: source / "target", known.eagle2: source / "eagle2"}
+    head = known.heads["eagle2"]
+    repositories = {known.target: source / "target", head: source / "eagle2"}
     with hub(repositories) as (address, asked):
         here = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}
         done = flowspec("models", "fetch", known.target.upper(), **here)  # by the hub's name, in any case
@@ -109,13 +109,13 @@ def test_a_fetched_model_has_a_name_everywhere(tmp_path: Path, place: Path,
         assert flowspec("models", "fetch", "llama-2-7b", **here).returncode == 0
         assert len(asked) == before  # nothing is asked for twice
         shutil.rmtree(place / "llama-2-7b")
-        del repositories[known.eagle2]
+        del repositories[head]
         done = flowspec("models", "fetch", "llama-2-7b", **here)
         assert done.returncode == 2
-        assert known.eagle2 in done.stderr.splitlines()[-1]
+        assert head in done.stderr.splitlines()[-1]
         assert main(["generate", "x", "--model", "llama-2-7b"]) == 2  # incomplete
         assert "flowspec models fetch llama-2-7b" in capsys.readouterr().err
-        repositories[known.eagle2] = source / "eagle2"
+        repositories[head] = source / "eagle2"
         assert flowspec("models", "fetch", "llama-2-7b", **here).returncode == 0
     assert recognise(ModelDir(place / "llama-2-7b")) == "llama-2"
     assert main(["models", "list", "--json"]) == 0
@@ -133,4 +133,9 @@ def test_what_cannot_be_fetched(place: Path, capsys: pytest.CaptureFixture[str])
     assert main(["models", "fetch", "nothing"]) == 2
     assert "flowspec models list" in capsys.readouterr().err
     assert main(["models", "fetch", "qwen3-8b", "--head", "eagle2"]) == 2
-    assert "only eagle3" in capsys.readouterr().err
+    assert "only AngelSlim/Qwen3-8B_eagle3 (eagle3)" in capsys.readouterr().err
+    assert main(["models", "fetch", "qwen3-8b", "--head", "z-lab/Qwen3-8B-DFlash-b16"]) == 2
+    said = capsys.readouterr().err
+    assert "a head in the format DFlash, which cannot be run" in said
+    assert "RedHatAI/Qwen3-8B-speculator.eagle3 (eagle3)" in said
+    assert "\n" not in said.strip()

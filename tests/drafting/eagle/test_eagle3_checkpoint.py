@@ -5,9 +5,10 @@ import json
 import pytest
 import safetensors.torch
 import torch
-from headkit import published_eagle3
+from headkit import VARIANTS, published_eagle3
+from transformers import Qwen3Config
 
-from flowspec_edge.drafting.eagle.eagle3 import head3_config, head3_layers, load_head3, save_head3
+from flowspec_edge.drafting.eagle.eagle3_formats import head3_config, head3_layers, load_head3, save_head3
 from flowspec_edge.drafting.load import load_drafters
 from flowspec_edge.errors import FlowspecError, UsageError
 
@@ -137,8 +138,10 @@ def test_wrong_tensors_are_named(tmp_path, change, message):
      "width is 32, the target's 24, and it brings no embed_tokens.weight of its own"),
     ({"num_hidden_layers": 2}, TARGETS, "one layer, not 2"),
     ({"draft_vocab_size": 99}, TARGETS, "draft_vocab_size 99 is more than vocab_size 61"),
-    ({"norm_before_fc": True}, TARGETS, "heads with norm_before_fc are not supported"),
-    ({"transformer_layer_config": {}}, TARGETS, "format of the speculators library"),
+    ({"norm_before_fc": True, "fc_norm": True}, TARGETS, "norm_before_fc and fc_norm exclude each other"),
+    ({"transformer_layer_config": {"model_type": "qwen3_next"}}, TARGETS, "a layer of 'qwen3_next'"),
+    ({"transformer_layer_config": {"hidden_size": "wide"}}, TARGETS, "hidden_size must be a whole number"),
+    ({"architectures": ["Gemma4Eagle3Model"]}, TARGETS, "Gemma4Eagle3Model are not supported"),
 ])
 def test_a_head_that_does_not_fit_is_refused(tmp_path, shape, targets, message):
     published_eagle3(tmp_path, 0, T, V, **shape)
@@ -153,10 +156,10 @@ def test_a_head_that_does_not_fit_is_refused(tmp_path, shape, targets, message):
     ([1, 17, 32], 36, (2, 18, 33)),  # the same states as outputs
     ([24, 30, 36], 36, (24, 30, 36)),  # the last one after all layers
     ([0, 5, 3], 8, (0, 5, 3)),  # in fc's order
-    ([1, 46, 94], 94, "reaches past the target, which has 94 layers"),
-    ([2, 16, 33], 32, "reaches past the target, which has 32 layers"),
-    ([-1, 2, 3], 32, "reaches past"),
-    ([2, 5], 32, "names 2 layers, an EAGLE-3 head takes 3"),
+    ([1, 46, 94], 94, "reach past the target, which has 94 layers"),
+    ([2, 16, 33], 32, "reach past the target, which has 32 layers"),
+    ([-1, 2, 3], 32, "reach past"),
+    ([2, 5], 32, (2, 5)),  # as many states
     ("2,5,9", 32, "must be a list of layers"),
     ([2, 5.5, 9], 32, "must be a list of layers"),
 ])
@@ -164,12 +167,62 @@ def test_a_head_that_does_not_fit_is_refused(tmp_path, shape, targets, message):
 def test_captured_layers_are_those_that_the_config_names(tmp_path, ids, layers, expected, nested):
     named = {} if ids is None else {"eagle_aux_hidden_state_layer_ids": ids}
     published_eagle3(tmp_path, 0, T, V, **({"eagle_config": named} if nested else named))
-    config = head3_config(tmp_path)
     if isinstance(expected, tuple):
-        assert head3_layers(tmp_path, config, layers) == expected
+        assert head3_layers(tmp_path, head3_config(tmp_path), layers) == expected
         return
     with pytest.raises(FlowspecError, match=expected):
-        head3_layers(tmp_path, config, layers)
+        head3_layers(tmp_path, head3_config(tmp_path), layers)
+
+
+@pytest.mark.parametrize(("form", "ids", "expected"), [
+    ("speculators", None, (2, 18, 33)),
+    ("speculators", [1, 17, 32], (1, 17, 32)),  # inputs, whatever the first is
+    ("deepspec", [1, 9, 17, 25, 33], (2, 10, 18, 26, 34)),  # outputs
+    ("deepspec", [0, 9], (1, 10)),
+])
+def test_every_publisher_counts_layers_in_a_way(tmp_path, form, ids, expected):
+    name = "target_layer_ids" if form == "deepspec" else "eagle_aux_hidden_state_layer_ids"
+    published_eagle3(tmp_path, 0, T, V, form=form, states=len(ids or [0] * 3), **{name: ids})
+    assert head3_layers(tmp_path, head3_config(tmp_path), 36) == expected
+
+
+def test_what_a_layer_leaves_out_is_its_familys_default(tmp_path):
+    """As transformers' own class of it has it, not Llama's: heads of 128, whatever the width."""
+    given = {"num_hidden_layers": 1, "num_key_value_heads": 8, "vocab_size": V, "hidden_size": 2048}
+    layer = Qwen3Config(**given)
+    raw = {"speculators_model_type": "eagle3", "transformer_layer_config": {"model_type": "qwen3", **given},
+           "norm_before_residual": True, "draft_vocab_size": V, "eagle_aux_hidden_state_layer_ids": None}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = head3_config(tmp_path)
+    for field in ("head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "rms_norm_eps",
+                  "num_key_value_heads", "rope_parameters"):
+        assert getattr(config, field) == getattr(layer, field), field
+    assert (config.norm_before_residual, config.qk_norm, config.fc_norm) == (True, True, False)
+
+
+def test_a_layer_that_slides_limits_the_window(tmp_path):
+    published_eagle3(tmp_path, 0, T, V, form="speculators", qk_norm=True, sliding_window=32,
+                     layer_types=["sliding_attention"], use_sliding_window=True)
+    assert head3_config(tmp_path).max_position_embeddings == 32
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_all_of_a_variants_tensors_are_needed(tmp_path, variant):
+    """A switch without its tensors is an error, and so are tensors without their switch."""
+    published_eagle3(tmp_path, 0, T, V, **VARIANTS[variant])
+    stored = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    load_head3(tmp_path, TARGETS, torch.float32)
+    for name in stored:
+        if "_norm" in name and name not in ("norm.weight", "lm_head.weight"):
+            rewrite(tmp_path, {n: w for n, w in stored.items() if n != name})
+            with pytest.raises(FlowspecError, match="is missing from the EAGLE-3 head"):
+                load_head3(tmp_path, TARGETS, torch.float32)
+    if "fc_norm.0.weight" in stored:
+        rewrite(tmp_path, stored)
+        raw = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**raw, "fc_norm": False}))
+        with pytest.raises(FlowspecError, match=r"tensor fc_norm\.0\.weight does not belong"):
+            load_head3(tmp_path, TARGETS, torch.float32)
 
 
 def test_load_drafters_asks_for_the_captured_states(tmp_path):

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 from gpukit import needs_cuda
-from headkit import GREEDY, Eagle3, Session, log_softmax, published_eagle3
+from headkit import GREEDY, SWITCHES, VARIANTS, Eagle3, Session, log_softmax, published_eagle3
 
-from flowspec_edge.drafting.eagle.eagle3 import Eagle3Drafter, captured_layers, load_head3
+from flowspec_edge.drafting.eagle.eagle3 import Eagle3Drafter, captured_layers
+from flowspec_edge.drafting.eagle.eagle3_formats import head3_layers, load_head3
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Payload, Tap
 from flowspec_edge.sampling.rule import Sampling
@@ -17,29 +18,30 @@ T, V = 24, 61  # the target's width and vocabulary
 LAYERS = (2, 9, 15)
 
 
-def session(directory, seed, sampling=GREEDY, rank="draft", tau=0.7, layers=LAYERS, device="cpu",
+def session(directory, seed, sampling=GREEDY, rank="draft", tau=0.7, device="cpu",
             fused=False, **shape):
     raw, weights = published_eagle3(directory, seed, T, V, **shape)
     targets = torch.randn(V, T, generator=torch.Generator().manual_seed(seed + 100))
     head = load_head3(directory, targets, torch.float64).to(device)
     if fused:  # as on a GPU
         head.fuse_layer()
-    drafter = Eagle3Drafter(head, layers)
+    layers = head3_layers(directory, head.config, 18)
+    drafter, states = Eagle3Drafter(head, layers), len(layers)
     weights = {"embed_tokens.weight": targets, **weights}
     reference = Eagle3({n: w.double().numpy() for n, w in weights.items()}, raw["num_attention_heads"],
                        raw["num_key_value_heads"], raw["rms_norm_eps"], raw["max_position_embeddings"],
-                       raw.get("rope_theta", 10000.0))
+                       raw.get("rope_theta", 10000.0), **{name: raw.get(name) for name in SWITCHES})
 
     def tell(rows, known):
         """In several messages, in any order, with dead rows among the living."""
-        for place in (1, 2, 0):
-            states = known[:, place * T : (place + 1) * T]
+        for place in np.roll(range(states), -1):
+            own = known[:, place * T : (place + 1) * T]
             numbers = np.array([*rows, rows[-1] + 1], np.int32)
-            hidden = np.concatenate([states, np.full((1, T), np.nan, np.float32)])
+            hidden = np.concatenate([own, np.full((1, T), np.nan, np.float32)])
             drafter.tap(Tap(1, 0, 0, layers[place], numbers, Payload("float32", hidden)))
-        drafter.tap(Tap(1, 0, 0, 4, np.array(rows, np.int32), Payload("float32", known[:, :T])))  # another's
+        drafter.tap(Tap(1, 0, 0, 17, np.array(rows, np.int32), Payload("float32", known[:, :T])))  # another's
 
-    return Session(reference, drafter, 3 * T, V, seed, sampling, rank, tau, tell)
+    return Session(reference, drafter, states * T, V, seed, sampling, rank, tau, tell)
 
 
 @pytest.mark.parametrize("drafted", [V, 20])
@@ -50,6 +52,12 @@ def test_random_histories_agree_with_full_recomputation(tmp_path, drafted, kv_he
     s = session(tmp_path, 3 + kv_heads, sampling, "noise" if noisy else "draft", drafted=drafted,
                 kv_heads=kv_heads, fused=fused)
     s.random_history(20)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_published_variant_agrees(tmp_path, variant, fused):
+    session(tmp_path, 12, kv_heads=2, fused=fused, **VARIANTS[variant]).random_history(15)
 
 
 @needs_cuda

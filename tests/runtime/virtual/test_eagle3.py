@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from headkit import VARIANTS, published_eagle3
 from stagekit import through
 from tiny import tiny_llama
 from tiny_dir import tiny_eagle3
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drafting.eagle.eagle3 import Eagle3Drafter
+from flowspec_edge.drafting.eagle.eagle3_formats import head3_config, head3_layers
 from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Cancel, Close, Credit, Output, Payload, Segment, Tap
 from flowspec_edge.runtime.cluster.clusters import open_cluster
@@ -66,12 +68,15 @@ def plain(path: Path, prompt: tuple[int, ...], limit: int, sampling: Sampling) -
 
 
 @cache
-def states(path: Path, text: tuple[int, ...]) -> torch.Tensor:
-    """The captured states of every row of a text, by transformers: [n, 3 H]."""
+def states(path: Path, text: tuple[int, ...], captured: tuple[int, ...] = CAPTURED) -> torch.Tensor:
+    """The captured states of every row of a text, by transformers: [n, states H]; those after all layers
+    are not normed."""
     target = AutoModelForCausalLM.from_pretrained(path / "target", dtype=torch.float32).eval()
     with torch.inference_mode():
+        inputs: list[torch.Tensor] = []
+        target.model.norm.register_forward_pre_hook(lambda norm, given: inputs.append(given[0]))
         hidden = target.model(torch.tensor([text]), output_hidden_states=True).hidden_states
-    return torch.cat([hidden[layer][0] for layer in CAPTURED], dim=-1)
+    return torch.cat([(*hidden[:-1], inputs[0])[layer][0] for layer in captured], dim=-1)
 
 
 @pytest.fixture
@@ -88,7 +93,8 @@ def known(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     return seen
 
 
-def same_tokens_and_states(path: Path, stages: int, request: Request, known: list[torch.Tensor]) -> Stats:
+def same_tokens_and_states(path: Path, stages: int, request: Request, known: list[torch.Tensor],
+                           captured: tuple[int, ...] = CAPTURED) -> Stats:
     """Returns what the run was like."""
     known.clear()
     expected = plain(path, tuple(request.prompt), request.max_new_tokens, request.sampling)
@@ -97,8 +103,23 @@ def same_tokens_and_states(path: Path, stages: int, request: Request, known: lis
     text = (*request.prompt, *expected)
     taken = torch.cat(known)[: len(text) - 1]  # what is accepted past the limit is taken, too
     assert len(taken) >= len(text) - 1 - 1
-    torch.testing.assert_close(taken, states(path, text)[: len(taken)], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(taken, states(path, text, captured)[: len(taken)], atol=1e-4, rtol=1e-4)
     return result.stats
+
+
+@pytest.mark.parametrize("name", ["flowspec", "flowspec_plus"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_published_variant_drafts_losslessly(model: Path, tmp_path: Path, known: list[torch.Tensor],
+                                                   variant: str, name: str) -> None:
+    shutil.copytree(model / "target", tmp_path / "target")
+    published_eagle3(tmp_path / "eagle3", 3, 32, 97, **{**VARIANTS[variant], "max_position_embeddings": 256})
+    head = head3_config(tmp_path / "eagle3")
+    odd = (list(VARIANTS).index(variant) + (name == "flowspec")) % 2
+    request = Request(PROMPT, name, 10, SAMPLED if odd else GREEDY,
+                      Params(draft="eagle3", segment=4, width=4, tree_size=12, depth=3, prefill_chunk=8))
+    stats = same_tokens_and_states(tmp_path, 2 + odd, request, known,
+                                   head3_layers(tmp_path / "eagle3", head, 8))
+    assert stats.drafted > 0
 
 
 @pytest.mark.parametrize("stages", range(1, 6))

@@ -1,0 +1,215 @@
+"""EAGLE-3 heads as they are published: one configuration and one set of names for all of them.
+
+- EAGLE's authors, AngelSlim, SpecForge: a Llama's config.json, tensors ``midlayer.*``;
+  ``eagle_aux_hidden_state_layer_ids`` may name the states.  EAGLE-3.1 adds ``fc_norm`` and ``norm_output``.
+- vllm-project/speculators: ``transformer_layer_config``, which may leave its family's defaults out, with
+  ``norm_before_residual`` and other switches beside it; ``layers.0.*``; a layer of Qwen3 norms queries and
+  keys.
+- deepseek-ai/DeepSpec: a Qwen3's config.json with ``target_layer_ids`` (five); ``layers.0.*``, q/k norms, the
+  whole vocabulary.
+
+Any of them may bring its own embeddings, and take another number of states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, Qwen3Config
+
+from flowspec_edge.drafting import checkpoint
+from flowspec_edge.drafting.checkpoint import EMBEDDING, StoredTensor
+from flowspec_edge.drafting.eagle.eagle2 import PUBLISHED, require_fit, write_head
+from flowspec_edge.drafting.eagle.eagle3 import CAPTURED, Eagle3Head, captured_layers, states_of
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.model.modeldir import check_config
+from flowspec_edge.util.weight_file import Embedding, as_embedding
+
+_WHAT = "an EAGLE-3 head"
+_ATTENTION = "midlayer.self_attn."
+_LAYER_IDS, _STATES = "eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states"
+_OWN = ("draft_vocab_size", "target_hidden_size", _LAYER_IDS, "eagle_config")
+_SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_LAYERS: dict[str, type[LlamaConfig] | type[Qwen3Config]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+
+
+def load_head3(directory: Path, embedding: Tensor | Embedding | None, dtype: torch.dtype,
+               in_file: bool = False, quantise: Callable[[nn.Module], None] = lambda module: None
+               ) -> Eagle3Head:
+    """As ``load_head``; also FlowspecError, with both numbers, if the head does not fit the target."""
+    config = head3_config(directory)
+    own = checkpoint.own_embedding(directory, config, dtype) if in_file else None
+    read = checkpoint.read_weights(directory, _WHAT, own is None)
+    stored = _own_names(checkpoint.plain_names(read, directory))
+    config.qk_norm |= f"{_ATTENTION}q_norm.weight" in stored
+    shared: Embedding | None = None
+    if embedding is not None:
+        shared = as_embedding(embedding)
+        require_fit(directory, "vocabulary", config.vocab_size, shared.num_embeddings)
+        width = shared.embedding_dim
+        if config.target_hidden_size != width:
+            raise FlowspecError(
+                f"{directory}: the head takes states of width {config.target_hidden_size}, the target's have "
+                f"{width}; a head works with the target that it was trained for only"
+            )
+        if own is not None or EMBEDDING in stored:
+            shared = None
+        elif width != config.hidden_size:
+            raise FlowspecError(f"{directory}: the head's width is {config.hidden_size}, the target's "
+                                f"{width}, and it brings no {EMBEDDING} of its own")
+    _check_fc(directory, stored, config)
+    _drop_identity(stored, config)
+    head = checkpoint.build(Eagle3Head, config, stored, directory, _WHAT, dtype, own or shared, quantise)
+    _check_draft_vocabulary(directory, head)
+    return head
+
+
+def save_head3(head: Eagle3Head, directory: Path, dtype: torch.dtype, with_embedding: bool = False) -> None:
+    """As EAGLE's authors publish a head; the embedding is usually the target's."""
+    write_head(head, directory, dtype, with_embedding, (*PUBLISHED, *_OWN),
+               architectures=["LlamaForCausalLMEagle3"])
+
+
+def head3_config(directory: Path) -> LlamaConfig:
+    """The head's layer, with all that ``Eagle3Head`` reads, and ``captured``: :func:`head3_layers`.
+
+    UsageError or FlowspecError if config.json is missing or unusable.
+    """
+    path = directory / "config.json"
+    raw = checkpoint.read_config(directory, _WHAT)
+    inner = raw.get("transformer_layer_config")
+    if isinstance(inner, dict):
+        fields = _speculators_fields(inner, raw, path)
+    else:
+        fields = dict(raw)
+        _check_deepspec(fields, path)
+    qk_norm = bool(fields.pop("qk_norm", "target_layer_ids" in fields))
+    window = _window(fields)
+    fields.pop("model_type", None)  # the layer is Llama's in every family, but for the norms of q and k
+    fields.pop("layer_types", None)
+    config = checkpoint.llama_config(fields, directory)
+    config.qk_norm = qk_norm
+    config.captured = _named_layers(raw, path)
+    if config.captured:
+        setattr(config, _STATES, len(config.captured))
+    if window is not None:  # the drafter's window is the head's training length
+        config.max_position_embeddings = min(window, config.max_position_embeddings)
+    if config.num_hidden_layers != 1:
+        raise FlowspecError(f"{path}: an EAGLE-3 head has one layer, not {config.num_hidden_layers}")
+    for key, usual in (("target_hidden_size", config.hidden_size), ("draft_vocab_size", config.vocab_size),
+                       (_STATES, CAPTURED)):
+        if getattr(config, key, None) is None:
+            setattr(config, key, usual)
+    for switch in _SWITCHES:
+        setattr(config, switch, bool(getattr(config, switch, False)))
+    if config.norm_before_fc and config.fc_norm:
+        raise FlowspecError(f"{path}: norm_before_fc and fc_norm exclude each other")
+    if config.draft_vocab_size > config.vocab_size:
+        raise FlowspecError(f"{path}: draft_vocab_size {config.draft_vocab_size} is more than vocab_size "
+                            f"{config.vocab_size}")
+    return config
+
+
+def _speculators_fields(inner: dict[str, Any], raw: dict[str, Any], path: Path) -> dict[str, Any]:
+    """``inner`` with what it leaves out, the defaults of its own family, and the fields beside it."""
+    family = inner.get("model_type", "qwen3")
+    if family not in _LAYERS:
+        raise FlowspecError(f"{path}: EAGLE-3 heads with a layer of {family!r} are not supported, only of "
+                            f"{' and '.join(_LAYERS)}")
+    check_config(inner, path)
+    try:
+        fields = _LAYERS[family].from_dict(inner).to_dict()
+    except Exception as error:  # of many kinds, for fields that do not go together
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise FlowspecError(f"{path}: transformer_layer_config: {reason}") from error
+    beside = ("draft_vocab_size", "target_hidden_size", *_SWITCHES)
+    return {**fields, **{key: raw[key] for key in beside if key in raw}, "qk_norm": family == "qwen3"}
+
+
+def _check_deepspec(fields: dict[str, Any], path: Path) -> None:
+    names = fields.get("architectures") or []
+    for name in names if isinstance(names, list) else []:
+        if str(name).endswith("Eagle3Model") and name != "Qwen3Eagle3Model":
+            raise FlowspecError(f"{path}: EAGLE-3 heads of DeepSpec's {name} are not supported, only of "
+                                "Qwen3Eagle3Model")
+
+
+def _window(fields: dict[str, Any]) -> int | None:
+    kinds = fields.get("layer_types") or []
+    slides = bool(kinds) and kinds[0] == "sliding_attention"
+    return fields.get("sliding_window") if slides else None
+
+
+def _named_layers(raw: dict[str, Any], path: Path) -> tuple[int, ...] | None:
+    """Depths of the states that config.json names, in fc's order.
+
+    DeepSpec counts layer *outputs*, speculators layer *inputs*; elsewhere a list that begins with 1 counts
+    outputs, any other inputs (as in SGLang).
+    """
+    name = "target_layer_ids" if "target_layer_ids" in raw else _LAYER_IDS
+    nested = raw.get("eagle_config")
+    named = raw.get(name) or (nested.get(name) if isinstance(nested, dict) else None)
+    if not named:
+        return None
+    if not isinstance(named, list) or not all(type(layer) is int for layer in named):
+        raise FlowspecError(f"{path}: {name} must be a list of layers, not {named!r}")
+    outputs = name != _LAYER_IDS or ("transformer_layer_config" not in raw and named[0] == 1)
+    return tuple(layer + outputs for layer in named)
+
+
+def head3_layers(directory: Path, config: Any, layers: int) -> tuple[int, ...]:
+    """After how many of a target's ``layers`` the head's states are captured, in fc's order.
+
+    FlowspecError for a layer that the target lacks, or if the default has another number of states.
+    """
+    depths: tuple[int, ...] = config.captured or captured_layers(layers)
+    path = directory / "config.json"
+    if len(depths) != states_of(config):
+        raise FlowspecError(f"{path}: the head takes {states_of(config)} states, but {_LAYER_IDS} does not "
+                            "name their layers")
+    if min(depths) < 0 or max(depths) > layers:
+        raise FlowspecError(f"{path}: the head's states after {', '.join(map(str, depths))} layers reach "
+                            f"past the target, which has {layers} layers; a head works with the target that "
+                            "it was trained for only")
+    return depths
+
+
+def _own_names(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    return {name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name: tensor
+            for name, tensor in stored.items()}
+
+
+def _check_fc(directory: Path, stored: dict[str, StoredTensor], config: LlamaConfig) -> None:
+    """A clearer error than that of a wrong shape."""
+    fc, width, states = stored.get("fc.weight"), config.target_hidden_size, states_of(config)
+    if fc is not None and len(fc.shape) == 2 and fc.shape[1] != states * width:
+        raise FlowspecError(f"{directory}: tensor fc.weight takes {fc.shape[1]} values, but {states} "
+                            f"captured states of width {width} have {states * width}")
+
+
+def _drop_identity(stored: dict[str, StoredTensor], config: LlamaConfig) -> None:
+    """Some files hold the identity as the mapping of equal vocabularies."""
+    if config.draft_vocab_size == config.vocab_size and "d2t" in stored and not stored["d2t"].read().any():
+        stored.pop("d2t")
+        stored.pop("t2d", None)
+
+
+def _check_draft_vocabulary(directory: Path, head: Eagle3Head) -> None:
+    if head.config.draft_vocab_size == head.config.vocab_size:
+        return
+    ids, vocabulary = head.target_ids(), head.config.vocab_size
+    for extreme in (int(ids.min()), int(ids.max())):
+        if not 0 <= extreme < vocabulary:
+            raise FlowspecError(f"{directory}: tensor d2t maps a draft token to {extreme}, but the target's "
+                                f"vocabulary has {vocabulary} tokens")
+    if (distinct := len(ids.unique())) != len(ids):
+        raise FlowspecError(f"{directory}: tensor d2t maps {len(ids)} draft tokens to {distinct} "
+                            "of the target's")
+    marked = int(head.t2d.sum())
+    if marked != len(ids) or not head.t2d[ids].all():
+        raise FlowspecError(f"{directory}: tensor t2d marks {marked} tokens, which are not the "
+                            f"{len(ids)} that d2t maps to")
