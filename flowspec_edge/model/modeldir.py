@@ -187,7 +187,7 @@ def position_limit(config: Mapping[str, Any]) -> int:
     return int(config["max_position_embeddings"])
 
 
-SPARSE = ("qwen3_moe", "mixtral")  # families with experts
+SPARSE = ("qwen3_moe", "mixtral", "gpt_oss")  # families with experts
 # Families whose forward pass is exactly: embeddings, layers whose mask is full or a window, norm.
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", *SPARSE)
 
