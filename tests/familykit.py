@@ -46,6 +46,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral-window": ("mixtral", {"num_local_experts": 4, "sliding_window": WINDOW}),
     "gpt-oss": ("gpt_oss", {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2,
                             "sliding_window": WINDOW, "swiglu_limit": 0.5}),
+    "phi3": ("phi3", {"sliding_window": WINDOW}),
+    "ministral3": ("ministral3", {"rope_parameters": _YARN | {
+        "llama_4_scaling_beta": 0.4, "max_position_embeddings": 2048, "mscale": 1.0, "mscale_all_dim": 1.0}}),
     "qwen3-tied-yarn": ("qwen3", {"head_dim": 24, "tie_word_embeddings": True, "rope_parameters": _YARN}),
 }
 

@@ -188,8 +188,10 @@ def position_limit(config: Mapping[str, Any]) -> int:
 
 
 SPARSE = ("qwen3_moe", "mixtral", "gpt_oss")  # families with experts
+# Families with dense layers that only transformers' own code computes: not fused, not split among ranks.
+UNSPLIT = ("phi3", "ministral3")
 # Families whose forward pass is exactly: embeddings, layers whose mask is full or a window, norm.
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", *SPARSE)
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", *SPARSE, *UNSPLIT)
 
 _SIZES = {  # field -> the most of any model, with room
     "hidden_size": 1 << 20,

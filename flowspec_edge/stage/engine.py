@@ -47,14 +47,15 @@ _NEED_LESS = "lower the limits of the session, or give this stage fewer layers"
 
 
 class StageEngine:
-    def __init__(self, shard: Shard, cache_rows: int = 0) -> None:
-        """``cache_rows``: for which memory is allocated now, instead of when sessions need it.  FlowspecError
-        if it does not suffice."""
+    def __init__(self, shard: Shard, cache_rows: int = 0, requests: int = 0, tentative: int = 0) -> None:
+        """``cache_rows``: for which memory is allocated now, instead of when sessions need it, for so many
+        requests as ``CacheKind.reserved`` says.  FlowspecError if it does not suffice."""
         self.shard = shard
-        nbytes = sum(kind.row_bytes(shard.dtype.itemsize) * cache_rows for kind in shard.kinds)
+        rows_of = {kind: kind.reserved(cache_rows, requests, tentative) for kind in shard.layers_of_kinds}
+        nbytes = sum(kind.row_bytes(shard.dtype.itemsize) * rows_of[kind] for kind in shard.kinds)
         with self._allocating(nbytes, f"KV caches of {cache_rows} rows"):
             self._memory = StageMemory({
-                kind: kind.arena(layers, shard.dtype, shard.device, cache_rows)
+                kind: kind.arena(layers, shard.dtype, shard.device, rows_of[kind])
                 for kind, layers in shard.layers_of_kinds.items()})
         self._sessions: dict[int, Session] = {}  # by number, in the order of their Opens
         self._closed_counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)  # ended sessions, stale messages

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import inf
 
 import numpy as np
 
@@ -18,6 +20,8 @@ from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.messages import Int32
 from flowspec_edge.runtime.draft_device.draft_session import DraftSession
 from flowspec_edge.runtime.request import Request
+from flowspec_edge.stage.layers.kinds import reusable
+from flowspec_edge.stage.layers.stage_cache import CacheKind
 
 # Fewer rows save no time: a segment of this many takes as long as a single row (Params.segment).
 MIN_ROWS = 16
@@ -56,15 +60,19 @@ class PrefixHit:
 class PrefixCache:
     """Counts the rows of open sessions, at their capacities, and of retained prefixes."""
 
-    def __init__(self, limit: int | None = None,
-                 reusable: Callable[[int, int], int] = lambda text, wanted: wanted) -> None:
-        """limit     rows at a time; None: no limit, and no rows are retained
-        reusable  rows of a text, and wanted of them -> rows, at most as many, that a session can begin with
-        """
+    def __init__(self, limit: int | None = None) -> None:
+        """``limit``: rows at a time; None: no limit, and no rows are retained."""
         self._limit = limit
-        self._reusable = reusable
+        self._most: int | None = None
+        self._reusable: Callable[[int, int], int] = lambda text, wanted: wanted
         self._open: dict[int, int] = {}  # capacities by session
         self._retained: dict[int, CachedPrefix] = {}  # by session, the oldest first
+
+    def suit(self, kinds: Sequence[CacheKind], most: int) -> None:
+        """For a model whose layers are of ``kinds``; at most ``most`` sessions and prefixes at a time where
+        each takes memory whatever its length."""
+        self._reusable = partial(reusable, kinds)
+        self._most = most if any(kind.takes_memory_each for kind in kinds) else None
 
     @property
     def retained(self) -> tuple[int, ...]:
@@ -95,7 +103,8 @@ class PrefixCache:
         the sessions whose rows the stages still retain."""
         self._retained.pop(parent_session, None)
         self._open[session] = rows
-        while self._limit is not None and self._retained and self.rows > self._limit:
+        while self._limit is not None and self._retained and (
+                self.rows > self._limit or len(self._open) + len(self._retained) > (self._most or inf)):
             del self._retained[next(iter(self._retained))]
         return self.retained
 

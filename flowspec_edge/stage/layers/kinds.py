@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowspec_edge.model.manifest import CacheBits
+from flowspec_edge.model.manifest import CacheBits, reserved
 from flowspec_edge.stage.layers.attention import BatchCache, BatchMask, Part, folded_mask
 from flowspec_edge.stage.layers.kv_cache import KVArena, row_bytes, window_reusable, window_rows
 from flowspec_edge.stage.layers.stage_cache import CacheKind
 
 # Families whose layers all have the configuration's window, if it has one; in others, ``layer_types`` says.
-_ALL_SLIDE = ("mistral", "mixtral", "qwen3_moe")
+_ALL_SLIDE = ("mistral", "mixtral", "qwen3_moe", "phi3", "ministral3")
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,13 @@ class KeysValues:
     def rows(self, capacity: int, tentative: int) -> int:
         """That a session of ``capacity`` rows holds at most, ``tentative`` of them uncommitted."""
         return capacity if self.window is None else min(capacity, window_rows(self.window, tentative))
+
+    @property
+    def takes_memory_each(self) -> bool:
+        return self.window is not None
+
+    def reserved(self, rows: int, requests: int, tentative: int) -> int:
+        return reserved(self.window, rows, requests, tentative)
 
     def reusable(self, text: int, wanted: int) -> int:
         """Rows, at most ``wanted``, from which a session can go on whose text has ``text`` rows."""
@@ -59,7 +66,7 @@ class KeysValues:
 
 
 def layer_kinds(config: Any, kept_in: CacheBits = "16bit", kv_heads: int | None = None, groups: int = 1
-                ) -> list[CacheKind]:
+                ) -> list[KeysValues]:
     """Of every layer of a model.  ``kv_heads`` and ``groups``: those of this device, if it has not all."""
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     if config.model_type in _ALL_SLIDE:

@@ -24,12 +24,12 @@ from torch import Tensor
 
 from flowspec_edge.errors import FlowspecError, ProtocolError
 from flowspec_edge.messages import Int32
-from flowspec_edge.model.manifest import CacheBits
+from flowspec_edge.model.manifest import WINDOW_SLACK, CacheBits
 from flowspec_edge.util.tensors import to_device
 from flowspec_edge.util.torchdevice import release
 
 _MOVED = 256  # rows that are in memory twice while ranges move
-SLACK = 64
+SLACK = WINDOW_SLACK
 
 
 class KVArena:

@@ -94,6 +94,14 @@ class CacheKind(Hashable, Protocol):
     def rows(self, capacity: int, tentative: int) -> int:
         """That a session of ``capacity`` rows holds at most, ``tentative`` of them uncommitted."""
 
+    @property
+    def takes_memory_each(self) -> bool:
+        """Whether a session takes memory whatever its length."""
+
+    def reserved(self, rows: int, requests: int, tentative: int) -> int:
+        """Rows for which a stage has memory whose caches hold ``rows``, of ``requests`` requests at once (0:
+        any number) with ``tentative`` uncommitted rows each."""
+
     def reusable(self, text: int, wanted: int) -> int:
         """Rows, at most ``wanted``, from which a session can go on whose text has ``text`` rows."""
 

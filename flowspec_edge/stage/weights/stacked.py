@@ -52,7 +52,8 @@ class StackedExperts(WeightFile):
         self._file_of = file_of
         self._names = set(names)
         self._held: tuple[str, int, Tensor] | None = None
-        self.tensors, self._sources = {}, {}
+        self.tensors = {}
+        self._sources: dict[str, tuple[str, int, str]] = {}  # (stack, expert, matrix) of each tensor
         counts = {}
         for own, (stack, _, step) in _PLACES.items():
             name = f"{prefix}.{stack}"
