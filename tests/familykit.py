@@ -16,7 +16,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from flowspec_edge.drafting.eagle.eagle2 import EagleHead, save_head
 
 VOCAB = 61
-WINDOW = 40
+WINDOW = 7
 
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
            "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -44,6 +44,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                                       "moe_intermediate_size": 32, "mlp_only_layers": [1]}),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
     "mixtral-window": ("mixtral", {"num_local_experts": 4, "sliding_window": WINDOW}),
+    "gpt-oss": ("gpt_oss", {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2,
+                            "sliding_window": WINDOW, "swiglu_limit": 0.5}),
+    "phi3": ("phi3", {"sliding_window": WINDOW}),
+    "ministral3": ("ministral3", {"rope_parameters": _YARN | {
+        "llama_4_scaling_beta": 0.4, "max_position_embeddings": 2048, "mscale": 1.0, "mscale_all_dim": 1.0}}),
     "qwen3-tied-yarn": ("qwen3", {"head_dim": 24, "tie_word_embeddings": True, "rope_parameters": _YARN}),
 }
 
@@ -82,6 +87,6 @@ def shake(path: Path) -> None:
     tensors = load_file(path)
     generator = torch.Generator().manual_seed(5)
     for name in sorted(tensors):
-        if tensors[name].ndim == 1:
+        if tensors[name].ndim == 1 or name.endswith("bias"):
             tensors[name] += 0.3 * torch.randn(tensors[name].shape, generator=generator)
     save_file(tensors, path, metadata={"format": "pt"})

@@ -39,6 +39,20 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
+# Layers with a window hold so many rows more than it, to cut a text that much shorter, and at most as many
+# again, so that rows seldom move.
+WINDOW_SLACK = 64
+SESSIONS = 2  # that stages hold, for each request at once: its own, and a retained prefix
+
+
+def reserved(window: int | None, rows: int, requests: int, tentative: int) -> int:
+    """Rows for which a layer has memory whose window has ``window`` rows (None: all), of a cache of ``rows``;
+    ``tentative``: uncommitted ones of each of ``requests`` requests at once (0: any number)."""
+    if window is None or not requests:
+        return rows
+    return min(rows, requests * (SESSIONS * (window - 1 + 2 * WINDOW_SLACK) + tentative))
+
+
 class PartFile(_Strict):
     """``path`` is relative to the model's directory, with forward slashes."""
 
@@ -51,12 +65,20 @@ class ShardPart(_Strict):
     """parameters    before quantisation; on D0 of lm_head, embeddings and draft models
     weight_bytes  in memory, in the compute dtype; token embeddings stay in their file
     row_bytes     of one row's keys and values in this part's caches, in the compute dtype
+    windows       how many of these bytes are in layers that see only so many rows
     """
 
     files: tuple[PartFile, ...]
     parameters: Bytes
     weight_bytes: Bytes
     row_bytes: Bytes
+    windows: dict[int, Bytes] = {}
+
+    def cache_bytes(self, rows: int, requests: int = 0, tentative: int = 0) -> int:
+        """Of ``rows`` rows, for so many requests at once, as ``reserved`` says."""
+        less = sum(size * (rows - reserved(window, rows, requests, tentative))
+                   for window, size in self.windows.items())
+        return rows * self.row_bytes - less
 
     @property
     def size(self) -> int:

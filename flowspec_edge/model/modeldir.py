@@ -181,50 +181,17 @@ def cache_values(config: Mapping[str, Any]) -> int:
     return 2 * keys * width * int(config.get("num_hidden_layers") or 1)
 
 
-# transformers' default where a Mistral's config.json has none (the value of Mistral-7B-v0.1).
-_MISTRAL_WINDOW = 4096
-
-
 def position_limit(config: Mapping[str, Any]) -> int:
-    """The maximum number of tokens, prompt and answer together, that stages can run.
-
-    At most ``max_position_embeddings``, whatever the rope scaling, and at most any layer's sliding window:
-    stages compute full attention only, which is the same within the window.
-    """
-    limit = int(config["max_position_embeddings"])
-    window = sliding_window(config)
-    return limit if window is None else min(limit, window)
+    """The maximum number of tokens, prompt and answer together, that stages can run, whatever the rope
+    scaling."""
+    return int(config["max_position_embeddings"])
 
 
-def sliding_window(config: Mapping[str, Any]) -> int | None:
-    """Rows that a layer with sliding attention sees, its own included; None without such layers.
-
-    In a Mistral or Mixtral every layer slides, in a sparse Qwen with ``use_sliding_window``; in a dense Qwen
-    with this, from layer ``max_window_layers`` on or as ``layer_types`` says.
-    """
-    family = config.get("model_type")
-    if family == "mistral":
-        window = config.get("sliding_window", _MISTRAL_WINDOW)
-    elif family == "mixtral":
-        window = config.get("sliding_window")
-    elif family == "qwen3_moe":
-        window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
-    elif family in ("qwen2", "qwen3") and config.get("use_sliding_window", False):
-        window = config.get("sliding_window", 4096)
-        kinds = config.get("layer_types")
-        if kinds is None:
-            slides = config.get("max_window_layers", 28) < config["num_hidden_layers"]
-        else:
-            slides = "sliding_attention" in kinds
-        window = window if slides else None
-    else:
-        window = None
-    return None if window is None else int(window)
-
-
-SPARSE = ("qwen3_moe", "mixtral")  # families with experts
-# Families whose forward pass is exactly: embeddings, layers with one full-attention mask, norm.
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", *SPARSE)
+SPARSE = ("qwen3_moe", "mixtral", "gpt_oss")  # families with experts
+# Families with dense layers that only transformers' own code computes: not fused, not split among ranks.
+UNSPLIT = ("phi3", "ministral3")
+# Families whose forward pass is exactly: embeddings, layers whose mask is full or a window, norm.
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", *SPARSE, *UNSPLIT)
 
 _SIZES = {  # field -> the most of any model, with room
     "hidden_size": 1 << 20,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -27,7 +27,7 @@ from flowspec_edge.model.manifest import (
 from flowspec_edge.model.modeldir import DRAFT_PARTS
 from flowspec_edge.sharding.source import Linear, SourceModel
 from flowspec_edge.sharding.writer import Layout, file_size
-from flowspec_edge.stage.layers.kv_cache import row_bytes
+from flowspec_edge.stage.layers.kinds import layer_kinds
 from flowspec_edge.stage.output_head import PREFIX as HEAD_PREFIX
 from flowspec_edge.stage.quant.base import DEFAULT_GROUP, Scheme
 from flowspec_edge.stage.quant.schemes import default_head_bits, head_scheme, scheme
@@ -97,6 +97,7 @@ class PlannedPart:
     parameters: int
     weight_bytes: int
     row_bytes: int
+    windows: dict[int, int] = field(default_factory=dict)  # as in the manifest
 
 
 @dataclass(frozen=True)
@@ -231,12 +232,15 @@ def _stage(source: SourceModel, recipe: Recipe, index: int, ranges: Sequence[tup
     plain_values = sum(prod(source.tensors[name].shape) for file in files for name in file.plain)
     embedded = prod(source.tensors[tensor_names.EMBEDDING].shape) if index == 0 else 0  # stay in the file
     packed_all = [linear for file in files for linear in file.packed]
+    kinds = layer_kinds(source.config, recipe.kv_cache)[lo:hi]
+    windows = {window: sum(kind.row_bytes(width) for kind in kinds if kind.window == window)
+               for window in {kind.window for kind in kinds} if window is not None}
     return PlannedPart(
         home.name, (*files, *texts),
         parameters=plain_values + sum(linear.rows * linear.columns for linear in packed_all),
         weight_bytes=(plain_values - embedded) * width + sum(
             _packed_bytes(recipe, linear) for linear in packed_all),
-        row_bytes=(hi - lo) * _kv_row(source, recipe))
+        row_bytes=sum(kind.row_bytes(width) for kind in kinds), windows=windows)
 
 
 def _draft(source: SourceModel, recipe: Recipe) -> PlannedPart:
@@ -291,10 +295,3 @@ def _packed_bytes(recipe: Recipe, linear: Linear) -> int:
     assert recipe.scheme is not None
     return recipe.scheme.nbytes(linear.rows, linear.columns)
 
-
-def _kv_row(source: SourceModel, recipe: Recipe) -> int:
-    """Bytes in one layer."""
-    config = source.config
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return row_bytes(int(config.num_key_value_heads), int(width), DTYPES[recipe.compute].itemsize,
-                     recipe.kv_cache)

@@ -99,11 +99,10 @@ class SourceModel:
 
     @property
     def plain_config(self) -> bytes:
-        """config.json without the section about AWQ or GPTQ."""
-        if self.imported is None:
-            return self.raw
+        """config.json without the section about AWQ, GPTQ or MXFP4."""
         fields = json.loads(self.raw)
-        fields.pop("quantization_config", None)
+        if fields.pop("quantization_config", None) is None:
+            return self.raw
         return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
 
 

@@ -129,6 +129,8 @@ def _check_quantisation(config: Any, path: Path | str) -> None:
         return
     how = how if isinstance(how, dict) else how.to_dict()
     method = str(how.get("quant_method", "an unknown method"))
+    if method == "mxfp4" and config.model_type == "gpt_oss":
+        return  # ``weights.stacked`` reads it
     if method in _CONVERTED:
         raise UsageError(f"{path}: {method.upper()} weights must be converted first: flowspec models shard "
                          f"--model {Path(path).parent} --stages N --out DIR")

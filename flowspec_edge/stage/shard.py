@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,11 @@ from torch import Tensor, nn
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.manifest import CacheBits, Manifest, stage_part
-from flowspec_edge.model.modeldir import SPARSE, is_sharded
+from flowspec_edge.model.modeldir import SPARSE, UNSPLIT, is_sharded
 from flowspec_edge.stage.families import load_config, skeleton
 from flowspec_edge.stage.layers.fused import FusedLayer
+from flowspec_edge.stage.layers.kinds import by_kind, layer_kinds
+from flowspec_edge.stage.layers.stage_cache import CacheKind
 from flowspec_edge.stage.weights import tensor_names
 from flowspec_edge.stage.weights.checkpoint import Checkpoint, check_shape
 from flowspec_edge.stage.weights.files import WeightFiles
@@ -71,6 +75,22 @@ class Shard:
         return int(getattr(self.config, "head_dim", None)
                    or self.config.hidden_size // self.config.num_attention_heads)
 
+    @cached_property
+    def kinds(self) -> Sequence[CacheKind]:
+        """How each of its layers remembers rows."""
+        return layer_kinds(self.config, self.kv_cache, self.kv_heads, self.kv_groups)[slice(*self.layers)]
+
+    @cached_property
+    def layers_of_kinds(self) -> dict[CacheKind, list[int]]:
+        """The stage's layers by kind, as indexes in the model."""
+        return by_kind(self.kinds, self.layers[0])
+
+    @cached_property
+    def kind_indexes(self) -> list[int]:
+        """By layer of the stage: its kind's place among them."""
+        order = list(self.layers_of_kinds)
+        return [order.index(kind) for kind in self.kinds]
+
     def subset(self, index: int, stages: int, layers: tuple[int, int]) -> Shard:
         """A stage with some of this shard's layers; it shares the modules and the digest."""
         lo, hi = (end - self.layers[0] for end in layers)
@@ -124,7 +144,7 @@ def load_shard(model_dir: Path | str, index: int, stages: int, dtype: str,
     model_dir  a checkpoint, or a sharded model with this stage's part, whose files are all checked against
                the manifest
     dtype      "fp32", "bf16" or "fp16": of activations, caches and all weights that are not in 4 bits
-    fused      use FusedLayer; None: on CUDA; never for a model with experts
+    fused      use FusedLayer; None: on CUDA; never for a model with experts or of a family in ``UNSPLIT``
 
     UsageError for an unusable model or split.  FlowspecError for too little memory, and for a missing,
     misshapen, truncated, altered or unexpected file or tensor, which it names.
@@ -138,7 +158,7 @@ def load_shard(model_dir: Path | str, index: int, stages: int, dtype: str,
     weights = part_dir(model_dir, stage_part(index))
     with opened_part(model_dir, stage_part(index)) as files:
         config, checkpoint = load_config(weights), Checkpoint(weights, files)
-        core, fused = skeleton(config), fused and config.model_type not in SPARSE
+        core, fused = skeleton(config), fused and config.model_type not in (*SPARSE, *UNSPLIT)
         parts: dict[str, nn.Module] = {f"model.layers.{i}": core.layers[i] for i in range(lo, hi)}
         if index == stages - 1:
             parts["model.norm"] = core.norm

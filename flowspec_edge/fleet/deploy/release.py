@@ -101,6 +101,7 @@ class _Rendering:
             instance=_instance(release, place), stage=place, stages=len(self._boards) - 1,
             model=self._model, dtype=self._manifest.compute_dtype,
             device=self._deployment.inventory.torch_device(device), cache_rows=self._cache_rows,
+            requests=self._deployment.at_once,
             control=self._control, listen=self._data[place], next=self._data[following], key_file=paths.KEY,
             public_key=self._keys[place], control_key=self._keys[0], previous_key=self._keys[place - 1],
             next_key=self._keys[following]).dump()

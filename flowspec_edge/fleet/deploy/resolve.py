@@ -25,7 +25,7 @@ from flowspec_edge.fleet.services.status import FleetStatus
 from flowspec_edge.model.catalogue import find_known
 from flowspec_edge.model.manifest import DRAFT, HeadBits, Manifest, ShardDtype, stage_part
 from flowspec_edge.model.modeldir import DRAFT_PARTS, ModelDir, resolve_model, shipped_models
-from flowspec_edge.runtime.draft_device.capacity import cache_rows
+from flowspec_edge.runtime.draft_device.capacity import cache_rows, tentative_rows
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import draft_kind, strategy_class
 from flowspec_edge.util.jetson import process_memory
@@ -84,6 +84,11 @@ class Deployment:
     def cache_rows(self) -> int:
         """Of KV caches, which each stage allocates at its start."""
         return cache_rows(self.cluster.context, self.at_once, Params(), len(self.stages))
+
+    @property
+    def caches(self) -> tuple[int, int, int]:
+        """Rows, requests at once, uncommitted rows of each: as for ``ShardPart.cache_bytes``."""
+        return self.cache_rows, self.at_once, tentative_rows(Params(), len(self.stages))
 
     @property
     def work(self) -> Path:
@@ -325,7 +330,7 @@ def process_bytes(deployment: Deployment, device: DeviceEntry) -> int:
 def needs_of(deployment: Deployment, manifest: Manifest, status: FleetStatus) -> dict[str, Needs]:
     """What a deployment needs on each board, by name.  A part that the board already has (``status``) needs
     no further disk."""
-    cluster, rows = deployment.cluster, deployment.cache_rows
+    cluster = deployment.cluster
     now = {board.name: board for board in status.boards}
     needs = {}
     for place, device in enumerate(deployment.boards):
@@ -336,7 +341,8 @@ def needs_of(deployment: Deployment, manifest: Manifest, status: FleetStatus) ->
         needs[device.name] = Needs(
             home_bytes=ENVIRONMENT_BYTES,
             state_bytes=0 if _has(here, manifest, place) else part.size,
-            memory_bytes=part.weight_bytes + rows * part.row_bytes + process_bytes(deployment, device),
+            memory_bytes=(part.weight_bytes + part.cache_bytes(*deployment.caches)
+                          + process_bytes(deployment, device)),
             ports=ports,
             dtype=manifest.dtype if place else "")
     return needs

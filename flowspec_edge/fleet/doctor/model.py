@@ -53,9 +53,8 @@ def needed(deployment: Deployment) -> dict[str, int]:
     cluster, model, stages = deployment.cluster, deployment.model, deployment.ranges
     if model.sharded:
         manifest = Manifest.read(model.path)
-        rows = deployment.cache_rows
         parts = [manifest.part(name) for name in (DRAFT, *map(stage_part, range(len(stages))))]
-        sizes = [part.weight_bytes + rows * part.row_bytes for part in parts]
+        sizes = [part.weight_bytes + part.cache_bytes(*deployment.caches) for part in parts]
     else:
         problem = MemoryCheck(str(model.path), PLAN_DTYPES[cluster.dtype], cluster, deployment.at_once,
                           len(stages) + 1, {}).problem

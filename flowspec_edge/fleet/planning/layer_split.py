@@ -28,7 +28,7 @@ def problem_for(size: ModelBytes, context: int, concurrency: int, boards: int) -
     from flowspec_edge.runtime.draft_device.capacity import cache_rows  # loads torch
 
     rows = cache_rows(context, concurrency, Params(), max(1, boards - 1))
-    return SplitProblem(size, context, rows - context, Params().segment)
+    return SplitProblem(size, context, rows - context, Params().segment, concurrency)
 
 
 def split_evenly(layers: int, stages: int) -> Ranges:

@@ -72,15 +72,17 @@ class MemoryCheck:
 def check_parts(manifest: Manifest, cluster: ClusterSettings, concurrency: int, stages: Stages,
                 profiles: Mapping[str, Profile]) -> None:
     """:meth:`MemoryCheck.check` for a sharded model."""
-    from flowspec_edge.runtime.draft_device.capacity import cache_rows
+    from flowspec_edge.runtime.draft_device.capacity import cache_rows, tentative_rows
     from flowspec_edge.strategies.params import Params
 
+    each = tentative_rows(Params(), len(stages))
     rows = cache_rows(cluster.context, concurrency, Params(), len(stages))
     for i, (device, (lo, hi)) in enumerate(stages):
         if device.name in profiles:
             part = manifest.part(stage_part(i))
             board = CandidateBoard(device.name, profiles[device.name])
-            _require(board, part.weight_bytes + part.row_bytes * rows, _layer_range(lo, hi), cluster,
+            needs = part.weight_bytes + part.cache_bytes(rows, concurrency, each)
+            _require(board, needs, _layer_range(lo, hi), cluster,
                      "shard the model with other layers, with flowspec models shard --split")
 
 

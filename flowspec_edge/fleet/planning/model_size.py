@@ -22,7 +22,7 @@ from flowspec_edge.drafting.eagle.eagle3 import Eagle3Head
 from flowspec_edge.drafting.eagle.eagle3_formats import head3_config
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.catalogue import download_config, find_known, is_repository_name
-from flowspec_edge.model.manifest import CacheBits, HeadBits
+from flowspec_edge.model.manifest import CacheBits, HeadBits, reserved
 from flowspec_edge.model.modeldir import (
     DRAFT_PARTS,
     WEIGHTS,
@@ -33,7 +33,9 @@ from flowspec_edge.model.modeldir import (
 )
 from flowspec_edge.stage.families import load_config, parse_config, skeleton
 from flowspec_edge.stage.layers.experts import independent
+from flowspec_edge.stage.layers.kinds import layer_kinds
 from flowspec_edge.stage.layers.kv_cache import row_bytes
+from flowspec_edge.stage.quant.awq_gptq import importer
 from flowspec_edge.stage.quant.base import Scheme
 from flowspec_edge.stage.quant.schemes import default_head_bits, head_scheme, scheme
 from flowspec_edge.stage.weights.checkpoint import Checkpoint, check_shape
@@ -55,6 +57,7 @@ class ModelBytes:
     draft            the EAGLE head's fc and layer, and its own lm_head if it has one (EAGLE-3)
     draft_lm_head    what a draft pass reads of the target's lm_head: 0 for a head with its own
     kv_row           keys and values of one row in one layer; draft_kv_row: in the draft head
+    window           rows that layers with a window see; ``windowed``: their share of all layers
     from_weights     whether weight files were present and agreed
     draft_estimated  whether there is no head here, and a head of the target's shape was assumed
     layer_launches   kernel launches of a decoder layer
@@ -81,6 +84,8 @@ class ModelBytes:
     from_weights: bool
     draft_estimated: bool
     layer_launches: int = OTHER_LAYER_LAUNCHES
+    window: int | None = None
+    windowed: float = 0.0
     experts: int = 0
     expert: int = 0
     chosen: int = 0
@@ -114,6 +119,11 @@ class ModelBytes:
             return self.layer
         return self.layer - self.expert * (self.experts - independent(self.experts, self.chosen, rows))
 
+    def layer_cache(self, rows: int, requests: int, tentative: int) -> int:
+        """Bytes in an average layer of a cache of ``rows`` rows, as ``manifest.reserved`` says."""
+        held = reserved(self.window, rows, requests, tentative)
+        return round(self.kv_row * (self.windowed * held + (1 - self.windowed) * rows))
+
     def segment_bytes(self, rows: int) -> int:
         """The hidden states of a segment, without its header."""
         return rows * self.hidden_width * self.bytes_per_value
@@ -131,7 +141,7 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
     """
     name, target, draft, config = _locate(name_or_path)
     known = find_known(name)
-    if getattr(config, "quantization_config", None) is not None:
+    if importer(config) is not None:
         raise UsageError(f"{name} is a quantised checkpoint: give the 16 bit one, and --dtype int4")
     core = skeleton(config)
     from_weights = target is not None and any((target / file).is_file() for file in WEIGHTS)
@@ -143,6 +153,8 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
     bits = lm_head or default_head_bits(dtype)
     quantised = head_scheme(bits)
     matrix = _matrix((vocabulary, int(config.hidden_size)), width, quantised)
+    kinds = layer_kinds(config, kv_cache)
+    windows = [kind.window for kind in kinds if kind.window is not None]
     mixtures = [layer.mlp.experts for layer in core.layers if hasattr(layer.mlp, "experts")]
     sparse = mixtures[0] if mixtures else []
     return ModelBytes(
@@ -154,7 +166,8 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
         norm=_numel(core.norm.parameters()) * width, lm_head=matrix,
         draft=_module(head, width, quantised) - head.embed_tokens.weight.numel() * width,
         draft_lm_head=0 if isinstance(head, Eagle3Head) else matrix, head_bits=bits,
-        kv_row=_kv_row(config, width, kv_cache), draft_kv_row=_kv_row(head.config, width),
+        kv_row=kinds[0].row_bytes(width), window=min(windows, default=None),
+        windowed=len(windows) / len(kinds), draft_kv_row=_kv_row(head.config, width),
         kv_cache=kv_cache,
         from_weights=from_weights, draft_estimated=draft is None,
         layer_launches=LAYER_LAUNCHES.get(config.model_type, OTHER_LAYER_LAUNCHES),
@@ -241,7 +254,7 @@ def _numel(parameters: Iterable[torch.Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-def _kv_row(config: Any, width: int, kept_in: CacheBits = "16bit") -> int:
+def _kv_row(config: Any, width: int) -> int:
     heads = config.num_key_value_heads or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return row_bytes(int(heads), int(head_dim), width, kept_in)
+    return row_bytes(int(heads), int(head_dim), width, "16bit")

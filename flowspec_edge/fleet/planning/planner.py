@@ -63,13 +63,14 @@ class CandidateBoard:
 class SplitProblem:
     """``tentative``: further cache rows, for the drafts of all requests (the draft session's ``cache_rows``).
 
-    ``rows``: of the segment whose time is minimised.
+    ``rows``: of the segment whose time is minimised; ``requests``: at once.
     """
 
     size: ModelBytes
     context: int
     tentative: int
     rows: int = 16
+    requests: int = 1
 
     @property
     def cached(self) -> int:
@@ -78,7 +79,11 @@ class SplitProblem:
     @property
     def layer(self) -> int:
         """Bytes of one layer with its cache."""
-        return self.size.layer + self.cached * self.size.kv_row
+        return self.size.layer + self.layer_cache
+
+    @property
+    def layer_cache(self) -> int:
+        return self.size.layer_cache(self.cached, self.requests, self.tentative // self.requests)
 
     def stage(self, layers: int) -> int:
         """Bytes: layers, their cache, and the final norm."""

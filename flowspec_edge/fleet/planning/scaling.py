@@ -46,7 +46,8 @@ def scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
     fitted, how = _scaled(profile, size)
     curve = fitted.stage
     if not curve.context_ms:
-        added = curve.layers * 1e3 * cache_seconds(profile, size.kv_row, 1000)
+        read = round(size.kv_row * (1 - size.windowed))  # a window's time does not grow with the text
+        added = curve.layers * 1e3 * cache_seconds(profile, read, 1000)
         if added:
             curve = curve.model_copy(update={"context_ms": [added] * len(curve.rows)})
     launch = fitted.launch and fitted.launch.model_copy(update={"layer": size.layer_launches})

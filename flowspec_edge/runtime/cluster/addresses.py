@@ -106,7 +106,7 @@ class LocalPlan:
 
     def configs(self, control: str, output: str, model: Path, dtype: ComputeDtype, threads: int,
                 parallelism: Parallelism, emulate: Path | None = None, device: str = "cpu",
-                cache_rows: int = 0) -> list[WorkerConfig]:
+                cache_rows: int = 0, requests: int = 0) -> list[WorkerConfig]:
         """Return the stages' configurations; D0 already listens at ``control`` and ``output``."""
         stages = len(self._listeners)
         following = [*self._listen[1:], output]
@@ -115,7 +115,8 @@ class LocalPlan:
             WorkerConfig(
                 instance=self.addresses.instances[i], stage=i + 1, stages=stages,
                 model=str(model), dtype=dtype, device=device, threads=threads,
-                cache_rows=cache_rows, control=control, listen=self._listen[i], next=following[i],
+                cache_rows=cache_rows, requests=requests,
+                control=control, listen=self._listen[i], next=following[i],
                 listen_fd=self._listeners[i].fileno(), parent=os.getpid(),
                 parallelism=parallelism, group=group,
                 interface=self._placement.interface(i + 1) if group else "",

@@ -18,7 +18,7 @@ from typing import cast
 import torch
 
 from flowspec_edge.errors import FlowspecError, PeerLost, UsageError
-from flowspec_edge.model.manifest import ComputeDtype
+from flowspec_edge.model.manifest import SESSIONS, ComputeDtype
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.runtime.cluster.addresses import (
     LocalPlan,
@@ -128,7 +128,7 @@ class ProcessCluster:
                 self._workers.start(plan.configs(self._links.control_endpoint, self._links.output_endpoint,
                                                  model_dir, cast(ComputeDtype, spec.dtype), fair,
                                                  parallelism, emulate, spec.device,
-                                                 (spec.cache_rows or 0) if spec.reserve else 0),
+                                                 (spec.cache_rows or 0) if spec.reserve else 0, spec.at_once),
                                     wrap=network.command if here.network else None)
                 undo.callback(torch.set_num_threads, self._threads)
                 torch.set_num_threads(fair)
@@ -137,6 +137,7 @@ class ProcessCluster:
             with slow():
                 # In parallel with the stages' loading.
                 self._draft_models = DraftModels(model_dir, spec.dtype, spec.device, slow)
+                core.pool.suit(self._draft_models.kinds, SESSIONS * spec.at_once)
             self._links.wait_for_hello(spec.start_within, place.waiting)
             with slow():
                 core.warming_up = True

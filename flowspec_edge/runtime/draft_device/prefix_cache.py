@@ -2,12 +2,17 @@
 
 A request whose prompt starts with a retained text takes over its rows, so they serve one request only.
 Eviction is least recently retained first. Row counts are the same for all stages.
+
+A prefix can be cut only where every kind of layer can go on: one with a window or a state does not hold the
+whole text (``stage.layers.kinds.reusable``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import inf
 
 import numpy as np
 
@@ -15,6 +20,8 @@ from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.messages import Int32
 from flowspec_edge.runtime.draft_device.draft_session import DraftSession
 from flowspec_edge.runtime.request import Request
+from flowspec_edge.stage.layers.kinds import reusable
+from flowspec_edge.stage.layers.stage_cache import CacheKind
 
 # Fewer rows save no time: a segment of this many takes as long as a single row (Params.segment).
 MIN_ROWS = 16
@@ -24,12 +31,16 @@ MIN_SHARE = 0.5
 
 @dataclass(frozen=True, eq=False)
 class CachedPrefix:
-    """The retained rows of an ended session: ``tokens`` int32 [rows], all read by ``drafter``."""
+    """The retained rows of an ended session: ``tokens`` int32 [rows], all read by ``drafter``.
+
+    text  rows of its text that a stage may have had when it ended, at least as many
+    """
 
     session: int
     tokens: Int32
     request: Request
     drafter: Drafter | None
+    text: int
 
     def shared_with(self, prompt: Sequence[int]) -> int:
         length = min(len(self.tokens), len(prompt))
@@ -52,8 +63,16 @@ class PrefixCache:
     def __init__(self, limit: int | None = None) -> None:
         """``limit``: rows at a time; None: no limit, and no rows are retained."""
         self._limit = limit
+        self._most: int | None = None
+        self._reusable: Callable[[int, int], int] = lambda text, wanted: wanted
         self._open: dict[int, int] = {}  # capacities by session
         self._retained: dict[int, CachedPrefix] = {}  # by session, the oldest first
+
+    def suit(self, kinds: Sequence[CacheKind], most: int) -> None:
+        """For a model whose layers are of ``kinds``; at most ``most`` sessions and prefixes at a time where
+        each takes memory whatever its length."""
+        self._reusable = partial(reusable, kinds)
+        self._most = most if any(kind.takes_memory_each for kind in kinds) else None
 
     @property
     def retained(self) -> tuple[int, ...]:
@@ -69,11 +88,11 @@ class PrefixCache:
         return self._limit is None or not self._open or sum(self._open.values()) + rows <= self._limit
 
     def find(self, prompt: Sequence[int], usable: Callable[[CachedPrefix], bool]) -> PrefixHit | None:
-        """Return the prefix with the most rows in common, the newest of equal ones. The hit has one row less
-        than prompt and prefix share, so that at least one is left to compute."""
+        """Return the prefix with the most rows in common, the newest of equal ones. The hit has at least one
+        row less than prompt and prefix share, so that one is left to compute."""
         best: PrefixHit | None = None
         for prefix in self._retained.values():
-            rows = prefix.shared_with(prompt) - 1
+            rows = self._reusable(prefix.text, prefix.shared_with(prompt) - 1)
             enough = rows >= MIN_ROWS and rows >= MIN_SHARE * len(prefix.tokens)
             if enough and (best is None or rows >= best.rows) and usable(prefix):
                 best = PrefixHit(prefix, rows)
@@ -84,24 +103,26 @@ class PrefixCache:
         the sessions whose rows the stages still retain."""
         self._retained.pop(parent_session, None)
         self._open[session] = rows
-        while self._limit is not None and self._retained and self.rows > self._limit:
+        while self._limit is not None and self._retained and (
+                self.rows > self._limit or len(self._open) + len(self._retained) > (self._most or inf)):
             del self._retained[next(iter(self._retained))]
         return self.retained
 
     def retain(self, draft_session: DraftSession) -> tuple[int, ...]:
-        """End a session; return the numbers of its rows that the stages retain. Empty if they are too few, or
-        its drafter cannot be reused. Not for a session whose stages were lost."""
+        """End a session; return the numbers of its rows that the stages retain. Empty if too few can be used
+        again, or its drafter cannot. Not for a session whose stages were lost."""
         session, request = draft_session.builder.session, draft_session.request
         drafter = draft_session.drafter
         del self._open[session]
         numbers, tokens = draft_session.retainable_rows()
-        if self._limit is None or len(numbers) <= MIN_ROWS:
+        if self._limit is None or self._reusable(draft_session.text_rows, len(numbers)) <= MIN_ROWS:
             return ()
         # Also frees what the drafter holds beyond the text.
         if drafter and not drafter.rewind(len(numbers), request.sampling, request.params.rank,
                                           request.params.tau):
             return ()
-        self._retained[session] = CachedPrefix(session, np.array(tokens, dtype=np.int32), request, drafter)
+        self._retained[session] = CachedPrefix(session, np.array(tokens, dtype=np.int32), request, drafter,
+                                               draft_session.text_rows)
         return tuple(numbers)
 
     def drop(self, session: int) -> None:

@@ -22,6 +22,7 @@ class WorkerConfig(StrictModel):
     dtype: ComputeDtype = "fp32"
     device: Text = "cpu"
     cache_rows: Annotated[int, Field(ge=0)] = 0  # of KV caches, allocated at the start; 0: as sessions come
+    requests: Annotated[int, Field(ge=0)] = 0  # at once, for which layers with a window have memory; 0: any
     threads: Annotated[int, Field(ge=0)] = 0  # of torch; 0: its default
     control: Text  # where D0's control channel listens
     listen: Text  # where this stage receives segments

@@ -9,6 +9,7 @@ import torch
 
 from flowspec_edge.messages import Hello
 from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.runtime.draft_device.capacity import tentative_rows
 from flowspec_edge.runtime.emulation.collectives import EmulatedGroup, GroupCharge
 from flowspec_edge.runtime.emulation.durations import Charge, Emulation, stage_charge
 from flowspec_edge.runtime.worker.config import WorkerConfig
@@ -21,6 +22,7 @@ from flowspec_edge.stage.shard import Shard, load_shard
 from flowspec_edge.stage.tensor_parallel.engine import TensorEngine
 from flowspec_edge.stage.tensor_parallel.process_group import GlooGroup, ProcessGroup
 from flowspec_edge.stage.tensor_parallel.shard import load_tensor_shard
+from flowspec_edge.strategies.params import Params
 from flowspec_edge.util.torchdevice import make_current
 
 log = logging.getLogger(__name__)
@@ -40,7 +42,8 @@ def load_engine(config: WorkerConfig, emulation: Emulation | None) -> tuple[Engi
     engine: Engine
     if config.parallelism == "pipeline":
         shard = load_shard(weights, rank, stages, config.dtype, config.device)
-        engine = stage = StageEngine(shard, config.cache_rows)
+        engine = stage = StageEngine(shard, config.cache_rows, config.requests,
+                                     tentative_rows(Params(), stages))
         if shard.device.type == "cuda":
             warm_up(stage)
             log.info("V%d: %s", config.stage, choose_graphs(stage, CudaRecorder(shard.device)))

@@ -24,8 +24,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from flowspec_edge.messages import Segment
-from flowspec_edge.stage.layers.kv_cache import KVCache, from_int8, in_int8
+from flowspec_edge.messages import Int32, Segment
+from flowspec_edge.stage.layers.kv_cache import from_int8, in_int8
+from flowspec_edge.stage.layers.stage_cache import StageCache
 from flowspec_edge.util.tensors import to_device
 from flowspec_edge.util.torchdevice import use_exact_kernels
 
@@ -35,13 +36,15 @@ class Part:
     """A segment in a pass.
 
     mask   [n, len(cache) + n] bool, True where a row sees a column
+    columns  [len(cache) + n] int32, their positions
     ended  the session or the run has ended during the pass: the cache must not be touched any more
     experts  touched by its rows, as ``experts.touched`` says, once computed
     """
 
     segment: Segment
-    cache: KVCache
+    cache: StageCache
     mask: NDArray[np.bool_]
+    columns: Int32
     ended: bool = False
     experts: tuple[int, float] = (0, 0.0)
 
@@ -76,27 +79,30 @@ class BatchMask:
 
 
 class BatchCache:
-    """The parts' caches; transformers' ``past_key_values`` in a pass with a :class:`BatchMask`."""
+    """The parts' caches of a kind; transformers' ``past_key_values`` in a pass with a :class:`BatchMask`."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[Part], kind: int) -> None:
+        """``kind``: index in ``StageCache.parts``, of keys and values."""
         self._parts = parts
+        self._kind = kind
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: object
                ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
         """As ``KVCache.update``, by part; None for parts that have ended."""
-        return _by_part(part.cache.update(keys[:, :, rows], values[:, :, rows], layer_idx)
-                        if not part.ended else (None, None) for part, rows in self._slices())
+        return _by_part(cache.update(keys[:, :, rows], values[:, :, rows], layer_idx)
+                        if cache is not None else (None, None) for cache, rows in self._slices())
 
     def write(self, rows: Tensor, layer_idx: int
               ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
         """As ``KVCache.write``, by part; None for parts that have ended."""
-        return _by_part(part.cache.write(rows[own], layer_idx) if not part.ended else (None, None)
-                        for part, own in self._slices())
+        return _by_part(cache.write(rows[own], layer_idx) if cache is not None else (None, None)
+                        for cache, own in self._slices())
 
-    def _slices(self) -> Iterator[tuple[Part, slice]]:
+    def _slices(self) -> Iterator[tuple[Any, slice]]:
+        """Each part's cache and rows; None for parts that have ended."""
         start = 0
         for part in self._parts:
-            yield part, slice(start, start + len(part))
+            yield None if part.ended else part.cache.parts[self._kind], slice(start, start + len(part))
             start += len(part)
 
 
@@ -135,12 +141,13 @@ def folded_mask(visible: NDArray[np.bool_], groups: int, dtype: torch.dtype, dev
 
 
 def attend(module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Tensor | BatchMask,
-           scaling: float | None = None, **_: Any) -> tuple[Tensor, None]:
+           scaling: float | None = None, s_aux: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
     """query [1, heads, n, d], key and value [1, kv_heads, m, d], or those of each part of a batch; returns
-    [1, n, heads, d]."""
+    [1, n, heads, d].  ``s_aux`` [heads]: attention sinks."""
+    one = partial(_attend, scaling) if s_aux is None else partial(_attend_with_sinks, s_aux, scaling)
     if isinstance(attention_mask, BatchMask):
-        return attention_mask.attend(partial(_attend, scaling), query, key, value), None
-    return _attend(scaling, query, key, value, attention_mask), None
+        return attention_mask.attend(one, query, key, value), None
+    return one(query, key, value, attention_mask), None
 
 
 def register_rounded() -> str:
@@ -154,14 +161,36 @@ def register_rounded() -> str:
 def _attend_rounded(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
                     ) -> tuple[Tensor, None]:
     key, value = (from_int8(in_int8(states), states.dtype) for states in (key, value))
+    if (sinks := options.get("s_aux")) is not None:
+        visible = args[0]
+        mask = torch.zeros(visible.shape, dtype=query.dtype, device=query.device)
+        mask.masked_fill_(~visible, float("-inf"))
+        return _attend_with_sinks(sinks, options.get("scaling"), query, key, value,
+                                  mask.repeat(1, 1, query.shape[1] // key.shape[1], 1)), None
     return sdpa_attention_forward(module, query, key, value, *args, **options)
 
 
 def _attend(scaling: float | None, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    heads, n, d = query.shape[1:]
-    kv_heads = key.shape[1]
     # Query head h becomes row block h % groups of key head h // groups.
-    folded = query.reshape(1, kv_heads, -1, d)
-    out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
-    out = out.view(1, kv_heads, -1, n, d).permute(0, 3, 1, 2, 4)  # [1, n, kv_heads, groups, d]
+    folded = query.reshape(1, key.shape[1], -1, query.shape[-1])
+    return _unfolded(F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling), query)
+
+
+def _attend_with_sinks(sinks: Tensor, scaling: float | None, query: Tensor, key: Tensor, value: Tensor,
+                       mask: Tensor) -> Tensor:
+    """Every head has one more column, whose score is its sink's [heads] and whose value is 0."""
+    n, d = query.shape[2:]
+    kv_heads = key.shape[1]
+    folded = query.reshape(1, kv_heads, -1, d) * (d**-0.5 if scaling is None else scaling)
+    scores = (folded @ key.mT).float() + mask
+    own = sinks.float().view(kv_heads, -1).repeat_interleave(n, 1)[None, :, :, None]
+    top = torch.maximum(scores.amax(-1, keepdim=True), own)
+    weights = (scores - top).exp_()
+    weights /= weights.sum(-1, keepdim=True) + (own - top).exp_()
+    return _unfolded(weights.to(value.dtype) @ value, query)
+
+
+def _unfolded(out: Tensor, query: Tensor) -> Tensor:
+    _, heads, n, d = query.shape
+    out = out.view(1, out.shape[1], -1, n, d).permute(0, 3, 1, 2, 4)  # [1, n, kv_heads, groups, d]
     return out.reshape(1, n, heads, d)

@@ -51,6 +51,8 @@ def test_an_entry_is_a_model_that_stages_run(name: str) -> None:
     ("llama-2-7b", 6_738_415_616), ("llama-2-13b", 13_015_864_320), ("llama-3-8b", 8_030_261_248),
     ("qwen2-7b", 7_615_616_512), ("qwen3-8b", 8_190_735_360), ("qwen3-4b", 4_022_468_096),
     ("qwen3-30b-a3b", 30_532_122_624),
+    # Of OpenAI's model card: 20.91 and 116.83 billion, without the embeddings of the input.
+    ("gpt-oss-20b", 20_914_757_184), ("gpt-oss-120b", 116_829_156_672),
 ])
 def test_shapes_give_the_published_numbers_of_parameters(name: str, parameters: int) -> None:
     size = model_bytes(name, "fp16")
