@@ -24,7 +24,7 @@ from flowspec_edge.stage.layers.graphs import LayerGraphs
 from flowspec_edge.stage.layers.kv_cache import KVCache
 from flowspec_edge.stage.shard import Shard
 from flowspec_edge.util.kernels import rotation
-from flowspec_edge.util.tensors import indices, to_device, to_torch
+from flowspec_edge.util.tensors import indices, to_device, to_host, to_torch
 from flowspec_edge.util.weight_file import tokens_device
 
 AHEAD = 2  # pending layers: the running one, and the next so that the device does not idle
@@ -98,7 +98,7 @@ def _layers(shard: Shard, parts: Sequence[Part], tap: Callable[[int, Tensor], No
     if fused:
         rotated = rotation(*rotated)
     if (recorded := graphs.get(n + padding)) is not None:
-        recorded.load(x[0], rotated)
+        recorded.load(x[0], rotated, n)
         x = recorded.hidden[None]
     for i, layer in enumerate(shard.modules):
         if recorded is not None:
@@ -126,13 +126,6 @@ def _attention(shard: Shard, parts: Sequence[Part], rows: int
         return part.cache, folded_mask(part.mask, shard.kv_groups, shard.dtype, shard.device, rows)
     masks = [folded_mask(part.mask, shard.kv_groups, shard.dtype, shard.device) for part in parts]
     return BatchCache(parts), BatchMask(masks, [len(part) for part in parts])
-
-
-def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies in host memory; copies from CUDA are enqueued, and valid when the device has reached them."""
-    return [tensor if tensor.device.type != "cuda" else
-            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-            for tensor in tensors]
 
 
 class Event(Protocol):
