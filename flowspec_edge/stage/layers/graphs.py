@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -68,11 +68,15 @@ class LayerGraphs:
             self._splits.append(split)
             return [replay]
         routed, first = record(ends)
-        assert routed is not None
-        steps: list[Replay] = [first, lambda: done.mix(self.hidden, routed, self._new)]
-        split, second = record(begins) if begun is not None else (None, None)
+
+        def mixes() -> None:
+            done.mix(self.hidden, cast(Routed, routed), self._new)
+
+        if begun is None:
+            return [first, mixes]
+        split, second = record(begins)
         self._splits.append(split)
-        return steps if second is None else [*steps, second]
+        return [first, mixes, second]
 
     def load(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], new: int) -> None:
         """hidden [rows, width], of which ``new`` are no padding; ``rotation`` as for ``FusedLayer``."""
