@@ -1,7 +1,8 @@
 """A mixture of experts on one core: time by rows, beside transformers' implementations, and touched experts.
 
-The block of Qwen3-30B-A3B in bf16: 128 experts (``--experts N``) of 768, width 2048, 8 a row, 1.2 GB, so that
-no cache holds them.  Rows and router are random: rows choose independently.
+The experts of Qwen3-30B-A3B: 128 (``--experts N``) of 768, width 2048, 8 a row; in bf16 1.2 GB and in int4
+0.3, so that no cache holds them.  Rows choose at random: all of their experts by themselves, or half of them
+together.
 """
 
 from __future__ import annotations
@@ -11,63 +12,94 @@ from statistics import mean, median
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers import AutoConfig
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from flowspec_edge.stage.layers.experts import Experts, independent, separated
+from flowspec_edge.stage.quant.schemes import scheme
 from microbench._common import Row, options, print_rows
 
-ROWS = (1, 4, 16, 32)
-THEIRS = ("grouped_mm", "eager")  # the first is the default
-_TIMES = 15
+ROWS = (1, 2, 4, 8, 16, 32)
+WIDTH, INNER, CHOSEN = 2048, 768, 8
+_TIMES = 9
 
 
-def block(experts: int) -> Any:
-    config = AutoConfig.for_model("qwen3_moe", hidden_size=2048, moe_intermediate_size=768,
-                                  num_experts=experts, num_experts_per_tok=8, norm_topk_prob=True)
-    made = Qwen3MoeSparseMoeBlock(config).to(torch.bfloat16).eval()
+def stacked(experts: int) -> Any:
+    """transformers', in bf16."""
+    config = AutoConfig.for_model("qwen3_moe", hidden_size=WIDTH, moe_intermediate_size=INNER,
+                                  num_experts=experts)
+    made = Qwen3MoeExperts(config).to(torch.bfloat16).eval()
     for value in made.parameters():
-        torch.nn.init.normal_(value, std=0.02)
+        nn.init.normal_(value, std=0.02)
     return made
 
 
-def same_weights(stacked: Any) -> Experts:
-    """Ours, with views of transformers' tensors."""
-    ours, inner = separated(stacked, "qwen3_moe"), stacked.intermediate_dim
-    for expert, gate_up, down in zip(ours, stacked.gate_up_proj, stacked.down_proj, strict=True):
-        expert.load_state_dict({"gate_proj.weight": gate_up[:inner], "up_proj.weight": gate_up[inner:],
-                                "down_proj.weight": down}, assign=True)
-    return ours
+def ours(theirs: Any, int4: bool) -> Experts:
+    """As a stage loads them: views of the same weights, or random codes of 4 bits."""
+    made: Experts = separated(theirs, "qwen3_moe")
+    for expert, gate_up, down in zip(made, theirs.gate_up_proj, theirs.down_proj, strict=True):
+        for name in expert.side_by_side:
+            delattr(expert, name)
+        expert.joined, expert.down_proj = map(_int4 if int4 else _plain, (gate_up, down))
+    return made
+
+
+def _plain(weight: Tensor) -> nn.Module:
+    linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    return linear
+
+
+def _int4(weight: Tensor) -> nn.Module:
+    how = scheme("int4")
+    rows, columns = weight.shape
+    linear = how.linear(rows, columns, False, torch.bfloat16)
+    linear.fill({name: torch.randint(256, shape, dtype=dtype) if dtype == torch.uint8 else
+                 torch.full(shape, 0.01, dtype=dtype)
+                 for name, (shape, dtype) in how.stored(rows, columns).items()})
+    return linear
+
+
+def choice(rows: int, experts: int, shared: int) -> Tensor:
+    """[rows, CHOSEN] int64: the first ``shared`` of them are the same in all rows, of the others each row
+    chooses by itself."""
+    order = torch.randperm(experts)
+    own = torch.rand(rows, experts - shared).topk(CHOSEN - shared).indices
+    return torch.cat([order[:shared].expand(rows, -1), order[shared:][own]], 1)
 
 
 @torch.inference_mode()
-def measure(made: Any, ours: Experts, rows: int) -> list[Row]:
+def measure(theirs: Any, modules: dict[str, Experts], rows: int, shared: int) -> list[Row]:
     """Medians of passes in turn, each over other rows, which touch other experts; the process's time, which
     other processes on the machine change least."""
-    taken: dict[str, list[float]] = {name: [] for name in ("ours", *THEIRS)}
-    stacked, counts = made.experts, []
+    ways: dict[str, Any] = {**modules, "transformers' grouped products, bf16": "grouped_mm",
+                            "transformers' loop, bf16": "eager"}
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    counts = []
     for _ in range(_TIMES):
-        for name, seconds in taken.items():
-            made.experts = ours if name == "ours" else stacked
-            stacked.config._experts_implementation = name
-            x = torch.randn(1, rows, stacked.hidden_dim, dtype=torch.bfloat16)
+        for name, way in ways.items():
+            if isinstance(way, str):
+                theirs.config._experts_implementation = way
+            x = torch.randn(rows, WIDTH, dtype=torch.bfloat16)
+            chosen = choice(rows, theirs.num_experts, shared)
+            weights = torch.rand(rows, CHOSEN).softmax(-1).to(torch.bfloat16)
+            counts.append(len(chosen.unique()))
             begun = time.process_time()
-            made(x)
-            seconds.append(1e3 * (time.process_time() - begun))
-            if made.experts is ours and ours.chosen is not None:
-                counts.append(len(ours.chosen.unique()))
-    made.experts = stacked
-    whole, k = len(ours), made.gate.top_k
-    lines = [(f"{name}, rows: {rows}", median(times[1:]), "ms") for name, times in taken.items()]
-    return [*lines, (f"experts touched of {whole}, rows: {rows}", mean(counts), ""),
-            (f"  by independent rows: U({rows})", independent(whole, k, rows), "")]
+            (theirs if isinstance(way, str) else way)(x, chosen, weights)
+            taken[name].append(1e3 * (time.process_time() - begun))
+    told = f"rows: {rows}, of {CHOSEN} experts shared: {shared}"
+    lines = [(f"{name}, {told}", median(times[1:]), "ms") for name, times in taken.items()]
+    return [*lines, (f"experts touched of {theirs.num_experts}, {told}", mean(counts), ""),
+            (f"  by independent rows: U({rows})", independent(theirs.num_experts, CHOSEN, rows), "")]
 
 
 def main() -> None:
-    made = block(options(__doc__, experts=128).experts)
-    ours = same_weights(made.experts)
-    for rows in ROWS:
-        print_rows(measure(made, ours, rows))
+    theirs = stacked(options(__doc__, experts=128).experts)
+    modules = {f"ours, {name}": ours(theirs, int4) for name, int4 in (("bf16", False), ("int4", True))}
+    for shared in (0, CHOSEN // 2):
+        for rows in ROWS:
+            print_rows(measure(theirs, modules, rows, shared))
 
 
 if __name__ == "__main__":

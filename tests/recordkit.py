@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flowspec_edge.stage.layers.fused import FusedLayer
 from flowspec_edge.stage.layers.graphs import LayerGraphs
 from flowspec_edge.stage.shard import Shard
+
+Made = TypeVar("Made")
 
 
 class Recording(TorchDispatchMode):
@@ -44,7 +46,7 @@ def _tensors(values: Any) -> list[Tensor]:
     return [value for value in found if isinstance(value, Tensor)]
 
 
-def record(work: Callable[[], Tensor | None]) -> tuple[Tensor | None, Callable[[], None]]:
+def record(work: Callable[[], Made]) -> tuple[Made, Callable[[], None]]:
     """A ``stage.layers.graphs.Recorder``."""
     with Recording() as recording:
         made = work()

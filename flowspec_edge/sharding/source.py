@@ -141,6 +141,10 @@ def describe(model: ModelDir, weights: WeightSource, drafts: Sequence[Path], nam
     tied = bool(config.tie_word_embeddings)
     gone = tensor_names.missing(wanted, weights.names, tied)
     if gone:
+        prefix = gone[0].removesuffix(".weight")
+        if f"{prefix}.qweight" in weights:
+            raise FlowspecError(f"{weights.directory}: {prefix} is in 4 bits: take a checkpoint that has all "
+                                "but the linears of decoder layers, routers among it, in 16 bits")
         raise FlowspecError(f"{weights.directory} has no tensor {gone[0]}: the checkpoint is incomplete, or "
                             "not of this architecture")
     spare = set(weights.names) - wanted - packed

@@ -23,7 +23,7 @@ from flowspec_edge.stage.layers.fused import ROW_STEP, FusedLayer
 from flowspec_edge.stage.layers.graphs import LayerGraphs
 from flowspec_edge.stage.shard import Shard
 from flowspec_edge.util.kernels import rotation
-from flowspec_edge.util.tensors import indices, to_device, to_torch
+from flowspec_edge.util.tensors import indices, to_device, to_host, to_torch
 from flowspec_edge.util.weight_file import tokens_device
 
 AHEAD = 2  # pending layers: the running one, and the next so that the device does not idle
@@ -98,7 +98,7 @@ def _layers(shard: Shard, parts: Sequence[Part], tap: Callable[[int, Tensor], No
     if fused:
         rotated = rotation(*rotated)
     if (recorded := graphs.get(n + padding)) is not None:
-        recorded.load(x[0], rotated)
+        recorded.load(x[0], rotated, n)
         x = recorded.hidden[None]
     for i, layer in enumerate(shard.modules):
         if recorded is not None:
@@ -117,13 +117,6 @@ def _layers(shard: Shard, parts: Sequence[Part], tap: Callable[[int, Tensor], No
         recorded.advance(len(shard.modules))
         x = x.clone()  # the next pass writes to the graphs' memory
     return x[0, :n]
-
-
-def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies in host memory; copies from CUDA are enqueued, and valid when the device has reached them."""
-    return [tensor if tensor.device.type != "cuda" else
-            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-            for tensor in tensors]
 
 
 class Event(Protocol):

@@ -87,6 +87,23 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies in host memory; copies from CUDA are enqueued, and valid when the device has reached them."""
+    return [tensor if tensor.device.type != "cuda" else
+            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+            for tensor in tensors]
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory, once the device has reached it; the host's thread does not sleep meanwhile."""
+    [copied] = to_host([tensor])
+    if tensor.device.type == "cuda":
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(tensor.device))
+        event.synchronize()
+    return copied
+
+
 def indices(values: Sequence[int] | Sequence[Sequence[int]] | NDArray[np.integer], device: torch.device
             ) -> Tensor:
     """``values`` as int64, without waiting for the device's queue."""

@@ -15,14 +15,11 @@ import subprocess
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import fleetkit
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from shardkit import all_tensors, as_bin, cut, edit
 from tiny import tiny_llama
 from tiny_dir import tiny_model_dir
@@ -35,7 +32,6 @@ from flowspec_edge.sharding.job import JOURNAL, finished, run, total_size
 from flowspec_edge.sharding.plan import ShardingPlan, make_plan, ranges_for, recipe_for
 from flowspec_edge.sharding.source import open_source
 from flowspec_edge.stage.quant.schemes import scheme
-from flowspec_edge.stage.reference_model import load_reference_model
 
 _CLONE_NEWNS = 0x00020000
 
@@ -277,82 +273,6 @@ def test_what_cannot_be_quantised_is_named(plain: Path, tmp_path: Path) -> None:
     edit(copy, model__layers__2__mlp__down_proj__weight=torch.full((64, 128), float("nan")))
     with pytest.raises(FlowspecError, match=r"tensor model\.layers\.2\..*down_proj\.weight: .*not a number"):
         cut(copy, tmp_path / "out", dtype="int4")
-
-
-def words(numbers: NDArray[np.int64]) -> torch.Tensor:
-    """Pack numbers 0..15, eight neighbours of a row into an int32, lowest bits first."""
-    packed = np.zeros((numbers.shape[0], numbers.shape[1] // 8), dtype=np.uint32)
-    for place in range(8):
-        packed |= numbers[:, place::8].astype(np.uint32) << np.uint32(4 * place)
-    return torch.from_numpy(packed.view(np.int32))
-
-
-def awq_words(numbers: NDArray[np.int64]) -> torch.Tensor:
-    """The same in AWQ's order of eight neighbours."""
-    eights = numbers.reshape(len(numbers), -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]]
-    return words(eights.reshape(numbers.shape))
-
-
-def quantised(model: Path, method: str, order: NDArray[np.int64] | None = None) -> dict[str, torch.Tensor]:
-    """Turn a checkpoint into GPTQ's or AWQ's format with random matrices; returns what these stand for.
-
-    A bias of zeros beside one matrix, as some tools write it.
-    """
-    random = np.random.default_rng(0)
-    tensors = load_file(model / "model.safetensors")
-    meant = {}
-    for name in [n for n in tensors if n.endswith("proj.weight")]:
-        prefix, (rows, columns) = name.removesuffix(".weight"), tensors.pop(name).shape
-        codes, zeros = random.integers(0, 16, (rows, columns)), random.integers(0, 16, (rows, columns // 64))
-        scales = torch.from_numpy(2.0 ** random.integers(-9, -5, zeros.shape)).half()
-        steps = scales.double().numpy().repeat(64, 1)
-        meant[name] = torch.from_numpy((codes - zeros.repeat(64, 1)) * steps).float()
-        groups = torch.arange(columns, dtype=torch.int32) // 64
-        tensors[f"{prefix}.scales"] = scales.t().contiguous()
-        if method == "awq":
-            tensors.update({f"{prefix}.qweight": awq_words(codes.T), f"{prefix}.qzeros": awq_words(zeros.T)})
-            continue
-        tensors.update({
-            f"{prefix}.qweight": words(codes).t().contiguous(),
-            f"{prefix}.qzeros": words((zeros.T - 1) % 16).contiguous(),
-            f"{prefix}.g_idx": groups if order is None else groups.flip(0)})
-    tensors["model.layers.0.mlp.up_proj.bias"] = torch.zeros(128)
-    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((model / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 64} | (
-        {"desc_act": False} if method == "gptq" else {"version": "gemm", "zero_point": True})
-    (model / "config.json").write_text(json.dumps(config))
-    return meant
-
-
-@pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_a_quantised_checkpoint_keeps_its_numbers(plain: Path, tmp_path: Path, method: str) -> None:
-    model = Path(shutil.copytree(plain, tmp_path / "quantised"))
-    truth = AutoModelForCausalLM.from_pretrained(plain)
-    for name, weight in quantised(model, method).items():
-        truth.get_parameter(name).data = weight
-    for module in (truth.lm_head, truth.model.embed_tokens):
-        module.weight.data = module.weight.data.bfloat16().float()
-    manifest = cut(model, tmp_path / "out")
-    assert manifest.quantisation is not None
-    assert (manifest.dtype, manifest.quantisation.group) == ("int4", 64)
-    assert "quantization_config" not in json.loads((tmp_path / "out/stage-1/config.json").read_text())
-    text = torch.tensor([[5, 17, 42, 3, 58, 11]])
-    with torch.inference_mode():
-        found: Any = load_reference_model(tmp_path / "out", "fp32")(text).logits
-        torch.testing.assert_close(found, truth(text).logits, atol=1e-4, rtol=1e-4)
-    with pytest.raises(UsageError, match=r"groups of 64.*int4"):
-        cut(model, tmp_path / "nf4", dtype="nf4")
-
-
-def test_a_gptq_checkpoint_that_cannot_be_taken(plain: Path, tmp_path: Path) -> None:
-    model = Path(shutil.copytree(plain, tmp_path / "gptq"))
-    quantised(model, "gptq", order=np.arange(3))
-    with pytest.raises(UsageError, match=r"model\.layers\.0\..*_proj: .*act-order"):
-        cut(model, tmp_path / "out")
-    edit(model, model__layers__0__mlp__up_proj__bias=torch.ones(128))
-    with pytest.raises(FlowspecError, match=r"no module .* for tensor model\.layers\.0\.mlp\.up_proj\.bias"):
-        open_source(str(model))
 
 
 def test_the_manifest_says_where_it_came_from(plain: Path, tmp_path: Path) -> None:

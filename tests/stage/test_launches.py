@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from recordkit import Recording, recorded
+from shardkit import cut
 from stagekit import Book, random_tokens, through
 from strictdevice import allocations, counting
-from tiny import tiny_llama
+from tiny import tiny_llama, tiny_model
 
 from flowspec_edge.messages import Close, Open, Segment, pack_bits
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.preparation import warm_up
-from flowspec_edge.stage.shard import load_shard
+from flowspec_edge.stage.shard import Shard, load_shard
 from flowspec_edge.util import kernels
 from flowspec_edge.util.tensors import from_torch
 from microbench.shapes.models import SHAPES, Shape, random_stage
@@ -34,12 +36,18 @@ def narrow(name: str) -> Shape:
                  shape.intermediate_size // 512 * 64, 16)  # int4's blocks have 64 rows
 
 
-def launches(name: str, dtype: str, layers: int, graphs: bool = False) -> Counter[str]:
-    """Of a slot with 16 rows behind 64, whose commit moves rows."""
-    shard = random_stage(narrow(name), layers, dtype, "cuda")
+def launches(name: str, dtype: str, layers: int) -> Counter[str]:
+    return launches_of(random_stage(narrow(name), layers, dtype, "cuda"))
+
+
+def launches_of(shard: Shard, graphs: bool = False) -> Counter[str]:
+    """Of a slot with 16 rows behind 64, whose commit moves rows; without what ``graphs`` repeat."""
+    torch.manual_seed(0)
     engine, hidden = StageEngine(shard), from_torch(torch.randn(16, shard.hidden_size).to(shard.dtype))
     if graphs:
         engine.graphs |= recorded(shard, 16)
+        steps = engine.graphs[16]._steps
+        steps[:] = [[step for step in between if "mixes" in step.__qualname__] for between in steps]
     engine.open(Open(0, 0, 256))
     numbers = np.arange(256, dtype=np.int32)
 
@@ -78,6 +86,22 @@ def test_launches_a_layer(name: str, dtype: str, fused: int, composed: int, monk
         monkeypatch.setattr(kernels, "fuses_rms_norm", lambda device, fuses=fuses: fuses)
         one, two = (launches(name, dtype, layers) for layers in (1, 2))
         assert (two - one).total() == most, (fuses, two - one)
+
+
+@pytest.mark.parametrize("fuses", [True, False])
+def test_launches_of_experts(tmp_path: Path, fuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two an expert, and a number that depends on neither rows nor experts."""
+    monkeypatch.setattr(kernels, "fuses_rms_norm", lambda device: fuses)
+    path = tiny_model("qwen3_moe", tmp_path / "model", layers=2, hidden=256, head_dim=64, num_experts=32,
+                      num_experts_per_tok=4, moe_intermediate_size=64, norm_topk_prob=True)
+    cut(path, tmp_path / "cut", 1, "int4")
+    whole = load_shard(tmp_path / "cut", 0, 1, "bf16", "cuda")
+    one, two = (replace(whole, index=1, stages=3, layers=(0, layers), modules=whole.modules[:layers],
+                        embed=None, norm=None) for layers in (1, 2))
+    for graphs, others in ((False, 32 if fuses else 35), (True, 15)):
+        found = launches_of(two, graphs) - launches_of(one, graphs)  # and two graphs
+        experts = len(two.modules[1].mlp.experts.chosen.unique())
+        assert found.total() - 2 * experts == others, found
 
 
 def test_between_attention_nothing_is_uploaded_waited_for_or_asked_of_the_text(model: Path) -> None:

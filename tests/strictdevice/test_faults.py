@@ -95,7 +95,7 @@ def test_memory_that_a_request_keeps(cuda: VirtualCluster, request_: Request,
         kept.extend(torch.empty_like(states) for states in given)
         return to_host(given)
 
-    to_host = forward.to_host
+    to_host = tensors.to_host
     monkeypatch.setattr(forward, "to_host", leaking)
     with allocations() as made:
         cuda.generate(request_)

@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+
+from flowspec_edge.util.tensors import indices, on_host
 
 
 class _Names(NamedTuple):
@@ -30,28 +33,28 @@ _FAMILIES = {
 }
 
 
-class _Matrix(nn.Linear):
-    def reset_parameters(self) -> None:
-        """Nothing: checkpoints have the values, and there are many thousands of matrices."""
-
-
 class Expert(nn.Module):
-    """Gate and up stay two products: joined after loading they would leave holes in memory, half as large."""
+    """Loading puts ``side_by_side``, which have no biases, into one matrix, ``joined``: a launch less."""
 
-    def __init__(self, names: _Names, width: int, inner: int, gated: nn.Module, bias: bool = False) -> None:
-        """``gated``: what gate and up become."""
+    def __init__(self, names: _Names, width: int, inner: int, bias: bool = False) -> None:
         super().__init__()
-        self._names = names
+        self._gates, self._down = (names.gate, names.up), names.down
+        self.side_by_side = () if bias else self._gates
         for name, (rows, columns) in {names.gate: (inner, width), names.up: (inner, width),
                                       names.down: (width, inner)}.items():
-            self.add_module(name, _Matrix(columns, rows, bias=bias, device="meta"))
-        self._gated = gated
+            self.add_module(name, nn.Linear(columns, rows, bias=bias, device="meta"))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[n, H] to [n, H]."""
-        gate, up, down = (self.get_submodule(name) for name in self._names[1:])  # packed ones, maybe
-        out: Tensor = down(self._gated(gate(x), up(x)))
-        return out
+    def gate_up(self, x: Tensor) -> Tensor:
+        """[n, H] to [n, 2I], gates first."""
+        parts: dict[str, Any] = self._modules
+        made: Tensor = (parts["joined"](x) if "joined" in parts else
+                        torch.cat([parts[name](x) for name in self._gates], -1))
+        return made
+
+    def down(self, x: Tensor) -> Tensor:
+        """[n, I] to [n, H]."""
+        made: Tensor = getattr(self, self._down)(x)
+        return made
 
 
 class Gated(nn.Module):
@@ -83,23 +86,38 @@ class Experts(nn.ModuleList):
     """
 
     chosen: Tensor | None = None
+    _gated: Any
+
+    def __init__(self, experts: Iterable[nn.Module] = (), gated: nn.Module | None = None) -> None:
+        """``gated``: what gate and up become."""
+        super().__init__(experts)
+        self.__dict__["_gated"] = gated  # not one of the list
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """[n, H] and each row's k experts with their weights [n, k] to [n, H].
 
-        Time and memory traffic are in proportion to the experts touched, which run in turn.  A row's sum has
-        the order of its own choice, whatever other rows there are.
+        Memory traffic and launches, two an expert, are in proportion to the experts touched, which run in
+        turn.  The host has to know which: this waits for the router.  A row's sum has the order of its own
+        choice, whatever other rows there are.
         """
-        k = chosen.shape[1]
-        self.chosen = chosen.cpu()
-        flat = self.chosen.flatten()
-        order, counts = flat.argsort(stable=True), flat.bincount(minlength=len(self)).tolist()
-        order = order.to(x.device)
-        inputs = x[order // k].split(counts)
-        sorted_products = torch.cat([self[i](rows) for i, rows in enumerate(inputs) if len(rows)])
-        products = torch.empty_like(sorted_products)
-        products[order] = sorted_products
-        return (products * weights.reshape(-1, 1)).view(len(x), k, -1).sum(1).to(x.dtype)
+        n, k = chosen.shape
+        self.chosen = on_host(chosen)
+        flat = self.chosen.numpy().ravel()
+        order = flat.argsort(kind="stable")
+        used, counts = np.unique(flat, return_counts=True)
+        experts: list[Any] = [self._modules[str(i)] for i in used]
+        each = counts.tolist()
+        places = indices(np.stack([order // k, order.argsort()]), x.device)
+        inputs = x[places[0]].split(each)
+        gate_up = torch.cat([expert.gate_up(rows) for expert, rows in zip(experts, inputs, strict=True)])
+        inner = self.activated(gate_up).split(each)
+        outputs = torch.cat([expert.down(rows) for expert, rows in zip(experts, inner, strict=True)])
+        return (outputs[places[1]].view(n, k, -1) * weights[..., None]).sum(1).to(x.dtype)
+
+    def activated(self, gate_up: Tensor) -> Tensor:
+        """[n, 2I] to [n, I]."""
+        activated: Tensor = self._gated(*gate_up.chunk(2, -1))
+        return activated
 
 
 def separated(stacked: Any, family: str) -> Experts:
@@ -108,7 +126,19 @@ def separated(stacked: Any, family: str) -> Experts:
     shape = ((stacked.hidden_size, stacked.intermediate_size) if bias else
              (stacked.hidden_dim, stacked.intermediate_dim))
     gated = ClampedGate(stacked.alpha, stacked.limit) if bias else Gated(stacked.act_fn)
-    return Experts(Expert(names, *shape, gated, bias) for _ in range(stacked.num_experts))
+    one = Expert(names, *shape, bias)
+    return Experts((_like(one) for _ in range(stacked.num_experts)), gated)
+
+
+def _like(module: nn.Module) -> Any:
+    """A module of the same kind on the meta device, which shares the hooks: to make many thousands of linears
+    anew takes seconds."""
+    made = module.__new__(type(module))
+    vars(made).update(vars(module), _parameters={
+        name: value if value is None else nn.Parameter(value.data, requires_grad=False)
+        for name, value in module._parameters.items()}, _modules={
+        name: part and _like(part) for name, part in module._modules.items()})
+    return made
 
 
 def separate_experts(core: Any) -> None:

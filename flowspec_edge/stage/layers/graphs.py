@@ -3,34 +3,36 @@
 A graph repeats its kernels on the memory that they had when it was recorded.  What changes with the text,
 keys, values and their mask, concerns attention alone, which stays outside; what is between the attention of
 two layers is one graph: the end of one layer and the beginning of the next.  So graphs depend on the number
-of rows, and on no session, place or length.
+of rows, and on no session, place or length.  Experts run between two graphs: which of them is known only
+when the router has run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from flowspec_edge.stage.layers.attention import BatchCache, BatchMask
-from flowspec_edge.stage.layers.fused import FusedLayer
+from flowspec_edge.stage.layers.fused import FusedLayer, Routed
 from flowspec_edge.stage.layers.kv_cache import KVCache
 
+Made = TypeVar("Made")
 Replay = Callable[[], object]
 
 
 class Recorder(Protocol):
-    def __call__(self, work: Callable[[], Tensor | None]) -> tuple[Tensor | None, Replay]:
+    def __call__(self, work: Callable[[], Made]) -> tuple[Made, Replay]:
         """Run ``work``; return its result, and what repeats it: on the same memory, result included."""
 
 
 class LayerGraphs:
     """The layers for ``rows`` rows.
 
-        graphs.load(hidden, rotation)
+        graphs.load(hidden, rotation, new)
         for i in range(layers):
             graphs.advance(i)             # the end of layer i - 1, the beginning of layer i
             graphs.attend(i, mask, cache)
@@ -49,24 +51,43 @@ class LayerGraphs:
         self._attended = new(rows, attended)
         self._rotation = new(rows, 1, rotated), new(rows, 1, rotated)
         self._layers = layers
+        self._splits: list[Tensor | None] = []
         ends = zip([None, *layers], [*layers, None], strict=True)
-        recorded = [record(partial(self._between, *pair)) for pair in ends]
-        self._splits = [split for split, _ in recorded]
-        self._replays = [replay for _, replay in recorded]
+        self._steps = [self._between(*pair, record) for pair in ends]
 
-    def _between(self, done: FusedLayer | None, begun: FusedLayer | None) -> Tensor | None:
-        if done is not None:
-            done.after(self.hidden, self._attended)
-        return None if begun is None else begun.before(self.hidden, self._rotation)
+    def _between(self, done: FusedLayer | None, begun: FusedLayer | None, record: Recorder) -> list[Replay]:
+        """What runs between the attention of two layers; adds to ``_splits``."""
+        def ends() -> Routed | None:
+            return None if done is None else done.after(self.hidden, self._attended)
 
-    def load(self, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> None:
-        """hidden [rows, width]; ``rotation`` as for ``FusedLayer``."""
+        def begins() -> Tensor | None:
+            return None if begun is None else begun.before(self.hidden, self._rotation)
+
+        if done is None or not done.sparse:
+            (_, split), replay = record(lambda: (ends(), begins()))
+            self._splits.append(split)
+            return [replay]
+        routed, first = record(ends)
+
+        def mixes() -> None:
+            done.mix(self.hidden, cast(Routed, routed), self._new)
+
+        if begun is None:
+            return [first, mixes]
+        split, second = record(begins)
+        self._splits.append(split)
+        return [first, mixes, second]
+
+    def load(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], new: int) -> None:
+        """hidden [rows, width], of which ``new`` are no padding; ``rotation`` as for ``FusedLayer``."""
+        self._new = new
         self.hidden.copy_(hidden)
         for own, given in zip(self._rotation, rotation, strict=True):
             own.copy_(given)
 
     def advance(self, layer: int) -> None:
-        self._replays[layer]()
+        for step in self._steps[layer]:
+            step()
 
     def attend(self, layer: int, mask: Tensor | BatchMask, cache: KVCache | BatchCache) -> None:
         split = self._splits[layer]
@@ -81,7 +102,7 @@ class CudaRecorder:
         self._device = device
         self._pool: Any = None
 
-    def __call__(self, work: Callable[[], Tensor | None]) -> tuple[Tensor | None, Replay]:
+    def __call__(self, work: Callable[[], Made]) -> tuple[Made, Replay]:
         if self._pool is None:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
         current = torch.cuda.current_stream(self._device)

@@ -52,25 +52,27 @@ class QuantLinear(nn.Module, ABC):
         return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
 
     @torch.no_grad()
-    def fill(self, stored: Mapping[str, Tensor], bias: Tensor | None = None) -> None:
-        """Pack ``stored`` and ``bias`` [rows], a slice of rows at a time.
+    def fill(self, stored: Mapping[str, Tensor], bias: Tensor | None = None, first: int = 0,
+             rows: int | None = None) -> None:
+        """Pack ``stored`` and ``bias``, a slice of rows at a time; they have ``rows`` rows (None: all) from
+        ``first`` on, a multiple of ``ROW_BLOCK``.
 
         FlowspecError unless names, shapes and dtypes are those of ``Scheme.stored`` and a bias is given
         exactly if the module has one.
         """
-        self._check(stored, bias)
-        for lo, hi in slices(self.out_features, self.in_features):
-            self.fill_rows(lo, {name: tensor[lo:hi] for name, tensor in stored.items()})
+        rows = self.out_features if rows is None else rows
+        self._check(stored, bias, rows)
+        for lo, hi in slices(rows, self.in_features):
+            self.fill_rows(first + lo, {name: tensor[lo:hi] for name, tensor in stored.items()})
         if self.bias is not None and bias is not None:
-            self.bias.copy_(bias)
+            self.bias[first : first + rows].copy_(bias)
 
     @torch.no_grad()
     def joined(self, others: Sequence[QuantLinear]) -> QuantLinear | None:
         """One module with the rows of this and ``others``; None if the kernel's layout forbids it."""
         parts = (self, *others)
         first, rows = next(self.buffers()), sum(part.out_features for part in parts)
-        if (any(part.out_features % ROW_BLOCK for part in parts[:-1])
-                or self.scheme.fits(rows, self.in_features) is None
+        if (not self.scheme.joins([part.out_features for part in parts], self.in_features)
                 or len({(part.scheme, part.in_features, part.bias is None) for part in parts}) > 1):
             return None
         whole = self.scheme.linear(rows, self.in_features, self.bias is not None, self.dtype, first.device)
@@ -100,9 +102,9 @@ class QuantLinear(nn.Module, ABC):
         return (f"{self.scheme.kind}, in_features={self.in_features}, out_features={self.out_features}, "
                 f"bias={self.bias is not None}")
 
-    def _check(self, stored: Mapping[str, Tensor], bias: Tensor | None) -> None:
-        what = f"a {self.scheme.kind} matrix of {self.out_features} x {self.in_features}"
-        wanted = self.scheme.stored(self.out_features, self.in_features)
+    def _check(self, stored: Mapping[str, Tensor], bias: Tensor | None, rows: int) -> None:
+        what = f"a {self.scheme.kind} matrix of {rows} x {self.in_features}"
+        wanted = self.scheme.stored(rows, self.in_features)
         if stored.keys() != wanted.keys():
             raise FlowspecError(f"{what} is stored as {', '.join(wanted)}, not as {', '.join(stored)}")
         for name, (shape, dtype) in wanted.items():
@@ -112,7 +114,7 @@ class QuantLinear(nn.Module, ABC):
                                     f"and is {found.dtype} {list(found.shape)}")
         if (bias is None) != (self.bias is None):
             raise FlowspecError(f"{what} must {'not ' if self.bias is None else ''}have a bias")
-        if bias is not None and bias.shape != (self.out_features,):
+        if bias is not None and bias.shape != (rows,):
             raise FlowspecError(f"the bias of {what} has shape {list(bias.shape)}")
 
 
@@ -145,6 +147,10 @@ class Scheme(ABC):
     def linear(self, rows: int, columns: int, bias: bool, dtype: torch.dtype,
                device: torch.device | str = "cpu") -> QuantLinear:
         """An unfilled module; ``dtype`` is that of activations.  UsageError for an unsupported shape."""
+
+    def joins(self, parts: Sequence[int], columns: int) -> bool:
+        """Whether one matrix can hold those of so many rows each."""
+        return not any(rows % ROW_BLOCK for rows in parts[:-1]) and self.fits(sum(parts), columns) is not None
 
     def caveat(self, dtype: torch.dtype, capability: tuple[int, int]) -> str:
         """One line of advice if ``dtype`` is slow on a GPU of that compute capability, else ""."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,19 +78,23 @@ def load_modules(parts: Mapping[str, nn.Module], checkpoint: Checkpoint, dtype: 
     buffer = torch.empty(PIECE, dtype=torch.uint8, device="cpu")
     for prefix, module in parts.items():
         packed = _packed(prefix, module, checkpoint, scheme, dtype, device) if scheme else {}
-        wanted = {f"{prefix}.{key}": value.shape for key, value in module.state_dict().items()}
+        places = _joined(prefix, module, dtype, device)
+        values = {key: value for key, value in module.state_dict().items() if not value.is_meta}
+        wanted = {f"{prefix}.{key}": value.shape for key, value in module.state_dict().items()
+                  if value.is_meta} | {name: place.shape for name, place in places.items()}
         transposed = {f"{prefix}.{name}.weight" if name else f"{prefix}.weight"
                       for name, linear in module.named_modules()
                       if isinstance(linear, nn.Linear) and is_transposed(dtype, device)}
-        values = {}
         for name in checkpoint.in_file_order(dict.fromkeys([*wanted, *packed])):  # with experts, thousands
             if name in packed:
                 tensor = checkpoint.tensors([name])[name]
                 check_finite(tensor, tensor.dtype, f"{checkpoint.directory}: tensor {name}")
                 packed[name].add(name, tensor)
             else:
-                value = load_tensor(checkpoint, name, wanted[name], dtype, device, name in transposed, buffer)
-                values[name.removeprefix(f"{prefix}.")] = value
+                value = load_tensor(checkpoint, name, wanted[name], dtype, device, name in transposed, buffer,
+                                    places.get(name))
+                if name not in places:
+                    values[name.removeprefix(f"{prefix}.")] = value
             read.append(name)
         module.load_state_dict(values, strict=True, assign=True)
         module.requires_grad_(False).eval()
@@ -96,20 +102,24 @@ def load_modules(parts: Mapping[str, nn.Module], checkpoint: Checkpoint, dtype: 
 
 
 def load_tensor(checkpoint: Checkpoint, name: str, shape: torch.Size, dtype: torch.dtype,
-                device: torch.device, transposed: bool = False, buffer: Tensor | None = None) -> Tensor:
-    """``transposed``: in memory; ``buffer`` as for ``WeightFile.pieces``.
+                device: torch.device, transposed: bool = False, buffer: Tensor | None = None,
+                into: Tensor | None = None) -> Tensor:
+    """``transposed``: in memory; ``buffer`` as for ``WeightFile.pieces``; ``into``: memory that it has.
 
     FlowspecError unless the tensor has ``shape``.
     """
     check_shape(checkpoint.directory, name, checkpoint.stored([name])[name].shape, shape)
-    if transposed:
-        value = torch.empty(tuple(reversed(shape)), dtype=dtype, device=device).t()
-    else:
-        value = torch.empty(shape, dtype=dtype, device=device)
+    value = _empty(shape, dtype, device, transposed) if into is None else into
     for lo, piece in checkpoint.pieces(name, buffer=buffer):
         check_finite(piece, dtype, f"{checkpoint.directory}: tensor {name}")
         (value[lo : lo + len(piece)] if shape else value).copy_(piece)
     return value
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device, transposed: bool) -> Tensor:
+    if transposed:
+        return torch.empty(tuple(reversed(shape)), dtype=dtype, device=device).t()
+    return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
 def fast_layout(weight: Tensor) -> Tensor:
@@ -122,10 +132,13 @@ def is_transposed(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class _PackedMatrix:
-    """Fills a QuantLinear once it has all tensors: files hold the small ones of all matrices first."""
+    """Fills its rows of a QuantLinear once it has all tensors: files hold the small ones of all matrices
+    first."""
 
-    def __init__(self, where: str, linear: QuantLinear, names: Mapping[str, str], bias: str | None) -> None:
+    def __init__(self, where: str, linear: QuantLinear, names: Mapping[str, str], bias: str | None,
+                 first: int, rows: int) -> None:
         self._where, self._linear, self._bias = where, linear, bias
+        self._first, self._rows = first, rows
         self._names = names  # of the tensors, by suffix
         self._found: dict[str, Tensor] = {}
 
@@ -135,7 +148,8 @@ class _PackedMatrix:
             return
         try:
             self._linear.fill({suffix: self._found[full] for suffix, full in self._names.items()},
-                              None if self._bias is None else self._found[self._bias])
+                              None if self._bias is None else self._found[self._bias],
+                              self._first, self._rows)
         except FlowspecError as error:
             raise FlowspecError(f"{self._where}: {error}") from error
         self._found.clear()
@@ -145,16 +159,61 @@ def _packed(prefix: str, module: nn.Module, checkpoint: Checkpoint, scheme: Sche
             device: torch.device) -> dict[str, _PackedMatrix]:
     """Puts QuantLinears in the place of linears that are not stored in plain form; by name of each tensor."""
     found: dict[str, _PackedMatrix] = {}
-    for path, linear in list(module.named_modules()):
+
+    def fill(path: str, packed: QuantLinear, first: int, rows: int) -> None:
         name = f"{prefix}.{path}"
-        if not path or not isinstance(linear, nn.Linear) or f"{name}.weight" in checkpoint:
-            continue
-        rows, columns = linear.weight.shape
-        packed: QuantLinear = scheme.linear(rows, columns, linear.bias is not None, dtype, device)
-        names = {suffix: f"{name}.{suffix}" for suffix in scheme.stored(rows, columns)}
-        bias = f"{name}.bias" if linear.bias is not None else None
-        matrix = _PackedMatrix(f"{checkpoint.directory}: {name}", packed, names, bias)
-        found |= dict.fromkeys([*names.values(), *([bias] if bias else [])], matrix)
-        parent, _, child = path.rpartition(".")
-        setattr(module.get_submodule(parent), child, packed)
+        names = {suffix: f"{name}.{suffix}" for suffix in scheme.stored(rows, packed.in_features)}
+        bias = f"{name}.bias" if packed.bias is not None else None
+        matrix = _PackedMatrix(f"{checkpoint.directory}: {name}", packed, names, bias, first, rows)
+        found.update(dict.fromkeys([*names.values(), *([bias] if bias else [])], matrix))
+
+    def is_packed(path: str, linear: object) -> bool:
+        return isinstance(linear, nn.Linear) and f"{prefix}.{path}.weight" not in checkpoint
+
+    for parent, paths, rows, columns in _side_by_side(module):
+        if (all(is_packed(path, module.get_submodule(path)) for path in paths)
+                and scheme.joins(rows, columns)):
+            packed = scheme.linear(sum(rows), columns, False, dtype, device)
+            for path, first, count in zip(paths, accumulate([0, *rows]), rows, strict=False):
+                fill(path, packed, first, count)
+            _join(parent, packed)
+    for path, linear in list(module.named_modules()):
+        if path and is_packed(path, linear):
+            rows, columns = linear.weight.shape
+            packed = scheme.linear(rows, columns, linear.bias is not None, dtype, device)
+            fill(path, packed, 0, rows)
+            owner, _, child = path.rpartition(".")
+            setattr(module.get_submodule(owner), child, packed)
     return found
+
+
+def _joined(prefix: str, module: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Makes one linear of those that are side by side; the places of their weights in it, by name."""
+    places: dict[str, Tensor] = {}
+    for parent, paths, rows, columns in _side_by_side(module):
+        if any(type(module.get_submodule(path)) is not nn.Linear for path in paths):
+            continue  # one is packed
+        whole = nn.Linear(columns, sum(rows), bias=False, device="meta")
+        weight = _empty((sum(rows), columns), dtype, device, is_transposed(dtype, device))
+        whole.weight = nn.Parameter(weight, requires_grad=False)
+        places |= {f"{prefix}.{path}.weight": part for path, part in
+                   zip(paths, weight.split(rows), strict=True)}
+        _join(parent, whole)
+    return places
+
+
+def _side_by_side(module: nn.Module) -> Iterator[tuple[Any, list[str], list[int], int]]:
+    """Each parent whose ``side_by_side`` names linears that multiply the same rows, without biases, and which
+    it still has: (parent, their paths, their rows, columns)."""
+    for path, parent in list(module.named_modules()):
+        names = getattr(parent, "side_by_side", ())
+        if names and all(name in parent._modules for name in names):
+            linears: list[Any] = [parent.get_submodule(name) for name in names]
+            yield (parent, [f"{path}.{name}" for name in names],
+                   [linear.out_features for linear in linears], linears[0].in_features)
+
+
+def _join(parent: Any, whole: nn.Module) -> None:
+    for name in parent.side_by_side:
+        delattr(parent, name)
+    parent.joined = whole

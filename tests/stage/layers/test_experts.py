@@ -24,7 +24,6 @@ from flowspec_edge.fleet.planning.model_size import model_bytes
 from flowspec_edge.sharding.source import open_source
 from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.layers.experts import Experts, independent, separated, touched
-from flowspec_edge.stage.layers.fused import FusedLayer
 from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.stage.tensor_parallel.process_group import GlooGroup
 from flowspec_edge.stage.tensor_parallel.shard import load_tensor_shard
@@ -115,11 +114,6 @@ def test_a_stage_counts_by_segment_and_by_session(model: Path) -> None:
     assert added["experts"] == sum(len(set(mixture.chosen.flatten().tolist())) for mixture in mixtures)
     assert added["experts_independent"] == pytest.approx(2 * independent(8, 3, 4))
     assert last.counters["experts"] > 0
-
-
-def test_layers_with_experts_are_transformers_own_on_any_device(model: Path) -> None:
-    shard = load_shard(model, 0, 2, "fp32", fused=True)
-    assert not any(isinstance(layer, FusedLayer) for layer in shard.modules)
 
 
 def edited(model: Path, to: Path, name: str, value: torch.Tensor | None) -> Path:

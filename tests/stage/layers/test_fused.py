@@ -32,6 +32,9 @@ SHAPES: list[tuple[str, dict[str, object]]] = [
     ("llama", {}), ("llama", {"num_key_value_heads": 4}), ("llama", {"num_key_value_heads": 1}),
     ("llama", {"attention_bias": True, "mlp_bias": True}), ("mistral", {"sliding_window": None}),
     ("qwen2", {}), ("qwen3", {}), ("qwen3", {"head_dim": 16}),
+    ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+                   "mlp_only_layers": [1]}),
+    ("mixtral", {"num_local_experts": 4, "sliding_window": None}),
 ]
 
 
