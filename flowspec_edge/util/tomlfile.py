@@ -145,8 +145,9 @@ def _suggestion(where: Sequence[str | int], model: type[BaseModel]) -> str:
     *outer, wrong = where
     here = model
     for part in outer:
-        if isinstance(part, str):
-            here = _inner(here.model_fields[part].annotation) or here
+        # A key of a whole file that is a dictionary is no field.
+        if isinstance(part, str) and (field := here.model_fields.get(part) or here.model_fields.get("root")):
+            here = _inner(field.annotation) or here
     for name, field in model.model_fields.items():
         other = _inner(field.annotation)
         if other is not None and wrong in other.model_fields:

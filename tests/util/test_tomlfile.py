@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowspec_edge.errors import UsageError
+from flowspec_edge.model.catalogue import Catalogue
 from flowspec_edge.util.resources import resource_dir
-from flowspec_edge.util.tomlfile import KeyPath, key_lines, nearest_line
+from flowspec_edge.util.tomlfile import KeyPath, key_lines, load_toml, nearest_line
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -118,3 +120,10 @@ def test_the_nearest_line() -> None:
     assert nearest_line(lines, ["device", 0, "size"]) == 2
     assert nearest_line(lines, ["device"]) == 2
     assert nearest_line(lines, ["cluster"]) is None
+
+
+def test_an_unknown_key_of_an_entry_names_the_known_ones(tmp_path: Path) -> None:
+    """Of a file whose tables have names of their own: the catalogue."""
+    (tmp_path / "c.toml").write_text('["a.b"]\ntarget = "x/y"\nsmal = "x/z"\n')
+    with pytest.raises(UsageError, match=r"c.toml:3: unknown key 'a.b.smal': did you mean 'small'\?"):
+        load_toml(tmp_path / "c.toml", Catalogue)
