@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from headkit import published_eagle3
+from headkit import VARIANTS, published_eagle3
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -18,7 +18,7 @@ from tiny_dir import tiny_eagle3, tiny_model_dir
 from transformers import AutoModelForCausalLM
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.sharding.drafts import open_draft
+from flowspec_edge.sharding.drafts import check_fit, open_draft
 from flowspec_edge.sharding.plan import CopiedFile, TensorsFile, make_plan, ranges_for, recipe_for
 from flowspec_edge.sharding.source import open_source
 
@@ -112,6 +112,17 @@ def test_kinds_of_drafts_are_recognised(full: Path, plain: Path, tmp_path: Path)
         open_draft(bare)
     with pytest.raises(UsageError, match=r"no draft model at .*: config\.json is missing"):
         open_draft(tmp_path)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_published_eagle3_head_goes_along(tmp_path: Path, variant: str) -> None:
+    published_eagle3(tmp_path, 0, 32, 97, kv_heads=2, **VARIANTS[variant])
+    draft = open_draft(tmp_path)
+    own = VARIANTS[variant].get("embedding", False)
+    assert (draft.kind, draft.embeddings, draft.kv_row) == ("eagle3", not own, 2 * 2 * 8)
+    check_fit(draft, tmp_path, 32, 97, 8)
+    with pytest.raises(FlowspecError, match="width is 32, the target's 33"):
+        check_fit(draft, tmp_path, 33, 97, 8)
 
 
 @pytest.mark.parametrize(("drafts", "embeddings"), [

@@ -76,6 +76,8 @@ def fetch(
     wanted = {"target": model.target, **_heads(own, model, head)}
     record = directory / FETCHED
     done = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+    if head is None:  # a head that was chosen before stays
+        wanted |= {part: done[part] for part in wanted if part in done and part != "target"}
     os.environ.pop("TQDM_DISABLE", None)  # the client's own progress bars, on a terminal
     from flowspec_edge.model.catalogue import download_to
     from flowspec_edge.util.files import write_atomically
@@ -83,7 +85,9 @@ def fetch(
     for part, repository in wanted.items():
         if done.get(part) != repository:
             place = directory / (DRAFT_PARTS.get(part) or part)
-            if part in done:  # another head's files
+            if part in done:  # another head's files: not complete from here on
+                del done[part]
+                write_atomically(record, json.dumps(done, indent=2) + "\n")
                 shutil.rmtree(place, ignore_errors=True)
             print(f"{repository} -> {place}", flush=True)
             download_to(repository, place)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from headkit import published_eagle3
 from hubkit import hub
 from tiny import tiny_llama
 from tiny_dir import tiny_model_dir
@@ -129,6 +130,28 @@ def test_a_fetched_model_has_a_name_everywhere(tmp_path: Path, place: Path,
     assert "yuhuili/EAGLE-llama2-chat-7B" in capsys.readouterr().out
     assert main(["generate", "fn main", "--model", "llama-2-7b", "--clock", "virtual", "--stages", "2",
                  "--max-new-tokens", "4"]) == 0
+
+
+def test_another_head_of_a_kind_takes_its_place(tmp_path: Path, place: Path) -> None:
+    """The first one's files go, and stay away when the model is fetched again."""
+    heads = {"AngelSlim/Qwen3-8B_eagle3": tmp_path / "first",
+             "RedHatAI/Qwen3-8B-speculator.eagle3": tmp_path / "second"}
+    for form, path in zip(("classic", "speculators"), heads.values(), strict=True):
+        published_eagle3(path, 0, 24, 61, form=form)
+        (path / f"{path.name}.json").write_text("{}")
+    record = place / "qwen3-8b" / "fetched.json"
+    with hub({"Qwen/Qwen3-8B": tiny_llama(tmp_path / "tiny"), **heads}) as (address, _):
+        here = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}
+        assert flowspec("models", "fetch", "qwen3-8b", **here).returncode == 0
+        assert (place / "qwen3-8b" / "eagle3" / "first.json").is_file()
+        second = list(heads)[1]
+        for words in (["--head", second], []):
+            done = flowspec("models", "fetch", "qwen3-8b", *words, **here)
+            assert done.returncode == 0, done.stderr
+            assert json.loads(record.read_text())["eagle3"] == second
+            kept = {path.name for path in (place / "qwen3-8b" / "eagle3").glob("*.json")}
+            assert kept == {"config.json", "second.json"}
+    assert "transformer_layer_config" in (place / "qwen3-8b" / "eagle3" / "config.json").read_text()
 
 
 def test_what_cannot_be_fetched(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
