@@ -7,6 +7,7 @@ a pass that they share.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from playkit import LAYERS, SLOTS, STAGES, Control, Step, passed_on, passes, places, play
 from propertykit import examples
-from stagekit import Book, Oracle, assert_cache, assert_rows, engines, random_tokens, through
+from stagekit import Book, Oracle, assert_cache, assert_rows, engines, random_tokens, through, windowed
 from storykit import VOCAB, stories
 from tiny import tiny_llama
 
@@ -30,9 +31,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("llama"), layers=LAYERS, hidden=32, vocab=VOCAB)
 
 
-@pytest.fixture(scope="module")
-def shards(model: Path) -> list[Shard]:
-    return [load_shard(model, i, STAGES, "fp32") for i in range(STAGES)]
+@pytest.fixture(scope="module", params=["full", "windows"])
+def shards(model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+           ) -> Iterator[list[Shard]]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "windows":
+            model = windowed(tmp_path_factory.mktemp("windows"), VOCAB, patch)
+        yield [load_shard(model, i, STAGES, "fp32") for i in range(STAGES)]
 
 
 def alone(steps: list[Step], after: list[Control], session: int) -> tuple[list[Step], list[Control]]:

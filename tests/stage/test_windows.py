@@ -1,0 +1,102 @@
+"""Layers with a window: their memory does not grow with the text, and is what the plan says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from familykit import VOCAB, family_model
+from shardkit import cut
+from stagekit import Book, Oracle, assert_cache, assert_rows, random_tokens, through
+
+from flowspec_edge.errors import ProtocolError
+from flowspec_edge.fleet.planning.model_size import model_bytes
+from flowspec_edge.messages import Close, Open
+from flowspec_edge.model.manifest import SESSIONS, WINDOW_SLACK, stage_part
+from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.layers.kinds import KeysValues
+from flowspec_edge.stage.shard import load_shard
+
+WINDOW, LAYERS, REQUESTS, CHUNK, TEXT = 7, 4, 1, 32, 400
+HELD = WINDOW - 1 + 2 * WINDOW_SLACK  # of the text, at most
+ROWS = TEXT + CHUNK
+ROW = 2 * 2 * 16 * 4  # bytes in a layer: key and value, kv heads, head_dim, fp32
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = family_model("gpt-oss", tmp_path_factory.mktemp("windows") / "target", layers=LAYERS)
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+def test_memory_is_what_the_plan_says(model: Path, tmp_path: Path) -> None:
+    manifest = cut(model, tmp_path / "cut", 1, "fp32")
+    engine = StageEngine(load_shard(tmp_path / "cut", 0, 1, "fp32"), ROWS, REQUESTS, CHUNK)
+    windows = REQUESTS * (SESSIONS * HELD + CHUNK)
+    assert engine.cache_bytes == 2 * ROW * ROWS + 2 * ROW * windows
+    assert manifest.part(stage_part(0)).cache_bytes(ROWS, REQUESTS, CHUNK) == engine.cache_bytes
+    assert LAYERS * model_bytes(str(model), "fp32").layer_cache(ROWS, REQUESTS, CHUNK) == engine.cache_bytes
+    assert manifest.part(stage_part(0)).cache_bytes(ROWS) == LAYERS * ROW * ROWS
+
+
+def test_a_long_text_stays_within_it(model: Path) -> None:
+    """A text, its retained prefix and the session that goes on from it, against transformers."""
+    oracle, tokens = Oracle(model), random_tokens(TEXT, VOCAB, seed=6)
+    engine = StageEngine(load_shard(model, 0, 1, "fp32"), ROWS, REQUESTS, CHUNK)
+    reserved, book = engine.cache_bytes, Book()
+    engine.open(Open(1, 0, ROWS, tentative=CHUNK))
+    for lo in range(0, TEXT, CHUNK):
+        output = through([engine], book.text(tokens[lo : lo + CHUNK]))[1]
+        cache = engine.cache_of(1)
+        assert cache is not None
+        assert len(cache) == min(lo + CHUNK, TEXT)
+        for part, kind in zip(cache.parts, engine.shard.layers_of_kinds, strict=True):
+            assert isinstance(kind, KeysValues)
+            assert len(part) <= (HELD + CHUNK if kind.window else TEXT)
+    assert_rows(output, book, oracle)
+    engine.close(Close(1, tuple(range(TEXT))))
+    assert_goes_on(engine, oracle, tokens, TEXT - WINDOW_SLACK)
+    assert engine.cache_bytes == reserved
+
+
+def assert_goes_on(engine: StageEngine, oracle: Oracle, tokens: list[int], rows: int) -> None:
+    """A session that begins with ``rows`` rows of what session 1 left."""
+    engine.open(Open(2, 0, ROWS, tentative=CHUNK, parent_session=1, rows=rows))
+    book = Book(2, kept=tuple(tokens[:rows]))
+    root = book.committed[-1]
+    first, second = book.add(3, root), book.add(4, root)
+    book.add(5, first)
+    book.add(6, second)
+    assert_rows(through([engine], book.builder.seal())[1], book, oracle)
+    assert_cache(engine, book, oracle)
+
+
+def test_a_text_that_is_cut_too_short_is_refused(model: Path) -> None:
+    engine = StageEngine(load_shard(model, 0, 1, "fp32"))
+    engine.open(Open(1, 0, ROWS, tentative=CHUNK))
+    book = Book()
+    for lo in range(0, 320, CHUNK):
+        through([engine], book.text(random_tokens(CHUNK, VOCAB, seed=lo)))
+    engine.close(Close(1, tuple(range(320))))
+    with pytest.raises(ProtocolError, match="begin with 100 rows of a text of which layers with a window"):
+        engine.open(Open(2, 0, ROWS, tentative=CHUNK, parent_session=1, rows=100))
+    assert engine.kept == {}
+
+
+@torch.inference_mode()
+def test_rows_far_in_number_are_near_in_position(model: Path) -> None:
+    """The children of one row, as many as the window is wide, are all a position behind it."""
+    oracle = Oracle(model)
+    engine, book = StageEngine(load_shard(model, 0, 1, "fp32")), Book()
+    engine.open(Open(1, 0, 128))
+    through([engine], book.text(random_tokens(20, VOCAB, seed=1)))
+    children = [book.add(token, book.committed[-1]) for token in range(1, 2 * WINDOW)]
+    last = children[-1]
+    for token in range(WINDOW):
+        last = book.add(token, last)
+    assert_rows(through([engine], book.builder.seal())[1], book, oracle)
+    book.commit(children[-1])
+    book.add(9, children[-1])
+    assert_rows(through([engine], book.builder.seal())[1], book, oracle)
