@@ -56,7 +56,7 @@ class ModelBytes:
     kv_row           keys and values of one row in one layer; draft_kv_row: in the draft head
     from_weights     whether weight files were present and agreed
     draft_estimated  whether there is no head here, and a head of the target's shape was assumed
-    layer_launches   kernel launches of a decoder layer
+    layer_launches   kernel launches of a decoder layer, without those of experts
     experts          of a sparse model's layer, of ``expert`` bytes each, of which a row chooses ``chosen``;
                      0 for a dense one
     """
