@@ -96,8 +96,8 @@ def test_launches_of_experts(tmp_path: Path, family: str, fuses: bool, alone: in
     two."""
     monkeypatch.setattr(kernels, "fuses_rms_norm", lambda device: fuses)
     path = tiny_model(family, tmp_path / "model", layers=2, hidden=256, head_dim=64, intermediate_size=64,
-                      num_local_experts=32, num_experts_per_tok=4, moe_intermediate_size=64, norm_topk_prob=True,
-                      sliding_window=None)
+                      num_local_experts=32, num_experts_per_tok=4, moe_intermediate_size=64,
+                      norm_topk_prob=True, sliding_window=None)
     cut(path, tmp_path / "cut", 1, "int4")
     whole = load_shard(tmp_path / "cut", 0, 1, "bf16", "cuda")
     one, two = (replace(whole, index=1, stages=3, layers=(0, layers), modules=whole.modules[:layers],
