@@ -20,9 +20,12 @@ from flowspec_edge.util.tomlfile import Count, NotNegative, Positive, StrictMode
 # Kernel launches of stages and of D0 on torch 2.8, which is JetPack 6's, counted with 16 rows of one session
 # (tests/stage/test_launches.py, tests/drafting/test_launches.py).  With a session more, log-probabilities or
 # packed weights there are a few more.
-LAYER_LAUNCHES = {"llama": 17, "qwen3": 20}  # of a decoder layer, by transformers' name of the family
+LAYER_LAUNCHES = {"llama": 17, "qwen3": 20,  # of a decoder layer, by transformers' name of the family
+                  "qwen3_moe": 35, "mixtral": 32}  # in int4 and without those of experts
 OTHER_LAYER_LAUNCHES = 20
 GRAPH_LAYER_LAUNCHES = 6  # of a layer whose pieces are CUDA graphs; 4 without grouped heads
+SPARSE_GRAPH_LAYER_LAUNCHES = 17  # with experts, and without theirs
+EXPERT_LAUNCHES = 2  # of each expert that rows have chosen
 SEGMENT_LAUNCHES = 18  # of a segment beside its layers: masks, positions, 4 uploads, the norm, a download
 OUTPUT_LAUNCHES = 10  # lm_head and a greedy choice; 29 for a token sampled with top-p
 # Of a draft pass, by kind: (within the layers of a small model, others).
@@ -152,6 +155,14 @@ class LaunchCost(StrictModel):
 
     us: NotNegative  # 10^-6 s
     layer: Count = LAYER_LAUNCHES["llama"]  # launches of a decoder layer of the profile's model
+    experts: Count | None = None  # in such a layer, if it has any; their launches are not in ``layer``
+    chosen: Count | None = None  # of these by a row
+
+    def of_layer(self, rows: int) -> float:
+        """Launches of a layer for ``rows`` that choose experts independently."""
+        if not self.experts or not self.chosen:
+            return self.layer
+        return self.layer + EXPERT_LAUNCHES * self.experts * (1 - (1 - self.chosen / self.experts) ** rows)
 
     def added(self, gpu_s: float, hidden: float, exposed: int) -> float:
         """Seconds beside ``gpu_s``, the GPU's own, during which the ``hidden`` launches run."""
@@ -226,7 +237,7 @@ class Profile(StrictModel):
         seconds = (self.stage.overhead_ms + in_layers) * 1e-3 / devices
         if self.launch is None:
             return seconds
-        return seconds + self.launch.added(in_layers * 1e-3 / devices, layers * self.launch.layer,
+        return seconds + self.launch.added(in_layers * 1e-3 / devices, layers * self.launch.of_layer(rows),
                                            SEGMENT_LAUNCHES)
 
     def draft_seconds(self, kind: str, nodes: int = 1) -> float:
@@ -271,6 +282,7 @@ _WIDTH = 110
 _COMMENTS = {
     "us": {"launch": "of a kernel on the GPU; no other time of this file contains what launches add"},
     "layer": {"launch": "launches of a decoder layer"},
+    "experts": {"launch": "of a layer; those that rows choose are launched beside"},
     "layers": {"stage": "of the curve"},
     "bytes_per_value": {"model": "of a hidden state on the wire"},
     "layer_mb": {"model": "weights of one layer"},

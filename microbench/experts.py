@@ -37,8 +37,9 @@ def stacked(experts: int) -> Any:
 
 def ours(theirs: Any, int4: bool) -> Experts:
     """As a stage loads them: views of the same weights, or random codes of 4 bits."""
-    made: Experts = separated(theirs, "qwen3_moe")
-    for expert, gate_up, down in zip(made, theirs.gate_up_proj, theirs.down_proj, strict=True):
+    made = separated(theirs, "qwen3_moe")
+    experts: list[Any] = list(made.children())
+    for expert, gate_up, down in zip(experts, theirs.gate_up_proj, theirs.down_proj, strict=True):
         for name in expert.side_by_side:
             delattr(expert, name)
         expert.joined, expert.down_proj = map(_int4 if int4 else _plain, (gate_up, down))
@@ -46,7 +47,8 @@ def ours(theirs: Any, int4: bool) -> Experts:
 
 
 def _plain(weight: Tensor) -> nn.Module:
-    linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+    rows, columns = weight.shape
+    linear = nn.Linear(columns, rows, bias=False, device="meta")
     linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
     return linear
 

@@ -88,18 +88,22 @@ def test_launches_a_layer(name: str, dtype: str, fused: int, composed: int, monk
         assert (two - one).total() == most, (fuses, two - one)
 
 
-@pytest.mark.parametrize("fuses", [True, False])
-def test_launches_of_experts(tmp_path: Path, fuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two an expert, and a number that depends on neither rows nor experts."""
+@pytest.mark.parametrize(("family", "fuses", "alone", "beside_graphs"), [
+    ("qwen3_moe", True, 32, 15), ("qwen3_moe", False, 35, 15), ("mixtral", False, 32, 16)])
+def test_launches_of_experts(tmp_path: Path, family: str, fuses: bool, alone: int, beside_graphs: int,
+                             monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two an expert, and a number that depends on neither rows nor experts; of a layer's graphs there are
+    two."""
     monkeypatch.setattr(kernels, "fuses_rms_norm", lambda device: fuses)
-    path = tiny_model("qwen3_moe", tmp_path / "model", layers=2, hidden=256, head_dim=64, num_experts=32,
-                      num_experts_per_tok=4, moe_intermediate_size=64, norm_topk_prob=True)
+    path = tiny_model(family, tmp_path / "model", layers=2, hidden=256, head_dim=64, intermediate_size=64,
+                      num_local_experts=32, num_experts_per_tok=4, moe_intermediate_size=64,
+                      norm_topk_prob=True, sliding_window=None)
     cut(path, tmp_path / "cut", 1, "int4")
     whole = load_shard(tmp_path / "cut", 0, 1, "bf16", "cuda")
     one, two = (replace(whole, index=1, stages=3, layers=(0, layers), modules=whole.modules[:layers],
                         embed=None, norm=None) for layers in (1, 2))
-    for graphs, others in ((False, 32 if fuses else 35), (True, 15)):
-        found = launches_of(two, graphs) - launches_of(one, graphs)  # and two graphs
+    for graphs, others in ((False, alone), (True, beside_graphs)):
+        found = launches_of(two, graphs) - launches_of(one, graphs)
         experts = len(two.modules[1].mlp.experts.chosen.unique())
         assert found.total() - 2 * experts == others, found
 

@@ -124,6 +124,6 @@ def test_the_nearest_line() -> None:
 
 def test_an_unknown_key_of_an_entry_names_the_known_ones(tmp_path: Path) -> None:
     """Of a file whose tables have names of their own: the catalogue."""
-    (tmp_path / "c.toml").write_text('["a.b"]\ntarget = "x/y"\nsmal = "x/z"\n')
+    (tmp_path / "c.toml").write_text('["a.b"]\ntarget = "x/y"\nsmal = "x/z"\nconfig = {}\n')
     with pytest.raises(UsageError, match=r"c.toml:3: unknown key 'a.b.smal': did you mean 'small'\?"):
         load_toml(tmp_path / "c.toml", Catalogue)

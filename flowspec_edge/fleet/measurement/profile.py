@@ -14,6 +14,7 @@ from flowspec_edge.device_profile import (
     OUTPUT_LAUNCHES,
     PASS_LAUNCHES,
     SEGMENT_LAUNCHES,
+    SPARSE_GRAPH_LAYER_LAUNCHES,
     Conditions,
     DraftCost,
     HostCost,
@@ -129,7 +130,8 @@ def measure_profile(options: ProfileOptions, effort: Effort, report: ProgressCal
     stages, process_mb, graphs = _stages(options, effort, model, free, report)
     launch = None if options.device == "cpu" else LaunchCost(
         us=rounded(launch_us(options.device)),
-        layer=GRAPH_LAYER_LAUNCHES if graphs else model.layer_launches)
+        layer=model.layer_launches if not graphs else SPARSE_GRAPH_LAYER_LAUNCHES if model.experts
+        else GRAPH_LAYER_LAUNCHES, experts=model.experts or None, chosen=model.chosen or None)
     # A round trip includes two hops and this process's codec work, which are not the stage's, and the
     # launches that virtual time charges beside the stage's curve.
     own = {case: max(0.01 * ms, ms - 2 * hop.latency_ms - hop.codec_ms) for case, ms in stages.items()}

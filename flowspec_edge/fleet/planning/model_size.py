@@ -60,7 +60,7 @@ class ModelBytes:
     window           rows that layers with a window see; ``windowed``: their share of all layers
     from_weights     whether weight files were present and agreed
     draft_estimated  whether there is no head here, and a head of the target's shape was assumed
-    layer_launches   kernel launches of a decoder layer
+    layer_launches   kernel launches of a decoder layer, without those of experts
     experts          of a sparse model's layer, of ``expert`` bytes each, of which a row chooses ``chosen``;
                      0 for a dense one
     """

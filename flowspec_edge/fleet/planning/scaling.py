@@ -50,7 +50,8 @@ def scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
         added = curve.layers * 1e3 * cache_seconds(profile, read, 1000)
         if added:
             curve = curve.model_copy(update={"context_ms": [added] * len(curve.rows)})
-    launch = fitted.launch and fitted.launch.model_copy(update={"layer": size.layer_launches})
+    launch = fitted.launch and fitted.launch.model_copy(update={
+        "layer": size.layer_launches, "experts": size.experts or None, "chosen": size.chosen or None})
     return fitted.model_copy(update={"stage": curve, "launch": launch}), how
 
 

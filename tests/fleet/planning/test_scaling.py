@@ -88,6 +88,15 @@ def test_launches_are_those_of_the_planned_model() -> None:
         "llama-2-7b": 17, "qwen3-8b": 20}
 
 
+def test_experts_are_launched_by_the_rows_that_touch_them() -> None:
+    """Two launches for each of the 3, 5.25 and 6.9375 of 12 experts that 1, 2 and 3 rows touch."""
+    measured = profile(layer_ms=8.0).model_copy(update={"launch": LaunchCost(us=1e5)})
+    sparse = replace(size(layer_mb=400), expert=30 * MB, experts=12, chosen=3, layer_launches=35)
+    fitted = scaled(measured, sparse)[0]
+    assert [fitted.stage_seconds(rows, 2) for rows in (1, 2, 3)] == pytest.approx(
+        [0.1 * (2 * (35 + 2 * touched) + 18) for touched in (3, 5.25, 6.9375)])
+
+
 def test_int4_without_kernel_times_is_bandwidth_alone() -> None:
     """A layer of 400 MB takes 8 ms, so its 4-bit weights of 100 MB 2 ms, read once for every 16 rows."""
     packed = replace(size(), dtype="int4", layer=100 * MB)
