@@ -45,7 +45,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def record(work: Callable[[], Tensor | None]) -> tuple[Tensor | None, Callable[[], None]]:
-    """A ``stage.layers.graphs.Recorder``."""
+    """A ``util.graphs.Recorder``."""
     with Recording() as recording:
         made = work()
     return made, recording.repeat

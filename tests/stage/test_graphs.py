@@ -22,10 +22,10 @@ from tiny import tiny_llama, tiny_model
 
 from flowspec_edge.messages import Open
 from flowspec_edge.stage.engine import StageEngine
-from flowspec_edge.stage.layers.graphs import CudaRecorder
 from flowspec_edge.stage.preparation import RECORDED, choose_graphs, warm_up
 from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.util import kernels
+from flowspec_edge.util.graphs import CudaRecorder
 
 
 @pytest.mark.parametrize("fuses", [True, False])

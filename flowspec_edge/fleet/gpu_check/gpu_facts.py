@@ -32,10 +32,10 @@ from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.families import skeleton
 from flowspec_edge.stage.layers.attention import folded_mask
 from flowspec_edge.stage.layers.fused import FusedLayer
-from flowspec_edge.stage.layers.graphs import CudaRecorder
-from flowspec_edge.stage.preparation import KernelChoice, choose_graphs, warm_up
+from flowspec_edge.stage.preparation import choose_graphs, warm_up
 from flowspec_edge.stage.shard import Shard
 from flowspec_edge.util import procfs
+from flowspec_edge.util.graphs import CudaRecorder, KernelChoice
 from flowspec_edge.util.jetson import system as l4t_system
 from flowspec_edge.util.tensors import DTYPES
 from flowspec_edge.util.torchdevice import release, use_exact_kernels
