@@ -28,6 +28,8 @@ OUTPUT_LAUNCHES = 10  # lm_head and a greedy choice; 29 for a token sampled with
 # Of a draft pass, by kind: (within the layers of a small model, others).
 PASS_LAUNCHES = {"eagle2": (0, 32), "eagle2-deep": (0, 32), "eagle3": (0, 38), "spd": (0, 38),
                  "lm": (354, 18), "ngram": (0, 0)}
+# Where passes are CUDA graphs (tests/drafting/test_recorded.py): one for each of three, and copies.
+GRAPH_PASS_LAUNCHES = {"eagle2": 6, "eagle2-deep": 6, "eagle3": 5, "lm": 4}
 
 
 class ModelShape(StrictModel):
@@ -152,6 +154,13 @@ class LaunchCost(StrictModel):
 
     us: NotNegative  # 10^-6 s
     layer: Count = LAYER_LAUNCHES["llama"]  # launches of a decoder layer of the profile's model
+    pass_graphs: bool = False  # whether draft passes are CUDA graphs
+
+    def of_pass(self, kind: str) -> tuple[int, int]:
+        """Launches within the layers of a small model, and others."""
+        if self.pass_graphs and kind in GRAPH_PASS_LAUNCHES:
+            return 0, GRAPH_PASS_LAUNCHES[kind]
+        return PASS_LAUNCHES[kind]
 
     def added(self, gpu_s: float, hidden: float, exposed: int) -> float:
         """Seconds beside ``gpu_s``, the GPU's own, during which the ``hidden`` launches run."""
@@ -236,7 +245,7 @@ class Profile(StrictModel):
         costs = {"eagle2": eagle, "eagle2-deep": eagle, "eagle3": eagle, "lm": self.draft.lm_pass_ms,
                  "spd": self.draft.spd_pass_ms, "ngram": 0.0}
         seconds = (costs[kind] + self.draft.row_ms * nodes) * 1e-3
-        return seconds + (self.launch.added(seconds, *PASS_LAUNCHES[kind]) if self.launch else 0.0)
+        return seconds + (self.launch.added(seconds, *self.launch.of_pass(kind)) if self.launch else 0.0)
 
     def verify_seconds(self, rows: int, outputs: int = 1) -> float:
         """D0's time for ``outputs`` that came together: bookkeeping for each, and lm_head once for all
@@ -271,6 +280,7 @@ _WIDTH = 110
 _COMMENTS = {
     "us": {"launch": "of a kernel on the GPU; no other time of this file contains what launches add"},
     "layer": {"launch": "launches of a decoder layer"},
+    "pass_graphs": {"launch": "whether draft passes are CUDA graphs"},
     "layers": {"stage": "of the curve"},
     "bytes_per_value": {"model": "of a hidden state on the wire"},
     "layer_mb": {"model": "weights of one layer"},

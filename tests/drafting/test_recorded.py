@@ -53,7 +53,8 @@ def every_recording_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "_NOISE", 1e9)
 
 
-def drafters(model: Path, kind: str, device: str, memory: SharedMemory | None = None) -> Callable[[], Drafter]:
+def drafters(model: Path, kind: str, device: str, memory: SharedMemory | None = None
+             ) -> Callable[[], Drafter]:
     models = DraftModels(model, "fp32", device)
     head = models._lm_head.head
     embedding = torch.randn(head.vocabulary, head.hidden_size, generator=torch.Generator().manual_seed(0))
@@ -99,7 +100,8 @@ def test_the_drafts_of_passes_one_by_one(model: Path, kind: str, device: str) ->
         one, other = make(), alone()
         for drafter in (one, other):
             read(drafter, text, device)
-        for (tokens, scores), (expected, its) in zip(*(drafted(d, length) for d in (one, other)), strict=True):
+        found = (drafted(drafter, length) for drafter in (one, other))
+        for (tokens, scores), (expected, its) in zip(*found, strict=True):
             np.testing.assert_allclose(scores, its, atol=2e-5)
             assert tokens == expected
 
@@ -181,7 +183,7 @@ def test_what_is_launched_beside_the_graphs(model: Path, kind: str) -> None:
         inside = 0
         with counting() as log:
             drafter.expand(DraftRequest(0, nodes, 10))
-        assert log.launches.total() - inside <= (4 if kind == "lm" else 5)
+        assert log.launches.total() - inside <= {"eagle2": 6, "eagle3": 5, "lm": 4}[kind]
         assert [(event.kind, event.place) for event in log.waits] == [
             ("download, waits", "sampling/sampler.py:fetched")]
         assert len(log.of("upload")) == 2 + (kind == "eagle2")  # whose embeddings are in a file
@@ -205,8 +207,7 @@ def test_no_memory_is_taken_after_the_start(model: Path, draft: str) -> None:
             cluster.generate(Request([3, 7, 11] * length, "flowspec", 6, Sampling(), Params(draft=draft)))
     assert [layer.data_ptr() for layer in held.layers] == places
     assert held.take(held.rows).size == held.rows  # all have come back
-    grown = [event for event in made.events if event.place.startswith("drafting/tree_cache.py:_resize")]
-    assert not [event for event in grown if event.nbytes > held.layers[0].nbytes // 2]
+    assert not [event for event in made.events if event.place.endswith((":_resize", "fused.py:reach"))]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("operation not permitted when stream is capturing\nmore"),
@@ -240,7 +241,8 @@ def test_other_results_are_noticed(model: Path) -> None:
     memory = SharedMemory(300, forgets)
     drafters(model, "lm", "cpu", memory)
     assert memory.choice is not None
-    assert memory.choice.reason == "passes of 32 rows run kernel by kernel: recorded passes compute other results"
+    assert memory.choice.reason == ("passes of 32 rows run kernel by kernel: recorded passes compute other "
+                                    "results")
 
 
 def test_a_memory_that_has_grown_is_not_the_recorded_one(model: Path) -> None:
