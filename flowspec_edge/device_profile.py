@@ -31,6 +31,8 @@ OUTPUT_LAUNCHES = 10  # lm_head and a greedy choice; 29 for a token sampled with
 # Of a draft pass, by kind: (within the layers of a small model, others).
 PASS_LAUNCHES = {"eagle2": (0, 32), "eagle2-deep": (0, 32), "eagle3": (0, 38), "spd": (0, 38),
                  "lm": (354, 18), "ngram": (0, 0)}
+# Where passes are CUDA graphs (tests/drafting/test_recorded.py): one for each of three, and copies.
+GRAPH_PASS_LAUNCHES = {"eagle2": 6, "eagle2-deep": 6, "eagle3": 5, "lm": 4}
 
 
 class ModelShape(StrictModel):
@@ -157,12 +159,19 @@ class LaunchCost(StrictModel):
     layer: Count = LAYER_LAUNCHES["llama"]  # launches of a decoder layer of the profile's model
     experts: Count | None = None  # in such a layer, if it has any; their launches are not in ``layer``
     chosen: Count | None = None  # of these by a row
+    pass_graphs: bool = False  # whether draft passes are CUDA graphs
 
     def of_layer(self, rows: int) -> float:
         """Launches of a layer for ``rows`` that choose experts independently."""
         if not self.experts or not self.chosen:
             return self.layer
         return self.layer + EXPERT_LAUNCHES * self.experts * (1 - (1 - self.chosen / self.experts) ** rows)
+
+    def of_pass(self, kind: str) -> tuple[int, int]:
+        """Launches within the layers of a small model, and others."""
+        if self.pass_graphs and kind in GRAPH_PASS_LAUNCHES:
+            return 0, GRAPH_PASS_LAUNCHES[kind]
+        return PASS_LAUNCHES[kind]
 
     def added(self, gpu_s: float, hidden: float, exposed: int) -> float:
         """Seconds beside ``gpu_s``, the GPU's own, during which the ``hidden`` launches run."""
@@ -247,7 +256,7 @@ class Profile(StrictModel):
         costs = {"eagle2": eagle, "eagle2-deep": eagle, "eagle3": eagle, "lm": self.draft.lm_pass_ms,
                  "spd": self.draft.spd_pass_ms, "ngram": 0.0}
         seconds = (costs[kind] + self.draft.row_ms * nodes) * 1e-3
-        return seconds + (self.launch.added(seconds, *PASS_LAUNCHES[kind]) if self.launch else 0.0)
+        return seconds + (self.launch.added(seconds, *self.launch.of_pass(kind)) if self.launch else 0.0)
 
     def verify_seconds(self, rows: int, outputs: int = 1) -> float:
         """D0's time for ``outputs`` that came together: bookkeeping for each, and lm_head once for all
@@ -283,6 +292,7 @@ _COMMENTS = {
     "us": {"launch": "of a kernel on the GPU; no other time of this file contains what launches add"},
     "layer": {"launch": "launches of a decoder layer"},
     "experts": {"launch": "of a layer; those that rows choose are launched beside"},
+    "pass_graphs": {"launch": "whether draft passes are CUDA graphs"},
     "layers": {"stage": "of the curve"},
     "bytes_per_value": {"model": "of a hidden state on the wire"},
     "layer_mb": {"model": "weights of one layer"},

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flowspec_edge.drafting.base import Drafter
+from flowspec_edge.drafting.recorded import PassInputs, PassModel
 from flowspec_edge.drafting.tree_cache import CacheShape
-from flowspec_edge.drafting.tree_drafter import TreeDrafter
+from flowspec_edge.drafting.tree_drafter import Rows, TreeDrafter
 from flowspec_edge.messages import Batch, Credit, Output, Payload, Segment, parts_of
 from flowspec_edge.runtime.draft_device.draft_session import DraftSession
 from flowspec_edge.runtime.draft_device.lm_head import LmHead
@@ -34,7 +35,7 @@ from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import strategy_class
 from flowspec_edge.transport.codec import decode, encode
-from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
+from flowspec_edge.tree.draft_api import DraftRequest
 from flowspec_edge.util.tensors import to_torch
 
 VOCABULARY = 32_000
@@ -135,11 +136,20 @@ class _Drafter(TreeDrafter):
         self._asked_rows.append((self._text_of, [node.position for node in request.nodes]))
         return super()._asked(request)
 
-    def _rows(self, text: list[int], nodes: list[DraftNode], mask: Tensor) -> Tensor:
-        entering = [torch.cat(self._states)] if text else []
-        entering += [torch.stack([self._outputs[node.parent] for node in nodes])] if nodes else []
-        self._states.clear()
-        return torch.cat(entering)
+    def _inputs(self, rows: Rows) -> PassInputs:
+        entering = self._states if rows.text else []
+        entering += [self._outputs[node.parent][None] for node in rows.nodes]
+        self._states = []
+        return PassInputs([], [], entering, *rows.placed)
+
+    def _compute(self, parts: Sequence[tuple[TreeDrafter, Rows, PassInputs]]) -> list[Tensor]:
+        for drafter, rows, _ in parts:
+            drafter._cache.mask(rows.placed)
+            drafter._cache.for_pass(rows.placed)
+        return [torch.cat(own.states) for *_, own in parts]
+
+    def pass_model(self) -> PassModel:
+        raise NotImplementedError
 
 
 def _draft_logits(asked: _Asked) -> Tensor:

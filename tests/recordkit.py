@@ -47,7 +47,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def record(work: Callable[[], Made]) -> tuple[Made, Callable[[], None]]:
-    """A ``stage.layers.graphs.Recorder``."""
+    """A ``util.graphs.Recorder``."""
     with Recording() as recording:
         made = work()
     return made, recording.repeat

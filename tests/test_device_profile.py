@@ -80,6 +80,16 @@ def test_what_is_charged_is_not_in_what_was_measured() -> None:
     assert launch.without(1.0, 36) == 0.01  # a GPU's that a launch takes longer than its work
 
 
+def test_recorded_passes_launch_less() -> None:
+    own = load_profile("paper-7b")
+    dear, recorded = (own.model_copy(update={"launch": LaunchCost(us=30, pass_graphs=graphs)})
+                      for graphs in (False, True))
+    for kind, before, after in (("eagle2", 32, 6), ("lm", 18, 4), ("ngram", 0, 0), ("spd", 38, 38)):
+        free = own.draft_seconds(kind)
+        assert dear.draft_seconds(kind) >= free + before * 30e-6 - 1e-12
+        assert recorded.draft_seconds(kind) == pytest.approx(free + after * 30e-6)
+
+
 STEPS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 30)), min_size=2, max_size=6)
 
 

@@ -19,8 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from flowspec_edge.drafting import checkpoint
 from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.fused import LLAMA_LIKE, RotaryTable, fuse_model
-from flowspec_edge.drafting.tree_cache import CacheShape, JointCache, TreeCache
-from flowspec_edge.drafting.tree_drafter import Rows, TreeDrafter
+from flowspec_edge.drafting.recorded import PassInputs, PassModel, RecordedPasses
+from flowspec_edge.drafting.tree_cache import CacheMemory, CacheShape, JointCache, PassCache, additive_mask
+from flowspec_edge.drafting.tree_drafter import Rows, TreeDrafter, joined
 from flowspec_edge.errors import FlowspecError, UsageError, first_line
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
@@ -37,57 +38,68 @@ class LMDrafter(TreeDrafter):
     padding differs, tokens beyond the target's are not drafted, those beyond the model's read as its last."""
 
     def __init__(self, model: PreTrainedModel, vocabulary: int | None = None,
-                 shape: CacheShape | None = None) -> None:
+                 shape: CacheShape | None = None, memory: CacheMemory | None = None,
+                 recorded: RecordedPasses | None = None) -> None:
         self._model = model.eval().requires_grad_(False)
         self._last_token = model.get_input_embeddings().weight.shape[0] - 1
         self._vocabulary = vocabulary
-        self.shape = shape or _cache_shape(model)
+        shape = shape or _cache_shape(model)
         rotary = getattr(model.base_model, "rotary_emb", None)
         self._angles = rotary if isinstance(rotary, RotaryTable) else None
         # No method of this object: in a circle of references its cache would wait for the collector.
-        super().__init__(self.shape, partial(_logits, model, vocabulary))
+        super().__init__(shape, partial(_logits, model, vocabulary), None, memory, recorded)
 
-    def clone_session(self) -> LMDrafter:
+    def clone_session(self, memory: CacheMemory | None = None, recorded: RecordedPasses | None = None
+                      ) -> LMDrafter:
         """For a concurrent session: the same weights, another cache."""
-        return LMDrafter(self._model, self._vocabulary, self.shape)
+        return LMDrafter(self._model, self._vocabulary, self.shape, memory, recorded)
 
     def commit(self, tokens: Sequence[int], features: Tensor | None, rows: Sequence[int] = ()) -> None:
         self._queue.extend(tokens)
         self._text_length += len(tokens)
 
-    def _rows(self, text: list[int], nodes: list[DraftNode], mask: Tensor) -> Tensor:
-        return self._run(self._inputs(text, nodes), mask, self._cache)
-
     def shares_passes_with(self, other: Drafter) -> bool:
         return isinstance(other, LMDrafter) and other._model is self._model
 
-    def _rows_together(self, begun: Sequence[tuple[TreeDrafter, Rows]]) -> list[Tensor]:
-        inputs = [drafter._inputs(text, nodes) for drafter, (text, nodes, _) in begun
-                  if isinstance(drafter, LMDrafter)]
-        counts = [block.shape[1] for block in inputs]
-        caches = JointCache([drafter._cache for drafter, _ in begun], counts)
-        mask = caches.mask([mask for _, (_, _, mask) in begun])
-        return list(self._run(torch.cat(inputs, 1), mask, caches).split(counts))
-
-    def _inputs(self, text: list[int], nodes: list[DraftNode]) -> Tensor:
-        """Tokens and positions, int64 [2, n]."""
+    def _inputs(self, rows: Rows) -> PassInputs:
+        text, nodes, placed = rows.text, rows.nodes, rows.placed
         start = self._cache.committed - len(text)
         tokens = [min(token, self._last_token) for token in (*text, *(node.token for node in nodes))]
         positions = [*range(start, start + len(text)), *(node.position for node in nodes)]
         if self._angles is not None:
             self._angles.reach(max(positions))
-        return indices([tokens, positions], self._cache.device)
+        return PassInputs(tokens, positions, [], *placed)
 
-    def _run(self, inputs: Tensor, mask: Tensor, cache: TreeCache | JointCache) -> Tensor:
-        """Last hidden states [n, H] of ``inputs`` [2, n]."""
-        out: Tensor = self._model.base_model(
-            input_ids=inputs[:1],
-            position_ids=inputs[1:],
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state
-        return out[0]
+    def _compute(self, parts: Sequence[tuple[TreeDrafter, Rows, PassInputs]]) -> list[Tensor]:
+        counts = [len(rows) for _, rows, _ in parts]
+        of_all, memory, device = joined([own for *_, own in parts]), self._cache.memory, self.shape.device
+        cache: PassCache | JointCache
+        if memory.shared or len(parts) == 1:
+            mask = additive_mask(of_all.visible, self.shape.dtype, device)
+            cache = PassCache(memory, indices(of_all.rows, device), of_all.visible.shape[1])
+        else:
+            cache = JointCache([drafter._cache.for_pass(rows.placed) for drafter, rows, _ in parts], counts)
+            mask = cache.mask([drafter._cache.mask(rows.placed) for drafter, rows, _ in parts])
+        numbers = indices([of_all.tokens, of_all.positions], device)
+        return list(_outputs(self._model, None, numbers[0], numbers[1], mask, cache).split(counts))
+
+    def pass_model(self) -> PassModel:
+        return PassModel(partial(_outputs, self._model), self._logits, self._model.config.hidden_size, False,
+                         None if self._angles is None else self._angles.reach,
+                         unfit="" if self._angles is not None else "its layers are transformers' own")
+
+
+def _outputs(model: PreTrainedModel, _: Tensor | None, tokens: Tensor, positions: Tensor, mask: Tensor,
+             cache: PassCache | JointCache) -> Tensor:
+    """Last hidden states [n, H] of ``tokens`` [n]."""
+    out: Tensor = model.base_model(
+        input_ids=tokens[None],
+        position_ids=positions[None],
+        attention_mask=mask,
+        past_key_values=cache,
+        use_cache=True,
+    ).last_hidden_state
+    return out[0]
 
 
 def _logits(model: PreTrainedModel, vocabulary: int | None, outputs: Tensor) -> Tensor:

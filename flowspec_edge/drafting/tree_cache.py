@@ -4,7 +4,12 @@ A layer's keys and values are one tensor, so that a pass's rows are stored by on
 
 When the text grows, only nodes whose slots it takes are moved.
 
-Several sessions' caches side by side are one for a pass over rows of all of them. Any of transformers'
+On a CPU a session's slots are the rows of a memory of its own, which grows.  On a GPU all sessions share
+one memory, which is allocated before the first of them: a session's slots are any of its rows, nodes move
+to other slots without being copied, and a mask keeps each row of a pass to its own session's columns.  So
+a pass over rows of several sessions is like one over rows of one.
+
+Several memories side by side are one for a pass over rows of all of them. Any of transformers'
 models takes it: a mask keeps each row to its own session's columns. Attention does more work than it has
 to, which is little beside the weights of all layers, read once instead of once a session. EAGLE heads,
 whose attention is known, go session by session (``eagle.head_drafter``).
@@ -15,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +30,7 @@ from torch import Tensor
 from flowspec_edge.util.tensors import indices, to_device
 
 _FIRST_CAPACITY = 256
+_WIDTH_STEP = 256  # columns of a mask over a shared memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,42 +49,169 @@ class CacheShape:
     window: int | None = None
 
 
-class TreeCache:
-    """One session's cache, as transformers' attention classes call it."""
+class CacheMemory:
+    """Rows of keys and values, for one session or, if ``shared``, for all sessions of a draft model.
 
-    def __init__(self, shape: CacheShape) -> None:
+    layers  [1, 2 * kv_heads, rows, head_dim] each: keys, then values
+    """
+
+    def __init__(self, shape: CacheShape, rows: int, shared: bool = True) -> None:
+        self.shape, self.shared = shape, shared
+        self.layers: list[Tensor] = []
+        self._free = np.zeros(0, bool)
+        self._returned: list[NDArray[np.int64]] = []  # rows that still hold a session's values
+        self._resize(rows)
+
+    @property
+    def rows(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> NDArray[np.int64]:
+        """The lowest free rows; makes more if they do not suffice."""
+        free = np.flatnonzero(self._free)
+        if len(free) < count:
+            self._resize(max(self.rows + count - len(free), 2 * self.rows))
+            free = np.flatnonzero(self._free)
+        self._free[free[:count]] = False
+        return free[:count]
+
+    def give_back(self, rows: NDArray[np.int64]) -> None:
+        if len(rows):
+            self._free[rows] = True
+            self._returned.append(rows)
+
+    def shrink(self, rows: int) -> None:
+        """Keep the first ``rows``, which are taken."""
+        self._resize(rows)
+
+    @torch.inference_mode()
+    def clear_returned(self) -> None:
+        """A row that overflowed would reach every pass whose mask is as wide: 0 times NaN is NaN."""
+        if self._returned:
+            rows = indices(np.concatenate(self._returned), self.shape.device)
+            for held in self.layers:
+                held.index_fill_(2, rows, 0.0)
+            self._returned.clear()
+
+    def width(self, rows: int) -> int:
+        """Columns of a mask over the first ``rows``: beyond 1,024 at most a quarter more."""
+        step = max(_WIDTH_STEP, (1 << rows.bit_length()) // 8)
+        return min(self.rows, -(-rows // step) * step)
+
+    def widths(self) -> list[int]:
+        found = [self.width(1)]
+        while found[-1] < self.rows:
+            found.append(self.width(found[-1] + 1))
+        return found
+
+    def _resize(self, rows: int) -> None:
+        if self.shared:
+            rows = -(-rows // _WIDTH_STEP) * _WIDTH_STEP
+        s, kept = self.shape, min(rows, self.rows)
+        layers = []
+        for layer in range(s.layers):
+            made = torch.zeros((1, 2 * s.kv_heads, rows, s.head_dim), dtype=s.dtype, device=s.device)
+            if kept:
+                made[:, :, :kept] = self.layers[layer][:, :, :kept]
+            layers.append(made)
+        free = np.ones(rows, bool)
+        free[:kept] = self._free[:kept]
+        self.layers, self._free = layers, free
+
+
+class Placed(NamedTuple):
+    """The rows of a pass: text, then tree nodes.
+
+    visible  bool [n, m]: which of the memory's first m rows each sees
+    rows     int64 [n]: the memory's rows that they take
+    """
+
+    visible: NDArray[np.bool_]
+    rows: NDArray[np.int64]
+
+
+class PassCache:
+    """The memory in a pass over ``rows`` of it, int64 [n], that sees its first ``width`` rows.
+
+    Called as transformers' attention classes call a cache.
+    """
+
+    def __init__(self, memory: CacheMemory, rows: Tensor, width: int) -> None:
+        self._memory, self._rows, self._width = memory, rows, width
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object
+               ) -> tuple[Tensor, Tensor]:
+        """Store a pass's rows [1, kv_heads, rows, head_dim]; return everything that it may see."""
+        held = self._seen(layer)
+        for target, new in zip(held, (keys, values), strict=True):
+            target.index_copy_(2, self._rows, new)
+        return held
+
+    def write(self, rows: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """As :meth:`update`, for keys, then values, of all heads: [rows, 2 * kv_heads, head_dim]."""
+        self._memory.layers[layer][0].index_copy_(1, self._rows, rows.transpose(0, 1))
+        return self._seen(layer)
+
+    def joined(self, layer: int) -> Tensor:
+        """Everything that it may see: [1, 2 * kv_heads, width, head_dim]."""
+        return self._memory.layers[layer][:, :, : self._width]
+
+    def _seen(self, layer: int) -> tuple[Tensor, Tensor]:
+        keys, values = self.joined(layer).chunk(2, dim=1)
+        return keys, values
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        """Part of transformers' cache protocol."""
+        return self._width
+
+
+class TreeCache:
+    """One session's rows of a memory, which is its own by default."""
+
+    def __init__(self, shape: CacheShape, memory: CacheMemory | None = None) -> None:
         self.committed = 0
-        self._shape = shape
-        self._capacity = 0
-        self._layers: list[Tensor] = []  # [1, 2 * kv_heads, capacity, head_dim]: keys, then values
+        self.shape = shape
+        self._at = np.zeros(0, np.int64)  # the memory's row of each slot
+        self.memory = memory or CacheMemory(shape, _FIRST_CAPACITY, shared=False)
         self._parent: dict[int, int] = {}
         self._slot: dict[int, int] = {}
         self._used = 0
-        self._write: Tensor | None = None
-        self._grow(_FIRST_CAPACITY)
+        if not self.memory.shared:
+            self._grow(_FIRST_CAPACITY)
+
+    def __del__(self) -> None:
+        if hasattr(self, "memory"):  # it is not if there was no memory for it
+            self._give_back(0)
 
     def __contains__(self, node: int) -> bool:
         return node in self._slot
 
     @property
     def device(self) -> torch.device:
-        return self._shape.device
+        return self.shape.device
 
     def reset(self) -> None:
-        """Forget text and tree; keep the memory."""
+        """Forget text and tree; keep a memory of its own."""
         self.committed = self._used = 0
         self._parent.clear()
         self._slot.clear()
+        self._give_back(0)
 
     def rewind(self, rows: int) -> None:
         """Drop the tree and the text from row ``rows`` on; shrink buffers that are far too large."""
         self.committed = self._used = rows
         self._parent.clear()
         self._slot.clear()
+        self._give_back(rows)
         wanted = max(rows, _FIRST_CAPACITY)
-        if self._capacity > 2 * wanted:
-            self._capacity = wanted
-            self._layers = [held[:, :, :wanted].clone() for held in self._layers]
+        if not self.memory.shared and len(self._at) > 2 * wanted:
+            self.memory.shrink(wanted)
+            self._at = self._at[:wanted]
+
+    def _give_back(self, kept: int) -> None:
+        if self.memory.shared:
+            self.memory.give_back(self._at[kept:])
+            self._at = self._at[:kept]
 
     def reroot(self, root: int) -> None:
         """Drop ``root``, which is text now, and every node that is not below it."""
@@ -89,15 +223,15 @@ class TreeCache:
         self._parent = {node: self._parent[node] for node in self._parent if node in kept}
         self._slot = {node: self._slot[node] for node in self._slot if node in kept}
 
-    def begin(self, new_text: int, nodes: Sequence[tuple[int, int]]) -> Tensor:
-        """Make room for one forward pass; returns its attention mask.
+    def begin(self, new_text: int, nodes: Sequence[tuple[int, int]]) -> Placed:
+        """Make room for one forward pass.
 
         new_text  text rows that the pass appends, before its tree rows
         nodes     (id, parent) of the tree rows; a parent is in the cache, or the root (the last text row)
-        returns   [1, 1, new_text + len(nodes), slots in use], additive: 0 or -inf
         """
         start, end = self.committed, self.committed + new_text
         survivors = len(self._slot)
+        self.memory.clear_returned()
         self._grow(end + survivors + len(nodes))
         self._compact(end, survivors)
         self.committed = end
@@ -107,36 +241,21 @@ class TreeCache:
                 self._slot[node] = self._used
                 self._used += 1
             self._parent[node] = parent
-        write = [*range(start, end), *(self._slot[node] for node, _ in nodes)]
-        self._write = indices(write, self.device)
-        return additive_mask(self._mask(start, nodes), self._shape.dtype, self.device)
+        rows = self._at[[*range(start, end), *(self._slot[node] for node, _ in nodes)]]
+        visible = self._mask(start, nodes)
+        if not self.memory.shared:
+            return Placed(visible, rows)
+        own = self._at[: self._used]
+        of_all = np.zeros((len(rows), self.memory.width(int(own.max()) + 1)), bool)
+        of_all[:, own] = visible
+        return Placed(of_all, rows)
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object
-               ) -> tuple[Tensor, Tensor]:
-        """Store a pass's rows [1, kv_heads, rows, head_dim]; return everything in use."""
-        assert self._write is not None, "begin() comes first"
-        held = self._in_use(layer)
-        for target, new in zip(held, (keys, values), strict=True):
-            target.index_copy_(2, self._write, new)
-        return held
+    def for_pass(self, placed: Placed) -> PassCache:
+        return PassCache(self.memory, indices(placed.rows, self.device), placed.visible.shape[1])
 
-    def write(self, rows: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """As :meth:`update`, for keys, then values, of all heads: [rows, 2 * kv_heads, head_dim]."""
-        assert self._write is not None, "begin() comes first"
-        self._layers[layer][0].index_copy_(1, self._write, rows.transpose(0, 1))
-        return self._in_use(layer)
-
-    def joined(self, layer: int) -> Tensor:
-        """Everything in use: [1, 2 * kv_heads, slots, head_dim]."""
-        return self._layers[layer][:, :, : self._used]
-
-    def _in_use(self, layer: int) -> tuple[Tensor, Tensor]:
-        keys, values = self.joined(layer).chunk(2, dim=1)
-        return keys, values
-
-    def get_seq_length(self, layer: int = 0) -> int:
-        """Part of transformers' cache protocol."""
-        return self._used
+    def mask(self, placed: Placed) -> Tensor:
+        """Additive, [1, 1, n, m]: 0 or -inf."""
+        return additive_mask(placed.visible, self.shape.dtype, self.device)
 
     def _mask(self, start: int, nodes: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
         text = self.committed - start
@@ -144,7 +263,7 @@ class TreeCache:
         mask[:, :start] = True
         mask[:text, start : self.committed] = np.tri(text, dtype=bool)
         mask[text:, start : self.committed] = True
-        window = self._shape.window or self._used
+        window = self.shape.window or self._used
         for row in range(max(0, window - start), text):
             mask[row, : start + row + 1 - window] = False
         for row, (node, _) in enumerate(nodes, start=text):
@@ -164,22 +283,20 @@ class TreeCache:
             return
         taken = set(self._slot.values())
         free = [slot for slot in wanted if slot not in taken]
-        source = indices([self._slot[node] for node in displaced], self.device)
-        target = indices(free, self.device)
-        for held in self._layers:
-            held.index_copy_(2, target, held.index_select(2, source))
+        held = [self._slot[node] for node in displaced]
+        if self.memory.shared:
+            self._at[[*free, *held]] = self._at[[*held, *free]]
+        else:
+            target, source = indices(free, self.device), indices(held, self.device)
+            for states in self.memory.layers:
+                states.index_copy_(2, target, states.index_select(2, source))
         self._slot.update(zip(displaced, free, strict=True))
 
     def _grow(self, needed: int) -> None:
-        if needed <= self._capacity:
+        if needed <= len(self._at):
             return
-        self._capacity = max(needed, 2 * self._capacity)
-        s = self._shape
-        shape = (1, 2 * s.kv_heads, self._capacity, s.head_dim)
-        grown = [torch.zeros(shape, dtype=s.dtype, device=s.device) for _ in range(s.layers)]
-        for new, old in zip(grown, self._layers, strict=False):  # at first there is nothing old
-            new[:, :, : old.shape[2]] = old
-        self._layers = grown
+        wanted = needed if self.memory.shared else max(needed, 2 * len(self._at))
+        self._at = np.concatenate([self._at, self.memory.take(wanted - len(self._at))])
 
 
 def additive_mask(visible: NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -191,21 +308,22 @@ def additive_mask(visible: NDArray[np.bool_], dtype: torch.dtype, device: torch.
     n, m = visible.shape
     seen = np.zeros((n, -(-m // 8) * 8), dtype=bool)
     seen[:, :m] = visible
-    mask = torch.where(to_device(torch.from_numpy(seen), device), *_levels(dtype, device))
+    mask = torch.where(to_device(torch.from_numpy(seen), device), *levels(dtype, device))
     return mask[None, None, :, :m]
 
 
 @lru_cache
-def _levels(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def levels(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """An additive mask's values for what is seen, and for what is not."""
     seen, unseen = (torch.full((), value, dtype=dtype, device=device) for value in (0.0, -torch.inf))
     return seen, unseen
 
 
 class JointCache:
-    """Has the methods that transformers calls; see ``TreeCache``."""
+    """Has the methods that transformers calls; see ``PassCache``."""
 
-    def __init__(self, caches: Sequence[TreeCache], rows: Sequence[int]) -> None:
-        """``rows``: of each session in the pass, for which its cache has made room (``TreeCache.begin``)."""
+    def __init__(self, caches: Sequence[PassCache], rows: Sequence[int]) -> None:
+        """``rows``: of each session in the pass."""
         self._caches, self._rows = caches, list(rows)
 
     def mask(self, masks: Sequence[Tensor]) -> Tensor:

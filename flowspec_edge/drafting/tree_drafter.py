@@ -8,32 +8,48 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from flowspec_edge.drafting.base import NO_ROOT, Drafter, parent_missing_error, root_misplaced_error
-from flowspec_edge.drafting.tree_cache import CacheShape, TreeCache
+from flowspec_edge.drafting.recorded import MOST_CHILDREN, WARM_ROWS, PassInputs, PassModel, RecordedPasses
+from flowspec_edge.drafting.tree_cache import CacheMemory, CacheShape, Placed, TreeCache
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.sampling.rule import DraftVocabulary, Rank, Sampling
-from flowspec_edge.sampling.sampler import rank_children
+from flowspec_edge.sampling.sampler import fetched_children, rank_children
 from flowspec_edge.tree.draft_api import DraftNode, DraftOutput, DraftRequest
 
-Rows = tuple[list[int], list[DraftNode], Tensor]  # text rows, nodes, the cache's mask
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Of one session in a pass: text, then tree nodes."""
+
+    text: list[int]
+    nodes: list[DraftNode]
+    placed: Placed
+
+    def __len__(self) -> int:
+        return len(self.placed.rows)
 
 
 class TreeDrafter(Drafter, ABC):
-    """A subclass computes the rows (:meth:`_rows`)."""
+    """A subclass computes the rows (:meth:`_compute`)."""
 
     taps: tuple[int, ...] = ()
     rows_behind = 0  # how many fewer rows than tokens the text has
 
     def __init__(self, shape: CacheShape, logits: Callable[[Tensor], Tensor],
-                 draft_vocabulary: DraftVocabulary | None = None) -> None:
-        """``logits`` maps row outputs [n, H] to [n, V], or [n, D] over ``draft_vocabulary``."""
-        self._cache = TreeCache(shape)
+                 draft_vocabulary: DraftVocabulary | None = None, memory: CacheMemory | None = None,
+                 recorded: RecordedPasses | None = None) -> None:
+        """logits    maps row outputs [n, H] to [n, V], or [n, D] over ``draft_vocabulary``
+        memory    that all sessions of the model share; None: one of its own, which grows
+        recorded  passes over it
+        """
+        self._cache = TreeCache(shape, memory)
+        self._recorded = recorded
         self._logits = logits
         self._draft_vocabulary = draft_vocabulary
         self.reset(Sampling(), "draft", 1.0)
@@ -64,17 +80,28 @@ class TreeDrafter(Drafter, ABC):
         self._queue = self._queue[:queued]
 
     @abstractmethod
-    def _rows(self, text: list[int], nodes: list[DraftNode], mask: Tensor) -> Tensor:
-        """Outputs [len(text) + len(nodes), H] of the queued text rows, then of ``nodes``."""
+    def _inputs(self, rows: Rows) -> PassInputs:
+        """Of the queued text rows, whose states are used up, then of the nodes."""
+
+    @abstractmethod
+    def _compute(self, parts: Sequence[tuple[TreeDrafter, Rows, PassInputs]]) -> list[Tensor]:
+        """Outputs [n, H] of each drafter's rows, in one pass; all share passes with this one."""
+
+    @property
+    def shape(self) -> CacheShape:
+        return self._cache.shape
+
+    @abstractmethod
+    def pass_model(self) -> PassModel:
+        """What computes passes."""
 
     @torch.inference_mode()
     def expand(self, request: DraftRequest) -> DraftOutput:
-        rows = self._begin(request)
-        if rows is not None:
-            self._store(rows, self._rows(*rows))
-        if not request.nodes:
-            return DraftOutput.empty(0, 0)
-        return self._rank(request, self._logits(self._asked(request)))
+        if request.nodes:
+            return self.expand_together([(self, request)])[0]
+        if rows := self._begin(request):
+            self._store(rows, self._compute([(self, rows, self._inputs(rows))])[0])
+        return DraftOutput.empty(0, 0)
 
     def shares_passes_with(self, other: Drafter) -> bool:
         """Whether :meth:`expand_together` takes both."""
@@ -84,28 +111,42 @@ class TreeDrafter(Drafter, ABC):
     @torch.inference_mode()
     def expand_together(requests: Sequence[tuple[TreeDrafter, DraftRequest]]) -> list[DraftOutput]:
         """:meth:`expand` for requests, which have nodes, of drafters that share passes: in one pass."""
-        begun = [(drafter, rows) for drafter, request in requests if (rows := drafter._begin(request))]
-        if begun:
-            outputs = begun[0][0]._rows_together(begun)
-            for (drafter, rows), output in zip(begun, outputs, strict=True):
-                drafter._store(rows, output)
-        asked = [drafter._asked(request) for drafter, request in requests]
-        logits = requests[0][0]._logits(torch.cat(asked))
-        if len({(request.children, *drafter._order()) for drafter, request in requests}) == 1:
-            nodes = tuple(node for _, request in requests for node in request.nodes)
-            drafter, first = requests[0]
-            return drafter._rank(replace(first, nodes=nodes), logits).split([len(rows) for rows in asked])
-        parts = logits.split([len(rows) for rows in asked])
-        return [drafter._rank(request, own) for (drafter, request), own in zip(requests, parts, strict=True)]
+        begun = [(drafter, drafter._begin(request)) for drafter, request in requests]
+        parts = [(drafter, rows, drafter._inputs(rows)) for drafter, rows in begun if rows]
+        first, request = requests[0]
+        passes, size = first._recorded, 0
+        if passes and parts:
+            size = passes.size(sum(len(rows) for _, rows, _ in parts))
+        asked_rows: list[int] = []
+        if passes and size:
+            asked_rows = _asked_rows(requests, begun)
+            outputs = passes.run(size, joined([inputs for *_, inputs in parts]), asked_rows)
+            computed = list(outputs.clone().split([len(rows) for _, rows, _ in parts]))
+        else:
+            computed = first._compute(parts) if parts else []
+        for (drafter, rows, _), output in zip(parts, computed, strict=True):
+            drafter._store(rows, output)
+        counts = [len(request.nodes) for _, request in requests]
+        if passes and asked_rows:
+            logits = passes.logits(size)[: sum(counts)]
+            if all(not drafter._order() and own.children <= MOST_CHILDREN for drafter, own in requests):
+                ids, scores = fetched_children([passes.ranked(size)], first._draft_vocabulary)
+                ends = np.cumsum(counts)
+                return [DraftOutput(ids[end - n : end, :k], scores[end - n : end, :k]) for end, n, k in
+                        zip(ends, counts, (own.children for _, own in requests), strict=True)]
+        else:
+            asked = [drafter._asked(own) for drafter, own in requests]
+            logits = first._logits(asked[0] if len(asked) == 1 else torch.cat(asked))
+        if len({(own.children, *drafter._order()) for drafter, own in requests}) == 1:
+            nodes = tuple(node for _, own in requests for node in own.nodes)
+            return first._rank(replace(request, nodes=nodes), logits).split(counts)
+        return [drafter._rank(own, part) for (drafter, own), part in
+                zip(requests, logits.split(counts), strict=True)]
 
     def _order(self) -> tuple[object, ...]:
         """What decides on the order of children; drafters that share passes have one vocabulary."""
         sampling, rank, tau = self._ranking
         return (sampling, rank, tau) if rank == "noise" and not sampling.greedy else ()
-
-    def _rows_together(self, begun: Sequence[tuple[TreeDrafter, Rows]]) -> list[Tensor]:
-        """:meth:`_rows` of drafters that share passes; here one after the other."""
-        return [drafter._rows(*rows) for drafter, rows in begun]
 
     def _begin(self, request: DraftRequest) -> Rows | None:
         """Make room for the rows to compute; None if there are none."""
@@ -113,14 +154,20 @@ class TreeDrafter(Drafter, ABC):
             self._reroot(request.root)
         self._check(request)
         nodes = [node for node in request.nodes if node.id != self._root]
-        text, self._queue = self._queue, []
-        if not text and not nodes:
-            return None
-        return text, nodes, self._cache.begin(len(text), [(n.id, n.parent) for n in nodes])
+        while self._cache.memory.shared and len(self._queue) > max(1, WARM_ROWS - len(nodes)):
+            # So that no pass takes more memory than the first ones.  The root's row is in the last one.
+            rows = self._take(min(WARM_ROWS, len(self._queue) - 1), [])
+            self._compute([(self, rows, self._inputs(rows))])
+        return self._take(len(self._queue), nodes) if self._queue or nodes else None
+
+    def _take(self, count: int, nodes: list[DraftNode]) -> Rows:
+        """Place the first ``count`` text rows of the queue, and ``nodes``."""
+        text, self._queue = self._queue[:count], self._queue[count:]
+        return Rows(text, nodes, self._cache.begin(len(text), [(n.id, n.parent) for n in nodes]))
 
     def _store(self, rows: Rows, outputs: Tensor) -> None:
         """``outputs`` [n, H]: of the text rows, then of the nodes."""
-        text, nodes, _ = rows
+        text, nodes = rows.text, rows.nodes
         if text:
             self._outputs[self._root] = outputs[len(text) - 1].clone()  # a view would keep all rows
         for node, output in zip(nodes, outputs[len(text) :], strict=True):
@@ -152,3 +199,31 @@ class TreeDrafter(Drafter, ABC):
         sampling, rank, tau = self._ranking
         return DraftOutput(*rank_children(logits, positions, request.children, sampling, rank, tau,
                                         self._draft_vocabulary))
+
+
+def joined(parts: Sequence[PassInputs]) -> PassInputs:
+    """Rows of several sessions of one memory as those of one."""
+    if len(parts) == 1:
+        return parts[0]
+    width = max(part.visible.shape[1] for part in parts)
+    masks = [np.pad(part.visible, ((0, 0), (0, width - part.visible.shape[1]))) for part in parts]
+    return PassInputs(
+        [token for part in parts for token in part.tokens],
+        [position for part in parts for position in part.positions],
+        [states for part in parts for states in part.states],
+        np.concatenate(masks), np.concatenate([part.rows for part in parts]))
+
+
+def _asked_rows(requests: Sequence[tuple[TreeDrafter, DraftRequest]],
+                begun: Sequence[tuple[TreeDrafter, Rows | None]]) -> list[int]:
+    """The pass's rows whose children are asked for; none if an output is from an earlier pass."""
+    found, start = [], 0
+    for (drafter, request), (_, rows) in zip(requests, begun, strict=True):
+        text = len(rows.text) if rows else 0
+        following = iter(range(start + text, start + text + len(request.nodes)))
+        for node in request.nodes:
+            if node.id == drafter._root and not text:
+                return []
+            found.append(start + text - 1 if node.id == drafter._root else next(following))
+        start += len(rows) if rows else 0
+    return found

@@ -220,10 +220,20 @@ def rank_children(logits: Tensor, positions: NDArray[np.integer], k: int, sampli
         x = logits[rows]
         if noisy:
             x = _noisy(x, positions[rows], sampling, draft_vocabulary).div_(tau)
-        values, best = largest(torch.log_softmax(x, -1), min(k, x.shape[-1]))
-        found.append(packed(best, values))
-    block = fetched(found)
-    ids, scores = np.split(block, 2, axis=1)
+        found.append(likeliest(x, k))
+    return fetched_children(found, draft_vocabulary)
+
+
+def likeliest(logits: Tensor, k: int) -> Tensor:
+    """The first step of :func:`rank_children`, on the device, for as many rows as there are: packed."""
+    values, best = largest(torch.log_softmax(wide(logits), -1), min(k, logits.shape[-1]))
+    return packed(best, values)
+
+
+def fetched_children(found: list[Tensor], draft_vocabulary: DraftVocabulary | None
+                     ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+    """The second step: waits for the device."""
+    ids, scores = np.split(fetched(found), 2, axis=1)
     tokens = ids.astype(np.int64)
     if draft_vocabulary:
         tokens = draft_vocabulary.ids[tokens]
@@ -237,8 +247,8 @@ def log_probs(logits: Tensor, tokens: NDArray[np.integer], most: int
     x = logits.double()
     x = x - torch.logsumexp(x, -1, keepdim=True)
     own = x.gather(1, indices(tokens, x.device)[:, None])
-    values, likeliest = largest(x, min(most, x.shape[-1]))
-    return own[:, 0].cpu().numpy(), likeliest.cpu().numpy(), values.cpu().numpy()
+    values, top = largest(x, min(most, x.shape[-1]))
+    return own[:, 0].cpu().numpy(), top.cpu().numpy(), values.cpu().numpy()
 
 
 @lru_cache(maxsize=SESSIONS)

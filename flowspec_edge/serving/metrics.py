@@ -111,6 +111,9 @@ class Metrics(Observer):
 
     # ---- from the thread that drives the cluster -------------------------------------------------------
 
+    def drafter_loaded(self, graph_sizes: int) -> None:
+        self._stages.draft_graph_sizes = graph_sizes
+
     def opened(self, draft_session: DraftSession, at: float) -> None:
         self._acceptance.begin(draft_session)
 
@@ -187,8 +190,8 @@ _SYSTEM_STATS = {
                          "Memory of a device that a new process could take without swapping."),
     "resident": ("flowspec_device_resident_bytes", "Memory that the device's flowspec process holds."),
     "cache_bytes": ("flowspec_device_cache_bytes", "Bytes of KV caches."),
-    "graph_sizes": ("flowspec_device_graph_sizes", "Numbers of rows for which a stage's layers run as CUDA "
-                    "graphs; 0: always one by one."),
+    "graph_sizes": ("flowspec_device_graph_sizes", "Numbers of rows for which a stage's layers, or D0's "
+                    "draft passes, run as CUDA graphs; 0: always kernel by kernel."),
     "temperature_c": ("flowspec_device_temperature_celsius", "The hottest thermal zone of a device."),
     "load": ("flowspec_device_load1", "Processes that run or wait for a core, the last minute's average."),
     "cpus": ("flowspec_device_cpus", "Cores that are switched on."),
@@ -209,6 +212,7 @@ class StageMetrics(Collector):
     def __init__(self, stages: int, system_stats: Callable[[], HeartbeatCounters],
                  clock: Callable[[], float] = time.monotonic) -> None:
         """``system_stats``: D0's own; ``clock``: of heartbeats' arrivals, in seconds."""
+        self.draft_graph_sizes: int | None = None  # of D0's draft model, once it is loaded
         self._system_stats = system_stats
         self._clock = clock
         self._lock = threading.Lock()
@@ -263,7 +267,10 @@ class StageMetrics(Collector):
         for stage in grown:
             is_up.add_metric([f"V{stage}"], float(stage in up))
         yield is_up
-        devices = once_per_board({"D0": self._system_stats(), **newest})
+        own = self._system_stats()
+        if self.draft_graph_sizes is not None:
+            own = {**own, "graph_sizes": float(self.draft_graph_sizes)}
+        devices = once_per_board({"D0": own, **newest})
         for key, (name, text) in _SYSTEM_STATS.items():
             gauge = GaugeMetricFamily(name, text, labels=["device"])
             for device, counters in devices.items():

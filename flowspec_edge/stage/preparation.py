@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from statistics import median
 
 import numpy as np
 import torch
@@ -18,14 +16,13 @@ from flowspec_edge.errors import first_line
 from flowspec_edge.messages import Int32, Open, Segment
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.layers.fused import ROW_STEP, FusedLayer
-from flowspec_edge.stage.layers.graphs import LayerGraphs, Recorder
+from flowspec_edge.stage.layers.graphs import LayerGraphs
+from flowspec_edge.util.graphs import Clock, KernelChoice, Recorder, compare
 from flowspec_edge.util.tensors import from_torch
 
 WARM_UP = (1, 16, 64)  # rows: plain decoding, a tree segment, a prompt chunk
 RECORDED = tuple(range(ROW_STEP, 65, ROW_STEP))  # rows; a segment rarely has more
 _TEXT = 256  # rows in the cache while kernels are compared
-_TIMES = 5
-_NOISE = 1.02  # times that differ by less are equal
 
 
 @torch.inference_mode()
@@ -38,24 +35,8 @@ def warm_up(engine: StageEngine) -> None:
     engine.reset()
 
 
-@dataclass
-class KernelChoice:
-    """ms      by number of rows: (one by one, recorded), medians
-    reason  why layers are not recorded for some rows, or any; "" if they are for all
-    """
-
-    ms: dict[int, tuple[float, float]] = field(default_factory=dict)
-    reason: str = ""
-
-    def __str__(self) -> str:
-        times = ", ".join(f"{rows} rows {recorded:.1f} instead of {eager:.1f} ms"
-                          for rows, (eager, recorded) in self.ms.items())
-        return "; ".join(filter(None, (f"CUDA graphs: {times}" if times else "", self.reason)))
-
-
 @torch.inference_mode()
-def choose_graphs(engine: StageEngine, record: Recorder, clock: Callable[[], float] = time.perf_counter
-                  ) -> KernelChoice:
+def choose_graphs(engine: StageEngine, record: Recorder, clock: Clock = time.perf_counter) -> KernelChoice:
     """Record the layers for ``RECORDED`` rows, and keep what computes the same bits in no more time.
 
     After :func:`warm_up`, before the first session.  Any failure leaves the layers as they are.
@@ -78,27 +59,19 @@ def choose_graphs(engine: StageEngine, record: Recorder, clock: Callable[[], flo
     return choice
 
 
-def _compare(engine: StageEngine, rows: int, graphs: LayerGraphs, choice: KernelChoice,
-             clock: Callable[[], float]) -> None:
-    seconds: tuple[list[float], list[float]] = ([], [])
-    results: tuple[list[bytes], list[bytes]] = ([], [])
-    for turn in range(_TIMES):
-        for recorded in (False, True):
-            engine.graphs.pop(rows, None)
-            if recorded:
-                engine.graphs[rows] = graphs
-            run = _pass_of(engine, rows, _TEXT + turn)  # so that no pass has the results of the one before
-            begun = clock()
-            results[recorded].append(run())
-            seconds[recorded].append(clock() - begun)
-    eager, faster = map(median, seconds)
-    why = ("compute other results" if results[False] != results[True] else
-           f"take {1e3 * faster:.1f} instead of {1e3 * eager:.1f} ms" if faster > eager * _NOISE else "")
+def _compare(engine: StageEngine, rows: int, graphs: LayerGraphs, choice: KernelChoice, clock: Clock) -> None:
+    def prepare(recorded: bool, turn: int) -> Callable[[], bytes]:
+        engine.graphs.pop(rows, None)
+        if recorded:
+            engine.graphs[rows] = graphs
+        return _pass_of(engine, rows, _TEXT + turn)  # so that no pass has the results of the one before
+
+    times, why = compare(prepare, clock)
     if why:
         del engine.graphs[rows]
         choice.reason = f"{rows} rows run layer by layer: recorded layers {why}"
     else:
-        choice.ms[rows] = 1e3 * eager, 1e3 * faster
+        choice.ms[rows] = times
 
 
 def _pass_of(engine: StageEngine, rows: int, text: int) -> Callable[[], bytes]:

@@ -201,8 +201,7 @@ def _full_draft_cache(head: Path, dtype: str, rows: int) -> TreeCache:
     cache = TreeCache(shape)
     new = torch.zeros(1, shape.kv_heads, _TEXT, shape.head_dim, dtype=shape.dtype)
     for _ in range(rows // _TEXT):
-        cache.begin(_TEXT, [])
-        cache.update(new, new, 0)
+        cache.for_pass(cache.begin(_TEXT, [])).update(new, new, 0)
     return cache
 
 

@@ -279,3 +279,16 @@ def test_the_log_tells_joules_where_they_were_measured() -> None:
     assert str(record) == "/v1/completions 200 a: 3 + 2 tokens in 0.00 s, length"
     record.energy_j = 12.34
     assert str(record) == "/v1/completions 200 a: 3 + 2 tokens in 0.00 s, 12.3 J, length"
+
+
+def test_d0_says_for_how_many_rows_its_draft_passes_are_graphs() -> None:
+    metrics = Metrics(STAGES, lambda: {"load": 0.5}, {"model": NAME})
+
+    def sizes() -> list[float]:
+        page, _ = metrics.page("", Readiness(True, "", 0, 0, None))
+        return [value for (name, _), value in Read(page.decode()).samples.items()
+                if name == "flowspec_device_graph_sizes"]
+
+    assert sizes() == []
+    Observers([metrics]).drafter_loaded(2)
+    assert sizes() == [2.0]

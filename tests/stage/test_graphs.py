@@ -22,10 +22,10 @@ from tiny import tiny_llama, tiny_model
 
 from flowspec_edge.messages import Open
 from flowspec_edge.stage.engine import StageEngine
-from flowspec_edge.stage.layers.graphs import CudaRecorder
 from flowspec_edge.stage.preparation import RECORDED, choose_graphs, warm_up
 from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.util import kernels
+from flowspec_edge.util.graphs import CudaRecorder
 
 SPARSE = ("qwen3_moe", {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3,
                         "moe_intermediate_size": 64, "mlp_only_layers": [1]})

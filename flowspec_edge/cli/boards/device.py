@@ -242,7 +242,7 @@ def _facts(profile: Profile) -> Table:
 
 
 def _rows(profile: Profile) -> list[tuple[str, str]]:
-    from flowspec_edge.device_profile import OUTPUT_LAUNCHES, PASS_LAUNCHES, SEGMENT_LAUNCHES
+    from flowspec_edge.device_profile import OUTPUT_LAUNCHES, SEGMENT_LAUNCHES
 
     p = profile
     lines = [
@@ -257,8 +257,8 @@ def _rows(profile: Profile) -> list[tuple[str, str]]:
     ]
     if p.launch:
         lines.append(("launches", f"{p.launch.us:g} µs each: {p.launch.layer} a layer and {SEGMENT_LAUNCHES} "
-                                  f"a segment, in the times above; {PASS_LAUNCHES['eagle2'][1]} a draft pass "
-                                  f"and {OUTPUT_LAUNCHES} an output, beside their times"))
+                                  f"a segment, in the times above; {sum(p.launch.of_pass('eagle2'))} a draft "
+                                  f"pass and {OUTPUT_LAUNCHES} an output, beside their times"))
     if p.collective.step_ms:
         lines.append(("collectives", f"{p.collective.step_ms:g} ms a step of a ring, beside its bytes"))
     if p.memory:

@@ -30,6 +30,8 @@ from flowspec_edge.drafting.eagle.head_drafter import (
     register_attention,
 )
 from flowspec_edge.drafting.fused import DraftLayer
+from flowspec_edge.drafting.recorded import RecordedPasses
+from flowspec_edge.drafting.tree_cache import CacheMemory
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.output_head import OutputHead, as_output_head
 from flowspec_edge.util.weight_file import Embedding, as_embedding
@@ -67,12 +69,12 @@ class EagleHead(FusibleHead):
         """One pass over n rows of each of B sequences.
 
         features   [B, n, H]     f_i, true or approximated
-        tokens     [B, n]        token i + 1, int64
+        tokens     [B, n]        token i + 1, int64; or its embedding, [B, n, H]
         positions  [B, n]        i
         mask       [B, 1, n, m]  over the cache's m rows: bool, or additive
         returns    [B, n, H]     approximates f_{i+1}
         """
-        x = self.fc(torch.cat((self.embed_tokens(tokens), features), dim=-1))
+        x = self.fc(torch.cat((self.embedded(tokens), features), dim=-1))
         rotary = self.rotary_emb(x, position_ids=positions)
         if self.fused is not None:
             return cast(Tensor, self.fused(x[0], x[0], rotary, mask, cache)[None])
@@ -92,8 +94,9 @@ class EagleHead(FusibleHead):
 class EagleDrafter(HeadDrafter):
     """``lm_head`` ([V, H], or a module of it) is the target's, of the head's dtype and on its device."""
 
-    def __init__(self, head: EagleHead, lm_head: Tensor | OutputHead) -> None:
-        super().__init__(head, as_output_head(lm_head))
+    def __init__(self, head: EagleHead, lm_head: Tensor | OutputHead, memory: CacheMemory | None = None,
+                 recorded: RecordedPasses | None = None) -> None:
+        super().__init__(head, as_output_head(lm_head), None, memory, recorded)
 
     def _text_states(self, features: Tensor, rows: Sequence[int]) -> Tensor:
         return features.to(self._device, self._dtype)

@@ -36,6 +36,8 @@ from flowspec_edge.drafting.eagle.head_drafter import (
     register_attention,
 )
 from flowspec_edge.drafting.fused import DraftLayer
+from flowspec_edge.drafting.recorded import RecordedPasses
+from flowspec_edge.drafting.tree_cache import CacheMemory
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Tap
 from flowspec_edge.sampling.rule import DraftVocabulary, Rank, Sampling
@@ -130,14 +132,14 @@ class Eagle3Head(FusibleHead):
         """As :meth:`EagleHead.forward`, with h_i for f_i: fused, or the output of the row before it."""
         layer = self.midlayer
         if self.fused is not None:
-            rows, embedded = hidden[0], self.embed_tokens(tokens)[0]
+            rows, embedded = hidden[0], self.embedded(tokens)[0]
             normed = self._hidden_norm(rows)
             x = torch.cat((self._input_norm(embedded), normed), -1)
             residual = normed if self._norms_residual else rows
             out = self.fused(x, residual, self.rotary_emb(x, position_ids=positions), mask, cache)[None]
             return cast(Tensor, self._output_norm(out) if self._norms_output else out)
         normed = layer.hidden_norm(hidden)
-        x = torch.cat((layer.input_layernorm(self.embed_tokens(tokens)), normed), dim=-1)
+        x = torch.cat((layer.input_layernorm(self.embedded(tokens)), normed), dim=-1)
         attended, _ = layer.self_attn(
             x, position_embeddings=self.rotary_emb(x, position_ids=positions),
             attention_mask=mask, past_key_values=cache,
@@ -168,7 +170,8 @@ class Eagle3Drafter(HeadDrafter):
     """``layers``: after how many target layers the states are captured, in ``fc``'s order; they may
     repeat."""
 
-    def __init__(self, head: Eagle3Head, layers: Sequence[int]) -> None:
+    def __init__(self, head: Eagle3Head, layers: Sequence[int], memory: CacheMemory | None = None,
+                 recorded: RecordedPasses | None = None) -> None:
         self._layers = tuple(layers)
         self.taps = tuple(sorted(set(layers)))
         self._tapped: dict[int, dict[int, Tensor]] = {}  # number -> layer -> state [target_H]
@@ -176,7 +179,7 @@ class Eagle3Drafter(HeadDrafter):
         if head.config.draft_vocab_size != head.config.vocab_size:
             vocabulary = DraftVocabulary(head.target_ids().cpu().numpy(), head.config.vocab_size)
         self._fuse = head.fuse
-        super().__init__(head, head.logits, vocabulary)
+        super().__init__(head, head.logits, vocabulary, memory, recorded)
 
     def reset(self, sampling: Sampling, rank: Rank, tau: float) -> None:
         super().reset(sampling, rank, tau)

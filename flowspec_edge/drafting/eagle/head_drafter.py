@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -19,13 +20,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.fused import DraftLayer, RotaryTable, is_fixed
-from flowspec_edge.drafting.tree_cache import CacheShape, TreeCache
+from flowspec_edge.drafting.recorded import PassInputs, PassModel, RecordedPasses
+from flowspec_edge.drafting.tree_cache import CacheMemory, CacheShape, PassCache
 from flowspec_edge.drafting.tree_drafter import Rows, TreeDrafter
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.sampling.rule import DraftVocabulary, Rank, Sampling
-from flowspec_edge.tree.draft_api import DraftNode
 from flowspec_edge.util.tensors import indices
-from flowspec_edge.util.weight_file import tokens_device
+from flowspec_edge.util.weight_file import EmbeddingTable, tokens_device
 
 ATTENTION = "flowspec_draft"
 
@@ -44,7 +45,7 @@ class HeadRows:
     tokens: Tensor
     positions: Tensor
     mask: Tensor
-    cache: TreeCache
+    cache: PassCache
 
     def __len__(self) -> int:
         return len(self.states)
@@ -61,7 +62,7 @@ class _Batch:
         pairs = [rows.cache.update(keys[:, :, at], values[:, :, at], layer) for rows, at in self.slices()]
         return tuple(key for key, _ in pairs), tuple(value for _, value in pairs)
 
-    def parts(self) -> Iterator[tuple[slice, TreeCache, Tensor]]:
+    def parts(self) -> Iterator[tuple[slice, PassCache, Tensor]]:
         return ((at, rows.cache, rows.mask) for rows, at in self.slices())
 
     def slices(self) -> Iterator[tuple[HeadRows, slice]]:
@@ -109,6 +110,7 @@ class KeyValueCache(Protocol):
 class FusibleHead(nn.Module, ABC):
     """``fused``: what computes the layer after :meth:`fuse_layer`."""
 
+    config: LlamaConfig
     rotary_emb: nn.Module
 
     def __init__(self) -> None:
@@ -119,7 +121,7 @@ class FusibleHead(nn.Module, ABC):
         """Compute in few kernel launches from now on; the layer's weights are not where they were.
 
         Before the first pass, on the device and in the dtype of all passes; each is one over a
-        ``TreeCache``, for positions that have been reached (:meth:`reach`).
+        ``PassCache``, for positions that have been reached (:meth:`reach`).
         """
         if self.fused is None and is_fixed(self.rotary_emb):
             weight = next(self.parameters())  # is never quantised
@@ -129,6 +131,20 @@ class FusibleHead(nn.Module, ABC):
     def reach(self, position: int) -> None:
         if isinstance(self.rotary_emb, RotaryTable):
             self.rotary_emb.reach(position)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """``tokens`` [B, n], int64, or their embeddings [B, n, H], as embeddings."""
+        return tokens if tokens.is_floating_point() else cast(nn.Module, self.embed_tokens)(tokens)
+
+    def cache_shape(self) -> CacheShape:
+        config: LlamaConfig = self.config
+        norm = next(self.parameters())  # is never quantised
+        return CacheShape(
+            layers=1,
+            kv_heads=config.num_key_value_heads or config.num_attention_heads,
+            head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
+            dtype=norm.dtype, device=norm.device, window=config.max_position_embeddings,
+        )
 
     @abstractmethod
     def _fused_layer(self) -> DraftLayer: ...
@@ -140,20 +156,14 @@ class HeadDrafter(TreeDrafter):
     rows_behind = 1
 
     def __init__(self, head: FusibleHead, logits: Callable[[Tensor], Tensor],
-                 draft_vocabulary: DraftVocabulary | None = None) -> None:
+                 draft_vocabulary: DraftVocabulary | None = None, memory: CacheMemory | None = None,
+                 recorded: RecordedPasses | None = None) -> None:
         self._head: FusibleHead = head.eval().requires_grad_(False)
         self._states: list[Tensor] = []  # of queued text rows, [n, width] each, in their order
-        config: LlamaConfig = head.config
-        norm = next(head.parameters())  # is never quantised
-        self._dtype, self._device = norm.dtype, norm.device
+        shape = head.cache_shape()
+        self._dtype, self._device = shape.dtype, shape.device
         self._tokens_device = tokens_device(cast(nn.Module, head.embed_tokens), self._device)
-        shape = CacheShape(
-            layers=1,
-            kv_heads=config.num_key_value_heads or config.num_attention_heads,
-            head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
-            dtype=self._dtype, device=self._device, window=config.max_position_embeddings,
-        )
-        super().__init__(shape, logits, draft_vocabulary)
+        super().__init__(shape, logits, draft_vocabulary, memory, recorded)
 
     def reset(self, sampling: Sampling, rank: Rank, tau: float) -> None:
         super().reset(sampling, rank, tau)
@@ -188,24 +198,41 @@ class HeadDrafter(TreeDrafter):
         self._queue.extend(tokens)
         self._text_length += len(tokens)
 
-    def _rows(self, text: list[int], nodes: list[DraftNode], mask: Tensor) -> Tensor:
-        return run_together(self._head, [self._head_rows(text, nodes, mask)])[0]
-
-    def _head_rows(self, text: list[int], nodes: list[DraftNode], mask: Tensor) -> HeadRows:
-        entering = [self._to_head_input(torch.cat(self._states))] if text else []
-        entering += [torch.stack([self._outputs[node.parent] for node in nodes])] if nodes else []
-        self._states.clear()
+    def _inputs(self, rows: Rows) -> PassInputs:
+        text, nodes, placed = rows.text, rows.nodes, rows.placed
+        states: list[Tensor] = []
+        if text:
+            waiting = torch.cat(self._states)
+            states.append(self._to_head_input(waiting[: len(text)]))
+            self._states = [waiting[len(text) :]] if len(text) < len(waiting) else []
+        states += [self._outputs[node.parent][None] for node in nodes]
         start = self._cache.committed - len(text)
         # Text rows stand at 0, 1, ...: row i holds token i + 1.  So a node's row is one below it.
-        tokens = indices([*text, *(node.token for node in nodes)], self._tokens_device)
+        tokens = [*text, *(node.token for node in nodes)]
         positions = [*range(start, start + len(text)), *(node.position - 1 for node in nodes)]
         self._head.reach(max(positions))
-        states = entering[0] if len(entering) == 1 else torch.cat(entering)
-        return HeadRows(states, tokens, indices(positions, self._device), mask, self._cache)
+        return PassInputs(tokens, positions, states, *placed)
 
     def shares_passes_with(self, other: Drafter) -> bool:
         return isinstance(other, HeadDrafter) and other._head is self._head
 
-    def _rows_together(self, begun: Sequence[tuple[TreeDrafter, Rows]]) -> list[Tensor]:
-        return run_together(self._head, [drafter._head_rows(*rows) for drafter, rows in begun
-                                      if isinstance(drafter, HeadDrafter)])
+    def _compute(self, parts: Sequence[tuple[TreeDrafter, Rows, PassInputs]]) -> list[Tensor]:
+        return run_together(self._head, [
+            HeadRows(own.states[0] if len(own.states) == 1 else torch.cat(own.states),
+                     indices(own.tokens, self._tokens_device), indices(own.positions, self._device),
+                     drafter._cache.mask(rows.placed), drafter._cache.for_pass(rows.placed))
+            for drafter, rows, own in parts])
+
+    def pass_model(self) -> PassModel:
+        head, embeddings = self._head, cast(nn.Module, self._head.embed_tokens)
+        return PassModel(
+            partial(_one_pass, head), self._logits, head.config.hidden_size, True, head.reach,
+            embeddings if isinstance(embeddings, EmbeddingTable) else None,
+            "" if head.fused is not None else "its layer is transformers' own")
+
+
+def _one_pass(head: nn.Module, states: Tensor | None, tokens: Tensor, positions: Tensor, mask: Tensor,
+              cache: PassCache) -> Tensor:
+    assert states is not None
+    out: Tensor = head(states[None], tokens[None], positions[None], mask, cache)
+    return out[0]

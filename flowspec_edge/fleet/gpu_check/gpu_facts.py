@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
@@ -25,6 +26,8 @@ import torch
 from torch.nn.attention import SDPBackend
 from transformers import LlamaConfig
 
+from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, EagleHead
+from flowspec_edge.drafting.load import SharedMemory
 from flowspec_edge.fleet.gpu_check.kernel_check import guarded, report, run_in_children
 from flowspec_edge.fleet.probe.findings import Finding
 from flowspec_edge.fleet.probe.system_rules import large_pieces
@@ -32,10 +35,10 @@ from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.families import skeleton
 from flowspec_edge.stage.layers.attention import folded_mask
 from flowspec_edge.stage.layers.fused import FusedLayer
-from flowspec_edge.stage.layers.graphs import CudaRecorder
-from flowspec_edge.stage.preparation import KernelChoice, choose_graphs, warm_up
+from flowspec_edge.stage.preparation import choose_graphs, warm_up
 from flowspec_edge.stage.shard import Shard
 from flowspec_edge.util import procfs
+from flowspec_edge.util.graphs import CudaRecorder, KernelChoice
 from flowspec_edge.util.jetson import system as l4t_system
 from flowspec_edge.util.tensors import DTYPES
 from flowspec_edge.util.torchdevice import release, use_exact_kernels
@@ -56,7 +59,7 @@ def check_gpu_facts(device: str, l4t: str = "", meminfo: Path = Path("/proc/memi
     """``l4t``: the board's release, "" for other machines."""
     on_gpu = torch.device(device).type == "cuda"
     kinds = (*(f"attention {dtype}" for dtype in DTYPES), "rms_norm", "launch",
-             *[_GRAPH, "layers in graphs"] * on_gpu)
+             *[_GRAPH, "layers in graphs", "draft passes in graphs"] * on_gpu)
     found = run_in_children(__name__, kinds, lambda left: json.dumps({"kinds": left, "device": device}))
     found.append(free_memory(meminfo))
     if on_gpu:
@@ -183,6 +186,8 @@ def _said(kind: str, device: str) -> str:
         return f"{launch_us(device):.3g} µs of the host for an addition from Python"
     if kind == "layers in graphs":
         return str(_layers_in_graphs(torch.device(device)))
+    if kind == "draft passes in graphs":
+        return str(_draft_passes_in_graphs(torch.device(device)))
     return f"{graph_launch_us(device):.3g} µs for each of {_LAUNCHES} additions in one CUDA graph"
 
 
@@ -213,6 +218,19 @@ def _layers_in_graphs(device: torch.device) -> KernelChoice:
     engine = StageEngine(shard, _CAPACITY)
     warm_up(engine)
     return choose_graphs(engine, CudaRecorder(device))
+
+
+@torch.inference_mode()
+def _draft_passes_in_graphs(device: torch.device) -> KernelChoice:
+    """What D0 with a small EAGLE-2 head chooses when it loads it."""
+    config = LlamaConfig(hidden_size=2048, intermediate_size=5632, num_hidden_layers=1, vocab_size=8192,
+                         num_attention_heads=32, num_key_value_heads=8, head_dim=64, bias=False)
+    head = EagleHead(config).to(device, torch.float16)
+    head.fuse_layer()
+    memory = SharedMemory(_CAPACITY, CudaRecorder(device))
+    memory.drafters(partial(EagleDrafter, head, head.embed_tokens.weight))
+    assert memory.choice is not None
+    return memory.choice
 
 
 def has_kernel(operation: str, key: str) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from flowspec_edge.fleet.measurement.fit import fit_lines, trimmed_mean
 from flowspec_edge.fleet.measurement.stage import MeasuredWorker
 from flowspec_edge.messages import Batch
+from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.runtime.draft_device.draft_session import DraftPass, DraftSession
 from flowspec_edge.runtime.draft_device.lm_head import LmHead
 from flowspec_edge.runtime.draft_device.models import DraftModels
@@ -39,6 +40,7 @@ PLAIN = "autoregressive"
 _HEAD_ROWS = 16
 _SAMPLING = Sampling(1.0)  # costs more than greedy, and is what chats use
 _STAGES = 4
+_CONTEXT, _DRAFT_ROWS = 4096, 1024  # of a served model's caches
 
 
 @dataclass
@@ -74,6 +76,7 @@ class DraftDeviceTimes:
     row: float  # added to an output by each row
     bookkeeping: float
     real_target: bool  # all of its layers ran
+    graphs: bool = False  # the passes of every kind were CUDA graphs
 
 
 class _TimedHead(LmHead):
@@ -95,10 +98,16 @@ class _TimedHead(LmHead):
 
 class MeasuredDraftDevice:
     def __init__(self, model_dir: Path, dtype: str, device: str, target: MeasuredWorker) -> None:
-        self._models = DraftModels(model_dir, dtype, device)
+        rows = min(ModelDir(model_dir).max_positions, _CONTEXT) + _DRAFT_ROWS
+        self._models = DraftModels(model_dir, dtype, device, cache_rows=rows)
         self._target = target
         self._sessions = 0
         self.tokens: list[int] = []  # of the newest request
+
+    @property
+    def runs_graphs(self) -> bool:
+        """Whether passes of the draft models that have been used run as CUDA graphs."""
+        return bool(self._models.graph_sizes) and all(self._models.graph_sizes.values())
 
     def run(self, strategy: str, prompt: Sequence[int], new_tokens: int) -> RequestTimes:
         self._sessions += 1
@@ -171,7 +180,7 @@ def measure_draft_device(device: MeasuredDraftDevice, kinds: Sequence[str], prom
             if repeat:
                 found.setdefault(kind, []).append(times)
         advance((repeat + 1) / (repeats + 1))
-    return summary(found, real_target)
+    return replace(summary(found, real_target), graphs=device.runs_graphs)
 
 
 def summary(requests: dict[str | None, list[RequestTimes]], real_target: bool) -> DraftDeviceTimes:

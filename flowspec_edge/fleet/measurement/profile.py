@@ -12,7 +12,6 @@ import torch
 from flowspec_edge.device_profile import (
     GRAPH_LAYER_LAUNCHES,
     OUTPUT_LAUNCHES,
-    PASS_LAUNCHES,
     SEGMENT_LAUNCHES,
     SPARSE_GRAPH_LAYER_LAUNCHES,
     Conditions,
@@ -141,8 +140,9 @@ def measure_profile(options: ProfileOptions, effort: Effort, report: ProgressCal
     int4 = measure_int4(options.device, options.dtype) if effort.kernels else None
     times = _draft_device(options, effort, model, free, report)
     if launch:
+        launch = launch.model_copy(update={"pass_graphs": times.graphs})
         times = replace(times, lm_head=launch.without(times.lm_head, OUTPUT_LAUNCHES),
-                        passes={kind: launch.without(ms, PASS_LAUNCHES[kind][1])
+                        passes={kind: launch.without(ms, launch.of_pass(kind)[1])
                                 for kind, ms in times.passes.items()})
     board = read_board()  # again: temperature and clocks under load
     draft, estimated = _draft_cost(times, curve, model)

@@ -136,7 +136,9 @@ class ProcessCluster:
                     plan.close()
             with slow():
                 # In parallel with the stages' loading.
-                self._draft_models = DraftModels(model_dir, spec.dtype, spec.device, slow)
+                self._draft_models = DraftModels(
+                    model_dir, spec.dtype, spec.device, slow, (spec.cache_rows or 0) if spec.reserve else 0,
+                    loaded=self.observer.drafter_loaded)
                 core.pool.suit(self._draft_models.kinds, SESSIONS * spec.at_once)
             self._links.wait_for_hello(spec.start_within, place.waiting)
             with slow():

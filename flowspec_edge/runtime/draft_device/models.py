@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from flowspec_edge.drafting.base import Drafter
-from flowspec_edge.drafting.load import load_drafters, needs_embedding
+from flowspec_edge.drafting.load import SharedMemory, load_drafters, needs_embedding
 from flowspec_edge.drafting.ngram import MergedDrafter, NgramDrafter
 from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Tap
@@ -33,8 +34,11 @@ from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import draft_kind, draft_label, strategy_class
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
+from flowspec_edge.util.graphs import CudaRecorder, Recorder
 from flowspec_edge.util.tensors import from_torch
 from flowspec_edge.util.torchdevice import allocation, make_current, use_exact_kernels
+
+log = logging.getLogger(__name__)
 
 _TIMED_PASSES = 6
 _MEMORY_ADVICE = "end other programs, take a smaller draft model, or let D0 compute on the CPU (torch_device)"
@@ -42,13 +46,20 @@ _MEMORY_ADVICE = "end other programs, take a smaller draft model, or let D0 comp
 
 class DraftModels:
     def __init__(self, model_dir: Path, dtype: str = "fp32", device: torch.device | str = "cpu",
-                 slow: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+                 slow: Callable[[], AbstractContextManager[None]] = nullcontext, cache_rows: int = 0,
+                 record: Recorder | None = None, loaded: Callable[[int], None] = lambda sizes: None) -> None:
         """device  torch device for lm_head and the draft models; the tree stays on the CPU
         slow    entered while a draft model is loaded and makes its first passes
+        cache_rows  on CUDA: rows for a draft model's caches, of all sessions, which are allocated when it is
+                loaded; 0: each session's grow
+        record  records draft passes over them; None: as CUDA graphs
+        loaded  called when a draft model has been loaded, with the number of its ``graph_sizes``
 
         ``kinds``: of the layers on the stages.
         """
         self._slow = slow
+        self._rows, self._record, self._loaded = cache_rows, record, loaded
+        self.graph_sizes: dict[str, int] = {}  # numbers of rows for which passes are graphs, by kind
         use_exact_kernels()
         make_current(device)
         self._model = ModelDir(model_dir)
@@ -146,9 +157,20 @@ class DraftModels:
                 head = self._lm_head.head
                 embedding = (find_embedding(self._model.target, self._dtype, head.device)
                              if needs_embedding(kind, self._model.parts) else None)
-                same_bits = [partial(quantise_linears, how=self._scheme, device=head.device)
-                             ] if self._scheme else []
+                same_bits = (partial(quantise_linears, how=self._scheme, device=head.device)
+                             if self._scheme else lambda module: None)
+                memory = self._shared_memory()
                 self._drafters[kind] = load_drafters(kind, self._model.parts, head, embedding, self._dtype,
-                                                     self._model.layers, *same_bits)
+                                                     self._model.layers, same_bits, memory)
+            if memory and memory.choice:
+                log.info("D0, %s: %s", kind, memory.choice)
+                self.graph_sizes[kind] = len(memory.choice.ms)
+            self._loaded(self.graph_sizes.get(kind, 0))
         drafter = self._drafters[kind]()
         return MergedDrafter(drafter, looked_up) if params.ngram else drafter
+
+    def _shared_memory(self) -> SharedMemory | None:
+        device = self._lm_head.head.device
+        if not self._rows or (device.type != "cuda" and self._record is None):
+            return None
+        return SharedMemory(self._rows, self._record or CudaRecorder(device))

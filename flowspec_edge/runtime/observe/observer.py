@@ -31,6 +31,9 @@ class Observer:
         """Whether the stages have to report each segment's times (Computed), in requests that begin now."""
         return False
 
+    def drafter_loaded(self, graph_sizes: int) -> None:
+        """D0 has loaded a draft model, whose passes of so many numbers of rows run as CUDA graphs."""
+
     def opened(self, draft_session: DraftSession, at: float) -> None:
         """A request begins, or continues, in a new session."""
 

@@ -16,13 +16,13 @@ from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.stage.base import Engine
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.families import load_config
-from flowspec_edge.stage.layers.graphs import CudaRecorder
 from flowspec_edge.stage.preparation import choose_graphs, warm_up
 from flowspec_edge.stage.shard import Shard, load_shard
 from flowspec_edge.stage.tensor_parallel.engine import TensorEngine
 from flowspec_edge.stage.tensor_parallel.process_group import GlooGroup, ProcessGroup
 from flowspec_edge.stage.tensor_parallel.shard import load_tensor_shard
 from flowspec_edge.strategies.params import Params
+from flowspec_edge.util.graphs import CudaRecorder
 from flowspec_edge.util.torchdevice import make_current
 
 log = logging.getLogger(__name__)

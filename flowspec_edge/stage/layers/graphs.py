@@ -9,9 +9,9 @@ when the router has run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -19,14 +19,7 @@ from torch import Tensor
 from flowspec_edge.stage.layers.attention import BatchCache, BatchMask
 from flowspec_edge.stage.layers.fused import FusedLayer, Routed
 from flowspec_edge.stage.layers.kv_cache import KVCache
-
-Made = TypeVar("Made")
-Replay = Callable[[], object]
-
-
-class Recorder(Protocol):
-    def __call__(self, work: Callable[[], Made]) -> tuple[Made, Replay]:
-        """Run ``work``; return its result, and what repeats it: on the same memory, result included."""
+from flowspec_edge.util.graphs import Recorder, Replay
 
 
 class LayerGraphs:
@@ -93,25 +86,3 @@ class LayerGraphs:
         split = self._splits[layer]
         assert split is not None
         self._attended.copy_(self._layers[layer].attend(split, mask, cache))
-
-
-class CudaRecorder:
-    """Records CUDA graphs, which share one pool of memory; RuntimeError if a kernel forbids it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool: Any = None
-
-    def __call__(self, work: Callable[[], Made]) -> tuple[Made, Replay]:
-        if self._pool is None:
-            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            work()  # loads the kernels, which a capture must not
-        current.wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream,
-                              capture_error_mode="thread_local"):
-            made = work()
-        return made, graph.replay

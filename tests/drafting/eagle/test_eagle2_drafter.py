@@ -92,9 +92,9 @@ def test_a_rewound_cache_gives_memory_back():
     s.commit(s.rng.integers(0, V, size=1200).tolist())
     s.plant()
     s.expand([s.root.id])
-    assert s.drafter._cache._capacity == 1199
+    assert s.drafter._cache.memory.rows == 1199
     s.rewind(5)
-    assert s.drafter._cache._capacity == 256
+    assert s.drafter._cache.memory.rows == 256
     s.random_history(4)
 
 
