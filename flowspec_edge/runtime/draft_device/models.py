@@ -17,7 +17,7 @@ from flowspec_edge.drafting.ngram import MergedDrafter, NgramDrafter
 from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Tap
 from flowspec_edge.model.manifest import DRAFT
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.modeldir import SPARSE, ModelDir
 from flowspec_edge.runtime.draft_device.draft_session import DraftSession
 from flowspec_edge.runtime.draft_device.lm_head import LmHead
 from flowspec_edge.runtime.draft_device.prefix_cache import PrefixHit
@@ -55,7 +55,7 @@ class DraftModels:
         with (opened_part(model_dir, DRAFT) as files,
               allocation("lm_head on the draft device", 0, _MEMORY_ADVICE)):
             self._lm_head = LmHead(load_output_head(self._model.target, dtype, device, self._scheme, files))
-        load_config(self._model.target)  # refuses a model that stages cannot run
+        self._sparse = load_config(self._model.target).model_type in SPARSE  # refuses what stages cannot run
         self._limit = self._model.max_positions
         self._drafters: dict[str, Callable[[], Drafter]] = {}
         if self._lm_head.head.device.type == "cuda":
@@ -74,7 +74,8 @@ class DraftModels:
     def draft_session(self, request: Request, stages: int, clock: Callable[[], float], session: int,
                       passes: Callable[[str], float], slot: Callable[[int], float] | None = None,
                       predecessor: DraftSession | None = None, prefix: PrefixHit | None = None,
-                      around: Callable[[Drafter], Drafter] | None = None) -> DraftSession:
+                      around: Callable[[Drafter], Drafter] | None = None, sparse: bool = False
+                      ) -> DraftSession:
         """Create D0's side of one request; UsageError if it cannot run on this model.
 
         passes       kind of draft model -> passes per full segment's latency through the pipeline
@@ -82,6 +83,7 @@ class DraftModels:
         predecessor  the request's draft session in an earlier session
         prefix       retained rows of a request that :meth:`can_share_drafter` with this one
         around       wraps a new drafter
+        sparse       the emulated model has experts, whether or not this one has
         """
         chosen = strategy_class(request.strategy)
         length = len(request.prompt) + request.max_new_tokens
@@ -107,7 +109,8 @@ class DraftModels:
             drafter = around(drafter) if around else drafter
         cached_rows, parent = (prefix.rows, prefix.prefix.session) if prefix else (0, -1)
         depths = tuple(hi for _, hi in stage_ranges(self._model.stages, stages, allow_empty=True))
-        pipeline = Pipeline(stages, depths, passes(kind) if kind else 1.0, slot)
+        pipeline = Pipeline(stages, depths, passes(kind) if kind else 1.0, slot,
+                            sparse or self._sparse)
         return DraftSession(request, lambda builder: chosen(request.params, builder, pipeline), drafter,
                             self._lm_head, clock, session, predecessor=predecessor,
                             cached_rows=cached_rows, parent_session=parent,

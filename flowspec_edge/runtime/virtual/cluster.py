@@ -172,7 +172,7 @@ class VirtualCluster:
             request, self._stages, lambda: clock.now, session,
             lambda kind: latency / max(self.devices.d0.draft_seconds(kind), 1e-9),
             self._curve.seconds if self._curve else self.devices.occupied_seconds,
-            around=calibrated if self._right_children < 1 else None)
+            around=calibrated if self._right_children < 1 else None, sparse=self.devices.sparse)
 
     def _text(self, request: Request) -> list[int]:
         """The prompt and plain decoding's answer, which is computed once."""
