@@ -147,14 +147,11 @@ class FlowSpecPlus(TreeStrategy):
         seconds = self.pipeline.slot_seconds
         if seconds is None or not nodes or not self._curve():
             return len(nodes)
-        gains = np.cumsum([float(root), *(self.tree.probability(node) for node in nodes)])
-        least, stages = seconds(1), self.pipeline.stages
+        worths = [self.tree.probability(node) for node in nodes]
         if self.pipeline.sparse:
-            fewest = 0 if root else 1
-            times = [seconds(rows + root) for rows in range(fewest, len(gains))]
-            best = self._worth.best(gains[fewest:], times, least)
-            self._worth.sent(gains[fewest + best], times[best])
-            return fewest + best
+            return self._worth.rows(worths, seconds, int(root))
+        gains = np.cumsum([float(root), *worths])
+        least, stages = seconds(1), self.pipeline.stages
         rates = [gains[rows] / (least + stages * (seconds(rows + root) - least))
                  for rows in range(0 if root else 1, len(gains))]
         # The last of equal maxima: on a flat piece of the curve further rows are free.

@@ -1,45 +1,43 @@
-"""How many rows a slot is worth where every row costs time, as with experts: row n goes if its worth is above
-its time at the present rate.
+"""How many rows a slot is worth where every row costs time, as with experts.
 
-A pipeline moves at the pace of the longest segment in it.  So a segment that takes longer than those in
-flight beside it costs the difference once in every turn in which none of them is as long, up to once per
-stage, and nothing while an equally long one is still ahead of it.  A constant number of rows is therefore
-cheaper than the same number now and then (docs/experiments/flowspec.md).
+A pipeline moves at the pace of the longest segment in it, so a segment that is longer than the others costs
+its excess once per stage.  Numbers that follow the worth of the moment are slower than the best constant one
+(docs/experiments/flowspec.md).  So the number changes slowly: row n is sent if what the n-th rows have been
+worth lately is above their time at the rate that they give.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-_NEWEST = 16  # segments that make the present rate
+_RANKS = 64
+_NEWEST = 0.1  # weight of the newest slot in the mean
 
 
 class SlotWorth:
-    """For one pipeline; call :meth:`sent` for every segment."""
+    """For one pipeline; asked once for every segment."""
 
     def __init__(self, stages: int) -> None:
         self._stages = stages
-        # Of each segment: tokens expected, seconds.
-        self._sent: deque[tuple[float, float]] = deque(maxlen=max(_NEWEST, stages))
+        self._mean: NDArray[np.float64] | None = None  # probability of the n-th row, [_RANKS]
 
-    def best(self, tokens: Sequence[float], times: Sequence[float], least: float) -> int:
-        """The index of the choice that is worth most; of equal ones the last, whose rows are free.
+    def rows(self, probabilities: Sequence[float], seconds: Callable[[int], float], taken: int = 0) -> int:
+        """How many of the rows go, likeliest first; ``taken``: rows that go in any case.
 
-        tokens  expected of each choice; times: its seconds in a stage, increasing
-        least   seconds of the shortest segment
+        seconds  of a segment in a stage, by its rows
         """
-        newest = list(self._sent)[-_NEWEST:]
-        gained, spent = (sum(column) for column in zip(*newest, strict=True)) if newest else (0.0, 0.0)
-        rate = gained / spent if gained else tokens[0] / times[0]
-        ahead = [seconds for _, seconds in self._sent][1 - self._stages :] if self._stages > 1 else []
-        paces = [max([least, *ahead[turn:]]) for turn in range(len(ahead))]
-        paces += [least] * (self._stages - len(paces))
-        delays = np.maximum(0.0, np.subtract.outer(np.asarray(times), np.asarray(paces))).sum(1)
-        worth = np.asarray(tokens) - rate * delays
-        return len(tokens) - 1 - int(np.argmax(worth[::-1]))
-
-    def sent(self, tokens: float, seconds: float) -> None:
-        self._sent.append((tokens, seconds))
+        newest = np.zeros(_RANKS)
+        newest[: len(probabilities)] = probabilities[:_RANKS]
+        if len(probabilities):
+            self._mean = newest if self._mean is None else self._mean + _NEWEST * (newest - self._mean)
+        if self._mean is None:
+            return 0
+        least, sizes = seconds(1), range(1, _RANKS + 1)
+        times = least + self._stages * np.maximum(0.0, np.array([seconds(rows) for rows in sizes]) - least)
+        rates = self._mean.cumsum() / times
+        # The last of equal maxima: on a flat piece of the curve further rows are free.
+        best = _RANKS - int(np.argmax(rates[::-1]))
+        return min(len(probabilities), max(0, best - taken))

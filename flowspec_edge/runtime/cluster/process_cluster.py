@@ -107,7 +107,8 @@ class ProcessCluster:
             self._members = Membership(addresses.instances, spec.dead_after, tensor_parallel=grouped,
                                        fail_on_rejoin=spec.rejoin_within > 0, digests=addresses.digests)
             self._timing = ClusterTiming(emulation, parallelism, stages,
-                                         lambda kind: self._draft_models.pass_seconds(kind))
+                                         lambda kind: self._draft_models.pass_seconds(kind),
+                                         self._draft_models.sparse)
             core = self._core = DraftCore(self._draft_session, time.monotonic, self.observer,
                                           self._highest_session, self._timing.curve, spec.cache_rows,
                                           spec.scheduling_policy)

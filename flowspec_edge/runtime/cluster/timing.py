@@ -21,9 +21,9 @@ class ClusterTiming:
     """
 
     def __init__(self, emulation: Emulation | None, parallelism: Parallelism, stages: int,
-                 pass_seconds: Callable[[str], float]) -> None:
+                 pass_seconds: Callable[[str], float], sparse: bool = False) -> None:
         self.slot_s = 0.0
-        self.curve = None if emulation or parallelism != "pipeline" else SlotCurve()
+        self.curve = None if emulation or parallelism != "pipeline" else SlotCurve(sparse)
         self._emulation = emulation
         self._parallelism = parallelism
         self._stages = stages

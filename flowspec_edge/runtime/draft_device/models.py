@@ -55,7 +55,7 @@ class DraftModels:
         with (opened_part(model_dir, DRAFT) as files,
               allocation("lm_head on the draft device", 0, _MEMORY_ADVICE)):
             self._lm_head = LmHead(load_output_head(self._model.target, dtype, device, self._scheme, files))
-        self._sparse = load_config(self._model.target).model_type in SPARSE  # refuses what stages cannot run
+        self.sparse = load_config(self._model.target).model_type in SPARSE  # refuses what stages cannot run
         self._limit = self._model.max_positions
         self._drafters: dict[str, Callable[[], Drafter]] = {}
         if self._lm_head.head.device.type == "cuda":
@@ -110,7 +110,7 @@ class DraftModels:
         cached_rows, parent = (prefix.rows, prefix.prefix.session) if prefix else (0, -1)
         depths = tuple(hi for _, hi in stage_ranges(self._model.stages, stages, allow_empty=True))
         pipeline = Pipeline(stages, depths, passes(kind) if kind else 1.0, slot,
-                            sparse or self._sparse)
+                            sparse or self.sparse)
         return DraftSession(request, lambda builder: chosen(request.params, builder, pipeline), drafter,
                             self._lm_head, clock, session, predecessor=predecessor,
                             cached_rows=cached_rows, parent_session=parent,

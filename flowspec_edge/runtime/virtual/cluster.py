@@ -91,7 +91,7 @@ class VirtualCluster:
         return other
 
     def _warm_curve(self) -> SlotCurve:
-        curve = SlotCurve()
+        curve = SlotCurve(self.devices.sparse)
         curve.link_row_s = self.devices.link_row_seconds()
         for place, rows in product(range(1, self._stages + 1), WARM_UP_ROWS):
             curve.observe(place, rows, self.devices.stage_seconds(place, rows))

@@ -16,7 +16,7 @@ _MOST_STEPS = 5  # further steps of priority make no difference: one row is guar
 
 def divide(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | None, stages: int,
            most: int, taken: int = 0, gained: float = 0.0, weights: Sequence[float] = (),
-           worth: SlotWorth | None = None) -> list[int]:
+           slot: SlotWorth | None = None) -> list[int]:
     """How many rows of each request go into the batch: as many as maximise tokens per second.
 
     offers   P(row becomes text) of each request's rows, in the order of sending
@@ -25,7 +25,7 @@ def divide(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | 
     most     rows at most
     taken    rows that are in the batch already, which bring ``gained`` tokens
     weights  of the requests' guaranteed shares; empty: equal
-    worth    decides on the number of rows, and learns of the batch, where rows choose experts
+    slot     decides on the number of rows where they choose experts
 
     Every request first gets up to its guaranteed share of the rows that cost no time, and at least one row.
     Then the likeliest rows of all requests follow.  As in a segment of FlowSpec+, time beyond that of one row
@@ -40,17 +40,15 @@ def divide(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | 
     rows = sorted((place >= sure[request], -worth, place, request) for request, offer in enumerate(offers)
                   for place, worth in enumerate(offer))[:most]
     if seconds is not None:
-        gains = gained + np.cumsum([-worth for _, worth, _, _ in rows])
-        least, times = seconds(1), [seconds(taken + n) for n in range(1, len(gains) + 1)]
-        if worth is not None:
-            best = worth.best(gains.tolist(), times, least)
-            worth.sent(gains[best], times[best])
+        if slot is not None:
+            rows = rows[:slot.rows([-gain for _, gain, _, _ in rows], seconds, taken)]
         else:
-            rates = [gain / (least + stages * (time - least))
-                     for time, gain in zip(times, gains, strict=True)]
+            gains = gained + np.cumsum([-gain for _, gain, _, _ in rows])
+            least = seconds(1)
+            rates = [gain / (least + stages * (seconds(taken + n) - least))
+                     for n, gain in enumerate(gains, 1)]
             # The last of equal maxima: on a flat piece of the curve further rows are free.
-            best = len(rows) - 1 - int(np.argmax(rates[::-1]))
-        rows = rows[: best + 1]
+            rows = rows[:len(rows) - int(np.argmax(rates[::-1]))]
     shares = [0] * len(offers)
     for *_, request in rows:
         shares[request] += 1
