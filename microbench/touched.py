@@ -3,7 +3,8 @@
 Requests run in virtual time over four stages of the sparse demonstration model (``--model``); all layers
 count.  Of FlowSpec+, whose segments have 16 rows here: "siblings" follow one token, "segment" are the n rows
 that were numbered first, "likeliest of K" the first rows of K requests in one pass.  "chain": consecutive
-rows of the prompts.  U(n) is of independent rows, c the correlation (``stage.layers.experts``); profiles have
+rows of the prompts; "oracle": of the first 2 n rows of a segment those n that share most in a stage, whatever
+they are worth.  U(n) is of independent rows, c the correlation (``stage.layers.experts``); profiles have
 that of a segment.
 """
 
@@ -63,9 +64,15 @@ class Counting(StageEngine):
     def compute(self, segments: Sequence[Segment], poll: Poll | None = None) -> list[Results]:
         results = super().compute(segments, poll)
         numbers = sum(len(segment.numbers) for segment in segments)
-        for experts, chosen in computed(self.shard.modules):
-            if len(chosen) == numbers:  # else rows died meanwhile
-                self._count(segments, experts, chosen)
+        layers = [(experts, chosen) for experts, chosen in computed(self.shard.modules)
+                  if len(chosen) == numbers]  # else rows died meanwhile
+        for experts, chosen in layers:
+            self._count(segments, experts, chosen)
+        for n in SIZES if len(segments) == 1 and numbers <= _LONGEST else ():
+            if 2 * n <= numbers:
+                rows = _alike([chosen[: 2 * n] for _, chosen in layers], n)
+                for experts, chosen in layers:
+                    self.counts.add("oracle", experts, chosen[rows])
         return results
 
     def _count(self, segments: Sequence[Segment], experts: int, chosen: Tensor) -> None:
@@ -86,6 +93,15 @@ class Counting(StageEngine):
             for rows in _siblings(first):
                 for n in range(2, len(rows) + 1):
                     self.counts.add("siblings", experts, chosen[rows[:n]])
+
+
+def _alike(layers: Sequence[Tensor], n: int) -> list[int]:
+    """``n`` rows, the first one and then always that with the fewest new experts in all ``layers``."""
+    rows = [0]
+    while len(rows) < n:
+        rows.append(min(set(range(len(layers[0]))) - set(rows),
+                        key=lambda row: sum(len(chosen[[*rows, row]].unique()) for chosen in layers)))
+    return rows
 
 
 def _siblings(segment: Segment) -> Iterator[list[int]]:

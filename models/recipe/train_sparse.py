@@ -194,11 +194,12 @@ def train_sparse(dense: LlamaForCausalLM, corpus: TokenizedCorpus, recipe: Spars
         logits = model(input_ids=rows[:, :-1], use_cache=False).logits
         learned = (logits.logsumexp(-1) - (wanted * logits).sum(-1)).mean()
         balance: Tensor = sum((mixture.balance for mixture in mixtures), torch.zeros(()))
-        return learned + recipe.balance * balance / len(mixtures)
+        loss: Tensor = learned + recipe.balance * balance / len(mixtures)
+        return loss
 
     step_loss = compiled(micro_loss, loop.compile)
 
-    def loss(step: int, _total: int) -> float:
+    def step_value(step: int, _total: int) -> float:
         rows = windows(tokens, recipe.window, step, recipe.tokens_per_step // recipe.window, recipe.seed)
         return backpropagate(step_loss, torch.device("cpu"), recipe.micro_batch // recipe.window, rows)
 
@@ -208,7 +209,7 @@ def train_sparse(dense: LlamaForCausalLM, corpus: TokenizedCorpus, recipe: Spars
         return f"held out {bits:.4f} bits per byte, balance {balance:.3f}"
 
     optimiser = Optimiser(model, recipe.muon_lr, recipe.adam_lr, recipe.decay_from)
-    train(Run("sparse", model, optimiser, recipe.steps, work / "sparse.pt", loss, report,
+    train(Run("sparse", model, optimiser, recipe.steps, work / "sparse.pt", step_value, report,
               loop.checkpoint_every_s, report_every=50))
     return as_mixtral(model, recipe)
 
