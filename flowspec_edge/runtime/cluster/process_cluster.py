@@ -108,7 +108,7 @@ class ProcessCluster:
                                        fail_on_rejoin=spec.rejoin_within > 0, digests=addresses.digests)
             self._timing = ClusterTiming(emulation, parallelism, stages,
                                          lambda kind: self._draft_models.pass_seconds(kind),
-                                         self._draft_models.sparse)
+                                         ModelDir(model_dir).sparse)
             core = self._core = DraftCore(self._draft_session, time.monotonic, self.observer,
                                           self._highest_session, self._timing.curve, spec.cache_rows,
                                           spec.scheduling_policy)
@@ -291,7 +291,7 @@ class ProcessCluster:
         return self._draft_models.draft_session(
             request, len(self._members.instances), time.monotonic, session,
             lambda kind: self._timing.draft_passes(kind, request.params.segment),
-            self._timing.slot_seconds(), predecessor=before, prefix=prefix)
+            self._timing.slot_seconds(), predecessor=before, prefix=prefix, sparse=self._timing.sparse)
 
     # ---- the end -------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from flowspec_edge.drafting.ngram import MergedDrafter, NgramDrafter
 from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Tap
 from flowspec_edge.model.manifest import DRAFT
-from flowspec_edge.model.modeldir import SPARSE, ModelDir
+from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.runtime.draft_device.draft_session import DraftSession
 from flowspec_edge.runtime.draft_device.lm_head import LmHead
 from flowspec_edge.runtime.draft_device.prefix_cache import PrefixHit
@@ -55,7 +55,7 @@ class DraftModels:
         with (opened_part(model_dir, DRAFT) as files,
               allocation("lm_head on the draft device", 0, _MEMORY_ADVICE)):
             self._lm_head = LmHead(load_output_head(self._model.target, dtype, device, self._scheme, files))
-        self.sparse = load_config(self._model.target).model_type in SPARSE  # refuses what stages cannot run
+        load_config(self._model.target)  # refuses a model that stages cannot run
         self._limit = self._model.max_positions
         self._drafters: dict[str, Callable[[], Drafter]] = {}
         if self._lm_head.head.device.type == "cuda":
@@ -83,7 +83,7 @@ class DraftModels:
         predecessor  the request's draft session in an earlier session
         prefix       retained rows of a request that :meth:`can_share_drafter` with this one
         around       wraps a new drafter
-        sparse       the emulated model has experts, whether or not this one has
+        sparse       rows choose experts, or those of the emulated model do
         """
         chosen = strategy_class(request.strategy)
         length = len(request.prompt) + request.max_new_tokens
@@ -110,7 +110,7 @@ class DraftModels:
         cached_rows, parent = (prefix.rows, prefix.prefix.session) if prefix else (0, -1)
         depths = tuple(hi for _, hi in stage_ranges(self._model.stages, stages, allow_empty=True))
         pipeline = Pipeline(stages, depths, passes(kind) if kind else 1.0, slot,
-                            sparse or self.sparse)
+                            sparse)
         return DraftSession(request, lambda builder: chosen(request.params, builder, pipeline), drafter,
                             self._lm_head, clock, session, predecessor=predecessor,
                             cached_rows=cached_rows, parent_session=parent,
