@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 _RANKS = 64
-_SLOTS = 50  # of the mean: all up to so many, then an exponential one
+_NEWEST = 0.1  # weight of the newest slot in the mean
 
 
 class SlotWorth:
@@ -21,8 +22,7 @@ class SlotWorth:
 
     def __init__(self, stages: int) -> None:
         self._stages = stages
-        self._mean = np.zeros(_RANKS)  # probability of the n-th row
-        self._slots = 0
+        self._mean: NDArray[np.float64] | None = None  # probability of the n-th row, [_RANKS]
 
     def rows(self, probabilities: Sequence[float], seconds: Callable[[int], float], taken: int = 0) -> int:
         """How many of the rows go, likeliest first; ``taken``: rows that go in any case.
@@ -32,8 +32,9 @@ class SlotWorth:
         newest = np.zeros(_RANKS)
         newest[: len(probabilities)] = probabilities[:_RANKS]
         if len(probabilities):
-            self._slots += 1
-            self._mean += (newest - self._mean) / min(self._slots, _SLOTS)
+            self._mean = newest if self._mean is None else self._mean + _NEWEST * (newest - self._mean)
+        if self._mean is None:
+            return 0
         least, sizes = seconds(1), range(1, _RANKS + 1)
         times = least + self._stages * np.maximum(0.0, np.array([seconds(rows) for rows in sizes]) - least)
         rates = self._mean.cumsum() / times

@@ -35,9 +35,9 @@ def test_a_constant_worth_gives_the_best_fixed_number(correlation: float, worths
 def test_one_slot_changes_little_and_many_change_all() -> None:
     slot, seconds = SlotWorth(2), touching(0.0)
     lonely, many = [0.9] + [0.01] * 15, [0.6] * 16
-    assert [slot.rows(lonely, seconds) for _ in range(60)] == [1] * 60
+    assert [slot.rows(lonely, seconds) for _ in range(9)] == [1] * 9
     assert slot.rows(many, seconds) < 3
-    assert [slot.rows(many, seconds) for _ in range(400)][-1] > 8
+    assert [slot.rows(many, seconds) for _ in range(90)][-1] > 8
 
 
 def test_rows_that_cost_nothing_all_go() -> None:
