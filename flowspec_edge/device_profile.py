@@ -34,6 +34,8 @@ PASS_LAUNCHES = {"eagle2": (0, 32), "eagle2-deep": (0, 32), "eagle3": (0, 38), "
 # Where passes are CUDA graphs (tests/drafting/test_recorded.py): one for each of three, and copies.
 GRAPH_PASS_LAUNCHES = {"eagle2": 6, "eagle2-deep": 6, "eagle3": 5, "lm": 4}
 
+CORRELATION = 0.22  # of the experts of a segment's rows, measured (docs/experiments/models.md)
+
 
 class ModelShape(StrictModel):
     """The model that the times belong to."""
@@ -51,6 +53,10 @@ class StageCurve(StrictModel):
     ``rows`` and ``ms`` are the corners of a piecewise linear curve for ``layers`` layers and an empty cache:
     flat below the first corner, extrapolated beyond the last.  ``context_ms``: what 1000 cached tokens add at
     each corner; ``overhead_ms``: added to every segment, whatever the layers.
+
+    Of a model with experts, ``ms`` is the time if every row chooses by itself, and ``shared_ms`` if all rows
+    choose the same; in between, by ``correlation``, as ``stage.layers.experts`` defines it: None for
+    :data:`CORRELATION`.
     """
 
     layers: Positive
@@ -58,28 +64,35 @@ class StageCurve(StrictModel):
     ms: Annotated[list[Positive], Field(min_length=1)]
     context_ms: list[NotNegative] = Field(default_factory=list)
     overhead_ms: NotNegative = 0.0
+    shared_ms: list[Positive] = Field(default_factory=list)
+    correlation: Annotated[float, Field(ge=0, le=1)] | None = None
 
     @model_validator(mode="after")
     def _is_a_curve(self) -> StageCurve:
         if len(self.rows) != len(self.ms):
             raise ValueError(f"rows and ms must be equally long, not {len(self.rows)} and {len(self.ms)}")
-        if self.context_ms and len(self.context_ms) != len(self.rows):
-            raise ValueError("rows and context_ms must be equally long, "
-                             f"not {len(self.rows)} and {len(self.context_ms)}")
+        for name in ("context_ms", "shared_ms"):
+            if (values := getattr(self, name)) and len(values) != len(self.rows):
+                raise ValueError(f"rows and {name} must be equally long, "
+                                 f"not {len(self.rows)} and {len(values)}")
         if any(b <= a for a, b in pairwise(self.rows)):
             raise ValueError("rows must increase")
-        for name in ("ms", "context_ms"):
+        for name in ("ms", "context_ms", "shared_ms"):
             values = getattr(self, name)
             if any(b < a for a, b in pairwise(values)):
                 raise ValueError(f"{name} must not fall as rows grow")
         return self
 
-    def milliseconds(self, rows: float, context: int = 0) -> float:
-        """Without the overhead; 0 for no rows."""
+    def milliseconds(self, rows: float, context: int = 0, correlation: float | None = None) -> float:
+        """Without the overhead; 0 for no rows.  ``correlation``: of these rows; None: the curve's."""
         if rows <= 0:
             return 0.0
         seen = self._at(self.context_ms, rows) * context / 1e3 if self.context_ms else 0.0
-        return self._at(self.ms, rows) + seen
+        own = self._at(self.ms, rows)
+        if self.shared_ms:
+            share = next(c for c in (correlation, self.correlation, CORRELATION) if c is not None)
+            own += share * (self._at(self.shared_ms, rows) - own)
+        return own + seen
 
     def _at(self, values: list[float], rows: float) -> float:
         if rows <= self.rows[0] or len(self.rows) == 1:
@@ -235,14 +248,16 @@ class Profile(StrictModel):
     conditions: Conditions | None = None
     boards: Count | None = None  # of a testbed with this many, D0 included; None: any number
 
-    def stage_seconds(self, rows: int, layers: float, context: int = 0, devices: int = 1) -> float:
+    def stage_seconds(self, rows: int, layers: float, context: int = 0, devices: int = 1,
+                      correlation: float | None = None) -> float:
         """``layers`` may be a fraction; ``context``: tokens in the cache.
 
-        devices  that share every layer evenly (tensor parallelism); each launches kernels for all layers
+        devices      that share every layer evenly (tensor parallelism); each launches kernels for all layers
+        correlation  of the rows' experts; None: the profile's
         """
         if rows <= 0:
             return 0.0
-        in_layers = self.stage.milliseconds(rows, context) * (layers / self.stage.layers)
+        in_layers = self.stage.milliseconds(rows, context, correlation) * (layers / self.stage.layers)
         seconds = (self.stage.overhead_ms + in_layers) * 1e-3 / devices
         if self.launch is None:
             return seconds
@@ -301,6 +316,8 @@ _COMMENTS = {
     "rows": {"stage": "of a segment; one ms and one context_ms for each"},
     "context_ms": {"stage": "added by 1000 cached tokens"},
     "overhead_ms": {"stage": "of every segment, for any number of layers"},
+    "shared_ms": {"stage": "if all rows chose the same experts; ms: each by itself"},
+    "correlation": {"stage": "of the experts of a segment's rows: 0 for independent, 1 for the same"},
     "pass_ms": {"draft": "EAGLE head"},
     "lm_pass_ms": {"draft": "small draft model"},
     "spd_pass_ms": {"draft": "SPD's module"},

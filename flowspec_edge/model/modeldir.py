@@ -75,6 +75,11 @@ class ModelDir:
         return config
 
     @property
+    def sparse(self) -> bool:
+        """Whether its layers have experts."""
+        return self.config.get("model_type") in SPARSE
+
+    @property
     def layers(self) -> int:
         return int(self.config["num_hidden_layers"])
 

@@ -36,6 +36,7 @@ from flowspec_edge.messages import (
 from flowspec_edge.stage import forward, rows
 from flowspec_edge.stage.base import Poll, Results
 from flowspec_edge.stage.layers.attention import Part
+from flowspec_edge.stage.layers.experts import correlation_of
 from flowspec_edge.stage.layers.graphs import LayerGraphs
 from flowspec_edge.stage.layers.stage_cache import StageCache, StageMemory
 from flowspec_edge.stage.rows import COUNTERS, Session
@@ -235,6 +236,10 @@ class StageEngine:
             return not all(part.ended for part in parts)
 
         return forward.run(self.shard, parts, keep_going, self.graphs) if parts else None
+
+    def correlation(self, rows: int) -> float | None:
+        """Of the experts of the last pass, which had ``rows`` (``layers.experts``)."""
+        return correlation_of(self.shard.modules, rows)
 
     def _prepare(self, admitted: Segment) -> Part | None:
         """Remove rows that have died since :meth:`admit`, and orphans; None if no row is left, or if the

@@ -28,12 +28,14 @@ class Pipeline:
     draft_passes  draft passes in a full segment's round trip through the pipeline (PEARL's c)
     slot_seconds  rows of a segment -> seconds in the slowest stage, from a profile (then with the
                   link after it) or from the stages' reports; None: unknown
+    sparse        whether rows choose experts, so that every row costs time (``slot_worth``)
     """
 
     stages: int
     depths: tuple[int, ...] = ()
     draft_passes: float = 1.0
     slot_seconds: Callable[[int], float] | None = None
+    sparse: bool = False
 
 
 @dataclass

@@ -22,6 +22,7 @@ from flowspec_edge.messages import Segment
 from flowspec_edge.sampling.rule import Sampling, scores_from_probabilities
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.parameters import LONGEST_BLOCK, Parameters
+from flowspec_edge.strategies.slot_worth import SlotWorth
 from flowspec_edge.strategies.tree_strategy import TreeStrategy
 from flowspec_edge.tree.acceptance import AcceptanceEstimator
 from flowspec_edge.tree.best_first_tree import BestFirstTree
@@ -76,6 +77,7 @@ class FlowSpecPlus(TreeStrategy):
         self._estimator = AcceptanceEstimator(greedy=True)
         self.tree = BestFirstTree(-1, -1, 0, self._estimator)  # until ``start``
         self._text = TextIndex(_LONGEST_RUN, 1)
+        self._worth = SlotWorth(pipeline.stages)
         self._root_is_stale = True  # its expansion did not have its true features
         self._pending_draft: dict[int, Node] = {}  # the nodes of the draft pass in progress, by id
         self._least_sent = 0.0  # probability of the last segment's least likely row; 0: it had room for more
@@ -140,12 +142,15 @@ class FlowSpecPlus(TreeStrategy):
 
         In a full pipeline, r rows bring the sum of their probabilities in the time of r rows in a stage and
         over a link.  Time beyond that of one row counts once per stage: it delays all segments in flight.  A
-        root may go alone.
+        root may go alone.  With experts, ``slot_worth`` decides.
         """
         seconds = self.pipeline.slot_seconds
         if seconds is None or not nodes or not self._curve():
             return len(nodes)
-        gains = np.cumsum([float(root), *(self.tree.probability(node) for node in nodes)])
+        worths = [self.tree.probability(node) for node in nodes]
+        if self.pipeline.sparse:
+            return self._worth.rows(worths, seconds, int(root))
+        gains = np.cumsum([float(root), *worths])
         least, stages = seconds(1), self.pipeline.stages
         rates = [gains[rows] / (least + stages * (seconds(rows + root) - least))
                  for rows in range(0 if root else 1, len(gains))]

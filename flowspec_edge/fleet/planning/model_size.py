@@ -32,7 +32,7 @@ from flowspec_edge.model.modeldir import (
     resolve_model,
 )
 from flowspec_edge.stage.families import load_config, parse_config, skeleton
-from flowspec_edge.stage.layers.experts import independent
+from flowspec_edge.stage.layers.experts import correlated
 from flowspec_edge.stage.layers.kinds import layer_kinds
 from flowspec_edge.stage.layers.kv_cache import row_bytes
 from flowspec_edge.stage.quant.awq_gptq import importer
@@ -113,11 +113,12 @@ class ModelBytes:
     def target_weights(self) -> int:
         return self.layers * self.layer + self.norm
 
-    def layer_read(self, rows: float) -> float:
-        """Bytes of a layer's weights that a pass of ``rows`` reads if they choose experts independently."""
+    def layer_read(self, rows: float, correlation: float = 0.0) -> float:
+        """Bytes of a layer's weights that a pass of ``rows`` reads, whose experts have this correlation."""
         if not self.experts:
             return self.layer
-        return self.layer - self.expert * (self.experts - independent(self.experts, self.chosen, rows))
+        touched = correlated(self.experts, self.chosen, rows, correlation)
+        return self.layer - self.expert * (self.experts - touched)
 
     def layer_cache(self, rows: int, requests: int, tentative: int) -> int:
         """Bytes in an average layer of a cache of ``rows`` rows, as ``manifest.reserved`` says."""

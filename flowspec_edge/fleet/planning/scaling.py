@@ -8,12 +8,14 @@ its memory's bandwidth.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
 from flowspec_edge.device_profile import ModelShape, Profile, StageCurve
 from flowspec_edge.errors import UsageError
+from flowspec_edge.stage.layers.experts import correlated
 
 if TYPE_CHECKING:
     from flowspec_edge.fleet.planning.model_size import ModelBytes
@@ -37,11 +39,11 @@ class Scaling:
 def scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
     """The profile for another model.
 
-    A layer's time scales with the bytes that a pass reads of it: with experts, those that as many independent
-    rows touch.  Its time per cached token with the hidden width.  lm_head, EAGLE
-    head and SPD's module (two layers) take their bytes at a layer's read rate.  A segment's overhead, a small
-    draft model's pass, the price of a launch, the link and the memory do not change.  UsageError without
-    layer_mb for another model.
+    A layer's time scales with the bytes that a pass reads of it: with experts, those that as many rows touch,
+    which choose them independently (``ms``) or alike (``shared_ms``).  Its time per cached token scales with
+    the hidden width.  lm_head, EAGLE head and SPD's module (two layers) take their bytes at a layer's read
+    rate.  A segment's overhead, a small draft model's pass, the price of a launch, the link and the memory do
+    not change.  UsageError without layer_mb for another model.
     """
     fitted, how = _scaled(profile, size)
     curve = fitted.stage
@@ -125,30 +127,55 @@ def _stage(profile: Profile, size: ModelBytes) -> tuple[StageCurve, Basis]:
     elif measured.quantised and size.dtype != "int4":
         basis = "bandwidth"
     corners = sorted(rows)
-    by_bytes = {n: size.layer_read(n) / 1e6 / measured.layer_mb for n in corners}
-    if basis == "kernel":
-        assert kernel
-        full = size.layer_values / size.layer * measured.bytes_per_value  # of 16-bit weights for a byte here
-        ms = [curve.milliseconds(n) * by_bytes[n] * full * kernel.ratio(n) for n in corners]
-    elif basis == "bandwidth" and size.dtype == "int4":
-        ms = [max(curve.milliseconds(n), curve.ms[0] * n / _INT4_ROWS) * by_bytes[n] for n in corners]
-    else:
-        ms = [curve.milliseconds(n) * by_bytes[n] for n in corners]
+    # A sparse layer's time goes from that of independent rows to that of rows which choose the same experts.
+    ms, *shared = [_layer_ms(profile, size, basis, corners, correlation)
+                   for correlation in ((0.0, 1.0) if size.experts else (0.0,))]
     wider = size.hidden_width / measured.hidden_width
     added = [(curve.milliseconds(n, 1000) - curve.milliseconds(n)) * wider for n in corners]
     return StageCurve(layers=curve.layers, rows=corners, ms=list(accumulate(ms, max)),
                       context_ms=list(accumulate(added, max)) if curve.context_ms else [],
-                      overhead_ms=curve.overhead_ms), basis
+                      overhead_ms=curve.overhead_ms, correlation=curve.correlation,
+                      shared_ms=list(accumulate(shared[0], max)) if shared else []), basis
+
+
+def _layer_ms(profile: Profile, size: ModelBytes, basis: Basis, corners: Sequence[float], correlation: float
+              ) -> list[float]:
+    """Of the profile's layers, by rows."""
+    measured, curve, kernel = profile.model, profile.stage, profile.int4
+    assert measured.layer_mb
+    by_bytes = {n: size.layer_read(n, correlation) / 1e6 / measured.layer_mb for n in corners}
+    if basis == "kernel":
+        assert kernel
+        full = size.layer_values / size.layer * measured.bytes_per_value  # of 16-bit weights for a byte here
+        return [curve.milliseconds(n) * by_bytes[n] * full * kernel.ratio(n) for n in corners]
+    if basis == "bandwidth" and size.dtype == "int4" and size.experts:
+        return [curve.milliseconds(n) * _read_in_all(size, n, correlation) / 1e6 / measured.layer_mb
+                for n in corners]
+    if basis == "bandwidth" and size.dtype == "int4":
+        return [max(curve.milliseconds(n), curve.ms[0] * n / _INT4_ROWS) * by_bytes[n] for n in corners]
+    return [curve.milliseconds(n) * by_bytes[n] for n in corners]
+
+
+def _read_in_all(size: ModelBytes, rows: float, correlation: float) -> float:
+    """Bytes of a layer if every matrix is read once for 16 of the rows that it multiplies."""
+    touched = correlated(size.experts, size.chosen, rows, correlation)
+    dense = size.layer - size.expert * size.experts
+    return (dense * max(1.0, rows / _INT4_ROWS)
+            + size.expert * touched * max(1.0, rows * size.chosen / touched / _INT4_ROWS))
 
 
 def at_context(profile: Profile, size: ModelBytes, context: int) -> Profile:
     """A scaled profile whose passes all read ``context`` cached tokens: stages, EAGLE head, SPD's module."""
     curve, draft = profile.stage, profile.draft
-    ms = curve.ms
-    if curve.context_ms:
-        ms = [own + added * context / 1e3 for own, added in zip(curve.ms, curve.context_ms, strict=True)]
+
+    def with_cache(times: list[float]) -> list[float]:
+        if not curve.context_ms:
+            return times
+        return [own + added * context / 1e3 for own, added in zip(times, curve.context_ms, strict=True)]
+
     draft = draft.model_copy(update={
         "pass_ms": draft.pass_ms + 1e3 * cache_seconds(profile, size.draft_kv_row, context),
         "spd_pass_ms": draft.spd_pass_ms + 1e3 * cache_seconds(profile, 2 * size.kv_row, context)})
     return profile.model_copy(update={"draft": draft, "stage": StageCurve(
-        layers=curve.layers, rows=curve.rows, ms=ms, overhead_ms=curve.overhead_ms)})
+        layers=curve.layers, rows=curve.rows, ms=with_cache(curve.ms), overhead_ms=curve.overhead_ms,
+        shared_ms=with_cache(curve.shared_ms) if curve.shared_ms else [], correlation=curve.correlation)})

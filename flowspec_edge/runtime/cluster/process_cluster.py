@@ -107,7 +107,8 @@ class ProcessCluster:
             self._members = Membership(addresses.instances, spec.dead_after, tensor_parallel=grouped,
                                        fail_on_rejoin=spec.rejoin_within > 0, digests=addresses.digests)
             self._timing = ClusterTiming(emulation, parallelism, stages,
-                                         lambda kind: self._draft_models.pass_seconds(kind))
+                                         lambda kind: self._draft_models.pass_seconds(kind),
+                                         ModelDir(model_dir).sparse)
             core = self._core = DraftCore(self._draft_session, time.monotonic, self.observer,
                                           self._highest_session, self._timing.curve, spec.cache_rows,
                                           spec.scheduling_policy)
@@ -293,7 +294,7 @@ class ProcessCluster:
         return self._draft_models.draft_session(
             request, len(self._members.instances), time.monotonic, session,
             lambda kind: self._timing.draft_passes(kind, request.params.segment),
-            self._timing.slot_seconds(), predecessor=before, prefix=prefix)
+            self._timing.slot_seconds(), predecessor=before, prefix=prefix, sparse=self._timing.sparse)
 
     # ---- the end -------------------------------------------------------------------------------
 

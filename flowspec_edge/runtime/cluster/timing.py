@@ -18,12 +18,14 @@ class ClusterTiming:
     """slot_s  time of a full segment in the slowest stage; 0 before :meth:`warm_up`
     curve   learns a segment's time from its rows. None under emulation, which takes it from the profile, and
             for tensor parallelism, whose ranks compute segments together
+    sparse  whether rows choose experts, by the emulated model if there is one
     """
 
     def __init__(self, emulation: Emulation | None, parallelism: Parallelism, stages: int,
-                 pass_seconds: Callable[[str], float]) -> None:
+                 pass_seconds: Callable[[str], float], sparse: bool = False) -> None:
         self.slot_s = 0.0
-        self.curve = None if emulation or parallelism != "pipeline" else SlotCurve()
+        self.sparse = emulation.devices.sparse if emulation else sparse
+        self.curve = None if emulation or parallelism != "pipeline" else SlotCurve(sparse)
         self._emulation = emulation
         self._parallelism = parallelism
         self._stages = stages

@@ -89,7 +89,8 @@ class DraftModels:
     def draft_session(self, request: Request, stages: int, clock: Callable[[], float], session: int,
                       passes: Callable[[str], float], slot: Callable[[int], float] | None = None,
                       predecessor: DraftSession | None = None, prefix: PrefixHit | None = None,
-                      around: Callable[[Drafter], Drafter] | None = None) -> DraftSession:
+                      around: Callable[[Drafter], Drafter] | None = None, sparse: bool = False
+                      ) -> DraftSession:
         """Create D0's side of one request; UsageError if it cannot run on this model.
 
         passes       kind of draft model -> passes per full segment's latency through the pipeline
@@ -97,6 +98,7 @@ class DraftModels:
         predecessor  the request's draft session in an earlier session
         prefix       retained rows of a request that :meth:`can_share_drafter` with this one
         around       wraps a new drafter
+        sparse       rows choose experts, or those of the emulated model do
         """
         chosen = strategy_class(request.strategy)
         length = len(request.prompt) + request.max_new_tokens
@@ -122,7 +124,8 @@ class DraftModels:
             drafter = around(drafter) if around else drafter
         cached_rows, parent = (prefix.rows, prefix.prefix.session) if prefix else (0, -1)
         depths = tuple(hi for _, hi in stage_ranges(self._model.stages, stages, allow_empty=True))
-        pipeline = Pipeline(stages, depths, passes(kind) if kind else 1.0, slot)
+        pipeline = Pipeline(stages, depths, passes(kind) if kind else 1.0, slot,
+                            sparse)
         return DraftSession(request, lambda builder: chosen(request.params, builder, pipeline), drafter,
                             self._lm_head, clock, session, predecessor=predecessor,
                             cached_rows=cached_rows, parent_session=parent,

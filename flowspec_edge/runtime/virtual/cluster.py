@@ -92,7 +92,7 @@ class VirtualCluster:
         return other
 
     def _warm_curve(self) -> SlotCurve:
-        curve = SlotCurve()
+        curve = SlotCurve(self.devices.sparse)
         curve.link_row_s = self.devices.link_row_seconds()
         for place, rows in product(range(1, self._stages + 1), WARM_UP_ROWS):
             curve.observe(place, rows, self.devices.stage_seconds(place, rows))
@@ -173,7 +173,7 @@ class VirtualCluster:
             request, self._stages, lambda: clock.now, session,
             lambda kind: latency / max(self.devices.d0.draft_seconds(kind), 1e-9),
             self._curve.seconds if self._curve else self.devices.occupied_seconds,
-            around=calibrated if self._right_children != 1 else None)
+            around=calibrated if self._right_children != 1 else None, sparse=self.devices.sparse)
 
     def _text(self, request: Request) -> list[int]:
         """The prompt and plain decoding's answer, which is computed once."""

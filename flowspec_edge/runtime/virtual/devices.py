@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
+from typing import Protocol
 
 from flowspec_edge.device_profile import Profile
 from flowspec_edge.errors import UsageError
@@ -13,6 +14,12 @@ from flowspec_edge.runtime.draft_device.draft_session import DraftPass, Verify
 from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
 from flowspec_edge.runtime.virtual.collectives import tensor_seconds
 from flowspec_edge.strategies.base import Parallelism
+
+
+class StageSeconds(Protocol):
+    """The time of a pass; ``correlation``: of its rows' experts; None: the profile's."""
+
+    def __call__(self, rows: int, context: int, correlation: float | None = None, /) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -52,9 +59,17 @@ class Devices:
                              f"{profile.name}: use fewer stages, or another profile")
         return cls(profile, (profile,) * stages, (profile.model.layers / stages,) * stages, profile.name)
 
-    def stage_seconds(self, place: int, rows: int, context: int = 0) -> float:
-        """Time of Vi (``place`` = i) for ``rows`` rows with ``context`` tokens in its cache."""
-        return self.stages[place - 1].stage_seconds(rows, self.layers[place - 1], context)
+    def stage_seconds(self, place: int, rows: int, context: int = 0, correlation: float | None = None
+                      ) -> float:
+        """Time of Vi (``place`` = i) for ``rows`` rows with ``context`` tokens in its cache, whose experts
+        have this ``correlation``; None: the profile's."""
+        return self.stages[place - 1].stage_seconds(rows, self.layers[place - 1], context,
+                                                    correlation=correlation)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the profiles' model has experts."""
+        return any(profile.stage.shared_ms for profile in self.stages)
 
     def slot_seconds(self, rows: int) -> float:
         """Time of a segment in the slowest stage."""
@@ -86,15 +101,16 @@ class Devices:
         received = self._profile(receiver).link_seconds(size)
         return max(sent[0], received[0]), max(sent[1], received[1])
 
-    def compute_seconds(self, parallelism: Parallelism) -> Sequence[Callable[[int, int], float]]:
-        """Return (rows, context) -> seconds for each stage of a pipeline, or one for a tensor-parallel
-        group, which shares the layers evenly and is as fast as its slowest device."""
+    def compute_seconds(self, parallelism: Parallelism) -> Sequence[StageSeconds]:
+        """For each stage of a pipeline, or one for a tensor-parallel group, which shares the layers evenly
+        and is as fast as its slowest device."""
         places = range(1, len(self.stages) + 1)
         if parallelism == "pipeline":
             return [partial(self.stage_seconds, place) for place in places]
         distinct = {id(p): p for p in self.stages}.values()
         n = len(self.stages)
-        return [lambda rows, context: max(tensor_seconds(p, parallelism, rows, n, context) for p in distinct)]
+        return [lambda rows, context, _=None: max(tensor_seconds(p, parallelism, rows, n, context)
+                                                  for p in distinct)]
 
     def latency_seconds(self, rows: int, parallelism: Parallelism) -> float:
         """Time of a segment from D0 through all stages to its tokens."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from flowspec_edge.messages import Batch, Cancel, Close, Open, Prune, Segment, parts_of
 from flowspec_edge.runtime.virtual.clock import EventClock, Span
+from flowspec_edge.runtime.virtual.devices import StageSeconds
 from flowspec_edge.stage.core import Outgoing, Pass, StageCore
 from flowspec_edge.stage.engine import StageEngine
 
@@ -24,10 +25,10 @@ class VirtualStage:
     """``work``: by session."""
 
     def __init__(self, index: int, clock: EventClock, engine: StageEngine,
-                 seconds: Callable[[int, int], float], layers: float, send: Callable[[Outgoing], None],
+                 seconds: StageSeconds, layers: float, send: Callable[[Outgoing], None],
                  spans: list[Span]) -> None:
         """index    from 1
-        seconds  (rows, rows in the cache) -> duration of a segment
+        seconds  of a pass, by its rows, the rows in the cache and what experts it touched
         layers   equal steps of that duration, between which the stage checks for cancels
         send     called with each message that leaves the stage
         spans    the stage appends its busy spans
@@ -35,6 +36,7 @@ class VirtualStage:
         self.core = StageCore(engine, index, layers=layers)
         self.work: defaultdict[int, SessionWork] = defaultdict(SessionWork)
         self._index = index
+        self._engine = engine
         self._clock = clock
         self._seconds = seconds
         self._send = send
@@ -65,7 +67,8 @@ class VirtualStage:
         # Compute now and charge the time: no message that arrives meanwhile changes the result, because
         # hints never change what a live row sees.
         self.core.compute(begun)
-        self.core.charge(begun, self._clock.now, self._seconds(begun.admitted_rows, begun.context))
+        self.core.charge(begun, self._clock.now, self._seconds(
+            begun.admitted_rows, begun.context, self._engine.correlation(sum(begun.rows))))
         self._count_cancelled(begun, [False] * len(begun.segments))
         self._running = begun
         self._clock.at(begun.end, lambda: self._finish(begun))

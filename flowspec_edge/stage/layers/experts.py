@@ -7,7 +7,7 @@ quantisation treat experts like any other matrix, one at a time.  Routers are tr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -158,14 +158,38 @@ def touched(layers: Iterable[nn.Module], start: int, stop: int) -> tuple[int, fl
     """Of rows [start, stop) of the last pass: (distinct experts, and how many independent rows would touch on
     average, E (1 - (1 - k/E)^n)), both summed over ``layers``."""
     found, expected = 0, 0.0
+    for experts, chosen in computed(layers):
+        found += len(chosen[start:stop].unique())
+        expected += independent(experts, chosen.shape[1], stop - start)
+    return found, expected
+
+
+def computed(layers: Iterable[nn.Module]) -> Iterator[tuple[int, Tensor]]:
+    """(experts, ``Experts.chosen``) of each sparse layer that has computed a pass."""
     for layer in layers:
         experts = getattr(getattr(layer, "mlp", None), "experts", None)
         if isinstance(experts, Experts) and experts.chosen is not None:
-            found += len(experts.chosen[start:stop].unique())
-            expected += independent(len(experts), experts.chosen.shape[1], stop - start)
-    return found, expected
+            yield len(experts), experts.chosen
 
 
 def independent(experts: int, chosen: int, rows: float) -> float:
     """Distinct experts that ``rows`` touch on average if each chooses ``chosen`` of ``experts`` by itself."""
     return experts * (1 - (1 - chosen / experts) ** rows)
+
+
+def correlated(experts: int, chosen: int, rows: float, correlation: float) -> float:
+    """Distinct experts of ``rows`` whose choices have this correlation c: c k + (1 - c) U(n), where all rows
+    choose the same k experts at c = 1, and by themselves, U(n), at 0."""
+    return correlation * chosen + (1 - correlation) * independent(experts, chosen, rows)
+
+
+def correlation_of(layers: Sequence[nn.Module], rows: int) -> float | None:
+    """That of the last pass, c = (U(n) - touched) / (U(n) - k) with sums over ``layers``; below 0 where rows
+    shared less than independent ones do on average.  None without experts, or if the pass had one row, or
+    another number than ``rows``."""
+    choices = [chosen for _, chosen in computed(layers)]
+    if rows < 2 or not choices or len(choices[0]) != rows:
+        return None
+    found, expected = touched(layers, 0, rows)
+    spread = expected - sum(chosen.shape[1] for chosen in choices)
+    return (expected - found) / spread if spread > 0 else None

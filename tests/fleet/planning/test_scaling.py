@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from plankit import MB, profile, size
 
-from flowspec_edge.device_profile import Int4Cost, LaunchCost, StageCurve, load_profile, render
+from flowspec_edge.device_profile import CORRELATION, Int4Cost, LaunchCost, StageCurve, load_profile, render
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.planning.board_spec import BoardSpec, parse_devices
 from flowspec_edge.fleet.planning.model_size import model_bytes
@@ -68,13 +68,18 @@ def test_times_scale_with_bytes() -> None:
 
 
 def test_experts_cost_what_their_rows_touch() -> None:
-    """3 of 6 experts of 60 MB a row beside 40 MB, at 0.02 ms a MB: 3, 4.5, 5.25, 5.625 experts, then all."""
+    """3 of 6 experts of 60 MB a row beside 40 MB, at 0.02 ms a MB: 3, 4.5, 5.25, 5.625 experts of independent
+    rows, 3 of rows that choose the same, and in between by the board's correlation."""
     board = profile(layer_ms=8.0)
     sparse = replace(size(), layer=400 * MB, layers=12, experts=6, expert=60 * MB, chosen=3)
     fitted, how = scaled(board, sparse)
     assert how.note.endswith("to 400 MB and 4096, of which 1 row reads 220 MB")
-    assert [fitted.stage_seconds(rows, 1) * 1e3 for rows in (1, 2, 3, 4)] == pytest.approx(
-        [0.02 * (40 + 60 * touched) for touched in (3, 4.5, (4.5 + 5.625) / 2, 5.625)])
+    own = board.model_copy(update={"stage": board.stage.model_copy(update={"correlation": 0.5})})
+    for share, at, on in ((0.0, 0.0, fitted), (CORRELATION, None, fitted), (1.0, 1.0, fitted),
+                          (0.5, None, scaled(own, sparse)[0])):
+        assert [on.stage_seconds(rows, 1, correlation=at) * 1e3 for rows in (1, 2, 3, 4)] == pytest.approx(
+            [0.02 * (40 + 60 * (3 * share + touched * (1 - share)))
+             for touched in (3, 4.5, (4.5 + 5.625) / 2, 5.625)])
     assert fitted.model.layer_mb == 400  # in memory
 
 

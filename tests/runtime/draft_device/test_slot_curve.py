@@ -179,3 +179,13 @@ def test_to_learn_costs_little_whatever_the_curve(shape: str, jitter: float) -> 
                 done = under_way.pop(0)
                 curve.observe(1, done, truth[done - 1] * (1 + jitter * abs(random.normal())))
         assert np.mean(lost) < 0.03
+
+
+def test_sizes_of_a_sparse_model_lie_on_a_line() -> None:
+    """Below the truth of U(n), which bends downwards; a roofline's guess is flat at first."""
+    sparse, dense = SlotCurve(sparse=True), SlotCurve()
+    for curve in (sparse, dense):
+        curve.observe(1, 1, 10.0)
+        curve.observe(1, 16, 40.0)
+    assert [sparse.seconds(rows) for rows in (1, 2, 8, 16)] == pytest.approx([10, 12, 24, 40])
+    assert dense.seconds(2) == 10

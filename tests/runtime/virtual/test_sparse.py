@@ -11,7 +11,7 @@ import torch
 from familykit import family_dir
 from transformers import AutoModelForCausalLM
 
-from flowspec_edge.device_profile import load_profile
+from flowspec_edge.device_profile import StageCurve, load_profile
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.stage.layers.experts import independent
@@ -51,6 +51,21 @@ def expected(model: Path) -> list[int]:
 def test_tokens_are_those_of_generate(models: dict[str, Path], family: str, stages: int, name: str) -> None:
     request = Request(PROMPT, name, NEW, params=SMALL)
     assert cluster(models[family], stages).generate(request).tokens == expected(models[family])
+
+
+def test_passes_are_charged_by_what_they_touched(models: dict[str, Path]) -> None:
+    """Of the prompt, c same + (1 - c) independent with c = (U - touched) / (U - k); others by one row."""
+    curve = StageCurve(layers=4, rows=[1, len(PROMPT)], ms=[10, 40], shared_ms=[10, 12], correlation=0.9)
+    profile = load_profile("paper-7b").model_copy(update={"stage": curve})
+    profile = profile.model_copy(update={"model": profile.model.model_copy(update={"layers": 4})})
+    request = Request(PROMPT, "autoregressive", NEW, params=SMALL)
+    result = VirtualCluster(models["qwen3-moe"], 4, profile).generate(request)
+    for stage in result.stats.stages:
+        single = stage["rows"] - len(PROMPT)
+        found, most = stage["experts"] - 3 * single, independent(8, 3, len(PROMPT))
+        share = (most - found) / (most - 3)
+        prompt = 40 - share * (40 - 12)
+        assert stage["compute_s"] == pytest.approx((prompt + single * 10) / 4e3)
 
 
 def test_stages_report_the_experts_that_rows_touched(models: dict[str, Path]) -> None:

@@ -23,7 +23,14 @@ from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.planning.model_size import model_bytes
 from flowspec_edge.sharding.source import open_source
 from flowspec_edge.stage.families import load_config
-from flowspec_edge.stage.layers.experts import Experts, independent, separated, touched
+from flowspec_edge.stage.layers.experts import (
+    Experts,
+    correlated,
+    correlation_of,
+    independent,
+    separated,
+    touched,
+)
 from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.stage.tensor_parallel.process_group import GlooGroup
 from flowspec_edge.stage.tensor_parallel.shard import load_tensor_shard
@@ -94,6 +101,25 @@ def test_a_random_router_touches_what_independent_rows_do(rows: int) -> None:
         counts.append(float(found))
     error = 4 * torch.tensor(counts).std() / segments**0.5 + 1e-9
     assert abs(sum(counts) / segments - independent(experts, chosen, rows)) <= error
+
+
+@pytest.mark.parametrize(("rows", "same"), [(2, 0.0), (16, 0.0), (2, 1.0), (16, 1.0)])
+def test_correlation_of_equal_and_of_independent_rows(rows: int, same: float) -> None:
+    """60 layers, 8 of 128 experts: within a tenth of what the formula was made for."""
+    layers = []
+    for seed in range(60):
+        layer, mixture = nn.Module(), Experts(nn.Identity() for _ in range(128))
+        layer.mlp = nn.Module()
+        layer.mlp.experts = mixture
+        draws = torch.rand(1 if same else rows, 128, generator=torch.Generator().manual_seed(seed))
+        mixture.chosen = draws.topk(8).indices.expand(rows, -1)
+        layers.append(layer)
+    found = correlation_of(layers, rows)
+    assert found == pytest.approx(same, abs=0.1)
+    assert correlation_of(layers, rows + 1) is None  # another pass
+    assert found is not None
+    counted = touched(layers, 0, rows)[0] / 60
+    assert correlated(128, 8, rows, found) == pytest.approx(counted)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from flowspec_edge.strategies.slot_worth import SlotWorth
+
 _FREE = 1.05  # rows cost no time if a batch with them takes at most this many times one row's time
 _PROMPT_SLOWDOWN = 1.25  # a prompt's rows may lengthen a batch with other rows by this factor
 _STEP = 4  # ratio of the weights of two requests one priority apart; with 2 no difference was measured
@@ -13,7 +15,8 @@ _MOST_STEPS = 5  # further steps of priority make no difference: one row is guar
 
 
 def divide(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | None, stages: int,
-           most: int, taken: int = 0, gained: float = 0.0, weights: Sequence[float] = ()) -> list[int]:
+           most: int, taken: int = 0, gained: float = 0.0, weights: Sequence[float] = (),
+           slot: SlotWorth | None = None) -> list[int]:
     """How many rows of each request go into the batch: as many as maximise tokens per second.
 
     offers   P(row becomes text) of each request's rows, in the order of sending
@@ -22,6 +25,7 @@ def divide(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | 
     most     rows at most
     taken    rows that are in the batch already, which bring ``gained`` tokens
     weights  of the requests' guaranteed shares; empty: equal
+    slot     decides on the number of rows where they choose experts
 
     Every request first gets up to its guaranteed share of the rows that cost no time, and at least one row.
     Then the likeliest rows of all requests follow.  As in a segment of FlowSpec+, time beyond that of one row
@@ -36,11 +40,15 @@ def divide(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | 
     rows = sorted((place >= sure[request], -worth, place, request) for request, offer in enumerate(offers)
                   for place, worth in enumerate(offer))[:most]
     if seconds is not None:
-        gains = gained + np.cumsum([-worth for _, worth, _, _ in rows])
-        least = seconds(1)
-        rates = [gain / (least + stages * (seconds(taken + n) - least)) for n, gain in enumerate(gains, 1)]
-        # The last of equal maxima: on a flat piece of the curve further rows are free.
-        rows = rows[:len(rows) - int(np.argmax(rates[::-1]))]
+        if slot is not None:
+            rows = rows[:slot.rows([-gain for _, gain, _, _ in rows], seconds, taken)]
+        else:
+            gains = gained + np.cumsum([-gain for _, gain, _, _ in rows])
+            least = seconds(1)
+            rates = [gain / (least + stages * (seconds(taken + n) - least))
+                     for n, gain in enumerate(gains, 1)]
+            # The last of equal maxima: on a flat piece of the curve further rows are free.
+            rows = rows[:len(rows) - int(np.argmax(rates[::-1]))]
     shares = [0] * len(offers)
     for *_, request in rows:
         shares[request] += 1

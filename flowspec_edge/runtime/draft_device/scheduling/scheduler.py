@@ -36,6 +36,7 @@ from flowspec_edge.runtime.draft_device.scheduling.row_shares import (
     prompt_rows,
 )
 from flowspec_edge.runtime.request import SchedulingPolicy
+from flowspec_edge.strategies.slot_worth import SlotWorth
 
 _MOST_ROWS = 256  # of a batch, unless one segment is longer
 _NEWEST = 9  # durations that are kept of each kind of work
@@ -110,6 +111,7 @@ class Scheduler:
         self._on_failure = on_failure
         self._in_order = policy == "fcfs"
         self._predictor = SlotPredictor()
+        self._worth: SlotWorth | None = None  # of batches, where rows choose experts
         self._open: dict[int, DraftSession] = {}
         self._at_v1: set[tuple[int, int, int]] = set()  # session, epoch, run of each batch's first segment
         self._served: dict[int, int] = {}  # session -> the last batch that it was in
@@ -204,11 +206,15 @@ class Scheduler:
             return self._alone(offering[0][0])
         curve = order[0].strategy.pipeline.slot_seconds if order else None
         if offering:
-            stages = offering[0][0].strategy.pipeline.stages
+            pipeline = offering[0][0].strategy.pipeline
+            stages = pipeline.stages
+            if pipeline.sparse and self._worth is None:
+                self._worth = SlotWorth(stages)
             offers, weights = [offer for _, offer in offering], _weights([one for one, _ in offering])
             shares = (divide_in_order(offers, curve, stages, _MOST_ROWS, rows, len(segments))
                       if self._in_order else
-                      divide(offers, curve, stages, _MOST_ROWS, rows, len(segments), weights))
+                      divide(offers, curve, stages, _MOST_ROWS, rows, len(segments), weights,
+                             self._worth))
             for (draft_session, _), share in zip(offering, shares, strict=True):
                 segments += self._alone(draft_session, share) if share else []
             rows = sum(len(segment.numbers) for segment in segments)

@@ -7,6 +7,9 @@ in proportion to the larger one's (a roofline), and in any case for a quarter of
 known size, it takes as long as that size up to twice its rows. A size without recent segments is forgotten,
 so that D0 tries it again.
 
+Rows that choose experts each cost time, ever less (U(n)), so then sizes in between lie on the straight line,
+which is still too low.
+
 The time of a row on a link is not learned, because departure and arrival are read from two clocks that drift
 apart. The driver measures that time once, by round trips.
 """
@@ -30,7 +33,9 @@ class SlotCurve:
     """A non-decreasing curve over all stages' recent reports; times are in seconds. ``link_row_s``: time of
     each row on the link after a stage."""
 
-    def __init__(self) -> None:
+    def __init__(self, sparse: bool = False) -> None:
+        """``sparse``: the rows choose experts."""
+        self._sparse = sparse
         self.link_row_s = 0.0
         self._stages: dict[int, _Stage] = {}
         self._table: list[float] | None = None  # for 1, 2, … _ROWS rows; None: to be computed
@@ -38,7 +43,7 @@ class SlotCurve:
     def observe(self, stage: int, rows: int, seconds: float) -> None:
         """Record a segment's time in ``stage``; segments without rows (pruned, cancelled) are ignored."""
         if 0 < rows <= _ROWS and seconds > 0:
-            self._stages.setdefault(stage, _Stage()).observe(rows, seconds)
+            self._stages.setdefault(stage, _Stage(self._sparse)).observe(rows, seconds)
             self._table = None
 
     def clear(self) -> None:
@@ -58,7 +63,8 @@ class SlotCurve:
 
 
 class _Stage:
-    def __init__(self) -> None:
+    def __init__(self, sparse: bool) -> None:
+        self._sparse = sparse
         self._count = 0  # segments
         self._newest: dict[int, deque[float]] = {}  # seconds, by rows
         self._last: dict[int, int] = {}  # the newest segment's count, by rows
@@ -79,11 +85,11 @@ class _Stage:
             for rows in [rows for rows, last in self._last.items() if last <= self._count - _WINDOW]:
                 del self._newest[rows], self._last[rows], self._estimates[rows]
             sizes, seconds = zip(*sorted(self._estimates.items()), strict=True)
-            self._table = _curve(np.array(sizes), np.array(seconds))
+            self._table = _curve(np.array(sizes), np.array(seconds), self._sparse)
         return self._table
 
 
-def _curve(sizes: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+def _curve(sizes: NDArray[np.int64], seconds: NDArray[np.float64], sparse: bool) -> NDArray[np.float64]:
     """Interpolate to float64 [_ROWS] from observed sizes (increasing) and times, both [n], n > 0."""
     # A smaller segment takes no longer than a larger one. If it seems to, it gets the larger one's time: an
     # estimate that is too low corrects itself.
@@ -94,6 +100,8 @@ def _curve(sizes: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np
     near = rows <= sizes[below] + np.maximum(1, (sizes[above] - sizes[below]) / 4)
     rising = np.minimum(np.interp(rows, sizes, times), times[above] * rows / sizes[above])
     guess = np.where(near, times[below], np.maximum(times[below], rising))
+    if sparse:
+        guess = np.interp(rows, sizes, times)
     beyond = times[-1] * np.maximum(1.0, rows / (2 * sizes[-1]))
     curve: NDArray[np.float64] = np.select([rows > sizes[-1], rows == sizes[above]], [beyond, times[above]],
                                            guess)

@@ -1,0 +1,152 @@
+"""How many experts rows share: siblings, chains, FlowSpec+'s segments and batches, against independent rows.
+
+Requests run in virtual time over four stages of the sparse demonstration model (``--model``); all layers
+count.  Of FlowSpec+, whose segments have 16 rows here: "siblings" follow one token, "segment" are the n rows
+that were numbered first, "likeliest of K" the first rows of K requests in one pass.  "chain": consecutive
+rows of the prompts; "oracle": of the first 2 n rows of a segment those n that share most in a stage, whatever
+they are worth.  U(n) is of independent rows, c the correlation (``stage.layers.experts``); profiles have
+that of a segment.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flowspec_edge.fleet.planning.testbed import profile_or_testbed
+from flowspec_edge.messages import Segment, unpack_bits
+from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.runtime.request import Request
+from flowspec_edge.runtime.virtual.cluster import VirtualCluster
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.stage.base import Poll, Results
+from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.layers.experts import computed, independent
+from flowspec_edge.strategies.params import Params
+from microbench._common import Row, demo_prompts, options, print_rows
+
+TESTBED = "orin-nano-8gb-super:5/qwen3-30b-a3b/int4"
+SIZES = (2, 3, 4, 6, 8, 12, 16)
+_TOGETHER = 4
+_LONGEST = 17  # rows of a segment: longer ones are prompts
+
+
+class Counts:
+    """Of passes, by their kind and rows: (touched, expected, spread), sums over layers and passes."""
+
+    def __init__(self) -> None:
+        self.sums: defaultdict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0] * 4)
+
+    def add(self, kind: str, experts: int, chosen: Tensor) -> None:
+        """``chosen`` [n, k] of a layer."""
+        n, k = chosen.shape
+        expected = independent(experts, k, n)
+        for i, value in enumerate((len(chosen.unique()), expected, expected - k, 1)):
+            self.sums[kind, n][i] += value
+
+    def table(self, kind: str) -> Iterator[Row]:
+        sizes = {n: sums for (name, n), sums in self.sums.items() if name == kind and n > 1}
+        for n in sorted(sizes.keys() & set(SIZES)):
+            found, expected, spread, passes = sizes[n]
+            yield f"{kind}, rows: {n}: experts touched a layer", found / passes, ""
+            yield f"  by independent rows: U({n})", expected / passes, ""
+            yield "  correlation c", (expected - found) / spread, ""
+
+
+class Counting(StageEngine):
+    counts: Counts
+
+    def compute(self, segments: Sequence[Segment], poll: Poll | None = None) -> list[Results]:
+        results = super().compute(segments, poll)
+        numbers = sum(len(segment.numbers) for segment in segments)
+        layers = [(experts, chosen) for experts, chosen in computed(self.shard.modules)
+                  if len(chosen) == numbers]  # else rows died meanwhile
+        for experts, chosen in layers:
+            self._count(segments, experts, chosen)
+        for n in SIZES if len(segments) == 1 and numbers <= _LONGEST else ():
+            if 2 * n <= numbers:
+                rows = _alike([chosen[: 2 * n] for _, chosen in layers], n)
+                for experts, chosen in layers:
+                    self.counts.add("oracle", experts, chosen[rows])
+        return results
+
+    def _count(self, segments: Sequence[Segment], experts: int, chosen: Tensor) -> None:
+        first = segments[0]
+        if len(segments) > 1:
+            if all(len(segment.numbers) for segment in segments):
+                lengths = torch.tensor([len(segment.numbers) for segment in segments])
+                starts = lengths.cumsum(0) - lengths
+                self.counts.add(f"likeliest of {len(segments)}", experts, chosen[starts])
+        elif len(chosen) > _LONGEST:
+            for n in SIZES:
+                for start in range(0, len(chosen) - n + 1, n):
+                    self.counts.add("chain", experts, chosen[start : start + n])
+        else:
+            for n in SIZES:
+                if n <= len(chosen):
+                    self.counts.add("segment", experts, chosen[:n])
+            for rows in _siblings(first):
+                for n in range(2, len(rows) + 1):
+                    self.counts.add("siblings", experts, chosen[rows[:n]])
+
+
+def _alike(layers: Sequence[Tensor], n: int) -> list[int]:
+    """``n`` rows, the first one and then always that with the fewest new experts in all ``layers``."""
+    rows = [0]
+    while len(rows) < n:
+        rows.append(min(set(range(len(layers[0]))) - set(rows),
+                        key=lambda row: sum(len(chosen[[*rows, row]].unique()) for chosen in layers)))
+    return rows
+
+
+def _siblings(segment: Segment) -> Iterator[list[int]]:
+    """Rows after the same token."""
+    bits = unpack_bits(segment.bits, 8 * segment.bits.shape[1])
+    parents = []
+    for row, number in zip(bits, segment.numbers.tolist(), strict=True):
+        seen = row.nonzero()[0] + segment.base
+        parents.append(int(max(seen[seen < number], default=-1)))
+    for _, rows in groupby(sorted(range(len(parents)), key=parents.__getitem__), parents.__getitem__):
+        if len(found := list(rows)) > 1:
+            yield found
+
+
+class CountingCluster(VirtualCluster):
+    def __init__(self, model: Path, counts: Counts) -> None:
+        self._counts = counts
+        super().__init__(model, 4, profile_or_testbed(TESTBED))
+
+    def _engines_of(self, stages: int) -> list[StageEngine]:
+        if stages not in self._engines:
+            engines = [Counting(shard) for shard in self._weights.shards(stages)]
+            for engine in engines:
+                engine.counts = self._counts
+            self._engines[stages] = list(engines)
+        return self._engines[stages]
+
+
+def main() -> None:
+    given = options(__doc__, model="demo-sparse", prompts=8, tokens=48)
+    counts = Counts()
+    cluster = CountingCluster(resolve_model(given.model).path, counts)
+    params = Params(plus_without="curve")
+    for temperature in (0.0, 1.0):
+        requests = [Request(prompt[-64:], "flowspec_plus", given.tokens, params=params,
+                            sampling=Sampling(temperature=temperature, seed=1))
+                    for prompt in demo_prompts(given.prompts)]
+        for request in requests:
+            cluster.generate(request)
+        for start in range(0, len(requests), _TOGETHER):
+            cluster.generate_many(requests[start : start + _TOGETHER])
+    for kind in sorted({kind for kind, _ in counts.sums}):
+        print_rows(counts.table(kind))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
