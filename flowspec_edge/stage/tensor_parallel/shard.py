@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.modeldir import SPARSE, is_sharded
+from flowspec_edge.model.modeldir import RECURRENT, SPARSE, is_sharded
 from flowspec_edge.stage.families import load_config, skeleton
 from flowspec_edge.stage.shard import Shard, even_runs
 from flowspec_edge.stage.tensor_parallel.layers import Heads, Projection, TensorLayer
@@ -48,9 +48,9 @@ def load_tensor_shard(model_dir: Path | str, kind: TensorKind, group: ProcessGro
         raise UsageError(f"{model_dir} is sharded by layers, for a pipeline: tensor parallelism needs the "
                          "checkpoint that it was made from")
     config = load_config(model_dir)
-    if config.model_type in SPARSE:
-        raise UsageError(f"{model_dir}: tensor parallelism cannot split the experts of {config.model_type!r} "
-                         "models: choose a strategy for pipelines, such as flowspec")
+    if config.model_type in (*SPARSE, *RECURRENT):
+        raise UsageError(f"{model_dir}: tensor parallelism cannot split the experts or recurrent layers of "
+                         f"{config.model_type!r} models: choose a strategy for pipelines, such as flowspec")
     rank, ranks = group.rank, group.size
     if not 0 <= rank < ranks:
         raise UsageError(f"no rank {rank} of {ranks}: ranks count from 0")
