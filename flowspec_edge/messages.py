@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_BATCH = 64  # sessions in a Batch
 
 Int32 = NDArray[np.int32]
@@ -37,6 +37,7 @@ class Open:
     """D0 → all: start (or, with a higher epoch, restart) a session; session numbers only rise.
 
     capacity        cache rows, committed and tentative, that a stage preallocates
+    tentative       of these, the most that are uncommitted or in one segment; 0: all
     concurrent      sessions that continue; a stage drops every other, those of a former D0 included
     retained        closed sessions whose retained rows stay; a stage frees the rows of all others
     parent_session  closed session whose first ``rows`` retained rows this one takes over, numbered from 0
@@ -53,6 +54,7 @@ class Open:
     parent_session: int = -1
     rows: int = 0
     timed: bool = False
+    tentative: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,9 +208,9 @@ def _serve(out: Path) -> tuple[int, int]:
     engine.open(Open(session=0, epoch=0, capacity=CONTEXT))
     cache = engine.cache_of(0)
     assert cache is not None
-    empty = torch.zeros(1, shard.kv_heads, CONTEXT, shard.head_dim, dtype=shard.dtype)
-    for layer in range(*shard.layers):  # unwritten memory is not resident
-        cache.update(empty, empty, layer)
+    cache.fill(CONTEXT)  # unwritten memory is not resident
+    engine.reset()
+    engine.open(Open(session=0, epoch=0, capacity=CONTEXT))
     numbers = np.arange(ROWS, dtype=np.int32)
     segment = Segment(
         session=0, epoch=0, run=0, first=0, stop=ROWS, numbers=numbers, positions=numbers, base=0,

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from flowspec_edge.drafting.eagle.eagle2 import EagleHead, save_head
 
 VOCAB = 61
-WINDOW = 40
+WINDOW = 7
 
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
            "high_freq_factor": 4.0, "original_max_position_embeddings": 64}

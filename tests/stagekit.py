@@ -9,14 +9,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from tiny import tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from flowspec_edge.messages import Open, Output, Prune, Segment, Tap
 from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.layers import kv_cache
+from flowspec_edge.stage.layers.kinds import KeysValues
 from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.tree.segment_builder import SegmentBuilder
 from flowspec_edge.util.tensors import to_torch
@@ -128,14 +133,29 @@ def assert_rows(output: Output, book: Book, oracle: Oracle, atol: float = 1e-4) 
 
 
 def assert_cache(engine: StageEngine, book: Book, oracle: Oracle, atol: float = 1e-4) -> None:
-    """Every cached row holds the keys and values that the oracle has at the end of its path."""
+    """Every row that layers hold has the keys and values that the oracle has at the end of its path; rows
+    that they do not hold are text, and no later row sees them."""
     cache = engine.cache_of(book.builder.session)
     assert cache is not None
-    lo, hi = engine.shard.layers
-    for slot, number in enumerate(cache.numbers.tolist()):
-        truth = oracle.truth(book.paths[number]).keys_values[lo:hi]
-        for held, layer in zip(cache.rows(), truth, strict=True):
-            torch.testing.assert_close(held[:, slot], layer, atol=atol, rtol=1e-4)
+    assert sorted(layer for part in cache.parts for layer in part.rows()) == [*range(*engine.shard.layers)]
+    for part, kind in zip(cache.parts, engine.shard.layers_of_kinds, strict=True):
+        assert isinstance(kind, KeysValues)
+        assert part.first <= max(0, cache.committed - (kind.window or cache.committed + 1) + 1)
+        for slot, number in enumerate(cache.numbers[part.first:].tolist()):
+            truth = oracle.truth(book.paths[number]).keys_values
+            for layer, held in part.rows().items():
+                torch.testing.assert_close(held[:, slot], truth[layer], atol=atol, rtol=1e-4)
+
+
+WINDOWED: dict[str, Any] = {
+    "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]}
+
+
+def windowed(path: Path, vocab: int, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A random model of four layers, three of which see four rows and hold two more of the text at most."""
+    monkeypatch.setattr(kv_cache, "SLACK", 1)
+    return tiny_model("qwen3", path, layers=4, hidden=32, vocab=vocab, **WINDOWED)
 
 
 def random_tokens(n: int, vocab: int, seed: int) -> list[int]:

@@ -201,52 +201,17 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**inner, **fields, "model_type": _MULTIMODAL[config["model_type"]]}
 
 
-# transformers' default where a Mistral's config.json has none (the value of Mistral-7B-v0.1).
-_MISTRAL_WINDOW = 4096
-
-
 def position_limit(config: Mapping[str, Any]) -> int:
-    """The maximum number of tokens, prompt and answer together, that stages can run.
-
-    At most ``max_position_embeddings``, whatever the rope scaling, and at most any layer's sliding window:
-    stages compute full attention only, which is the same within the window.
-    """
-    limit = int(config["max_position_embeddings"])
-    window = sliding_window(config)
-    return limit if window is None else min(limit, window)
-
-
-def sliding_window(config: Mapping[str, Any]) -> int | None:
-    """Rows that a layer with sliding attention sees, its own included; None without such layers.
-
-    In a Mistral or Mixtral every layer slides, in a sparse Qwen with ``use_sliding_window``; in a dense Qwen
-    with this, from layer ``max_window_layers`` on or as ``layer_types`` says.
-    """
-    family = config.get("model_type")
-    if family == "mistral":
-        window = config.get("sliding_window", _MISTRAL_WINDOW)
-    elif family == "mixtral":
-        window = config.get("sliding_window")
-    elif family == "qwen3_moe":
-        window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
-    elif family in ("qwen2", "qwen3") and config.get("use_sliding_window", False):
-        window = config.get("sliding_window", 4096)
-        kinds = config.get("layer_types")
-        if kinds is None:
-            slides = config.get("max_window_layers", 28) < config["num_hidden_layers"]
-        else:
-            slides = "sliding_attention" in kinds
-        window = window if slides else None
-    else:
-        window = None
-    return None if window is None else int(window)
+    """The maximum number of tokens, prompt and answer together, that stages can run, whatever the rope
+    scaling."""
+    return int(config["max_position_embeddings"])
 
 
 # Families with experts, and with recurrent layers.
 SPARSE = ("qwen3_moe", "mixtral", "qwen3_next", "qwen3_5_moe_text")
 RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _MULTIMODAL = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}  # -> of their language model
-# Families whose forward pass is exactly: embeddings, layers with full attention or a recurrence, norm.
+# Families whose forward pass is exactly: embeddings, layers with attention or a recurrence, norm.
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", *RECURRENT)
 
 _SIZES = {  # field -> the most of any model, with room

@@ -91,16 +91,18 @@ class DraftCore:
 
     def __init__(self, make: MakeDraftSession, clock: Callable[[], float], observer: Observer,
                  numbers: Callable[[], int], curve: SlotCurve | None = None, cache_rows: int | None = None,
-                 policy: SchedulingPolicy = "fair") -> None:
+                 policy: SchedulingPolicy = "fair",
+                 reusable: Callable[[int, int], int] = lambda text, wanted: wanted) -> None:
         """make        creates a request's draft session; what it raises, the request gets
         clock       seconds
         numbers     a session's number has to exceed this one
         curve       learns a segment's time in each stage from the stages' reports
         cache_rows  limit for the rows in the stages' caches; None: no limit, and no prefix cache
         policy      as for ``Scheduler``
+        reusable    as for ``PrefixCache``
         """
         self.warming_up = False
-        self.pool = PrefixCache(cache_rows)
+        self.pool = PrefixCache(cache_rows, reusable)
         self._make = make
         self._clock = clock
         self._observer = observer

@@ -37,7 +37,7 @@ from flowspec_edge.stage import forward, rows
 from flowspec_edge.stage.base import Poll, Results
 from flowspec_edge.stage.layers.attention import Part
 from flowspec_edge.stage.layers.graphs import LayerGraphs
-from flowspec_edge.stage.layers.kv_cache import KVArena, KVCache, row_bytes
+from flowspec_edge.stage.layers.stage_cache import StageCache, StageMemory
 from flowspec_edge.stage.rows import COUNTERS, Session
 from flowspec_edge.stage.shard import Shard
 from flowspec_edge.util import torchdevice
@@ -51,12 +51,14 @@ class StageEngine:
         """``cache_rows``: for which memory is allocated now, instead of when sessions need it.  FlowspecError
         if it does not suffice."""
         self.shard = shard
-        with self._allocating(cache_rows, f"KV caches of {cache_rows} rows"):
-            self._arena = KVArena(shard.layers, shard.kv_heads, shard.head_dim, shard.dtype, shard.device,
-                                  shard.kv_cache, cache_rows)
+        nbytes = sum(kind.row_bytes(shard.dtype.itemsize) * cache_rows for kind in shard.kinds)
+        with self._allocating(nbytes, f"KV caches of {cache_rows} rows"):
+            self._memory = StageMemory({
+                kind: kind.arena(layers, shard.dtype, shard.device, cache_rows)
+                for kind, layers in shard.layers_of_kinds.items()})
         self._sessions: dict[int, Session] = {}  # by number, in the order of their Opens
         self._closed_counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)  # ended sessions, stale messages
-        self._kept: dict[int, KVCache] = {}  # rows 0, 1, … that closed sessions left
+        self._kept: dict[int, StageCache] = {}  # rows 0, 1, … that closed sessions left
         self.graphs: dict[int, LayerGraphs] = {}  # the layers recorded, by number of rows
         self._wire = wire_name(shard.dtype)
 
@@ -74,7 +76,7 @@ class StageEngine:
         state = self._sessions.get(session)
         return dict(state.counters) if state else dict.fromkeys(COUNTERS, 0)
 
-    def cache_of(self, session: int) -> KVCache | None:
+    def cache_of(self, session: int) -> StageCache | None:
         state = self._sessions.get(session)
         return state.cache if state else None
 
@@ -85,12 +87,12 @@ class StageEngine:
     @property
     def cache_rows(self) -> int:
         """Rows for which memory is allocated."""
-        return self._arena.rows
+        return self._memory.rows
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of the memory for all caches, used or not."""
-        return self._arena.nbytes
+        return self._memory.nbytes
 
     @property
     def graph_sizes(self) -> int:
@@ -106,7 +108,7 @@ class StageEngine:
         caches = [*map(self._end, list(self._sessions)), *self._kept.values()]
         self._kept.clear()
         for cache in caches:
-            self._arena.give_back(cache)
+            self._memory.give_back(cache)
         self._closed_counters = dict.fromkeys(COUNTERS, 0)
 
     # -- control messages ------------------------------------------------------------------
@@ -124,9 +126,9 @@ class StageEngine:
             return
         ended = [n for n in self._sessions if n == message.session or n not in message.concurrent]
         for number in ended:
-            self._arena.give_back(self._end(number))
+            self._memory.give_back(self._end(number))
         inherited = self._take_kept(message)
-        cache = self._cache(message.capacity, inherited, message.rows)
+        cache = self._cache(message, inherited)
         if not self._sessions:
             self._closed_counters = dict.fromkeys(COUNTERS, 0)
         base = message.rows if inherited else 0
@@ -151,7 +153,7 @@ class StageEngine:
             cache.retain(slots)
             self._kept[message.session] = cache
         else:
-            self._arena.give_back(cache)
+            self._memory.give_back(cache)
 
     def prune(self, message: Prune) -> None:
         """Drop rows that are cached, in the running pass, or still to arrive."""
@@ -211,7 +213,7 @@ class StageEngine:
                 computed = self._run(running, poll)
             for part in running if computed else ():
                 if not part.ended:
-                    part.cache.append(part.segment.numbers)
+                    part.cache.append(part.segment.numbers, part.segment.positions)
         finally:
             for part in running:
                 if (state := self._state_of(part)) is not None:
@@ -246,7 +248,7 @@ class StageEngine:
             state.counters["orphan_rows"] += int(orphans.sum())
             segment = rows.select(segment, ~orphans)
             mask, _ = rows.visible(segment, state.cache.numbers)
-        part = Part(segment, state.cache, mask)
+        part = Part(segment, state.cache, mask, np.concatenate([state.cache.positions, segment.positions]))
         # A part without rows stays out of the pass, which goes on only as long as a part with rows needs it.
         return None if self._has_ended(part) or not len(part) else part
 
@@ -304,13 +306,13 @@ class StageEngine:
         for name in ("dropped_stale", "dropped_session"):
             self._closed_counters[name] += 1
 
-    def _end(self, session: int) -> KVCache:
+    def _end(self, session: int) -> StageCache:
         state = self._sessions.pop(session)
         for name, value in state.counters.items():
             self._closed_counters[name] += value
         return state.cache
 
-    def _take_kept(self, message: Open) -> KVCache | None:
+    def _take_kept(self, message: Open) -> StageCache | None:
         inherited = self._kept.get(message.parent_session)
         if message.parent_session >= 0 and not 0 < message.rows <= (len(inherited) if inherited else 0):
             raise ProtocolError(f"session {message.session} is to begin with {message.rows} rows of session "
@@ -318,33 +320,32 @@ class StageEngine:
                                 "are kept here")
         stay = set(message.retained) - {message.parent_session}
         for session in self._kept.keys() - stay - {message.parent_session}:
-            self._arena.give_back(self._kept[session])
+            self._memory.give_back(self._kept[session])
         self._kept = {session: cache for session, cache in self._kept.items() if session in stay}
         return inherited
 
-    def _cache(self, capacity: int, inherited: KVCache | None, rows: int) -> KVCache:
-        """An empty cache, or the first ``rows`` rows of ``inherited``, which is given back if that fails."""
+    def _cache(self, message: Open, inherited: StageCache | None) -> StageCache:
+        """An empty cache, or the first rows of ``inherited``, which is given back if that fails."""
+        capacity, tentative = message.capacity, message.tentative or message.capacity
         try:
-            if capacity < max(rows, 1):
+            if capacity < max(message.rows, 1):
                 raise ProtocolError(f"a session cannot have a capacity of {capacity} rows")
-            with self._allocating(self._arena.missing(capacity, inherited), f"a KV cache of {capacity} rows"):
+            with self._allocating(self._memory.missing(capacity, tentative, inherited),
+                                  f"a KV cache of {capacity} rows"):
                 if inherited is None:
-                    return self._arena.take(capacity)
-                inherited.truncate(rows)
-                self._arena.widen(inherited, capacity)
+                    return self._memory.take(capacity, tentative)
+                inherited.truncate(message.rows)
+                self._memory.widen(inherited, capacity, tentative)
                 return inherited
         except FlowspecError:
             if inherited is not None:
-                self._arena.give_back(inherited)
+                self._memory.give_back(inherited)
             raise
 
-    def _allocating(self, more: int, what: str) -> AbstractContextManager[None]:
-        """FlowspecError if memory for ``more`` rows of all layers does not fit."""
-        shard = self.shard
-        nbytes = more * (shard.layers[1] - shard.layers[0]) * row_bytes(
-            shard.kv_heads, shard.head_dim, shard.dtype.itemsize, shard.kv_cache)
+    def _allocating(self, nbytes: int, what: str) -> AbstractContextManager[None]:
+        """FlowspecError if ``nbytes`` more do not fit."""
         return torchdevice.allocation(what, nbytes, _NEED_LESS,
-                                      torchdevice.available_bytes(shard.device) if more else None)
+                                      torchdevice.available_bytes(self.shard.device) if nbytes else None)
 
 
 def _payload(hidden: Tensor, dead: rows.Bool) -> Payload:

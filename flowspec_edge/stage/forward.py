@@ -17,11 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flowspec_edge.stage.layers.attention import BatchCache, BatchMask, Part, folded_mask
+from flowspec_edge.stage.layers.attention import Part
 from flowspec_edge.stage.layers.experts import touched
 from flowspec_edge.stage.layers.fused import ROW_STEP, FusedLayer
 from flowspec_edge.stage.layers.graphs import LayerGraphs
-from flowspec_edge.stage.layers.kv_cache import KVCache
 from flowspec_edge.stage.shard import Shard
 from flowspec_edge.util.kernels import rotation
 from flowspec_edge.util.tensors import indices, to_device, to_torch
@@ -93,7 +92,8 @@ def _layers(shard: Shard, parts: Sequence[Part], tap: Callable[[int, Tensor], No
     # [1, n + padding, H]; fused layers write to it, and what it comes from may be a received message's.
     x = F.pad(hidden, (0, 0, 0, padding))[None] if fused else hidden[None]
     ids = to_device(torch.from_numpy(np.pad(positions.astype(np.int64), (0, padding))), shard.device)[None]
-    cache, mask = _attention(shard, parts, n + padding)
+    inputs = [kind.inputs(parts, index, shard.dtype, shard.device, n + padding)
+              for index, kind in enumerate(shard.layers_of_kinds)]
     rotated = shard.rotary(x, position_ids=ids)
     if fused:
         rotated = rotation(*rotated)
@@ -106,6 +106,7 @@ def _layers(shard: Shard, parts: Sequence[Part], tap: Callable[[int, Tensor], No
         tap(shard.layers[0] + i, x[0, :n])
         if not keep_going():
             return None
+        cache, mask = inputs[shard.kind_indexes[i]]
         if recorded is not None:
             recorded.attend(i, mask, cache)
         else:
@@ -116,16 +117,6 @@ def _layers(shard: Shard, parts: Sequence[Part], tap: Callable[[int, Tensor], No
         recorded.advance(len(shard.modules))
         x = x.clone()  # the next pass writes to the graphs' memory
     return x[0, :n]
-
-
-def _attention(shard: Shard, parts: Sequence[Part], rows: int
-               ) -> tuple[KVCache, Tensor] | tuple[BatchCache, BatchMask]:
-    """The layers' cache and mask; ``rows``: of a pass with padding."""
-    if len(parts) == 1:
-        [part] = parts
-        return part.cache, folded_mask(part.mask, shard.kv_groups, shard.dtype, shard.device, rows)
-    masks = [folded_mask(part.mask, shard.kv_groups, shard.dtype, shard.device) for part in parts]
-    return BatchCache(parts), BatchMask(masks, [len(part) for part in parts])
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -105,12 +105,10 @@ def _pass_of(engine: StageEngine, rows: int, text: int) -> Callable[[], bytes]:
     """A function that computes ``rows`` uncommitted rows behind ``text`` rows of zeros, in a new session, and
     returns the results' bytes."""
     engine.reset()
-    engine.open(Open(session=0, epoch=0, capacity=text + rows))
+    engine.open(Open(session=0, epoch=0, capacity=text + rows, tentative=rows))
     cache = engine.cache_of(0)
     assert cache is not None
-    cache.append(np.arange(text, dtype=np.int32))
-    for layer in cache.rows():
-        layer.zero_()
+    cache.fill(text)
     segment = engine.admit(_chain(engine, text, rows))
     assert segment is not None
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Int32, Output, Payload, Prune, Segment, unpack_bits
-from flowspec_edge.stage.layers.kv_cache import KVCache
+from flowspec_edge.stage.layers.stage_cache import StageCache
 
 Bool = NDArray[np.bool_]
 
@@ -174,7 +174,7 @@ class Session:
 
     session: int
     epoch: int
-    cache: KVCache
+    cache: StageCache
     base: int = 0  # every cached number below it is committed
     run: int | None = None  # the newest admitted
     prunes: PendingPrunes = field(default_factory=PendingPrunes)
@@ -206,6 +206,7 @@ class Session:
         held = self.cache.numbers
         self._drop_cached((held < self.base) | (held >= segment.base) | member(held, segment.committed))
         self.base = segment.base
+        self.cache.commit(int(self.cache.numbers.searchsorted(self.base)))
 
     def prune(self, message: Prune) -> None:
         self.prunes.add(message)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from flowspec_edge.model.manifest import CacheBits, Manifest, stage_part
 from flowspec_edge.model.modeldir import RECURRENT, SPARSE, is_sharded
 from flowspec_edge.stage.families import load_config, skeleton
 from flowspec_edge.stage.layers.fused import FusedLayer
+from flowspec_edge.stage.layers.kinds import by_kind, layer_kinds
+from flowspec_edge.stage.layers.stage_cache import CacheKind
 from flowspec_edge.stage.weights import tensor_names
 from flowspec_edge.stage.weights.checkpoint import Checkpoint, check_shape
 from flowspec_edge.stage.weights.files import WeightFiles
@@ -70,6 +73,22 @@ class Shard:
     def head_dim(self) -> int:
         return int(getattr(self.config, "head_dim", None)
                    or self.config.hidden_size // self.config.num_attention_heads)
+
+    @cached_property
+    def kinds(self) -> list[CacheKind]:
+        """How each of its layers remembers rows."""
+        return layer_kinds(self.config, self.kv_cache, self.kv_heads, self.kv_groups)[slice(*self.layers)]
+
+    @cached_property
+    def layers_of_kinds(self) -> dict[CacheKind, list[int]]:
+        """The stage's layers by kind, as indexes in the model."""
+        return by_kind(self.kinds, self.layers[0])
+
+    @cached_property
+    def kind_indexes(self) -> list[int]:
+        """By layer of the stage: its kind's place among them."""
+        order = list(self.layers_of_kinds)
+        return [order.index(kind) for kind in self.kinds]
 
     def subset(self, index: int, stages: int, layers: tuple[int, int]) -> Shard:
         """A stage with some of this shard's layers; it shares the modules and the digest."""

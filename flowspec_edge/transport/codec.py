@@ -59,7 +59,8 @@ _NUMBER = Int(high=2**31)  # of a row, or one past
 # The fields of each message; its scalars and its arrays are each in wire order.
 FIELDS: dict[type, dict[str, Field]] = {
     m.Open: {**_SESSION, "capacity": Int(low=1), "version": Int(), "concurrent": Ints(), "retained": Ints(),
-             "parent_session": Int(low=-1), "rows": Int(), "timed": Bool()},
+             "parent_session": Int(low=-1), "rows": Int(), "timed": Bool(),
+             "tentative": Int()},
     m.Close: {"session": Int(), "retain": Ints()},
     m.Segment: {**_RUN, "first": _NUMBER, "stop": _NUMBER, "base": _NUMBER, "taps": Ints(), "numbers": _ROWS,
                 "positions": _ROWS, "committed": Array("int32", ("c",)),

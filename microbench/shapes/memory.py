@@ -211,9 +211,7 @@ def _fill_cache(engine: StageEngine, rows: int) -> None:
     engine.open(Open(session=0, epoch=0, capacity=rows))
     cache = engine.cache_of(0)
     assert cache is not None
-    cache.append(np.arange(rows - _SEGMENT, dtype=np.int32))
-    for layer in cache.rows():
-        layer.zero_()
+    cache.fill(rows - _SEGMENT)
 
 
 def _compute(engine: StageEngine, rows: int) -> None:

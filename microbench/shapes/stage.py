@@ -59,7 +59,7 @@ def _segments(engine: StageEngine, rows: int, context: int) -> Callable[[], obje
     engine.open(Open(session=0, epoch=0, capacity=context + rows))
     cache = engine.cache_of(0)
     assert cache is not None
-    cache.append(np.arange(context, dtype=np.int32))  # as after a prefill
+    cache.fill(context)  # as after a prefill
     for layer in cache.rows():
         layer.normal_(0, 0.02)
     hidden = from_torch(torch.randn(rows, shard.hidden_size).to(shard.dtype))

@@ -3,16 +3,18 @@ whatever else the stage does meanwhile.  The oracle is transformers, row by row.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cache
 from itertools import chain
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from playkit import LAYERS, SLOTS, STAGES, Control, Step, during, passed_on, passes, places, play
 from propertykit import examples
 from recordkit import recorded
-from stagekit import Book, Oracle, assert_cache, assert_rows, engines, random_tokens, through
+from stagekit import Book, Oracle, assert_cache, assert_rows, engines, random_tokens, through, windowed
 from storykit import VOCAB, Story, stories
 from tiny import tiny_llama
 
@@ -20,6 +22,8 @@ from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Close, Open, Output, Segment
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.layers.graphs import LayerGraphs
+from flowspec_edge.stage.layers.kinds import reusable
+from flowspec_edge.stage.layers.stage_cache import CacheKind
 from flowspec_edge.stage.shard import Shard, load_shard
 
 ROW = LAYERS * 2 * 2 * 8 * 4  # bytes: layers, key and value, kv heads, head_dim, fp32
@@ -31,20 +35,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("llama"), layers=LAYERS, hidden=32, vocab=VOCAB)
 
 
-@pytest.fixture(scope="module", params=["one by one", "recorded"])
-def shards(model: Path, request: pytest.FixtureRequest) -> list[tuple[Shard, dict[int, LayerGraphs]]]:
-    fused = request.param == "recorded"
-    loaded = [load_shard(model, i, STAGES, "fp32", fused=fused) for i in range(STAGES)]
-    return [(shard, recorded(shard, 16, 32) if fused else {}) for shard in loaded]
+@pytest.fixture(scope="module", params=["one by one", "recorded", "windows"])
+def shards(model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+           ) -> Iterator[tuple[Path, list[tuple[Shard, dict[int, LayerGraphs]]]]]:
+    """The model's directory, and its stages."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "windows":
+            model = windowed(tmp_path_factory.mktemp("windows"), VOCAB, patch)
+        fused = request.param != "one by one"
+        loaded = [load_shard(model, i, STAGES, "fp32", fused=fused) for i in range(STAGES)]
+        yield model, [(shard, recorded(shard, 16, 32) if fused else {}) for shard in loaded]
 
 
-@pytest.fixture(scope="module")
-def oracle(model: Path) -> Oracle:
+@cache
+def oracle_of(model: Path) -> Oracle:
     return Oracle(model)
 
 
 @st.composite
-def plays(draw: st.DrawFn) -> tuple[list[Step], dict[int, Story]]:
+def plays(draw: st.DrawFn, kinds: list[CacheKind]) -> tuple[list[Step], dict[int, Story]]:
     """A session that is closed and leaves rows, one that begins with some of them, one beside both.
 
     The Close comes at any moment after the outputs of the rows to be kept, also between the layers of
@@ -56,7 +65,8 @@ def plays(draw: st.DrawFn) -> tuple[list[Step], dict[int, Story]]:
     text = first.book.committed
     kept = text[: next((i for i, number in enumerate(text) if number not in seen), len(text))]
     kept = kept[: draw(st.integers(1, len(kept)))]
-    rows = draw(st.integers(1, len(kept)))
+    rows = reusable(kinds, len(text), draw(st.integers(1, len(kept))))
+    assume(rows and reusable(kinds, len(text), len(kept)))
     second = draw(stories(3, first.book.paths[kept[rows - 1]]))
     other = list(beside.segments)
     front = _mixed(draw, first.segments, [other.pop(0) for _ in range(draw(st.integers(0, len(other))))])
@@ -87,17 +97,19 @@ def _mixed(draw: st.DrawFn, one: list[Segment], other: list[Segment]) -> list[Se
 
 @examples(40, quick=15)
 @given(data=st.data())
-def test_kept_rows_are_as_good_as_read_in(shards: list[tuple[Shard, dict[int, LayerGraphs]]],
-                                          oracle: Oracle, data: st.DataObject) -> None:
-    (steps, told), after = data.draw(plays()), list[Control]()
-    for shard, graphs in shards:
+def test_kept_rows_are_as_good_as_read_in(shards: tuple[Path, list[tuple[Shard, dict[int, LayerGraphs]]]],
+                                          data: st.DataObject) -> None:
+    model, stages = shards
+    kinds = [kind for shard, _ in stages for kind in shard.kinds]
+    (steps, told), after, oracle = data.draw(plays(kinds)), list[Control](), oracle_of(model)
+    for shard, graphs in stages:
         engine = StageEngine(shard)
         engine.graphs |= graphs
         played = play(engine, steps, after)
         for session, story in told.items():
-            cache = engine.cache_of(session)
-            assert cache is not None
-            assert cache.numbers.tolist() == story.survivors
+            held = engine.cache_of(session)
+            assert held is not None
+            assert held.numbers.tolist() == story.survivors
         assert_cache(engine, told[3].book, oracle)
         assert engine.kept == {}
         for result in chain.from_iterable(played):

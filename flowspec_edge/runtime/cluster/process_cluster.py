@@ -110,7 +110,8 @@ class ProcessCluster:
                                          lambda kind: self._draft_models.pass_seconds(kind))
             core = self._core = DraftCore(self._draft_session, time.monotonic, self.observer,
                                           self._highest_session, self._timing.curve, spec.cache_rows,
-                                          spec.scheduling_policy)
+                                          spec.scheduling_policy,
+                                          lambda text, wanted: self._draft_models.reusable(text, wanted))
             self._links = StageLinks(self._transport, addresses, network, self._members,
                                      lambda within: self._workers.exited(within) or watch(),
                                      self.observer.heartbeat, lambda session: core.find(session) is not None,

@@ -19,7 +19,7 @@ from torch import Tensor
 from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.errors import ProtocolError, RequestFailed, UsageError
 from flowspec_edge.messages import Cancel, Open, Output, Prune, Segment, Tap
-from flowspec_edge.runtime.draft_device.capacity import session_rows
+from flowspec_edge.runtime.draft_device.capacity import session_rows, tentative_rows
 from flowspec_edge.runtime.draft_device.generation import Generation
 from flowspec_edge.runtime.draft_device.lm_head import LmHead
 from flowspec_edge.runtime.draft_device.token_rules import TokenRules
@@ -94,9 +94,10 @@ class DraftSession:
     # ---- messages to send ------------------------------------------------------------------
 
     def open_message(self) -> Open:
-        capacity = session_rows(self.request, self.strategy.pipeline.stages)
-        return Open(self.builder.session, self.builder.epoch, capacity, parent_session=self._parent_session,
-                    rows=self._cached_rows)
+        stages = self.strategy.pipeline.stages
+        return Open(self.builder.session, self.builder.epoch, session_rows(self.request, stages),
+                    parent_session=self._parent_session, rows=self._cached_rows,
+                    tentative=tentative_rows(self.request.params, stages))
 
     def controls(self) -> list[Prune | Cancel]:
         return [] if self._prompt_left else self.strategy.controls()
@@ -294,6 +295,11 @@ class DraftSession:
     def retainable_rows(self) -> tuple[list[int], list[int]]:
         """Return numbers and tokens of the text's rows that have come back: every stage has these."""
         return self._chain, self._read[: len(self._chain)]
+
+    @property
+    def text_rows(self) -> int:
+        """Rows of the text that a stage has at most."""
+        return len(self._read)
 
     @property
     def finish_reason(self) -> FinishReason | None:

@@ -24,6 +24,7 @@ from flowspec_edge.runtime.draft_device.prefix_cache import PrefixHit
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.stage.families import load_config
+from flowspec_edge.stage.layers.kinds import layer_kinds, reusable
 from flowspec_edge.stage.output_head import load_output_head
 from flowspec_edge.stage.quant.schemes import quantise_linears
 from flowspec_edge.stage.shard import find_embedding, stage_ranges
@@ -44,6 +45,8 @@ class DraftModels:
                  slow: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         """device  torch device for lm_head and the draft models; the tree stays on the CPU
         slow    entered while a draft model is loaded and makes its first passes
+
+        ``reusable``: (rows of a text, wanted of them) -> rows that a session on the stages can begin with.
         """
         self._slow = slow
         use_exact_kernels()
@@ -55,7 +58,8 @@ class DraftModels:
         with (opened_part(model_dir, DRAFT) as files,
               allocation("lm_head on the draft device", 0, _MEMORY_ADVICE)):
             self._lm_head = LmHead(load_output_head(self._model.target, dtype, device, self._scheme, files))
-        load_config(self._model.target)  # refuses a model that stages cannot run
+        # Refuses a model that stages cannot run.
+        self.reusable = partial(reusable, layer_kinds(load_config(self._model.target)))
         self._limit = self._model.max_positions
         self._drafters: dict[str, Callable[[], Drafter]] = {}
         if self._lm_head.head.device.type == "cuda":

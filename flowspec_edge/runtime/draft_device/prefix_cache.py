@@ -2,6 +2,9 @@
 
 A request whose prompt starts with a retained text takes over its rows, so they serve one request only.
 Eviction is least recently retained first. Row counts are the same for all stages.
+
+A prefix can be cut only where every kind of layer can go on: one with a window or a state does not hold the
+whole text (``stage.layers.kinds.reusable``).
 """
 
 from __future__ import annotations
@@ -24,12 +27,16 @@ MIN_SHARE = 0.5
 
 @dataclass(frozen=True, eq=False)
 class CachedPrefix:
-    """The retained rows of an ended session: ``tokens`` int32 [rows], all read by ``drafter``."""
+    """The retained rows of an ended session: ``tokens`` int32 [rows], all read by ``drafter``.
+
+    text  rows of its text that a stage may have had when it ended, at least as many
+    """
 
     session: int
     tokens: Int32
     request: Request
     drafter: Drafter | None
+    text: int
 
     def shared_with(self, prompt: Sequence[int]) -> int:
         length = min(len(self.tokens), len(prompt))
@@ -49,9 +56,13 @@ class PrefixHit:
 class PrefixCache:
     """Counts the rows of open sessions, at their capacities, and of retained prefixes."""
 
-    def __init__(self, limit: int | None = None) -> None:
-        """``limit``: rows at a time; None: no limit, and no rows are retained."""
+    def __init__(self, limit: int | None = None,
+                 reusable: Callable[[int, int], int] = lambda text, wanted: wanted) -> None:
+        """limit     rows at a time; None: no limit, and no rows are retained
+        reusable  rows of a text, and wanted of them -> rows, at most as many, that a session can begin with
+        """
         self._limit = limit
+        self._reusable = reusable
         self._open: dict[int, int] = {}  # capacities by session
         self._retained: dict[int, CachedPrefix] = {}  # by session, the oldest first
 
@@ -69,11 +80,11 @@ class PrefixCache:
         return self._limit is None or not self._open or sum(self._open.values()) + rows <= self._limit
 
     def find(self, prompt: Sequence[int], usable: Callable[[CachedPrefix], bool]) -> PrefixHit | None:
-        """Return the prefix with the most rows in common, the newest of equal ones. The hit has one row less
-        than prompt and prefix share, so that at least one is left to compute."""
+        """Return the prefix with the most rows in common, the newest of equal ones. The hit has at least one
+        row less than prompt and prefix share, so that one is left to compute."""
         best: PrefixHit | None = None
         for prefix in self._retained.values():
-            rows = prefix.shared_with(prompt) - 1
+            rows = self._reusable(prefix.text, prefix.shared_with(prompt) - 1)
             enough = rows >= MIN_ROWS and rows >= MIN_SHARE * len(prefix.tokens)
             if enough and (best is None or rows >= best.rows) and usable(prefix):
                 best = PrefixHit(prefix, rows)
@@ -89,19 +100,20 @@ class PrefixCache:
         return self.retained
 
     def retain(self, draft_session: DraftSession) -> tuple[int, ...]:
-        """End a session; return the numbers of its rows that the stages retain. Empty if they are too few, or
-        its drafter cannot be reused. Not for a session whose stages were lost."""
+        """End a session; return the numbers of its rows that the stages retain. Empty if too few can be used
+        again, or its drafter cannot. Not for a session whose stages were lost."""
         session, request = draft_session.builder.session, draft_session.request
         drafter = draft_session.drafter
         del self._open[session]
         numbers, tokens = draft_session.retainable_rows()
-        if self._limit is None or len(numbers) <= MIN_ROWS:
+        if self._limit is None or self._reusable(draft_session.text_rows, len(numbers)) <= MIN_ROWS:
             return ()
         # Also frees what the drafter holds beyond the text.
         if drafter and not drafter.rewind(len(numbers), request.sampling, request.params.rank,
                                           request.params.tau):
             return ()
-        self._retained[session] = CachedPrefix(session, np.array(tokens, dtype=np.int32), request, drafter)
+        self._retained[session] = CachedPrefix(session, np.array(tokens, dtype=np.int32), request, drafter,
+                                               draft_session.text_rows)
         return tuple(numbers)
 
     def drop(self, session: int) -> None:

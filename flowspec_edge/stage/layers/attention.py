@@ -24,8 +24,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from flowspec_edge.messages import Segment
-from flowspec_edge.stage.layers.kv_cache import KVCache, from_int8, in_int8
+from flowspec_edge.messages import Int32, Segment
+from flowspec_edge.stage.layers.kv_cache import from_int8, in_int8
+from flowspec_edge.stage.layers.stage_cache import StageCache
 from flowspec_edge.util.tensors import to_device
 from flowspec_edge.util.torchdevice import use_exact_kernels
 
@@ -35,13 +36,15 @@ class Part:
     """A segment in a pass.
 
     mask   [n, len(cache) + n] bool, True where a row sees a column
+    columns  [len(cache) + n] int32, their positions
     ended  the session or the run has ended during the pass: the cache must not be touched any more
     experts  touched by its rows, as ``experts.touched`` says, once computed
     """
 
     segment: Segment
-    cache: KVCache
+    cache: StageCache
     mask: NDArray[np.bool_]
+    columns: Int32
     ended: bool = False
     experts: tuple[int, float] = (0, 0.0)
 
@@ -76,27 +79,30 @@ class BatchMask:
 
 
 class BatchCache:
-    """The parts' caches; transformers' ``past_key_values`` in a pass with a :class:`BatchMask`."""
+    """The parts' caches of a kind; transformers' ``past_key_values`` in a pass with a :class:`BatchMask`."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[Part], kind: int) -> None:
+        """``kind``: index in ``StageCache.parts``, of keys and values."""
         self._parts = parts
+        self._kind = kind
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: object
                ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
         """As ``KVCache.update``, by part; None for parts that have ended."""
-        return _by_part(part.cache.update(keys[:, :, rows], values[:, :, rows], layer_idx)
-                        if not part.ended else (None, None) for part, rows in self._slices())
+        return _by_part(cache.update(keys[:, :, rows], values[:, :, rows], layer_idx)
+                        if cache is not None else (None, None) for cache, rows in self._slices())
 
     def write(self, rows: Tensor, layer_idx: int
               ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
         """As ``KVCache.write``, by part; None for parts that have ended."""
-        return _by_part(part.cache.write(rows[own], layer_idx) if not part.ended else (None, None)
-                        for part, own in self._slices())
+        return _by_part(cache.write(rows[own], layer_idx) if cache is not None else (None, None)
+                        for cache, own in self._slices())
 
-    def _slices(self) -> Iterator[tuple[Part, slice]]:
+    def _slices(self) -> Iterator[tuple[Any, slice]]:
+        """Each part's cache and rows; None for parts that have ended."""
         start = 0
         for part in self._parts:
-            yield part, slice(start, start + len(part))
+            yield None if part.ended else part.cache.parts[self._kind], slice(start, start + len(part))
             start += len(part)
 
 

@@ -1,9 +1,12 @@
-"""The key/value caches of one stage: ranges of rows of one arena, a slot a row, ordered by number.
+"""The keys and values of layers of one kind: ranges of rows of one arena, a slot a row, ordered by number.
 
-    arena = KVArena(layers, kv_heads, head_dim, dtype, device, rows=5_000)
+    arena = KVArena(range(0, 4), kv_heads, head_dim, dtype, device, rows=5_000)
     cache = arena.take(capacity)       # a session's
     arena.widen(cache, capacity)       # for a session that begins with another one's rows
     arena.give_back(cache)
+
+Layers with a window hold the committed rows that a later row may see, ``SLACK`` more, so that a text can be
+cut that much shorter, and at most ``SLACK`` beyond, so that rows seldom move; and every uncommitted row.
 
 An allocation on a board takes long, because the system clears the pages and the device is waited for, and it
 fragments the memory that GPU and system share.  So a stage allocates all rows before its first session, and
@@ -12,33 +15,41 @@ what its sessions take and give back are ranges.  Where none fits although enoug
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flowspec_edge.errors import FlowspecError
+from flowspec_edge.errors import FlowspecError, ProtocolError
 from flowspec_edge.messages import Int32
 from flowspec_edge.model.manifest import CacheBits
 from flowspec_edge.util.tensors import to_device
 from flowspec_edge.util.torchdevice import release
 
 _MOVED = 256  # rows that are in memory twice while ranges move
+SLACK = 64
 
 
 class KVArena:
-    """Memory for ``rows`` rows of all caches of layers [lo, hi); grows when they take more."""
+    """Memory for ``rows`` rows of all caches of ``layers``, indexes in the model; grows when they take more.
 
-    def __init__(self, layers: tuple[int, int], kv_heads: int, head_dim: int, dtype: torch.dtype,
-                 device: torch.device, kept_in: CacheBits = "16bit", rows: int = 0) -> None:
-        self.first_layer, self.dtype, self.device = layers[0], dtype, device
+    window  rows that a row of these layers sees, its own included; None: all
+    """
+
+    def __init__(self, layers: Sequence[int], kv_heads: int, head_dim: int, dtype: torch.dtype,
+                 device: torch.device, kept_in: CacheBits = "16bit", rows: int = 0,
+                 window: int | None = None) -> None:
+        self.index = {layer: i for i, layer in enumerate(layers)}
+        self.dtype, self.device, self.window = dtype, device, window
         self.rows = rows
         self._kind = Int8KVCache if kept_in == "int8" else KVCache
         width, stored = (head_dim + _SCALE, torch.int8) if kept_in == "int8" else (head_dim, dtype)
+        self.row_bytes = len(layers) * row_bytes(kv_heads, head_dim, dtype.itemsize, kept_in)
         # By layer, [key or value, slot, kv head, head_dim]: the heads of a row are contiguous, as the layers
         # produce them, so that writing, reading and moving rows touches memory in order.
-        self.layers = [torch.empty(2, rows, kv_heads, width, dtype=stored, device=device)
-                       for _ in range(*layers)]
+        self.layers = [torch.empty(2, rows, kv_heads, width, dtype=stored, device=device) for _ in layers]
         self._caches: list[KVCache] = []  # in the order of their ranges
 
     @property
@@ -69,7 +80,7 @@ class KVArena:
         if cache.start + capacity > end:
             self._grow(self.missing(capacity, cache))
             self._compact(cache, capacity)
-        cache.renumber(capacity)
+        cache.capacity = capacity
 
     def give_back(self, cache: KVCache) -> None:
         self._caches.remove(cache)
@@ -104,15 +115,19 @@ class KVArena:
                  if target < source for lo in range(0, rows, _MOVED)]
         steps += [(source + lo, target + lo, min(_MOVED, rows - lo)) for source, target, rows in moves[::-1]
                   if target > source for lo in reversed(range(0, rows, _MOVED))]
-        for layer in self.layers:
-            for source, target, rows in steps:
-                layer[:, target:target + rows] = layer[:, source:source + rows].clone()
+        self.move(steps)
         for cache, start in zip(self._caches, starts, strict=True):
             cache.start = start
 
+    def move(self, steps: Sequence[tuple[int, int, int]]) -> None:
+        """In every layer, one after another: ``rows`` rows from slot ``source`` to ``target``."""
+        for layer in self.layers:
+            for source, target, rows in steps:
+                layer[:, target:target + rows] = layer[:, source:source + rows].clone()
+
 
 class KVCache:
-    """Keys and values of up to ``capacity`` rows; transformers' ``past_key_values``.
+    """Keys and values of up to ``capacity`` rows; transformers' ``past_key_values``; a ``LayerCache``.
 
     A pass writes its rows behind the last slot with ``update``; ``append`` makes them part of the cache,
     otherwise the next pass overwrites them.
@@ -122,8 +137,8 @@ class KVCache:
         """``start``: first slot in the arena, which changes it."""
         self.start = start
         self.capacity = capacity
+        self.first = 0
         self._arena = arena
-        self._numbers = np.empty(capacity, dtype=np.int32)
         self._length = 0
         self._reserved = 0  # rows of the pass that may be under way
 
@@ -135,22 +150,10 @@ class KVCache:
         """Slots that hold rows, or may hold those of a pass."""
         return min(self.capacity, self._length + self._reserved)
 
-    @property
-    def numbers(self) -> Int32:
-        """[len] int32, increasing: the number in each slot (a view, valid until the next change)."""
-        return self._numbers[: self._length]
-
-    def rows(self) -> list[Tensor]:
+    def rows(self) -> dict[int, Tensor]:
         """Keys and values by layer: views [2, len, kv_heads, head_dim]."""
-        return [layer[:, self.start : self.start + self._length] for layer in self._arena.layers]
-
-    def slots(self, numbers: Int32) -> NDArray[np.int64] | None:
-        """The slots [n] of ``numbers`` [n], increasing; None if one is missing."""
-        held = self.numbers
-        at = held.searchsorted(numbers)
-        if len(at) and (at.max() >= len(held) or (held[at] != numbers).any() or (at[1:] <= at[:-1]).any()):
-            return None
-        return at
+        return {layer: self._arena.layers[i][:, self.start : self.start + self._length]
+                for layer, i in self._arena.index.items()}
 
     def reserve(self, rows: int) -> None:
         """Before a pass of ``rows`` rows.  FlowspecError unless they fit."""
@@ -177,46 +180,77 @@ class KVCache:
 
     def _held(self, layer_idx: int, new: int) -> Tensor:
         """The layer's rows, and slots for ``new`` rows."""
-        layer = self._arena.layers[layer_idx - self._arena.first_layer]
+        layer = self._arena.layers[self._arena.index[layer_idx]]
         return layer.narrow(1, self.start, self._length + new)
 
-    def append(self, numbers: Int32) -> None:
-        """Add the rows that every layer has just written; their numbers must exceed all cached ones."""
-        end = self._length + len(numbers)
-        self._numbers[self._length : end] = numbers
-        self._length, self._reserved = end, 0
+    def append(self, rows: int) -> None:
+        """Add the rows that every layer has just written."""
+        self._length, self._reserved = self._length + rows, 0
 
     @torch.inference_mode()
-    def keep(self, mask: NDArray[np.bool_]) -> int:
-        """Drop the slots where ``mask`` [len] is False, compact the rest, and return the number dropped."""
+    def keep(self, mask: NDArray[np.bool_]) -> None:
+        """Drop the slots where ``mask`` [len] is False, and compact the rest."""
         if mask.all():
-            return 0
+            return
         first = int(mask.argmin())
         source = first + np.flatnonzero(mask[first:])
         length = first + len(source)
         if len(source):
-            self._numbers[first:length] = self._numbers[source]
             slots = to_device(torch.from_numpy(self.start + source), self._arena.device)
             for layer in self._arena.layers:
                 layer[:, self.start + first : self.start + length] = layer.index_select(1, slots)
-        dropped, self._length = self._length - length, length
-        return dropped
+        self._length = length
 
-    def retain(self, slots: NDArray[np.int64]) -> None:
-        """Keep only ``slots`` [n], increasing, renumbered from 0, and no room for more."""
-        mask = np.zeros(self._length, dtype=bool)
-        mask[slots] = True
-        self.keep(mask)
+    @torch.inference_mode()
+    def commit(self, rows: int) -> None:
+        """The session's first ``rows`` rows are text: a window drops those that no later row sees."""
+        window, start = self._arena.window, self.start
+        if window is None or rows - self.first <= window - 1 + 2 * SLACK:
+            return
+        dropped = rows - self.first - (window - 1 + SLACK)
+        self._arena.move([(start + lo + dropped, start + lo, min(_MOVED, self._length - dropped - lo))
+                          for lo in range(0, self._length - dropped, _MOVED)])
+        self.first += dropped
+        self._length -= dropped
+
+    def retain(self) -> None:
+        """All rows are text, and no more are to come."""
+        self.commit(self.first + self._length)
         self._reserved = 0
-        self.renumber(len(slots))
-
-    def renumber(self, capacity: int) -> None:
-        """The rows from 0, with room for ``capacity``, which the arena has."""
-        self.capacity = capacity
-        self._numbers = np.arange(capacity, dtype=np.int32)
+        self.capacity = self._length
 
     def truncate(self, rows: int) -> None:
+        """ProtocolError if a window has dropped rows that the next one sees."""
+        if self.first and rows < self.first + (self._arena.window or 1) - 1:
+            raise ProtocolError(f"a session cannot begin with {rows} rows of a text of which layers with a "
+                                f"window hold the rows from {self.first} on")
+        self._length = rows - self.first
+
+    @torch.inference_mode()
+    def fill(self, rows: int) -> None:
         self._length = rows
+        if self._arena.window is not None:
+            self._length = min(rows, self._arena.window - 1 + SLACK)
+        self.first = rows - self._length
+        for layer in self.rows().values():
+            layer.zero_()
+
+    def visible(self, mask: NDArray[np.bool_], positions: Int32, columns: Int32) -> NDArray[np.bool_]:
+        window = self._arena.window
+        if window is None:
+            return mask
+        near: NDArray[np.bool_] = positions[:, None] - columns[None, self.first :] < window
+        return mask[:, self.first :] & near
+
+
+def window_rows(window: int, tentative: int) -> int:
+    """Rows that a session's cache holds at most, ``tentative`` of them uncommitted or in one segment."""
+    return window - 1 + 2 * SLACK + tentative
+
+
+def window_reusable(window: int, text: int, wanted: int) -> int:
+    """``wanted`` if a cache that has up to ``text`` rows of a text can surely be cut to as many, else 0."""
+    return wanted if text <= window - 1 + 2 * SLACK or text - wanted <= SLACK else 0
 
 
 class Int8KVCache(KVCache):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +14,8 @@ from flowspec_edge.runtime.draft_device.draft_session import DraftSession
 from flowspec_edge.runtime.draft_device.lm_head import LmHead
 from flowspec_edge.runtime.draft_device.prefix_cache import MIN_ROWS, CachedPrefix, PrefixCache
 from flowspec_edge.runtime.request import Request
+from flowspec_edge.stage.layers.kinds import KeysValues, reusable
+from flowspec_edge.stage.layers.kv_cache import SLACK
 from flowspec_edge.strategies.autoregressive import Autoregressive
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.params import Params
@@ -117,3 +121,17 @@ def test_a_budget_counts_what_sessions_take() -> None:
                 Request([1] * 700, max_new_tokens=300, params=params)]
     assert sum(session_rows(request, 3) for request in requests) == cache_rows(1500, 2, params, 3)
     assert cache_rows(1500, 1, params, 3) == 1500 + tentative_rows(params, 3)
+
+
+def test_layers_with_a_window_limit_where_a_text_is_cut() -> None:
+    """They hold the window before the end of a text and ``SLACK`` rows more, or a short text whole."""
+    cut = partial(reusable, {KeysValues(1, 1, 8), KeysValues(1, 1, 8, window=20)})
+    for length, expected in ((19 + 2 * SLACK, [16, 40, 100]), (200, [0, 0, 0, 200 - SLACK])):
+        text = [*range(length)]
+        pool = PrefixCache(1000, cut)
+        pool.begin(1, length)
+        assert len(pool.retain(ended(1, text))) == length - 1
+        for shared, rows in zip((16, 40, 100, length - SLACK), expected, strict=False):
+            hit = pool.find([*text[: shared + 1], -1], lambda _: True)
+            assert (hit.rows if hit else 0) == (rows if 2 * rows >= length - 1 else 0)
+    assert cut(1000, 1000 - SLACK - 1) == 0

@@ -14,30 +14,32 @@ from propertykit import examples
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.stage.layers.kv_cache import KVArena, KVCache
+from flowspec_edge.stage.layers.kinds import KeysValues
+from flowspec_edge.stage.layers.stage_cache import StageCache, StageMemory
 
 LAYERS, KV_HEADS, HEAD_DIM = (2, 5), 2, 4
 
 
-def arena(rows: int) -> KVArena:
-    return KVArena(LAYERS, KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"), rows=rows)
+def memory(rows: int) -> StageMemory:
+    kind = KeysValues(KV_HEADS, 1, HEAD_DIM)
+    return StageMemory({kind: kind.arena(range(*LAYERS), torch.float32, torch.device("cpu"), rows)})
 
 
-def filled(rows: int, capacity: int = 64) -> tuple[KVCache, torch.Tensor]:
+def filled(rows: int, capacity: int = 64) -> tuple[StageCache, torch.Tensor]:
     """A cache with ``rows`` random rows, and what it should hold: [layers, 2, rows, kv_heads, head_dim]."""
-    cache = arena(capacity).take(capacity)
+    cache = memory(capacity).take(capacity, capacity)
     truth = torch.randn(LAYERS[1] - LAYERS[0], 2, rows, KV_HEADS, HEAD_DIM)
     write(cache, truth, np.arange(rows, dtype=np.int32) * 3)
     return cache, truth
 
 
 @torch.inference_mode()  # as a stage computes
-def write(cache: KVCache, rows: torch.Tensor, numbers: np.ndarray) -> None:
+def write(cache: StageCache, rows: torch.Tensor, numbers: np.ndarray) -> None:
     for i, (keys, values) in enumerate(rows):
-        all_keys, all_values = cache.update(keys.transpose(0, 1)[None], values.transpose(0, 1)[None],
+        all_keys, all_values = cache.parts[0].update(keys.transpose(0, 1)[None], values.transpose(0, 1)[None],
                                             LAYERS[0] + i)
         assert all_keys.shape == all_values.shape == (1, KV_HEADS, len(cache) + len(numbers), HEAD_DIM)
-    cache.append(numbers)
+    cache.append(numbers, numbers)
 
 
 @given(masks=st.lists(st.integers(0, 2**20 - 1), min_size=1, max_size=4), rows=st.integers(0, 20))
@@ -89,15 +91,15 @@ class Arenas(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.arena, self.most, self.made = arena(8), 8, 0
-        self.caches: list[tuple[KVCache, list[torch.Tensor]]] = []  # rows [layers, 2, kv_heads, head_dim]
+        self.memory, self.most, self.made = memory(8), 8, 0
+        self.caches: list[tuple[StageCache, list[torch.Tensor]]] = []  # rows [layers, 2, kv_heads, head_dim]
 
-    def some(self, data: st.DataObject) -> tuple[KVCache, list[torch.Tensor]]:
+    def some(self, data: st.DataObject) -> tuple[StageCache, list[torch.Tensor]]:
         return self.caches[data.draw(st.integers(0, len(self.caches) - 1))]
 
     @rule(capacity=st.integers(1, 700))
     def take(self, capacity: int) -> None:
-        cache = self.arena.take(capacity)
+        cache = self.memory.take(capacity, 0)
         assert (len(cache), cache.capacity) == (0, capacity)
         self.caches.append((cache, []))
 
@@ -115,12 +117,13 @@ class Arenas(RuleBasedStateMachine):
         self.made += count * ROW // 4
         cache.reserve(count)
         for layer in range(*LAYERS):
-            keys, values = cache.write(rows[:, layer - LAYERS[0]], layer)
+            keys, values = cache.parts[0].write(rows[:, layer - LAYERS[0]], layer)
             seen = torch.stack([keys[0].transpose(0, 1), values[0].transpose(0, 1)])
             assert torch.equal(seen, torch.stack([*held, *rows])[:, layer - LAYERS[0]].transpose(0, 1))
             if layer == LAYERS[0]:
                 self.take(data.draw(st.integers(1, 300)))
-        cache.append(np.arange(len(held), len(held) + count, dtype=np.int32))
+        numbers = np.arange(len(held), len(held) + count, dtype=np.int32)
+        cache.append(numbers, numbers)
         held.extend(rows)
 
     @precondition(lambda self: self.caches)
@@ -139,7 +142,7 @@ class Arenas(RuleBasedStateMachine):
     def widen(self, data: st.DataObject, more: int) -> None:
         cache, held = self.some(data)
         cache.retain(np.arange(len(held)))
-        self.arena.widen(cache, len(held) + more)
+        self.memory.widen(cache, len(held) + more, 0)
         assert cache.capacity == len(held) + more
 
     @precondition(lambda self: self.caches)
@@ -147,7 +150,7 @@ class Arenas(RuleBasedStateMachine):
     def give_back(self, data: st.DataObject) -> None:
         cache, _ = self.some(data)
         self.caches = [pair for pair in self.caches if pair[0] is not cache]
-        self.arena.give_back(cache)
+        self.memory.give_back(cache)
 
     @invariant()
     def each_has_its_rows(self) -> None:
@@ -160,8 +163,8 @@ class Arenas(RuleBasedStateMachine):
     @invariant()
     def it_grows_only_if_it_must(self) -> None:
         self.most = max(self.most, sum(cache.capacity for cache, _ in self.caches))
-        assert self.arena.rows == self.most
-        assert self.arena.nbytes == self.most * ROW
+        assert self.memory.rows == self.most
+        assert self.memory.nbytes == self.most * ROW
 
 
 TestArenas = Arenas.TestCase
@@ -183,15 +186,15 @@ class Allocations(TorchDispatchMode):
 
 
 def test_moving_takes_little_memory_and_growing_a_layer() -> None:
-    held = arena(3000)
-    first, second = held.take(1000), held.take(1000)
+    held = memory(3000)
+    first, second = held.take(1000, 0), held.take(1000, 0)
     write(second, torch.randn(3, 2, 1000, KV_HEADS, HEAD_DIM), np.arange(1000, dtype=np.int32))
     held.give_back(first)
     with Allocations() as made:
-        held.take(2000)
+        held.take(2000, 0)
     assert made.slots == 3 * [256, 256, 256, 232]
     with Allocations() as made:
-        held.take(10)
+        held.take(10, 0)
     assert made.slots == 3 * [3010]
 
 
@@ -207,7 +210,7 @@ def test_only_numbers_that_are_held_have_slots() -> None:
 def test_a_pass_that_is_given_up_leaves_no_trace() -> None:
     cache, truth = filled(5)
     junk = torch.randn(1, KV_HEADS, 3, HEAD_DIM)
-    cache.update(junk, junk, LAYERS[0])
+    cache.parts[0].update(junk, junk, LAYERS[0])
     assert len(cache) == 5
     assert torch.equal(torch.stack(cache.rows()), truth)
 

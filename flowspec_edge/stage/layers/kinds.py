@@ -1,0 +1,89 @@
+"""The kinds of a model's layers: how each remembers the rows of a text; the interface: ``stage_cache``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowspec_edge.model.manifest import CacheBits
+from flowspec_edge.stage.layers.attention import BatchCache, BatchMask, Part, folded_mask
+from flowspec_edge.stage.layers.kv_cache import KVArena, row_bytes, window_reusable, window_rows
+from flowspec_edge.stage.layers.stage_cache import CacheKind
+
+# Families whose layers all have the configuration's window, if it has one; in others, ``layer_types`` says.
+_ALL_SLIDE = ("mistral", "mixtral", "qwen3_moe")
+
+
+@dataclass(frozen=True)
+class KeysValues:
+    """Keys and values.
+
+    groups  query heads per key/value head
+    window  rows that a row sees, its own included; None: all
+    """
+
+    kv_heads: int
+    groups: int
+    head_dim: int
+    kept_in: CacheBits = "16bit"
+    window: int | None = None
+
+    def rows(self, capacity: int, tentative: int) -> int:
+        """That a session of ``capacity`` rows holds at most, ``tentative`` of them uncommitted."""
+        return capacity if self.window is None else min(capacity, window_rows(self.window, tentative))
+
+    def reusable(self, text: int, wanted: int) -> int:
+        """Rows, at most ``wanted``, from which a session can go on whose text has ``text`` rows."""
+        return wanted if self.window is None else window_reusable(self.window, text, wanted)
+
+    def arena(self, layers: Sequence[int], dtype: torch.dtype, device: torch.device, rows: int) -> KVArena:
+        return KVArena(layers, self.kv_heads, self.head_dim, dtype, device, self.kept_in, rows, self.window)
+
+    def row_bytes(self, width: int) -> int:
+        """Of one row in one layer; ``width``: bytes of a value in the compute dtype."""
+        return row_bytes(self.kv_heads, self.head_dim, width, self.kept_in)
+
+    def inputs(self, parts: Sequence[Part], index: int, dtype: torch.dtype, device: torch.device, rows: int
+               ) -> tuple[Any, Tensor | BatchMask]:
+        """The caches, and additive masks; ``rows``: of a pass with padding."""
+        visible = [part.cache.parts[index].visible(part.mask, part.segment.positions, part.columns)
+                   for part in parts]
+        if len(parts) == 1:
+            return parts[0].cache.parts[index], folded_mask(visible[0], self.groups, dtype, device, rows)
+        masks = [folded_mask(mask, self.groups, dtype, device) for mask in visible]
+        return BatchCache(parts, index), BatchMask(masks, [len(part) for part in parts])
+
+
+def layer_kinds(config: Any, kept_in: CacheBits = "16bit", kv_heads: int | None = None, groups: int = 1
+                ) -> list[CacheKind]:
+    """Of every layer of a model.  ``kv_heads`` and ``groups``: those of this device, if it has not all."""
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    if config.model_type in _ALL_SLIDE:
+        types = ["sliding_attention"] * config.num_hidden_layers
+    heads = int(config.num_attention_heads)
+    if kv_heads is None:
+        kv_heads = int(config.num_key_value_heads or heads)
+        groups = heads // kv_heads
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return [KeysValues(kv_heads, groups, head_dim, kept_in,
+                       config.sliding_window if of == "sliding_attention" else None) for of in types]
+
+
+def by_kind(kinds: Iterable[CacheKind], first: int = 0) -> dict[CacheKind, list[int]]:
+    """The layers of each kind, counted from ``first``, in the order of their first layers."""
+    found: dict[CacheKind, list[int]] = {}
+    for layer, kind in enumerate(kinds, first):
+        found.setdefault(kind, []).append(layer)
+    return found
+
+
+def reusable(kinds: Iterable[CacheKind], text: int, wanted: int) -> int:
+    """Rows, at most ``wanted``, from which every kind's layers can go on if the text has ``text`` rows."""
+    distinct, rows = set(kinds), wanted
+    while (fewer := min((kind.reusable(text, rows) for kind in distinct), default=rows)) < rows:
+        rows = fewer
+    return rows

@@ -1,0 +1,263 @@
+"""A session's cache in a stage: its rows, and what the layers of each kind keep of them.
+
+    memory = StageMemory({kind: kind.arena(layers, dtype, device, rows) for kind, layers in …})
+    cache = memory.take(capacity, tentative)     # a session's: numbers, positions, and ``parts`` by kind
+    cache.reserve(n); …; cache.append(numbers, positions)     # around a pass, in which the layers write
+    cache.keep(mask); cache.commit(n)            # prunes and commits, for all kinds alike
+
+A kind is a value that says how layers remember rows (``kinds``: keys and values, of all rows or of a window).
+Every kind sees the same rows in the same order, committed ones first.  It may cease to hold the oldest
+committed rows one by one: those that no later row sees, or that are folded into a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flowspec_edge.errors import FlowspecError, ProtocolError
+from flowspec_edge.messages import Int32
+
+Bool = NDArray[np.bool_]
+
+
+class LayerCache(Protocol):
+    """What a session's layers of one kind hold.
+
+    first     rows at the session's beginning that they do not hold one by one
+    capacity  rows that fit
+    """
+
+    first: int
+    capacity: int
+
+    def __len__(self) -> int:
+        """Rows held one by one: the session's from ``first`` on."""
+
+    def reserve(self, rows: int) -> None:
+        """Before a pass of ``rows`` rows.  FlowspecError unless they fit."""
+
+    def append(self, rows: int) -> None:
+        """Add the rows that every layer has just written; a pass that does not end so leaves no trace."""
+
+    def commit(self, rows: int) -> None:
+        """The session's first ``rows`` rows are text now, at least as many as before."""
+
+    def keep(self, mask: Bool) -> None:
+        """Drop the held rows where ``mask`` [len] is False."""
+
+    def retain(self) -> None:
+        """All rows are text, and no more are to come until the arena widens the cache."""
+
+    def truncate(self, rows: int) -> None:
+        """Only the first ``rows`` rows of the text, as many as its kind's ``reusable`` permits.
+        ProtocolError for others."""
+
+    def fill(self, rows: int) -> None:
+        """An empty cache as a text of ``rows`` rows leaves it, which are zeros."""
+
+    def visible(self, mask: Bool, positions: Int32, columns: Int32) -> Bool:
+        """Of ``mask`` [n, m + n], what the pass's rows see here: [n, len + n].  ``positions`` [n], and of
+        all columns [m + n]."""
+
+    def rows(self) -> dict[int, Tensor]:
+        """What is held by layer, for tests and measurements."""
+
+
+class LayerArena(Protocol):
+    """The memory of all sessions for the layers of one kind: ``rows`` rows of ``row_bytes`` bytes."""
+
+    rows: int
+    row_bytes: int
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def missing(self, capacity: int, of: Any = None) -> int:
+        """Rows by which it must grow for a cache, or ``of``, to hold ``capacity``."""
+
+    def take(self, capacity: int) -> Any:
+        """An empty LayerCache."""
+
+    def widen(self, cache: Any, capacity: int) -> None:
+        """Let ``cache`` hold up to ``capacity`` rows, at least as many as now."""
+
+    def give_back(self, cache: Any) -> None: ...
+
+
+class CacheKind(Hashable, Protocol):
+    def rows(self, capacity: int, tentative: int) -> int:
+        """That a session of ``capacity`` rows holds at most, ``tentative`` of them uncommitted."""
+
+    def reusable(self, text: int, wanted: int) -> int:
+        """Rows, at most ``wanted``, from which a session can go on whose text has ``text`` rows."""
+
+    def arena(self, layers: Sequence[int], dtype: torch.dtype, device: torch.device, rows: int) -> LayerArena:
+        """Memory for ``rows`` rows of ``layers``, indexes in the whole model."""
+
+    def row_bytes(self, width: int) -> int:
+        """Of one row in one layer; ``width``: bytes of a value in the compute dtype."""
+
+    def inputs(self, parts: Sequence[Any], index: int, dtype: torch.dtype, device: torch.device, rows: int
+               ) -> tuple[Any, Any]:
+        """What the layers take in a pass over ``parts`` (attention.Part), whose caches have this kind's as
+        ``parts[index]``: (past_key_values, attention_mask).  ``rows``: of the pass with its padding."""
+
+
+class StageCache:
+    """The rows of one session.
+
+    numbers    [len] int32, increasing (a view, valid until the next change)
+    positions  [len] int32
+    committed  how many of them, the first ones, are text
+    parts      by kind, in the order of the stage's memory
+    """
+
+    def __init__(self, capacity: int, parts: Sequence[LayerCache]) -> None:
+        self.parts = tuple(parts)
+        self.committed = 0
+        self._length = 0
+        self.renumber(capacity)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def numbers(self) -> Int32:
+        return self._numbers[: self._length]
+
+    @property
+    def positions(self) -> Int32:
+        return self._positions[: self._length]
+
+    def rows(self) -> list[Tensor]:
+        """What each layer holds, in the order of the layers."""
+        held = {layer: tensor for part in self.parts for layer, tensor in part.rows().items()}
+        return [held[layer] for layer in sorted(held)]
+
+    def slots(self, numbers: Int32) -> NDArray[np.int64] | None:
+        """The indexes [n] of ``numbers`` [n], increasing; None if one is missing."""
+        held = self.numbers
+        at = held.searchsorted(numbers)
+        if len(at) and (at.max() >= len(held) or (held[at] != numbers).any() or (at[1:] <= at[:-1]).any()):
+            return None
+        return at
+
+    def reserve(self, rows: int) -> None:
+        """Before a pass of ``rows`` rows.  FlowspecError unless they fit."""
+        if self._length + rows > self.capacity:
+            raise FlowspecError(f"KV cache is full: {self._length} rows held, {rows} more to come, "
+                                f"capacity {self.capacity}: shorten the request or raise the capacity")
+        for part in self.parts:
+            part.reserve(rows)
+
+    def append(self, numbers: Int32, positions: Int32) -> None:
+        """Add the rows that every layer has just written; their numbers must exceed all cached ones."""
+        end = self._length + len(numbers)
+        self._numbers[self._length : end] = numbers
+        self._positions[self._length : end] = positions
+        self._length = end
+        for part in self.parts:
+            part.append(len(numbers))
+
+    def fill(self, rows: int) -> None:
+        """An empty cache as a text of ``rows`` rows leaves it, which are zeros in every layer."""
+        self._length = rows
+        for part in self.parts:
+            part.fill(rows)
+
+    def keep(self, mask: Bool) -> int:
+        """Drop the rows where ``mask`` [len] is False; return how many.
+
+        ProtocolError if a layer does not hold one of them any more, because it is text.
+        """
+        if mask.all():
+            return 0
+        first = int(mask.argmin())
+        if first < max((part.first for part in self.parts), default=0):
+            raise ProtocolError(f"row {self.numbers[first]} is committed: it cannot be dropped")
+        source = np.flatnonzero(mask)
+        for part in self.parts:
+            part.keep(mask[part.first:])
+        self._numbers[: len(source)] = self._numbers[source]
+        self._positions[: len(source)] = self._positions[source]
+        dropped, self._length = self._length - len(source), len(source)
+        return dropped
+
+    def commit(self, rows: int) -> None:
+        """The first ``rows`` rows are text."""
+        self.committed = rows
+        for part in self.parts:
+            part.commit(rows)
+
+    def retain(self, slots: NDArray[np.int64]) -> None:
+        """Keep only ``slots`` [n], increasing, as a text renumbered from 0, and no room for more."""
+        mask = np.zeros(self._length, dtype=bool)
+        mask[slots] = True
+        self.keep(mask)
+        self.committed = self._length
+        for part in self.parts:
+            part.retain()
+        self.renumber(self._length)
+
+    def renumber(self, capacity: int) -> None:
+        """The rows from 0, with room for ``capacity``, which the memory has."""
+        self.capacity = capacity
+        self._numbers = np.arange(capacity, dtype=np.int32)
+        self._positions = np.arange(capacity, dtype=np.int32)
+
+    def truncate(self, rows: int) -> None:
+        """Only the first ``rows`` rows of a text."""
+        self._length = self.committed = rows
+        for part in self.parts:
+            part.truncate(rows)
+
+
+class StageMemory:
+    """The memory of all sessions' caches, by kind of layer."""
+
+    def __init__(self, arenas: Mapping[CacheKind, LayerArena]) -> None:
+        self.arenas = dict(arenas)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(arena.nbytes for arena in self.arenas.values())
+
+    @property
+    def rows(self) -> int:
+        """Rows for which memory is allocated, in the kind that has most."""
+        return max((arena.rows for arena in self.arenas.values()), default=0)
+
+    def missing(self, capacity: int, tentative: int, of: StageCache | None = None) -> int:
+        """Bytes by which the memory must grow for a cache, or ``of``, to hold ``capacity`` rows."""
+        held = of.parts if of else (None,) * len(self.arenas)
+        return sum(arena.missing(kind.rows(capacity, tentative), part) * arena.row_bytes
+                   for (kind, arena), part in zip(self.arenas.items(), held, strict=True))
+
+    def take(self, capacity: int, tentative: int) -> StageCache:
+        """An empty cache for ``capacity`` rows, of which ``tentative`` may be uncommitted.  May move the
+        other caches' rows."""
+        parts: list[LayerCache] = []
+        try:
+            for kind, arena in self.arenas.items():
+                parts.append(arena.take(kind.rows(capacity, tentative)))
+        except BaseException:
+            for part, arena in zip(parts, self.arenas.values(), strict=False):
+                arena.give_back(part)
+            raise
+        return StageCache(capacity, parts)
+
+    def widen(self, cache: StageCache, capacity: int, tentative: int) -> None:
+        """Let ``cache``, a text's, hold up to ``capacity`` rows.  May move all caches' rows."""
+        for (kind, arena), part in zip(self.arenas.items(), cache.parts, strict=True):
+            arena.widen(part, max(kind.rows(capacity, tentative), len(part)))
+        cache.renumber(capacity)
+
+    def give_back(self, cache: StageCache) -> None:
+        for arena, part in zip(self.arenas.values(), cache.parts, strict=True):
+            arena.give_back(part)
