@@ -247,7 +247,8 @@ class RecurrentCache:
                 del self._snapshots[oldest]
 
     def retain(self, rows: int) -> None:
-        """Keep no more than snapshots of the text's first ``rows`` rows."""
+        """Keep no more than snapshots of the text's first ``rows`` rows: a stage may have folded more."""
+        self._fold(rows)
         self._snapshots = {at: states for at, states in self._snapshots.items() if at <= rows}
         self.first, self._length, self.capacity = rows, 0, 0
         for layer in self.layers.values():
