@@ -205,6 +205,7 @@ class RecurrentCache:
         for layer in self.layers.values():
             layer.begin(current)
 
+    @torch.inference_mode()
     def append(self, rows: int) -> None:
         text = self._text[-1] if self._text else 0
         cuts = [self.first + cut for cut in self._text]
@@ -221,6 +222,7 @@ class RecurrentCache:
         if rows - self.first >= AT_ONCE:
             self._fold(rows)
 
+    @torch.inference_mode()
     def keep(self, mask: Bool) -> None:
         slots = np.flatnonzero(mask)
         if len(slots) < self._length:
@@ -246,6 +248,7 @@ class RecurrentCache:
             for oldest in list(self._snapshots)[:-_KEPT]:
                 del self._snapshots[oldest]
 
+    @torch.inference_mode()
     def retain(self, rows: int) -> None:
         """Keep no more than snapshots of the text's first ``rows`` rows: a stage may have folded more."""
         self._fold(rows)
@@ -254,6 +257,7 @@ class RecurrentCache:
         for layer in self.layers.values():
             layer.make_room(0)
 
+    @torch.inference_mode()
     def truncate(self, rows: int) -> None:
         if rows not in self._snapshots:
             raise ProtocolError(f"a session cannot begin with {rows} rows of a text whose recurrent layers "
@@ -263,6 +267,7 @@ class RecurrentCache:
             layer.restore(state)
         self.first, self._length = rows, 0
 
+    @torch.inference_mode()
     def make_room(self, capacity: int) -> None:
         self.capacity = capacity
         for layer in self.layers.values():
