@@ -31,7 +31,11 @@ class TreeDeltaNet(nn.Module):
         self._layer = int(net.layer_idx)
         for name, module in net.named_children():
             self.add_module(name, module)
-        self.dt_bias, self.A_log = net.dt_bias, net.A_log
+        self.dt_bias: Tensor = net.dt_bias
+        self.A_log: Tensor = net.A_log
+
+    def __getattr__(self, name: str) -> Any:  # of modules, which may be packed ones
+        return super().__getattr__(name)
 
     def forward(self, hidden_states: Tensor, cache_params: RecurrentPass, **_: Any) -> Tensor:
         """[1, n, H] to [1, n, H]."""

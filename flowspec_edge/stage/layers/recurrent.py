@@ -94,7 +94,7 @@ class GatedDelta:
                ) -> tuple[RecurrentPass, None]:
         for part in parts:
             text = int(part.segment.numbers.searchsorted(part.segment.base))
-            part.cache.parts[index].begin(part.mask, text)
+            _held(part, index).begin(part.mask, text)
         return RecurrentPass(parts, index), None
 
 
@@ -108,9 +108,15 @@ class RecurrentPass:
         """The rows of each part and what it keeps of the layer; None for those that have ended."""
         start = 0
         for part in self._parts:
-            held = part.cache.parts[self._kind]
-            yield slice(start, start + len(part)), None if part.ended else held.layers[layer_idx]
+            held = None if part.ended else _held(part, self._kind).layers[layer_idx]
+            yield slice(start, start + len(part)), held
             start += len(part)
+
+
+def _held(part: Part, kind: int) -> RecurrentCache:
+    held = part.cache.parts[kind]
+    assert isinstance(held, RecurrentCache)
+    return held
 
 
 class RecurrentArena:

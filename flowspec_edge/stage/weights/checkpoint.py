@@ -122,7 +122,7 @@ class Checkpoint:
         return located
 
     def _named(self, paths: Iterable[Path]) -> dict[str, Path]:
-        found = {}
+        found: dict[str, Path] = {}
         for path in paths:
             file = self._weights.open(path)
             use_own_names(file)
