@@ -53,6 +53,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
         "shared_expert_intermediate_size": 40}),
     "mixtral-window": ("mixtral", {"num_local_experts": 4, "sliding_window": WINDOW}),
+    "gpt-oss": ("gpt_oss", {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2,
+                            "sliding_window": WINDOW, "swiglu_limit": 0.5}),
     "qwen3-tied-yarn": ("qwen3", {"head_dim": 24, "tie_word_embeddings": True, "rope_parameters": _YARN}),
 }
 
@@ -91,6 +93,6 @@ def shake(path: Path) -> None:
     tensors = load_file(path)
     generator = torch.Generator().manual_seed(5)
     for name in sorted(tensors):
-        if tensors[name].ndim == 1:
+        if tensors[name].ndim == 1 or name.endswith("bias"):
             tensors[name] += 0.3 * torch.randn(tensors[name].shape, generator=generator)
     save_file(tensors, path, metadata={"format": "pt"})

@@ -208,11 +208,11 @@ def position_limit(config: Mapping[str, Any]) -> int:
 
 
 # Families with experts, and with recurrent layers.
-SPARSE = ("qwen3_moe", "mixtral", "qwen3_next", "qwen3_5_moe_text")
+SPARSE = ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_next", "qwen3_5_moe_text")
 RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _MULTIMODAL = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}  # -> of their language model
 # Families whose forward pass is exactly: embeddings, layers with attention or a recurrence, norm.
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", *RECURRENT)
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_oss", *RECURRENT)
 
 _SIZES = {  # field -> the most of any model, with room
     "hidden_size": 1 << 20,

@@ -99,12 +99,11 @@ class SourceModel:
 
     @property
     def plain_config(self) -> bytes:
-        """config.json of the language model, without the section about AWQ or GPTQ."""
+        """config.json of the language model, without the section about AWQ, GPTQ or MXFP4."""
         raw = json.loads(self.raw)
         fields = text_config(raw)
-        if self.imported is None and fields == raw:
+        if fields.pop("quantization_config", None) is None and fields == raw:
             return self.raw
-        fields.pop("quantization_config", None)
         return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
 
 

@@ -32,8 +32,9 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # The angle depends on the length of the text: rows cached before it grew would be wrong.
 _GROWING_ROPE = ("dynamic", "longrope")
 
-# Quantised layouts that `flowspec models shard` converts.
+# Quantised layouts that `flowspec models shard` converts, and those that are read as they are.
 _CONVERTED = ("awq", "gptq")
+_READ = ("mxfp4",)
 
 
 def load_config(model_dir: Path | str, quantised: bool = False) -> Any:
@@ -152,6 +153,8 @@ def _check_quantisation(config: Any, path: Path | str) -> None:
         return
     how = how if isinstance(how, dict) else how.to_dict()
     method = str(how.get("quant_method", "an unknown method"))
+    if method in _READ:
+        return
     if method in _CONVERTED:
         raise UsageError(f"{path}: {method.upper()} weights must be converted first: flowspec models shard "
                          f"--model {Path(path).parent} --stages N --out DIR")

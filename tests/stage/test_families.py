@@ -94,7 +94,7 @@ def test_logits_on_a_gpu(models: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "llama-yarn", "mistral-window", "qwen2", "qwen3",
-                                  "qwen3-moe", "mixtral"])
+                                  "qwen3-moe", "mixtral", "gpt-oss"])
 def test_bf16_is_as_near_as_transformers_in_bf16(models: dict[str, Path], name: str) -> None:
     """On average over all rows, within 1.5 times transformers' own distance from fp32."""
     exact, theirs = reference(models[name]), reference(models[name], torch.bfloat16)
@@ -107,8 +107,7 @@ def test_bf16_is_as_near_as_transformers_in_bf16(models: dict[str, Path], name: 
 
 @pytest.mark.parametrize(("family", "says"), [
     ("gemma", "stages cannot run 'gemma' models, only llama, mistral, qwen2, qwen3, "
-              "qwen3_moe, mixtral"),
-    ("gpt_oss", "stages cannot run 'gpt_oss' models, only llama"),
+              "qwen3_moe, mixtral, gpt_oss"),
     ("gpt2", "stages cannot run 'gpt2' models, only llama"),
 ])
 def test_other_architectures_are_refused_with_the_list(tmp_path: Path, family: str, says: str) -> None:

@@ -141,12 +141,13 @@ def folded_mask(visible: NDArray[np.bool_], groups: int, dtype: torch.dtype, dev
 
 
 def attend(module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Tensor | BatchMask,
-           scaling: float | None = None, **_: Any) -> tuple[Tensor, None]:
+           scaling: float | None = None, s_aux: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
     """query [1, heads, n, d], key and value [1, kv_heads, m, d], or those of each part of a batch; returns
-    [1, n, heads, d]."""
+    [1, n, heads, d].  ``s_aux`` [heads]: attention sinks."""
+    one = partial(_attend, scaling) if s_aux is None else partial(_attend_with_sinks, s_aux, scaling)
     if isinstance(attention_mask, BatchMask):
-        return attention_mask.attend(partial(_attend, scaling), query, key, value), None
-    return _attend(scaling, query, key, value, attention_mask), None
+        return attention_mask.attend(one, query, key, value), None
+    return one(query, key, value, attention_mask), None
 
 
 def register_rounded() -> str:
@@ -160,14 +161,36 @@ def register_rounded() -> str:
 def _attend_rounded(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
                     ) -> tuple[Tensor, None]:
     key, value = (from_int8(in_int8(states), states.dtype) for states in (key, value))
+    if (sinks := options.get("s_aux")) is not None:
+        visible = args[0]
+        mask = torch.zeros(visible.shape, dtype=query.dtype, device=query.device)
+        mask.masked_fill_(~visible, float("-inf"))
+        return _attend_with_sinks(sinks, options.get("scaling"), query, key, value,
+                                  mask.repeat(1, 1, query.shape[1] // key.shape[1], 1)), None
     return sdpa_attention_forward(module, query, key, value, *args, **options)
 
 
 def _attend(scaling: float | None, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    heads, n, d = query.shape[1:]
-    kv_heads = key.shape[1]
     # Query head h becomes row block h % groups of key head h // groups.
-    folded = query.reshape(1, kv_heads, -1, d)
-    out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
-    out = out.view(1, kv_heads, -1, n, d).permute(0, 3, 1, 2, 4)  # [1, n, kv_heads, groups, d]
+    folded = query.reshape(1, key.shape[1], -1, query.shape[-1])
+    return _unfolded(F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling), query)
+
+
+def _attend_with_sinks(sinks: Tensor, scaling: float | None, query: Tensor, key: Tensor, value: Tensor,
+                       mask: Tensor) -> Tensor:
+    """Every head has one more column, whose score is its sink's [heads] and whose value is 0."""
+    n, d = query.shape[2:]
+    kv_heads = key.shape[1]
+    folded = query.reshape(1, kv_heads, -1, d) * (d**-0.5 if scaling is None else scaling)
+    scores = (folded @ key.mT).float() + mask
+    own = sinks.float().view(kv_heads, -1).repeat_interleave(n, 1)[None, :, :, None]
+    top = torch.maximum(scores.amax(-1, keepdim=True), own)
+    weights = (scores - top).exp_()
+    weights /= weights.sum(-1, keepdim=True) + (own - top).exp_()
+    return _unfolded(weights.to(value.dtype) @ value, query)
+
+
+def _unfolded(out: Tensor, query: Tensor) -> Tensor:
+    _, heads, n, d = query.shape
+    out = out.view(1, out.shape[1], -1, n, d).permute(0, 3, 1, 2, 4)  # [1, n, kv_heads, groups, d]
     return out.reshape(1, n, heads, d)

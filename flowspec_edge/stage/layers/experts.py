@@ -28,6 +28,7 @@ _FAMILIES = {
     "mixtral": _Names("block_sparse_moe", "w1", "w3", "w2"),
     "qwen3_next": _Names("mlp", "gate_proj", "up_proj", "down_proj"),
     "qwen3_5_moe_text": _Names("mlp", "gate_proj", "up_proj", "down_proj"),
+    "gpt_oss": _Names("mlp", "gate_proj", "up_proj", "down_proj"),
 }
 
 
@@ -39,19 +40,42 @@ class _Matrix(nn.Linear):
 class Expert(nn.Module):
     """Gate and up stay two products: joined after loading they would leave holes in memory, half as large."""
 
-    def __init__(self, names: _Names, width: int, inner: int, activation: nn.Module) -> None:
+    def __init__(self, names: _Names, width: int, inner: int, gated: nn.Module, bias: bool = False) -> None:
+        """``gated``: what gate and up become."""
         super().__init__()
         self._names = names
         for name, (rows, columns) in {names.gate: (inner, width), names.up: (inner, width),
                                       names.down: (width, inner)}.items():
-            self.add_module(name, _Matrix(columns, rows, bias=False, device="meta"))
-        self._activation = activation
+            self.add_module(name, _Matrix(columns, rows, bias=bias, device="meta"))
+        self._gated = gated
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, H] to [n, H]."""
         gate, up, down = (self.get_submodule(name) for name in self._names[1:])  # packed ones, maybe
-        out: Tensor = down(self._activation(gate(x)) * up(x))
+        out: Tensor = down(self._gated(gate(x), up(x)))
         return out
+
+
+class Gated(nn.Module):
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self._activation = activation
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        activated: Tensor = self._activation(gate) * up
+        return activated
+
+
+class ClampedGate(nn.Module):
+    """gpt-oss: (up + 1) gate sigmoid(alpha gate), with gate at most ``limit`` and up in its range."""
+
+    def __init__(self, alpha: float, limit: float) -> None:
+        super().__init__()
+        self._alpha, self._limit = alpha, limit
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.clamp(max=self._limit), up.clamp(-self._limit, self._limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * self._alpha))
 
 
 class Experts(nn.ModuleList):
@@ -82,8 +106,11 @@ class Experts(nn.ModuleList):
 
 def separated(stacked: Any, family: str) -> Experts:
     """Experts like transformers' ``stacked`` ones, on the meta device."""
-    return Experts(Expert(_FAMILIES[family], stacked.hidden_dim, stacked.intermediate_dim, stacked.act_fn)
-                   for _ in range(stacked.num_experts))
+    names, bias = _FAMILIES[family], family == "gpt_oss"
+    shape = ((stacked.hidden_size, stacked.intermediate_size) if bias else
+             (stacked.hidden_dim, stacked.intermediate_dim))
+    gated = ClampedGate(stacked.alpha, stacked.limit) if bias else Gated(stacked.act_fn)
+    return Experts(Expert(names, *shape, gated, bias) for _ in range(stacked.num_experts))
 
 
 def separate_experts(core: Any) -> None:

@@ -36,6 +36,8 @@ def importer(config: Any) -> Importer | None:
         return None
     facts: dict[str, Any] = stated if isinstance(stated, dict) else stated.to_dict()
     method = str(facts.get("quant_method", "unknown")).lower()
+    if method == "mxfp4":  # read as 16 bits: ``weights.stacked``
+        return None
     if method not in ("awq", "gptq"):
         raise UsageError(f"the checkpoint is quantised with {method!r}: only AWQ and GPTQ can be read; "
                          "take the model in 16 bits, and quantise it with --dtype int4")

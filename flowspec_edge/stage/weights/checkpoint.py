@@ -1,4 +1,5 @@
-"""The weights of a model directory by tensor name: safetensors, or PyTorch's ``.bin`` as a fallback."""
+"""The weights of a model directory by tensor name: safetensors, or PyTorch's ``.bin`` as a fallback; stacked
+experts one by one (``stacked``)."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.stage.weights.files import INDEX, PICKLED, SAFE, WeightFiles
+from flowspec_edge.stage.weights.stacked import StackedExperts, stacks
 from flowspec_edge.stage.weights.tensor_names import is_written_otherwise, use_own_names
 from flowspec_edge.util.bounded_read import read_json
 from flowspec_edge.util.weight_file import TensorInfo, WeightFile
@@ -39,7 +41,15 @@ class Checkpoint:
         if not self.directory.is_dir():
             raise UsageError(f"no model at {self.directory}: not a directory")
         self._weights = files or WeightFiles()
-        self._files = self._locate()
+        self._stores = self._locate()  # the file of each stored tensor
+        self._files = dict(self._stores)
+        self._stacked: dict[str, StackedExperts] = {}
+        for prefix, names in stacks(self._stores).items():
+            experts = StackedExperts(prefix, names, self._store)
+            self._stacked |= dict.fromkeys(experts.tensors, experts)
+            self._files |= dict.fromkeys(experts.tensors, experts.path)
+            for name in names:
+                del self._files[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self._files
@@ -82,11 +92,19 @@ class Checkpoint:
         return self.file_of(name).pieces(name, rows, buffer)
 
     def digest(self, names: Iterable[str]) -> str:
-        return _digest({name: _ends(self.file_of(name), name) for name in names})
+        stored: set[str] = set()
+        for name in names:
+            self.path_of(name)
+            stored.update(self._stacked[name].sources(name) if name in self._stacked else [name])
+        return _digest({name: _ends(self._store(name), name) for name in stored})
 
     def file_of(self, name: str) -> WeightFile:
         """FlowspecError if there is no such tensor, or its file cannot be read."""
-        file = self._weights.open(self.path_of(name))
+        self.path_of(name)
+        return self._stacked.get(name) or self._store(name)
+
+    def _store(self, name: str) -> WeightFile:
+        file = self._weights.open(self._stores[name])
         file.info(name)
         return file
 

@@ -24,12 +24,12 @@ _IGNORABLE = (
     re.compile(r"model\.visual\..*"),
 )
 _WITHIN = "model.language_model."  # a multimodal checkpoint's language model
-_STACKED = re.compile(r"(model\..*\.mlp\.experts)\.(gate_up_proj|down_proj)")
+_STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 
 
 def is_written_otherwise(name: str) -> bool:
     """Whether :func:`use_own_names` changes it."""
-    return name.startswith(_WITHIN) or bool(_STACKED.fullmatch(name))
+    return name.startswith(_WITHIN)
 
 
 def use_own_names(file: WeightFile) -> None:
@@ -41,20 +41,18 @@ def use_own_names(file: WeightFile) -> None:
     """
     if not isinstance(file, SafetensorsFile) or not any(map(is_written_otherwise, file.tensors)):
         return
-    for stored in list(file.tensors):
-        name = f"model.{stored.removeprefix(_WITHIN)}" if stored.startswith(_WITHIN) else stored
+    for stored in list(filter(is_written_otherwise, file.tensors)):
+        name, shape = f"model.{stored.removeprefix(_WITHIN)}", file.info(stored).shape
         stacked = _STACKED.fullmatch(name)
-        if stacked is None or len(file.info(stored).shape) != 3:
-            file.view(name, stored, 0, file.info(stored).shape)
+        if stacked is None or len(shape) != 3:
+            file.view(name, stored, 0, shape)
         else:
             block, matrices = stacked.groups()
             names = ("gate_proj", "up_proj") if matrices == "gate_up_proj" else ("down_proj",)
-            experts, rows, columns = file.info(stored).shape
-            rows //= len(names)
+            experts, rows, columns = shape[0], shape[1] // len(names), shape[2]
             for i, (expert, matrix) in enumerate(product(range(experts), names)):
                 file.view(f"{block}.{expert}.{matrix}.weight", stored, i * rows * columns, (rows, columns))
-        if stored != name or stacked:
-            del file.tensors[stored]
+        del file.tensors[stored]
 
 
 def whole_model(core: Any) -> set[str]:

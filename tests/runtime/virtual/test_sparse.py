@@ -23,7 +23,7 @@ NEW = 12
 SMALL = Params(tree_size=12, width=3, depth=3, expand_depth=2, expand_size=8, extend_size=8, segment=5,
                pipedec_width=4, pipedec_children=3)
 PIPELINES = [name for name, strategy in STRATEGIES.items() if strategy.parallelism == "pipeline"]
-CASES = [("qwen3-moe", 3), ("mixtral", 2)]
+CASES = [("qwen3-moe", 3), ("mixtral", 2), ("gpt-oss", 4)]
 
 
 @pytest.fixture(scope="module")
