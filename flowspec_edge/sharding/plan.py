@@ -27,7 +27,7 @@ from flowspec_edge.model.manifest import (
 from flowspec_edge.model.modeldir import DRAFT_PARTS
 from flowspec_edge.sharding.source import Linear, SourceModel
 from flowspec_edge.sharding.writer import Layout, file_size
-from flowspec_edge.stage.layers.kv_cache import row_bytes
+from flowspec_edge.stage.layers.kinds import layer_kinds
 from flowspec_edge.stage.output_head import PREFIX as HEAD_PREFIX
 from flowspec_edge.stage.quant.base import DEFAULT_GROUP, Scheme
 from flowspec_edge.stage.quant.schemes import default_head_bits, head_scheme, scheme
@@ -38,6 +38,9 @@ from flowspec_edge.util.tensors import DTYPES
 
 DTYPE_NAMES: dict[torch.dtype, ComputeDtype] = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+# Small matrices of recurrent layers and mixtures, whose outputs are decays and gates.
+_IN_16_BITS = (".in_proj_a", ".in_proj_b", ".in_proj_ba", ".shared_expert_gate")
 
 
 @dataclass(frozen=True)
@@ -236,7 +239,7 @@ def _stage(source: SourceModel, recipe: Recipe, index: int, ranges: Sequence[tup
         parameters=plain_values + sum(linear.rows * linear.columns for linear in packed_all),
         weight_bytes=(plain_values - embedded) * width + sum(
             _packed_bytes(recipe, linear) for linear in packed_all),
-        row_bytes=(hi - lo) * _kv_row(source, recipe))
+        row_bytes=sum(kind.row_bytes(width) for kind in layer_kinds(source.config, recipe.kv_cache)[lo:hi]))
 
 
 def _draft(source: SourceModel, recipe: Recipe) -> PlannedPart:
@@ -284,17 +287,11 @@ def _is_packed(source: SourceModel, recipe: Recipe, linear: Linear) -> bool:
         return False
     if source.imported is not None:
         return f"{linear.prefix}.weight" not in source.tensors
+    if linear.prefix.endswith(_IN_16_BITS):
+        return False
     return recipe.scheme.fits(linear.rows, linear.columns) is not None
 
 
 def _packed_bytes(recipe: Recipe, linear: Linear) -> int:
     assert recipe.scheme is not None
     return recipe.scheme.nbytes(linear.rows, linear.columns)
-
-
-def _kv_row(source: SourceModel, recipe: Recipe) -> int:
-    """Bytes in one layer."""
-    config = source.config
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return row_bytes(int(config.num_key_value_heads), int(width), DTYPES[recipe.compute].itemsize,
-                     recipe.kv_cache)
