@@ -56,7 +56,7 @@ def plan_rows(plan: PipelinePlan, scaled: Mapping[str, Scaling]) -> list[BoardRo
 def alone_rows(board: CandidateBoard, others: Sequence[CandidateBoard], problem: SplitProblem,
                scaled: Mapping[str, Scaling]) -> list[BoardRow]:
     size, cached = problem.size, problem.cached
-    kv = cached * (size.layers * size.kv_row + size.draft_kv_row)
+    kv = size.layers * problem.layer_cache + cached * size.draft_kv_row
     milliseconds = board.profile.stage_seconds(problem.rows, size.layers, problem.context) * 1e3
     row = _row(board, scaled, _SINGLE_BOARD, size.target_weights + size.d0_weights, kv, (0, size.layers),
                milliseconds)
@@ -68,7 +68,7 @@ def _stage(stage: PlannedStage, place: int, last: bool, problem: SplitProblem,
            scaled: Mapping[str, Scaling]) -> BoardRow:
     size, (lo, hi) = problem.size, stage.layers
     weights = (hi - lo) * size.layer + last * size.norm
-    kv = (hi - lo) * problem.cached * size.kv_row
+    kv = (hi - lo) * problem.layer_cache
     return _row(stage.board, scaled, f"V{place}", weights, kv, stage.layers, stage.seconds * 1e3)
 
 

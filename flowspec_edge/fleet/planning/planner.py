@@ -78,7 +78,12 @@ class SplitProblem:
     @property
     def layer(self) -> int:
         """Bytes of one layer with its cache."""
-        return self.size.layer + self.cached * self.size.kv_row
+        return self.size.layer + self.layer_cache
+
+    @property
+    def layer_cache(self) -> int:
+        """Bytes of one layer's cache, with the states of one session if layers are recurrent."""
+        return self.cached * self.size.kv_row + self.size.state
 
     def stage(self, layers: int) -> int:
         """Bytes: layers, their cache, and the final norm."""

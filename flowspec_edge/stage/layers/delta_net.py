@@ -1,24 +1,18 @@
 """The gated delta net of Qwen3-Next and its successors over a tree's rows, in the place of transformers' own.
 
 Weights, projections and the norm are transformers'; the convolution and the recurrence, in float32, are those
-of a :class:`RecurrentCache`.
+of a ``RecurrentLayer``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flowspec_edge.stage.layers.recurrent import RecurrentLayer
-
-
-class RecurrentPass(Protocol):
-    def recurrent(self, layer_idx: int) -> Iterable[tuple[slice, RecurrentLayer | None]]:
-        """Rows of the pass and their layer cache; None for those whose session has ended."""
+from flowspec_edge.stage.layers.recurrent import RecurrentPass
 
 
 class TreeDeltaNet(nn.Module):
