@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from stagekit import RECURRENT
 from tiny import tiny_llama, tiny_model
 from tiny_dir import tiny_spd
 from tokenizers import Tokenizer
@@ -43,6 +44,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-mixed": ("qwen3_moe", {"head_dim": 24, "num_experts": 5, "num_experts_per_tok": 2,
                                       "moe_intermediate_size": 32, "mlp_only_layers": [1]}),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "qwen3-next": ("qwen3_next", RECURRENT | {
+        "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}),
+    "qwen3.5": ("qwen3_5_text", RECURRENT | {"head_dim": 16}),
+    "qwen3.5-tied": ("qwen3_5_text", RECURRENT | {"head_dim": 24, "tie_word_embeddings": True}),
+    "qwen3.5-moe": ("qwen3_5_moe_text", RECURRENT | {
+        "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40}),
     "mixtral-window": ("mixtral", {"num_local_experts": 4, "sliding_window": WINDOW}),
     "gpt-oss": ("gpt_oss", {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2,
                             "sliding_window": WINDOW, "swiglu_limit": 0.5}),

@@ -17,11 +17,13 @@ import torch
 from tiny import tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import LinearAttentionLayer
 
 from flowspec_edge.messages import Open, Output, Prune, Segment, Tap
 from flowspec_edge.stage.engine import StageEngine
-from flowspec_edge.stage.layers import kv_cache
+from flowspec_edge.stage.layers import kv_cache, recurrent
 from flowspec_edge.stage.layers.kinds import KeysValues
+from flowspec_edge.stage.layers.recurrent import GatedDelta
 from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.tree.segment_builder import SegmentBuilder
 from flowspec_edge.util.tensors import to_torch
@@ -74,7 +76,7 @@ class Truth:
 
     hidden: Tensor  # [H], after the final norm
     layer_inputs: list[Tensor]  # [H] each
-    keys_values: Tensor  # [layers, 2, kv_heads, head_dim]
+    held: list[Tensor]  # by layer: keys and values [2, kv_heads, head_dim], or the state [heads, k, v]
 
 
 class Oracle:
@@ -95,9 +97,9 @@ class Oracle:
         cache = DynamicCache(config=self.model.config)
         out = self.model.model(torch.tensor([list(path)]), past_key_values=cache, use_cache=True,
                                output_hidden_states=True)
-        pairs = [torch.stack([layer.keys[0, :, -1], layer.values[0, :, -1]]) for layer in cache.layers]
-        return Truth(out.last_hidden_state[0, -1], [h[0, -1] for h in out.hidden_states[:-1]],
-                     torch.stack(pairs))
+        held = [layer.recurrent_states[0][0] if isinstance(layer, LinearAttentionLayer) else
+                torch.stack([layer.keys[0, :, -1], layer.values[0, :, -1]]) for layer in cache.layers]
+        return Truth(out.last_hidden_state[0, -1], [h[0, -1] for h in out.hidden_states[:-1]], held)
 
 
 def engines(path: Path, stages: int, dtype: str = "fp32", capacity: int = 256,
@@ -134,19 +136,29 @@ def assert_rows(output: Output, book: Book, oracle: Oracle, atol: float = 1e-4) 
 
 def assert_cache(engine: StageEngine, book: Book, oracle: Oracle, atol: float = 1e-4) -> None:
     """Every row that layers hold has the keys and values that the oracle has at the end of its path; rows
-    that they do not hold are text, and no later row sees them."""
+    that they do not hold are text, and no later row sees them, or they are in the oracle's state."""
     cache = engine.cache_of(book.builder.session)
     assert cache is not None
     assert sorted(layer for part in cache.parts for layer in part.rows()) == [*range(*engine.shard.layers)]
     for part, kind in zip(cache.parts, engine.shard.layers_of_kinds, strict=True):
+        if isinstance(kind, GatedDelta):
+            assert part.first <= cache.committed < part.first + recurrent.AT_ONCE
+            for layer, state in part.rows().items() if part.first else ():
+                truth = oracle.truth(book.paths[cache.numbers[part.first - 1]]).held[layer]
+                torch.testing.assert_close(state, truth, atol=atol, rtol=1e-4)
+            continue
         assert isinstance(kind, KeysValues)
         assert part.first <= max(0, cache.committed - (kind.window or cache.committed + 1) + 1)
         for slot, number in enumerate(cache.numbers[part.first:].tolist()):
-            truth = oracle.truth(book.paths[number]).keys_values
             for layer, held in part.rows().items():
-                torch.testing.assert_close(held[:, slot], truth[layer], atol=atol, rtol=1e-4)
+                truth = oracle.truth(book.paths[number]).held[layer]
+                torch.testing.assert_close(held[:, slot], truth, atol=atol, rtol=1e-4)
 
 
+RECURRENT: dict[str, Any] = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]}
 WINDOWED: dict[str, Any] = {
     "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 4,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]}
@@ -156,6 +168,14 @@ def windowed(path: Path, vocab: int, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A random model of four layers, three of which see four rows and hold two more of the text at most."""
     monkeypatch.setattr(kv_cache, "SLACK", 1)
     return tiny_model("qwen3", path, layers=4, hidden=32, vocab=vocab, **WINDOWED)
+
+
+def recurring(path: Path, vocab: int, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A random model of four layers, three of which are recurrent, fold two rows at once and keep snapshots
+    after each three rows."""
+    monkeypatch.setattr(recurrent, "AT_ONCE", 2)
+    monkeypatch.setattr(recurrent, "GRID", 3)
+    return tiny_model("qwen3_5_text", path, layers=4, hidden=32, vocab=vocab, **RECURRENT)
 
 
 def random_tokens(n: int, vocab: int, seed: int) -> list[int]:

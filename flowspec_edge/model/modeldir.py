@@ -70,7 +70,7 @@ class ModelDir:
     @cached_property
     def config(self) -> dict[str, Any]:
         path = self.target / "config.json"
-        config = read_json_object(path)
+        config = text_config(read_json_object(path))
         check_config(config, path)
         return config
 
@@ -183,7 +183,27 @@ def cache_values(config: Mapping[str, Any]) -> int:
     heads = int(config.get("num_attention_heads") or 0)
     keys = int(config.get("num_key_value_heads") or heads)
     width = int(config.get("head_dim") or (int(config.get("hidden_size") or 0) // max(1, heads)))
-    return 2 * keys * width * int(config.get("num_hidden_layers") or 1)
+    return 2 * keys * width * (int(config.get("num_hidden_layers") or 1) - recurrent_layers(config))
+
+
+def recurrent_layers(config: Mapping[str, Any]) -> int:
+    """Layers without keys and values."""
+    if config.get("model_type") not in RECURRENT:
+        return 0
+    layers, every = int(config["num_hidden_layers"]), int(config.get("full_attention_interval") or 4)
+    kinds = config.get("layer_types") or [
+        "full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers)]
+    return sum(kind == "linear_attention" for kind in kinds)
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a multimodal model, the fields of its language model; else ``config``."""
+    inner = config.get("text_config")
+    if config.get("model_type") not in _MULTIMODAL or not isinstance(inner, dict):
+        return dict(config)
+    fields = {name: config[name] for name in ("tie_word_embeddings", "eos_token_id", "quantization_config")
+              if name in config}
+    return {**inner, **fields, "model_type": _MULTIMODAL[config["model_type"]]}
 
 
 def position_limit(config: Mapping[str, Any]) -> int:
@@ -192,11 +212,16 @@ def position_limit(config: Mapping[str, Any]) -> int:
     return int(config["max_position_embeddings"])
 
 
-SPARSE = ("qwen3_moe", "mixtral", "gpt_oss")  # families with experts
-# Families with dense layers that only transformers' own code computes: not fused, not split among ranks.
-UNSPLIT = ("phi3", "ministral3")
-# Families whose forward pass is exactly: embeddings, layers whose mask is full or a window, norm.
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", *SPARSE, *UNSPLIT)
+# Families with experts, and with recurrent layers.
+SPARSE = ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_next", "qwen3_5_moe_text")
+RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+# Families that only transformers' own code computes: not fused, not split among ranks.
+UNSPLIT = ("phi3", "ministral3", "gpt_oss", *RECURRENT)
+_MULTIMODAL = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}  # -> of their language model
+# Families whose forward pass is exactly: embeddings, layers with attention (of all or a window) or a
+# recurrence, norm.
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "ministral3", "qwen3_moe", "mixtral",
+                 "gpt_oss", *RECURRENT)
 
 _SIZES = {  # field -> the most of any model, with room
     "hidden_size": 1 << 20,
@@ -206,6 +231,13 @@ _SIZES = {  # field -> the most of any model, with room
     "num_local_experts": 1 << 12,
     "num_experts_per_tok": 1 << 12,
     "num_hidden_layers": 1_000,
+    "linear_num_key_heads": 1 << 16,
+    "linear_num_value_heads": 1 << 16,
+    "linear_key_head_dim": 1 << 16,
+    "linear_value_head_dim": 1 << 16,
+    "linear_conv_kernel_dim": 1 << 10,
+    "full_attention_interval": 1_000,
+    "shared_expert_intermediate_size": 1 << 22,
     "num_attention_heads": 1 << 16,
     "num_key_value_heads": 1 << 16,
     "head_dim": 1 << 16,

@@ -39,6 +39,9 @@ from flowspec_edge.util.tensors import DTYPES
 DTYPE_NAMES: dict[torch.dtype, ComputeDtype] = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
+# Small matrices of recurrent layers and mixtures, whose outputs are decays and gates.
+_IN_16_BITS = (".in_proj_a", ".in_proj_b", ".in_proj_ba", ".shared_expert_gate")
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -288,10 +291,11 @@ def _is_packed(source: SourceModel, recipe: Recipe, linear: Linear) -> bool:
         return False
     if source.imported is not None:
         return f"{linear.prefix}.weight" not in source.tensors
+    if linear.prefix.endswith(_IN_16_BITS):
+        return False
     return recipe.scheme.fits(linear.rows, linear.columns) is not None
 
 
 def _packed_bytes(recipe: Recipe, linear: Linear) -> int:
     assert recipe.scheme is not None
     return recipe.scheme.nbytes(linear.rows, linear.columns)
-

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.catalogue import download, is_repository_name
-from flowspec_edge.model.modeldir import ModelDir, is_here, resolve_model
+from flowspec_edge.model.modeldir import ModelDir, is_here, resolve_model, text_config
 from flowspec_edge.sharding.drafts import DraftFiles, check_fit, drafts_of
 from flowspec_edge.stage.families import load_config, skeleton
 from flowspec_edge.stage.quant.awq_gptq import Importer, importer
@@ -99,9 +99,10 @@ class SourceModel:
 
     @property
     def plain_config(self) -> bytes:
-        """config.json without the section about AWQ, GPTQ or MXFP4."""
-        fields = json.loads(self.raw)
-        if fields.pop("quantization_config", None) is None:
+        """config.json of the language model, without the section about AWQ, GPTQ or MXFP4."""
+        raw = json.loads(self.raw)
+        fields = text_config(raw)
+        if fields.pop("quantization_config", None) is None and fields == raw:
             return self.raw
         return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
 

@@ -13,8 +13,17 @@ from transformers.activations import ACT2FN
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.manifest import DRAFT_TARGET, Manifest, stage_part
-from flowspec_edge.model.modeldir import SPARSE, check_config, is_sharded, refuse_gguf, require_family
+from flowspec_edge.model.modeldir import (
+    RECURRENT,
+    SPARSE,
+    check_config,
+    is_sharded,
+    refuse_gguf,
+    require_family,
+    text_config,
+)
 from flowspec_edge.stage.layers import attention
+from flowspec_edge.stage.layers.delta_net import recur_over_trees
 from flowspec_edge.stage.layers.experts import separate_experts
 from flowspec_edge.util.bounded_read import read_json_object
 
@@ -37,9 +46,15 @@ def load_config(model_dir: Path | str, quantised: bool = False) -> Any:
     if not path.is_file():
         refuse_gguf(model_dir)
         raise UsageError(f"no model at {model_dir}: config.json is missing")
-    check_config(read_json_object(path), path)
+    raw = read_json_object(path)
+    fields = text_config(raw)
+    check_config(fields, path)
     try:
-        config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+        if "text_config" in raw and "text_config" not in fields:
+            config = AutoConfig.for_model(**fields)
+            config.name_or_path = str(model_dir)
+        else:
+            config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
     except Exception as error:  # transformers and huggingface_hub raise many types, even bare Exceptions
         reason = shorten(str(error), 200, placeholder=" …")
         raise UsageError(f"{path} is not a model configuration: {reason}") from error
@@ -49,7 +64,7 @@ def load_config(model_dir: Path | str, quantised: bool = False) -> Any:
 
 def parse_config(fields: Mapping[str, Any], origin: str) -> Any:
     """transformers' configuration from the ``fields`` of a config.json; errors as for :func:`load_config`."""
-    config = AutoConfig.for_model(**fields)
+    config = AutoConfig.for_model(**text_config(fields))
     _check(config, origin, quantised=False)
     return config
 
@@ -71,6 +86,7 @@ def skeleton(config: Any) -> Any:
         with torch.device("meta"):
             core = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME).model
             separate_experts(core)
+            recur_over_trees(core)
             return core
     except Exception as error:  # from any module of any family, for values that do not fit together
         reason = shorten(str(error), 200, placeholder=" …")
@@ -111,13 +127,20 @@ def _check_shape(config: Any, path: Path | str) -> None:
         raise UsageError(f"{path}: {heads} attention heads cannot share {kv_heads} key/value heads evenly")
     if config.hidden_act not in ACT2FN:
         raise UsageError(f"{path}: transformers has no activation {config.hidden_act!r}")
-    if config.model_type in SPARSE and config.num_experts_per_tok > config.num_local_experts:
-        raise UsageError(f"{path}: a row cannot choose {config.num_experts_per_tok} experts of "
-                         f"{config.num_local_experts}")
+    experts = (getattr(config, "num_local_experts", None) or config.num_experts
+               ) if config.model_type in SPARSE else 0
+    if experts and config.num_experts_per_tok > experts:
+        raise UsageError(f"{path}: a row cannot choose {config.num_experts_per_tok} experts of {experts}")
+    if config.model_type in RECURRENT and config.linear_num_value_heads % config.linear_num_key_heads:
+        raise UsageError(f"{path}: {config.linear_num_value_heads} heads of recurrent layers cannot share "
+                         f"{config.linear_num_key_heads} key heads evenly")
+    if config.model_type in RECURRENT and config.hidden_act != "silu":
+        raise UsageError(f"{path}: the convolution's activation is silu, not {config.hidden_act!r}")
 
 
 def _check_layers(config: Any, path: Path | str) -> None:
-    others = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+    known = {"full_attention", "linear_attention" if config.model_type in RECURRENT else "sliding_attention"}
+    others = {*(getattr(config, "layer_types", None) or ())} - known
     if others:
         raise UsageError(f"{path}: layers of type {', '.join(sorted(others))} cannot be run, only "
                          "full_attention and sliding_attention")

@@ -144,7 +144,7 @@ def load_shard(model_dir: Path | str, index: int, stages: int, dtype: str,
     model_dir  a checkpoint, or a sharded model with this stage's part, whose files are all checked against
                the manifest
     dtype      "fp32", "bf16" or "fp16": of activations, caches and all weights that are not in 4 bits
-    fused      use FusedLayer; None: on CUDA; never for gpt_oss or a family in ``UNSPLIT``
+    fused      use FusedLayer; None: on CUDA; never for a family in ``UNSPLIT``
 
     UsageError for an unusable model or split.  FlowspecError for too little memory, and for a missing,
     misshapen, truncated, altered or unexpected file or tensor, which it names.
@@ -158,7 +158,7 @@ def load_shard(model_dir: Path | str, index: int, stages: int, dtype: str,
     weights = part_dir(model_dir, stage_part(index))
     with opened_part(model_dir, stage_part(index)) as files:
         config, checkpoint = load_config(weights), Checkpoint(weights, files)
-        core, fused = skeleton(config), fused and config.model_type not in ("gpt_oss", *UNSPLIT)
+        core, fused = skeleton(config), fused and config.model_type not in UNSPLIT
         parts: dict[str, nn.Module] = {f"model.layers.{i}": core.layers[i] for i in range(lo, hi)}
         if index == stages - 1:
             parts["model.norm"] = core.norm

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -112,6 +112,12 @@ class SafetensorsFile(WeightFile):
     def start(self, name: str) -> int:
         """The tensor's first byte."""
         return self._starts[name]
+
+    def view(self, name: str, of: str, at: int, shape: Sequence[int]) -> None:
+        """Let ``name`` stand for ``shape`` values of tensor ``of``, from its value ``at`` on."""
+        info = self.info(of)
+        self.tensors[name] = TensorInfo(torch.Size(shape), info.dtype)
+        self._starts[name] = self._starts[of] + at * info.dtype.itemsize
 
     def _bytes(self, at: int, count: int) -> bytes:
         if at + count > self.file.size:

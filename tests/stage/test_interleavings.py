@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from propertykit import examples
-from stagekit import Oracle, assert_cache, assert_rows, windowed
+from stagekit import Oracle, assert_cache, assert_rows, recurring, windowed
 from storykit import VOCAB, Story, stories
 from tiny import tiny_llama
 
@@ -26,11 +26,12 @@ LAYERS = 4
 STAGES = 2
 
 
-@pytest.fixture(scope="module", params=["full", "windows"])
+@pytest.fixture(scope="module", params=["full", "windows", "recurrent"])
 def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         path = tmp_path_factory.mktemp("model")
         yield (windowed(path, VOCAB, patch) if request.param == "windows" else
+               recurring(path, VOCAB, patch) if request.param == "recurrent" else
                tiny_llama(path, layers=LAYERS, hidden=32, vocab=VOCAB))
 
 

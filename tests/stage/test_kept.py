@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 from playkit import LAYERS, SLOTS, STAGES, Control, Step, during, passed_on, passes, places, play
 from propertykit import examples
 from recordkit import recorded
-from stagekit import Book, Oracle, assert_cache, assert_rows, engines, random_tokens, through, windowed
+from stagekit import (
+    Book,
+    Oracle,
+    assert_cache,
+    assert_rows,
+    engines,
+    random_tokens,
+    recurring,
+    through,
+    windowed,
+)
 from storykit import VOCAB, Story, stories
 from tiny import tiny_llama
 
@@ -35,14 +45,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("llama"), layers=LAYERS, hidden=32, vocab=VOCAB)
 
 
-@pytest.fixture(scope="module", params=["one by one", "recorded", "windows"])
+@pytest.fixture(scope="module", params=["one by one", "recorded", "windows", "recurrent"])
 def shards(model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
            ) -> Iterator[tuple[Path, list[tuple[Shard, dict[int, LayerGraphs]]]]]:
     """The model's directory, and its stages."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "windows":
             model = windowed(tmp_path_factory.mktemp("windows"), VOCAB, patch)
-        fused = request.param != "one by one"
+        if request.param == "recurrent":
+            model = recurring(tmp_path_factory.mktemp("recurrent"), VOCAB, patch)
+        fused = request.param in ("recorded", "windows")
         loaded = [load_shard(model, i, STAGES, "fp32", fused=fused) for i in range(STAGES)]
         yield model, [(shard, recorded(shard, 16, 32) if fused else {}) for shard in loaded]
 

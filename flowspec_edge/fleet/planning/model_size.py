@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import gcd, prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from flowspec_edge.drafting.eagle.eagle3 import Eagle3Head
 from flowspec_edge.drafting.eagle.eagle3_formats import head3_config
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.catalogue import download_config, find_known, is_repository_name
-from flowspec_edge.model.manifest import CacheBits, HeadBits, reserved
+from flowspec_edge.model.manifest import SESSIONS, CacheBits, HeadBits, reserved
 from flowspec_edge.model.modeldir import (
     DRAFT_PARTS,
     WEIGHTS,
@@ -35,6 +35,7 @@ from flowspec_edge.stage.families import load_config, parse_config, skeleton
 from flowspec_edge.stage.layers.experts import correlated
 from flowspec_edge.stage.layers.kinds import layer_kinds
 from flowspec_edge.stage.layers.kv_cache import row_bytes
+from flowspec_edge.stage.layers.recurrent import GatedDelta
 from flowspec_edge.stage.quant.awq_gptq import importer
 from flowspec_edge.stage.quant.base import Scheme
 from flowspec_edge.stage.quant.schemes import default_head_bits, head_scheme, scheme
@@ -56,8 +57,10 @@ class ModelBytes:
     head_bits        of lm_head and the EAGLE head's matrices
     draft            the EAGLE head's fc and layer, and its own lm_head if it has one (EAGLE-3)
     draft_lm_head    what a draft pass reads of the target's lm_head: 0 for a head with its own
-    kv_row           keys and values of one row in one layer; draft_kv_row: in the draft head
+    kv_row           keys and values of one row in one layer, on average; draft_kv_row: in the draft head
     window           rows that layers with a window see; ``windowed``: their share of all layers
+    state            of recurrent layers, in one layer, on average: states, snapshots and entries of a
+                     request, and states and snapshots of a text that it may go on with
     from_weights     whether weight files were present and agreed
     draft_estimated  whether there is no head here, and a head of the target's shape was assumed
     layer_launches   kernel launches of a decoder layer, without those of experts
@@ -89,6 +92,7 @@ class ModelBytes:
     experts: int = 0
     expert: int = 0
     chosen: int = 0
+    state: int = 0
 
     @property
     def bytes_per_value(self) -> int:
@@ -121,9 +125,11 @@ class ModelBytes:
         return self.layer - self.expert * (self.experts - touched)
 
     def layer_cache(self, rows: int, requests: int, tentative: int) -> int:
-        """Bytes in an average layer of a cache of ``rows`` rows, as ``manifest.reserved`` says."""
+        """Bytes in an average layer of a cache of ``rows`` rows, as ``manifest.reserved`` says, and of the
+        requests' states."""
         held = reserved(self.window, rows, requests, tentative)
-        return round(self.kv_row * (self.windowed * held + (1 - self.windowed) * rows))
+        by_row = round(self.kv_row * (self.windowed * held + (1 - self.windowed) * rows))
+        return by_row + requests * self.state
 
     def segment_bytes(self, rows: int) -> int:
         """The hidden states of a segment, without its header."""
@@ -158,6 +164,7 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
     windows = [kind.window for kind in kinds if kind.window is not None]
     mixtures = [layer.mlp.experts for layer in core.layers if hasattr(layer.mlp, "experts")]
     sparse = mixtures[0] if mixtures else []
+    recurrent = [kind for kind in kinds if isinstance(kind, GatedDelta)]
     return ModelBytes(
         name=name, dtype=dtype, layers=int(config.num_hidden_layers),
         hidden_width=int(config.hidden_size), vocabulary=vocabulary,
@@ -167,13 +174,16 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
         norm=_numel(core.norm.parameters()) * width, lm_head=matrix,
         draft=_module(head, width, quantised) - head.embed_tokens.weight.numel() * width,
         draft_lm_head=0 if isinstance(head, Eagle3Head) else matrix, head_bits=bits,
-        kv_row=kinds[0].row_bytes(width), window=min(windows, default=None),
-        windowed=len(windows) / len(kinds), draft_kv_row=_kv_row(head.config, width),
+        kv_row=-(-sum(kind.row_bytes(width) for kind in kinds) // len(kinds)),
+        window=min(windows, default=None), windowed=len(windows) / len(kinds),
+        draft_kv_row=_kv_row(head.config, width),
         kv_cache=kv_cache,
         from_weights=from_weights, draft_estimated=draft is None,
         layer_launches=LAYER_LAUNCHES.get(config.model_type, OTHER_LAYER_LAUNCHES),
         experts=len(sparse), expert=_module(sparse[0], width, packed) if sparse else 0,
         chosen=int(config.num_experts_per_tok) if sparse else 0,
+        state=sum(kind.session_bytes(1024, width) + (SESSIONS - 1) * kind.session_bytes(0, width)
+                  for kind in recurrent) // len(kinds),
     )
 
 
@@ -233,10 +243,15 @@ def assumed_head(config: Any, published: Sequence[str]) -> EagleHead | Eagle3Hea
 
 
 def _assumed_shape(config: Any) -> LlamaConfig:
+    heads = config.num_attention_heads
+    if config.hidden_size % heads:  # which a Llama forbids
+        heads = config.hidden_size // config.head_dim
     return LlamaConfig(
         vocab_size=config.vocab_size, hidden_size=config.hidden_size, num_hidden_layers=1,
-        intermediate_size=config.intermediate_size, num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads, head_dim=getattr(config, "head_dim", None), bias=True)
+        intermediate_size=getattr(config, "intermediate_size", 4 * config.hidden_size),
+        num_attention_heads=heads,
+        num_key_value_heads=gcd(heads, config.num_key_value_heads or heads),
+        head_dim=getattr(config, "head_dim", None), bias=True)
 
 
 def _module(module: nn.Module, width: int, how: Scheme | None) -> int:

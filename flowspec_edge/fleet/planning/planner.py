@@ -83,6 +83,7 @@ class SplitProblem:
 
     @property
     def layer_cache(self) -> int:
+        """Bytes of one layer's cache."""
         return self.size.layer_cache(self.cached, self.requests, self.tentative // self.requests)
 
     def stage(self, layers: int) -> int:

@@ -29,6 +29,8 @@ class _Names(NamedTuple):
 _FAMILIES = {
     "qwen3_moe": _Names("mlp", "gate_proj", "up_proj", "down_proj"),
     "mixtral": _Names("block_sparse_moe", "w1", "w3", "w2"),
+    "qwen3_next": _Names("mlp", "gate_proj", "up_proj", "down_proj"),
+    "qwen3_5_moe_text": _Names("mlp", "gate_proj", "up_proj", "down_proj"),
     "gpt_oss": _Names("mlp", "gate_proj", "up_proj", "down_proj"),
 }
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from flowspec_edge.model.manifest import CacheBits, reserved
 from flowspec_edge.stage.layers.attention import BatchCache, BatchMask, Part, folded_mask
 from flowspec_edge.stage.layers.kv_cache import KVArena, row_bytes, window_reusable, window_rows
+from flowspec_edge.stage.layers.recurrent import GatedDelta
 from flowspec_edge.stage.layers.stage_cache import CacheKind
 
 # Families whose layers all have the configuration's window, if it has one; in others, ``layer_types`` says.
@@ -76,7 +77,8 @@ def layer_kinds(config: Any, kept_in: CacheBits = "16bit", kv_heads: int | None 
         kv_heads = int(config.num_key_value_heads or heads)
         groups = heads // kv_heads
     head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return [KeysValues(kv_heads, groups, head_dim, kept_in,
+    return [GatedDelta.of(config) if of == "linear_attention" else
+            KeysValues(kv_heads, groups, head_dim, kept_in,
                        config.sliding_window if of == "sliding_attention" else None) for of in types]
 
 

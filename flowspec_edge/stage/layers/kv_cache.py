@@ -213,9 +213,12 @@ class KVCache:
         self.first += dropped
         self._length -= dropped
 
-    def retain(self) -> None:
-        """All rows are text, and no more are to come."""
-        self.commit(self.first + self._length)
+    def retain(self, rows: int) -> None:
+        """All rows are text, ``rows`` of them, and no more are to come."""
+        if rows < self.first:
+            raise ProtocolError(f"a text cannot be cut behind {rows} rows: layers with a window hold those "
+                                f"from row {self.first} on")
+        self.commit(rows)
         self._reserved = 0
         self.capacity = self._length
 

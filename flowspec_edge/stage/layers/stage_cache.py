@@ -51,8 +51,9 @@ class LayerCache(Protocol):
     def keep(self, mask: Bool) -> None:
         """Drop the held rows where ``mask`` [len] is False."""
 
-    def retain(self) -> None:
-        """All rows are text, and no more are to come until the arena widens the cache."""
+    def retain(self, rows: int) -> None:
+        """All held rows are text, of ``rows`` rows, and no more are to come until the arena widens the cache.
+        ProtocolError if it would be cut where its kind cannot go on from (``reusable``)."""
 
     def truncate(self, rows: int) -> None:
         """Only the first ``rows`` rows of the text, as many as its kind's ``reusable`` permits.
@@ -189,6 +190,9 @@ class StageCache:
         first = int(mask.argmin())
         if first < max((part.first for part in self.parts), default=0):
             raise ProtocolError(f"row {self.numbers[first]} is committed: it cannot be dropped")
+        return self._drop(mask)
+
+    def _drop(self, mask: Bool) -> int:
         source = np.flatnonzero(mask)
         for part in self.parts:
             part.keep(mask[part.first:])
@@ -207,10 +211,10 @@ class StageCache:
         """Keep only ``slots`` [n], increasing, as a text renumbered from 0, and no room for more."""
         mask = np.zeros(self._length, dtype=bool)
         mask[slots] = True
-        self.keep(mask)
+        self._drop(mask)
         self.committed = self._length
         for part in self.parts:
-            part.retain()
+            part.retain(self._length)
         self.renumber(self._length)
 
     def renumber(self, capacity: int) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.stage.weights.files import INDEX, PICKLED, SAFE, WeightFiles
 from flowspec_edge.stage.weights.stacked import StackedExperts, stacks
+from flowspec_edge.stage.weights.tensor_names import is_written_otherwise, use_own_names
 from flowspec_edge.util.bounded_read import read_json
 from flowspec_edge.util.weight_file import TensorInfo, WeightFile
 
@@ -120,7 +121,7 @@ class Checkpoint:
             if index.is_file():
                 return self._indexed(index)
             if path.is_file():
-                return dict.fromkeys(self._weights.open(path).tensors, path)
+                return self._named([path])
         raise UsageError(f"no model at {self.directory}: neither {SAFE} nor {SAFE}{INDEX} nor {PICKLED} "
                          "is there")
 
@@ -133,7 +134,18 @@ class Checkpoint:
         for file in files.values():
             if Path(file).name != file:
                 raise FlowspecError(f"{index}: {file!r} is not the name of a file beside it")
-        return {name: self.directory / file for name, file in files.items()}
+        located = {name: self.directory / file for name, file in files.items()}
+        if any(map(is_written_otherwise, located)):
+            return self._named(dict.fromkeys(located.values()))
+        return located
+
+    def _named(self, paths: Iterable[Path]) -> dict[str, Path]:
+        found: dict[str, Path] = {}
+        for path in paths:
+            file = self._weights.open(path)
+            use_own_names(file)
+            found |= dict.fromkeys(file.tensors, path)
+        return found
 
 
 def check_shape(directory: Path | str, name: str, stored: torch.Size, shape: torch.Size) -> None:

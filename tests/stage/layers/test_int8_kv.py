@@ -75,7 +75,7 @@ def test_every_operation_against_a_list_of_rows(data: st.DataObject) -> None:
             cache.keep(mask)
             held = [row for row, stays in zip(held, mask, strict=True) if stays]
         elif action == "retain" and held:
-            cache.retain()
+            cache.retain(len(cache))
             assert cache.capacity == len(held)
             arena.widen(cache, 40)
         assert len(cache) == len(held)

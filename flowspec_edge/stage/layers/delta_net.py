@@ -1,0 +1,65 @@
+"""The gated delta net of Qwen3-Next and its successors over a tree's rows, in the place of transformers' own.
+
+Weights, projections and the norm are transformers'; the convolution and the recurrence, in float32, are those
+of a ``RecurrentLayer``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flowspec_edge.stage.layers.recurrent import RecurrentPass
+
+
+class TreeDeltaNet(nn.Module):
+    """The modules and tensors of ``net``, under their names."""
+
+    def __init__(self, net: Any) -> None:
+        super().__init__()
+        self._key_heads, self._heads = int(net.num_k_heads), int(net.num_v_heads)
+        self._key_width, self._value_width = int(net.head_k_dim), int(net.head_v_dim)
+        self._layer = int(net.layer_idx)
+        for name, module in net.named_children():
+            self.add_module(name, module)
+        self.dt_bias: Tensor = net.dt_bias
+        self.A_log: Tensor = net.A_log
+
+    def __getattr__(self, name: str) -> Any:  # of modules, which may be packed ones
+        return super().__getattr__(name)
+
+    def forward(self, hidden_states: Tensor, cache_params: RecurrentPass, **_: Any) -> Tensor:
+        """[1, n, H] to [1, n, H]."""
+        x = hidden_states[0]
+        inputs, z, b, a = self._interleaved(x) if hasattr(self, "in_proj_qkvz") else (
+            self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x))
+        log_decays = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
+        betas = b.float().sigmoid()
+        weight = self.conv1d.weight[:, 0].float()
+        outputs = [log_decays.new_zeros(rows.stop - rows.start, self._heads, self._value_width)
+                   if layer is None else layer.update(inputs[rows], weight, log_decays[rows], betas[rows])
+                   for rows, layer in cache_params.recurrent(self._layer)]
+        mixed = torch.cat(outputs).to(x.dtype)
+        normed = self.norm(mixed.flatten(0, 1), z.reshape(-1, self._value_width))
+        out: Tensor = self.out_proj(normed.view(len(x), -1))
+        return out[None]
+
+    def _interleaved(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Qwen3-Next's projections, which are ordered by key head: the convolution's inputs [n, channels], z
+        [n, heads * v], b and a [n, heads]."""
+        group = self._heads // self._key_heads
+        values = group * self._value_width
+        mixed = self.in_proj_qkvz(x).unflatten(-1, (self._key_heads, -1))
+        *inputs, z = mixed.split([self._key_width, self._key_width, values, values], -1)
+        b, a = self.in_proj_ba(x).unflatten(-1, (self._key_heads, -1)).split(group, -1)
+        return torch.cat([part.flatten(1) for part in inputs], -1), z.flatten(1), b.flatten(1), a.flatten(1)
+
+
+def recur_over_trees(core: Any) -> None:
+    """Replace the recurrent layers' nets of a decoder on the meta device."""
+    for layer in core.layers:
+        if hasattr(layer, "linear_attn"):
+            layer.linear_attn = TreeDeltaNet(layer.linear_attn)

@@ -1,0 +1,197 @@
+"""What a recurrent layer keeps of a session: its state after the folded rows, an entry for each other row
+(:mod:`delta_rule`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flowspec_edge.stage.layers import delta_rule
+from flowspec_edge.stage.layers.delta_rule import Entries, Rows
+
+_ROOM = 64  # rows by which the memory for entries grows, at least
+State = tuple[Tensor, Tensor]  # [heads, k, v], and the convolution's last inputs
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    """kernel  rows that enter the convolution"""
+
+    key_heads: int
+    heads: int
+    key_width: int
+    value_width: int
+    kernel: int
+
+    @classmethod
+    def of(cls, config: Any) -> Self:
+        return cls(int(config.linear_num_key_heads), int(config.linear_num_value_heads),
+                   int(config.linear_key_head_dim), int(config.linear_value_head_dim),
+                   int(config.linear_conv_kernel_dim))
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values of all heads."""
+        return 2 * self.key_heads * self.key_width + self.heads * self.value_width
+
+    def state_bytes(self, width: int) -> int:
+        """Of a layer's state, however long the text is; ``width``: bytes of a value in the compute dtype."""
+        return 4 * self.heads * self.key_width * self.value_width + (self.kernel - 1) * self.channels * width
+
+    def entry_bytes(self, width: int) -> int:
+        """Of a row that is not folded, in a layer."""
+        return 4 * (self.key_heads * self.key_width + self.heads * (self.value_width + 1)
+                    ) + self.channels * width
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaPass:
+    """cuts       ends of the pieces of the rows that are text and become part of the states, none if none do
+    visible    [n, entries + n] bool: what the n other rows see
+    ancestors  [n, kernel] int64: which inputs enter each row's convolution, its own last
+    """
+
+    cuts: tuple[int, ...]
+    visible: Tensor
+    ancestors: Tensor
+
+
+class RecurrentLayer:
+    """state  [heads, k, v] float32: behind the folded rows; replaced, never changed in place"""
+
+    def __init__(self, kind: DeltaShape, dtype: torch.dtype, device: torch.device) -> None:
+        self._kind, self._before = kind, kind.kernel - 1
+        self.state = torch.zeros(kind.heads, kind.key_width, kind.value_width, device=device)
+        self._length = 0  # entries
+        self._entries = Entries(*(torch.empty(0, *size, device=device) for size in (
+            (kind.key_heads, kind.key_width), (kind.heads, kind.value_width), (kind.heads,))))
+        # The convolution's: of the last folded rows, then of each entry.
+        self._inputs = torch.zeros(self._before, kind.channels, dtype=dtype, device=device)
+        self._pass: DeltaPass | None = None
+        self._behind: list[State] = []  # after each piece of the pass's text
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.state, self._inputs, *self._entries))
+
+    @property
+    def entries(self) -> Entries:
+        return self._some(slice(self._length))
+
+    def _some(self, rows: slice) -> Entries:
+        return Entries(*(tensor[rows] for tensor in self._entries))
+
+    def clear(self) -> None:
+        """Drop all entries, with their memory."""
+        self._length = 0
+        self._entries = Entries(*(tensor.new_empty(0, *tensor.shape[1:]) for tensor in self._entries))
+        self._inputs = self._inputs[:self._before].clone()
+
+    def make_room(self, entries: int) -> None:
+        """For at least so many."""
+        room = len(self._entries.keys)
+        if entries > room:
+            more = max(_ROOM, entries - room, room)
+            self._entries = Entries(*(torch.cat((tensor, tensor.new_empty(more, *tensor.shape[1:])))
+                                      for tensor in self._entries))
+            self._inputs = torch.cat((self._inputs, self._inputs.new_empty(more, self._kind.channels)))
+
+    def snapshot(self) -> State:
+        return self.state, self._inputs[:self._before].clone()
+
+    def restore(self, state: State) -> None:
+        self.state, self._inputs[:self._before] = state
+        self._length = 0
+
+    def begin(self, current: DeltaPass) -> None:
+        self._pass = current
+        self._behind.clear()
+
+    def update(self, inputs: Tensor, weight: Tensor, log_decays: Tensor, betas: Tensor) -> Tensor:
+        """The pass's outputs [n, heads, v] float32.
+
+        inputs             [n, channels] of the convolution, whose ``weight`` is [channels, kernel]
+        log_decays, betas  [n, heads] float32
+        """
+        current = self._pass
+        assert current is not None
+        state, before, text, outputs = self.state, self._inputs[:self._before], 0, []
+        for end in current.cuts:
+            chain = torch.cat((before, inputs[text:end]))
+            windows = chain.unfold(0, self._kind.kernel, 1).mT.split(delta_rule.CHUNK)  # views
+            mixed = torch.cat([delta_rule.convolved(window, weight) for window in windows])
+            rows = self._rows(mixed, log_decays[text:end], betas[text:end])
+            output, state = delta_rule.text(rows, state)
+            before, text = chain[end - text :], end
+            self._behind.append((state, before))
+            outputs.append(output)
+        if text < len(inputs):
+            start, end = self._before + self._length, self._length + len(inputs) - text
+            self._inputs[start : self._before + end] = inputs[text:]
+            held = torch.cat((before, inputs[text:])) if text else self._inputs
+            mixed = delta_rule.convolved(held[current.ancestors], weight)
+            rows = self._rows(mixed, log_decays[text:], betas[text:])
+            output, entries = delta_rule.segment(rows, state, self.entries, current.visible)
+            for stored, new in zip(self._entries, entries, strict=True):
+                stored[self._length : end] = new
+            outputs.append(output)
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _rows(self, mixed: Tensor, log_decays: Tensor, betas: Tensor) -> Rows:
+        kind = self._kind
+        width = kind.key_heads * kind.key_width
+        queries, keys = (delta_rule.normalised(part.unflatten(-1, (kind.key_heads, -1)))
+                         for part in mixed[:, : 2 * width].split(width, -1))
+        values = mixed[:, 2 * width :].unflatten(-1, (kind.heads, -1))
+        return Rows(queries * kind.key_width**-0.5, keys, values, log_decays, betas)
+
+    def take_text(self, piece: int) -> None:
+        """A piece of the pass's text is text of the session."""
+        self.state, self._inputs[:self._before] = self._behind[piece]
+
+    def append(self, rows: int) -> None:
+        self._length += rows
+        self._behind.clear()
+
+    def fold(self, count: int) -> None:
+        """The first ``count`` entries."""
+        done, left = self._some(slice(count)), self._some(slice(count, self._length))
+        self.state = delta_rule.fold(self.state, done)
+        left.log_gates.sub_(done.log_gates[-1].clone())
+        self._inputs[:self._before] = self._inputs[count : count + self._before].clone()
+        self._move(0, slice(count, self._length))
+
+    def keep(self, first: int, moved: Tensor) -> None:
+        """Of the entries from ``first`` on, those in the slots ``moved``, increasing."""
+        self._move(first, moved)
+
+    def _move(self, first: int, slots: slice | Tensor) -> None:
+        for tensor, before in ((self._inputs, self._before), *((tensor, 0) for tensor in self._entries)):
+            rows = tensor[before:][slots].clone()
+            tensor[before + first : before + first + len(rows)] = rows
+        self._length = first + len(rows)
+
+
+def last_ancestors(seen: NDArray[np.bool_], kernel: int) -> NDArray[np.int64]:
+    """[n, kernel] int64: the columns of each row's last ancestors, oldest first, and its own, where ``seen``
+    [n, m + n] says what it sees of m entries and the n rows.  Columns begin behind ``kernel - 1`` rows of
+    the text, into which they fall for a row with fewer ancestors."""
+    n, before = len(seen), kernel - 1
+    m = seen.shape[1] - n
+    found = np.empty((n, kernel), dtype=np.int64)
+    found[:, -1] = before + m + np.arange(n)
+    if not n:
+        return found
+    above = seen.copy()
+    above[np.arange(n), m + np.arange(n)] = False
+    ranks = above[:, ::-1].cumsum(1)[:, ::-1]  # 1 for the last ancestor
+    for back in range(1, kernel):
+        missing = back - ranks[:, 0]
+        column = (above & (ranks == back)).argmax(1)
+        found[:, -1 - back] = np.where(missing > 0, before - missing, before + column)
+    return found

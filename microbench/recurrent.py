@@ -1,0 +1,144 @@
+"""A recurrent layer over a draft tree beside transformers' decoding step, and its drift in 16 bits.
+
+    python -m microbench.recurrent          # times, in the shape of Qwen3-Next-80B-A3B's gated delta net
+    python -m microbench.recurrent drift    # 4,000 tokens in fp16 and bf16, small shape
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import DynamicCache, Qwen3NextConfig
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+from flowspec_edge.stage.layers.delta_net import TreeDeltaNet
+from flowspec_edge.stage.layers.recurrent import GatedDelta, RecurrentCache, RecurrentPass
+from flowspec_edge.stage.layers.recurrent_layer import RecurrentLayer
+
+
+class _Pass(RecurrentPass):
+    """One session's layer 0."""
+
+    def __init__(self, cache: RecurrentCache, rows: int) -> None:
+        self._cache, self._rows = cache, rows
+
+    def recurrent(self, layer_idx: int) -> Iterator[tuple[slice, RecurrentLayer | None]]:
+        yield slice(0, self._rows), self._cache.layers[layer_idx]
+
+
+def net_of(config: Qwen3NextConfig, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    net: Any = Qwen3NextGatedDeltaNet(config, 0).to(dtype).eval().requires_grad_(False)
+    net.dt_bias.copy_(torch.linspace(-6, 1, len(net.dt_bias)))  # decays from none to fast, as trained ones
+    return net
+
+
+def shaped(small: bool = False) -> Qwen3NextConfig:
+    if small:
+        return Qwen3NextConfig(hidden_size=256, num_hidden_layers=2, linear_num_key_heads=2,
+                               linear_num_value_heads=4, num_experts=1)
+    return Qwen3NextConfig(num_hidden_layers=2)
+
+
+def run(net: TreeDeltaNet, cache: RecurrentCache, x: Tensor, mask: NDArray[np.bool_], text: int) -> Tensor:
+    cache.begin(mask, text)
+    out: Tensor = net(x[None], cache_params=_Pass(cache, len(x)))[0]
+    return out
+
+
+def causal(cache: RecurrentCache, rows: int) -> NDArray[np.bool_]:
+    held = cache.first + len(cache)
+    return np.tri(rows, held + rows, held, dtype=bool)
+
+
+def read_in(net: TreeDeltaNet, cache: RecurrentCache, x: Tensor) -> Tensor:
+    out = []
+    for piece in x.split(512):
+        out.append(run(net, cache, piece, causal(cache, len(piece)), len(piece)))
+        cache.append(len(piece))
+        cache.commit(cache.first + len(cache))
+    return torch.cat(out)
+
+
+def milliseconds(work: Callable[[], object]) -> float:
+    """The fastest of many: the machine may be busy."""
+    times, until = [], time.perf_counter() + 1.5
+    while len(times) < 5 or time.perf_counter() < until:
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return 1e3 * min(times)
+
+
+@torch.inference_mode()
+def times() -> None:
+    config, dtype = shaped(), torch.float32
+    net = net_of(config, dtype)
+    ours = TreeDeltaNet(net)
+    print(f"ms a layer, {config.hidden_size} wide, {config.linear_num_value_heads} heads, fp32, "
+          f"{torch.get_num_threads()} threads")
+    for context in (1_000, 32_000):
+        text = torch.randn(context, config.hidden_size)
+        theirs = DynamicCache(config=config)
+        net(text[None], cache_params=theirs)
+        one = text[None, :1]
+        print(f"context {context}: transformers' step, one row: "
+              f"{milliseconds(partial(net, one, cache_params=theirs)):.2f}")
+        for waiting in (0, 100, 300):
+            cache = RecurrentCache(GatedDelta.of(config), [0], 400, dtype, torch.device("cpu"))
+            read_in(ours, cache, text)
+            for start in range(0, waiting, 20):
+                run(ours, cache, torch.randn(20, config.hidden_size), causal(cache, 20), 0)
+                cache.append(20)
+                assert len(cache) == start + 20
+            found = []
+            for rows in (1, 4, 16):
+                x, mask = torch.randn(rows, config.hidden_size), causal(cache, rows)
+                found.append(f"{rows}: {milliseconds(partial(run, ours, cache, x, mask, 0)):.2f}")
+            print(f"    {waiting} uncommitted rows, rows of a pass {', '.join(found)}")
+    x = torch.randn(16, config.hidden_size)
+    alone = milliseconds(lambda: (net.in_proj_qkvz(x), net.in_proj_ba(x), net.out_proj(x.repeat(1, 2))))
+    print(f"the projections alone, 16 rows: {alone:.2f}")
+
+
+@torch.inference_mode()
+def drift() -> None:
+    """Outputs and states against fp32 of the same weights: ours by segments of trees' sizes, theirs step by
+    step behind a prompt, as each decodes."""
+    config, tokens = shaped(small=True), 4_000
+    x = torch.randn(tokens, config.hidden_size)
+    for dtype in (torch.float16, torch.bfloat16):
+        net = net_of(config, dtype)
+        exact, theirs = DynamicCache(config=config), DynamicCache(config=config)
+        wide = net_of(config, dtype).float()
+        truth = wide(x[None].to(dtype).float(), cache_params=exact)[0]
+        out = [net(row[None, None].to(dtype), cache_params=theirs)[0] for row in x]
+        cache = RecurrentCache(GatedDelta.of(config), [0], 400, dtype, torch.device("cpu"))
+        own, ours = [], TreeDeltaNet(net)
+        for piece in x.to(dtype).split(7):
+            own.append(run(ours, cache, piece, causal(cache, len(piece)), 0))
+            cache.append(len(piece))
+            cache.commit(cache.first + len(cache) - 3)
+        cache.retain(tokens)
+        state = exact.layers[0].recurrent_states[0][0]
+        print(dtype, "relative error of outputs, first and last 500 rows, and of the state behind all:")
+        for name, found, held in (("ours", torch.cat(own), cache.layers[0].state),
+                                  ("transformers", torch.cat(out), theirs.layers[0].recurrent_states[0][0])):
+            parts = [relative(found[rows].float(), truth[rows]) for rows in (slice(500), slice(-500, None))]
+            print(f"    {name}: {parts[0]:.2e} {parts[1]:.2e}, state {relative(held.float(), state):.2e}")
+
+
+def relative(found: Tensor, truth: Tensor) -> float:
+    return float((found - truth).norm() / truth.norm())
+
+
+if __name__ == "__main__":
+    drift() if sys.argv[1:] == ["drift"] else times()

@@ -1,0 +1,69 @@
+"""Recurrent layers: every strategy gives the tokens of transformers' own ``generate``, or draws those of
+plain decoding."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from familykit import VOCAB, family_dir
+from stagekit import random_tokens
+from transformers import AutoModelForCausalLM
+
+from flowspec_edge.device_profile import load_profile
+from flowspec_edge.runtime.request import Request
+from flowspec_edge.runtime.virtual.cluster import VirtualCluster
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.registry import STRATEGIES
+
+PROMPT = random_tokens(21, VOCAB, seed=7)
+NEW = 24  # more than are folded at once
+SMALL = Params(tree_size=12, width=3, depth=3, expand_depth=2, expand_size=8, extend_size=8, segment=5,
+               pipedec_width=4, pipedec_children=3)
+PIPELINES = [name for name, strategy in STRATEGIES.items() if strategy.parallelism == "pipeline"]
+STAGES = {"qwen3-next": 3, "qwen3.5": 2, "qwen3.5-moe": 4}
+DRAWN = Sampling(temperature=1.0, seed=3)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("recurrent")
+    return {name: family_dir(name, base / name) for name in STAGES}
+
+
+@lru_cache(maxsize=1)
+def cluster(model: Path, stages: int) -> VirtualCluster:
+    return VirtualCluster(model, stages, load_profile("paper-7b"))
+
+
+@lru_cache(maxsize=1)
+def expected(model: Path) -> list[int]:
+    whole: Any = AutoModelForCausalLM.from_pretrained(model / "target").eval()
+    whole.generation_config.eos_token_id = None
+    ids = torch.tensor([PROMPT])
+    out = whole.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW)
+    return list(out[0, len(PROMPT):].tolist())
+
+
+@lru_cache(maxsize=1)
+def drawn(model: Path, stages: int) -> list[int]:
+    plain = Request(PROMPT, "autoregressive", NEW, sampling=DRAWN, params=SMALL)
+    return cluster(model, stages).generate(plain).tokens
+
+
+@pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5-moe"])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_tokens_are_those_of_generate(models: dict[str, Path], family: str, name: str) -> None:
+    request = Request(PROMPT, name, NEW, params=SMALL)
+    assert cluster(models[family], STAGES[family]).generate(request).tokens == expected(models[family])
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_drawn_tokens_are_those_of_plain_decoding(models: dict[str, Path], name: str) -> None:
+    model, stages = models["qwen3.5"], STAGES["qwen3.5"]
+    request = Request(PROMPT, name, NEW, sampling=DRAWN, params=SMALL)
+    assert cluster(model, stages).generate(request).tokens == drawn(model, stages)

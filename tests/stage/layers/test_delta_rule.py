@@ -1,0 +1,169 @@
+"""The gated delta rule over trees against transformers' own code, step by step and in chunks, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from propertykit import examples
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers.models.qwen3_next import modeling_qwen3_next as theirs
+
+from flowspec_edge.stage.layers import delta_rule
+from flowspec_edge.stage.layers.delta_rule import Entries, Rows
+
+KEY_HEADS, HEADS, K, V = 2, 4, 8, 6
+
+
+class _InDouble(TorchFunctionMode):
+    """What asks for float32 gets float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*(torch.float64 if arg is torch.float32 else arg for arg in args), **(kwargs or {}))
+
+
+def inputs(n: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """As a layer has them after the convolution: [n, heads, …]; decays from mild to forgetting all."""
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(n, *shape, generator=generator, dtype=torch.float64)
+
+    return {"query": normal(KEY_HEADS, K), "key": normal(KEY_HEADS, K), "value": normal(HEADS, V),
+            "g": -(normal(HEADS) * 3).exp(), "beta": normal(HEADS).sigmoid()}
+
+
+def ours(raw: dict[str, Tensor]) -> Rows:
+    queries, keys = (delta_rule.normalised(raw[name]) for name in ("query", "key"))
+    return Rows(queries * K**-0.5, keys, raw["value"], raw["g"], raw["beta"])
+
+
+def published(rule: Any, raw: dict[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs [n, heads, v] and the state behind them, by ``rule`` of transformers."""
+    args = {name: value[None].repeat_interleave(HEADS // KEY_HEADS, 2) if name in ("query", "key")
+            else value[None] for name, value in raw.items()}
+    with _InDouble():
+        out, last = rule(**args, initial_state=state[None], output_final_state=True,
+                         use_qk_l2norm_in_kernel=True)
+    assert out.dtype == last.dtype == torch.float64
+    return out[0], last[0]
+
+
+class _Tree:
+    """Live rows with the states that the recurrence has behind each, and the cache of ours."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.state = torch.randn(HEADS, K, V, generator=self.generator, dtype=torch.float64)
+        self.states = [self.state]  # by row; row 0 is the text that is folded at first
+        self.parents = [-1]
+        none = ours(inputs(0, self.generator))
+        self.cached = Entries(none.keys, none.values, none.betas)
+        self.held: list[int] = []  # the cached rows
+        self.committed = 0  # how many of them, from the first on
+        self.root = 0
+        self.folded = 0  # the last folded row
+
+    def path(self, row: int) -> set[int]:
+        found = set()
+        while row > self.folded:
+            found.add(row)
+            row = self.parents[row]
+        return found
+
+    def grow(self, parents: list[int]) -> None:
+        """A segment of a row for each parent: an index among live rows, or among the segment's own."""
+        live = [self.root, *self.held[self.committed:]]
+        raw, first = inputs(len(parents), self.generator), len(self.states)
+        new = range(first, first + len(parents))
+        wanted = []
+        for i, chosen in enumerate(parents):
+            places = [*live, *range(first, first + i)]
+            self.parents.append(places[chosen % len(places)])
+            one = {name: value[i : i + 1] for name, value in raw.items()}
+            out, state = published(theirs.torch_recurrent_gated_delta_rule, one,
+                                   self.states[self.parents[-1]])
+            wanted.append(out[0])
+            self.states.append(state)
+        columns = [*self.held, *new]
+        visible = torch.tensor([[j in path for j in columns] for path in map(self.path, new)])
+        out, entries = delta_rule.segment(ours(raw), self.state, self.cached, visible)
+        torch.testing.assert_close(out, torch.stack(wanted), atol=1e-12, rtol=0)
+        self.cached = Entries(*(torch.cat(pair) for pair in zip(self.cached, entries, strict=True)))
+        self.held += new
+
+    def keep(self, stay: set[int]) -> None:
+        slots = [i for i, row in enumerate(self.held) if row in stay]
+        self.held = [self.held[i] for i in slots]
+        self.cached = Entries(*(tensor[slots] for tensor in self.cached))
+
+    def prune(self, row: int) -> None:
+        self.keep({other for other in self.held if row not in self.path(other)})
+
+    def commit(self, row: int) -> None:
+        path = self.path(row)
+        self.keep({other for other in self.held if path <= self.path(other) or other in path})
+        self.committed, self.root = len(path), row
+
+    def fold(self, count: int) -> None:
+        """``count`` of the committed rows, at least one."""
+        done, left = (Entries(*(tensor[rows] for tensor in self.cached))
+                      for rows in (slice(count), slice(count, None)))
+        self.state, self.cached = delta_rule.fold(self.state, done), delta_rule.shifted(left, done)
+        self.folded = self.held[count - 1]
+        self.held, self.committed = self.held[count:], self.committed - count
+        torch.testing.assert_close(self.state, self.states[self.folded], atol=1e-12, rtol=0)
+
+
+@examples(300, quick=25)
+@given(data=st.data())
+def test_trees_segments_commits_and_prunes(data: st.DataObject) -> None:
+    """Commits are folded late, at once, in parts or several together."""
+    tree = _Tree(data.draw(st.integers(0, 1 << 30)))
+    for _ in range(data.draw(st.integers(1, 8))):
+        tree.grow(data.draw(st.lists(st.integers(0, 50), min_size=1, max_size=6)))
+        live = tree.held[tree.committed:]
+        match data.draw(st.sampled_from(["grow", "prune", "commit", "commit", "fold"])):
+            case "prune" if live:
+                tree.prune(data.draw(st.sampled_from(live)))
+            case "commit" if live:
+                tree.commit(data.draw(st.sampled_from(live)))
+            case "fold" if tree.committed:
+                tree.fold(data.draw(st.integers(1, tree.committed)))
+
+
+@pytest.mark.parametrize("n", [1, 63, 64, 150])
+def test_a_text_in_chunks(n: int) -> None:
+    generator = torch.Generator().manual_seed(n)
+    state = torch.randn(HEADS, K, V, generator=generator, dtype=torch.float64)
+    raw = inputs(n, generator)
+    out, last = delta_rule.text(ours(raw), state)
+    for rule in (theirs.torch_recurrent_gated_delta_rule, theirs.torch_chunk_gated_delta_rule):
+        wanted, behind = published(rule, raw, state)
+        torch.testing.assert_close(out, wanted, atol=1e-11, rtol=0)
+        torch.testing.assert_close(last, behind, atol=1e-11, rtol=0)
+
+
+def test_float32_is_as_near_as_theirs() -> None:
+    """Of 600 rows in chunks: at most twice as far from float64 as transformers' chunks."""
+    generator = torch.Generator().manual_seed(0)
+    raw = inputs(600, generator)
+    state = torch.zeros(HEADS, K, V, dtype=torch.float64)
+    truth, _ = published(theirs.torch_recurrent_gated_delta_rule, raw, state)
+    single = {name: value.float() for name, value in raw.items()}
+    repeated = {name: value[None].repeat_interleave(HEADS // KEY_HEADS, 2) if name in ("query", "key")
+                else value[None] for name, value in single.items()}
+    wanted, _ = theirs.torch_chunk_gated_delta_rule(**repeated, use_qk_l2norm_in_kernel=True)
+    out, _ = delta_rule.text(ours(single), state.float())
+    allowed = (wanted[0].double() - truth).abs().max()
+    assert 0 < (out.double() - truth).abs().max() < 2 * allowed
+
+
+def test_the_convolution_is_theirs() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, weight = torch.randn(9, 5, generator=generator), torch.randn(5, 4, generator=generator)
+    wanted = theirs.causal_conv1d_fn(x.T[None], weight, activation="silu")[0].T
+    padded = torch.cat((torch.zeros(3, 5), x))
+    torch.testing.assert_close(delta_rule.convolved(padded.unfold(0, 4, 1).mT, weight), wanted)
