@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.modeldir import RECURRENT, SPARSE, ModelDir, cache_values
+from flowspec_edge.model.modeldir import SPARSE, UNSPLIT, ModelDir, cache_values
 from flowspec_edge.util import procfs
 
 if TYPE_CHECKING:
@@ -234,11 +234,11 @@ def dtype_of(model: ModelDir, requested: DtypeChoice) -> Dtype:
 
 
 def require_unsharded(model: ModelDir, strategy: str) -> None:
-    """UsageError for a tensor-parallel ``strategy`` on a sharded model, or on one with experts or recurrent
-    layers."""
-    if model.config.get("model_type") in (*SPARSE, *RECURRENT):
-        raise UsageError(f"{strategy} gives every device a slice of all layers, and the experts or recurrent "
-                         f"layers of {model.path} cannot be sliced: leave this strategy out")
+    """UsageError for a tensor-parallel ``strategy`` on a sharded model, or on one whose layers only
+    transformers' own code computes."""
+    if model.config.get("model_type") in (*SPARSE, *UNSPLIT):
+        raise UsageError(f"{strategy} gives every device a slice of all layers, and experts or layers as those "
+                         f"of {model.path} cannot be sliced: leave this strategy out")
     if model.sharded:
         raise UsageError(f"{strategy} gives every device a slice of all layers, but {model.path} is sharded "
                          "for a pipeline: use the original checkpoint, or leave this strategy out")
