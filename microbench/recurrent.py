@@ -70,7 +70,8 @@ def read_in(net: TreeDeltaNet, cache: RecurrentCache, x: Tensor) -> Tensor:
 
 def milliseconds(work: Callable[[], object]) -> float:
     """The fastest of many: the machine may be busy."""
-    times, until = [], time.perf_counter() + 1.5
+    times: list[float] = []
+    until = time.perf_counter() + 1.5
     while len(times) < 5 or time.perf_counter() < until:
         start = time.perf_counter()
         work()

@@ -67,7 +67,7 @@ class KeysValues:
 
 
 def layer_kinds(config: Any, kept_in: CacheBits = "16bit", kv_heads: int | None = None, groups: int = 1
-                ) -> list[KeysValues]:
+                ) -> list[KeysValues | GatedDelta]:
     """Of every layer of a model.  ``kv_heads`` and ``groups``: those of this device, if it has not all."""
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     if config.model_type in _ALL_SLIDE:
