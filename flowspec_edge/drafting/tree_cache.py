@@ -76,8 +76,8 @@ class CacheMemory:
         return free[:count]
 
     def give_back(self, rows: NDArray[np.int64]) -> None:
+        """Free once they are cleared: a session may end at any time, also while another takes rows."""
         if len(rows):
-            self._free[rows] = True
             self._returned.append(rows)
 
     def shrink(self, rows: int) -> None:
@@ -87,11 +87,12 @@ class CacheMemory:
     @torch.inference_mode()
     def clear_returned(self) -> None:
         """A row that overflowed would reach every pass whose mask is as wide: 0 times NaN is NaN."""
-        if self._returned:
-            rows = indices(np.concatenate(self._returned), self.shape.device)
+        returned, self._returned = self._returned, []
+        if returned:
+            rows = np.concatenate(returned)
             for held in self.layers:
-                held.index_fill_(2, rows, 0.0)
-            self._returned.clear()
+                held.index_fill_(2, indices(rows, self.shape.device), 0.0)
+            self._free[rows] = True
 
     def width(self, rows: int) -> int:
         """Columns of a mask over the first ``rows``: beyond 1,024 at most a quarter more."""
