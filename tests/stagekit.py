@@ -134,7 +134,8 @@ def assert_rows(output: Output, book: Book, oracle: Oracle, atol: float | None =
     hidden = to_torch(output.hidden)
     assert hidden.shape[0] == len(output.numbers)
     for number, row in zip(output.numbers.tolist(), hidden, strict=True):
-        torch.testing.assert_close(row, oracle.truth(book.paths[number]).hidden, atol=atol or oracle.atol, rtol=1e-4)
+        truth = oracle.truth(book.paths[number]).hidden
+        torch.testing.assert_close(row, truth, atol=atol or oracle.atol, rtol=1e-4)
 
 
 def assert_cache(engine: StageEngine, book: Book, oracle: Oracle, atol: float | None = None) -> None:
