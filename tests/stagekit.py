@@ -85,6 +85,9 @@ class Oracle:
     def __init__(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
         self.truth = lru_cache(maxsize=4096)(self._truth)
+        # Between transformers' chunks and its steps there is more than 1e-4: small outputs are normed.
+        kinds = getattr(self.model.config, "layer_types", None) or ()
+        self.atol = 5e-4 if "linear_attention" in kinds else 1e-4
 
     @torch.inference_mode()
     def forward(self, tokens: Iterable[int]) -> Tensor:
@@ -126,15 +129,16 @@ def through(chain: list[StageEngine], segment: Segment) -> tuple[list[Tap], Outp
     return taps, message
 
 
-def assert_rows(output: Output, book: Book, oracle: Oracle, atol: float = 1e-4) -> None:
+def assert_rows(output: Output, book: Book, oracle: Oracle, atol: float | None = None) -> None:
     """Every row of ``output`` is what the oracle computes for its path."""
     hidden = to_torch(output.hidden)
     assert hidden.shape[0] == len(output.numbers)
     for number, row in zip(output.numbers.tolist(), hidden, strict=True):
-        torch.testing.assert_close(row, oracle.truth(book.paths[number]).hidden, atol=atol, rtol=1e-4)
+        truth = oracle.truth(book.paths[number]).hidden
+        torch.testing.assert_close(row, truth, atol=atol or oracle.atol, rtol=1e-4)
 
 
-def assert_cache(engine: StageEngine, book: Book, oracle: Oracle, atol: float = 1e-4) -> None:
+def assert_cache(engine: StageEngine, book: Book, oracle: Oracle, atol: float | None = None) -> None:
     """Every row that layers hold has the keys and values that the oracle has at the end of its path; rows
     that they do not hold are text, and no later row sees them, or they are in the oracle's state."""
     cache = engine.cache_of(book.builder.session)
@@ -145,14 +149,14 @@ def assert_cache(engine: StageEngine, book: Book, oracle: Oracle, atol: float = 
             assert part.first <= cache.committed < part.first + recurrent.AT_ONCE
             for layer, state in part.rows().items() if part.first else ():
                 truth = oracle.truth(book.paths[cache.numbers[part.first - 1]]).held[layer]
-                torch.testing.assert_close(state, truth, atol=atol, rtol=1e-4)
+                torch.testing.assert_close(state, truth, atol=atol or oracle.atol, rtol=1e-4)
             continue
         assert isinstance(kind, KeysValues)
         assert part.first <= max(0, cache.committed - (kind.window or cache.committed + 1) + 1)
         for slot, number in enumerate(cache.numbers[part.first:].tolist()):
             for layer, held in part.rows().items():
                 truth = oracle.truth(book.paths[number]).held[layer]
-                torch.testing.assert_close(held[:, slot], truth, atol=atol, rtol=1e-4)
+                torch.testing.assert_close(held[:, slot], truth, atol=atol or oracle.atol, rtol=1e-4)
 
 
 RECURRENT: dict[str, Any] = {

@@ -78,8 +78,8 @@ def test_a_published_multimodal_checkpoint(sparse: Path, tmp_path: Path) -> None
     with torch.inference_mode():
         exact = Oracle(sparse).model(torch.tensor([text])).logits[0]
         own = load_reference_model(model, "fp32")(torch.tensor([text])).logits[0]
-    torch.testing.assert_close(logits(model, text), exact, atol=1e-4, rtol=0)
-    torch.testing.assert_close(own, exact, atol=1e-4, rtol=0)
+    torch.testing.assert_close(logits(model, text), exact, atol=5e-4, rtol=0)
+    torch.testing.assert_close(own, exact, atol=5e-4, rtol=0)
 
 
 def test_shards_of_it_in_4_bits(sparse: Path, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_shards_of_it_in_4_bits(sparse: Path, tmp_path: Path) -> None:
     text = random_tokens(24, VOCAB, seed=2)
     with torch.inference_mode():
         exact = load_reference_model(tmp_path / "out", "fp32")(torch.tensor([text])).logits[0]
-    torch.testing.assert_close(logits(tmp_path / "out", text), exact, atol=1e-4, rtol=0)
+    torch.testing.assert_close(logits(tmp_path / "out", text), exact, atol=5e-4, rtol=0)
     plain: Any = load_shard(tmp_path / "out", 0, 2, "fp32").modules[0].linear_attn
     assert isinstance(plain.in_proj_a, torch.nn.Linear)
     assert not isinstance(plain.in_proj_qkv, torch.nn.Linear)
@@ -120,7 +120,7 @@ def test_a_text_that_begins_at_a_snapshot(dense: Path, monkeypatch: pytest.Monke
         engine.close(Close(1, tuple(book.committed)))
         engine.open(Open(2, 0, 200, parent_session=1, rows=64))
     after = to_torch(through(chain, Book(2, kept=tuple(text[:64])).text(other[64:]))[1].hidden)
-    torch.testing.assert_close(after, oracle.forward(other)[64:], atol=1e-4, rtol=0)
+    torch.testing.assert_close(after, oracle.forward(other)[64:], atol=5e-4, rtol=0)
     for engine in chain:
         engine.close(Close(2, tuple(range(80))))
         with pytest.raises(ProtocolError, match=r"begin with 65 rows .* kept the states after .32, 64."):
