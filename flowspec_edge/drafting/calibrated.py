@@ -19,7 +19,7 @@ from flowspec_edge.messages import Tap
 from flowspec_edge.sampling.rule import Rank, Sampling
 from flowspec_edge.tree.draft_api import DraftNode, DraftOutput, DraftRequest
 
-_NEVER = -100.0  # log confidence of a right token where the base has no child at all
+_LEAST = 1e-3  # confidence in a right token where the base has no child, and in all but a perfect draft's
 
 
 class CalibratedDrafter(Drafter):
@@ -29,13 +29,15 @@ class CalibratedDrafter(Drafter):
     def __init__(self, base: Drafter, text: Sequence[int], share: float, seed: int) -> None:
         """text   the prompt and plain decoding's answer: the right tokens
         share  up to 1: of the positions at which such a child stays; beyond it, what is above 1 is the share
-               of the positions at which the right token comes first: at 2 everywhere
+               of the positions at which the right token comes first: at 2 everywhere.  The first child's
+               confidence rises with it, everywhere, so that on average it is as often right as it says
         seed   which positions
         """
         self._base, self._text = base, list(text)
         drawn = np.random.default_rng(seed).random(len(self._text) + 1)
         self._kept: NDArray[np.bool_] = drawn < share
         self._first: NDArray[np.bool_] = drawn < share - 1
+        self._better = min(max(share - 1, 0.0), 1 - _LEAST)
         self._begin()
 
     @property
@@ -77,10 +79,15 @@ class CalibratedDrafter(Drafter):
             if self._first[following]:  # with the best score; the others move down by one
                 output.tokens[row, 1 : rank + 1] = output.tokens[row, :rank].copy()
                 output.tokens[row, 0] = right
-                output.scores[row, 0] = max(output.scores[row, 0], _NEVER)
+                output.scores[row, 0] = max(output.scores[row, 0], np.log(_LEAST))
             elif len(ranks) and rank and not self._kept[following]:
                 output.tokens[row, rank:] = wider.tokens[row, rank + 1 :]
                 output.scores[row, rank:] = wider.scores[row, rank + 1 :]
+        if self._better:
+            exists = np.isfinite(output.scores[:, 0])
+            first = self._better + (1 - self._better) * np.exp(output.scores[exists, 0])
+            output.scores[:] += np.log(1 - self._better)
+            output.scores[exists, 0] = np.log(first)
         return output
 
     def _is_right(self, node: DraftNode) -> bool:

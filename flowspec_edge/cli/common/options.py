@@ -237,8 +237,8 @@ def require_unsharded(model: ModelDir, strategy: str) -> None:
     """UsageError for a tensor-parallel ``strategy`` on a sharded model, or on one whose layers only
     transformers' own code computes."""
     if model.config.get("model_type") in (*SPARSE, *UNSPLIT):
-        raise UsageError(f"{strategy} gives every device a slice of all layers, and experts or layers as those "
-                         f"of {model.path} cannot be sliced: leave this strategy out")
+        raise UsageError(f"{strategy} gives every device a slice of all layers, and layers as those of "
+                         f"{model.path} cannot be sliced: leave this strategy out")
     if model.sharded:
         raise UsageError(f"{strategy} gives every device a slice of all layers, but {model.path} is sharded "
                          "for a pipeline: use the original checkpoint, or leave this strategy out")
