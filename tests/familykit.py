@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ from tiny import tiny_llama, tiny_model
 from tiny_dir import tiny_spd
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from flowspec_edge.drafting.eagle.eagle2 import EagleHead, save_head
+from flowspec_edge.strategies.params import Params
 
 VOCAB = 61
+SMALL = Params(tree_size=12, width=3, depth=3, expand_depth=2, expand_size=8, extend_size=8, segment=5,
+               pipedec_width=4, pipedec_children=3)
 WINDOW = 7
 
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
@@ -89,6 +93,16 @@ def family_dir(name: str, path: Path, hidden: int = 32) -> Path:
         save_head(EagleHead(config), path / "eagle2", torch.float32)
     tiny_spd(path)
     return path
+
+
+def generated(target: Path, prompt: Sequence[int], new: int) -> list[int]:
+    """transformers' own greedy continuation in fp32; end-of-sequence is a token like any other here."""
+    model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor([list(prompt)])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new)
+    tokens: list[int] = out[0, len(prompt):].tolist()
+    return tokens
 
 
 def shake(path: Path) -> None:

@@ -6,20 +6,15 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
-import torch
-from familykit import FAMILIES, family_dir
-from transformers import AutoModelForCausalLM
+from familykit import FAMILIES, SMALL, family_dir, generated
 
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
-from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES
 
 PROMPT = [5, 17, 42, 3, 3, 58, 11]
 NEW = 8
-SMALL = Params(tree_size=12, width=3, depth=3, expand_depth=2, expand_size=8, extend_size=8, segment=5,
-               pipedec_width=4, pipedec_children=3)
 STAGES = (2, 4)
 # One of each family; tests/stage compares the logits of all, `make soak` the tokens.
 SOME = ("llama-llama3", "mistral-window", "qwen2-tied", "qwen3-tied-yarn")
@@ -48,18 +43,12 @@ def cluster(model: Path, stages: int) -> VirtualCluster:
 
 
 @lru_cache(maxsize=len(FAMILIES))
-def generated(target: Path) -> list[int]:
-    """transformers' own continuation of the prompt; end-of-sequence is a token like any other here."""
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    ids = torch.tensor([PROMPT])
-    model.generation_config.eos_token_id = None
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW)
-    tokens: list[int] = out[0, len(PROMPT):].tolist()
-    return tokens
+def wanted(target: Path) -> list[int]:
+    return generated(target, PROMPT, NEW)
 
 
 def check(model: Path, name: str, stages: int) -> None:
-    expected = generated(model / "target")
+    expected = wanted(model / "target")
     assert len(expected) == NEW
     result = cluster(model, stages).generate(Request(PROMPT, name, NEW, params=SMALL))
     assert result.tokens == expected, f"{name}, {stages} stages"

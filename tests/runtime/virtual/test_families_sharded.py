@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from familykit import family_dir
+from familykit import SMALL, family_dir
 from stagekit import Book, engines, through
 
 from flowspec_edge.device_profile import load_profile
@@ -21,14 +21,11 @@ from flowspec_edge.sharding.source import open_source
 from flowspec_edge.stage.output_head import load_output_head
 from flowspec_edge.stage.reference_model import load_reference_model
 from flowspec_edge.stage.weights.load import head_scheme_of
-from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES
 from flowspec_edge.util.tensors import to_torch
 
 PROMPT = [5, 17, 42, 3, 3, 58, 11]
 NEW = 8
-SMALL = Params(tree_size=12, width=3, depth=3, expand_depth=2, expand_size=8, extend_size=8, segment=5,
-               pipedec_width=4, pipedec_children=3)
 # A sharded model is cut for a pipeline: tensor-parallel strategies refuse it.
 ALL = [name for name, strategy in STRATEGIES.items() if strategy.parallelism == "pipeline"]
 SOME = ("flowspec", "pipedec")  # `make soak` runs them all

@@ -5,25 +5,19 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from familykit import VOCAB, family_dir
+from familykit import SMALL, VOCAB, family_dir, generated
 from stagekit import random_tokens
-from transformers import AutoModelForCausalLM
 
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.sampling.rule import Sampling
-from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES
 
 PROMPT = random_tokens(21, VOCAB, seed=7)
 NEW = 24  # more than are folded at once
-SMALL = Params(tree_size=12, width=3, depth=3, expand_depth=2, expand_size=8, extend_size=8, segment=5,
-               pipedec_width=4, pipedec_children=3)
 PIPELINES = [name for name, strategy in STRATEGIES.items() if strategy.parallelism == "pipeline"]
 STAGES = {"qwen3-next": 3, "qwen3.5": 2, "qwen3.5-moe": 4}
 DRAWN = Sampling(temperature=1.0, seed=3)
@@ -42,11 +36,7 @@ def cluster(model: Path, stages: int) -> VirtualCluster:
 
 @lru_cache(maxsize=1)
 def expected(model: Path) -> list[int]:
-    whole: Any = AutoModelForCausalLM.from_pretrained(model / "target").eval()
-    whole.generation_config.eos_token_id = None
-    ids = torch.tensor([PROMPT])
-    out = whole.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW)
-    return list(out[0, len(PROMPT):].tolist())
+    return generated(model / "target", PROMPT, NEW)
 
 
 @lru_cache(maxsize=1)

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from familykit import family_dir
-from transformers import AutoModelForCausalLM
+from familykit import SMALL, family_dir, generated
 
 from flowspec_edge.device_profile import StageCurve, load_profile
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.stage.layers.experts import independent
-from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES
 
 PROMPT = [5, 17, 42, 3, 3, 58, 11]
 NEW = 12
-SMALL = Params(tree_size=12, width=3, depth=3, expand_depth=2, expand_size=8, extend_size=8, segment=5,
-               pipedec_width=4, pipedec_children=3)
 PIPELINES = [name for name, strategy in STRATEGIES.items() if strategy.parallelism == "pipeline"]
 CASES = [("qwen3-moe", 3), ("mixtral", 2), ("gpt-oss", 4)]
 
@@ -39,11 +33,7 @@ def cluster(model: Path, stages: int) -> VirtualCluster:
 
 @lru_cache(maxsize=2)
 def expected(model: Path) -> list[int]:
-    whole: Any = AutoModelForCausalLM.from_pretrained(model / "target").eval()
-    whole.generation_config.eos_token_id = None
-    ids = torch.tensor([PROMPT])
-    out = whole.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW)
-    return list(out[0, len(PROMPT):].tolist())
+    return generated(model / "target", PROMPT, NEW)
 
 
 @pytest.mark.parametrize(("family", "stages"), CASES)
