@@ -27,7 +27,7 @@ from torch import Tensor
 CHUNK = 64  # rows of a text that are computed at once, as in transformers
 
 
-class Rows(NamedTuple):
+class DeltaRows(NamedTuple):
     """What n rows bring; queries divided by sqrt(k), queries and keys normalised."""
 
     queries: Tensor
@@ -36,8 +36,8 @@ class Rows(NamedTuple):
     log_decays: Tensor  # at most 0
     betas: Tensor
 
-    def part(self, rows: slice) -> Rows:
-        return Rows(*(tensor[rows] for tensor in self))
+    def part(self, rows: slice) -> DeltaRows:
+        return DeltaRows(*(tensor[rows] for tensor in self))
 
 
 class Entries(NamedTuple):
@@ -48,7 +48,7 @@ class Entries(NamedTuple):
     log_gates: Tensor  # log G
 
 
-def segment(rows: Rows, state: Tensor, cached: Entries, visible: Tensor) -> tuple[Tensor, Entries]:
+def segment(rows: DeltaRows, state: Tensor, cached: Entries, visible: Tensor) -> tuple[Tensor, Entries]:
     """Outputs [n, heads, v] and entries of ``rows``.
 
     visible  [n, m + n] bool: the cached entries, then the rows; every row sees itself and no later one
@@ -107,7 +107,7 @@ def shifted(entries: Entries, folded: Entries) -> Entries:
     return entries._replace(log_gates=entries.log_gates - folded.log_gates[-1])
 
 
-def text(rows: Rows, state: Tensor) -> tuple[Tensor, Tensor]:
+def text(rows: DeltaRows, state: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs [n, heads, v] of a chain without entries above it, and the state behind it."""
     outputs = []
     for start in range(0, len(rows.keys), CHUNK):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flowspec_edge.stage.layers import delta_rule
-from flowspec_edge.stage.layers.delta_rule import Entries, Rows
+from flowspec_edge.stage.layers.delta_rule import DeltaRows, Entries
 
 _ROOM = 64  # rows by which the memory for entries grows, at least
 State = tuple[Tensor, Tensor]  # [heads, k, v], and the convolution's last inputs
@@ -142,13 +142,13 @@ class RecurrentLayer:
             outputs.append(output)
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
-    def _rows(self, mixed: Tensor, log_decays: Tensor, betas: Tensor) -> Rows:
+    def _rows(self, mixed: Tensor, log_decays: Tensor, betas: Tensor) -> DeltaRows:
         kind = self._kind
         width = kind.key_heads * kind.key_width
         queries, keys = (delta_rule.normalised(part.unflatten(-1, (kind.key_heads, -1)))
                          for part in mixed[:, : 2 * width].split(width, -1))
         values = mixed[:, 2 * width :].unflatten(-1, (kind.heads, -1))
-        return Rows(queries * kind.key_width**-0.5, keys, values, log_decays, betas)
+        return DeltaRows(queries * kind.key_width**-0.5, keys, values, log_decays, betas)
 
     def take_text(self, piece: int) -> None:
         """A piece of the pass's text is text of the session."""

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
 from flowspec_edge.stage.layers import delta_rule
-from flowspec_edge.stage.layers.delta_rule import Entries, Rows
+from flowspec_edge.stage.layers.delta_rule import DeltaRows, Entries
 
 KEY_HEADS, HEADS, K, V = 2, 4, 8, 6
 
@@ -35,9 +35,9 @@ def inputs(n: int, generator: torch.Generator) -> dict[str, Tensor]:
             "g": -(normal(HEADS) * 3).exp(), "beta": normal(HEADS).sigmoid()}
 
 
-def ours(raw: dict[str, Tensor]) -> Rows:
+def ours(raw: dict[str, Tensor]) -> DeltaRows:
     queries, keys = (delta_rule.normalised(raw[name]) for name in ("query", "key"))
-    return Rows(queries * K**-0.5, keys, raw["value"], raw["g"], raw["beta"])
+    return DeltaRows(queries * K**-0.5, keys, raw["value"], raw["g"], raw["beta"])
 
 
 def published(rule: Any, raw: dict[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
