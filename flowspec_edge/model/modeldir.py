@@ -198,8 +198,8 @@ def recurrent_layers(config: Mapping[str, Any]) -> int:
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Of a multimodal model, the fields of its language model; else ``config``."""
-    inner = config.get("text_config")
-    if config.get("model_type") not in _MULTIMODAL or not isinstance(inner, dict):
+    inner, family = config.get("text_config"), config.get("model_type")
+    if not isinstance(family, str) or family not in _MULTIMODAL or not isinstance(inner, dict):
         return dict(config)
     fields = {name: config[name] for name in ("tie_word_embeddings", "eos_token_id", "quantization_config")
               if name in config}

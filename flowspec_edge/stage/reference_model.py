@@ -39,6 +39,7 @@ def load_reference_model(model_dir: Path | str, dtype: str, device: torch.device
         model = AutoModelForCausalLM.from_config(config, **rounded)
         separate_experts(model.model)
     core = model.model
+    whole = tensor_names.whole_model(core)  # before loading, which joins matrices
     runs = [(0, len(core.layers))]
     if manifest:
         runs = list(manifest.ranges)
@@ -51,8 +52,7 @@ def load_reference_model(model_dir: Path | str, dtype: str, device: torch.device
         with opened_part(model_dir, stage_part(index)) as files:
             checkpoint = Checkpoint(part_dir(model_dir, stage_part(index)), files)
             read = load_modules(parts, checkpoint, torch_dtype, torch_device, scheme_of(model_dir))
-        wanted = read if manifest else tensor_names.whole_model(core)
-        tensor_names.check_no_unexpected(checkpoint.directory, checkpoint.names, wanted)
+        tensor_names.check_no_unexpected(checkpoint.directory, checkpoint.names, read if manifest else whole)
     core.rotary_emb = type(core.rotary_emb)(config=config).to(torch_device)
     home = Path(model_dir) / DRAFT_TARGET if manifest else Path(model_dir)
     head_scheme = head_scheme_of(model_dir)

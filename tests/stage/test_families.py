@@ -108,8 +108,8 @@ def test_bf16_is_as_near_as_transformers_in_bf16(models: dict[str, Path], name: 
 
 
 @pytest.mark.parametrize(("family", "says"), [
-    ("gemma", "stages cannot run 'gemma' models, only llama, mistral, qwen2, qwen3, "
-              "qwen3_moe, mixtral, gpt_oss, phi3, ministral3"),
+    ("gemma", "stages cannot run 'gemma' models, only llama, mistral, qwen2, qwen3, phi3, ministral3, "
+              "qwen3_moe, mixtral, gpt_oss, qwen3_next, qwen3_5_text, qwen3_5_moe_text"),
     ("gpt2", "stages cannot run 'gpt2' models, only llama"),
 ])
 def test_other_architectures_are_refused_with_the_list(tmp_path: Path, family: str, says: str) -> None:
