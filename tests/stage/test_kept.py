@@ -76,9 +76,10 @@ def plays(draw: st.DrawFn, kinds: list[CacheKind]) -> tuple[list[Step], dict[int
     seen = {number for segment in first.segments[:last] for number in segment.numbers.tolist()}
     text = first.book.committed
     kept = text[: next((i for i, number in enumerate(text) if number not in seen), len(text))]
-    kept = kept[: draw(st.integers(1, len(kept)))]
-    rows = reusable(kinds, len(text), draw(st.integers(1, len(kept))))
-    assume(rows and reusable(kinds, len(text), len(kept)))
+    cuts = [reusable(kinds, len(text), wanted) for wanted in range(len(kept) + 1)]
+    assume(any(cuts))
+    rows = draw(st.sampled_from(sorted({*cuts} - {0})))
+    kept = kept[: draw(st.sampled_from([n for n in range(rows, len(kept) + 1) if cuts[n]]))]
     second = draw(stories(3, first.book.paths[kept[rows - 1]]))
     other = list(beside.segments)
     front = _mixed(draw, first.segments, [other.pop(0) for _ in range(draw(st.integers(0, len(other))))])
