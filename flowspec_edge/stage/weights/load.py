@@ -22,6 +22,8 @@ from flowspec_edge.stage.weights.tensor_names import is_ignorable
 from flowspec_edge.util.bounded_read import PIECE
 from flowspec_edge.util.tensors import check_finite
 
+_JOINED = ".joined.weight"  # of matrices that are side by side (``_join``)
+
 
 @contextmanager
 def opened_part(model_dir: Path | str, part: str) -> Iterator[WeightFiles]:
@@ -79,9 +81,10 @@ def load_modules(parts: Mapping[str, nn.Module], checkpoint: Checkpoint, dtype: 
     for prefix, module in parts.items():
         packed = _packed(prefix, module, checkpoint, scheme, dtype, device) if scheme else {}
         places = _joined(prefix, module, dtype, device)
-        values = {key: value for key, value in module.state_dict().items() if not value.is_meta}
-        wanted = {f"{prefix}.{key}": value.shape for key, value in module.state_dict().items()
-                  if value.is_meta} | {name: place.shape for name, place in places.items()}
+        state = module.state_dict()
+        values = {key: value for key, value in state.items() if key.endswith(_JOINED)}
+        wanted = {f"{prefix}.{key}": value.shape for key, value in state.items() if key not in values}
+        wanted |= {name: place.shape for name, place in places.items()}
         transposed = {f"{prefix}.{name}.weight" if name else f"{prefix}.weight"
                       for name, linear in module.named_modules()
                       if isinstance(linear, nn.Linear) and is_transposed(dtype, device)}

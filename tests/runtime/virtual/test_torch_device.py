@@ -44,9 +44,10 @@ def test_no_stage_is_forked_and_the_text_is_the_same(tiny_model: Path, device: s
     class Told(DraftModels):
         """A tensor of "cpu:0" says no more than "cpu", so the argument is looked at."""
 
-        def __init__(self, model: Path, dtype: str, where: str = "cpu", *others: Any) -> None:
+        def __init__(self, model: Path, dtype: str, where: str = "cpu", *others: Any, **named: Any
+                     ) -> None:
             asked.append(where)
-            super().__init__(model, dtype, where, *others)
+            super().__init__(model, dtype, where, *others, **named)
 
     monkeypatch.setattr(processes, "DraftModels", Told)
     torch.empty(1, device=device)  # a context, if it is a GPU's: the stages must not inherit it
