@@ -96,11 +96,12 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def on_host(tensor: Tensor) -> Tensor:
     """A copy in host memory, once the device has reached it; the host's thread does not sleep meanwhile."""
+    if tensor.device.type != "cuda":
+        return tensor.cpu()
     [copied] = to_host([tensor])
-    if tensor.device.type == "cuda":
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(tensor.device))
-        event.synchronize()
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(tensor.device))
+    event.synchronize()
     return copied
 
 
