@@ -149,7 +149,7 @@ class _Drafter(TreeDrafter):
         return [torch.cat(own.states) for *_, own in parts]
 
     def pass_model(self) -> PassModel:
-        raise NotImplementedError
+        raise NotImplementedError("passes without products are never recorded")
 
 
 def _draft_logits(asked: _Asked) -> Tensor:
