@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup demo test test-slow test-strict test-fleet test-aarch64 test-cuda check bench soak soak-fleet timelines clean
+.PHONY: setup demo test test-slow test-strict test-fleet test-fleet-slow test-aarch64 test-cuda check bench soak soak-fleet timelines clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -63,9 +63,12 @@ soak: $(READY)
 	FLOWSPEC_CHAOS_REPORT=$(CHAOS_REPORT) FLOWSPEC_ALL_EXAMPLES=1 $(BIN)/python -m pytest \
 		-m '(soak or hypothesis) and not fleet and not aarch64'
 
-# Containers with a systemd each; needs root.  Their images are built once: a few minutes, 3.5 GB.
+# Containers with a systemd each; needs root.  Their images are built once: a few minutes, 3.5 GB.  The long ones
+# (power cuts, each step by itself) are in the second command alone.
 test-fleet: $(READY)
-	$(BIN)/python -m pytest -m 'fleet and not soak' tests/e2e
+	$(BIN)/python -m pytest -m 'fleet and not slow and not soak' tests/e2e
+test-fleet-slow: $(READY)
+	$(BIN)/python -m pytest -m 'fleet and slow and not soak' tests/e2e
 
 # Every fault at every step of a deployment: hours.  Begins no trial after four; the next run goes on there.
 FAULTS ?= build/soak-fleet

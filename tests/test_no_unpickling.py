@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,6 @@ MAY_NAME = {"stage/weights/files.py": {"pickle.UnpicklingError"},
 def faults(text: str, may_name: set[str]) -> list[str]:
     """What of a module could run what it reads."""
     found, tree = [], ast.parse(text)
-    used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
         names: set[str] = set()
         if isinstance(node, ast.Import):
@@ -27,10 +27,10 @@ def faults(text: str, may_name: set[str]) -> list[str]:
         elif isinstance(node, ast.ImportFrom):
             names = {(node.module or "").split(".")[0]}
         for name in names & UNPICKLERS:
-            if not may_name or {use for use in used if use.startswith(f"{name}.")} - may_name:
+            if not may_name or set(re.findall(rf"\b{name}\.\w+", text)) - may_name:
                 found.append(f"line {node.lineno} imports {name}")
         if isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
+            called = ast.unparse(node.func) if isinstance(node.func, ast.Attribute) else ""
             if called.endswith(("torch.load", "pickle.load")) and not any(
                     keyword.arg == "weights_only" and isinstance(keyword.value, ast.Constant)
                     and keyword.value.value is True for keyword in node.keywords):

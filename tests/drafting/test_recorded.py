@@ -5,7 +5,7 @@ On a CPU ``recordkit`` stands in for CUDA graphs: it repeats a pass's operations
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +114,8 @@ def clusters() -> list[VirtualCluster]:
     return [plain, recorded]
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, top_p=0.9, seed=1)], ids=["greedy", "top-p"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "sampling"), [*zip(
+    STRATEGIES, cycle([Sampling(), Sampling(1.0, top_p=0.9, seed=1)]), strict=False)])
 def test_tokens_of_every_strategy(clusters: list[VirtualCluster], strategy: str, sampling: Sampling,
                                   monkeypatch: pytest.MonkeyPatch) -> None:
     runs, run = count(), RecordedPasses.run

@@ -16,7 +16,7 @@ from enginekit import PLACES, Bench
 
 from flowspec_edge.fleet import paths
 
-pytestmark = [pytest.mark.fleet, nspawnkit.needs_fleet]
+pytestmark = [pytest.mark.fleet, pytest.mark.slow, nspawnkit.needs_fleet]
 
 # Runs a step that never ends, where the boards are in reach.  setsid: a sudo with use_pty ends the command's
 # process group with the connection, and nothing beyond.

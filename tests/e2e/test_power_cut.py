@@ -25,7 +25,7 @@ from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
 
-pytestmark = [pytest.mark.fleet, nspawnkit.needs_fleet]
+pytestmark = [pytest.mark.fleet, pytest.mark.slow, nspawnkit.needs_fleet]
 
 COUNT = 8
 DRAFT, STAGE = 0, 1  # the boards

@@ -13,7 +13,7 @@ import nspawnkit
 import pytest
 from deploykit import Cluster
 
-pytestmark = [pytest.mark.fleet, nspawnkit.needs_fleet]
+pytestmark = [pytest.mark.fleet, pytest.mark.slow, nspawnkit.needs_fleet]
 
 BOARD = 2
 # Runs at the control place: a board's facts, and what the preflight makes of them.

@@ -10,7 +10,7 @@ from nspawnkit import Fleet
 
 from flowspec_edge.runtime.worker import sd_notify
 
-pytestmark = [pytest.mark.fleet, nspawnkit.needs_fleet]
+pytestmark = [pytest.mark.fleet, pytest.mark.slow, nspawnkit.needs_fleet]
 
 WATCHDOG_S = 1
 # What blocks is longer than the watchdog's time: it stands for a library that is read from a slow card.

@@ -19,6 +19,7 @@ from flowspec_edge.stage.layers.kinds import KeysValues
 from flowspec_edge.stage.shard import load_shard
 
 WINDOW, LAYERS, REQUESTS, CHUNK, TEXT = 7, 4, 1, 32, 400
+LONG = 240  # rows, more than a window's layers hold and a segment
 HELD = WINDOW - 1 + 2 * WINDOW_SLACK  # of the text, at most
 ROWS = TEXT + CHUNK
 ROW = 2 * 2 * 16 * 4  # bytes in a layer: key and value, kv heads, head_dim, fp32
@@ -43,21 +44,21 @@ def test_memory_is_what_the_plan_says(model: Path, tmp_path: Path) -> None:
 
 def test_a_long_text_stays_within_it(model: Path) -> None:
     """A text, its retained prefix and the session that goes on from it, against transformers."""
-    oracle, tokens = Oracle(model), random_tokens(TEXT, VOCAB, seed=6)
+    oracle, tokens = Oracle(model), random_tokens(LONG, VOCAB, seed=6)
     engine = StageEngine(load_shard(model, 0, 1, "fp32"), ROWS, REQUESTS, CHUNK)
     reserved, book = engine.cache_bytes, Book()
     engine.open(Open(1, 0, ROWS, tentative=CHUNK))
-    for lo in range(0, TEXT, CHUNK):
+    for lo in range(0, LONG, CHUNK):
         output = through([engine], book.text(tokens[lo : lo + CHUNK]))[1]
         cache = engine.cache_of(1)
         assert cache is not None
-        assert len(cache) == min(lo + CHUNK, TEXT)
+        assert len(cache) == min(lo + CHUNK, LONG)
         for part, kind in zip(cache.parts, engine.shard.layers_of_kinds, strict=True):
             assert isinstance(kind, KeysValues)
-            assert len(part) <= (HELD + CHUNK if kind.window else TEXT)
+            assert len(part) <= (HELD + CHUNK if kind.window else LONG)
     assert_rows(output, book, oracle)
-    engine.close(Close(1, tuple(range(TEXT))))
-    assert_goes_on(engine, oracle, tokens, TEXT - WINDOW_SLACK)
+    engine.close(Close(1, tuple(range(LONG))))
+    assert_goes_on(engine, oracle, tokens, LONG - WINDOW_SLACK)
     assert engine.cache_bytes == reserved
 
 

@@ -142,7 +142,8 @@ def text(predictable):
                                 do_sample=True, top_k=0, eos_token_id=None, pad_token_id=0)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("eagle2", marks=pytest.mark.slow), "eagle3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
 def test_a_head_learns_what_the_target_writes(predictable, text, tmp_path, kind):
     """At every depth, and far above what always guessing the commonest token would get."""
     torch.manual_seed(7)

@@ -6,6 +6,7 @@ The page cache is asked by mincore, the bytes read by /proc/self/io, the peak of
 from __future__ import annotations
 
 import ctypes
+import json
 import mmap
 import os
 import re
@@ -14,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -120,22 +122,10 @@ def test_d0_verify_and_draft_models_leave_nothing(large: Path) -> None:
     assert cached(large) < 8e6
 
 
-_NO_PEAK = 3  # the exit code below
-_LOAD = {
-    "head": """
-    how = partial(quantise_linears, how=head_scheme("int4"), device=torch.device("cpu"))
-    lm_head = torch.zeros(64, 1408, dtype=torch.bfloat16)
-    return load_drafters("eagle2", Path(sys.argv[1]), lm_head, None, "bf16", 2, how)()
-""",
-    "model": """
-    lm_head = torch.zeros(256, 1408, dtype=torch.float16)
-    return load_drafters("lm", Path(sys.argv[1]), lm_head, None, "fp16", 2)()
-""",
-    "stage": """
-    return load_shard(Path(sys.argv[1]), 0, 1, "fp16")
-"""}
+# A process of its own, since what earlier tests freed would count, and a child of it for each, for which all
+# of this is imported already.
 _LOAD_AND_MEASURE = """
-import ctypes, re, sys
+import ctypes, json, os, re, sys
 from functools import partial
 from pathlib import Path
 
@@ -146,71 +136,89 @@ from flowspec_edge.stage.quant.schemes import head_scheme, quantise_linears
 from flowspec_edge.stage.shard import load_shard
 
 
-def load():
-    {load}
+def head(path):
+    how = partial(quantise_linears, how=head_scheme("int4"), device=torch.device("cpu"))
+    return load_drafters("eagle2", path, torch.zeros(64, 1408, dtype=torch.bfloat16), None, "bf16", 2, how)()
+
+
+def model(path):
+    return load_drafters("lm", path, torch.zeros(256, 1408, dtype=torch.float16), None, "fp16", 2)()
+
+
+def experts(path):
+    return load_shard(path, 0, 1, "fp16")
 
 
 def figure(name):
     return int(re.search(rf"^{name}:\\s+(\\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)[1])
 
 
-load()  # whatever is loaded on first use
-ctypes.CDLL(None).malloc_trim(0)
-before = figure("VmRSS")
-try:
-    Path("/proc/self/clear_refs").write_text("5")
-except OSError as error:
-    print(error, file=sys.stderr)
-    sys.exit(3)
-drafter = load()
-print(type(drafter).__name__, figure("VmHWM") - before)
+def measure(load, path):
+    load(path)  # whatever is loaded on first use
+    ctypes.CDLL(None).malloc_trim(0)
+    before = figure("VmRSS")
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError as error:
+        return {"skipped": str(error)}
+    made = load(path)
+    return {"made": type(made).__name__, "peak": (figure("VmHWM") - before) * 1024}
+
+
+for kind in (head, model, experts):
+    if (child := os.fork()) == 0:
+        found = measure(kind, Path(sys.argv[1]) / kind.__name__)
+        print(json.dumps({"kind": kind.__name__, **found}), flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, kind
 """
 
 
-def peak_of_loading(kind: str, parts: Path) -> tuple[str, int]:
-    """The drafter's class, and bytes; in a process of its own, since what earlier tests freed would count."""
-    script = _LOAD_AND_MEASURE.replace("{load}", _LOAD[kind].strip())
-    ran = subprocess.run([sys.executable, "-c", script, str(parts)], capture_output=True, text=True,
-                         check=False, cwd=Path(__file__).parents[3])
-    if ran.returncode == _NO_PEAK:
-        pytest.skip(f"no peak of memory here: {ran.stderr}")
-    assert ran.returncode == 0, ran.stderr
-    made, grown = ran.stdout.split()
-    return made, int(grown) * 1024
-
-
-def test_a_draft_head_is_quantised_matrix_by_matrix(tmp_path: Path) -> None:
-    """One of 90 MB that becomes 26 MB is never in memory as a whole."""
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """By kind: the class of what was loaded, the peak of memory meanwhile, the bytes and place of its files."""
+    home = tmp_path_factory.mktemp("loaded")
     config = LlamaConfig(vocab_size=64, hidden_size=1408, intermediate_size=8192, num_hidden_layers=1,
                          num_attention_heads=8, bias=True)
-    save_head(EagleHead(config), tmp_path / "eagle2", torch.bfloat16)
-    size = size_of(tmp_path)
-    assert size > 85e6
-    made, peak = peak_of_loading("head", tmp_path)
-    assert made == "EagleDrafter"
-    assert peak < size
-
-
-def test_a_draft_model_is_not_held_twice(tmp_path: Path) -> None:
-    """Of 63 MB, in another dtype than it is stored in, with matrices of at most 6 MB."""
+    save_head(EagleHead(config), home / "head/eagle2", torch.bfloat16)
     config = LlamaConfig(vocab_size=256, hidden_size=1408, intermediate_size=2048, num_hidden_layers=2,
                          num_attention_heads=8)
     for part in ("draft-lm", "target"):
-        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / part)
-    size = size_of(tmp_path / "draft-lm")
-    assert size > 60e6
-    made, peak = peak_of_loading("model", tmp_path)
-    assert made == "LMDrafter"
-    assert peak < 1.7 * size  # with holes that malloc leaves between matrices
-
-
-def test_experts_are_read_one_by_one(tmp_path: Path) -> None:
-    """Two layers of 16 experts of 3 MB, in another dtype than they are stored in."""
-    tiny_model("qwen3_moe", tmp_path, layers=2, hidden=1024, head_dim=64, num_experts=16,
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(home / "model" / part)
+    tiny_model("qwen3_moe", home / "experts", layers=2, hidden=1024, head_dim=64, num_experts=16,
                num_experts_per_tok=2, moe_intermediate_size=512, dtype=torch.bfloat16)
-    made, peak = peak_of_loading("stage", tmp_path)
-    assert made == "Shard"
-    assert peak < load_shard(tmp_path, 0, 1, "fp16").nbytes + 15e6
+    ran = subprocess.run([sys.executable, "-c", _LOAD_AND_MEASURE, str(home)], capture_output=True, text=True,
+                         check=False, cwd=Path(__file__).parents[3])
+    assert ran.returncode == 0, ran.stderr
+    found = [json.loads(line) for line in ran.stdout.splitlines()]
+    if reasons := [each["skipped"] for each in found if "skipped" in each]:
+        pytest.skip(f"no peak of memory here: {reasons[0]}")
+    files = {"head": "head", "model": "model/draft-lm", "experts": "experts"}
+    return {each["kind"]: {**each, "size": size_of(home / files[each["kind"]]), "path": home / each["kind"]}
+            for each in found}
+
+
+def test_a_draft_head_is_quantised_matrix_by_matrix(loaded: dict[str, Any]) -> None:
+    """One of 90 MB that becomes 26 MB is never in memory as a whole."""
+    head = loaded["head"]
+    assert head["size"] > 85e6
+    assert head["made"] == "EagleDrafter"
+    assert head["peak"] < head["size"]
+
+
+def test_a_draft_model_is_not_held_twice(loaded: dict[str, Any]) -> None:
+    """Of 63 MB, in another dtype than it is stored in, with matrices of at most 6 MB."""
+    model = loaded["model"]
+    assert model["size"] > 60e6
+    assert model["made"] == "LMDrafter"
+    assert model["peak"] < 1.7 * model["size"]  # with holes that malloc leaves between matrices
+
+
+def test_experts_are_read_one_by_one(loaded: dict[str, Any]) -> None:
+    """Two layers of 16 experts of 3 MB, in another dtype than they are stored in."""
+    experts = loaded["experts"]
+    assert experts["made"] == "Shard"
+    assert experts["peak"] < load_shard(experts["path"], 0, 1, "fp16").nbytes + 15e6
 
 
 def test_packed_matrices_are_read_once(tmp_path: Path) -> None:
