@@ -176,7 +176,7 @@ for kind in (head, model, experts):
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """By kind: the class of what was loaded, the peak of memory meanwhile, the bytes and place of its files."""
+    """By kind: the class of what was loaded, the peak of memory, the bytes and place of its files."""
     home = tmp_path_factory.mktemp("loaded")
     config = LlamaConfig(vocab_size=64, hidden_size=1408, intermediate_size=8192, num_hidden_layers=1,
                          num_attention_heads=8, bias=True)
