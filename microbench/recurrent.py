@@ -127,7 +127,7 @@ def drift() -> None:
             own.append(run(ours, cache, piece, causal(cache, len(piece)), 0))
             cache.append(len(piece))
             cache.commit(cache.first + len(cache) - 3)
-        cache.retain(tokens)
+        cache._fold(tokens)
         state = exact.layers[0].recurrent_states[0][0]
         print(dtype, "relative error of outputs, first and last 500 rows, and of the state behind all:")
         for name, found, held in (("ours", torch.cat(own), cache.layers[0].state),
