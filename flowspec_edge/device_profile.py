@@ -21,7 +21,8 @@ from flowspec_edge.util.tomlfile import Count, NotNegative, Positive, StrictMode
 # (tests/stage/test_launches.py, tests/drafting/test_launches.py).  With a session more, log-probabilities or
 # packed weights there are a few more.
 LAYER_LAUNCHES = {"llama": 17, "qwen3": 20,  # of a decoder layer, by transformers' name of the family
-                  "qwen3_moe": 35, "mixtral": 32}  # in int4 and without those of experts
+                  "qwen3_moe": 35, "mixtral": 32,  # in int4 and without those of experts, as these, of which
+                  "qwen3_5_text": 58, "qwen3_5_moe_text": 77, "qwen3_next": 81}  # three in four are recurrent
 OTHER_LAYER_LAUNCHES = 20
 GRAPH_LAYER_LAUNCHES = 6  # of a layer whose pieces are CUDA graphs; 4 without grouped heads
 SPARSE_GRAPH_LAYER_LAUNCHES = 17  # with experts, and without theirs

@@ -92,13 +92,13 @@ def times() -> None:
         one = text[None, :1]
         print(f"context {context}: transformers' step, one row: "
               f"{milliseconds(partial(net, one, cache_params=theirs)):.2f}")
+        cache = RecurrentCache(GatedDelta.of(config), [0], 400, dtype, torch.device("cpu"))
+        read_in(ours, cache, text)
         for waiting in (0, 100, 300):
-            cache = RecurrentCache(GatedDelta.of(config), [0], 400, dtype, torch.device("cpu"))
-            read_in(ours, cache, text)
-            for start in range(0, waiting, 20):
+            while len(cache) < waiting:
                 run(ours, cache, torch.randn(20, config.hidden_size), causal(cache, 20), 0)
                 cache.append(20)
-                assert len(cache) == start + 20
+            assert len(cache) == waiting
             found = []
             for rows in (1, 4, 16):
                 x, mask = torch.randn(rows, config.hidden_size), causal(cache, rows)
@@ -127,7 +127,7 @@ def drift() -> None:
             own.append(run(ours, cache, piece, causal(cache, len(piece)), 0))
             cache.append(len(piece))
             cache.commit(cache.first + len(cache) - 3)
-        cache.retain(tokens)
+        cache._fold(tokens)
         state = exact.layers[0].recurrent_states[0][0]
         print(dtype, "relative error of outputs, first and last 500 rows, and of the state behind all:")
         for name, found, held in (("ours", torch.cat(own), cache.layers[0].state),

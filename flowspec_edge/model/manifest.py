@@ -66,6 +66,7 @@ class ShardPart(_Strict):
     weight_bytes  in memory, in the compute dtype; token embeddings stay in their file
     row_bytes     of one row's keys and values in this part's caches, in the compute dtype
     windows       how many of these bytes are in layers that see only so many rows
+    states        of recurrent layers, for each request at once, however long its text is
     """
 
     files: tuple[PartFile, ...]
@@ -73,12 +74,14 @@ class ShardPart(_Strict):
     weight_bytes: Bytes
     row_bytes: Bytes
     windows: dict[int, Bytes] = {}
+    states: Bytes = 0
 
     def cache_bytes(self, rows: int, requests: int = 0, tentative: int = 0) -> int:
-        """Of ``rows`` rows, for so many requests at once, as ``reserved`` says."""
+        """Of ``rows`` rows, for so many requests at once (0: any number, and the states of one), as
+        ``reserved`` says."""
         less = sum(size * (rows - reserved(window, rows, requests, tentative))
                    for window, size in self.windows.items())
-        return rows * self.row_bytes - less
+        return rows * self.row_bytes - less + max(1, requests) * self.states
 
     @property
     def size(self) -> int:

@@ -169,7 +169,8 @@ def _manifest(plan: ShardingPlan, done: dict[str, PartFile]) -> Manifest:
         request=plan.request,
         parts={part.name: ShardPart(files=tuple(done[file.path.as_posix()] for file in part.files),
                                parameters=part.parameters, weight_bytes=part.weight_bytes,
-                               row_bytes=part.row_bytes, windows=part.windows) for part in plan.parts})
+                               row_bytes=part.row_bytes, windows=part.windows,
+                               states=part.states) for part in plan.parts})
 
 
 def total_size(plan: ShardingPlan) -> int:

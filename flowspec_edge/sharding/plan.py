@@ -28,6 +28,7 @@ from flowspec_edge.model.modeldir import DRAFT_PARTS
 from flowspec_edge.sharding.source import Linear, SourceModel
 from flowspec_edge.sharding.writer import Layout, file_size
 from flowspec_edge.stage.layers.kinds import layer_kinds
+from flowspec_edge.stage.layers.recurrent import GatedDelta
 from flowspec_edge.stage.output_head import PREFIX as HEAD_PREFIX
 from flowspec_edge.stage.quant.base import DEFAULT_GROUP, Scheme
 from flowspec_edge.stage.quant.schemes import default_head_bits, head_scheme, scheme
@@ -40,7 +41,7 @@ DTYPE_NAMES: dict[torch.dtype, ComputeDtype] = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 # Small matrices of recurrent layers and mixtures, whose outputs are decays and gates.
-_IN_16_BITS = (".in_proj_a", ".in_proj_b", ".in_proj_ba", ".shared_expert_gate")
+IN_16_BITS = (".in_proj_a", ".in_proj_b", ".in_proj_ba", ".shared_expert_gate")
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ class PlannedPart:
     parameters: int
     weight_bytes: int
     row_bytes: int
-    windows: dict[int, int] = field(default_factory=dict)  # as in the manifest
+    windows: dict[int, int] = field(default_factory=dict)  # as in the manifest, and so ``states``
+    states: int = 0
 
 
 @dataclass(frozen=True)
@@ -243,7 +245,8 @@ def _stage(source: SourceModel, recipe: Recipe, index: int, ranges: Sequence[tup
         parameters=plain_values + sum(linear.rows * linear.columns for linear in packed_all),
         weight_bytes=(plain_values - embedded) * width + sum(
             _packed_bytes(recipe, linear) for linear in packed_all),
-        row_bytes=sum(kind.row_bytes(width) for kind in kinds), windows=windows)
+        row_bytes=sum(kind.row_bytes(width) for kind in kinds), windows=windows,
+        states=sum(kind.request_bytes(width) for kind in kinds if isinstance(kind, GatedDelta)))
 
 
 def _draft(source: SourceModel, recipe: Recipe) -> PlannedPart:
@@ -291,7 +294,7 @@ def _is_packed(source: SourceModel, recipe: Recipe, linear: Linear) -> bool:
         return False
     if source.imported is not None:
         return f"{linear.prefix}.weight" not in source.tensors
-    if linear.prefix.endswith(_IN_16_BITS):
+    if linear.prefix.endswith(IN_16_BITS):
         return False
     return recipe.scheme.fits(linear.rows, linear.columns) is not None
 

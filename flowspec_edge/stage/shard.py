@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.manifest import CacheBits, Manifest, stage_part
-from flowspec_edge.model.modeldir import UNSPLIT, is_sharded
+from flowspec_edge.model.modeldir import RECURRENT, UNSPLIT, is_sharded
 from flowspec_edge.stage.families import load_config, skeleton
 from flowspec_edge.stage.layers.fused import FusedLayer
+from flowspec_edge.stage.layers.hybrid import in_fewer_launches
 from flowspec_edge.stage.layers.kinds import by_kind, layer_kinds
 from flowspec_edge.stage.layers.stage_cache import CacheKind
 from flowspec_edge.stage.weights import tensor_names
@@ -144,7 +145,8 @@ def load_shard(model_dir: Path | str, index: int, stages: int, dtype: str,
     model_dir  a checkpoint, or a sharded model with this stage's part, whose files are all checked against
                the manifest
     dtype      "fp32", "bf16" or "fp16": of activations, caches and all weights that are not in 4 bits
-    fused      use FusedLayer; None: on CUDA; never for a family in ``UNSPLIT``
+    fused      use FusedLayer, or fewer launches where layers are recurrent; None: on CUDA; never for another
+               family in ``UNSPLIT``
 
     UsageError for an unusable model or split.  FlowspecError for too little memory, and for a missing,
     misshapen, truncated, altered or unexpected file or tensor, which it names.
@@ -158,7 +160,8 @@ def load_shard(model_dir: Path | str, index: int, stages: int, dtype: str,
     weights = part_dir(model_dir, stage_part(index))
     with opened_part(model_dir, stage_part(index)) as files:
         config, checkpoint = load_config(weights), Checkpoint(weights, files)
-        core, fused = skeleton(config), fused and config.model_type not in UNSPLIT
+        core, few = skeleton(config), fused and config.model_type in RECURRENT
+        fused = fused and config.model_type not in UNSPLIT
         parts: dict[str, nn.Module] = {f"model.layers.{i}": core.layers[i] for i in range(lo, hi)}
         if index == stages - 1:
             parts["model.norm"] = core.norm
@@ -177,6 +180,8 @@ def load_shard(model_dir: Path | str, index: int, stages: int, dtype: str,
                 read += load_modules({name: module}, checkpoint, torch_dtype, torch_device, quantised)
                 if fused and name.startswith("model.layers."):
                     parts[name] = FusedLayer(module)
+                elif few and name.startswith("model.layers."):
+                    in_fewer_launches(module)
         release(torch_device)
         tensor_names.check_no_unexpected(weights, checkpoint.names, read if is_sharded(model_dir) else wanted)
         rotary = type(core.rotary_emb)(config=config).to(device)  # computed from the config alone

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from familykit import family_model
 from recordkit import Recording, recorded
 from shardkit import cut
 from stagekit import Book, random_tokens, through
@@ -106,6 +107,25 @@ def test_launches_of_experts(tmp_path: Path, family: str, fuses: bool, alone: in
         found = launches_of(two, graphs) - launches_of(one, graphs)
         experts = len(two.modules[1].mlp.experts.chosen.unique())
         assert found.total() - 2 * experts == others, found
+
+
+@pytest.mark.parametrize(("family", "fuses", "recurrent", "attention"), [
+    ("qwen3.5", True, 60, 43), ("qwen3.5", False, 62, 47), ("qwen3.5-moe", False, 81, 66)])
+def test_launches_of_recurrent_layers(tmp_path: Path, family: str, fuses: bool, recurrent: int,
+                                      attention: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without those of experts."""
+    monkeypatch.setattr(kernels, "fuses_rms_norm", lambda device: fuses)
+    path = family_model(family, tmp_path / "model", hidden=256)
+    (path / "tokenizer.json").write_text("{}")
+    cut(path, tmp_path / "cut", 1, "int4")
+    whole = load_shard(tmp_path / "cut", 0, 1, "bf16", "cuda")
+    parts = [replace(whole, index=1, stages=3, layers=(0, layers), modules=whole.modules[:layers],
+                     embed=None, norm=None) for layers in (1, 2, 3)]
+    counts = [launches_of(part) for part in parts]
+    experts = [2 * len(layer.mlp.experts.chosen.unique()) if hasattr(layer.mlp, "experts") else 0
+               for layer in whole.modules[:3]]
+    assert (counts[2] - counts[1]).total() - experts[2] == recurrent
+    assert (counts[1] - counts[0]).total() - experts[1] == attention
 
 
 def test_between_attention_nothing_is_uploaded_waited_for_or_asked_of_the_text(model: Path) -> None:

@@ -22,7 +22,7 @@ from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.layers import recurrent
 from flowspec_edge.stage.layers.kinds import reusable
-from flowspec_edge.stage.layers.recurrent import RecurrentCache
+from flowspec_edge.stage.layers.recurrent import RecurrentArena, RecurrentCache
 from flowspec_edge.stage.reference_model import load_reference_model
 from flowspec_edge.stage.shard import load_lm_head, load_shard
 from flowspec_edge.util.tensors import to_torch
@@ -82,6 +82,18 @@ def test_a_published_multimodal_checkpoint(sparse: Path, tmp_path: Path) -> None
     torch.testing.assert_close(own, exact, atol=5e-4, rtol=0)
 
 
+@pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5"])
+def test_fewer_launches_compute_the_same(family: str, tmp_path: Path) -> None:
+    """A text and a tree, as layers run on a GPU."""
+    model = family_model(family, tmp_path)
+    oracle, chain, book = Oracle(model), engines(model, 2, fused=True), Book()
+    assert_rows(through(chain, book.text(random_tokens(21, VOCAB, seed=8)))[1], book, oracle)
+    below = [book.committed[-1]]
+    for token in random_tokens(9, VOCAB, seed=9):
+        below.append(book.add(token, below[len(below) // 2]))
+    assert_rows(through(chain, book.builder.seal())[1], book, oracle)
+
+
 def test_shards_of_it_in_4_bits(sparse: Path, tmp_path: Path) -> None:
     """As transformers computes the same matrices; small ones that make decays and gates stay as they are."""
     cut(published(sparse, tmp_path / "whole"), tmp_path / "out", dtype="int4", stages=2)
@@ -92,6 +104,31 @@ def test_shards_of_it_in_4_bits(sparse: Path, tmp_path: Path) -> None:
     plain: Any = load_shard(tmp_path / "out", 0, 2, "fp32").modules[0].linear_attn
     assert isinstance(plain.in_proj_a, torch.nn.Linear)
     assert not isinstance(plain.in_proj_qkv, torch.nn.Linear)
+
+
+def test_the_manifest_counts_what_a_request_holds(sparse: Path, tmp_path: Path,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session with a long text and 240 rows in flight beside a retained text."""
+    monkeypatch.setattr(recurrent, "GRID", 32)
+    whole = published(sparse, tmp_path / "whole")
+    part = cut(whole, tmp_path / "out", dtype="int4", stages=1).part("stage-1")
+    [engine] = engines(tmp_path / "out", 1, "bf16", capacity=512)
+    text = random_tokens(100, VOCAB, seed=6)
+    for session in (1, 2):
+        engine.open(Open(session, 1, 512, retained=(1,)))
+        book = Book(session, epoch=1)
+        for start in (0, 50):
+            through([engine], book.text(text[start : start + 50]))
+        if session == 1:
+            engine.close(Close(1, tuple(range(100))))
+    below = book.committed[-1]
+    for start in range(0, 240, 16):
+        leaves = [book.add(token, below) for token in random_tokens(16, VOCAB, seed=start)]
+        through([engine], book.builder.seal())
+        below = leaves[-1]
+    held = sum(arena.nbytes for arena in engine._memory.arenas.values() if isinstance(arena, RecurrentArena))
+    assert part.states * 0.85 <= held <= part.states
+    assert part.cache_bytes(1000, 2) == 1000 * part.row_bytes + 2 * part.states
 
 
 def test_a_restarted_session_computes_the_text_again(dense: Path) -> None:

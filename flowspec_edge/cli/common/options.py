@@ -167,11 +167,11 @@ def loaded_bytes(model: ModelDir, dtype: Dtype, copies: int = 1, rows: int | Non
         d0 = manifest.parts["draft"]
         stages = [part for name, part in manifest.parts.items() if name != "draft"]
         held = copies * sum(part.weight_bytes for part in stages) + d0.weight_bytes
-        return int(wider * (held + rows * sum(part.row_bytes for part in (*stages, d0))))
+        return int(wider * (held + sum(part.cache_bytes(rows) for part in (*stages, d0))))
     from flowspec_edge.fleet.planning.model_size import model_bytes
 
     size = model_bytes(str(model.path), dtype)
-    caches = rows * (size.layers * size.kv_row + size.draft_kv_row)
+    caches = size.layers * (rows * size.kv_row + size.state) + rows * size.draft_kv_row
     return copies * size.target_weights + size.d0_weights + caches
 
 

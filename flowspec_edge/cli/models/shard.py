@@ -223,8 +223,8 @@ def _figures(manifest: Manifest, context: int) -> list[dict[str, Any]]:
         layers = None if name == DRAFT else manifest.ranges[int(name.rpartition("-")[2]) - 1]
         found.append({
             "part": name, "layers": layers, "parameters": part.parameters, "disk_bytes": part.size,
-            "weight_bytes": part.weight_bytes, "cache_bytes": part.row_bytes * context,
-            "memory_bytes": part.weight_bytes + part.row_bytes * context, "here": manifest.has_part(name),
+            "weight_bytes": part.weight_bytes, "cache_bytes": part.cache_bytes(context),
+            "memory_bytes": part.weight_bytes + part.cache_bytes(context), "here": manifest.has_part(name),
         })
     return found
 

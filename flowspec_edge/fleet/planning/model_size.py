@@ -22,7 +22,7 @@ from flowspec_edge.drafting.eagle.eagle3 import Eagle3Head
 from flowspec_edge.drafting.eagle.eagle3_formats import head3_config
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.catalogue import download_config, find_known, is_repository_name
-from flowspec_edge.model.manifest import SESSIONS, CacheBits, HeadBits, reserved
+from flowspec_edge.model.manifest import CacheBits, HeadBits, reserved
 from flowspec_edge.model.modeldir import (
     DRAFT_PARTS,
     WEIGHTS,
@@ -31,6 +31,7 @@ from flowspec_edge.model.modeldir import (
     position_limit,
     resolve_model,
 )
+from flowspec_edge.sharding.plan import IN_16_BITS
 from flowspec_edge.stage.families import load_config, parse_config, skeleton
 from flowspec_edge.stage.layers.experts import correlated
 from flowspec_edge.stage.layers.kinds import layer_kinds
@@ -60,7 +61,8 @@ class ModelBytes:
     kv_row           keys and values of one row in one layer, on average; draft_kv_row: in the draft head
     window           rows that layers with a window see; ``windowed``: their share of all layers
     state            of recurrent layers, in one layer, on average: states, snapshots and entries of a
-                     request, and states and snapshots of a text that it may go on with
+                     request, and snapshots of a text that it may go on with; ``state_read``: what a
+                     pass reads of it
     from_weights     whether weight files were present and agreed
     draft_estimated  whether there is no head here, and a head of the target's shape was assumed
     layer_launches   kernel launches of a decoder layer, without those of experts
@@ -93,6 +95,7 @@ class ModelBytes:
     expert: int = 0
     chosen: int = 0
     state: int = 0
+    state_read: int = 0
 
     @property
     def bytes_per_value(self) -> int:
@@ -182,8 +185,8 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
         layer_launches=LAYER_LAUNCHES.get(config.model_type, OTHER_LAYER_LAUNCHES),
         experts=len(sparse), expert=_module(sparse[0], width, packed) if sparse else 0,
         chosen=int(config.num_experts_per_tok) if sparse else 0,
-        state=sum(kind.session_bytes(1024, width) + (SESSIONS - 1) * kind.session_bytes(0, width)
-                  for kind in recurrent) // len(kinds),
+        state=sum(kind.request_bytes(width) for kind in recurrent) // len(kinds),
+        state_read=sum(kind.read_bytes() for kind in recurrent) // len(kinds),
     )
 
 
@@ -256,7 +259,8 @@ def _assumed_shape(config: Any) -> LlamaConfig:
 
 def _module(module: nn.Module, width: int, how: Scheme | None) -> int:
     """Bytes in memory with its linears stored by ``how``, all else in ``width`` bytes a value."""
-    shapes = [m.weight.shape for m in module.modules() if isinstance(m, nn.Linear)]
+    shapes = [m.weight.shape for name, m in module.named_modules()
+              if isinstance(m, nn.Linear) and not name.endswith(IN_16_BITS)]
     kept = _numel(module.parameters()) - sum(map(prod, shapes))
     return kept * width + sum(_matrix(shape, width, how) for shape in shapes)
 

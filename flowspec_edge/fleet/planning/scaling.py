@@ -39,10 +39,11 @@ def scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
     """The profile for another model.
 
     A layer's time scales with the bytes that a pass reads of it: with experts, those that as many rows touch,
-    which choose them independently (``ms``) or alike (``shared_ms``).  Its time per cached token scales with
-    the hidden width.  lm_head, EAGLE head and SPD's module (two layers) take their bytes at a layer's read
-    rate.  A segment's overhead, a small draft model's pass, the price of a launch, the link and the memory do
-    not change.  UsageError without layer_mb for another model.
+    which choose them independently (``ms``) or alike (``shared_ms``); what it reads of a recurrent state
+    comes at the memory's bandwidth.  Its time per cached token scales with the hidden width.  lm_head, EAGLE
+    head and SPD's module (two layers) take their bytes at a layer's read rate.  A segment's overhead, a small
+    draft model's pass, the price of a launch, the link and the memory do not change.  UsageError without
+    layer_mb for another model.
     """
     fitted, how = _scaled(profile, size)
     curve = fitted.stage
@@ -51,6 +52,9 @@ def scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
         added = curve.layers * 1e3 * cache_seconds(profile, read, 1000)
         if added:
             curve = curve.model_copy(update={"context_ms": [added] * len(curve.rows)})
+    if how.note and (added := curve.layers * 1e3 * cache_seconds(profile, size.state_read, 1)):
+        curve = curve.model_copy(update={"ms": [ms + added for ms in curve.ms],
+                                         "shared_ms": [ms + added for ms in curve.shared_ms]})
     launch = fitted.launch and fitted.launch.model_copy(update={
         "layer": size.layer_launches, "experts": size.experts or None, "chosen": size.chosen or None})
     return fitted.model_copy(update={"stage": curve, "launch": launch}), how

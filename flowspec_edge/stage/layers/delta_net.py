@@ -1,11 +1,12 @@
 """The gated delta net of Qwen3-Next and its successors over a tree's rows, in the place of transformers' own.
 
-Weights, projections and the norm are transformers'; the convolution and the recurrence, in float32, are those
-of a ``RecurrentLayer``.
+Weights and projections are transformers'; the convolution and the recurrence, in float32, are those of a
+``RecurrentLayer``.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flowspec_edge.stage.layers.recurrent import RecurrentPass
+from flowspec_edge.util.kernels import RmsNorm
+from flowspec_edge.util.linears import detach_and_join
 
 
 class TreeDeltaNet(nn.Module):
@@ -23,6 +26,7 @@ class TreeDeltaNet(nn.Module):
         self._key_heads, self._heads = int(net.num_k_heads), int(net.num_v_heads)
         self._key_width, self._value_width = int(net.head_k_dim), int(net.head_v_dim)
         self._layer = int(net.layer_idx)
+        self._by_key_head, self._joined = hasattr(net, "in_proj_qkvz"), False
         for name, module in net.named_children():
             self.add_module(name, module)
         self.dt_bias: Tensor = net.dt_bias
@@ -31,25 +35,47 @@ class TreeDeltaNet(nn.Module):
     def __getattr__(self, name: str) -> Any:  # of modules, which may be packed ones
         return super().__getattr__(name)
 
+    def join(self) -> None:
+        """Projections of the same rows as one product each; once they are loaded."""
+        if hasattr(self, "in_proj_qkv"):
+            self.in_proj_qkvz = detach_and_join(self, "in_proj_qkv", "in_proj_z")
+            self.in_proj_ba = detach_and_join(self, "in_proj_b", "in_proj_a")
+        self._joined = True
+        _ = self._constants  # now, and not in a request
+
+    @cached_property
+    def _constants(self) -> tuple[Tensor, Tensor, Tensor, RmsNorm]:
+        """Of loaded weights, float32: rates of the decay, dt_bias, the convolution's weight [channels,
+        kernel], and the norm of the outputs."""
+        norm = RmsNorm(self.norm.weight.float(), self.norm.variance_epsilon)
+        return -self.A_log.float().exp(), self.dt_bias.float(), self.conv1d.weight[:, 0].float(), norm
+
     def forward(self, hidden_states: Tensor, cache_params: RecurrentPass, **_: Any) -> Tensor:
         """[1, n, H] to [1, n, H]."""
         x = hidden_states[0]
-        inputs, z, b, a = self._interleaved(x) if hasattr(self, "in_proj_qkvz") else (
-            self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x))
-        log_decays = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
-        betas = b.float().sigmoid()
-        weight = self.conv1d.weight[:, 0].float()
+        inputs, z, b, a = self._projected(x)
+        rates, bias, weight, norm = self._constants
+        log_decays, betas = rates * F.softplus(a + bias), b.float().sigmoid()
         outputs = [log_decays.new_zeros(rows.stop - rows.start, self._heads, self._value_width)
                    if layer is None else layer.update(inputs[rows], weight, log_decays[rows], betas[rows])
                    for rows, layer in cache_params.recurrent(self._layer)]
-        mixed = torch.cat(outputs).to(x.dtype)
-        normed = self.norm(mixed.flatten(0, 1), z.reshape(-1, self._value_width))
-        out: Tensor = self.out_proj(normed.view(len(x), -1))
+        mixed = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        gates = F.silu(z.float()).view(mixed.shape)
+        out: Tensor = self.out_proj((norm(mixed) * gates).flatten(1).to(x.dtype))
         return out[None]
 
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The convolution's inputs [n, channels], z [n, heads * v], b and a [n, heads]."""
+        if self._by_key_head:
+            return self._interleaved(x)
+        if not self._joined:
+            return self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
+        values = self._heads * self._value_width
+        both = self.in_proj_qkvz(x)
+        return both[:, :-values], both[:, -values:], *self.in_proj_ba(x).chunk(2, -1)
+
     def _interleaved(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Qwen3-Next's projections, which are ordered by key head: the convolution's inputs [n, channels], z
-        [n, heads * v], b and a [n, heads]."""
+        """Qwen3-Next's projections, which are ordered by key head."""
         group = self._heads // self._key_heads
         values = group * self._value_width
         mixed = self.in_proj_qkvz(x).unflatten(-1, (self._key_heads, -1))

@@ -18,10 +18,13 @@ Everything is in one dtype: float32, unless a test wants more.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 CHUNK = 64  # rows of a text that are computed at once, as in transformers
@@ -48,47 +51,63 @@ class Entries(NamedTuple):
     log_gates: Tensor  # log G
 
 
-def segment(rows: DeltaRows, state: Tensor, cached: Entries, visible: Tensor) -> tuple[Tensor, Entries]:
-    """Outputs [n, heads, v] and entries of ``rows``.
+class Sight(NamedTuple):
+    """What n rows see of m cached entries and of themselves, as :func:`sight` makes it: [n, m + n] each.
 
-    visible  [n, m + n] bool: the cached entries, then the rows; every row sees itself and no later one
+    sums    1 for the last cached entry that a row sees and for the rows that it does, 0 elsewhere: makes
+            log G from the entry's log G and the rows' log decays
+    hidden  0 where a row sees, minus infinity elsewhere
     """
-    n, m = len(rows.keys), len(cached.keys)
-    own = visible[:, m:]
-    gates = own.to(rows.log_decays) @ rows.log_decays
-    if m:
-        # Along a path log G falls: that of the last cached ancestor is the least.
-        above = torch.where(visible[:, :m, None], cached.log_gates, 0.0).amin(1)
-        gates = gates + above
+
+    sums: Tensor
+    hidden: Tensor
+
+
+def sight(visible: NDArray[np.bool_], n: int) -> Sight:
+    """float32, in host memory.
+
+    visible  [n, m + n]: the cached entries, then the rows; every row sees itself and no later one
+    """
+    cached = visible[:, : visible.shape[1] - n]
+    last = cached & (cached[:, ::-1].cumsum(1)[:, ::-1] == 1)
+    sums = np.concatenate((last, visible[:, cached.shape[1] :]), axis=1, dtype=np.float32)
+    hidden = np.where(visible, np.float32(0), np.float32(-np.inf))
+    return Sight(torch.from_numpy(sums), torch.from_numpy(hidden))
+
+
+def segment(rows: DeltaRows, state: Tensor, entries: Entries, seen: Sight) -> Tensor:
+    """Outputs [n, heads, v] of ``rows``, which become the last n of ``entries`` [m + n].
+
+    Along a path log G falls, so what precedes a row counts by its last entry alone.
+    """
+    n = len(rows.keys)
+    m = len(entries.keys) - n
+    entries.keys[m:] = rows.keys
+    entries.log_gates[m:] = rows.log_decays
+    gates = seen.sums @ entries.log_gates
+    entries.log_gates[m:] = gates
     both = torch.cat((rows.keys, rows.queries)).transpose(0, 1)  # [key heads, 2n, k]
     grouped = state.unflatten(0, (both.shape[0], -1))  # [key heads, group, k, v]
-    # [heads, 2n, v]
-    remembered = (both[:, None] @ grouped).flatten(0, 1) * gates.T.exp().repeat(1, 2)[..., None]
-    updates = rows.values.transpose(0, 1) - remembered[:, :n]
-    betas = rows.betas.T[..., None]
-    outputs = remembered[:, n:]
+    remembered = (both[:, None] @ grouped).flatten(0, 1).unflatten(1, (2, n))  # [heads, 2, n, v]
+    remembered = remembered * gates.T.exp()[:, None, :, None]
+    weights = _weights(both, entries, gates, seen.hidden)
+    updates, betas = rows.values.transpose(0, 1) - remembered[:, 0], rows.betas.T[..., None]
     if m:
-        weights = _weights(both, cached.keys, gates, cached.log_gates, visible[:, :m])
-        passed = weights @ cached.updates.transpose(0, 1)
-        updates, outputs = updates - passed[:, :n], outputs + passed[:, n:]
-    weights = _weights(both, rows.keys, gates, gates, own)
+        updates = torch.baddbmm(updates, weights[:, 0, :, :m], entries.updates[:m].transpose(0, 1), alpha=-1)
     updates = updates * betas
     if n > 1:  # the diagonal is not read
-        updates = torch.linalg.solve_triangular(betas * weights[:, :n], updates, upper=False,
+        updates = torch.linalg.solve_triangular(betas * weights[:, 0, :, m:], updates, upper=False,
                                                 unitriangular=True)
-    outputs = outputs + weights[:, n:] @ updates
-    return outputs.transpose(0, 1), Entries(rows.keys, updates.transpose(0, 1), gates)
+    entries.updates[m:] = updates.transpose(0, 1)
+    return torch.baddbmm(remembered[:, 1], weights[:, 1], entries.updates.transpose(0, 1)).transpose(0, 1)
 
 
-def _weights(both: Tensor, keys: Tensor, gates: Tensor, others: Tensor, visible: Tensor) -> Tensor:
-    """G(t)/G(j) times the products of keys and queries [key heads, 2n, k] with ``keys`` of m others: [heads,
-    2n, m]; 0 where ``visible`` [n, m] is false."""
-    products = both @ keys.permute(1, 2, 0)  # [key heads, 2n, m]
-    ratios = gates.T[..., None] - others.T[:, None]  # [heads, n, m]
-    ratios = ratios.masked_fill(~visible, float("-inf")).exp()
-    group = ratios.shape[0] // products.shape[0]
-    ratios = ratios.unflatten(0, (-1, group))[:, :, None]  # [key heads, group, 1, n, m]
-    return (products.unflatten(1, (2, -1))[:, None] * ratios).flatten(2, 3).flatten(0, 1)
+def _weights(both: Tensor, entries: Entries, gates: Tensor, hidden: Tensor) -> Tensor:
+    """G(t)/G(j) times the products of keys and queries [key heads, 2n, k] with the entries' keys: [heads, 2,
+    n, m + n]; 0 where a row does not see."""
+    products = (both @ entries.keys.permute(1, 2, 0)).unflatten(1, (2, -1))
+    ratios = (gates.T[..., None] - entries.log_gates.T[:, None]).add_(hidden).exp_()  # [heads, n, m + n]
+    return (products[:, None] * ratios.unflatten(0, (len(products), -1))[:, :, None]).flatten(0, 1)
 
 
 def fold(state: Tensor, entries: Entries) -> Tensor:
@@ -112,18 +131,15 @@ def text(rows: DeltaRows, state: Tensor) -> tuple[Tensor, Tensor]:
     outputs = []
     for start in range(0, len(rows.keys), CHUNK):
         part = rows.part(slice(start, start + CHUNK))
-        n = len(part.keys)
-        causal = torch.ones(n, n, dtype=torch.bool, device=state.device).tril()
-        none = Entries(*(tensor[:0] for tensor in (part.keys, part.values, part.betas)))
-        output, entries = segment(part, state, none, causal)
+        entries = Entries(*map(torch.empty_like, (part.keys, part.values, part.log_decays)))
+        outputs.append(segment(part, state, entries, _causal(len(part.keys), state.dtype, state.device)))
         state = fold(state, entries)
-        outputs.append(output)
     return torch.cat(outputs), state
 
 
-def normalised(vectors: Tensor) -> Tensor:
-    """Of length 1, except for a term that keeps zeros finite, transformers' own: [..., k]."""
-    return vectors * torch.rsqrt((vectors * vectors).sum(-1, keepdim=True) + 1e-6)
+@cache
+def _causal(n: int, dtype: torch.dtype, device: torch.device) -> Sight:
+    return Sight(*(tensor.to(device, dtype) for tensor in sight(np.tri(n, dtype=bool), n)))
 
 
 def convolved(inputs: Tensor, weight: Tensor) -> Tensor:

@@ -21,7 +21,9 @@ from torch import Tensor
 
 from flowspec_edge.errors import FlowspecError, ProtocolError
 from flowspec_edge.messages import Int32
+from flowspec_edge.model.manifest import SESSIONS
 from flowspec_edge.stage.layers.attention import Part
+from flowspec_edge.stage.layers.delta_rule import Sight, sight
 from flowspec_edge.stage.layers.recurrent_layer import (
     DeltaPass,
     DeltaShape,
@@ -34,6 +36,7 @@ from flowspec_edge.util.tensors import indices, to_device
 AT_ONCE = 16  # committed rows that are folded together; more of a text are never entries
 GRID = 256  # rows between snapshots
 REUSABLE = 2  # snapshots of a text, the newest, that a session may begin with
+_USUAL = 64  # uncommitted rows: four segments of 16
 _EXPECTED = 256  # uncommitted rows: of what a session may have, the part that trees in flight fill
 _KEPT = REUSABLE + 1  # one more than that, because a stage is ahead of the text that has come back to D0
 
@@ -59,6 +62,16 @@ class GatedDelta(DeltaShape):
         entries."""
         entries = min(tentative, _EXPECTED) + 2 * AT_ONCE
         return (1 + _KEPT) * self.state_bytes(width) + entries * self.entry_bytes(width)
+
+    def request_bytes(self, width: int) -> int:
+        """In a layer, for each request at once: its session, and the snapshots of texts that were retained.
+        """
+        retained = (SESSIONS - 1) * _KEPT * self.state_bytes(width)
+        return self.session_bytes(_EXPECTED, width) + retained
+
+    def read_bytes(self) -> int:
+        """By a pass of a layer: the state, and a usual number of entries."""
+        return self.state_bytes(0) + _USUAL * self.entry_bytes(0)
 
     def rows(self, capacity: int, tentative: int) -> int:
         """Entries of a session of ``capacity`` rows, ``tentative`` of them uncommitted."""
@@ -183,8 +196,8 @@ class RecurrentCache:
                                 "tentative rows")
         for layer in self.layers.values():
             layer.make_room(self._length + len(seen))
-        current = DeltaPass(self._text, to_device(torch.from_numpy(np.ascontiguousarray(seen)), self._device),
-                        indices(last_ancestors(seen, self._kernel), self._device))
+        masks = Sight(*(to_device(mask, self._device) for mask in sight(seen, len(seen))))
+        current = DeltaPass(self._text, masks, indices(last_ancestors(seen, self._kernel), self._device))
         for layer in self.layers.values():
             layer.begin(current)
 

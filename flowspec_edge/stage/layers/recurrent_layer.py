@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Self
 
 import numpy as np
@@ -12,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flowspec_edge.stage.layers import delta_rule
-from flowspec_edge.stage.layers.delta_rule import DeltaRows, Entries
+from flowspec_edge.stage.layers.delta_rule import DeltaRows, Entries, Sight
+from flowspec_edge.util.kernels import HeadNorms
 
 _ROOM = 64  # rows by which the memory for entries grows, at least
 State = tuple[Tensor, Tensor]  # [heads, k, v], and the convolution's last inputs
@@ -52,12 +54,12 @@ class DeltaShape:
 @dataclass(frozen=True, eq=False)
 class DeltaPass:
     """cuts       ends of the pieces of the rows that are text and become part of the states, none if none do
-    visible    [n, entries + n] bool: what the n other rows see
+    seen       [n, entries + n]: what the n other rows see
     ancestors  [n, kernel] int64: which inputs enter each row's convolution, its own last
     """
 
     cuts: tuple[int, ...]
-    visible: Tensor
+    seen: Sight
     ancestors: Tensor
 
 
@@ -65,7 +67,7 @@ class RecurrentLayer:
     """state  [heads, k, v] float32: behind the folded rows; replaced, never changed in place"""
 
     def __init__(self, kind: DeltaShape, dtype: torch.dtype, device: torch.device) -> None:
-        self._kind, self._before = kind, kind.kernel - 1
+        self._kind, self._before, self._norms = kind, kind.kernel - 1, _norms(kind, device)
         self.state = torch.zeros(kind.heads, kind.key_width, kind.value_width, device=device)
         self._length = 0  # entries
         self._entries = Entries(*(torch.empty(0, *size, device=device) for size in (
@@ -87,8 +89,8 @@ class RecurrentLayer:
         return Entries(*(tensor[rows] for tensor in self._entries))
 
     def clear(self) -> None:
-        """Drop all entries, with their memory."""
-        self._length = 0
+        """Drop the state and all entries, with their memory; ``restore`` comes before the next pass."""
+        self._length, self.state = 0, self.state.new_empty(0)
         self._entries = Entries(*(tensor.new_empty(0, *tensor.shape[1:]) for tensor in self._entries))
         self._inputs = self._inputs[:self._before].clone()
 
@@ -136,19 +138,16 @@ class RecurrentLayer:
             held = torch.cat((before, inputs[text:])) if text else self._inputs
             mixed = delta_rule.convolved(held[current.ancestors], weight)
             rows = self._rows(mixed, log_decays[text:], betas[text:])
-            output, entries = delta_rule.segment(rows, state, self.entries, current.visible)
-            for stored, new in zip(self._entries, entries, strict=True):
-                stored[self._length : end] = new
-            outputs.append(output)
+            outputs.append(delta_rule.segment(rows, state, self._some(slice(end)), current.seen))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def _rows(self, mixed: Tensor, log_decays: Tensor, betas: Tensor) -> DeltaRows:
         kind = self._kind
-        width = kind.key_heads * kind.key_width
-        queries, keys = (delta_rule.normalised(part.unflatten(-1, (kind.key_heads, -1)))
-                         for part in mixed[:, : 2 * width].split(width, -1))
-        values = mixed[:, 2 * width :].unflatten(-1, (kind.heads, -1))
-        return DeltaRows(queries * kind.key_width**-0.5, keys, values, log_decays, betas)
+        width = 2 * kind.key_heads * kind.key_width
+        both = mixed[:, :width].unflatten(-1, (2 * kind.key_heads, -1))
+        self._norms.in_place(both)
+        queries, keys = both.chunk(2, 1)
+        return DeltaRows(queries, keys, mixed[:, width:].unflatten(-1, (kind.heads, -1)), log_decays, betas)
 
     def take_text(self, piece: int) -> None:
         """A piece of the pass's text is text of the session."""
@@ -175,6 +174,15 @@ class RecurrentLayer:
             rows = tensor[before:][slots].clone()
             tensor[before + first : before + first + len(rows)] = rows
         self._length = first + len(rows)
+
+
+@cache
+def _norms(kind: DeltaShape, device: torch.device) -> HeadNorms:
+    """Of queries, divided by sqrt(k), and keys: of length 1, but for the term that transformers adds to the
+    sum of squares, so that zeros stay finite."""
+    weights = torch.full((2 * kind.key_heads, kind.key_width), kind.key_width**-0.5, device=device)
+    weights[: kind.key_heads] *= kind.key_width**-0.5
+    return HeadNorms(weights, 1e-6 / kind.key_width)
 
 
 def last_ancestors(seen: NDArray[np.bool_], kernel: int) -> NDArray[np.int64]:

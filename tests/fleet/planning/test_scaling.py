@@ -67,6 +67,19 @@ def test_times_scale_with_bytes() -> None:
     assert (fitted.link, fitted.memory, fitted.draft.lm_pass_ms) == (measured.link, measured.memory, 30)
 
 
+def test_every_pass_reads_the_recurrent_states() -> None:
+    """40 MB a layer at 20 GB/s, beside 6 ms for the weights, also of a sparse layer; a measured profile has
+    it."""
+    own = profile()
+    memory = own.memory and own.memory.model_copy(update={"gb_per_s": 20.0})
+    board = own.model_copy(update={"memory": memory})
+    held = replace(size(layers=12, kv_row=0), state_read=40 * MB)
+    for of in (held, replace(held, experts=4, expert=100 * MB, chosen=4)):
+        curve = scaled(board, of)[0].stage
+        assert [curve.milliseconds(rows) for rows in (1, 64)] == pytest.approx([8.0, 8.0])
+    assert scaled(board, replace(held, layers=32))[0].stage.milliseconds(1) == pytest.approx(6.0)
+
+
 def test_experts_cost_what_their_rows_touch() -> None:
     """3 of 6 experts of 60 MB a row beside 40 MB, at 0.02 ms a MB: 3, 4.5, 5.25, 5.625 experts of independent
     rows, 3 of rows that choose the same, and in between by the board's correlation."""

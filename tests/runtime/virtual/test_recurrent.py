@@ -47,14 +47,17 @@ def drawn(model: Path, stages: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("family", "name"), [*(("qwen3-next", name) for name in PIPELINES),
-                                              *(("qwen3.5-moe", name) for name in SOME)])
+                                              *(("qwen3.5-moe", name) for name in SOME),
+                                              ("qwen3.5", "flowspec_plus"), ("qwen3.5", "pruned_pp")])
 def test_tokens_are_those_of_generate(models: dict[str, Path], family: str, name: str) -> None:
     request = Request(PROMPT, name, NEW, params=SMALL)
     assert cluster(models[family], STAGES[family]).generate(request).tokens == expected(models[family])
 
 
-@pytest.mark.parametrize("name", SOME)
-def test_drawn_tokens_are_those_of_plain_decoding(models: dict[str, Path], name: str) -> None:
-    model, stages = models["qwen3.5"], STAGES["qwen3.5"]
+@pytest.mark.parametrize(("family", "name"), [*(("qwen3.5", name) for name in SOME),
+                                              ("qwen3-next", "flowspec"), ("qwen3-next", "stpp"),
+                                              ("qwen3.5-moe", "flowspec_plus"), ("qwen3.5-moe", "chain")])
+def test_drawn_tokens_are_those_of_plain_decoding(models: dict[str, Path], family: str, name: str) -> None:
+    model, stages = models[family], STAGES[family]
     request = Request(PROMPT, name, NEW, sampling=DRAWN, params=SMALL)
     assert cluster(model, stages).generate(request).tokens == drawn(model, stages)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -36,7 +37,7 @@ def inputs(n: int, generator: torch.Generator) -> dict[str, Tensor]:
 
 
 def ours(raw: dict[str, Tensor]) -> DeltaRows:
-    queries, keys = (delta_rule.normalised(raw[name]) for name in ("query", "key"))
+    queries, keys = (theirs.l2norm(raw[name]) for name in ("query", "key"))
     return DeltaRows(queries * K**-0.5, keys, raw["value"], raw["g"], raw["beta"])
 
 
@@ -88,10 +89,12 @@ class _Tree:
             wanted.append(out[0])
             self.states.append(state)
         columns = [*self.held, *new]
-        visible = torch.tensor([[j in path for j in columns] for path in map(self.path, new)])
-        out, entries = delta_rule.segment(ours(raw), self.state, self.cached, visible)
+        visible = np.array([[j in path for j in columns] for path in map(self.path, new)])
+        seen = delta_rule.Sight(*(mask.double() for mask in delta_rule.sight(visible, len(new))))
+        self.cached = Entries(*(torch.cat((held, held.new_empty(len(new), *held.shape[1:])))
+                                for held in self.cached))
+        out = delta_rule.segment(ours(raw), self.state, self.cached, seen)
         torch.testing.assert_close(out, torch.stack(wanted), atol=1e-12, rtol=0)
-        self.cached = Entries(*(torch.cat(pair) for pair in zip(self.cached, entries, strict=True)))
         self.held += new
 
     def keep(self, stay: set[int]) -> None:
