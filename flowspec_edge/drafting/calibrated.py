@@ -62,6 +62,9 @@ class CalibratedDrafter(Drafter):
     def tap(self, message: Tap) -> None:
         self._base.tap(message)
 
+    def scores_only(self, request: DraftRequest) -> bool:
+        return self._base.scores_only(request)
+
     def expand(self, request: DraftRequest) -> DraftOutput:
         if request.root != self._root:
             self._root = request.root

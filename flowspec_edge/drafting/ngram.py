@@ -104,6 +104,9 @@ class MergedDrafter:
     def tap(self, message: Tap) -> None:
         self._base.tap(message)
 
+    def scores_only(self, request: DraftRequest) -> bool:
+        return self._base.scores_only(request)
+
     def expand(self, request: DraftRequest) -> DraftOutput:
         return merge(self._base.expand(request), self._lookup.expand(request), request.children)
 

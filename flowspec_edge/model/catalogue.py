@@ -16,6 +16,7 @@ from pydantic import Field, RootModel, field_validator
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.draft_formats import FORMATS
+from flowspec_edge.model.modeldir import DRAFT_PARTS
 from flowspec_edge.util.resources import resource_dir
 from flowspec_edge.util.tomlfile import StrictModel, load_toml
 
@@ -72,8 +73,9 @@ class KnownModel(StrictModel):
 
     @property
     def runnable(self) -> list[PublishedHead]:
-        """EAGLE-2's before EAGLE-3's."""
-        return sorted((head for head in self.published if head.kind), key=lambda head: head.kind or "")
+        """EAGLE-2's before EAGLE-3's before block drafters."""
+        order = list(DRAFT_PARTS)
+        return sorted((head for head in self.published if head.kind), key=lambda h: order.index(h.kind or ""))
 
 
 class Catalogue(RootModel[dict[str, KnownModel]]):
