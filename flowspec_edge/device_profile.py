@@ -32,8 +32,8 @@ OUTPUT_LAUNCHES = 10  # lm_head and a greedy choice; 29 for a token sampled with
 PASS_LAUNCHES = {"eagle2": (0, 32), "eagle2-deep": (0, 32), "eagle3": (0, 38), "spd": (0, 38),
                  "lm": (354, 18), "ngram": (0, 0), "dflash": (0, 150), "dspark": (0, 160)}
 SCORE_LAUNCHES = 15  # of ranking by an earlier block
-# Of a block drafter, in passes of an EAGLE head with the target's lm_head, by bytes at Llama-2-7B: five layers, fc
-# over five states and lm_head in 2.46 GB, beside one layer, fc and lm_head in 0.74; and a Markov head of rank 256.
+# Of a block drafter, in passes of an EAGLE head, by bytes at Llama-2-7B: five layers, fc over five states and
+# lm_head in 2.46 GB, beside one layer, fc and lm_head in 0.74; and a Markov head of rank 256.
 BLOCK_PASSES, BLOCK_SCORES = 3.3, 0.03
 # Where passes are CUDA graphs (tests/drafting/test_recorded.py): one for each of three, and copies.
 GRAPH_PASS_LAUNCHES = {"eagle2": 6, "eagle2-deep": 6, "eagle3": 5, "lm": 4}

@@ -71,7 +71,7 @@ class CalibratedDrafter(Drafter):
             # A child's id is larger than its parent's, so nothing at or below this id is needed.
             self._right = {node: right for node, right in self._right.items() if node > request.root}
         wider = self._base.expand(replace(request, children=request.children + 1))
-        output = DraftOutput(wider.tokens[:, :-1].copy(), wider.scores[:, :-1].copy())
+        output = DraftOutput(wider.tokens[:, :-1].copy(), wider.scores[:, :-1].copy(), wider.beyond)
         for row, node in enumerate(request.nodes):
             following = node.position + 1
             if not self._is_right(node) or following >= len(self._text):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
@@ -113,7 +114,7 @@ class MergedDrafter:
 
 def merge(first: DraftOutput, second: DraftOutput, children: int) -> DraftOutput:
     """The ``children`` best of both for every node [n, children]; of equals, those of ``first``."""
-    merged = DraftOutput.empty(len(first.tokens), children)
+    merged = replace(DraftOutput.empty(len(first.tokens), children), beyond=first.beyond)
     for row in range(len(first.tokens)):
         best: dict[int, float] = {}
         for found in (first, second):

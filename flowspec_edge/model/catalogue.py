@@ -16,7 +16,6 @@ from pydantic import Field, RootModel, field_validator
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.draft_formats import FORMATS
-from flowspec_edge.model.modeldir import DRAFT_PARTS
 from flowspec_edge.util.resources import resource_dir
 from flowspec_edge.util.tomlfile import StrictModel, load_toml
 
@@ -74,8 +73,8 @@ class KnownModel(StrictModel):
     @property
     def runnable(self) -> list[PublishedHead]:
         """EAGLE-2's before EAGLE-3's before block drafters."""
-        order = list(DRAFT_PARTS)
-        return sorted((head for head in self.published if head.kind), key=lambda h: order.index(h.kind or ""))
+        order = list(FORMATS.values())
+        return sorted((head for head in self.published if head.kind), key=lambda head: order.index(head.kind))
 
 
 class Catalogue(RootModel[dict[str, KnownModel]]):

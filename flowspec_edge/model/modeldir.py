@@ -30,7 +30,7 @@ MANIFEST = "manifest.json"
 DRAFT_PARTS = {"eagle2": "eagle2", "eagle2-deep": "eagle2-deep", "eagle3": "eagle3", "lm": "draft-lm",
                "spd": "spd", "dflash": "dflash", "dspark": "dspark"}
 BLOCKS = ("dflash", "dspark")  # kinds that draft a block of all depths in one pass
-STAND_INS = ("eagle3", "dspark", "dflash")  # used by strategies that draft with an EAGLE-2 head, if there is none
+STAND_INS = ("eagle3", "dspark", "dflash")  # for a missing EAGLE-2 head
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
            "pytorch_model.bin.index.json")
 _TOKENIZER = ("tokenizer.json", "tokenizer.model")

@@ -26,7 +26,7 @@ from flowspec_edge.strategies.slot_worth import SlotWorth
 from flowspec_edge.strategies.tree_strategy import TreeStrategy
 from flowspec_edge.tree.acceptance import AcceptanceEstimator
 from flowspec_edge.tree.best_first_tree import BestFirstTree
-from flowspec_edge.tree.draft_api import Commit, DraftOutput, DraftRequest
+from flowspec_edge.tree.draft_api import ABSENT, Commit, DraftOutput, DraftRequest
 from flowspec_edge.tree.draft_tree import Node
 from flowspec_edge.tree.segment_builder import SegmentBuilder
 from flowspec_edge.tree.text_index import TextIndex
@@ -80,6 +80,7 @@ class FlowSpecPlus(TreeStrategy):
         self._worth = SlotWorth(pipeline.stages)
         self._root_is_stale = True  # its expansion did not have its true features
         self._pending_draft: dict[int, Node] = {}  # the nodes of the draft pass in progress, by id
+        self._beyond: list[Node] = []  # too deep for the drafter below this root
         self._least_sent = 0.0  # probability of the last segment's least likely row; 0: it had room for more
 
     @property
@@ -111,6 +112,7 @@ class FlowSpecPlus(TreeStrategy):
     def begin_round(self) -> None:
         self._root_is_stale = True
         self._pending_draft = {}
+        self._beyond = []
 
     def _new_tree(self, token: int, position: int, first_id: int) -> BestFirstTree:
         return BestFirstTree(token, position, first_id, self._estimator)
@@ -183,6 +185,9 @@ class FlowSpecPlus(TreeStrategy):
                 continue  # dropped meanwhile
             if asked.id == self.tree.root.id == request.root:
                 self._root_is_stale = False
+            if output.beyond is not None and output.beyond[row] and tokens[row][0] == ABSENT:
+                self._beyond.append(node)
+                continue
             self.tree.name_children(node, tokens[row], scores[row], estimates[row])
             self._look_up(node)
         self._pending_draft = {}
@@ -231,5 +236,7 @@ class FlowSpecPlus(TreeStrategy):
         self._read([commit.token for commit in commits])
         if commits:
             self._root_is_stale = True
+            self.tree.requeue_expansion(node for node in self._beyond if node.alive)
+            self._beyond = []
             self._look_up(self.tree.root)
         return commits

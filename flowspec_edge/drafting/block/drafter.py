@@ -8,6 +8,7 @@ deeper than the block has no children yet; it may be asked for again below a lat
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -52,6 +53,7 @@ class BlockDrafter(Drafter):
 
     def reset(self, sampling: Sampling, rank: Rank, tau: float) -> None:
         self._text: list[int] = []
+        self._states: list[Tensor] = []
         self._restart(0, sampling, rank, tau)
 
     def rewind(self, tokens: int, sampling: Sampling, rank: Rank, tau: float) -> bool:
@@ -69,7 +71,7 @@ class BlockDrafter(Drafter):
         self._ranking = (sampling, rank, tau)
         self._tapped.clear()  # the numbers are another session's
         self._rows = rows  # of the text whose keys and values are known: it has one more token
-        self._states: list[Tensor] = []  # of the rows that follow, [n, S] each
+        self._states = []  # of the rows that follow, [n, S] each
         self._block: tuple[Tensor, Tensor] | None = None  # outputs [depths, H] and logits [depths, D]
 
     def tap(self, message: Tap) -> None:
@@ -93,10 +95,11 @@ class BlockDrafter(Drafter):
     @torch.inference_mode()
     def expand(self, request: DraftRequest) -> DraftOutput:
         self._read()
-        output = DraftOutput.empty(len(request.nodes), request.children)
         below = [node.position - len(self._text) + 1 for node in request.nodes]
         self._check(request, below)
-        inside = [row for row, depth in enumerate(below) if depth < self._head.depths]
+        beyond = np.array(below, np.int64) >= self._head.depths
+        output = replace(DraftOutput.empty(len(request.nodes), request.children), beyond=beyond)
+        inside = np.flatnonzero(~beyond).tolist()
         if not inside:
             return output
         if self._block is None:

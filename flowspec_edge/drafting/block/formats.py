@@ -134,7 +134,7 @@ def save_block_head(head: BlockHead, directory: Path, dtype: torch.dtype) -> Non
 
 def _speculators(raw: dict[str, Any], markov: bool) -> dict[str, Any]:
     """Its layer ids count inputs of layers, as in its EAGLE-3 heads."""
-    ids = raw.get("aux_hidden_state_layer_ids")
+    ids: Any = raw.get("aux_hidden_state_layer_ids")
     kept = {key: raw.get(key) for key in ("block_size", "mask_token_id", "draft_vocab_size")}
     if markov:
         kept |= {"markov_rank": raw.get("markov_rank", 256),
@@ -148,17 +148,16 @@ def _outputs(settings: dict[str, Any], path: Path) -> dict[str, Any]:
     """``captured`` by layer ids that count outputs of layers; -1 is the embeddings."""
     ids = settings.get("target_layer_ids")
     if ids is None:
-        ids = _default_ids(_number(settings.get("num_target_layers"), "num_target_layers", path),
-                           _number(settings.get("num_hidden_layers"), "num_hidden_layers", path))
+        count = [_number(settings.get(key), key, path) for key in ("num_target_layers", "num_hidden_layers")]
+        return {**settings, "captured": default_layers(*count)}
     return {**settings, "captured": tuple(layer + 1 for layer in ids) if _are_numbers(ids) else ()}
 
 
-def _default_ids(target_layers: int, own_layers: int) -> list[int]:
-    """z-lab's: evenly from layer 1 to layer L - 3, or the middle one."""
-    if own_layers == 1:
-        return [target_layers // 2]
-    span = target_layers - 4
-    return [round(1 + i * span / (own_layers - 1)) for i in range(own_layers)]
+def default_layers(layers: int, states: int) -> tuple[int, ...]:
+    """z-lab's, of a target with this many: the outputs of layers 1 to L - 3, evenly, or of the middle one."""
+    if states == 1:
+        return (layers // 2 + 1,)
+    return tuple(2 + round(i * (layers - 4) / (states - 1)) for i in range(states))
 
 
 def _are_numbers(ids: Any) -> bool:
@@ -187,7 +186,7 @@ def _check(config: BlockConfig, path: Path) -> None:
         raise FlowspecError(f"{path}: block_size must be {least} to {_MOST_SLOTS}, not {config.block_size}")
     for key, value in (("mask_token_id", config.mask_token_id),
                        ("draft_vocab_size", config.draft_vocab_size - 1)):
-        if not 0 <= value < config.vocab_size:
+        if value is None or not 0 <= value < config.vocab_size:
             raise FlowspecError(f"{path}: {key} does not fit into the vocabulary of {config.vocab_size}")
 
 

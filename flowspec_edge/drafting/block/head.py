@@ -12,7 +12,7 @@ Sources: papers as in the package's docstring; the published code is named in ``
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,11 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
+from flowspec_edge.drafting.eagle.head_drafter import KeyValueCache
 from flowspec_edge.drafting.tree_cache import CacheShape
 
 
-class BlockConfig(Qwen3Config):  # type: ignore[misc]
+class BlockConfig(Qwen3Config):
     """Of the head's layers, and beside that:
 
     captured       after how many of the target's layers the states are captured, in fc's order; they have
@@ -53,13 +54,6 @@ class BlockConfig(Qwen3Config):  # type: ignore[misc]
     markov_gated: bool = False
     own_lm_head: bool = False
     draft_vocab_size: int = 0
-
-
-class LayerCache(Protocol):
-    """Called by transformers' attention: the block's keys and values, behind those of the text."""
-
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of all columns of the mask."""
 
 
 class MarkovHead(nn.Module):
@@ -111,6 +105,7 @@ class BlockHead(nn.Module):
         return self.config.block_size - (not self.config.from_root)
 
     def slot_tokens(self, root: int) -> list[int]:
+        assert self.config.mask_token_id is not None
         return [root, *[self.config.mask_token_id] * (self.config.block_size - 1)]
 
     def keys_values(self, states: Tensor, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -128,13 +123,14 @@ class BlockHead(nn.Module):
             keys = attention.k_norm(attention.k_proj(rows).view(heads)).transpose(1, 2)
             yield keys * cos + rotate_half(keys) * sin, attention.v_proj(rows).view(heads).transpose(1, 2)
 
-    def forward(self, embedded: Tensor, positions: Tensor, masks: Sequence[Tensor], cache: LayerCache
+    def forward(self, embedded: Tensor, positions: Tensor, masks: Sequence[Tensor], cache: KeyValueCache
                 ) -> Tensor:
         """One pass over slots.
 
         embedded   [B, m, H]     of the slots' tokens
         positions  [B, m]
         masks      [B or 1, 1, m, columns] each, of every layer: bool or additive, over text, then slots
+        cache      returns all columns' keys and values for the slots'
         returns    [B, m, H]     after the last norm
         """
         x = embedded
