@@ -25,10 +25,10 @@ VARIANTS = {  # options of published_block, for targets of 8 layers or more
 
 
 def published_block(directory, seed=1, form="zlab", ids=(1, 5), layers=2, block=6, rank=0, gated=False,
-                    causal=False, drafted=VOCABULARY, kinds=None, window=None, width=WIDTH,
+                    causal=False, drafted=None, kinds=None, window=None, width=WIDTH,
                     vocabulary=VOCABULARY, heads=4, kv_heads=2, **config):
     """A head as others publish it, written without our code: (facts for :class:`Block`, tensors)."""
-    kinds = kinds or ["full_attention"] * layers
+    kinds, drafted = kinds or ["full_attention"] * layers, drafted or vocabulary
     layer = {"model_type": "qwen3", "hidden_size": width, "intermediate_size": 40, "head_dim": 8,
              "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
              "rms_norm_eps": 1e-6, "rope_theta": 5e5, "vocab_size": vocabulary,

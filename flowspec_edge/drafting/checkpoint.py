@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from flowspec_edge.errors import FlowspecError, UsageError, first_line
 from flowspec_edge.model.catalogue import find_known
 from flowspec_edge.model.draft_formats import FORMATS, recognise_format
-from flowspec_edge.model.modeldir import check_config
+from flowspec_edge.model.modeldir import BLOCKS, check_config
 from flowspec_edge.util.bounded_read import read_json, read_json_object
 from flowspec_edge.util.tensors import check_finite
 from flowspec_edge.util.weight_file import SAFETENSORS, Embedding, EmbeddingTable, SafetensorsFile
@@ -34,9 +34,9 @@ _COMPUTED = "rotary_emb.inv_freq"  # stored by old releases of transformers; it 
 _PREFIXES = ("module.", "model.")  # of a training framework's wrapper, and of a whole model
 
 
-def read_config(directory: Path, what: str) -> dict[str, Any]:
+def read_config(directory: Path, what: str, blocks: bool = False) -> dict[str, Any]:
     """UsageError if config.json is missing or invalid, FlowspecError if it is of a format that cannot be run;
-    ``what``: the model's name with its article."""
+    ``what``: the model's name with its article; ``blocks``: it may be a block drafter."""
     path = directory / "config.json"
     if not path.exists():
         raise UsageError(f"no {_bare(what)} at {directory}: config.json is missing")
@@ -46,6 +46,9 @@ def read_config(directory: Path, what: str) -> dict[str, Any]:
     if name is not None and FORMATS.get(name) is None:
         raise FlowspecError(f"{path}: draft heads in the format {name} cannot be run, those of EAGLE-1, 2 "
                             f"and 3, DFlash, DSpark and JetSpec can; {_instead(raw)}")
+    if name is not None and (kind := FORMATS[name]) in BLOCKS and not blocks:
+        raise FlowspecError(f"{path}: a head in the format {name} is a draft model of the kind {kind}: it "
+                            f"belongs in a directory {kind}/")
     return raw
 
 

@@ -88,7 +88,7 @@ def drafts_of(model: ModelDir, given: Sequence[Path]) -> list[DraftFiles]:
 
 def open_draft(directory: Path) -> DraftFiles:
     """UsageError if there is no draft model of a known kind; FlowspecError for damaged files."""
-    config = weights.read_config(directory, "a draft model")
+    config = weights.read_config(directory, "a draft model", blocks=True)
     checkpoint = Checkpoint(directory)
     tensors = checkpoint.stored(checkpoint.names)
     bare = {_PREFIX.sub("", name): stored for name, stored in tensors.items()}

@@ -66,7 +66,7 @@ def load_block_head(directory: Path, embedding: Tensor | Embedding | None, dtype
 def block_config(directory: Path) -> BlockConfig:
     """UsageError or FlowspecError if config.json is missing or unusable; ``own_lm_head`` is set later."""
     path = directory / "config.json"
-    raw = checkpoint.read_config(directory, _WHAT)
+    raw = checkpoint.read_config(directory, _WHAT, blocks=True)
     if (name := recognise_format(raw)) not in _FORMATS:
         raise FlowspecError(f"{path}: this is no {' or '.join(_FORMATS)}, but {name or 'no draft head'}")
     inner = raw.get("transformer_layer_config")
