@@ -35,6 +35,7 @@ _MAX_NODES = 1024  # of the tree: beyond, a draft pass is not worth its time and
 _CHILDREN = 10  # per node and draft pass (FlowSpec's k)
 _LONGEST_RUN = 8  # tokens that the look-up compares
 _CHILDREN_PER_LOOKUP = 4
+_RANKED_AGAIN = int(__import__("os").environ.get("AGAIN", "24"))  # nodes in flight, when a block begins at a new root
 _LOOK_UPS = 24  # most nodes of one look-up
 _WORTH_EXPANDING = 0.5  # of the least likely row sent: a node so likely may have children worth sending
 _WORTH_LOOKING = math.log(0.02)  # less likely children are not looked up
@@ -81,6 +82,7 @@ class FlowSpecPlus(TreeStrategy):
         self._root_is_stale = True  # its expansion did not have its true features
         self._pending_draft: dict[int, Node] = {}  # the nodes of the draft pass in progress, by id
         self._beyond: list[Node] = []  # too deep for the drafter below this root
+        self._drafts_blocks = False  # whether ranking more nodes by the root's pass costs next to nothing
         self._least_sent = 0.0  # probability of the last segment's least likely row; 0: it had room for more
 
     @property
@@ -168,15 +170,24 @@ class FlowSpecPlus(TreeStrategy):
         this halves the work at four requests, is as fast in greedy text, and 2 % slower in sampled text."""
         self.tree.requeue_expansion(node for node in self._pending_draft.values() if not node.expanded)
         nodes = [self.tree.root] if self._root_is_stale else []
+        if self._root_is_stale and self._drafts_blocks:
+            nodes += self._in_flight()
         if self.tree.size < _MAX_NODES:
-            nodes += self.tree.pop_unexpanded(self.params.plus_width - len(nodes),
+            nodes += self.tree.pop_unexpanded(self.params.plus_width - self._root_is_stale,
                                                _WORTH_EXPANDING * self._least_sent)
         if not nodes:
             return None
         self._pending_draft = {node.id: node for node in nodes}
         return self.tree.draft_request(nodes, _CHILDREN)
 
+    def _in_flight(self) -> list[Node]:
+        """The likeliest nodes that a block from an older root ranked: the new one knows more of the text, and
+        ranks what follows them along the paths that are in flight."""
+        known = (node for node in self.tree.nodes() if node.expanded and node.successor < 0)
+        return heapq.nlargest(_RANKED_AGAIN, known, lambda node: node.score)
+
     def on_draft(self, request: DraftRequest, output: DraftOutput) -> None:
+        self._drafts_blocks = output.beyond is not None
         estimates = self._estimator.draft_estimates(output.scores).tolist()
         tokens, scores = output.tokens.tolist(), output.scores.tolist()
         for row, asked in enumerate(request.nodes):
