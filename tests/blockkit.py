@@ -15,7 +15,8 @@ VARIANTS = {  # options of published_block, for targets of 8 layers or more
     "z-lab, windows": {"ids": [1, 4], "kinds": ["sliding_attention", "full_attention"], "window": 5},
     "z-lab, default ids": {"ids": None, "layers": 3},
     "JetSpec": {"ids": [1, 5], "causal": True},
-    "SpecForge, gated": {"form": "specforge", "ids": [1, 3, 5], "rank": 6, "gated": True},
+    "SpecForge, gated": {"form": "specforge", "ids": [1, 3, 5], "rank": 6, "gated": True, "window": 3,
+                         "kinds": ["full_attention", "sliding_attention"]},
     "DeepSpec": {"form": "deepspec", "ids": [-1, 1, 3, 4, 5], "rank": 6, "block": 5},
     "DeepSpec, DFlash": {"form": "deepspec", "ids": [1, 5], "block": 5},
     "speculators": {"form": "speculators", "ids": [2, 6], "drafted": 20},
@@ -89,7 +90,8 @@ def published_block(directory, seed=1, form="zlab", ids=(1, 5), layers=2, block=
     facts = {"layers": layers, "heads": heads, "kv_heads": kv_heads, "block": block, "mask": mask,
              "captured": captured, "from_root": form == "deepspec" or (form == "speculators" and rank > 0),
              "windows": [window if kind == "sliding_attention" else None for kind in kinds],
-             "causal": [causal or (form == "speculators" and kind == "sliding_attention") for kind in kinds]}
+             "causal": [causal or (form != "zlab" and kind == "sliding_attention") for kind in kinds],
+             "window_from_root": form == "speculators"}
     return facts, weights
 
 
@@ -110,12 +112,13 @@ class Block:
         slots = [self.w["embed_tokens.weight"][token]
                  for token in (root, *[self.f["mask"]] * (self.f["block"] - 1))]
         for i, layer in enumerate(self.layers):
-            window, causal = self.f["windows"][i] or 10**6, self.f["causal"][i]
+            window, causal = self.f["windows"][i], self.f["causal"][i]
             rows = [(norm(f"layers.{i}.input_layernorm", x), first + j) for j, x in enumerate(slots)]
             out = []
             for x, (own, at) in zip(slots, rows, strict=True):
-                seen = [(row, place) for row, place in text + rows
-                        if at - place < window and place != at and not (causal and place > at)]
+                seen = [(row, place) for row, place in rows if place != at and not (causal and place > at)]
+                nearest = (first - 1 if self.f["window_from_root"] else at) - (window or 10**6)
+                seen += [(row, place) for row, place in text if place > nearest]
                 x = x + layer.attend([*seen, (own, at)])
                 out.append(x + layer.mlp(norm(f"layers.{i}.post_attention_layernorm", x)))
             slots = out

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flowspec_edge.drafting.base import Drafter, root_misplaced_error
@@ -159,16 +160,16 @@ class BlockDrafter(Drafter):
         made: dict[tuple[bool, int | None], Tensor] = {}
         for kind in zip(config.causal, config.windows, strict=True):
             if kind not in made:
-                made[kind] = additive_mask(visible_slots(slots, *kind), self._dtype, self._device)
+                visible = visible_slots(slots, *kind, config.window_from_root)
+                made[kind] = additive_mask(visible, self._dtype, self._device)
         return [made[kind] for kind in zip(config.causal, config.windows, strict=True)]
 
 
-def visible_slots(slots: range, causal: bool, window: int | None) -> np.ndarray:
+def visible_slots(slots: range, causal: bool, window: int | None, from_root: bool) -> NDArray[np.bool_]:
     """bool [slots, columns]: which columns each slot sees; a column's number is its position."""
     own, columns = np.array(slots)[:, None], np.arange(slots.stop)[None]
-    visible = np.ones((len(slots), slots.stop), bool)
-    if causal:
-        visible &= columns <= own
+    visible = columns <= own if causal else np.ones((len(slots), slots.stop), bool)
     if window is not None:
-        visible &= own - columns < window
+        last = slots.start - window if from_root else own + 1 - window
+        visible &= (columns >= last) | (columns >= slots.start)
     return visible

@@ -2,11 +2,13 @@
 
 - z-lab (DFlash, MIT): a Qwen3's config.json with ``block_size``, ``num_target_layers`` and ``dflash_config``;
   the root's own slot ranks nothing; embeddings and lm_head are the target's.  JetSpec (MIT) adds
-  ``causal_head``.  SpecForge (MIT) puts a Markov head's settings into ``dflash_config``, too.
+  ``causal_head``.  SpecForge (MIT) puts a Markov head's settings into ``dflash_config``, too, and trains
+  layers with a window causally; of a head without ``projector_type`` they are not, as in z-lab's code.
 - deepseek-ai/DeepSpec (DSpark and, with ``markov_rank`` 0, DFlash; MIT): ``target_layer_ids`` and the rest
   at the top, own copies of embeddings and lm_head; every slot ranks the tokens after it.
 - vllm-project/speculators (both; Apache-2.0): ``transformer_layer_config``, an lm_head of its own, which may
-  be over a draft vocabulary; layers with a window are causal unless it is said otherwise.
+  be over a draft vocabulary; layers with a window are causal unless it is said otherwise, and it is the
+  same text for all slots.
 
 A confidence head is read past: the draft's scores are learned to be probabilities anyway.
 """
@@ -80,7 +82,8 @@ def block_config(directory: Path) -> BlockConfig:
         block = block if isinstance(block, dict) else {}
         fields, settings = raw, {**_outputs({**raw, **block}, path),
                                  "from_root": bool(block.get("shift_label")),
-                                 "all_causal": bool(block.get("causal_head"))}
+                                 "all_causal": bool(block.get("causal_head")),
+                                 "window_causal": block.get("projector_type") is not None}
     if (family := fields.get("model_type", "qwen3")) != "qwen3":
         raise FlowspecError(f"{path}: block drafters with layers of {family!r} are not supported, only of "
                             "'qwen3'")
@@ -90,6 +93,7 @@ def block_config(directory: Path) -> BlockConfig:
     config.causal = tuple(settings.get("all_causal", False)
                           or (settings.get("window_causal", False) and window is not None)
                           for window in config.windows)
+    config.window_from_root = isinstance(inner, dict)
     config.captured, config.from_root = settings["captured"], settings["from_root"]
     for key in ("block_size", "mask_token_id"):
         setattr(config, key, _number(settings.get(key), key, path))
@@ -121,7 +125,7 @@ def save_block_head(head: BlockHead, directory: Path, dtype: torch.dtype) -> Non
     if config.markov_rank:
         block |= {"projector_type": "dspark", "markov_rank": config.markov_rank,
                   "markov_head_type": "gated" if config.markov_gated else "vanilla"}
-    if any(config.causal):
+    if all(config.causal):
         block["causal_head"] = True
     written = {"architectures": ["DSparkDraftModel" if config.markov_rank else "DFlashDraftModel"],
                "model_type": "qwen3", "block_size": config.block_size, "dflash_config": block,

@@ -38,7 +38,9 @@ class BlockConfig(Qwen3Config):
     mask_token_id  the token of the other slots
     from_root      whether the root's own slot ranks its children: there is a depth for every slot
     causal         of each layer: whether a slot sees only the slots before it
-    windows        of each layer: how many of the nearest positions a row sees; None: all
+    windows        of each layer: how many positions of the text, nearest to a slot and with its own, it sees;
+                   None: all
+    window_from_root  whether they are the text's last ones for every slot
     markov_rank    width of the Markov head; 0: without one
     markov_gated   whether the slot's output gates it
     own_lm_head    over ``draft_vocab_size`` tokens; False: the target's
@@ -50,6 +52,7 @@ class BlockConfig(Qwen3Config):
     from_root: bool = False
     causal: tuple[bool, ...] = ()
     windows: tuple[int | None, ...] = ()
+    window_from_root: bool = False
     markov_rank: int = 0
     markov_gated: bool = False
     own_lm_head: bool = False
