@@ -82,9 +82,9 @@ class History:
             np.testing.assert_allclose(got.scores[row], x[got.tokens[row]], **TOLERANCE)
 
 
-@pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_published_variant_agrees(tmp_path, variant, noisy):
+def test_every_published_variant_agrees(tmp_path, variant):
+    noisy = bool(list(VARIANTS).index(variant) % 2)
     sampling = Sampling(temperature=0.8 if noisy else 0.0, seed=7)
     h = History(tmp_path, 4 + noisy, sampling, "noise" if noisy else "draft", **VARIANTS[variant])
     h.grow(9)
