@@ -28,7 +28,7 @@ SPARSE_GRAPH_LAYER_LAUNCHES = 17  # with experts, and without theirs
 EXPERT_LAUNCHES = 2  # of each expert that rows have chosen
 SEGMENT_LAUNCHES = 18  # of a segment beside its layers: masks, positions, 4 uploads, the norm, a download
 OUTPUT_LAUNCHES = 10  # lm_head and a greedy choice; 29 for a token sampled with top-p
-# Of a draft pass, by kind: (within the layers of a small model, others).
+# Of a draft pass, by kind: (within the layers of a small model, others); block drafters are estimated.
 PASS_LAUNCHES = {"eagle2": (0, 32), "eagle2-deep": (0, 32), "eagle3": (0, 38), "spd": (0, 38),
                  "lm": (354, 18), "ngram": (0, 0), "dflash": (0, 150), "dspark": (0, 160)}
 SCORE_LAUNCHES = 15  # of ranking by an earlier block
